@@ -1,0 +1,357 @@
+"""The rules of the house (docs/design.md, "The house") as tables and checks over the source text.
+
+A check takes a `House`, which is any folder laid out like this repository, and yields its complaints, one
+line each; so a test can hand it a small bad house and see it complain. Only the syntax tree is read: nothing
+of the package is imported here. Left out: what ruff says already (`__all__` is sorted, RUF022) and what mypy
+says (an imported name exists).
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import Literal
+
+PACKAGE = "megatrain"
+
+# From the ground up. A module may import what is below its floor, and its own room; the loose files of a
+# floor are one room. `__init__` is the front door of the package.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("errors", "spec", "layout"),
+    ("schedule", "device", "optim", "model", "data", "dist"),
+    ("memory", "plan"),
+    ("engine", "checkpoint"),
+    ("train",),
+    ("config", "run", "cli", "api", "__init__", "__main__"),
+)
+TORCH_FREE = ("errors", "spec", "layout", "schedule", "plan", "optim")
+
+# Foreign name -> the rooms or modules that may use it, and why there.
+HOMES: dict[str, tuple[tuple[str, ...], str]] = {
+    "transformers": (("model", "data.tokenizer"), "its classes change; two places to mend"),
+    "tokenizers": (("data",), "text becomes ids there"),
+    "torch.cuda": (("device.cuda",), "everything else talks to the device protocol"),
+    "torch.distributed": (("dist",), "one rank must not need it"),
+    "os.environ": (("config",), "what steers a run is in its config file"),
+    "os.getenv": (("config",), "what steers a run is in its config file"),
+    "numba": (("optim",), "the one arithmetic on the host that must run at memory bandwidth"),
+    "yaml": (("config",), "the user's file ends there; beyond it are typed values"),
+    "pydantic": (("config",), "the user's file ends there; beyond it are typed values"),
+    "typer": (("cli",), "arguments end there"),
+    "rich": (("cli", "run", "train.progress"), "the terminal: tables and the live line"),
+    "tensorboard": (("train",), "metrics leave there"),
+    "torch.utils.tensorboard": (("train",), "metrics leave there"),
+    "safetensors": (("model", "checkpoint"), "weights come in and go out"),
+    "psutil": (("plan.hardware", "memory"), "what this machine has, and how much of it is free"),
+}
+
+ROOTS = ("__init__", "__main__", "cli")  # what a user can start; all else must be imported from there
+TESTS_WITHOUT_ROOM = ("arch", "bench", "docs", "gpu", "system")  # folders under tests/ that test no one room
+VAGUE_NAMES = ("utils", "util", "common", "core", "helpers", "misc")
+MAX_FUNCTION_LINES = 70
+MAX_FILE_LINES = 450
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name, dotted."""
+
+    name: str  # "a.b.c" for `from a.b import c`
+    alias: str  # the local name that it binds
+    bound: str  # what that local name stands for: "a" for `import a.b`
+    line: int
+    when: Literal["load", "call", "typing"]  # as the module loads, in a call, or for the type checker only
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file and its syntax tree."""
+
+    name: str  # dotted, from below the package on: "plan.search", "plan", "__init__"
+    path: Path  # relative to the root of the house
+    text: str
+    is_package: bool
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, str(self.path))
+
+    @property
+    def room(self) -> str:
+        return self.name.split(".")[0]
+
+    @property
+    def is_loose(self) -> bool:
+        """Whether it stands on its floor by itself, in no folder."""
+        return self.name == "__init__" or ("." not in self.name and not self.is_package)
+
+    @cached_property
+    def imports(self) -> list[Import]:
+        return list(_imports(self.tree, self, "load"))
+
+    @cached_property
+    def public(self) -> list[str] | None:
+        """The names in `__all__`, or None where there is none."""
+        for node in self.tree.body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+                return [str(item.value) for item in ast.walk(node) if isinstance(item, ast.Constant)]
+        return None
+
+    @cached_property
+    def uses(self) -> list[tuple[str, int]]:
+        """Every dotted name imported, or reached through an imported name, with its line."""
+        bound = {item.alias: item.bound for item in self.imports}
+        found = [(item.name, item.line) for item in self.imports]
+        for node in ast.walk(self.tree):
+            parts: list[str] = []
+            inner: ast.expr | None = node if isinstance(node, ast.Attribute) else None
+            while isinstance(inner, ast.Attribute):
+                parts.append(inner.attr)
+                inner = inner.value
+            if isinstance(inner, ast.Name) and inner.id in bound:
+                found.append((".".join([bound[inner.id], *reversed(parts)]), inner.lineno))
+        return found
+
+
+def _imports(node: ast.AST, module: Module, when: Literal["load", "call", "typing"]) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for item in child.names:
+                bound = item.name if item.asname else item.name.split(".")[0]
+                yield Import(item.name, item.asname or bound, bound, child.lineno, when)
+        elif isinstance(child, ast.ImportFrom):
+            base = _absolute(child, module)
+            for item in child.names:
+                name = f"{base}.{item.name}"
+                yield Import(name, item.asname or item.name, name, child.lineno, when)
+        elif isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+            yield from _imports(ast.Module(child.body, []), module, "typing")
+            yield from _imports(ast.Module(child.orelse, []), module, when)
+        elif isinstance(child, ast.Call) and ast.unparse(child.func).endswith("import_module"):
+            if child.args and isinstance(child.args[0], ast.Constant):
+                yield Import(str(child.args[0].value), "", "", child.lineno, when)
+        else:
+            inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            yield from _imports(child, module, "call" if inside and when == "load" else when)
+
+
+def _absolute(node: ast.ImportFrom, module: Module) -> str:
+    """The dotted name that a `from` import starts at, with leading dots resolved."""
+    if not node.level:
+        return node.module or ""
+    here = [PACKAGE, *(module.name.split(".") if module.name != "__init__" else [])]
+    up = node.level - 1 if module.is_package else node.level
+    return ".".join([*here[: len(here) - up], *([node.module] if node.module else [])])
+
+
+@dataclass(frozen=True)
+class House:
+    """A folder laid out like this repository: the package, the tests, the README."""
+
+    root: Path
+
+    @cached_property
+    def modules(self) -> dict[str, Module]:
+        found = {}
+        for path in sorted((self.root / PACKAGE).rglob("*.py")):
+            parts = path.relative_to(self.root / PACKAGE).with_suffix("").parts
+            is_package = parts[-1] == "__init__"
+            name = ".".join(parts[:-1] if is_package and len(parts) > 1 else parts)
+            found[name] = Module(name, path.relative_to(self.root), path.read_text(), is_package)
+        return found
+
+    def module_of(self, dotted: str) -> Module | None:
+        """The module that a dotted name lies in: its longest prefix that is a file of the package."""
+        first, *rest = dotted.split(".")
+        if first != PACKAGE:
+            return None
+        for size in range(len(rest), 0, -1):
+            if module := self.modules.get(".".join(rest[:size])):
+                return module
+        return self.modules.get("__init__")
+
+
+def _floor(room: str) -> int | None:
+    return next((level for level, rooms in enumerate(FLOORS) if room in rooms), None)
+
+
+def _is_within(name: str, homes: tuple[str, ...]) -> bool:
+    return any(name == home or name.startswith(home + ".") for home in homes)
+
+
+def imports_point_down(house: House) -> Iterator[str]:
+    for module in house.modules.values():
+        floor = _floor(module.room)
+        if floor is None:
+            yield f"{module.path}: the room {module.room!r} is on no floor"
+            continue
+        for item in module.imports:
+            target = house.module_of(item.name)
+            level = _floor(target.room) if target else None
+            if target is None or level is None or level < floor or target.room == module.room:
+                continue
+            if level > floor or not (module.is_loose and target.is_loose):
+                yield f"{module.path}:{item.line}: floor {floor} imports {target.name} of floor {level}"
+
+
+def imports_make_no_circle(house: House) -> Iterator[str]:
+    """Of what modules import as they load; that a submodule loads its packages first is not counted."""
+    graph: dict[str, set[str]] = {}
+    for module in house.modules.values():
+        targets = [house.module_of(item.name) for item in module.imports if item.when == "load"]
+        graph[module.name] = {target.name for target in targets if target and target is not module}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        yield "circle: " + " <- ".join(error.args[1])
+
+
+def torch_free_rooms_reach_no_torch(house: House) -> Iterator[str]:
+    for module in house.modules.values():
+        if module.room not in TORCH_FREE:
+            continue
+        for item in module.imports:
+            target = house.module_of(item.name)
+            if _is_within(item.name, ("torch",)) or (target and target.room not in TORCH_FREE):
+                yield f"{module.path}:{item.line}: torch-free, but imports {item.name}"
+
+
+def foreign_libraries_stay_home(house: House) -> Iterator[str]:
+    for module in house.modules.values():
+        for library, (homes, reason) in HOMES.items():
+            if _is_within(module.name, homes):
+                continue
+            for line in sorted({line for used, line in module.uses if _is_within(used, (library,))}):
+                yield f"{module.path}:{line}: {library} belongs in {' or '.join(homes)} ({reason})"
+
+
+def every_module_is_reachable(house: House) -> Iterator[str]:
+    reached: set[str] = set()
+    waiting = [name for name in ROOTS if name in house.modules]
+    while waiting:
+        name = waiting.pop()
+        if name in reached:
+            continue
+        reached.add(name)
+        parent = name.rpartition(".")[0]  # importing a submodule loads its package
+        waiting += [parent] if parent in house.modules else []
+        targets = [house.module_of(item.name) for item in house.modules[name].imports]
+        waiting += [target.name for target in targets if target]
+    for name in sorted(house.modules.keys() - reached):
+        yield f"{house.modules[name].path}: nothing that a user can start imports it"
+
+
+def every_test_folder_has_a_room(house: House) -> Iterator[str]:
+    rooms = {module.room for module in house.modules.values()}
+    for path in sorted((house.root / "tests").iterdir()):
+        if path.is_dir() and path.name != "__pycache__" and path.name not in {*rooms, *TESTS_WITHOUT_ROOM}:
+            yield f"tests/{path.name}: {PACKAGE} has no room of that name"
+
+
+def public_names_are_declared(house: House) -> Iterator[str]:
+    """A package that re-exports says what in `__all__`; every name in an `__all__` is bound in its file."""
+    for module in house.modules.values():
+        exports = [item for item in module.imports if item.when != "call" and house.module_of(item.name)]
+        if module.public is None:
+            if module.is_package and exports:
+                yield f"{module.path}: re-exports names without an __all__"
+            continue
+        bound = {item.alias for item in module.imports if item.when != "call"} | _top_level_names(module.tree)
+        for name in module.public:
+            if name not in bound and f"{module.name}.{name}" not in house.modules:
+                yield f"{module.path}: __all__ names {name!r}, which the file does not bind"
+
+
+def _top_level_names(tree: ast.Module) -> set[str]:
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        else:
+            stored = (n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+            names |= {item.id for item in stored}
+    return names
+
+
+def modules_are_named_for_what_they_do(house: House) -> Iterator[str]:
+    for module in house.modules.values():
+        if vague := set(module.name.split(".")) & set(VAGUE_NAMES):
+            yield f"{module.path}: {vague.pop()!r} says nothing"
+
+
+def modules_open_with_a_docstring(house: House) -> Iterator[str]:
+    for module in house.modules.values():
+        if not ast.get_docstring(module.tree):
+            yield f"{module.path}: no docstring"
+
+
+def files_and_functions_are_short(house: House) -> Iterator[str]:
+    for module in house.modules.values():
+        if (nlines := module.text.count("\n")) > MAX_FILE_LINES:
+            yield f"{module.path}: {nlines} lines, {MAX_FILE_LINES} at most"
+        for node in ast.walk(module.tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                nlines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if nlines > MAX_FUNCTION_LINES:
+                    where = f"{module.path}:{node.lineno}"
+                    yield f"{where}: {node.name} has {nlines} lines, {MAX_FUNCTION_LINES} at most"
+
+
+def the_readme_tree_names_every_file(house: House) -> Iterator[str]:
+    """Nothing to say where there is no README. A folder's own line stands for its `__init__.py`."""
+    readme = house.root / "README.md"
+    if not readme.exists():
+        return
+    named = _readme_tree(readme.read_text())
+    files = {
+        path.relative_to(house.root).as_posix()
+        for path in (house.root / PACKAGE).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts and path.name != "__init__.py"
+    }
+    for name in sorted(files - set(named)):
+        yield f"README.md: the tree lacks {name}"
+    for name in sorted(set(named)):
+        if named.count(name) > 1:
+            yield f"README.md: the tree names {name} twice"
+        if name.startswith(f"{PACKAGE}/") and not (house.root / name).exists():
+            yield f"README.md: {name} does not exist"
+
+
+def _readme_tree(text: str) -> list[str]:
+    """The paths in the fenced block that draws the package, indented by depth, with branches drawn or not."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    block = next((b for b in blocks if re.search(rf"^[\s│├└─]*{PACKAGE}/(\s|$)", b, re.MULTILINE)), "")
+    folders: list[tuple[int, str]] = []  # (indentation, path), from the outermost in
+    paths = []
+    for line in block.splitlines():
+        if not (match := re.match(r"([\s│├└─]*)([\w./-]+)", line)):
+            continue
+        indentation, name = len(match[1]), match[2]
+        while folders and folders[-1][0] >= indentation:
+            folders.pop()
+        path = (folders[-1][1] if folders else "") + name
+        paths.append(path)
+        if name.endswith("/"):
+            folders.append((indentation, path))
+    return paths
+
+
+CHECKS = (
+    imports_point_down,
+    imports_make_no_circle,
+    torch_free_rooms_reach_no_torch,
+    foreign_libraries_stay_home,
+    every_module_is_reachable,
+    every_test_folder_has_a_room,
+    public_names_are_declared,
+    modules_are_named_for_what_they_do,
+    modules_open_with_a_docstring,
+    files_and_functions_are_short,
+    the_readme_tree_names_every_file,
+)

@@ -1,0 +1,164 @@
+"""The house obeys its rules, and each rule can be broken: a small bad house makes its check complain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.arch import house
+from tests.arch.house import CHECKS, FLOORS, HOMES, PACKAGE, House
+
+Check = Callable[[House], Iterator[str]]
+HERE = Path(__file__).parents[2]
+
+# Check -> houses that break it: the files in the package (path: text), and what the complaint must say.
+BAD_HOUSES: dict[Check, list[tuple[dict[str, str], str]]] = {
+    house.imports_point_down: [
+        (
+            {"layout.py": "from megatrain.train import loop", "train/loop.py": ""},
+            "imports train.loop of floor 4",
+        ),
+        ({"plan/cost.py": "from megatrain.memory import pool", "memory/pool.py": ""}, "imports memory.pool"),
+        ({"plan/cost.py": "from ..memory.pool import Pool", "memory/pool.py": ""}, "imports memory.pool"),
+        (
+            {"plan/cost.py": "if TYPE_CHECKING:\n    import megatrain.run", "run.py": ""},
+            "imports run of floor 5",
+        ),
+        ({"optim/lr.py": "def f():\n    import megatrain.data", "data/__init__.py": ""}, "lr.py:2: floor 1"),
+        (
+            {"plan/cost.py": "from megatrain import __version__", "__init__.py": ""},
+            "imports __init__ of floor 5",
+        ),
+        ({"attic/box.py": ""}, "'attic' is on no floor"),
+    ],
+    house.imports_make_no_circle: [
+        (
+            {
+                "plan/__init__.py": "from megatrain.plan.cost import price",
+                "plan/cost.py": "from megatrain.plan import search",
+                "plan/search.py": "from . import cost",
+            },
+            "plan.cost <- plan.search",
+        )
+    ],
+    house.torch_free_rooms_reach_no_torch: [
+        (
+            {"plan/cost.py": "def f():\n    from torch import nn"},
+            "cost.py:2: torch-free, but imports torch.nn",
+        ),
+        ({"plan/cost.py": "from megatrain.device import cpu", "device/cpu.py": ""}, "megatrain.device.cpu"),
+    ],
+    house.foreign_libraries_stay_home: [
+        (
+            {"engine/step.py": "import transformers.models as m"},
+            "step.py:1: transformers belongs in model or",
+        ),
+        ({"data/pack.py": "from transformers import AutoTokenizer"}, "or data.tokenizer"),
+        ({"device/cpu.py": "import torch\ntorch.cuda.synchronize()"}, "cpu.py:2: torch.cuda belongs"),
+        ({"device/cpu.py": "from torch import cuda as c"}, "torch.cuda belongs in device.cuda"),
+        ({"train/loop.py": "import torch.distributed"}, "torch.distributed belongs in dist"),
+        (
+            {"train/loop.py": "import os as o\nx = o.environ['HOME']"},
+            "loop.py:2: os.environ belongs in config",
+        ),
+        ({"train/loop.py": "import importlib as i\ni.import_module('yaml')"}, "yaml belongs in config"),
+    ],
+    house.every_module_is_reachable: [
+        (
+            {
+                "cli.py": "def main():\n    from megatrain.plan import search",
+                "plan/__init__.py": "",
+                "plan/search.py": "",
+                "plan/lost.py": "import megatrain.plan.search",
+            },
+            "plan/lost.py: nothing that a user can start imports it",
+        )
+    ],
+    house.every_test_folder_has_a_room: [({"../tests/attic/test_box.py": ""}, "tests/attic")],
+    house.public_names_are_declared: [
+        (
+            {"plan/__init__.py": "from megatrain.plan.cost import price", "plan/cost.py": ""},
+            "without an __all__",
+        ),
+        ({"spec.py": "__all__ = ['A', 'B']\nclass A: pass"}, "names 'B'"),
+    ],
+    house.modules_are_named_for_what_they_do: [({"plan/utils.py": ""}, "'utils' says nothing")],
+    house.modules_open_with_a_docstring: [({"spec.py": "import os"}, "spec.py: no docstring")],
+    house.files_and_functions_are_short: [
+        ({"spec.py": "\n" * 451}, "451 lines, 450 at most"),
+        ({"spec.py": "def f():\n" + "    pass\n" * 70}, "f has 71 lines, 70 at most"),
+    ],
+    house.the_readme_tree_names_every_file: [
+        (
+            {"../README.md": "```\nmegatrain/\n├── plan/\n```", "plan/cost.py": ""},
+            "lacks megatrain/plan/cost.py",
+        ),
+        (
+            {"../README.md": "```\nmegatrain/\n  plan/\n    gone.py  words\n```"},
+            "plan/gone.py does not exist",
+        ),
+        (
+            {"../README.md": "```\nmegatrain/\n  a.py  1\n  a.py  2\n```", "a.py": ""},
+            "names megatrain/a.py twice",
+        ),
+        ({"../README.md": "No tree here.\n", "spec.py": ""}, "the tree lacks megatrain/spec.py"),
+    ],
+}
+
+
+def _build(root: Path, files: dict[str, str]) -> House:
+    for name, text in files.items():
+        path = (root / PACKAGE / name).resolve()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return House(root)
+
+
+@pytest.fixture(scope="module")
+def our_house() -> House:
+    return House(HERE)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_in_our_house(check: Check, our_house: House) -> None:
+    complaints = list(check(our_house))
+    assert not complaints, "\n" + "\n".join(complaints)
+
+
+@pytest.mark.parametrize(
+    ("check", "files", "complaint"),
+    [(check, files, complaint) for check, cases in BAD_HOUSES.items() for files, complaint in cases],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_bad_house_is_noticed(check: Check, files: dict[str, str], complaint: str, tmp_path: Path) -> None:
+    assert complaint in "\n".join(check(_build(tmp_path, files)))
+
+
+def test_a_good_tree_in_the_readme_is_accepted(tmp_path: Path) -> None:
+    tree = "megatrain/      all\n├── plan/       policy\n│   └── cost.py seconds\n└── spec.py     values\n"
+    files = {"../README.md": f"```\n{tree}```\n", "plan/__init__.py": "", "plan/cost.py": "", "spec.py": ""}
+    assert not list(house.the_readme_tree_names_every_file(_build(tmp_path, files)))
+
+
+@pytest.mark.parametrize(("library", "home"), [(name, home) for name in HOMES for home in HOMES[name][0]])
+def test_a_library_is_welcome_at_home(library: str, home: str, tmp_path: Path) -> None:
+    outer, _, inner = library.rpartition(".")
+    text = f"from {outer} import {inner}" if outer else f"import {library}"
+    built = _build(tmp_path, {home.replace(".", "/") + ".py": text})
+    assert not list(house.foreign_libraries_stay_home(built))
+
+
+def test_every_check_has_a_bad_house() -> None:
+    assert set(BAD_HOUSES) == set(CHECKS)
+
+
+def test_the_tables_speak_of_rooms_on_a_floor() -> None:
+    rooms = {room for floor in FLOORS for room in floor}
+    assert {home.split(".")[0] for homes, _ in HOMES.values() for home in homes} <= rooms
+    assert set(house.TORCH_FREE) <= rooms
+
+
+def test_the_package_is_found(our_house: House) -> None:
+    assert "errors" in our_house.modules

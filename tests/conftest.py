@@ -1,0 +1,52 @@
+"""What every test may count on: fixed seeds, two threads, no network, and no GPU test without a GPU.
+
+torch is set up only where a test module has imported it, so that the torch-free rooms stay quick to test.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Before any test module imports the libraries that read them.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads and a fork warn about each other
+
+# Timing on a shared machine says nothing about a property, hence no deadline and no complaint about slowness.
+settings.register_profile(
+    "ci", max_examples=20, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "thorough", max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("ci")  # `--hypothesis-profile` overrides it
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not for_gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in for_gpu:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(2)
+
+
+@pytest.fixture(autouse=True)
+def _same_seeds() -> None:
+    """Each test starts from the same random state, whichever ran before it."""
+    random.seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
