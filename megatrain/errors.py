@@ -1,0 +1,81 @@
+"""Every error that MegaTrain raises on purpose, in one tree.
+
+    MegaTrainError
+      ConfigError          a key, a value or a command-line argument
+      ModelError           a model that cannot be trained here, or not by this engine
+      DataError            a source, a tokenizer or a dataset
+        BatchError         one micro-batch: ids outside the vocabulary, no target token
+      PlanError            a policy that contradicts itself
+        DoesNotFit         a policy that needs more memory than a tier has
+      ScheduleError        a schedule that `check` refused
+      DeviceError          a device that is missing or misused
+        OutOfDeviceMemory  an allocation beyond the capacity of a tier
+        StreamFailed       an op that raised on a stream; `__cause__` holds the original
+      NonFinite            a loss or a gradient that is not finite
+      ExportError          a folder that could not be written
+
+Each says what is wrong, where, and what to do. The command line prints exactly that, on one line, and exits with 2;
+a traceback means a defect of ours. The module leaves out logging and exit codes: see `cli.py`.
+"""
+
+from __future__ import annotations
+
+
+class MegaTrainError(Exception):
+    """Base of all: `what` is wrong, `where` it was met, and what to do about it (`fix`)."""
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+        self.what, self.where, self.fix = what, where, fix
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.what}" if self.where else self.what
+        return f"{text}; {self.fix}" if self.fix else text
+
+
+class ConfigError(MegaTrainError):
+    """A configuration key or value, or a command-line argument, is wrong."""
+
+
+class ModelError(MegaTrainError):
+    """The model cannot be loaded, is not a causal language model, or cannot be streamed exactly."""
+
+
+class DataError(MegaTrainError):
+    """A data source, a tokenizer or a dataset is missing, empty or malformed."""
+
+
+class BatchError(DataError):
+    """One micro-batch is unusable: ids outside the vocabulary, wrong shapes, no target token."""
+
+
+class PlanError(MegaTrainError):
+    """A policy contradicts itself or the model."""
+
+
+class DoesNotFit(PlanError):
+    """A policy needs more memory than a tier has; nothing has been allocated."""
+
+
+class ScheduleError(MegaTrainError):
+    """`schedule.check` refused a schedule; the text shows the ops around the culprit."""
+
+
+class DeviceError(MegaTrainError):
+    """A device is missing, unknown or misused."""
+
+
+class OutOfDeviceMemory(DeviceError):
+    """An allocation went beyond the capacity of a tier; the text holds the table of owners."""
+
+
+class StreamFailed(DeviceError):
+    """An op raised on a stream. `__cause__` is the original exception."""
+
+
+class NonFinite(MegaTrainError):
+    """A loss or a gradient is not finite. The text says which units, if any, had been updated already."""
+
+
+class ExportError(MegaTrainError):
+    """A model folder could not be written; nothing half-written is left behind."""

@@ -1,0 +1,29 @@
+"""One training step as a value: ops with their reads and writes, and what can be said of them without a device.
+
+`build` makes the ops, `order` derives the waits between streams, `check` proves a schedule, `replay` prices it, `show`
+prints it. The room imports no torch and knows no model code: units are numbers here.
+"""
+
+from megatrain.schedule.build import build_flush, build_forward, build_step
+from megatrain.schedule.check import check
+from megatrain.schedule.ops import Access, Buffer, Op, Schedule, nbytes_by_owner
+from megatrain.schedule.order import derive_waits
+from megatrain.schedule.replay import Timeline, replay
+from megatrain.schedule.show import show_op, show_schedule
+
+__all__ = [
+    "Access",
+    "Buffer",
+    "Op",
+    "Schedule",
+    "Timeline",
+    "build_flush",
+    "build_forward",
+    "build_step",
+    "check",
+    "derive_waits",
+    "nbytes_by_owner",
+    "replay",
+    "show_op",
+    "show_schedule",
+]

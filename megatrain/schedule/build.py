@@ -1,0 +1,328 @@
+"""(ModelSpec, Policy, Work) -> Schedule. The training algorithm, written once, as data.
+
+Layer-major: for each unit all micro-batches run before the next unit; the backward pass takes them in reverse. A
+*visit* is one unit's turn on the compute stream. Copies are placed as early in program order as their slot allows, so
+that a stream that runs ahead of the others finds them; what must wait for what is derived later from the declared
+ranges (`order`).
+
+Contents name versions: `w3` are the weights that this step computes with. When updates of the last step are pending,
+the step starts from `w3.old` and `UPDATE u3` makes `w3` of it; when a unit is updated during the backward pass it
+ends as `w3.new`. A partial gradient is `g3~2` (two contributions summed) and becomes `g3` with the last one.
+
+The module leaves out prices (`replay`), proofs (`check`) and the choice of the policy (`plan`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatrain.layout import Layout, layout_of
+from megatrain.schedule.ops import Access, Buffer, Op, Schedule, Tier
+from megatrain.schedule.order import derive_waits
+from megatrain.spec import ModelSpec, Policy, Work
+
+LOSS_PARTIAL_SUMS = 2
+"""The head's gradient is summed over token chunks, so it always counts as more than one term."""
+
+Pending = Literal["none", "all"]
+"""Whether every unit has an update of the last step waiting, or none has."""
+
+
+def build_step(model: ModelSpec, policy: Policy, work: Work, pending: Pending = "none") -> Schedule:
+    """A whole training step: forward, loss, backward, gradients out, and updates where the policy puts them."""
+    return _Builder(model, policy, work, pending, trains=True).step()
+
+
+def build_forward(model: ModelSpec, policy: Policy, work: Work) -> Schedule:
+    """The loss alone, for evaluation: no gradient, no kept activation. Updates must have been flushed."""
+    return _Builder(model, policy, work, "none", trains=False).forward()
+
+
+def build_flush(model: ModelSpec, policy: Policy) -> Schedule:
+    """Only the pending updates, in unit order."""
+    return _Builder(model, policy, Work((1,)), "all", trains=True).flush()
+
+
+@dataclass(slots=True)
+class _Visit:
+    """One unit's turn on the compute stream, with the ops that follow its compute."""
+
+    unit: int
+    compute: list[Op] = field(default_factory=list)
+    after: list[Op] = field(default_factory=list)
+    fetches: list[Op] = field(default_factory=list)
+    slot: str = ""
+
+
+class _Builder:
+    """Collects visits and the buffers they mention."""
+
+    def __init__(self, model: ModelSpec, policy: Policy, work: Work, pending: Pending, *, trains: bool) -> None:
+        self.model, self.policy, self.work, self.pending, self.trains = model, policy, work, pending, trains
+        self.layouts: list[Layout] = [layout_of(unit) for unit in model.units]
+        self.units = range(len(model.units))
+        self.micros = range(work.micro_batches)
+        self.buffers: dict[str, Buffer] = {}
+        self.contributions = [0] * len(model.units)
+        self._declare_host()
+
+    # Whole schedules ------------------------------------------------------------------------------------------------
+
+    def step(self) -> Schedule:
+        visits = [self._forward_visit(unit) for unit in self.units[:-1]]
+        visits.append(self._loss_visit())
+        visits += [self._backward_visit(unit) for unit in reversed(self.units[:-1])]
+        return self._emit(visits)
+
+    def forward(self) -> Schedule:
+        visits = [self._forward_visit(unit) for unit in self.units[:-1]]
+        return self._emit([*visits, self._loss_visit()])
+
+    def flush(self) -> Schedule:
+        return self._emit([])
+
+    def _emit(self, visits: list[_Visit]) -> Schedule:
+        if not self.policy.shares_memory:
+            self._place_fetches(visits)
+        ops = [self._update(unit) for unit in self.units] if self.pending == "all" else []
+        for visit in visits:
+            ops += [*visit.fetches, *visit.compute, *visit.after]
+        names = tuple(unit.name for unit in self.model.units)
+        return derive_waits(Schedule(tuple(ops), self.buffers, names))
+
+    # Compute --------------------------------------------------------------------------------------------------------
+
+    def _forward_visit(self, unit: int) -> _Visit:
+        visit = _Visit(unit)
+        for micro in self.micros:
+            reads = [self._weights(unit)]
+            writes = [self._hidden(unit + 1, micro)]
+            if unit == 0:
+                writes.append(self._transient(f"args/{micro}", 1, f"a{micro}"))
+            else:
+                reads += [self._hidden(unit, micro), self._transient(f"args/{micro}", 1, f"a{micro}")]
+                if self.trains and self.policy.activations == "keep":
+                    writes.append(self._transient(f"graph/{unit}.{micro}", 1, f"k{unit}.{micro}"))
+            visit.compute.append(Op("FORWARD", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))
+        return visit
+
+    def _loss_visit(self) -> _Visit:
+        unit = self.model.epilogue
+        visit = _Visit(unit)
+        for micro in self.micros:
+            reads = [self._weights(unit), self._hidden(unit, micro)]
+            writes = []
+            if self.model.tied:
+                reads.append(self._weights(0))
+            if self.trains:
+                writes.append(self._dhidden(micro, unit))
+                for owner in (0, unit) if self.model.tied else (unit,):
+                    self._contribute(owner, reads, writes)
+            visit.compute.append(Op("LOSS", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))
+        if self.trains:
+            visit.after = self._gradient_out(unit)
+        return visit
+
+    def _backward_visit(self, unit: int) -> _Visit:
+        visit = _Visit(unit)
+        for micro in reversed(self.micros):
+            reads = [self._weights(unit), self._dhidden(micro, unit + 1)]
+            writes = []
+            if unit > 0:
+                reads.append(self._transient(f"args/{micro}", 1, f"a{micro}"))
+                kept = self.policy.activations == "keep"
+                source = self._transient(f"graph/{unit}.{micro}", 1, f"k{unit}.{micro}") if kept else None
+                reads.append(source or self._hidden(unit, micro))
+                writes.append(self._dhidden(micro, unit))
+            self._contribute(unit, reads, writes)
+            visit.compute.append(Op("BACKWARD", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))
+        visit.after = self._gradient_out(unit)
+        return visit
+
+    # Weights --------------------------------------------------------------------------------------------------------
+
+    def _weights(self, unit: int) -> Access:
+        """The whole of a unit's weights, where compute finds them. The slot's name is filled in by `_place_fetches`."""
+        nbytes = self.layouts[unit].size * self.policy.weight_nbytes
+        name = f"host/hi/{unit}" if self.policy.shares_memory else f"?{unit}"
+        return Access(name, 0, nbytes, f"w{unit}")
+
+    def _place_fetches(self, visits: list[_Visit]) -> None:
+        """Give each visit a slot, and put its fetches right after the last visit that used that slot.
+
+        The slot whose content is needed again last is overwritten (Belady 1966), so the layers around the turn from
+        forward to backward are not fetched twice. Fetches keep the order of the visits: one that has to wait for the
+        update of a late unit must not stand before those of earlier ones in the queue of the fetch stream.
+        """
+        uses: dict[int, list[int]] = {}
+        for index, visit in enumerate(visits):
+            uses.setdefault(visit.unit, []).append(index)
+            if self.model.tied and visit.unit == self.model.epilogue:
+                uses[0].append(index)
+        content: dict[str, int] = {}
+        last_visit: dict[str, int] = {}
+        earliest = 0
+        for index, visit in enumerate(visits):
+            slots = self._weight_slots(visit.unit)
+            held = [slot for slot in slots if content.get(slot) == visit.unit]
+            visit.slot = held[0] if held else max(slots, key=lambda s: _next_use(uses, content.get(s), index))
+            if not held:
+                earliest = max(earliest, last_visit.get(visit.slot, -1) + 1)
+                visits[earliest].fetches += self._fetches(visit.unit, visit.slot)
+                content[visit.slot] = visit.unit
+            last_visit[visit.slot] = index
+            if self.model.tied and visit.unit == self.model.epilogue:
+                last_visit[self._weight_slots(0)[0]] = index
+            visit.compute = [self._with_slots(op, visit) for op in visit.compute]
+
+    def _with_slots(self, op: Op, visit: _Visit) -> Op:
+        reads = []
+        for access in op.reads:
+            if access.buffer.startswith("?"):
+                owner = int(access.buffer[1:])
+                slot = visit.slot if owner == visit.unit else self._weight_slots(owner)[0]
+                access = Access(slot, access.start, access.stop, access.content)
+            reads.append(access)
+        return Op(op.kind, op.stream, op.unit, op.micro, op.shard, tuple(reads), op.writes)
+
+    def _weight_slots(self, unit: int) -> list[str]:
+        return self._slots("weights", unit, self.policy.weight_slots, self.policy.weight_nbytes, "device")
+
+    def _slots(self, kind: str, unit: int, count: int, nbytes_per_element: int, tier: Tier) -> list[str]:
+        """Names of the slots that a unit may use. The ends share one; a tied head keeps the prologue in its own."""
+        if self.model.units[unit].kind == "layer":
+            users = list(self.model.layers)
+            names = [f"{tier}/{kind}/layer{k}" for k in range(min(count, len(users)))]
+        else:
+            users = [unit] if self.model.tied else [0, self.model.epilogue]
+            names = [f"{tier}/{kind}/{self.model.units[unit].kind if self.model.tied else 'ends'}"]
+        nbytes = max(self.layouts[user].size for user in users) * nbytes_per_element
+        for name in names:
+            known = self.buffers.get(name)
+            if known is None or known.nbytes < nbytes:
+                self.buffers[name] = Buffer(name, tier, nbytes, kind)
+        return names
+
+    def _fetches(self, unit: int, slot: str) -> list[Op]:
+        size = self.policy.weight_nbytes
+        ops = []
+        for shard in self.layouts[unit].shards(max(1, self.policy.shard_nbytes // size)):
+            start, stop = shard.start * size, shard.stop * size
+            read = Access(f"host/hi/{unit}", start, stop, f"w{unit}")
+            write = Access(slot, start, stop, f"w{unit}")
+            ops.append(Op("FETCH", "fetch", unit, shard=shard.index, reads=(read,), writes=(write,)))
+        return ops
+
+    # Gradients ------------------------------------------------------------------------------------------------------
+
+    def _contribute(self, unit: int, reads: list[Access], writes: list[Access]) -> None:
+        """One more micro-batch adds to the gradient of `unit`: read the sum so far, write the next."""
+        total = len(self.micros) * (2 if unit == 0 and self.model.tied else 1)
+        buffer, nbytes = self._accumulator(unit)
+        if self.contributions[unit]:
+            reads.append(Access(buffer, 0, nbytes, f"g{unit}~{self.contributions[unit]}"))
+        self.contributions[unit] += 1
+        done = self.contributions[unit] == total
+        writes.append(Access(buffer, 0, nbytes, f"g{unit}" if done else f"g{unit}~{self.contributions[unit]}"))
+
+    def _accumulator(self, unit: int) -> tuple[str, int]:
+        """Where the gradient of a unit is summed, and its bytes: a slot, or its home in memory the device shares."""
+        each = accumulator_nbytes(self.model, self.policy, self.work, unit)
+        if self.policy.shares_memory and each == self.policy.grad_nbytes:
+            return self._gradient_home(unit), self.layouts[unit].size * each
+        slots = self._slots("grads", unit, self.policy.grad_slots, each, "device")
+        return slots[unit % len(slots)], self.layouts[unit].size * each
+
+    def _gradient_home(self, unit: int) -> str:
+        """The host buffer that the update reads: one per unit while it waits for the norm, else a ring."""
+        if self.policy.update == "next_forward":
+            return f"host/grad/{unit}"
+        slots = self._slots("grad", unit, self.policy.grad_slots, self.policy.grad_nbytes, "host")
+        return slots[unit % len(slots)]
+
+    def _gradient_out(self, unit: int) -> list[Op]:
+        ops = []
+        source, _ = self._accumulator(unit)
+        home = self._gradient_home(unit)
+        each, out = accumulator_nbytes(self.model, self.policy, self.work, unit), self.policy.grad_nbytes
+        if source != home:
+            for shard in self.layouts[unit].shards(max(1, self.policy.shard_nbytes // each)):
+                read = Access(source, shard.start * each, shard.stop * each, f"g{unit}")
+                write = Access(home, shard.start * out, shard.stop * out, f"g{unit}")
+                ops.append(Op("GRAD", "grad", unit, shard=shard.index, reads=(read,), writes=(write,)))
+        landed = Access(home, 0, self.layouts[unit].size * out, f"g{unit}")
+        norm = Access("host/norms", 8 * unit, 8 * unit + 8, f"n{unit}")
+        ops.append(Op("NORM", "host", unit, reads=(landed,), writes=(norm,)))
+        if self.policy.update == "during_backward":
+            ops.append(self._update(unit))
+        return ops
+
+    def _update(self, unit: int) -> Op:
+        """The optimizer pass over one unit: pending from the last step, or right behind its gradient."""
+        before, after, gradient = ("old", "", f"g{unit}.old") if self.pending == "all" else ("", "new", f"g{unit}")
+        size = self.layouts[unit].size
+        weights = Access(f"host/hi/{unit}", 0, size * self.policy.weight_nbytes, _version(f"w{unit}", before))
+        state = Access(f"host/state/{unit}", 0, self.buffers[f"host/state/{unit}"].nbytes, _version(f"s{unit}", before))
+        reads = [Access(self._gradient_home(unit), 0, size * self.policy.grad_nbytes, gradient), weights, state]
+        if self.pending == "none":
+            reads.append(Access("host/norms", 8 * unit, 8 * unit + 8, f"n{unit}"))
+        writes = (
+            Access(weights.buffer, weights.start, weights.stop, _version(f"w{unit}", after)),
+            Access(state.buffer, state.start, state.stop, _version(f"s{unit}", after)),
+        )
+        return Op("UPDATE", "host", unit, reads=tuple(reads), writes=writes)
+
+    # Buffers --------------------------------------------------------------------------------------------------------
+
+    def _declare_host(self) -> None:
+        old = "old" if self.pending == "all" else ""
+        for unit, layout in enumerate(self.layouts):
+            weights, state = layout.size * self.policy.weight_nbytes, layout.size * state_nbytes(self.policy)
+            self._declare(f"host/hi/{unit}", weights, "weights", _version(f"w{unit}", old))
+            self._declare(f"host/state/{unit}", state, "optimizer state", _version(f"s{unit}", old))
+            if self.policy.update == "next_forward":
+                pending = f"g{unit}.old" if old else None
+                self._declare(f"host/grad/{unit}", layout.size * self.policy.grad_nbytes, "gradients", pending)
+        self._declare("host/norms", 8 * len(self.layouts), "norms", None)
+
+    def _declare(self, name: str, nbytes: int, owner: str, initial: str | None) -> None:
+        self.buffers[name] = Buffer(name, "host", nbytes, owner, initial)
+
+    def _transient(self, name: str, nbytes: int, content: str) -> Access:
+        buffer = f"device/{name}"
+        self.buffers[buffer] = Buffer(buffer, "device", nbytes, name.split("/")[0], arena=False)
+        return Access(buffer, 0, nbytes, content)
+
+    def _hidden(self, unit: int, micro: int) -> Access:
+        """The input of a unit: batch x length x hidden size, in the compute dtype."""
+        return self._transient(f"hidden/{unit}.{micro}", self._boundary_nbytes(micro), f"h{unit}.{micro}")
+
+    def _dhidden(self, micro: int, unit: int) -> Access:
+        """The gradient of a unit's input; each unit overwrites that of the unit above it."""
+        return self._transient(f"dhidden/{micro}", self._boundary_nbytes(micro), f"d{unit}.{micro}")
+
+    def _boundary_nbytes(self, micro: int) -> int:
+        return self.work.tokens[micro] * self.model.hidden_size * self.policy.weight_nbytes
+
+
+def accumulator_nbytes(model: ModelSpec, policy: Policy, work: Work, unit: int) -> int:
+    """Bytes per parameter of the device-side gradient sum of a unit."""
+    through_head = unit == model.epilogue or (unit == 0 and model.tied)
+    return policy.accumulator_nbytes(max(work.micro_batches, LOSS_PARTIAL_SUMS if through_head else 1))
+
+
+def state_nbytes(policy: Policy) -> int:
+    """Bytes per parameter beside the weights: 16 low bits where the master is split, and float32 m and v."""
+    return 10 if policy.precision == "bf16" else 8
+
+
+def _version(content: str, suffix: str) -> str:
+    return f"{content}.{suffix}" if suffix else content
+
+
+def _next_use(uses: dict[int, list[int]], unit: int | None, now: int) -> float:
+    """The next visit that needs `unit`; infinite for an empty slot or a unit that is done."""
+    if unit is None:
+        return float("inf")
+    return next((visit for visit in uses[unit] if visit > now), float("inf"))

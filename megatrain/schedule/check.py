@@ -1,0 +1,124 @@
+"""Proofs about a schedule, before anything runs.
+
+`check` walks the ops in order and tracks the content of every byte. It proves that
+
+* every read finds the content it expects: it has been written, and nothing has overwritten it since;
+* every gradient leaves once: each byte of a unit's gradient reaches its home once, and is used by one `UPDATE` at most;
+* the waits order every conflicting pair of ops, whatever the streams do;
+* no tier holds more than its capacity.
+
+A violation raises `ScheduleError` with the ops around the culprit printed and the culprit marked.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from megatrain.errors import ScheduleError
+from megatrain.schedule.ops import Access, Op, Schedule, Tier
+from megatrain.schedule.order import unordered
+from megatrain.schedule.show import show_schedule
+
+
+def check(schedule: Schedule, capacity: Mapping[Tier, int] | None = None) -> None:
+    """Prove the schedule right, or raise `ScheduleError`. `capacity` maps tiers to bytes; absent means unlimited."""
+    _check_contents(schedule)
+    _check_gradients(schedule)
+    for earlier, later in unordered(schedule):
+        raise _refusal(schedule, later, f"no wait orders this after op {earlier} ({schedule.ops[earlier].name})")
+    for tier, nbytes in (capacity or {}).items():
+        peak = schedule.peak_nbytes(tier)
+        if peak > nbytes:
+            raise ScheduleError(
+                f"{tier} memory peaks at {peak:,} bytes", where="schedule", fix=f"its capacity is {nbytes:,} bytes"
+            )
+
+
+@dataclass(slots=True)
+class _Region:
+    start: int
+    stop: int
+    content: str
+
+
+class _Contents:
+    """What every byte of every buffer holds at one point of the schedule."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._regions: dict[str, list[_Region]] = {
+            name: [] if buffer.initial is None else [_Region(0, buffer.nbytes, buffer.initial)]
+            for name, buffer in schedule.buffers.items()
+        }
+
+    def mismatch(self, read: Access) -> str | None:
+        """What a read finds instead of the content it expects; `None` when all is well."""
+        covered = read.start
+        for region in sorted(self._regions[read.buffer], key=lambda r: r.start):
+            if region.stop <= read.start or region.start >= read.stop:
+                continue
+            if region.content != read.content:
+                return region.content
+            if region.start > covered:
+                return "bytes never written"
+            covered = max(covered, region.stop)
+        return None if covered >= read.stop else "bytes never written"
+
+    def write(self, access: Access) -> None:
+        kept = []
+        for region in self._regions[access.buffer]:
+            if region.start < access.start:
+                kept.append(_Region(region.start, min(region.stop, access.start), region.content))
+            if region.stop > access.stop:
+                kept.append(_Region(max(region.start, access.stop), region.stop, region.content))
+        kept.append(_Region(access.start, access.stop, access.content))
+        self._regions[access.buffer] = kept
+
+
+def _check_contents(schedule: Schedule) -> None:
+    contents = _Contents(schedule)
+    for index, op in enumerate(schedule.ops):
+        for access in (*op.reads, *op.writes):
+            if access.buffer not in schedule.buffers:
+                raise _refusal(schedule, index, f"{access.buffer} is no buffer of this schedule")
+            if not 0 <= access.start < access.stop <= schedule.buffers[access.buffer].nbytes:
+                raise _refusal(schedule, index, f"{access.buffer}[{access.start}:{access.stop}] is out of bounds")
+        for read in op.reads:
+            found = contents.mismatch(read)
+            if found is not None:
+                raise _refusal(schedule, index, f"reads {read.content} from {read.buffer} but finds {found}")
+        for write in op.writes:
+            contents.write(write)
+
+
+def _check_gradients(schedule: Schedule) -> None:
+    """Each unit that has a backward delivers its whole gradient once, and is normed and updated once at most."""
+    ops = schedule.ops
+    trained = {op.unit for op in ops if op.writes and op.kind in ("BACKWARD", "LOSS")}
+    for kind in ("NORM", "UPDATE"):
+        for unit, count in Counter(op.unit for op in ops if op.kind == kind).items():
+            if count > 1:
+                raise _refusal(schedule, _last(ops, kind, unit), f"{kind} of unit {unit} happens {count} times")
+    for unit in sorted(trained):
+        copied = sorted((op.writes[0].start, op.writes[0].stop, i) for i, op in enumerate(ops) if _is_grad(op, unit))
+        for (_, stop, _), (start, _, index) in pairwise(copied):
+            if start != stop:
+                how = "twice" if start < stop else "with a gap"
+                raise _refusal(schedule, index, f"the gradient of unit {unit} leaves {how}")
+        if not any(op.kind == "NORM" and op.unit == unit for op in ops):
+            raise ScheduleError(f"the gradient of unit {unit} never leaves", where="schedule")
+
+
+def _is_grad(op: Op, unit: int) -> bool:
+    return op.kind == "GRAD" and op.unit == unit
+
+
+def _last(ops: tuple[Op, ...], kind: str, unit: int) -> int:
+    return max(i for i, op in enumerate(ops) if op.kind == kind and op.unit == unit)
+
+
+def _refusal(schedule: Schedule, index: int, what: str) -> ScheduleError:
+    table = show_schedule(schedule, index - 4, index + 3, {index: what})
+    return ScheduleError(f"op {index} ({schedule.ops[index].name}): {what}\n{table}", where="schedule")

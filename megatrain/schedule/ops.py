@@ -1,0 +1,119 @@
+"""Ops and schedules, as values.
+
+An op is one thing on one stream. It declares every byte range that it reads and writes, and for each the *content* it
+expects or leaves there (`w3`: the weights of unit 3, `g3`: its gradient). From the ranges `order` derives all waits;
+from the contents `check` proves that no slot is overwritten while still needed. There is no other source of
+synchronisation, so an undeclared access is the one way to be wrong, and the simulated device hunts for it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+Kind = Literal["FETCH", "FORWARD", "LOSS", "BACKWARD", "GRAD", "NORM", "UPDATE"]
+Stream = Literal["compute", "fetch", "grad", "host"]
+Tier = Literal["device", "host"]
+STREAMS: tuple[Stream, ...] = ("compute", "fetch", "grad", "host")
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Named memory of one tier. `initial` is what it holds before the step, if anything; arenas live all the time."""
+
+    name: str
+    tier: Tier
+    nbytes: int
+    owner: str
+    initial: str | None = None
+    arena: bool = True
+
+
+def nbytes_by_owner(buffers: Iterable[Buffer]) -> dict[tuple[str, str], int]:
+    """(tier, owner) -> bytes of the arena buffers, by tier, largest first."""
+    totals: dict[tuple[str, str], int] = defaultdict(int)
+    for buffer in buffers:
+        if buffer.arena:
+            totals[buffer.tier, buffer.owner] += buffer.nbytes
+    return dict(sorted(totals.items(), key=lambda item: (item[0][0], -item[1])))
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Bytes [start, stop) of a buffer, and the content an op expects there (a read) or leaves there (a write)."""
+
+    buffer: str
+    start: int
+    stop: int
+    content: str
+
+    def overlaps(self, other: Access) -> bool:
+        return self.buffer == other.buffer and self.start < other.stop and other.start < self.stop
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One thing on one stream. `unit` is always given; `micro` and `shard` where they apply, else -1."""
+
+    kind: Kind
+    stream: Stream
+    unit: int
+    micro: int = -1
+    shard: int = -1
+    reads: tuple[Access, ...] = ()
+    writes: tuple[Access, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Short text form: `BACKWARD u3 m0`, `FETCH u3 s1`."""
+        micro = f" m{self.micro}" if self.micro >= 0 else ""
+        shard = f" s{self.shard}" if self.shard >= 0 else ""
+        return f"{self.kind} u{self.unit}{micro}{shard}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes written; for a copy, what crosses the bus."""
+        return sum(access.stop - access.start for access in self.writes)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Ops in an order in which running them one by one is right, and for each the ops it must wait for.
+
+    `waits[i]` lists earlier ops on *other* streams that op i waits for; within a stream, order is first in first out.
+    `units` names the units, for display and for errors.
+    """
+
+    ops: tuple[Op, ...]
+    buffers: dict[str, Buffer]
+    units: tuple[str, ...]
+    waits: tuple[tuple[int, ...], ...] = field(default=())
+
+    def arena_nbytes(self, tier: Tier) -> int:
+        """Bytes of the tier that are held whether or not an op is running."""
+        return sum(buffer.nbytes for buffer in self.buffers.values() if buffer.arena and buffer.tier == tier)
+
+    def peak_nbytes(self, tier: Tier) -> int:
+        """Largest sum of arenas and of those transient buffers that are alive, in schedule order."""
+        return self.arena_nbytes(tier) + max(self._transient_nbytes(tier), default=0)
+
+    def _transient_nbytes(self, tier: Tier) -> list[int]:
+        first: dict[str, int] = {}
+        last: dict[str, int] = {}
+        for index, op in enumerate(self.ops):
+            for access in (*op.reads, *op.writes):
+                first.setdefault(access.buffer, index)
+                last[access.buffer] = index
+        change = [0] * (len(self.ops) + 1)
+        for name, index in first.items():
+            buffer = self.buffers[name]
+            if not buffer.arena and buffer.tier == tier:
+                change[index] += buffer.nbytes
+                change[last[name] + 1] -= buffer.nbytes
+        total, totals = 0, []
+        for delta in change:
+            total += delta
+            totals.append(total)
+        return totals

@@ -1,0 +1,89 @@
+"""What a schedule would cost: the same ops, walked with a price for each instead of a device.
+
+Streams are first in, first out; an op starts when its stream is free and its waits are over. Nothing else is
+modelled, so whatever the executor does differently is a defect of one of the two. The module leaves out where prices
+come from (`plan.cost`, or measured times).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatrain.schedule.ops import STREAMS, Op, Schedule, Stream, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """When each op starts and ends, in seconds from the start of the step."""
+
+    schedule: Schedule
+    starts: tuple[float, ...]
+    ends: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        return max(self.ends, default=0.0)
+
+    def busy_seconds(self, stream: Stream) -> float:
+        return sum(
+            end - start
+            for op, start, end in zip(self.schedule.ops, self.starts, self.ends, strict=True)
+            if op.stream == stream
+        )
+
+    def utilisation(self, stream: Stream) -> float:
+        """Share of the step in which the stream has work."""
+        return self.busy_seconds(stream) / self.seconds if self.seconds else 0.0
+
+    def stall_seconds(self) -> float:
+        """Time of the step in which compute waits for anything."""
+        return self.seconds - self.busy_seconds("compute")
+
+    def peak_nbytes(self, tier: Tier) -> int:
+        """Arenas plus the largest sum of transient buffers that are alive at one time."""
+        first: dict[str, float] = {}
+        last: dict[str, float] = {}
+        for op, start, end in zip(self.schedule.ops, self.starts, self.ends, strict=True):
+            for access in (*op.reads, *op.writes):
+                first[access.buffer] = min(start, first.get(access.buffer, start))
+                last[access.buffer] = max(end, last.get(access.buffer, end))
+        changes = []
+        for name, begin in first.items():
+            buffer = self.schedule.buffers[name]
+            if not buffer.arena and buffer.tier == tier:
+                changes += [(begin, buffer.nbytes), (last[name], -buffer.nbytes)]
+        alive = peak = 0
+        for _, change in sorted(changes, key=lambda c: (c[0], c[1])):
+            alive += change
+            peak = max(peak, alive)
+        return self.schedule.arena_nbytes(tier) + peak
+
+    def show(self, width: int = 100) -> str:
+        """A picture: one row per stream, one column per `seconds / width`, `#` where the stream is busy."""
+        rows = []
+        for stream in STREAMS:
+            cells = ["."] * width
+            for op, start, end in zip(self.schedule.ops, self.starts, self.ends, strict=True):
+                if op.stream == stream and end > start:
+                    for cell in range(
+                        int(start / self.seconds * width), min(width, int(end / self.seconds * width) + 1)
+                    ):
+                        cells[cell] = "#"
+            rows.append(f"{stream:<8} {''.join(cells)} {self.utilisation(stream):4.0%}")
+        return "\n".join(rows)
+
+
+def replay(schedule: Schedule, cost: Callable[[Op], float]) -> Timeline:
+    """Price each op with `cost` (seconds) and walk the schedule."""
+    starts: list[float] = []
+    ends: list[float] = []
+    free: dict[str, float] = dict.fromkeys(STREAMS, 0.0)
+    for op, waits in zip(schedule.ops, schedule.waits, strict=True):
+        start = max((ends[earlier] for earlier in waits), default=0.0)
+        start = max(start, free[op.stream])
+        end = start + cost(op)
+        starts.append(start)
+        ends.append(end)
+        free[op.stream] = end
+    return Timeline(schedule, tuple(starts), tuple(ends))
