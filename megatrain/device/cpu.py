@@ -1,0 +1,95 @@
+"""The cpu as a device: compute in the foreground, host work on a worker thread, one memory for both.
+
+Matrix products already use every core, so compute and copies run at once where they are submitted; only the `host`
+stream (the optimizer pass, later disk) has a thread. Since compute reads host memory, a policy with `shares_memory`
+needs no fetch at all. It leaves out NUMA and pinning, which mean nothing to a cpu.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from megatrain.device.base import Event, Stream, Work
+from megatrain.device.worker import WorkerStream, as_foreground_error
+from megatrain.errors import DeviceError
+
+
+class DoneEvent:
+    """The end of work that ran when it was submitted."""
+
+    def wait(self) -> None:
+        return
+
+
+DONE = DoneEvent()
+
+
+class InlineStream:
+    """Runs work at once, after blocking for its waits. A failure is raised right there."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.stalled_seconds = 0.0
+
+    def submit(self, name: str, work: Work, waits: Sequence[Event] = ()) -> DoneEvent:
+        if waits:
+            began = time.perf_counter()
+            for event in waits:
+                event.wait()
+            self.stalled_seconds += time.perf_counter() - began
+        try:
+            work()
+        except Exception as failure:
+            error = as_foreground_error(failure, name, self.name)
+            if error is failure:
+                raise
+            raise error from failure
+        return DONE
+
+
+class CpuDevice:
+    """See `base.Device`."""
+
+    name = "cpu"
+    shares_memory = True
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+        self._inline = {name: InlineStream(name) for name in ("compute", "fetch", "grad")}
+        self._host: WorkerStream | None = WorkerStream("host")
+
+    def stream(self, name: str) -> Stream:
+        if self._host is None:
+            raise DeviceError("the device is closed", where="cpu")
+        return self._inline.get(name, self._host)
+
+    def allocate(self, nbytes: int, owner: str) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def allocate_host(self, nbytes: int, owner: str) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def seed(self, value: int) -> None:
+        torch.default_generator.manual_seed(value)
+
+    def free_nbytes(self) -> int:
+        raise DeviceError("has no memory of its own", where="cpu")
+
+    def stalled_seconds(self) -> float:
+        seconds = sum(stream.stalled_seconds for stream in self._inline.values())
+        for stream in self._inline.values():
+            stream.stalled_seconds = 0.0
+        return seconds
+
+    def synchronize(self) -> None:
+        failure = self._host.drain() if self._host else None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        if self._host is not None:
+            self._host.close()
+            self._host = None

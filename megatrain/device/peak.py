@@ -1,0 +1,24 @@
+"""The measured speed of light of a device: how fast it multiplies large matrices."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from megatrain.device.base import Device
+
+SIZES = {"cpu": 2048, "cuda": 8192}
+ROUNDS = 8
+
+
+def matmul_flops(device: Device, dtype: torch.dtype) -> float:
+    """Floating-point operations per second of a square product of random matrices; the best of a few rounds."""
+    size = SIZES[device.torch_device.type]
+    left, right = (torch.randn(size, size, device=device.torch_device).to(dtype) for _ in range(2))
+    best = float("inf")
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        (left @ right)[0, 0].item()
+        best = min(best, time.perf_counter() - began)
+    return 2.0 * size**3 / best

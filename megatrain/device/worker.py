@@ -1,0 +1,95 @@
+"""A stream that runs its work on a thread of its own: host work on every device, and copies where they need one.
+
+The thread never dies of a failure. It marks the event as failed and skips everything behind it in the queue, since
+later work of the stream may rely on the failed one by order alone, until the foreground collects the failure with
+`drain`.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatrain.device.base import Event, Work
+from megatrain.errors import DeviceError, MegaTrainError, StreamFailed
+
+
+@dataclass(slots=True, eq=False)
+class HostEvent:
+    """The end of one piece of work on a host thread."""
+
+    name: str
+    failure: MegaTrainError | None = None
+    _done: threading.Event = field(default_factory=threading.Event)
+
+    def finish(self, failure: MegaTrainError | None = None) -> None:
+        self.failure = failure
+        self._done.set()
+
+    def settle(self) -> None:
+        """Block until the work is over, well or badly."""
+        self._done.wait()
+
+    def wait(self) -> None:
+        self.settle()
+        if self.failure is not None:
+            raise self.failure
+
+
+def as_foreground_error(failure: BaseException, op: str, stream: str) -> MegaTrainError:
+    """The foreground form of a failure: our own errors as they are, any other with the op and stream that raised it."""
+    if isinstance(failure, MegaTrainError):
+        return failure
+    error = StreamFailed(f"{type(failure).__name__}: {failure}", where=f"op {op} on stream {stream}")
+    error.__cause__ = failure
+    return error
+
+
+class WorkerStream:
+    """A queue and a daemon thread."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._queue: queue.SimpleQueue[tuple[HostEvent, Work, Sequence[Event]] | None] = queue.SimpleQueue()
+        self._last: HostEvent | None = None
+        self._failure: MegaTrainError | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=f"megatrain-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, name: str, work: Work, waits: Sequence[Event] = ()) -> HostEvent:
+        if self._closed:
+            raise DeviceError("the device is closed", where=f"op {name}")
+        event = HostEvent(name)
+        self._last = event
+        self._queue.put((event, work, waits))
+        return event
+
+    def drain(self) -> MegaTrainError | None:
+        """Wait for everything submitted so far. Returns the first failure since the last call, and forgets it."""
+        if self._last is not None:
+            self._last.settle()
+            self._last = None
+        failure, self._failure = self._failure, None
+        return failure
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._queue.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            event, work, waits = item
+            if self._failure is None:
+                try:
+                    for earlier in waits:
+                        earlier.wait()
+                    work()
+                except BaseException as failure:  # a worker must outlive any failure, KeyboardInterrupt included
+                    self._failure = as_foreground_error(failure, event.name, self.name)
+            event.finish(self._failure)
+            del item, event, work, waits  # a finished closure must not keep its tensors alive until the next one
