@@ -1,0 +1,227 @@
+"""Sources to text: files, folders, JSONL and the standard library's own code, as pieces of documents.
+
+A source is
+* a text file, whatever its suffix: one document;
+* a `.jsonl` file: one document per line, its `text` field;
+* a folder: every file below it that matches a pattern, in sorted order, each read as above;
+* `python-stdlib`: the Python code of the running interpreter's standard library (write `./python-stdlib` for
+  a folder of that name), so that there is real text where there is no network.
+
+A source named twice counts twice. What a folder holds beyond text is left out and counted by reason, never in
+silence; a file that the user named must be text. Text is UTF-8, a byte-order mark is dropped and line ends
+are kept. A large file comes in pieces cut after a line, so that memory does not grow with it. Links to
+folders are not followed. Left out: compressed files and Parquet.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sysconfig
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, NoReturn, TextIO
+
+from megatrain.data.missing import missing
+from megatrain.errors import DataError
+
+STDLIB = "python-stdlib"
+PIECE_CHARACTERS = 1 << 20
+
+# Not written for a reader (tests, tables), not the library's (site-packages), or second copies.
+STDLIB_LEFT_OUT = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings"}
+)
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file to read, and what tells whether it has changed since."""
+
+    path: Path
+    nbytes: int
+    mtime_ns: int
+    named: bool  # named by the user, not found in a folder: it must be text
+
+
+class Piece(NamedTuple):
+    """Part of a document, never empty. A document may be several pieces."""
+
+    text: str
+    ends_document: bool
+
+
+def find_files(sources: Sequence[str | Path], pattern: str = "*") -> tuple[list[SourceFile], Counter[str]]:
+    """The files of `sources` in reading order, and how much of the folders was left out, by reason.
+
+    `pattern` chooses the files of a folder, matched from the right: `*.md` at any depth, `docs/*.md` in any
+    `docs`. Raises `DataError` for a source that is missing or cannot be read, or where nothing matches.
+    """
+    files: list[SourceFile] = []
+    skipped: Counter[str] = Counter()
+    for source in sources:
+        path = Path(source).expanduser()
+        if source == STDLIB:
+            found = _stdlib_files()
+        elif path.is_dir():
+            found = _folder_files(path, pattern, skipped)
+        elif path.is_file():
+            found = [path]
+        elif path.exists():
+            raise DataError("neither a file nor a folder", where=str(path))
+        else:
+            raise missing(path)
+        files += [_source_file(file, named=file == path) for file in found]
+    if not sources:
+        raise DataError("no data source was given", fix=f"name a file or folder, or `{STDLIB}`")
+    return files, skipped
+
+
+def read_pieces(files: Iterable[SourceFile], skipped: Counter[str]) -> Iterator[Piece]:
+    """The documents of `files`, piece by piece; what is left out is added to `skipped`, by reason.
+
+    Raises `DataError` for a file that the user named and that is not UTF-8 text, and for a malformed JSONL
+    line.
+    """
+    for file in files:
+        try:
+            if file.path.suffix == ".jsonl":
+                yield from _jsonl_pieces(file.path, skipped)
+            elif file.named or _is_text(file.path):
+                yield from _text_pieces(file.path, skipped)
+            else:
+                skipped["not UTF-8 text"] += 1
+        except UnicodeDecodeError as error:
+            what = f"not UTF-8 text ({error.reason})"
+            raise DataError(what, where=str(file.path), fix="convert it to UTF-8, or leave it out") from error
+        except OSError as error:
+            raise _unreadable(error, file.path) from error
+
+
+def _source_file(path: Path, *, named: bool) -> SourceFile:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise _unreadable(error, path) from error
+    return SourceFile(path.resolve(), status.st_size, status.st_mtime_ns, named)
+
+
+def _folder_files(folder: Path, pattern: str, skipped: Counter[str]) -> list[Path]:
+    glob = pattern.removeprefix("**/")  # which every pattern means
+    if not glob or "**" in glob or glob.startswith("/"):
+        raise DataError(f"{pattern!r} is not a pattern for files", where=str(folder), fix="write `*.txt`")
+    found: list[Path] = []
+    for path in _walk(folder, skipped, frozenset()):
+        if not path.relative_to(folder).match(glob):
+            continue
+        if path.name.startswith("."):
+            skipped["hidden"] += 1
+        elif not path.is_file():
+            skipped["special"] += 1  # a pipe, a broken link
+        else:
+            found.append(path)
+    if not found:
+        fix = "name a folder with text in it" if glob == "*" else "correct the pattern"
+        raise DataError(f"no file matches {pattern!r}", where=str(folder), fix=fix)
+    return sorted(found)
+
+
+def _stdlib_files() -> list[Path]:
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    found = sorted(path for path in _walk(folder, Counter(), STDLIB_LEFT_OUT) if path.suffix == ".py")
+    if not found:
+        fix = "name another source: this interpreter keeps its library elsewhere"
+        raise DataError(f"no Python file in {folder}", where=STDLIB, fix=fix)
+    return found
+
+
+def _walk(folder: Path, skipped: Counter[str], without: frozenset[str]) -> Iterator[Path]:
+    """What is in `folder` and below, but for folders: hidden and linked ones and those named in `without`."""
+    for place, folders, names in os.walk(folder, onerror=_refuse):
+        inside = []
+        for name in folders:
+            if name.startswith("."):
+                skipped["hidden"] += 1
+            elif os.path.islink(os.path.join(place, name)):
+                skipped["linked"] += 1
+            elif name not in without:
+                inside.append(name)
+        folders[:] = inside  # where `os.walk` goes next
+        yield from (Path(place, name) for name in names)
+
+
+def _refuse(error: OSError) -> NoReturn:
+    raise _unreadable(error, error.filename) from error
+
+
+def _unreadable(error: OSError, path: Path | str) -> DataError:
+    return DataError(error.strerror or str(error), where=str(path), fix="make it readable, or leave it out")
+
+
+def _text_pieces(path: Path, skipped: Counter[str]) -> Iterator[Piece]:
+    """A text file in pieces of about `PIECE_CHARACTERS`. Raises `UnicodeDecodeError` where it is not text."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        text = _next_piece(file)
+        if not text:
+            skipped["empty"] += 1
+        while text:
+            following = _next_piece(file)
+            yield Piece(text, ends_document=not following)
+            text = following
+
+
+def _next_piece(file: TextIO) -> str:
+    text = file.read(PIECE_CHARACTERS)
+    text += file.readline(PIECE_CHARACTERS)  # to the end of the line, where that is near
+    if "\0" in text:
+        raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "a zero byte")
+    return text
+
+
+def _is_text(path: Path) -> bool:
+    """Reads all of it: a file must not be given up half way."""
+    try:
+        for _ in _text_pieces(path, Counter()):
+            pass
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _jsonl_pieces(path: Path, skipped: Counter[str]) -> Iterator[Piece]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            text = _text_field(line, where=f"{path}:{number}")
+            if text:
+                yield Piece(text, ends_document=True)
+            else:
+                skipped["empty line of JSONL"] += 1
+
+
+def _text_field(line: bytes, *, where: str) -> str:
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"not a line of JSON ({error})", where=where, fix="correct or remove the line"
+        ) from error
+    fix = 'each line must be {"text": "..."}'
+    if not isinstance(record, dict):
+        raise DataError(f"{type(record).__name__} in place of an object", where=where, fix=fix)
+    if "text" not in record:
+        held = ", ".join(map(repr, record)) or "nothing"
+        raise DataError(f"no field 'text'; the line holds {held}", where=where, fix=fix)
+    text = record["text"]
+    if not isinstance(text, str):
+        raise DataError(f"field 'text' is {type(text).__name__}, not a string", where=where, fix=fix)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            "field 'text' holds a lone surrogate", where=where, fix="remove its escape"
+        ) from error
+    return text

@@ -1,0 +1,206 @@
+"""Tokenizers by name, and text to token ids: the only home of `transformers` and `tokenizers` in data/.
+
+`bytes` is built in, so that a run needs no download: one token per byte with the byte as its id, and
+`<|endoftext|>` = 256. It is an ordinary Hugging Face tokenizer (byte-level BPE without a merge), so an
+exported model folder holds it and `AutoTokenizer` loads it. Its ids are the text's UTF-8 bytes, hence the
+fast path of `encode_texts`; the tokenizer called as it is, is the slow twin.
+
+A document is encoded as plain text: special tokens are not added, and one spelled out in a document stays
+text, so no document can forge an end of text. The libraries are imported on first use, because they take
+seconds. Left out: chat templates, and tokenizers that bring their own Python code (`trust_remote_code`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from megatrain.data.missing import missing, nearest_path
+from megatrain.data.tokens import TokenArray
+from megatrain.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
+
+END_OF_TEXT = "<|endoftext|>"
+HUB_TIMEOUT_SECONDS = 5.0
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # `gpt2` or `organisation/model`; anything else is a path
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer called `name`: `bytes`, a local folder, or a name on the Hugging Face hub.
+
+    A hub name is looked up in the local cache first; the hub is asked only for what is not there, once,
+    without retries. Raises `DataError` where nothing usable is found.
+    """
+    if name == "bytes":
+        return _byte_tokenizer()
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return _from_pretrained(str(folder), local=True)
+    if folder.exists():
+        raise DataError(
+            "is a file, not a tokenizer folder", where=name, fix=f"name its folder: {folder.parent}"
+        )
+    if not HUB_NAME.fullmatch(name) or name.startswith("."):
+        raise missing(folder)
+    try:
+        return _from_pretrained(name, local=True)
+    except DataError:
+        _require_reachable(name)
+        return _from_pretrained(name, local=False)
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> TokenArray:
+    """`text` as ids, without special tokens; see `encode_texts`."""
+    return encode_texts(tokenizer, [text])[0]
+
+
+def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[TokenArray]:
+    """Each text as a 1-D array of ids: no special token is added, and none is read out of the text.
+
+    The byte-level tokenizer takes the bytes as they are (uint8); any other runs its own pipeline, in
+    parallel. Raises `DataError` for text that is not Unicode (a lone surrogate).
+    """
+    try:
+        if _is_byte_level(tokenizer):
+            return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+        if not texts:
+            return []
+        encoded = tokenizer(
+            list(texts),
+            add_special_tokens=False,
+            split_special_tokens=True,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"text that is not Unicode ({error.reason})", fix="remove the lone surrogate"
+        ) from error
+    return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
+
+
+def end_of_text_id(tokenizer: Tokenizer) -> int:
+    """The id that closes a document. Raises `DataError` where the tokenizer has none."""
+    eos: int | None = tokenizer.eos_token_id
+    if eos is None:
+        raise DataError(
+            "the tokenizer has no end-of-text token to put between documents",
+            where=str(tokenizer.name_or_path),
+            fix="set its eos_token and save it to a folder",
+        )
+    return eos
+
+
+def vocabulary_size(tokenizer: Tokenizer) -> int:
+    """One more than the largest id, added tokens included: the least vocabulary a model needs for it."""
+    return 1 + max(tokenizer.get_vocab().values())
+
+
+def tokenizer_identity(tokenizer: Tokenizer) -> str:
+    """A hash of all that decides the ids of a text, wherever the tokenizer was loaded from."""
+    if hasattr(tokenizer, "backend_tokenizer"):
+        rules = _rules(tokenizer)
+    else:
+        rules = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
+    return hashlib.sha256(json.dumps([rules, tokenizer.eos_token_id], sort_keys=True).encode()).hexdigest()
+
+
+def byte_alphabet() -> list[str]:
+    """The character that stands for each byte in a byte-level vocabulary, in the order of the bytes.
+
+    A printable byte of Latin-1 stands for itself, the others take the code points from 256 on, as in GPT-2
+    (Radford et al., 2019, `encoder.py`).
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte if byte in printable else 256 + others.index(byte)) for byte in range(256)]
+
+
+def _byte_tokenizer() -> Tokenizer:
+    import tokenizers
+    import transformers
+
+    rules = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab={char: byte for byte, char in enumerate(byte_alphabet())}, merges=[])
+    )
+    rules.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    rules.decoder = tokenizers.decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=rules,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+        name_or_path="bytes",
+    )
+
+
+def _rules(tokenizer: Tokenizer) -> dict[str, Any]:
+    """A `tokenizers` pipeline as JSON, but for what each call sets anew."""
+    rules: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
+    return {name: rule for name, rule in rules.items() if name not in ("truncation", "padding")}
+
+
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    """Whether plain text becomes its bytes. Special tokens do not matter: `encode_texts` never reads them."""
+    if tokenizer.vocab_size != 256 or not hasattr(tokenizer, "backend_tokenizer"):
+        return False
+    rules = _rules(tokenizer)
+    before = rules["pre_tokenizer"] or {}
+    return (
+        rules["normalizer"] is None
+        and before.get("type") == "ByteLevel"
+        and not before["add_prefix_space"]
+        and not before["use_regex"]
+        and rules["model"]["type"] == "BPE"
+        and not rules["model"]["merges"]
+        and rules["model"]["vocab"] == {char: byte for byte, char in enumerate(byte_alphabet())}
+        and all(token["special"] for token in rules["added_tokens"])
+    )
+
+
+def _from_pretrained(name: str, *, local: bool) -> Tokenizer:
+    from transformers import AutoTokenizer
+
+    fix = "name `bytes`, a folder that `save_pretrained` wrote, or a model on the Hugging Face hub"
+    try:
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(
+            name, local_files_only=local, trust_remote_code=False
+        )
+    except Exception as error:  # transformers raises whatever its parsers and optional packages raise
+        raise DataError(
+            f"no tokenizer could be loaded ({_first_line(error)})", where=name, fix=fix
+        ) from error
+    # Where a folder has a model configuration only, transformers builds an empty vocabulary without a word.
+    if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():
+        raise DataError("holds no tokenizer, or an empty one", where=name, fix=fix)
+    return tokenizer
+
+
+def _require_reachable(name: str) -> None:
+    """Asks the hub once whether `name` exists: `from_pretrained` itself would retry for most of a minute."""
+    import huggingface_hub
+
+    try:
+        huggingface_hub.HfApi().model_info(name, timeout=HUB_TIMEOUT_SECONDS)
+    except Exception as error:  # the client's network errors have no common base but this
+        nearest = "bytes" if difflib.get_close_matches(name.lower(), ["bytes"]) else nearest_path(Path(name))
+        fix = f"did you mean {nearest}?" if nearest else "name a local tokenizer folder, or `bytes`"
+        what = "neither a local folder nor in the local cache, and the Hugging Face hub did not give it"
+        raise DataError(f"{what} ({_first_line(error)})", where=name, fix=fix) from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__

@@ -1,0 +1,173 @@
+"""Claims about the loader: position alone decides what comes next, and nothing is dropped."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.data.loader import Loader, epoch_order, evaluation_batches
+from megatrain.data.pack import Windows, pack, split_windows
+from megatrain.data.tokens import open_tokens, write_tokens
+from megatrain.errors import DataError
+
+WINDOW = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("loader")
+
+
+def windows_of(folder: Path, count: int, name: str = "x") -> Windows:
+    """`count` windows; the first token of each tells which one it is."""
+    ids = np.arange(count * WINDOW)
+    return pack(write_tokens(folder / f"{name}.bin", [ids], len(ids)), window=WINDOW, vocab_size=len(ids))
+
+
+def taken(loader: Loader, steps: int) -> list[int]:
+    """The windows that the next `steps` steps hold."""
+    batches = [batch for step in itertools.islice(loader, steps) for batch in step]
+    return [index // WINDOW for batch in batches for index in batch["input_ids"][:, 0].tolist()]
+
+
+def epochs_slowly(seed: int, count: int) -> Iterator[int]:
+    """The twin: every epoch's order, one after another, from its beginning."""
+    for epoch in itertools.count():
+        numbers = np.random.Philox(key=[seed, epoch]).random_raw(count).tolist()
+        yield from sorted(range(count), key=numbers.__getitem__)
+
+
+shapes = st.tuples(st.integers(1, 5), st.integers(1, 4))
+
+
+@given(count=st.integers(1, 30), seed=st.integers(0, 1 << 62), shape=shapes, steps=st.integers(1, 8))
+def test_the_stream_is_the_epochs_one_after_another(
+    folder: Path, count: int, seed: int, shape: tuple[int, int], steps: int
+) -> None:
+    size, number = shape
+    loader = Loader(windows_of(folder, count), micro_batch=size, micro_batches=number, seed=seed)
+    found = taken(loader, steps)
+    assert found == list(itertools.islice(epochs_slowly(seed, count), steps * size * number))
+    whole = len(found) // count * count
+    assert all(sorted(found[i : i + count]) == list(range(count)) for i in range(0, whole, count))
+    assert loader.epochs == len(found) / count
+
+
+@given(count=st.integers(1, 30), seed=st.integers(0, 99), shape=shapes, after=shapes, steps=st.integers(0, 8))
+def test_a_resumed_loader_goes_on_where_the_saved_one_was_whatever_the_micro_batch(
+    folder: Path, count: int, seed: int, shape: tuple[int, int], after: tuple[int, int], steps: int
+) -> None:
+    windows = windows_of(folder, count)
+    saved = Loader(windows, micro_batch=shape[0], micro_batches=shape[1], seed=seed)
+    before = taken(saved, steps)
+    state = json.loads(json.dumps(saved.state_dict()))
+    resumed = Loader(windows, micro_batch=after[0], micro_batches=after[1], seed=seed)
+    taken(resumed, 1)  # wherever it was
+    resumed.load_state_dict(state)
+    found = before + taken(resumed, 3)
+    assert found == list(itertools.islice(epochs_slowly(seed, count), len(found)))
+    resumed.load_state_dict(state)
+    if shape == after:
+        for old, new in zip(next(saved), next(resumed), strict=True):
+            assert torch.equal(old["input_ids"], new["input_ids"])
+
+
+def test_a_step_is_micro_batches_of_int64_windows_with_equal_labels(folder: Path) -> None:
+    step = next(Loader(windows_of(folder, 7), micro_batch=2, micro_batches=3, seed=0))
+    assert len(step) == 3
+    for batch in step:
+        assert set(batch) == {"input_ids", "labels"}
+        assert batch["input_ids"].shape == (2, WINDOW)
+        assert batch["input_ids"].dtype == torch.int64
+        assert torch.equal(batch["labels"], batch["input_ids"])
+        first = batch["input_ids"][:, :1]
+        assert torch.equal(batch["input_ids"], first + torch.arange(WINDOW))  # whole windows, none mixed
+
+
+def test_seeds_and_epochs_have_orders_of_their_own_that_never_change() -> None:
+    orders = [tuple(epoch_order(seed, epoch, 50)) for seed in range(4) for epoch in range(4)]
+    assert len(set(orders)) == 16
+    # Written down once: a change of this order would break the resume of every saved run.
+    assert epoch_order(1, 2, 10).tolist() == [4, 2, 0, 6, 1, 5, 9, 8, 7, 3]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("version", 0),
+        ("seed", 8),
+        ("dataset", "another"),
+        ("window", 5),
+        ("first", 1),
+        ("windows", 11),
+        ("seed", None),
+    ],
+)
+def test_a_state_of_another_run_is_refused_and_changes_nothing(folder: Path, key: str, value: Any) -> None:
+    loader = Loader(windows_of(folder, 10), micro_batch=2, micro_batches=1, seed=7)
+    taken(loader, 3)
+    with pytest.raises(DataError, match=f"was saved with {key} = {value!r}") as caught:
+        loader.load_state_dict({**loader.state_dict(), "position": 2, key: value})
+    assert "\n" not in str(caught.value)
+    assert loader.position == 6
+
+
+@pytest.mark.parametrize("position", [-1, None, 2.0, "3"])
+def test_a_state_without_a_position_is_refused(folder: Path, position: Any) -> None:
+    loader = Loader(windows_of(folder, 10), micro_batch=2, micro_batches=1, seed=7)
+    with pytest.raises(DataError, match="is not a number of windows"):
+        loader.load_state_dict({**loader.state_dict(), "position": position})
+
+
+def test_other_text_of_the_same_length_is_another_dataset(folder: Path) -> None:
+    windows = windows_of(folder, 10)
+    other = write_tokens(folder / "other.bin", [np.arange(10 * WINDOW)[::-1]], 10 * WINDOW)
+    state = Loader(windows, micro_batch=1, micro_batches=1, seed=0).state_dict()
+    changed = Loader(
+        pack(other, window=WINDOW, vocab_size=10 * WINDOW), micro_batch=1, micro_batches=1, seed=0
+    )
+    with pytest.raises(DataError, match="dataset"):
+        changed.load_state_dict(state)
+
+
+def test_a_step_that_could_not_be_read_has_not_been_handed_out(folder: Path) -> None:
+    np.array([1, 2, 3, 9], dtype="<u2").tofile(folder / "y.bin")
+    (folder / "y.json").write_text('{"dtype": "uint16", "vocab_size": 5}')
+    loader = Loader(
+        pack(open_tokens(folder / "y.bin"), window=2, vocab_size=5), micro_batch=2, micro_batches=1, seed=0
+    )
+    with pytest.raises(DataError, match="token id 9"):
+        next(loader)
+    assert loader.position == 0
+
+
+@pytest.mark.parametrize("wrong", [{"micro_batch": 0}, {"micro_batches": 0}, {"seed": -1}, {"seed": 1 << 63}])
+def test_impossible_arguments_are_refused(folder: Path, wrong: dict[str, int]) -> None:
+    with pytest.raises(DataError, match="; "):
+        Loader(windows_of(folder, 3), **{"micro_batch": 1, "micro_batches": 1, "seed": 0, **wrong})
+
+
+@given(count=st.integers(2, 20), size=st.integers(1, 6), limit=st.none() | st.integers(0, 30))
+def test_evaluation_takes_the_first_windows_in_order_and_no_other(
+    folder: Path, count: int, size: int, limit: int | None
+) -> None:
+    _, held_out = split_windows(windows_of(folder, 2 * count), 0.5)
+    assert held_out is not None
+    batches = list(evaluation_batches(held_out, size, limit))
+    found = [row // WINDOW for batch in batches for row in batch["labels"][:, 0].tolist()]
+    assert found == list(range(count, 2 * count))[:limit]
+    assert all(len(batch["input_ids"]) == size for batch in batches[:-1])
+
+
+def test_evaluation_needs_a_micro_batch(folder: Path) -> None:
+    with pytest.raises(DataError, match="micro-batch of 0"):
+        next(evaluation_batches(windows_of(folder, 3), 0))

@@ -1,0 +1,97 @@
+"""Claims about preparation: documents end with an end of text, and a second run tokenises nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatrain.data import prepare, text
+from megatrain.data.prepare import describe_tokens, prepare_tokens
+from megatrain.data.text import STDLIB
+from megatrain.data.tokenizer import load_tokenizer
+from megatrain.data.tokens import write_tokens
+from megatrain.errors import DataError
+
+BYTES = load_tokenizer("bytes")
+END = [256]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("one\ntwo")
+    (tmp_path / "text" / "b.jsonl").write_text('{"text": "x"}\n{"text": "é"}\n')
+    (tmp_path / "text" / "c.bin").write_bytes(b"\0\1\2")
+    return tmp_path / "text"
+
+
+@pytest.mark.parametrize("characters", [1, 1 << 20])
+def test_every_document_is_closed_by_one_end_of_text_however_it_was_cut(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, characters: int
+) -> None:
+    monkeypatch.setattr(text, "PIECE_CHARACTERS", characters)
+    monkeypatch.setattr(prepare, "BATCH_CHARACTERS", characters)
+    file = prepare_tokens(folder, BYTES, cache=tmp_path / "cache")
+    assert file.ids.tolist() == [*b"one\ntwo", *END, *b"x", *END, *"é".encode(), *END]
+    assert file.vocab_size == 257
+    assert describe_tokens(file) == "13 tokens from 3 documents (left out: 1 not UTF-8 text)"
+
+
+def test_a_second_run_reads_the_cache_and_reports_the_same(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = prepare_tokens([folder], BYTES, cache=tmp_path / "cache")
+    monkeypatch.delattr(prepare, "read_pieces")  # a second tokenisation would have to read
+    second = prepare_tokens(str(folder), BYTES, cache=tmp_path / "cache")
+    assert second.path == first.path
+    assert describe_tokens(second) == describe_tokens(first)
+
+
+def test_a_damaged_cache_entry_is_made_again(folder: Path, tmp_path: Path) -> None:
+    for suffix in (".bin", ".json"):
+        made = prepare_tokens(folder, BYTES, cache=tmp_path / "cache")
+        made.path.with_suffix(suffix).unlink()
+        assert prepare_tokens(folder, BYTES, cache=tmp_path / "cache").ids.tolist() == made.ids.tolist()
+
+
+def test_a_changed_file_another_tokenizer_and_another_choice_are_tokenised_again(
+    folder: Path, tmp_path: Path
+) -> None:
+    other = load_tokenizer("bytes")
+    other.add_tokens(["one"])
+    cache = tmp_path / "cache"
+    paths = [prepare_tokens(folder, tokenizer, cache=cache).path for tokenizer in (BYTES, other)]
+    paths.append(prepare_tokens(folder, BYTES, cache=cache, pattern="*.txt").path)
+    (folder / "a.txt").write_text("one\nTWO")
+    os.utime(folder / "a.txt", ns=(1, 1))  # the clock may be coarser than this test
+    changed = prepare_tokens(folder, BYTES, cache=cache)
+    assert len({*paths, changed.path}) == 4
+    assert changed.ids[:7].tobytes().decode("utf-16-le") == "one\nTWO"
+
+
+def test_a_token_file_is_taken_as_it_is_and_alone(folder: Path, tmp_path: Path) -> None:
+    tokens = write_tokens(tmp_path / "x.bin", [np.arange(5)], 10)
+    file = prepare_tokens(tmp_path / "x.bin", BYTES, cache=tmp_path / "cache")
+    assert file.ids.tolist() == tokens.ids.tolist()
+    assert describe_tokens(file) == f"5 tokens from {tmp_path / 'x.bin'}"
+    assert not (tmp_path / "cache").exists()
+    with pytest.raises(DataError, match="cannot be mixed"):
+        prepare_tokens([tmp_path / "x.bin", folder], BYTES, cache=tmp_path / "cache")
+
+
+def test_sources_without_text_are_refused_and_leave_no_cache(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text(json.dumps({"text": ""}) + "\n")
+    (tmp_path / "y.txt").touch()
+    with pytest.raises(DataError, match=r"no text in 2 files \(left out: 1 empty line of JSONL, 1 empty\)"):
+        prepare_tokens([tmp_path / "x.jsonl", tmp_path / "y.txt"], BYTES, cache=tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_the_standard_library_is_a_dataset_without_a_network(tmp_path: Path) -> None:
+    file = prepare_tokens(STDLIB, BYTES, cache=tmp_path)
+    assert len(file) > 4_000_000
+    assert int((file.ids == 256).sum()) == file.details["documents"]

@@ -1,0 +1,172 @@
+"""Claims about tokenizers: the byte level is exact and portable, what cannot be loaded says so at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import huggingface_hub
+import numpy as np
+import pytest
+import tokenizers
+import transformers
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from megatrain.data.tokenizer import (
+    END_OF_TEXT,
+    Tokenizer,
+    byte_alphabet,
+    encode_text,
+    encode_texts,
+    end_of_text_id,
+    load_tokenizer,
+    tokenizer_identity,
+    vocabulary_size,
+)
+from megatrain.errors import DataError
+
+BYTES = load_tokenizer("bytes")
+
+
+def word_tokenizer(**special: str) -> Tokenizer:
+    """A tokenizer with one id per word and a normalizer, so that its ids are nobody's bytes."""
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"unknown": 0, "a": 1, "b": 2}, unk_token="unknown")
+    )
+    words.normalizer = tokenizers.normalizers.Lowercase()
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="unknown", **special)
+
+
+def encode_slowly(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The twin of `encode_text`: the tokenizer's own pipeline on one text."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    return ids
+
+
+@given(st.text())
+@example("")
+@example(" \r\n\t e\u0301 漢字 🎉 \0 \ufeff ")
+@example(f"a forged {END_OF_TEXT} stays text")
+def test_any_text_becomes_its_utf8_bytes_and_comes_back(text: str) -> None:
+    ids = encode_text(BYTES, text).tolist()
+    assert ids == list(text.encode())
+    assert BYTES.decode(ids) == text
+    assert encode_slowly(BYTES, text) == ids
+
+
+@given(st.binary())
+def test_any_bytes_come_back_through_the_vocabulary(data: bytes) -> None:
+    characters = BYTES.convert_ids_to_tokens(list(data))
+    assert bytes(map(byte_alphabet().index, characters)) == data
+
+
+def test_the_vocabulary_is_the_256_bytes_in_order_and_an_end_of_text() -> None:
+    assert set(byte_alphabet()) == set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    assert BYTES.convert_ids_to_tokens(list(range(257))) == [*byte_alphabet(), END_OF_TEXT]
+    assert vocabulary_size(BYTES) == len(BYTES) == 257
+    assert end_of_text_id(BYTES) == BYTES.bos_token_id == 256
+
+
+@pytest.mark.parametrize("model_type", [None, "llama", "gpt2", "gemma3_text", "mistral", "gpt_oss"])
+def test_a_saved_byte_tokenizer_is_loaded_again_from_any_model_folder(
+    tmp_path: Path, model_type: str | None
+) -> None:
+    if model_type:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    BYTES.save_pretrained(tmp_path)
+    text = f"e\u0301  {END_OF_TEXT}\n漢"
+    loaded = load_tokenizer(str(tmp_path))
+    for tokenizer in (loaded, transformers.AutoTokenizer.from_pretrained(tmp_path)):
+        assert encode_slowly(tokenizer, text) == list(text.encode())
+        assert tokenizer.decode(list(text.encode())) == text
+        assert tokenizer.eos_token_id == 256
+    assert encode_text(loaded, text).dtype == np.uint8  # the fast path knows it again
+    assert tokenizer_identity(loaded) == tokenizer_identity(BYTES)
+
+
+@given(st.lists(st.text(alphabet="aAbB éunkow<|>/s ")))
+def test_any_other_tokenizer_is_encoded_by_its_own_rules(texts: list[str]) -> None:
+    tokenizer = word_tokenizer(eos_token="</s>")
+    assert [ids.tolist() for ids in encode_texts(tokenizer, texts)] == [
+        encode_slowly(tokenizer, t) for t in texts
+    ]
+
+
+def test_a_byte_tokenizer_with_rules_of_its_own_leaves_the_fast_path() -> None:
+    tokenizer = load_tokenizer("bytes")
+    tokenizer.add_tokens(["word"])  # an ordinary added token, which plain text does contain
+    assert encode_text(tokenizer, "a word").tolist() == encode_slowly(tokenizer, "a word") == [97, 32, 257]
+    assert tokenizer_identity(tokenizer) != tokenizer_identity(BYTES)
+
+
+def test_the_identity_of_a_tokenizer_follows_its_rules_and_not_its_place(tmp_path: Path) -> None:
+    tokenizer = word_tokenizer(eos_token="</s>")
+    tokenizer.save_pretrained(tmp_path / "here")
+    assert tokenizer_identity(load_tokenizer(str(tmp_path / "here"))) == tokenizer_identity(tokenizer)
+    tokenizer.backend_tokenizer.enable_truncation(3)  # in force until the next call sets its own
+    assert tokenizer_identity(load_tokenizer(str(tmp_path / "here"))) == tokenizer_identity(tokenizer)
+    assert tokenizer_identity(word_tokenizer(eos_token="</end>")) != tokenizer_identity(tokenizer)
+
+
+def test_a_tokenizer_without_an_end_of_text_is_refused() -> None:
+    with pytest.raises(DataError, match="no end-of-text token"):
+        end_of_text_id(word_tokenizer())
+
+
+def test_text_that_is_not_unicode_is_refused() -> None:
+    with pytest.raises(DataError, match="lone surrogate"):
+        encode_text(BYTES, "\ud800")
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "qwen2", "llama", "gemma3_text"])
+def test_a_model_folder_without_a_tokenizer_is_refused(tmp_path: Path, model_type: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(DataError, match="tokenizer") as caught:
+        load_tokenizer(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_misspelt_folder_names_the_nearest_one(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    with pytest.raises(DataError, match=f"did you mean {tmp_path / 'tokenizer'}"):
+        load_tokenizer(str(tmp_path / "tokeniser"))
+
+
+def test_a_file_is_not_a_tokenizer_folder(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=f"name its folder: {tmp_path}"):
+        load_tokenizer(str(tmp_path / "tokenizer.json"))
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"), [("organisation/model", "name a local tokenizer"), ("byte", "`?bytes`?")]
+)
+def test_a_hub_name_without_a_network_fails_on_one_line_after_one_request(
+    monkeypatch: pytest.MonkeyPatch, name: str, fix: str
+) -> None:
+    asked: list[str] = []
+    loads: list[bool] = []
+
+    def model_info(self: object, name: str, timeout: float) -> None:
+        asked.append(name)
+        raise ConnectionError("Name or service not known\nmore lines")
+
+    def from_pretrained(name: str, *, local_files_only: bool, trust_remote_code: bool) -> Tokenizer:
+        loads.append(local_files_only)
+        raise OSError("not in the cache\nmore lines")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", from_pretrained)
+    with pytest.raises(DataError, match=fix) as caught:
+        load_tokenizer(name)
+    assert "\n" not in str(caught.value)
+    assert "Name or service not known" in str(caught.value)
+    assert (asked, loads) == ([name], [True])
+
+
+def test_a_hub_name_is_read_from_the_cache_without_asking_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: BYTES)
+    monkeypatch.delattr(huggingface_hub.HfApi, "model_info")
+    assert load_tokenizer("organisation/model") is BYTES
