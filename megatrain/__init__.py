@@ -1,0 +1,37 @@
+"""MegaTrain: train large language models at full precision on a single GPU, or on none.
+
+The public names are loaded on first use, so that `import megatrain` is quick and the command line starts at once.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatrain.errors import MegaTrainError
+    from megatrain.optim import AdamW
+    from megatrain.spec import Policy
+    from megatrain.train.engine import Engine, StepOutput
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AdamW": "megatrain.optim",
+    "Engine": "megatrain.train.engine",
+    "MegaTrainError": "megatrain.errors",
+    "Policy": "megatrain.spec",
+    "StepOutput": "megatrain.train.engine",
+}
+
+__all__ = ["AdamW", "Engine", "MegaTrainError", "Policy", "StepOutput"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'megatrain' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,76 @@
+"""What a step takes in: micro-batches, checked before anything is computed or changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.errors import BatchError
+from megatrain.spec import ModelSpec, Work
+
+IGNORED = -100
+"""The label that marks a token as no target (Hugging Face convention)."""
+
+MicroBatch = Mapping[str, Any]
+"""`input_ids` and `labels`, int64[batch, length], and whatever else the model's forward takes, `attention_mask` say."""
+
+
+def check_micro_batches(model: ModelSpec, micro_batches: Sequence[MicroBatch]) -> Work:
+    """The work of a step. Raises `BatchError` naming the micro-batch, the key and the value that is wrong."""
+    if not micro_batches:
+        raise BatchError("a step needs at least one micro-batch", where="step")
+    targets = 0
+    for index, batch in enumerate(micro_batches):
+        _check_one(model, batch, f"micro-batch {index}")
+        targets += int((shifted(batch["labels"]) != IGNORED).sum())
+    if targets == 0:
+        raise BatchError(
+            "no target token in the whole step (every label but the first of each row is -100)",
+            where="labels",
+            fix="give at least one token a label",
+        )
+    return Work(tuple(batch["input_ids"].numel() for batch in micro_batches))
+
+
+def shifted(labels: Tensor) -> Tensor:
+    """The target of each position: its successor's label, and none for the last; int64[batch, length] both."""
+    targets = torch.full_like(labels, IGNORED)
+    targets[:, :-1] = labels[:, 1:]
+    return targets
+
+
+def model_inputs(batch: MicroBatch, device: torch.device) -> dict[str, Any]:
+    """What the model's forward is called with: everything but the labels, on the device."""
+    return {
+        key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items() if key != "labels"
+    }
+
+
+def _check_one(model: ModelSpec, batch: MicroBatch, where: str) -> None:
+    for key in ("input_ids", "labels"):
+        value = batch.get(key)
+        if not isinstance(value, Tensor) or value.dim() != 2 or value.is_floating_point():
+            found = f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise BatchError(f"{key} must be an integer tensor [batch, length], not {found}", where=where)
+    ids, labels = batch["input_ids"], batch["labels"]
+    if ids.shape != labels.shape:
+        raise BatchError(f"labels {list(labels.shape)} and input_ids {list(ids.shape)} differ in shape", where=where)
+    if ids.numel() == 0:
+        raise BatchError("is empty", where=where)
+    if model.max_positions is not None and ids.shape[1] > model.max_positions:
+        raise BatchError(
+            f"{ids.shape[1]} tokens long, but the model has {model.max_positions} positions",
+            where=where,
+            fix="use a shorter window",
+        )
+    for key, value in (("input_ids", ids), ("labels", labels[labels != IGNORED])):
+        if value.numel() and not 0 <= int(value.min()) <= int(value.max()) < model.vocab_size:
+            bad = int(value.min()) if value.min() < 0 else int(value.max())
+            raise BatchError(
+                f"{key} holds token {bad}, outside the vocabulary of {model.vocab_size}",
+                where=where,
+                fix="use the tokenizer that belongs to the model",
+            )

@@ -1,0 +1,69 @@
+"""Gradients: summed on the device while a unit is at work, then handed to whoever uses them.
+
+A `UnitSum` is the flat buffer in which a unit's gradient adds up over micro-batches and token chunks. What no term
+reached is an explicit zero, as are the gaps between parameters, so offsets never shift and a norm over the whole
+buffer is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatrain.layout import Layout
+
+
+class GradSink(Protocol):
+    """Receives finished gradients. Called on the host stream, one unit at a time."""
+
+    def norm(self, unit: int, gradient: Tensor) -> None:
+        """A unit's gradient has landed: flat host tensor [layout.size], bfloat16 or float32. Raises `NonFinite`."""
+
+    def update(self, unit: int, gradient: Tensor) -> None:
+        """The time to use a unit's gradient, which may be that of the last step."""
+
+
+class UnitSum:
+    """The gradient of one unit, under construction in `flat` [layout.size]."""
+
+    def __init__(self, layout: Layout, flat: Tensor) -> None:
+        self._views = {field.name: flat[field.start : field.stop].view(field.shape) for field in layout.fields}
+        self._reached: set[str] = set()
+        for start, stop in layout.gaps:
+            flat[start:stop].zero_()
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add a term of the gradient of parameter `name`."""
+        if name in self._reached:
+            self._views[name].add_(gradient)
+        else:
+            self._views[name].copy_(gradient)
+            self._reached.add(name)
+
+    def close(self) -> None:
+        """All terms are in: what none reached is zero."""
+        for name, view in self._views.items():
+            if name not in self._reached:
+                view.zero_()
+
+
+def send_to_sum(leaves: Iterable[tuple[str, Tensor]], total: UnitSum) -> None:
+    """Have each leaf's gradient added to `total` the moment it is complete, and forgotten."""
+    for name, leaf in leaves:
+        leaf.register_post_accumulate_grad_hook(_Sender(name, total))
+
+
+class _Sender:
+    __slots__ = ("name", "total")
+
+    def __init__(self, name: str, total: UnitSum) -> None:
+        self.name, self.total = name, total
+
+    @torch.no_grad()
+    def __call__(self, leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        self.total.add(self.name, leaf.grad)
+        leaf.grad = None

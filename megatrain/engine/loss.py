@@ -1,0 +1,71 @@
+"""Head and cross-entropy in token chunks: full logits never exist.
+
+For each chunk of target tokens the epilogue runs, the loss and its gradient with respect to the logits are formed in
+float32, and the chunk's backward runs at once. Positions without a target are never sent through the head. The
+arithmetic is that of `torch.nn.functional.cross_entropy` on float32 logits, step for step, so that one chunk of
+everything gives the very numbers of the stock model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatrain.engine.batch import IGNORED
+
+Head = Callable[[Tensor], Tensor]
+"""Hidden states [tokens, hidden size] -> logits [tokens, vocabulary]."""
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Sum of the losses (float64 scalar), and the gradient of `scale` times that sum with respect to the logits.
+
+    `logits` [tokens, vocabulary]; `targets` int64[tokens], none ignored. Holds one float32 copy of the logits.
+    """
+    work = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    rows = torch.arange(len(targets), device=targets.device)
+    loss = -work[rows, targets].sum(dtype=torch.float64)
+    work.exp_().mul_(scale)
+    work[rows, targets] -= scale
+    return loss, work.to(logits.dtype)
+
+
+def loss_only(head: Head, hidden: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    """Sum of the losses over all targets (float64 scalar). `hidden` [tokens, hidden size], `targets` int64[tokens]."""
+    total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+    for places in target_places(targets, chunk):
+        chosen = places.to(hidden.device)
+        loss, _ = cross_entropy(head(hidden[chosen]), targets[places].to(hidden.device), 0.0)
+        total += loss
+    return total
+
+
+def loss_and_gradients(
+    head: Head, leaves: list[Tensor], hidden: Tensor, targets: Tensor, chunk: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Sum of the losses (float64 scalar) and the gradient of `scale` times it for `hidden` [tokens, hidden size].
+
+    `leaves` are the weights that `head` uses; their gradients go where their hooks send them, chunk by chunk.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+    gradient = torch.zeros_like(hidden)
+    for places in target_places(targets, chunk):
+        chosen = places.to(hidden.device)
+        part = hidden[chosen].requires_grad_()
+        with torch.enable_grad():
+            logits = head(part)
+        with torch.no_grad():
+            loss, dlogits = cross_entropy(logits.detach(), targets[places].to(hidden.device), scale)
+        torch.autograd.backward([logits], [dlogits], inputs=[part, *leaves])
+        assert part.grad is not None
+        gradient[chosen] = part.grad
+        total += loss
+    return total, gradient
+
+
+def target_places(targets: Tensor, chunk: int) -> tuple[Tensor, ...]:
+    """Indices of the positions that have a target, in chunks. `targets` int64[tokens] on the host."""
+    places = (targets != IGNORED).nonzero().squeeze(-1)
+    return places.split(chunk) if len(places) else ()

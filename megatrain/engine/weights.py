@@ -1,0 +1,87 @@
+"""Weights as views: the parameters of a unit bound from one flat buffer for one call, and known to autograd by name.
+
+A tensor that autograd saves and that lies in the flat buffer is not kept: its place is (`names_weights`), and it is
+taken from wherever the unit's weights are when the backward pass asks. So a kept graph holds no slot, and the slot
+may be overwritten between forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatrain.layout import Layout
+
+
+@dataclass(slots=True)
+class Bound:
+    """A unit's weights in one flat buffer. `flat` may be exchanged: the unit has been fetched to another slot."""
+
+    flat: Tensor
+    """Elements of the compute dtype, [layout.size]."""
+
+    def holds(self, tensor: Tensor) -> bool:
+        return (
+            tensor.dtype == self.flat.dtype
+            and tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a saved weight lies, relative to the start of the unit."""
+
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class UnitBinder:
+    """Makes the name -> view mapping of one unit. `prefix` is cut off the parameter names."""
+
+    def __init__(self, layout: Layout, prefix: str = "") -> None:
+        self.names = [field.name.removeprefix(prefix) for field in layout.fields]
+        self._views = [(field.shape, contiguous_strides(field.shape), field.start) for field in layout.fields]
+
+    def bind(self, flat: Tensor) -> dict[str, Tensor]:
+        """Views of `flat`, each in its parameter's shape."""
+        base = flat.storage_offset()
+        return {
+            name: torch.as_strided(flat, shape, strides, base + start)
+            for name, (shape, strides, start) in zip(self.names, self._views, strict=True)
+        }
+
+    def leaves(self, flat: Tensor) -> dict[str, Tensor]:
+        """The same as autograd leaves."""
+        return {name: view.requires_grad_() for name, view in self.bind(flat).items()}
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.insert(0, step)
+        step *= max(size, 1)
+    return tuple(strides)
+
+
+def names_weights(bound: Bound) -> AbstractContextManager[object]:
+    """While active, autograd saves weights of `bound` as places, not as tensors."""
+
+    def pack(tensor: Tensor) -> Tensor | _Place:
+        if not bound.holds(tensor):
+            return tensor
+        offset = int(tensor.storage_offset()) - int(bound.flat.storage_offset())
+        return _Place(offset, tensor.shape, tensor.stride())
+
+    def unpack(saved: Tensor | _Place) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        return torch.as_strided(bound.flat, saved.shape, saved.stride, bound.flat.storage_offset() + saved.offset)
+
+    hooks: Callable[..., AbstractContextManager[object]] = torch.autograd.graph.saved_tensors_hooks
+    return hooks(pack, unpack)

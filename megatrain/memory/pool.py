@@ -1,0 +1,77 @@
+"""The pool: every arena buffer that schedules name, allocated once, and reached only through leases.
+
+A lease covers the buffers of one op for as long as it runs: acquire, use, release. The pool counts them, so a leak is a
+number that is not zero. Buffers only ever change between steps, when a new schedule needs larger ones.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from megatrain.device import Device
+from megatrain.errors import DeviceError
+from megatrain.memory.ledger import Ledger
+from megatrain.schedule import Buffer, Op
+
+Held = Mapping[str, Tensor]
+"""Buffer name -> uint8[nbytes], for the time of one lease."""
+
+
+class Pool:
+    """Buffers by name, on one device and the host beside it."""
+
+    def __init__(self, device: Device, ledger: Ledger) -> None:
+        self.device, self.ledger = device, ledger
+        self._memory: dict[str, Tensor] = {}
+        self._leases = 0
+        self._lock = threading.Lock()
+
+    def provide(self, buffers: Iterable[Buffer]) -> None:
+        """Make sure that all arena buffers exist and are large enough. Raises `DoesNotFit` before allocating any.
+
+        A buffer that grows loses its content, so only slots may; the state's size never changes.
+        """
+        missing = [b for b in buffers if b.arena and (b.name not in self._memory or self._size(b.name) < b.nbytes)]
+        if missing and self._leases:
+            raise DeviceError(f"{self._leases} leases are out while buffers change", where="memory pool")
+        self.ledger.record(missing)
+        for buffer in missing:
+            self._memory.pop(buffer.name, None)
+            allocate = self.device.allocate if buffer.tier == "device" else self.device.allocate_host
+            self._memory[buffer.name] = allocate(buffer.nbytes, buffer.owner)
+
+    def memory(self, name: str) -> Tensor:
+        """A whole host buffer between steps, uint8[nbytes]: for loading, reading and writing the state."""
+        if not name.startswith("host/"):
+            raise DeviceError(f"{name} is only reached through a lease", where="memory pool")
+        return self._memory[name]
+
+    @contextmanager
+    def lease(self, op: Op) -> Iterator[Held]:
+        """The arena buffers that `op` declares, until the end of the block."""
+        names = {access.buffer for access in (*op.reads, *op.writes)}
+        held = {name: self._memory[name] for name in names if name in self._memory}
+        with self._lock:
+            self._leases += 1
+        try:
+            yield held
+        finally:
+            with self._lock:
+                self._leases -= 1
+
+    @property
+    def leases(self) -> int:
+        """Leases that are out now; zero between steps."""
+        return self._leases
+
+    def release(self) -> None:
+        """Give all memory back."""
+        self._memory.clear()
+        self.ledger.forget()
+
+    def _size(self, name: str) -> int:
+        return self._memory[name].numel()

@@ -1,0 +1,274 @@
+"""`Engine`: a Hugging Face model, streamed and trained. The stable Python interface of MegaTrain.
+
+It puts together what the rooms below offer: a ported model, a device, the pool and store that hold the state, the
+streamer that walks schedules, and the sink that updates. Schedules are built once per shape of work, checked, and
+kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from megatrain.checkpoint import export_model
+from megatrain.device import Device, matmul_flops, open_device
+from megatrain.engine import MicroBatch, Streamer, check_micro_batches
+from megatrain.errors import PlanError
+from megatrain.memory import Ledger, Pool, Store
+from megatrain.model import PortedModel, port_model
+from megatrain.optim import AdamW, warm_up
+from megatrain.plan import available_host_nbytes, available_threads, choose_policy, fit_activations, step_flops
+from megatrain.schedule import Schedule, build_flush, build_forward, build_step, check
+from megatrain.spec import ModelSpec, Policy, Precision, Work
+from megatrain.train.sink import GradientCollector, OptimizerSink
+
+Kind = Literal["step", "pending step", "forward", "flush"]
+DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a training step did.
+
+    loss: mean over all target tokens of the step. grad_norm: global 2-norm of the gradient before clipping.
+    tokens: target tokens. stall_seconds: time in which compute waited for copies or updates.
+    """
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    stall_seconds: float
+
+
+class Engine:
+    """Trains one causal language model whose state lives in host memory. Make it with `Engine.from_model`."""
+
+    def __init__(
+        self,
+        ported: PortedModel,
+        device: Device,
+        policy: Policy,
+        optimizer: AdamW,
+        max_grad_norm: float | None,
+        *,
+        fits_activations: bool,
+        seed: int,
+    ) -> None:
+        self.spec: ModelSpec = ported.spec
+        self.optimizer, self.max_grad_norm = optimizer, max_grad_norm
+        self._ported, self._device = ported, device
+        self._policy, self._fits_activations = policy, fits_activations
+        budgets = {"device": policy.device_budget_nbytes, "host": policy.host_budget_nbytes}
+        self._pool = Pool(device, Ledger({tier: nbytes for tier, nbytes in budgets.items() if nbytes is not None}))
+        self._schedules: dict[tuple[str, Work], Schedule] = {}
+        self._schedule("step", Work((1,)))
+        self._store = Store(self.spec, policy, self._pool)
+        threads = policy.host_threads or available_threads()
+        self._sink = OptimizerSink(self.spec, policy, self._store, optimizer, max_grad_norm, threads)
+        self._streamer = Streamer(ported, device, self._pool, policy, seed)
+        self._steps = 0
+
+    @classmethod
+    def from_model(
+        cls,
+        model: nn.Module,
+        device: str | Device = "cpu",
+        precision: Precision = "bf16",
+        optimizer: AdamW | None = None,
+        max_grad_norm: float | None = 1.0,
+        policy: Policy | Literal["auto"] = "auto",
+        seed: int = 0,
+    ) -> Engine:
+        """An engine that starts from a copy of the weights of a Hugging Face causal language model.
+
+        model: left as it is, and not needed afterwards; its mode (`train()` or `eval()`) decides about dropout.
+        device: `cpu`, `cuda:0`, `sim:SEED`, or an open device. precision: `bf16` computes in bfloat16 and keeps
+        exact float32 masters; `fp32` does everything in float32. max_grad_norm: clip by the exact global norm, or
+        `None` not to. policy: `auto`, or a `Policy` whose precision and clipping agree with the arguments. seed:
+        decides all randomness inside layers.
+
+        Raises `ModelError` for a model that cannot be streamed exactly, `PlanError` for a policy that contradicts
+        the other arguments, `DoesNotFit` before anything is allocated, `DeviceError` for an absent device.
+        """
+        optimizer = optimizer or AdamW()
+        opened = open_device(device) if isinstance(device, str) else device
+        if policy == "auto":
+            chosen = choose_policy(
+                precision,
+                shares_memory=opened.shares_memory,
+                clips=max_grad_norm is not None,
+                host_threads=available_threads(),
+            )
+        else:
+            chosen = policy
+            _refuse_contradictions(policy, precision, max_grad_norm, opened)
+        ported = port_model(model, DTYPES[precision])
+        engine = cls(ported, opened, chosen, optimizer, max_grad_norm, fits_activations=policy == "auto", seed=seed)
+        engine._store.load(dict(model.named_parameters()))
+        warm_up()
+        return engine
+
+    # Training -------------------------------------------------------------------------------------------------------
+
+    def step(self, micro_batches: Sequence[MicroBatch], lr: float | None = None) -> StepOutput:
+        """One optimizer step over all micro-batches; the loss is the mean over all their target tokens.
+
+        Each micro-batch holds `input_ids` and `labels`, int64[batch, length] (labels as Hugging Face has them: -100 is
+        no target, shifted inside), and whatever else the model's forward takes, such as `attention_mask`. `lr`
+        replaces the optimizer's learning rate for this step.
+
+        Raises `BatchError` for an unusable micro-batch and `NonFinite` for a loss or gradient that is not finite;
+        either way the step is not applied. With clipping, updates are applied during the next step's forward;
+        everything that reads the weights applies them first.
+        """
+        work = self._check(micro_batches)
+        schedule = self._schedule("pending step" if self._sink.pending else "step", work)
+        self._sink.begin(self.optimizer.lr if lr is None else lr)
+        self._device.stalled_seconds()
+        result = self._streamer.run(schedule, micro_batches, self._sink, self._steps)
+        norm = self._sink.finish()
+        self._steps += 1
+        return StepOutput(result.loss, norm, result.tokens, self._device.stalled_seconds())
+
+    def gradients(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
+        """Parameter name -> float32 gradient of the step's loss, in the parameter's shape. Nothing is updated."""
+        work = self._check(micro_batches)
+        self.flush()
+        collector = GradientCollector(self.spec)
+        self._streamer.run(self._schedule("step", work), micro_batches, collector, self._steps)
+        return collector.gradients
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """Mean loss over all target tokens of the micro-batches, without dropout. Nothing is updated."""
+        work = self._check(micro_batches)
+        self.flush()
+        with self._evaluation_mode():
+            return self._streamer.run(self._schedule("forward", work), micro_batches, None).loss
+
+    def flush(self) -> None:
+        """Apply the updates that are pending, if any. Called by everything that reads the weights."""
+        if self._sink.pending:
+            self._streamer.run(self._schedule("flush", Work((1,))), [], self._sink)
+
+    # State ----------------------------------------------------------------------------------------------------------
+
+    def master_weights(self) -> dict[str, Tensor]:
+        """Parameter name -> a copy of its float32 master, in its shape, pending updates applied."""
+        self.flush()
+        return {name: self._store.master(name) for name in self._store.names()}
+
+    def save_pretrained(self, folder: str | Path) -> Path:
+        """Write a Hugging Face folder with the float32 masters; it appears whole or not at all.
+
+        Raises `ExportError` when it cannot be written.
+        """
+        return export_model(self._ported, self.master_weights(), folder)
+
+    def next_logits(self, input_ids: Tensor) -> Tensor:
+        """Logits for the token after `input_ids`, int64[1, length]: float32[vocabulary], without dropout."""
+        self.flush()
+        with self._evaluation_mode():
+            schedule = self._schedule("forward", Work((input_ids.numel(),)))
+            return self._streamer.next_logits(schedule, input_ids)
+
+    # What it is, and what it takes ------------------------------------------------------------------------------------
+
+    def memory_table(self) -> dict[tuple[str, str], int]:
+        """(tier, owner) -> bytes held now, activations inside layers not counted."""
+        return self._pool.ledger.table()
+
+    @property
+    def policy(self) -> Policy:
+        """How the model is streamed, as chosen for the last work."""
+        return self._policy
+
+    def step_flops(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """Necessary floating-point operations of a step over these micro-batches, padding not counted."""
+        sequences: list[tuple[int, int]] = []
+        for batch in micro_batches:
+            rows, length = batch["input_ids"].shape
+            mask = batch.get("attention_mask")
+            real = mask.reshape(rows, -1).sum(dim=1).tolist() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+            sequences += [(1, int(count)) for count in real] if real else [(rows, length)]
+        return step_flops(self.spec, sequences)
+
+    def peak_flops(self) -> float:
+        """Floating-point operations per second of a large matrix product on the device, measured once."""
+        return self._measured_flops
+
+    @cached_property
+    def _measured_flops(self) -> float:
+        return matmul_flops(self._device, self._streamer.dtype)
+
+    def close(self) -> None:
+        """Stop the workers and give the memory back; what is pending is dropped with the weights."""
+        self._device.close()
+        self._pool.release()
+        self._schedules.clear()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Inside -----------------------------------------------------------------------------------------------------------
+
+    def _check(self, micro_batches: Sequence[MicroBatch]) -> Work:
+        return check_micro_batches(self.spec, micro_batches)
+
+    def _schedule(self, kind: Kind, work: Work) -> Schedule:
+        """The schedule for this kind of run over this work: built and proven at first, and its memory provided."""
+        key = (kind, work)
+        if key not in self._schedules:
+            if self._fits_activations and kind in ("step", "pending step"):
+                free = available_host_nbytes() if self._device.shares_memory else self._device.free_nbytes()
+                self._policy = fit_activations(self.spec, self._policy, work, free)
+            schedule = _build(kind, self.spec, self._policy, work)
+            check(schedule)
+            self._pool.provide(schedule.buffers.values())
+            self._schedules[key] = schedule
+        return self._schedules[key]
+
+    @contextmanager
+    def _evaluation_mode(self) -> Iterator[None]:
+        mode = self._ported.skeleton.training
+        self._ported.train(False)
+        try:
+            yield
+        finally:
+            self._ported.train(mode)
+
+
+def _build(kind: Kind, spec: ModelSpec, policy: Policy, work: Work) -> Schedule:
+    match kind:
+        case "flush":
+            return build_flush(spec, policy)
+        case "forward":
+            return build_forward(spec, policy, work)
+        case "step":
+            return build_step(spec, policy, work)
+        case "pending step":
+            return build_step(spec, policy, work, pending="all")
+
+
+def _refuse_contradictions(policy: Policy, precision: Precision, max_grad_norm: float | None, device: Device) -> None:
+    if policy.precision != precision:
+        raise PlanError(
+            f"precision is {precision!r} but the policy's is {policy.precision!r}", where="policy.precision"
+        )
+    if policy.update == "during_backward" and max_grad_norm is not None:
+        raise PlanError(
+            "an exact global norm is known only after the backward pass",
+            where="policy.update",
+            fix="use update='next_forward', or max_grad_norm=None",
+        )
+    if policy.shares_memory and not device.shares_memory:
+        raise PlanError(f"{device.name} does not compute in host memory", where="policy.shares_memory")

@@ -1,0 +1,132 @@
+"""Where gradients go: into the norm, and into the fused AdamW pass.
+
+With `update="next_forward"` the sink sums the squared norms of a step; when all units have landed, `finish` fixes the
+clipping factor and every unit has an update *pending*, to be applied by the next schedule (during its forward, just
+ahead of each unit's fetch) or by a flush. With `update="during_backward"` each unit is updated as it lands. Either
+way a gradient that is not finite stops the step before it is used.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatrain.errors import NonFinite
+from megatrain.layout import Layout, layout_of
+from megatrain.memory import Store
+from megatrain.optim import AdamW, StepScalars, clip_scale, sum_of_squares, update_fp32, update_split
+from megatrain.spec import ModelSpec, Policy
+
+
+class OptimizerSink:
+    """A `GradSink` that trains: one AdamW over all units of the store."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        policy: Policy,
+        store: Store,
+        optimizer: AdamW,
+        max_grad_norm: float | None,
+        threads: int,
+    ) -> None:
+        self.optimizer, self.max_grad_norm, self.threads = optimizer, max_grad_norm, threads
+        self.updates = 0
+        """Updates applied or pending; the step number of the newest."""
+        self.pending: set[int] = set()
+        """Units whose gradient of the last step waits in host memory."""
+        self._store = store
+        self._deferred = policy.update == "next_forward"
+        self._names = [unit.name for unit in model.units]
+        self._segments = [self._cut(layout_of(unit)) for unit in model.units]
+        self._squares: dict[int, float] = {}
+        self._updated: set[int] = set()
+        self._scalars: StepScalars | None = None
+        self._next_lr = optimizer.lr
+
+    def begin(self, lr: float) -> None:
+        """A new step starts, whose own update will use this learning rate."""
+        self._squares.clear()
+        self._updated.clear()
+        self._next_lr = lr
+        if not self._deferred:
+            self._scalars = self.optimizer.scalars(lr=lr, step=self.updates + 1)
+
+    def norm(self, unit: int, gradient: Tensor) -> None:
+        """Sum the squares of a unit's gradient. Raises `NonFinite`."""
+        squares = sum_of_squares(_as_numpy(gradient), self.threads)
+        if not math.isfinite(squares):
+            raise self._refusal(unit)
+        self._squares[unit] = squares
+
+    def update(self, unit: int, gradient: Tensor) -> None:
+        """Apply AdamW to a unit, with the scalars of the step that the gradient belongs to.
+
+        A deferred update that an interrupted step has applied already is not applied again.
+        """
+        if self._deferred and unit not in self.pending:
+            return
+        assert self._scalars is not None
+        state, grad, segments = self._store.unit(unit), _as_numpy(gradient), self._segments[unit]
+        if state.lo is None:
+            update_fp32(state.hi, state.m, state.v, grad, self._scalars, segments, self.threads)
+        else:
+            update_split(state.hi, state.lo, state.m, state.v, grad, self._scalars, segments, self.threads)
+        self.pending.discard(unit)
+        self._updated.add(unit)
+
+    def finish(self) -> float:
+        """All gradients of the step have landed: fix the clipping factor. Returns the global norm before clipping."""
+        total = math.sqrt(math.fsum(self._squares.values()))
+        self.updates += 1
+        if self._deferred:
+            scale = 1.0 if self.max_grad_norm is None else clip_scale(total, self.max_grad_norm)
+            self._scalars = self.optimizer.scalars(lr=self._next_lr, step=self.updates, grad_scale=scale)
+            self.pending = set(range(len(self._names)))
+        return total
+
+    def _refusal(self, unit: int) -> NonFinite:
+        done = sorted(self._updated) if not self._deferred else []
+        if not done:
+            return NonFinite(
+                "the gradient is not finite",
+                where=self._names[unit],
+                fix="nothing was updated; lower the learning rate",
+            )
+        return NonFinite(
+            f"the gradient is not finite, and {len(done)} later units had been updated already",
+            where=self._names[unit],
+            fix="set max_grad_norm, which makes a step apply whole or not at all",
+        )
+
+    def _cut(self, layout: Layout) -> list[tuple[int, int, bool]]:
+        return [(f.start, f.stop, self.optimizer.decays(f.name)) for f in layout.fields]
+
+
+class GradientCollector:
+    """A `GradSink` that keeps a float32 copy of every gradient as it lands, and updates nothing."""
+
+    def __init__(self, model: ModelSpec) -> None:
+        self._layouts = [layout_of(unit) for unit in model.units]
+        self._names = [unit.name for unit in model.units]
+        self.gradients: dict[str, Tensor] = {}
+
+    def norm(self, unit: int, gradient: Tensor) -> None:
+        if not math.isfinite(sum_of_squares(_as_numpy(gradient))):
+            raise NonFinite("the gradient is not finite", where=self._names[unit])
+        for field in self._layouts[unit].fields:
+            part = gradient[field.start : field.stop].to(torch.float32, copy=True)
+            self.gradients[field.name] = part.view(field.shape)
+
+    def update(self, unit: int, gradient: Tensor) -> None:
+        """Nothing: the weights stay as they are."""
+
+
+def _as_numpy(gradient: Tensor) -> np.ndarray:
+    """bfloat16 as its bits (uint16), float32 as it is; no copy."""
+    if gradient.dtype == torch.bfloat16:
+        return gradient.view(torch.int16).numpy().view(np.uint16)
+    return gradient.numpy()
