@@ -19,17 +19,47 @@ Head = Callable[[Tensor], Tensor]
 """Hidden states [tokens, hidden size] -> logits [tokens, vocabulary]."""
 
 
+WORKSPACE_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 26}
+"""Elements of the float32 workspace, by device type: a share of the cache on a cpu, few launches on a GPU."""
+
+
 def cross_entropy(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Sum of the losses (float64 scalar), and the gradient of `scale` times that sum with respect to the logits.
 
-    `logits` [tokens, vocabulary]; `targets` int64[tokens], none ignored. Holds one float32 copy of the logits.
+    `logits` [tokens, vocabulary]; `targets` int64[tokens], none ignored. Goes through the tokens in blocks, so that the
+    float32 copy of the logits exists for one block only.
     """
-    work = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-    rows = torch.arange(len(targets), device=targets.device)
-    loss = -work[rows, targets].sum(dtype=torch.float64)
-    work.exp_().mul_(scale)
-    work[rows, targets] -= scale
-    return loss, work.to(logits.dtype)
+    tokens, vocabulary = logits.shape
+    rows = max(1, min(tokens, WORKSPACE_NUMEL.get(logits.device.type, 1 << 26) // vocabulary))
+    workspace = torch.empty(rows, vocabulary, dtype=torch.float32, device=logits.device)
+    loss = torch.zeros((), dtype=torch.float64, device=logits.device)
+    gradient = torch.empty_like(logits)
+    for start in range(0, tokens, rows):
+        part, wanted = logits[start : start + rows], targets[start : start + rows]
+        work = workspace[: len(part)].copy_(part)
+        loss += _softmax_gradient(work, wanted, scale)
+        gradient[start : start + rows] = work
+    return loss, gradient
+
+
+def _softmax_gradient(work: Tensor, targets: Tensor, scale: float) -> Tensor:
+    """Turn float32 logits [tokens, vocabulary] in place into the gradient; returns the sum of the losses."""
+    row = torch.arange(len(targets), device=targets.device)
+    work -= work.amax(dim=-1, keepdim=True)
+    chosen = work[row, targets]
+    total = work.exp_().sum(dim=-1, keepdim=True)
+    work *= scale / total
+    work[row, targets] -= scale
+    return (total.squeeze(-1).log() - chosen).sum(dtype=torch.float64)
+
+
+def reference_cross_entropy(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """`cross_entropy`, slow and plain: autograd through `torch.nn.functional.cross_entropy` on float32 logits."""
+    leaf = logits.detach().float().requires_grad_()
+    with torch.enable_grad():
+        loss = torch.nn.functional.cross_entropy(leaf, targets, reduction="sum")
+        (gradient,) = torch.autograd.grad(loss * scale, leaf)
+    return loss.detach().double(), gradient.to(logits.dtype)
 
 
 def loss_only(head: Head, hidden: Tensor, targets: Tensor, chunk: int) -> Tensor:

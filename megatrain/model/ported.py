@@ -211,14 +211,16 @@ def _learn_spec(model: PreTrainedModel, ported: PortedModel) -> ModelSpec:
     where = f"model {type(model).__name__}"
     leaves = {name: zero.detach().requires_grad_() for name, zero in ported._placeholders.items()}
     capture = Capture(len(ported.ports))
-    ported._run(capture, leaves, _probe_inputs())
+    with torch.enable_grad():  # the caller may have switched it off
+        ported._run(capture, leaves, _probe_inputs())
     if capture.hidden is None or not capture.observed_only_passing:
         raise ModelError("does more between its decoder layers than pass the hidden state on", where=where)
     for call in capture.calls:
         if any(tensor.requires_grad for tensor in call.tensors()):
             raise ModelError("its layers need a gradient other than through the hidden state", where=where)
     handed_out = torch.zeros(PROBE_TOKENS, capture.hidden.shape[-1], dtype=capture.hidden.dtype)
-    logits = ported.head(leaves, handed_out)
+    with torch.enable_grad():
+        logits = ported.head(leaves, handed_out)
     in_prologue, in_epilogue = reachable_leaves(capture.hidden), reachable_leaves(logits)
     prologue, epilogue, borrowed = [], [], []
     for name, leaf in leaves.items():
@@ -228,6 +230,8 @@ def _learn_spec(model: PreTrainedModel, ported: PortedModel) -> ModelSpec:
         else:
             prologue.append(param)
             borrowed += [name] if id(leaf) in in_epilogue else []
+    if not epilogue and not borrowed:
+        raise ModelError("its logits depend on no parameter outside the layers", where=where)
     units = (
         UnitSpec("prologue", "prologue", tuple(prologue)),
         *_layer_specs(model, ported),

@@ -152,7 +152,7 @@ class _Builder:
         """Give each visit a slot, and put its fetches right after the last visit that used that slot.
 
         The slot whose content is needed again last is overwritten (Belady 1966), so the layers around the turn from
-        forward to backward are not fetched twice. Fetches keep the order of the visits: one that has to wait for the
+        forward to backward are not fetched twice; of several, the one left longest ago. Fetches keep the order of the visits: one that has to wait for the
         update of a late unit must not stand before those of earlier ones in the queue of the fetch stream.
         """
         uses: dict[int, list[int]] = {}
@@ -166,7 +166,11 @@ class _Builder:
         for index, visit in enumerate(visits):
             slots = self._weight_slots(visit.unit)
             held = [slot for slot in slots if content.get(slot) == visit.unit]
-            visit.slot = held[0] if held else max(slots, key=lambda s: _next_use(uses, content.get(s), index))
+            visit.slot = (
+                held[0]
+                if held
+                else max(slots, key=lambda slot: (_next_use(uses, content.get(slot), index), -last_visit.get(slot, -1)))
+            )
             if not held:
                 earliest = max(earliest, last_visit.get(visit.slot, -1) + 1)
                 visits[earliest].fetches += self._fetches(visit.unit, visit.slot)

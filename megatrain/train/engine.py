@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megatrain.checkpoint import export_model
 from megatrain.device import Device, matmul_flops, open_device
 from megatrain.engine import MicroBatch, Streamer, check_micro_batches
-from megatrain.errors import PlanError
+from megatrain.errors import DeviceError, PlanError
 from megatrain.memory import Ledger, Pool, Store
 from megatrain.model import PortedModel, port_model
 from megatrain.optim import AdamW, warm_up
@@ -74,6 +74,7 @@ class Engine:
         self._sink = OptimizerSink(self.spec, policy, self._store, optimizer, max_grad_norm, threads)
         self._streamer = Streamer(ported, device, self._pool, policy, seed)
         self._steps = 0
+        self._closed = False
 
     @classmethod
     def from_model(
@@ -97,6 +98,8 @@ class Engine:
         Raises `ModelError` for a model that cannot be streamed exactly, `PlanError` for a policy that contradicts
         the other arguments, `DoesNotFit` before anything is allocated, `DeviceError` for an absent device.
         """
+        if precision not in DTYPES:
+            raise PlanError(f"precision must be bf16 or fp32, not {precision!r}", where="precision")
         optimizer = optimizer or AdamW()
         opened = open_device(device) if isinstance(device, str) else device
         if policy == "auto":
@@ -128,7 +131,7 @@ class Engine:
         either way the step is not applied. With clipping, updates are applied during the next step's forward;
         everything that reads the weights applies them first.
         """
-        work = self._check(micro_batches)
+        work = self._work(micro_batches)
         schedule = self._schedule("pending step" if self._sink.pending else "step", work)
         self._sink.begin(self.optimizer.lr if lr is None else lr)
         self._device.stalled_seconds()
@@ -139,7 +142,7 @@ class Engine:
 
     def gradients(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
         """Parameter name -> float32 gradient of the step's loss, in the parameter's shape. Nothing is updated."""
-        work = self._check(micro_batches)
+        work = self._work(micro_batches)
         self.flush()
         collector = GradientCollector(self.spec)
         self._streamer.run(self._schedule("step", work), micro_batches, collector, self._steps)
@@ -147,7 +150,7 @@ class Engine:
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Mean loss over all target tokens of the micro-batches, without dropout. Nothing is updated."""
-        work = self._check(micro_batches)
+        work = self._work(micro_batches)
         self.flush()
         with self._evaluation_mode():
             return self._streamer.run(self._schedule("forward", work), micro_batches, None).loss
@@ -209,6 +212,7 @@ class Engine:
 
     def close(self) -> None:
         """Stop the workers and give the memory back; what is pending is dropped with the weights."""
+        self._closed = True
         self._device.close()
         self._pool.release()
         self._schedules.clear()
@@ -221,7 +225,9 @@ class Engine:
 
     # Inside -----------------------------------------------------------------------------------------------------------
 
-    def _check(self, micro_batches: Sequence[MicroBatch]) -> Work:
+    def _work(self, micro_batches: Sequence[MicroBatch]) -> Work:
+        if self._closed:
+            raise DeviceError("the engine is closed", where="engine", fix="make a new one with Engine.from_model")
         return check_micro_batches(self.spec, micro_batches)
 
     def _schedule(self, kind: Kind, work: Work) -> Schedule:

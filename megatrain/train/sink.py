@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatrain.errors import NonFinite
+from megatrain.errors import ConfigError, NonFinite
 from megatrain.layout import Layout, layout_of
 from megatrain.memory import Store
 from megatrain.optim import AdamW, StepScalars, clip_scale, sum_of_squares, update_fp32, update_split
@@ -33,6 +33,10 @@ class OptimizerSink:
         max_grad_norm: float | None,
         threads: int,
     ) -> None:
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ConfigError(
+                f"{max_grad_norm} is no norm to clip to", where="max_grad_norm", fix="give a number above 0"
+            )
         self.optimizer, self.max_grad_norm, self.threads = optimizer, max_grad_norm, threads
         self.updates = 0
         """Updates applied or pending; the step number of the newest."""
@@ -96,8 +100,9 @@ class OptimizerSink:
                 where=self._names[unit],
                 fix="nothing was updated; lower the learning rate",
             )
+        named = ", ".join(self._names[other] for other in done)
         return NonFinite(
-            f"the gradient is not finite, and {len(done)} later units had been updated already",
+            f"the gradient is not finite, and these units had been updated already: {named}",
             where=self._names[unit],
             fix="set max_grad_norm, which makes a step apply whole or not at all",
         )

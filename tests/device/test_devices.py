@@ -1,0 +1,156 @@
+"""Streams keep their order and their promises, on the cpu and on the simulated device."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from megatrain.device import Device, matmul_flops, open_device
+from megatrain.device.cpu import CpuDevice
+from megatrain.device.sim import SimDevice
+from megatrain.errors import DeviceError, NonFinite, OutOfDeviceMemory, StreamFailed
+
+DEVICES = ["cpu", "sim:0", "sim:1", "sim:2"]
+
+
+@pytest.mark.parametrize("name", ["", "tpu", "cpu:1", "sim:x", "cuda:-1"])
+def test_an_unknown_device_is_refused(name: str) -> None:
+    with pytest.raises(DeviceError, match="is not a device"):
+        open_device(name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_an_absent_gpu_is_refused() -> None:
+    with pytest.raises(DeviceError, match="no CUDA device; use cpu"):
+        open_device("cuda:0")
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_a_stream_is_first_in_first_out_and_events_order_streams(name: str) -> None:
+    device = open_device(name)
+    seen: list[str] = []
+    compute, host = device.stream("compute"), device.stream("host")
+    first = host.submit("a", lambda: (time.sleep(0.02), seen.append("a"))[1])
+    host.submit("b", lambda: seen.append("b"))
+    compute.submit("c", lambda: seen.append("c"), [first])
+    device.synchronize()
+    assert sorted(seen) == ["a", "b", "c"]
+    assert seen.index("a") < min(seen.index("b"), seen.index("c"))
+    device.close()
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.timeout(30)
+def test_a_failure_skips_what_relies_on_it_and_surfaces_once_with_its_cause(name: str) -> None:
+    device = open_device(name)
+    seen: list[str] = []
+    host, compute = device.stream("host"), device.stream("compute")
+
+    def broken() -> None:
+        raise ValueError("broken on purpose")
+
+    failed = host.submit("UPDATE u3", broken)
+    host.submit("UPDATE u4", lambda: seen.append("behind it"))
+    with pytest.raises(StreamFailed, match=r"op UPDATE u3 on stream host: ValueError: broken on purpose") as caught:
+        compute.submit("FORWARD u3", lambda: seen.append("after it"), [failed])
+        device.synchronize()
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert seen == []
+    if isinstance(device, CpuDevice):
+        with pytest.raises(StreamFailed):
+            device.synchronize()  # the foreground collects what the worker still holds
+    device.synchronize()
+    host.submit("UPDATE u5", lambda: seen.append("later"))
+    device.synchronize()
+    assert seen == ["later"], "a device recovers"
+    device.close()
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_our_own_errors_come_through_as_they_are(name: str) -> None:
+    device = open_device(name)
+
+    def broken() -> None:
+        raise NonFinite("the gradient is not finite")
+
+    device.stream("host").submit("NORM u0", broken)
+    with pytest.raises(NonFinite):
+        device.synchronize()
+    device.close()
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_randomness_is_a_function_of_the_seed(name: str) -> None:
+    device = open_device(name)
+    device.seed(5)
+    first = torch.rand(3)
+    torch.rand(7)
+    device.seed(5)
+    assert torch.equal(torch.rand(3), first)
+    device.close()
+
+
+def test_host_memory_starts_as_zeros_and_device_memory_of_the_simulator_as_nan() -> None:
+    device = open_device("sim:0")
+    assert not device.allocate_host(64, "x").any()
+    assert device.allocate(64, "x").view(torch.float32).isnan().all()
+    assert device.allocate(64, "x").view(torch.bfloat16).isnan().all()
+
+
+def test_the_capacity_of_the_simulator_is_hard() -> None:
+    device = SimDevice(capacity=100)
+    device.allocate(60, "weights")
+    assert device.free_nbytes() == 40
+    with pytest.raises(OutOfDeviceMemory, match=r"41 bytes for grads .* it holds: weights 60"):
+        device.allocate(41, "grads")
+
+
+def test_the_same_seed_gives_the_same_order_and_others_give_others() -> None:
+    def order(seed: int) -> list[str]:
+        device = SimDevice(seed)
+        for i in range(6):
+            for stream in ("compute", "fetch", "grad"):
+                device.stream(stream).submit(f"{stream}{i}", lambda: None)
+        device.synchronize()
+        return device.order
+
+    assert order(1) == order(1)
+    assert len({tuple(order(seed)) for seed in range(10)}) == 10
+
+
+def test_work_that_waits_for_something_never_submitted_is_a_deadlock_report() -> None:
+    device, other = SimDevice(), SimDevice()
+    never = other.stream("host").submit("never", lambda: None)
+    device.stream("compute").submit("FORWARD u1", lambda: None, [never])
+    with pytest.raises(DeviceError, match="deadlock: compute waits before FORWARD u1"):
+        device.synchronize()
+
+
+def test_the_cpu_counts_the_time_that_compute_waits() -> None:
+    device = CpuDevice()
+    slow = device.stream("host").submit("slow", lambda: time.sleep(0.05))
+    device.stream("compute").submit("FORWARD u0", lambda: None, [slow])
+    assert 0.03 < device.stalled_seconds() < 1.0
+    assert device.stalled_seconds() == 0.0
+    device.close()
+
+
+def test_compute_on_the_cpu_runs_in_the_foreground_and_host_work_does_not() -> None:
+    device = CpuDevice()
+    threads: dict[str, int] = {}
+    for stream in ("compute", "host"):
+        device.stream(stream).submit(stream, lambda s=stream: threads.__setitem__(s, threading.get_ident()))
+    device.synchronize()
+    assert threads["compute"] == threading.get_ident() != threads["host"]
+    device.close()
+
+
+@pytest.mark.parametrize("name", ["cpu", "sim:0"])
+def test_the_peak_is_a_positive_rate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatrain.device.peak.SIZES", {"cpu": 128})
+    device: Device = open_device(name)
+    assert 1e8 < matmul_flops(device, torch.bfloat16) < 1e15
+    device.close()

@@ -1,0 +1,151 @@
+"""The pieces of the engine against their slow twins, and their cost."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatrain.device.cpu import CpuDevice
+from megatrain.engine import Executor
+from megatrain.engine.gradients import UnitSum
+from megatrain.engine.loss import cross_entropy, loss_and_gradients, loss_only, reference_cross_entropy
+from megatrain.engine.weights import Bound, UnitBinder, names_weights
+from megatrain.layout import layout_of
+from megatrain.memory import Ledger, Pool
+from megatrain.schedule import build_step
+from megatrain.spec import ModelSpec, ParamSpec, Policy, UnitSpec, Work
+
+UNIT = UnitSpec("layer", "layer", (ParamSpec("l.a", (6, 5)), ParamSpec("l.b", (7,)), ParamSpec("l.c", (5, 4))))
+LAYOUT = layout_of(UNIT)
+
+
+@given(st.integers(1, 9), st.integers(2, 50), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 99))
+def test_cross_entropy_equals_autograd_through_torchs(tokens: int, vocab: int, dtype: torch.dtype, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = (10 * torch.randn(tokens, vocab, generator=generator)).to(dtype)
+    targets = torch.randint(0, vocab, (tokens,), generator=generator)
+    loss, gradient = cross_entropy(logits, targets, 0.25)
+    expected_loss, expected = reference_cross_entropy(logits, targets, 0.25)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(gradient, expected, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-7)
+
+
+def test_cross_entropy_in_blocks_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, targets = torch.randn(10, 16), torch.randint(0, 16, (10,))
+    whole = cross_entropy(logits, targets, 1.0)
+    monkeypatch.setattr("megatrain.engine.loss.WORKSPACE_NUMEL", {"cpu": 48})
+    blocks = cross_entropy(logits, targets, 1.0)
+    assert torch.equal(blocks[1], whole[1])
+    torch.testing.assert_close(blocks[0], whole[0])
+
+
+def test_chunks_give_the_loss_and_gradients_of_one_piece_and_skip_what_is_no_target() -> None:
+    weight = torch.randn(16, 8)
+    hidden, targets = torch.randn(12, 8), torch.randint(0, 16, (12,))
+    targets[[0, 5, 11]] = -100
+    results = []
+    for chunk in (2, 100):
+        leaf = weight.clone().requires_grad_()
+        seen: list[int] = []
+
+        def head(part: Tensor, leaf: Tensor = leaf, seen: list[int] = seen) -> Tensor:
+            seen.append(len(part))
+            return part @ leaf.T
+
+        loss, gradient = loss_and_gradients(head, [leaf], hidden, targets, chunk, 1 / 9)
+        assert sum(seen) == 9
+        assert not gradient[[0, 5, 11]].any()
+        torch.testing.assert_close(loss_only(lambda part: part @ weight.T, hidden, targets, chunk), loss)
+        results.append((loss, gradient, leaf.grad))
+    for left, right in zip(*results, strict=True):
+        assert left is not None
+        torch.testing.assert_close(left, right)
+
+
+def test_the_largest_tensor_of_the_head_is_a_chunk_not_all_tokens() -> None:
+    """Peak memory does not grow with tokens x vocabulary."""
+    vocab, width, chunk = 4096, 8, 32
+    weight = torch.randn(vocab, width)
+
+    def largest(tokens: int) -> int:
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        class Watching(TorchDispatchMode):
+            largest = 0
+
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+                out = func(*args, **(kwargs or {}))
+                for tensor in out if isinstance(out, tuple | list) else [out]:
+                    if isinstance(tensor, Tensor):
+                        self.largest = max(self.largest, tensor.untyped_storage().nbytes())
+                return out
+
+        leaf = weight.clone().requires_grad_()
+        targets = torch.randint(0, vocab, (tokens,))
+        with Watching() as watching:
+            loss_and_gradients(lambda part: part @ leaf.T, [leaf], torch.randn(tokens, width), targets, chunk, 1.0)
+        return watching.largest
+
+    assert largest(64) == largest(1024) <= 4 * vocab * max(chunk, width)
+
+
+def test_a_kept_graph_survives_its_slot_being_poisoned_bit_for_bit() -> None:
+    """Weights that autograd saves are kept as names, and taken from the slot that the unit is in at backward."""
+    home = torch.randn(LAYOUT.size)
+    binder = UnitBinder(LAYOUT, "l.")
+    start = torch.randn(3, 6)
+
+    def run(leaves: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.tanh((x @ leaves["a"]).pow(2) @ leaves["c"]) * leaves["b"][:4].exp()
+
+    plain = binder.leaves(home.clone())
+    expected_in = start.clone().requires_grad_()
+    run(plain, expected_in).sum().backward()
+
+    slot, bound_at = home.clone(), home.clone()
+    bound = Bound(slot)
+    leaves, x = binder.leaves(slot), start.clone().requires_grad_()
+    with names_weights(bound):
+        output = run(leaves, x)
+    slot.fill_(float("nan"))
+    bound.flat = torch.cat([torch.full((32,), float("nan")), bound_at])[32:]  # another slot, at another offset
+    torch.autograd.backward([output], [torch.ones_like(output)], inputs=[x, *leaves.values()])
+    assert torch.equal(x.grad, expected_in.grad)  # type: ignore[arg-type]
+    for name, leaf in plain.items():
+        assert torch.equal(leaves[name].grad, leaf.grad)  # type: ignore[arg-type]
+
+
+def test_a_sum_starts_afresh_fills_gaps_and_zeroes_what_nothing_reached() -> None:
+    flat = torch.full((LAYOUT.size,), float("nan"))
+    total = UnitSum(LAYOUT, flat)
+    total.add("l.a", torch.ones(6, 5))
+    total.add("l.a", torch.ones(6, 5, dtype=torch.bfloat16))
+    total.close()
+    fields = LAYOUT.by_name
+    assert torch.equal(flat[fields["l.a"].start : fields["l.a"].stop], torch.full((30,), 2.0))
+    assert flat.sum() == 60.0, "everything else is zero"
+
+
+def test_the_executor_spends_under_150_microseconds_an_op() -> None:
+    """With work that takes no time, over a schedule with every kind of op, worker thread included."""
+    layers = tuple(UnitSpec(f"l{i}", "layer", (ParamSpec(f"l{i}.w", (4, 8)),)) for i in range(40))
+    ends = (UnitSpec("p", "prologue", (ParamSpec("e", (9, 8)),)), UnitSpec("h", "epilogue", (ParamSpec("h", (9, 8)),)))
+    model = ModelSpec("m", (ends[0], *layers, ends[1]), hidden_size=8, vocab_size=9)
+    schedule = build_step(model, Policy(), Work((4,) * 4), "all")
+    device = CpuDevice()
+    pool = Pool(device, Ledger())
+    pool.provide(schedule.buffers.values())
+    executor = Executor(device, pool)
+    took = []
+    for _ in range(5):
+        began = time.perf_counter()
+        executor.run(schedule, lambda op, held: None)
+        took.append((time.perf_counter() - began) / len(schedule.ops))
+    device.close()
+    assert statistics.median(took) < 150e-6

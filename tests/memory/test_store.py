@@ -1,0 +1,97 @@
+"""Buffers, leases, and the exact state of each unit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatrain.device.cpu import CpuDevice
+from megatrain.errors import DeviceError, DoesNotFit
+from megatrain.memory import Ledger, Pool, Store
+from megatrain.schedule import Buffer, build_step
+from megatrain.spec import ModelSpec, ParamSpec, Policy, Precision, UnitSpec, Work
+
+MODEL = ModelSpec(
+    "m",
+    (
+        UnitSpec("p", "prologue", (ParamSpec("e", (9, 8)),)),
+        UnitSpec("l", "layer", (ParamSpec("l.w", (4, 8)), ParamSpec("l.b", (3,)))),
+        UnitSpec("h", "epilogue", (ParamSpec("h", (9, 8)),)),
+    ),
+    hidden_size=8,
+    vocab_size=9,
+)
+
+
+def store(precision: Precision) -> Store:
+    policy = Policy(precision)
+    pool = Pool(CpuDevice(), Ledger())
+    pool.provide(build_step(MODEL, policy, Work((1,))).buffers.values())
+    return Store(MODEL, policy, pool)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_masters_come_back_bit_for_bit(precision: Precision) -> None:
+    state = store(precision)
+    values = {p.name: torch.randn(p.shape) for unit in MODEL.units for p in unit.params}
+    values["l.b"] = torch.tensor([1e-42, -0.0, 3.3e38])  # a denormal, a signed zero, a large one
+    state.load(values)
+    for name, value in values.items():
+        assert torch.equal(state.master(name).view(torch.int32), value.view(torch.int32))
+    assert list(state.names()) == list(values)
+    assert not state.unit(1).m.any()
+
+
+def test_the_streamed_weight_is_the_master_rounded() -> None:
+    state = store("bf16")
+    value = torch.randn(4, 8)
+    state.load({p.name: value if p.name == "l.w" else torch.zeros(p.shape) for u in MODEL.units for p in u.params})
+    streamed = torch.from_numpy(state.unit(1).hi[:32].view("int16")).view(torch.bfloat16).view(4, 8)
+    assert torch.equal(streamed, value.to(torch.bfloat16))  # no ties among random numbers
+
+
+def test_writing_one_parameter_leaves_its_neighbours() -> None:
+    state = store("bf16")
+    state.write_master("l.w", torch.ones(4, 8))
+    state.write_master("l.b", torch.full((3,), 2.0))
+    assert state.master("l.w").eq(1).all()
+    assert state.unit(1).hi[35:].sum() == 0, "the gap stays zero"
+
+
+def test_a_lease_is_returned_also_after_a_failure() -> None:
+    schedule = build_step(MODEL, Policy(), Work((1,)))
+    pool = Pool(CpuDevice(), Ledger())
+    pool.provide(schedule.buffers.values())
+    op = next(op for op in schedule.ops if op.kind == "FETCH")
+    with pytest.raises(RuntimeError), pool.lease(op) as held:
+        assert set(held) == {access.buffer for access in (*op.reads, *op.writes)}
+        assert pool.leases == 1
+        with pytest.raises(DeviceError, match="1 leases are out"):
+            pool.provide([Buffer("device/new", "device", 8, "x")])
+        raise RuntimeError
+    assert pool.leases == 0
+
+
+def test_device_memory_is_only_reached_through_a_lease() -> None:
+    pool = Pool(CpuDevice(), Ledger())
+    pool.provide([Buffer("device/slot", "device", 8, "x")])
+    with pytest.raises(DeviceError, match="only reached through a lease"):
+        pool.memory("device/slot")
+
+
+def test_buffers_grow_but_are_not_made_twice() -> None:
+    pool = Pool(CpuDevice(), Ledger())
+    pool.provide([Buffer("host/a", "host", 8, "x")])
+    first = pool.memory("host/a")
+    pool.provide([Buffer("host/a", "host", 8, "x"), Buffer("host/b", "host", 4, "y", arena=False)])
+    assert pool.memory("host/a") is first
+    pool.provide([Buffer("host/a", "host", 16, "x")])
+    assert pool.ledger.table() == {("host", "x"): 16}
+
+
+def test_a_budget_that_is_refused_enters_nothing() -> None:
+    ledger = Ledger({"host": 10})
+    ledger.record([Buffer("host/a", "host", 6, "x")])
+    with pytest.raises(DoesNotFit, match="needs 11 bytes of host memory, 1 more than its budget of 10"):
+        ledger.record([Buffer("host/b", "host", 5, "y")])
+    assert ledger.nbytes("host") == 6

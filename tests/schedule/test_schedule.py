@@ -1,0 +1,252 @@
+"""Schedules: what `build` makes is proven by `check`, and whatever is changed in it is refused with the culprit shown."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.errors import PlanError, ScheduleError
+from megatrain.schedule import (
+    Op,
+    Schedule,
+    build_flush,
+    build_forward,
+    build_step,
+    check,
+    derive_waits,
+    replay,
+    show_op,
+    show_schedule,
+)
+from megatrain.schedule.order import conflicts, unordered
+from megatrain.spec import ModelSpec, ParamSpec, Policy, UnitSpec, Work
+
+
+def model(layers: int = 3, tied: bool = False) -> ModelSpec:
+    table = ParamSpec("embed", (64, 8))
+    middle = tuple(
+        UnitSpec(f"layers.{i}", "layer", tuple(ParamSpec(f"layers.{i}.{k}", (16, 8)) for k in "abc"))
+        for i in range(layers)
+    )
+    head = () if tied else (ParamSpec("head", (64, 8)),)
+    end = UnitSpec("epilogue", "epilogue", (ParamSpec("norm", (8,)), *head), ("embed",) if tied else ())
+    return ModelSpec("small", (UnitSpec("prologue", "prologue", (table,)), *middle, end), hidden_size=8, vocab_size=64)
+
+
+policies = st.builds(
+    Policy,
+    precision=st.sampled_from(["bf16", "fp32"]),
+    weight_slots=st.integers(1, 6),
+    grad_slots=st.integers(1, 6),
+    shard_nbytes=st.sampled_from([1, 100, 300, 1 << 20]),
+    activations=st.sampled_from(["keep", "recompute"]),
+    update=st.sampled_from(["next_forward", "during_backward"]),
+    shares_memory=st.booleans(),
+)
+works = st.builds(Work, st.lists(st.integers(1, 40), min_size=1, max_size=4).map(tuple))
+
+
+def seconds(op: Op) -> float:
+    return {"FORWARD": 2.0, "LOSS": 1.0, "BACKWARD": 4.0, "FETCH": 1.0, "GRAD": 0.5, "NORM": 0.1, "UPDATE": 1.0}[
+        op.kind
+    ]
+
+
+@given(policy=policies, work=works, layers=st.integers(1, 6), tied=st.booleans(), pending=st.booleans())
+def test_every_schedule_that_is_built_is_proven(
+    policy: Policy, work: Work, layers: int, tied: bool, pending: bool
+) -> None:
+    of = model(layers, tied)
+    waiting = pending and policy.update == "next_forward"
+    check(build_step(of, policy, work, "all" if waiting else "none"))
+    check(build_forward(of, policy, work))
+    if policy.update == "next_forward":
+        check(build_flush(of, policy))
+
+
+@given(policy=policies, work=works, tied=st.booleans())
+def test_weights_cross_the_bus_at_most_twice_and_gradients_once_whatever_the_micro_batches(
+    policy: Policy, work: Work, tied: bool
+) -> None:
+    ops = build_step(model(4, tied), policy, work).ops
+    of = model(4, tied)
+    for unit, spec in enumerate(of.units):
+        fetched = sum(op.nbytes for op in ops if op.kind == "FETCH" and op.unit == unit)
+        assert fetched <= 2 * policy.weight_nbytes * (spec.numel + 32 * len(spec.params))
+        left = [op for op in ops if op.kind == "GRAD" and op.unit == unit]
+        direct = policy.shares_memory and not left
+        assert direct or sum(op.nbytes for op in left) >= policy.grad_nbytes * spec.numel
+        assert sum(op.kind == "BACKWARD" and op.unit == unit for op in ops) == (
+            0 if spec.kind == "epilogue" else work.micro_batches
+        )
+
+
+def test_layers_around_the_turn_are_not_fetched_again() -> None:
+    ops = build_step(model(6), Policy(weight_slots=2), Work((4,))).ops
+    fetches = [op.unit for op in ops if op.kind == "FETCH"]
+    assert fetches == [0, 1, 2, 3, 4, 5, 6, 7, 0, 4, 3, 2, 1] or sorted(fetches) == sorted(
+        [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 6, 7]
+    )
+
+
+def test_backward_takes_the_micro_batches_in_reverse() -> None:
+    ops = build_step(model(), Policy(), Work((4, 4, 4))).ops
+    assert [op.micro for op in ops if op.kind == "FORWARD" and op.unit == 2] == [0, 1, 2]
+    assert [op.micro for op in ops if op.kind == "BACKWARD" and op.unit == 2] == [2, 1, 0]
+
+
+def test_every_fetch_hides_behind_compute_when_compute_is_slow() -> None:
+    schedule = build_step(model(8), Policy(weight_slots=2), Work((4, 4)), "all")
+    timeline = replay(schedule, lambda op: {"FORWARD": 4.0, "LOSS": 4.0, "BACKWARD": 9.0}.get(op.kind, 1.0))
+    fill = 2.0  # the first update and the first fetch
+    assert timeline.stall_seconds() == pytest.approx(fill + 2.0)  # and the last gradient with its norm
+    assert timeline.utilisation("compute") > 0.95
+
+
+def test_one_slot_cannot_overlap_and_two_can() -> None:
+    one, two = (replay(build_step(model(8), Policy(weight_slots=n), Work((4,))), seconds).seconds for n in (1, 2))
+    assert two < one
+
+
+def test_replayed_peaks_count_arenas_and_live_transients() -> None:
+    schedule = build_step(model(), Policy(), Work((16,)))
+    timeline = replay(schedule, seconds)
+    assert timeline.peak_nbytes("device") >= schedule.arena_nbytes("device") + 4 * 16 * 8 * 2  # one input per layer
+    assert timeline.peak_nbytes("host") == schedule.arena_nbytes("host")
+    assert schedule.peak_nbytes("device") == timeline.peak_nbytes("device")
+    assert "compute" in timeline.show()
+
+
+def test_the_text_form_of_an_op_is_one_line() -> None:
+    schedule = build_step(model(), Policy(), Work((4,)))
+    text = show_schedule(schedule)
+    assert len(text.splitlines()) == len(schedule.ops)
+    assert show_op(schedule.ops[0]).startswith("fetch    FETCH u0 s0")
+    assert re.search(r"BACKWARD u1 m0 .* r device/weights/layer\d\[0:\d+\]=w1", text)
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+
+def built(**changes: object) -> Schedule:
+    return build_step(model(), Policy(shard_nbytes=300, **changes), Work((4, 4)), "all")  # type: ignore[arg-type]
+
+
+def changed(schedule: Schedule, ops: list[Op]) -> Schedule:
+    return derive_waits(replace(schedule, ops=tuple(ops)))
+
+
+@pytest.mark.parametrize("kind", ["FETCH", "FORWARD", "LOSS", "BACKWARD", "GRAD", "NORM", "UPDATE"])
+def test_leaving_out_any_op_is_refused(kind: str) -> None:
+    schedule = built()
+    for index, op in enumerate(schedule.ops):
+        if op.kind == kind:
+            with pytest.raises(ScheduleError):
+                check(changed(schedule, [*schedule.ops[:index], *schedule.ops[index + 1 :]]))
+
+
+@pytest.mark.parametrize("kind", ["GRAD", "NORM", "UPDATE"])
+def test_a_gradient_that_leaves_or_is_used_twice_is_refused(kind: str) -> None:
+    schedule = built()
+    index = next(i for i, op in enumerate(schedule.ops) if op.kind == kind)
+    with pytest.raises(ScheduleError, match="twice|2 times|finds"):
+        check(changed(schedule, [*schedule.ops[: index + 1], *schedule.ops[index:]]))
+
+
+def test_a_slot_overwritten_too_early_is_refused_with_the_culprit_marked() -> None:
+    schedule = built()
+    fetch = max(i for i, op in enumerate(schedule.ops) if op.kind == "FETCH" and op.unit == 3 and op.shard == 0)
+    early = [*schedule.ops[:fetch], *schedule.ops[fetch + 1 :]]
+    early.insert(next(i for i, op in enumerate(early) if op.kind == "FORWARD" and op.unit == 1), schedule.ops[fetch])
+    with pytest.raises(ScheduleError, match=r"FORWARD u1 m0\): reads w1 .* but finds w3") as caught:
+        check(changed(schedule, early))
+    assert "^^^^" in str(caught.value)
+
+
+def test_a_tier_over_its_capacity_is_refused() -> None:
+    schedule = built()
+    peak = schedule.peak_nbytes("device")
+    check(schedule, {"device": peak})
+    with pytest.raises(ScheduleError, match="device memory peaks"):
+        check(schedule, {"device": peak - 1})
+
+
+def test_out_of_bounds_and_unknown_buffers_are_refused() -> None:
+    schedule = built()
+    index = next(i for i, op in enumerate(schedule.ops) if op.kind == "FETCH")
+    op = schedule.ops[index]
+    for broken in (replace(op.reads[0], stop=1 << 40), replace(op.reads[0], buffer="host/nowhere")):
+        ops = list(schedule.ops)
+        ops[index] = replace(op, reads=(broken,))
+        with pytest.raises(ScheduleError, match="out of bounds|no buffer"):
+            check(changed(schedule, ops))
+
+
+# Waits ----------------------------------------------------------------------------------------------------------------
+
+
+@given(policy=policies, work=works, tied=st.booleans())
+def test_derived_waits_order_every_conflict_and_none_is_redundant(policy: Policy, work: Work, tied: bool) -> None:
+    schedule = build_step(model(3, tied), policy, work)
+    assert not list(unordered(schedule))
+    for index, waits in enumerate(schedule.waits):
+        for wait in waits:
+            fewer = list(schedule.waits)
+            fewer[index] = tuple(w for w in waits if w != wait)
+            assert list(unordered(replace(schedule, waits=tuple(fewer)))), f"op {index} need not wait for {wait}"
+
+
+@given(policy=policies, work=works, tied=st.booleans())
+def test_conflicts_agree_with_their_slow_definition(policy: Policy, work: Work, tied: bool) -> None:
+    """The transitive closure of what `conflicts` reports is that of all conflicting pairs."""
+    ops = build_step(model(2, tied), policy, work).ops
+    quick = _closure(conflicts(ops))
+    slow = _closure([{i for i in range(j) if _conflict(ops[i], ops[j])} for j in range(len(ops))])
+    assert quick == slow
+
+
+def _conflict(left: Op, right: Op) -> bool:
+    return any(
+        a.overlaps(b)
+        for mine, theirs in ((left.writes, right.writes), (left.writes, right.reads), (left.reads, right.writes))
+        for a in mine
+        for b in theirs
+    )
+
+
+def _closure(direct: list[set[int]]) -> list[set[int]]:
+    result: list[set[int]] = []
+    for before in direct:
+        result.append(before.union(*(result[i] for i in before)))
+    return result
+
+
+def test_fetches_wait_for_updates_and_updates_never_for_later_units() -> None:
+    """The host stream works through the updates in unit order while the first units already compute."""
+    schedule = build_step(model(6), Policy(), Work((4,)), "all")
+    timeline = replay(schedule, seconds)
+    starts = {op.name: start for op, start in zip(schedule.ops, timeline.starts, strict=True)}
+    assert starts["FORWARD u1 m0"] < starts["UPDATE u6"]
+    fetches = [op.unit for op in schedule.ops if op.kind == "FETCH"]
+    forward = fetches[: fetches.index(7) + 1]
+    assert all(left <= right for left, right in pairwise(forward)), "a late unit's fetch must not block earlier ones"
+
+
+# Values ---------------------------------------------------------------------------------------------------------------
+
+
+def test_bad_values_are_refused_where_they_are_made() -> None:
+    with pytest.raises(PlanError, match="prologue, layers and an epilogue"):
+        ModelSpec("x", (UnitSpec("a", "layer", ()),), 1, 1)
+    with pytest.raises(PlanError, match="at least one token"):
+        Work(())
+    with pytest.raises(PlanError, match="less than precision fp32 promises"):
+        Policy("fp32", grad_precision="bf16")
+    for field, value in {"precision": "int8", "activations": "drop", "update": "now", "shard_nbytes": 0}.items():
+        with pytest.raises(PlanError, match=rf"policy\.{field}"):
+            Policy(**{field: value})  # type: ignore[arg-type]

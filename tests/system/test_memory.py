@@ -1,0 +1,93 @@
+"""What the ledger says is what is allocated, and what does not fit is refused before anything is (invariant 3)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatrain import Engine, Policy
+from megatrain.device.cpu import CpuDevice
+from megatrain.device.sim import SimDevice
+from megatrain.errors import DoesNotFit, OutOfDeviceMemory
+from megatrain.model import port_model
+from megatrain.plan import memory_table
+from megatrain.spec import Work
+from tests.tiny import tiny_model, unequal_batches
+
+WORK = Work((20, 18))
+
+
+class Counting(CpuDevice):
+    """A cpu that counts the bytes it is asked for, by tier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = {"device": 0, "host": 0}
+
+    def allocate(self, nbytes: int, owner: str) -> torch.Tensor:
+        self.nbytes["device"] += nbytes
+        return super().allocate(nbytes, owner)
+
+    def allocate_host(self, nbytes: int, owner: str) -> torch.Tensor:
+        self.nbytes["host"] += nbytes
+        return super().allocate_host(nbytes, owner)
+
+
+@pytest.mark.parametrize("shares_memory", [True, False])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_prediction_ledger_and_allocations_agree_to_the_byte(precision: str, shares_memory: bool) -> None:
+    policy = Policy(precision, shares_memory=shares_memory)  # type: ignore[arg-type]
+    device = Counting()
+    with Engine.from_model(tiny_model(), device, policy.precision, policy=policy) as engine:
+        engine.step(unequal_batches())
+        engine.step(unequal_batches())
+        predicted = memory_table(engine.spec, policy, WORK)
+        held = engine.memory_table()
+        for tier in ("device", "host"):
+            assert sum(n for (of, _), n in held.items() if of == tier) == sum(
+                n for (of, _), n in predicted.items() if of == tier
+            )
+        assert device.nbytes["host"] == sum(n for (of, _), n in predicted.items() if of == "host")
+
+
+@pytest.mark.parametrize(("precision", "state", "waiting"), [("bf16", 12, 2), ("fp32", 12, 4)])
+def test_a_parameter_takes_12_bytes_and_its_waiting_gradient_2_or_4(precision: str, state: int, waiting: int) -> None:
+    policy = Policy(precision)  # type: ignore[arg-type]
+    spec = port_model(tiny_model(hidden_size=128, intermediate_size=512), torch.float32).spec
+    table = memory_table(spec, policy, WORK)
+    assert table["host", "weights"] + table["host", "optimizer state"] == pytest.approx(state * spec.numel, rel=0.01)
+    assert table["host", "gradients"] == pytest.approx(waiting * spec.numel, rel=0.01)
+
+
+def test_gradients_that_are_used_as_they_land_do_not_wait_in_host_memory() -> None:
+    spec = port_model(tiny_model(num_hidden_layers=12), torch.float32).spec
+    waiting = memory_table(spec, Policy(), WORK)["host", "gradients"]
+    used = memory_table(spec, Policy(update="during_backward"), WORK)["host", "grad"]
+    assert used < waiting / 2
+
+
+def test_device_memory_does_not_grow_with_depth() -> None:
+    def device_nbytes(layers: int) -> int:
+        spec = port_model(tiny_model(num_hidden_layers=layers), torch.float32).spec
+        return sum(n for (tier, _), n in memory_table(spec, Policy(), WORK).items() if tier == "device")
+
+    assert device_nbytes(4) == device_nbytes(16)
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_budget_is_respected_to_the_byte_and_refused_before_anything_is_allocated(tier: str) -> None:
+    spec = port_model(tiny_model(), torch.float32).spec
+    needed = sum(n for (of, _), n in memory_table(spec, Policy(), WORK).items() if of == tier)
+    enough, short = ({f"{tier}_budget_nbytes": nbytes} for nbytes in (needed, needed - 1))
+    with Engine.from_model(tiny_model(), "sim:0", policy=Policy(**enough)) as engine:  # type: ignore[arg-type]
+        engine.step(unequal_batches())
+    device = SimDevice()
+    with pytest.raises(DoesNotFit, match=f"{tier} memory, 1 more than its budget"):
+        with Engine.from_model(tiny_model(), device, policy=Policy(**short)) as engine:  # type: ignore[arg-type]
+            engine.step(unequal_batches())
+    assert device.free_nbytes() >= 0
+
+
+def test_a_device_that_is_too_small_is_a_typed_error_with_its_owners() -> None:
+    with pytest.raises(OutOfDeviceMemory, match="it holds"):
+        Engine.from_model(tiny_model(), SimDevice(capacity=30_000))

@@ -1,0 +1,107 @@
+"""No number depends on the schedule: slots, shards, activation plans, tiers, the adversary's order (invariant 1)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatrain import AdamW, Engine, Policy
+from megatrain.spec import Precision
+from tests.tiny import batch, equal, tiny_model, unequal_batches
+
+SEEDS = 200
+
+
+def run(device: str, policy: Policy, family: str = "llama", steps: int = 2, **model: float) -> dict[str, Tensor]:
+    """Gradients, then losses and weights after a few steps, as one comparable mapping."""
+    clip = None if policy.update == "during_backward" else 0.5
+    with Engine.from_model(
+        tiny_model(family, **model), device, policy.precision, AdamW(lr=1e-2), max_grad_norm=clip, policy=policy, seed=4
+    ) as engine:
+        result = {f"gradient {name}": g for name, g in engine.gradients(unequal_batches(3)).items()}
+        losses = [engine.step(unequal_batches(3)).loss for _ in range(steps)]
+        result["losses"] = torch.tensor([*losses, engine.evaluate(unequal_batches(2))], dtype=torch.float64)
+        return result | engine.master_weights()
+
+
+def reference(
+    precision: Precision, update: str = "next_forward", family: str = "llama", **model: float
+) -> dict[str, Tensor]:
+    """The plainest schedule: host memory, whole units, kept graphs."""
+    policy = Policy(precision, shares_memory=True, activations="keep", update=update, loss_chunk_tokens=5)  # type: ignore[arg-type]
+    return run("cpu", policy, family, **model)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["llama", "llama-tied"])
+def test_two_hundred_adversaries_cannot_change_a_bit(precision: Precision, family: str) -> None:
+    expected = reference(precision, family=family)
+    policy = Policy(precision, shard_nbytes=3000, loss_chunk_tokens=5)
+    for seed in range(SEEDS // 4):
+        assert equal(run(f"sim:{seed}", policy, family), expected), f"seed {seed}"
+
+
+@given(
+    slots=st.integers(1, 5),
+    grad_slots=st.integers(1, 4),
+    shard=st.sampled_from([1, 300, 2048, 10**9]),
+    activations=st.sampled_from(["keep", "recompute"]),
+    update=st.sampled_from(["next_forward", "during_backward"]),
+    precision=st.sampled_from(["bf16", "fp32"]),
+    seed=st.integers(0, 10**6),
+    family=st.sampled_from(["llama", "llama-tied"]),
+)
+def test_any_policy_gives_the_same_bits(
+    slots: int, grad_slots: int, shard: int, activations: str, update: str, precision: Precision, seed: int, family: str
+) -> None:
+    policy = Policy(
+        precision,
+        weight_slots=slots,
+        grad_slots=grad_slots,
+        shard_nbytes=shard,
+        activations=activations,  # type: ignore[arg-type]
+        update=update,  # type: ignore[arg-type]
+        loss_chunk_tokens=5,
+    )
+    expected = reference(precision, update, family)
+    assert equal(run(f"sim:{seed}", policy, family), expected)
+    assert equal(run("cpu", policy, family), expected)
+    assert equal(run("cpu", replace(policy, shares_memory=True), family), expected)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("device", ["cpu", "sim:9"])
+def test_dropout_is_replayed_exactly_whatever_the_schedule(activations: str, device: str) -> None:
+    dropout = {"resid_pdrop": 0.3, "embd_pdrop": 0.2, "attn_pdrop": 0.1}
+    expected = reference("fp32", family="gpt2", **dropout)
+    assert not equal(expected, reference("fp32", family="gpt2")), "the dropout must be at work"
+    policy = Policy("fp32", activations=activations, shard_nbytes=999, loss_chunk_tokens=5)  # type: ignore[arg-type]
+    assert equal(run(device, policy, "gpt2", **dropout), expected)
+
+
+def test_the_order_in_which_two_micro_batches_come_changes_no_bit_and_more_only_rounding() -> None:
+    two, three = unequal_batches(2), unequal_batches(3)
+    with Engine.from_model(tiny_model(), precision="fp32") as engine:
+        assert equal(engine.gradients(two), engine.gradients(two[::-1]))
+        forward, backward = engine.gradients(three), engine.gradients(three[::-1])
+    for name, gradient in forward.items():
+        torch.testing.assert_close(backward[name], gradient, rtol=1e-5, atol=1e-8)
+
+
+def test_replanning_between_steps_changes_no_bit() -> None:
+    """Work of another shape, and with it another schedule, in between."""
+    policy = Policy("bf16", shard_nbytes=2048)
+    with Engine.from_model(tiny_model(), "sim:1", "bf16", policy=policy) as left:
+        left.step(unequal_batches(1))
+        left.evaluate([batch(3, 20, 5)])
+        left.step(unequal_batches(3))
+        found = left.master_weights()
+    with Engine.from_model(tiny_model(), "cpu", "bf16") as right:
+        right.step(unequal_batches(1))
+        right.step(unequal_batches(3))
+        assert equal(found, right.master_weights())
