@@ -1,0 +1,217 @@
+"""AdamW (Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019) as one fused pass.
+
+    g = grad_scale * grad
+    m = b1 * m + (1 - b1) * g
+    v = b2 * v + (1 - b2) * g * g
+    w = (1 - lr * weight_decay) * w - lr / (1 - b1**t) * m / (sqrt(v) / sqrt(1 - b2**t) + eps)
+
+The factors are computed in float64 and rounded to float32 once per step; everything else is float32, one
+rounding per operation. `update_split` works on the split master (see `split.py`): 14 bytes read and 12
+written per parameter with bfloat16 gradients. `reference_update` and `reference_update_split` define the
+result bit for bit, with any number of threads. The passes hold no state and may run in several threads at
+once on disjoint arrays.
+
+Left out: AMSGrad, `maximize`, sparse gradients. As in torch, a scaled gradient beyond 1.8e19 overflows v.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
+from fnmatch import fnmatchcase
+
+import numpy as np
+
+from megatrain.errors import ConfigError, NonFinite
+from megatrain.optim import kernels
+from megatrain.optim.blocks import F32, U16, Segment, check_arrays, cut, run
+from megatrain.optim.clip import sum_of_squares
+from megatrain.optim.split import bf16_to_f32, join, reference_join, reference_split, split
+
+_DTYPES: dict[str, tuple[type, ...]] = {
+    "hi": (np.uint16,),
+    "lo": (np.uint16,),
+    "weight": (np.float32,),
+    "m": (np.float32,),
+    "v": (np.float32,),
+    "grad": (np.uint16, np.float32),
+}
+
+
+@dataclass(frozen=True)
+class StepScalars:
+    """What one step multiplies by: float32 factors, each rounded once from float64. Made by `AdamW.scalars`.
+
+    The kernels read them by position: the order of the fields is part of the meaning.
+    """
+
+    decay: np.float32  # 1 - lr * weight_decay, for the segments that decay
+    step_size: np.float32  # lr / (1 - b1**t)
+    root_scale: np.float32  # 1 / sqrt(1 - b2**t)
+    eps: np.float32
+    b1: np.float32
+    rest1: np.float32  # 1 - b1
+    b2: np.float32
+    rest2: np.float32  # 1 - b2
+    grad_scale: np.float32
+
+    def packed(self) -> F32:
+        """float32[9], in the order of the fields."""
+        return np.array(astuple(self), np.float32)
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """The hyperparameters of a run, with the defaults of `torch.optim.AdamW`. Raises ConfigError for a value
+    out of range.
+
+    lr: peak learning rate, which a schedule of `lr.py` multiplies.
+    betas: decay rates of the running means of the gradient and of its square.
+    eps: added to the root; positive, because a gradient that has always been zero would otherwise give 0 / 0.
+    weight_decay: decoupled, per unit of learning rate.
+    no_decay: glob patterns (case counts) of parameter names that do not decay, for example `*norm*`.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    no_decay: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lr < math.inf:
+            raise ConfigError(f"{self.lr} is no learning rate", where="lr", fix="give a finite number, 0 or more")
+        if len(self.betas) != 2 or not all(0 <= float(np.float32(beta)) < 1 for beta in self.betas):
+            raise ConfigError(f"{self.betas} are no decay rates", where="betas", fix="give two numbers in [0, 1)")
+        if not 0 < float(np.float32(self.eps)) < math.inf:
+            raise ConfigError(f"{self.eps} is 0 or less in float32", where="eps", fix="give 1e-8 or so")
+        if not 0 <= self.weight_decay < math.inf or self.lr * self.weight_decay >= 1:
+            raise ConfigError(
+                f"{self.weight_decay} is no weight decay at a learning rate of {self.lr}",
+                where="weight_decay",
+                fix="give 0 or more, and less than 1 / lr",
+            )
+        if not isinstance(self.no_decay, tuple) or not all(self.no_decay):
+            raise ConfigError(
+                f"{self.no_decay!r} is no tuple of patterns",
+                where="no_decay",
+                fix='write ("*norm*", "*.bias")',
+            )
+
+    def decays(self, name: str) -> bool:
+        """Whether the parameter of this name decays."""
+        return not any(fnmatchcase(name, pattern) for pattern in self.no_decay)
+
+    def scalars(self, *, lr: float, step: int, grad_scale: float = 1.0) -> StepScalars:
+        """The factors of update number `step`, counted from 1, at learning rate `lr`.
+
+        Raises ConfigError for a step below 1 or an lr out of range, and NonFinite for a `grad_scale` that is
+        not finite.
+        """
+        if step < 1:
+            raise ConfigError(f"update number {step}", where="step", fix="count updates from 1")
+        if not (0 <= lr < math.inf and lr * self.weight_decay < 1):
+            raise ConfigError(f"{lr} is no learning rate", where="lr", fix="give 0 or more, below 1 / weight_decay")
+        if not math.isfinite(grad_scale):
+            raise NonFinite(f"the factor for the gradients is {grad_scale}", where=f"update number {step}")
+        b1, b2 = self.betas
+        factors = (
+            1 - lr * self.weight_decay,
+            lr / (1 - b1**step),
+            1 / math.sqrt(1 - b2**step),
+            self.eps,
+            b1,
+            1 - b1,
+            b2,
+            1 - b2,
+            grad_scale,
+        )
+        return StepScalars(*map(np.float32, factors))
+
+
+def update_split(
+    hi: U16,
+    lo: U16,
+    m: F32,
+    v: F32,
+    grad: U16 | F32,
+    scalars: StepScalars,
+    segments: Sequence[Segment],
+    threads: int = 1,
+) -> None:
+    """One AdamW step in place on the split master (hi, lo) and its moments m and v, all of n elements.
+
+    `grad` is float32 or bfloat16 bits (uint16) and is only read. Each of `segments` is (start, stop, decays)
+    in elements; what none covers is left alone. Raises MegaTrainError for arrays or segments that do not fit
+    each other.
+    """
+    check_arrays({"hi": hi, "lo": lo, "m": m, "v": v}, {"grad": grad}, _DTYPES)
+    blocks = cut(segments, hi.size)
+    run(kernels.adamw_split, hi, lo, m, v, grad, scalars.packed(), blocks=blocks, threads=threads)
+
+
+def update_fp32(
+    weight: F32,
+    m: F32,
+    v: F32,
+    grad: U16 | F32,
+    scalars: StepScalars,
+    segments: Sequence[Segment],
+    threads: int = 1,
+) -> None:
+    """`update_split` for a float32 weight held whole."""
+    check_arrays({"weight": weight, "m": m, "v": v}, {"grad": grad}, _DTYPES)
+    blocks = cut(segments, weight.size)
+    run(kernels.adamw_fp32, weight, m, v, grad, scalars.packed(), blocks=blocks, threads=threads)
+
+
+def reference_update(
+    weight: F32, m: F32, v: F32, grad: U16 | F32, scalars: StepScalars, segments: Sequence[Segment]
+) -> None:
+    """`update_fp32`, slow and plain: one rounding per line, in the order of the fused pass."""
+    for start, stop, decays in segments:
+        part = slice(start, stop)
+        g = bf16_to_f32(grad[part].view(np.uint16)) if grad.dtype == np.uint16 else grad[part]
+        with np.errstate(all="ignore"):  # overflow and underflow are results here, as they are in the fused pass
+            g = g * scalars.grad_scale
+            kept_m = scalars.b1 * m[part]
+            new_m = scalars.rest1 * g
+            m[part] = kept_m + new_m
+            square = g * g
+            kept_v = scalars.b2 * v[part]
+            new_v = scalars.rest2 * square
+            v[part] = kept_v + new_v
+            root = np.sqrt(v[part])
+            root = root * scalars.root_scale
+            root = root + scalars.eps
+            ratio = m[part] / root
+            step = scalars.step_size * ratio
+            kept_weight = weight[part] * (scalars.decay if decays else np.float32(1))
+            weight[part] = kept_weight - step
+
+
+def reference_update_split(
+    hi: U16, lo: U16, m: F32, v: F32, grad: U16 | F32, scalars: StepScalars, segments: Sequence[Segment]
+) -> None:
+    """`update_split`, slow and plain: join, update, split."""
+    weight = reference_join(hi, lo)
+    reference_update(weight, m, v, grad, scalars, segments)
+    hi[:], lo[:] = reference_split(weight)
+
+
+def warm_up() -> None:
+    """Compile every kernel for every dtype, or load it from numba's cache, before the first step has to."""
+    scalars = AdamW().scalars(lr=0.0, step=1)
+    hi, lo = split(np.zeros(1, np.float32))
+    weight = join(hi, lo)
+    for grad in _one_gradient_of_each_dtype():
+        m, v = np.zeros(1, np.float32), np.zeros(1, np.float32)
+        update_split(hi, lo, m, v, grad, scalars, [(0, 1, True)])
+        update_fp32(weight, m, v, grad, scalars, [(0, 1, True)])
+        sum_of_squares(grad)
+
+
+def _one_gradient_of_each_dtype() -> Iterator[U16 | F32]:
+    yield np.zeros(1, np.uint16)
+    yield np.zeros(1, np.float32)

@@ -1,0 +1,53 @@
+"""The norm of a gradient, and the factor that clips it.
+
+The total norm is the root of the sum of `sum_of_squares` over every unit and rank, and `clip_scale` of it
+goes into `AdamW.scalars` as (part of) `grad_scale`: gradients are never rewritten in memory to clip them.
+Squares are added in float64, which neither overflows nor loses a small gradient beside a large one. Blocks
+and the order within them are fixed and the sums of blocks are added exactly (`math.fsum`), so the result
+depends neither on the thread count nor on the width of the machine's vectors. Left out: norms other than the
+2-norm, and sums across ranks.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from megatrain.errors import ConfigError, NonFinite
+from megatrain.optim import kernels
+from megatrain.optim.blocks import F32, U16, check_arrays, cut, run, whole
+from megatrain.optim.split import bf16_to_f32
+
+
+def sum_of_squares(grad: U16 | F32, threads: int = 1) -> float:
+    """The sum of squares of `grad`, bfloat16 bits (uint16[n]) or float32[n].
+
+    It is inf or nan if an element is. Relative error below 1e-13. All n elements count: what pads them must
+    be zero.
+    """
+    check_arrays({}, {"grad": grad}, {"grad": (np.uint16, np.float32)})
+    blocks = cut(whole(grad.size), grad.size)
+    sums = np.empty(len(blocks), np.float64)
+    run(kernels.block_sums, grad, sums, blocks=blocks, threads=threads)
+    return math.fsum(sums)
+
+
+def reference_sum_of_squares(grad: U16 | F32) -> float:
+    """`sum_of_squares`, slow and plain."""
+    values = bf16_to_f32(grad.view(np.uint16)) if grad.dtype == np.uint16 else grad
+    return math.fsum(np.square(values.astype(np.float64)))
+
+
+def clip_scale(total_norm: float, max_norm: float) -> float:
+    """The factor for the gradients: min(1, max_norm / (total_norm + 1e-6)), as torch's `clip_grad_norm_` has
+    it.
+
+    Raises NonFinite for a norm that is not finite (torch would go on with a factor of 0 or nan), and
+    ConfigError unless max_norm is positive.
+    """
+    if not max_norm > 0:
+        raise ConfigError(f"{max_norm} is not a positive norm", where="max_norm", fix="give a number above 0")
+    if not math.isfinite(total_norm):
+        raise NonFinite(f"the gradient norm is {total_norm}", where="clip_scale", fix="lower the learning rate")
+    return min(1.0, max_norm / (total_norm + 1e-6))

@@ -1,0 +1,226 @@
+"""The compiled loops of this room, and the only file of the project that imports numba.
+
+A kernel is one pass over memory, in place, without the GIL. It *claims* the next block from a shared counter
+(an atomic add) until none is left, so a thread enters compiled code once per call, whatever the number of
+blocks: it never waits for the GIL between blocks, and a slow core simply claims fewer. Blocks are disjoint
+and no element depends on another, so no result depends on who claimed what.
+
+Every operation is a float32 operation, rounded once, in the order written here. There is no fast-math flag,
+hence no fused multiply-add, no approximate root or quotient, and denormals are kept. LLVM turns the loops
+into full-width vector code. `adamw.reference_update` says the same in numpy, and a test holds the two equal
+bit for bit.
+
+Everything compiled lives in this one file because numba's cache takes a kernel for stale when the file that
+defines it has changed, and does not look at what it calls elsewhere. Left out: checking arguments, which
+`blocks` does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.core.errors import TypingError
+from numba.extending import intrinsic
+
+LANES = 64  # float64 sums that `block_sums` keeps side by side; fixed, and with it the order of the additions
+
+Kernel = Callable[..., None]
+
+_log = logging.getLogger(__name__)
+_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+
+
+def compiled(function: Kernel) -> Kernel:
+    """`function`, compiled at its first call for given dtypes, and kept on disk where that can be written.
+
+    numba looks for that place beside the source and then in the user's cache directory, and refuses to cache
+    if it can write to neither (a read-only image). Then each process compiles anew, which costs seconds and
+    changes nothing else.
+    """
+    dispatcher: Any = numba.njit(nogil=True, error_model="numpy")(function)
+    try:
+        dispatcher.enable_caching()
+    except RuntimeError as error:
+        _log.warning("optimizer kernels are compiled anew in each process: %s", error)
+    kernel: Kernel = dispatcher
+    return kernel
+
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """`function`, copied into the kernels that call it."""
+    return numba.njit(inline="always")(function)
+
+
+def instruction(function: Callable[..., Any]) -> Any:
+    """`function`, which writes LLVM code, as something that kernels can call; it takes one argument."""
+    return intrinsic(function)
+
+
+@instruction
+def _to_f32(typingctx: Any, x: Any) -> Any:
+    """The float32 that `x` stands for: bfloat16 bits (uint16), float32 bits (uint32), or a float32 itself."""
+    if x not in (types.uint16, types.uint32, types.float32):
+        raise TypingError(f"{x} stands for no float32")
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        (value,) = args
+        if x == types.uint16:
+            value = builder.shl(builder.zext(value, _I32), _I32(16))
+        return builder.bitcast(value, _F32)
+
+    return types.float32(x), codegen
+
+
+@instruction
+def _bits(typingctx: Any, x: Any) -> Any:
+    """The 32 bits of a float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], _I32)
+
+    return types.uint32(types.float32), codegen
+
+
+@instruction
+def _claim(typingctx: Any, counter: Any) -> Any:
+    """Add one to `counter[0]` (int64[1]) atomically; what it was before."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, args[0])
+        return builder.atomic_rmw("add", array.data, _I64(1), "monotonic")
+
+    return types.int64(counter), codegen
+
+
+@inlined
+def _join(hi: Any, lo: Any) -> Any:
+    low = np.uint32(lo)
+    return _to_f32(np.uint32(((np.uint32(hi) - (low >> np.uint32(15))) << np.uint32(16)) | low))
+
+
+@inlined
+def _hi(u: Any) -> Any:
+    return np.uint16((u + np.uint32(0x8000)) >> np.uint32(16))
+
+
+@inlined
+def _lo(u: Any) -> Any:
+    return np.uint16(u & np.uint32(0xFFFF))
+
+
+@compiled
+def split(master: Any, hi: Any, lo: Any, blocks: Any, counter: Any) -> None:
+    """float32[n] to uint16[n] and uint16[n]; see `split.py`."""
+    while True:
+        i = _claim(counter)
+        if i >= blocks.shape[0]:
+            return
+        start, stop = blocks[i, 0], blocks[i, 1]
+        master_b, hi_b, lo_b = master[start:stop], hi[start:stop], lo[start:stop]
+        for j in range(stop - start):
+            u = _bits(master_b[j])
+            hi_b[j] = _hi(u)
+            lo_b[j] = _lo(u)
+
+
+@compiled
+def join(hi: Any, lo: Any, out: Any, blocks: Any, counter: Any) -> None:
+    """uint16[n] and uint16[n] to float32[n]; see `split.py`."""
+    while True:
+        i = _claim(counter)
+        if i >= blocks.shape[0]:
+            return
+        start, stop = blocks[i, 0], blocks[i, 1]
+        hi_b, lo_b, out_b = hi[start:stop], lo[start:stop], out[start:stop]
+        for j in range(stop - start):
+            out_b[j] = _join(hi_b[j], lo_b[j])
+
+
+@compiled
+def adamw_split(hi: Any, lo: Any, m: Any, v: Any, grad: Any, scalars: Any, blocks: Any, counter: Any) -> None:
+    """`adamw.reference_update_split`, fused. `scalars` is `StepScalars.packed()`, float32[9]."""
+    decay, step_size, root_scale, eps = scalars[0], scalars[1], scalars[2], scalars[3]
+    b1, rest1, b2, rest2, grad_scale = scalars[4], scalars[5], scalars[6], scalars[7], scalars[8]
+    while True:
+        i = _claim(counter)
+        if i >= blocks.shape[0]:
+            return
+        start, stop = blocks[i, 0], blocks[i, 1]
+        keep = decay if blocks[i, 2] else np.float32(1.0)
+        hi_b, lo_b, grad_b = hi[start:stop], lo[start:stop], grad[start:stop]
+        m_b, v_b = m[start:stop], v[start:stop]
+        for j in range(stop - start):
+            g = _to_f32(grad_b[j]) * grad_scale
+            m_j = b1 * m_b[j] + rest1 * g
+            v_j = b2 * v_b[j] + rest2 * (g * g)
+            ratio = m_j / (np.sqrt(v_j) * root_scale + eps)
+            u = _bits(_join(hi_b[j], lo_b[j]) * keep - step_size * ratio)
+            m_b[j] = m_j
+            v_b[j] = v_j
+            hi_b[j] = _hi(u)
+            lo_b[j] = _lo(u)
+
+
+@compiled
+def adamw_fp32(weight: Any, m: Any, v: Any, grad: Any, scalars: Any, blocks: Any, counter: Any) -> None:
+    """`adamw.reference_update`, fused. `scalars` is `StepScalars.packed()`, float32[9]."""
+    decay, step_size, root_scale, eps = scalars[0], scalars[1], scalars[2], scalars[3]
+    b1, rest1, b2, rest2, grad_scale = scalars[4], scalars[5], scalars[6], scalars[7], scalars[8]
+    while True:
+        i = _claim(counter)
+        if i >= blocks.shape[0]:
+            return
+        start, stop = blocks[i, 0], blocks[i, 1]
+        keep = decay if blocks[i, 2] else np.float32(1.0)
+        weight_b, grad_b = weight[start:stop], grad[start:stop]
+        m_b, v_b = m[start:stop], v[start:stop]
+        for j in range(stop - start):
+            g = _to_f32(grad_b[j]) * grad_scale
+            m_j = b1 * m_b[j] + rest1 * g
+            v_j = b2 * v_b[j] + rest2 * (g * g)
+            ratio = m_j / (np.sqrt(v_j) * root_scale + eps)
+            weight_b[j] = weight_b[j] * keep - step_size * ratio
+            m_b[j] = m_j
+            v_b[j] = v_j
+
+
+@inlined
+def _square(x: Any) -> Any:
+    wide = np.float64(_to_f32(x))
+    return wide * wide
+
+
+@compiled
+def block_sums(grad: Any, sums: Any, blocks: Any, counter: Any) -> None:
+    """The sum of squares of each block into `sums`, float64[blocks].
+
+    Squares of float32 are exact in float64, so additions are the only roundings, and their order is fixed:
+    four rows of LANES columns at a time, the four of a column first, then down the columns, then across them,
+    then the remainder.
+    """
+    columns = np.empty(LANES, np.float64)
+    while True:
+        i = _claim(counter)
+        if i >= blocks.shape[0]:
+            return
+        grad_b = grad[blocks[i, 0] : blocks[i, 1]]
+        columns[:] = 0.0
+        whole = grad_b.size - grad_b.size % (4 * LANES)
+        for row in range(0, whole, 4 * LANES):
+            rows = grad_b[row : row + 4 * LANES]
+            for k in range(LANES):
+                upper = _square(rows[k]) + _square(rows[k + LANES])
+                lower = _square(rows[k + 2 * LANES]) + _square(rows[k + 3 * LANES])
+                columns[k] += upper + lower
+        total = 0.0
+        for k in range(LANES):
+            total += columns[k]
+        for k in range(whole, grad_b.size):
+            total += _square(grad_b[k])
+        sums[i] = total
