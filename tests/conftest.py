@@ -20,9 +20,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads and a fork warn ab
 settings.register_profile(
     "ci", max_examples=20, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.register_profile(
-    "thorough", max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+settings.register_profile("thorough", max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ci")  # `--hypothesis-profile` overrides it
 
 

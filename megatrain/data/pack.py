@@ -65,9 +65,7 @@ def pack(file: TokenFile, *, window: int, vocab_size: int) -> Windows:
         raise DataError(f"a window of {window} tokens holds nothing to predict", fix="use 2 tokens or more")
     if len(file) < window:
         fix = f"use a window of {len(file)} or less, or more text"
-        raise DataError(
-            f"{len(file)} tokens are less than one window of {window}", where=str(file.path), fix=fix
-        )
+        raise DataError(f"{len(file)} tokens are less than one window of {window}", where=str(file.path), fix=fix)
     file.require_ids_below(vocab_size)
     return Windows(file, window, vocab_size, first=0, count=len(file) // window)
 
@@ -85,9 +83,7 @@ def split_windows(windows: Windows, validation_fraction: float) -> tuple[Windows
     on.
     """
     if not 0 <= validation_fraction < 1:
-        raise DataError(
-            f"a validation fraction of {validation_fraction}", fix="use 0 or more and less than 1"
-        )
+        raise DataError(f"a validation fraction of {validation_fraction}", fix="use 0 or more and less than 1")
     if validation_fraction == 0:
         return windows, None
     held_out = max(1, round(windows.count * validation_fraction))

@@ -91,9 +91,7 @@ def _token_arrays(
         yield np.concatenate(parts)
     details |= {"files": len(files), "documents": documents, "skipped": dict(skipped)}
     if documents == 0:
-        reasons = (
-            ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "all of them are empty"
-        )
+        reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "all of them are empty"
         where = ", ".join(details["sources"])
         raise DataError(
             f"no text in {len(files)} files (left out: {reasons})", where=where, fix="name a source with text"

@@ -206,9 +206,7 @@ def _text_field(line: bytes, *, where: str) -> str:
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"not a line of JSON ({error})", where=where, fix="correct or remove the line"
-        ) from error
+        raise DataError(f"not a line of JSON ({error})", where=where, fix="correct or remove the line") from error
     fix = 'each line must be {"text": "..."}'
     if not isinstance(record, dict):
         raise DataError(f"{type(record).__name__} in place of an object", where=where, fix=fix)
@@ -221,7 +219,5 @@ def _text_field(line: bytes, *, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(
-            "field 'text' holds a lone surrogate", where=where, fix="remove its escape"
-        ) from error
+        raise DataError("field 'text' holds a lone surrogate", where=where, fix="remove its escape") from error
     return text

@@ -48,9 +48,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     if folder.is_dir():
         return _from_pretrained(str(folder), local=True)
     if folder.exists():
-        raise DataError(
-            "is a file, not a tokenizer folder", where=name, fix=f"name its folder: {folder.parent}"
-        )
+        raise DataError("is a file, not a tokenizer folder", where=name, fix=f"name its folder: {folder.parent}")
     if not HUB_NAME.fullmatch(name) or name.startswith("."):
         raise missing(folder)
     try:
@@ -85,9 +83,7 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[TokenArray]
             verbose=False,
         )
     except UnicodeEncodeError as error:
-        raise DataError(
-            f"text that is not Unicode ({error.reason})", fix="remove the lone surrogate"
-        ) from error
+        raise DataError(f"text that is not Unicode ({error.reason})", fix="remove the lone surrogate") from error
     return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
 
 
@@ -175,13 +171,9 @@ def _from_pretrained(name: str, *, local: bool) -> Tokenizer:
 
     fix = "name `bytes`, a folder that `save_pretrained` wrote, or a model on the Hugging Face hub"
     try:
-        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(
-            name, local_files_only=local, trust_remote_code=False
-        )
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever its parsers and optional packages raise
-        raise DataError(
-            f"no tokenizer could be loaded ({_first_line(error)})", where=name, fix=fix
-        ) from error
+        raise DataError(f"no tokenizer could be loaded ({_first_line(error)})", where=name, fix=fix) from error
     # Where a folder has a model configuration only, transformers builds an empty vocabulary without a word.
     if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():
         raise DataError("holds no tokenizer, or an empty one", where=name, fix=fix)

@@ -128,9 +128,7 @@ def _open_npy(path: Path) -> TokenFile:
     try:
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise DataError(
-            f"not a .npy array ({error})", where=str(path), fix="save it with numpy.save"
-        ) from error
+        raise DataError(f"not a .npy array ({error})", where=str(path), fix="save it with numpy.save") from error
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         what = f"an array of {ids.dtype} of shape {ids.shape}, not a row of integers"
         raise DataError(what, where=str(path), fix="save one 1-D integer array")
@@ -159,9 +157,7 @@ def _open_bin(path: Path) -> TokenFile:
     return TokenFile(path, ids, vocab_size, details)
 
 
-def _write_pair(
-    path: Path, arrays: Iterable[TokenArray], vocab_size: int, details: Mapping[str, Any]
-) -> None:
+def _write_pair(path: Path, arrays: Iterable[TokenArray], vocab_size: int, details: Mapping[str, Any]) -> None:
     dtype_name = "uint16" if vocab_size <= 1 << 16 else "uint32"
     ids, note = (path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp") for _ in range(2))
     try:

@@ -152,8 +152,9 @@ class _Builder:
         """Give each visit a slot, and put its fetches right after the last visit that used that slot.
 
         The slot whose content is needed again last is overwritten (Belady 1966), so the layers around the turn from
-        forward to backward are not fetched twice; of several, the one left longest ago. Fetches keep the order of the visits: one that has to wait for the
-        update of a late unit must not stand before those of earlier ones in the queue of the fetch stream.
+        forward to backward are not fetched twice; of several such slots, the one left longest ago, so that the copy
+        overlaps the visit in between. Fetches keep the order of the visits: one that has to wait for the update of a
+        late unit must not stand before those of earlier units in the queue of the fetch stream.
         """
         uses: dict[int, list[int]] = {}
         for index, visit in enumerate(visits):

@@ -132,9 +132,7 @@ def test_other_text_of_the_same_length_is_another_dataset(folder: Path) -> None:
     windows = windows_of(folder, 10)
     other = write_tokens(folder / "other.bin", [np.arange(10 * WINDOW)[::-1]], 10 * WINDOW)
     state = Loader(windows, micro_batch=1, micro_batches=1, seed=0).state_dict()
-    changed = Loader(
-        pack(other, window=WINDOW, vocab_size=10 * WINDOW), micro_batch=1, micro_batches=1, seed=0
-    )
+    changed = Loader(pack(other, window=WINDOW, vocab_size=10 * WINDOW), micro_batch=1, micro_batches=1, seed=0)
     with pytest.raises(DataError, match="dataset"):
         changed.load_state_dict(state)
 
@@ -142,9 +140,7 @@ def test_other_text_of_the_same_length_is_another_dataset(folder: Path) -> None:
 def test_a_step_that_could_not_be_read_has_not_been_handed_out(folder: Path) -> None:
     np.array([1, 2, 3, 9], dtype="<u2").tofile(folder / "y.bin")
     (folder / "y.json").write_text('{"dtype": "uint16", "vocab_size": 5}')
-    loader = Loader(
-        pack(open_tokens(folder / "y.bin"), window=2, vocab_size=5), micro_batch=2, micro_batches=1, seed=0
-    )
+    loader = Loader(pack(open_tokens(folder / "y.bin"), window=2, vocab_size=5), micro_batch=2, micro_batches=1, seed=0)
     with pytest.raises(DataError, match="token id 9"):
         next(loader)
     assert loader.position == 0

@@ -69,9 +69,7 @@ def test_one_window_cannot_be_split(folder: Path) -> None:
 
 
 def test_data_shorter_than_a_window_is_refused(folder: Path) -> None:
-    with pytest.raises(
-        DataError, match="20 tokens are less than one window of 21; use a window of 20 or less"
-    ):
+    with pytest.raises(DataError, match="20 tokens are less than one window of 21; use a window of 20 or less"):
         windows_of(folder, 20, 21)
     with pytest.raises(DataError, match="holds nothing to predict"):
         windows_of(folder, 20, 1)

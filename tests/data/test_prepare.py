@@ -58,9 +58,7 @@ def test_a_damaged_cache_entry_is_made_again(folder: Path, tmp_path: Path) -> No
         assert prepare_tokens(folder, BYTES, cache=tmp_path / "cache").ids.tolist() == made.ids.tolist()
 
 
-def test_a_changed_file_another_tokenizer_and_another_choice_are_tokenised_again(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_changed_file_another_tokenizer_and_another_choice_are_tokenised_again(folder: Path, tmp_path: Path) -> None:
     other = load_tokenizer("bytes")
     other.add_tokens(["one"])
     cache = tmp_path / "cache"

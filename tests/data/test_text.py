@@ -92,9 +92,7 @@ def test_sources_keep_the_order_in_which_they_are_named(folder: Path) -> None:
     data=st.text(alphabet=st.characters(exclude_characters="\0", exclude_categories=["Cs"])),
     characters=st.integers(1, 5),
 )
-def test_a_file_in_pieces_is_the_file(
-    tmp_path_factory: pytest.TempPathFactory, data: str, characters: int
-) -> None:
+def test_a_file_in_pieces_is_the_file(tmp_path_factory: pytest.TempPathFactory, data: str, characters: int) -> None:
     path = tmp_path_factory.mktemp("pieces") / "x.txt"
     path.write_bytes(b"\xef\xbb\xbf" + data.encode())
     with pytest.MonkeyPatch.context() as patch:
@@ -169,7 +167,5 @@ def test_a_pipe_is_not_a_source(tmp_path: Path) -> None:
 def test_json_text_survives_whatever_escapes_it_was_written_with(tmp_path: Path) -> None:
     words = '🎉 \u2028 \\ \n " é'
     path = tmp_path / "x.jsonl"
-    path.write_text(
-        "".join(json.dumps({"text": words}, ensure_ascii=ascii) + "\n" for ascii in (True, False)), "utf-8"
-    )
+    path.write_text("".join(json.dumps({"text": words}, ensure_ascii=ascii) + "\n" for ascii in (True, False)), "utf-8")
     assert documents(path)[0] == [words, words]

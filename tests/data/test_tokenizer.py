@@ -31,9 +31,7 @@ BYTES = load_tokenizer("bytes")
 
 def word_tokenizer(**special: str) -> Tokenizer:
     """A tokenizer with one id per word and a normalizer, so that its ids are nobody's bytes."""
-    words = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({"unknown": 0, "a": 1, "b": 2}, unk_token="unknown")
-    )
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"unknown": 0, "a": 1, "b": 2}, unk_token="unknown"))
     words.normalizer = tokenizers.normalizers.Lowercase()
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="unknown", **special)
@@ -70,9 +68,7 @@ def test_the_vocabulary_is_the_256_bytes_in_order_and_an_end_of_text() -> None:
 
 
 @pytest.mark.parametrize("model_type", [None, "llama", "gpt2", "gemma3_text", "mistral", "gpt_oss"])
-def test_a_saved_byte_tokenizer_is_loaded_again_from_any_model_folder(
-    tmp_path: Path, model_type: str | None
-) -> None:
+def test_a_saved_byte_tokenizer_is_loaded_again_from_any_model_folder(tmp_path: Path, model_type: str | None) -> None:
     if model_type:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     BYTES.save_pretrained(tmp_path)
@@ -89,9 +85,7 @@ def test_a_saved_byte_tokenizer_is_loaded_again_from_any_model_folder(
 @given(st.lists(st.text(alphabet="aAbB éunkow<|>/s ")))
 def test_any_other_tokenizer_is_encoded_by_its_own_rules(texts: list[str]) -> None:
     tokenizer = word_tokenizer(eos_token="</s>")
-    assert [ids.tolist() for ids in encode_texts(tokenizer, texts)] == [
-        encode_slowly(tokenizer, t) for t in texts
-    ]
+    assert [ids.tolist() for ids in encode_texts(tokenizer, texts)] == [encode_slowly(tokenizer, t) for t in texts]
 
 
 def test_a_byte_tokenizer_with_rules_of_its_own_leaves_the_fast_path() -> None:
@@ -140,9 +134,7 @@ def test_a_file_is_not_a_tokenizer_folder(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path / "tokenizer.json"))
 
 
-@pytest.mark.parametrize(
-    ("name", "fix"), [("organisation/model", "name a local tokenizer"), ("byte", "`?bytes`?")]
-)
+@pytest.mark.parametrize(("name", "fix"), [("organisation/model", "name a local tokenizer"), ("byte", "`?bytes`?")])
 def test_a_hub_name_without_a_network_fails_on_one_line_after_one_request(
     monkeypatch: pytest.MonkeyPatch, name: str, fix: str
 ) -> None:

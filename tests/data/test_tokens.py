@@ -167,7 +167,5 @@ def test_a_scan_finds_the_first_wrong_id_wherever_it_stands(
     ids[position] = wrong
     np.save(tmp_path / "x.npy", ids)
     file = open_tokens(tmp_path / "x.npy")
-    with pytest.raises(
-        DataError, match=f"token id {wrong} at position {position} is outside the vocabulary of 10"
-    ):
+    with pytest.raises(DataError, match=f"token id {wrong} at position {position} is outside the vocabulary of 10"):
         file.require_ids_below(10)

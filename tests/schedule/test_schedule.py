@@ -1,4 +1,4 @@
-"""Schedules: what `build` makes is proven by `check`, and whatever is changed in it is refused with the culprit shown."""
+"""Schedules: what `build` makes is proven by `check`, and what is changed in it is refused with the culprit shown."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_leaving_out_any_op_is_refused(kind: str) -> None:
 def test_a_gradient_that_leaves_or_is_used_twice_is_refused(kind: str) -> None:
     schedule = built()
     index = next(i for i, op in enumerate(schedule.ops) if op.kind == kind)
-    with pytest.raises(ScheduleError, match="twice|2 times|finds"):
+    with pytest.raises(ScheduleError, match=r"twice|2 times|finds"):
         check(changed(schedule, [*schedule.ops[: index + 1], *schedule.ops[index:]]))
 
 
@@ -183,7 +183,7 @@ def test_out_of_bounds_and_unknown_buffers_are_refused() -> None:
     for broken in (replace(op.reads[0], stop=1 << 40), replace(op.reads[0], buffer="host/nowhere")):
         ops = list(schedule.ops)
         ops[index] = replace(op, reads=(broken,))
-        with pytest.raises(ScheduleError, match="out of bounds|no buffer"):
+        with pytest.raises(ScheduleError, match=r"out of bounds|no buffer"):
             check(changed(schedule, ops))
 
 

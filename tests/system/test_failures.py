@@ -99,9 +99,9 @@ def test_without_clipping_the_error_says_which_units_were_updated_already(
         add(self, name, gradient * float("nan") if "embed" in name else gradient)
 
     monkeypatch.setattr(engine_step.UnitSum, "add", poisoned)
-    with Engine.from_model(tiny_model(), device, "fp32", max_grad_norm=None) as engine:
-        with pytest.raises(NonFinite, match=r"updated already: .*epilogue.*set max_grad_norm"):
-            engine.step(unequal_batches())
+    engine = Engine.from_model(tiny_model(), device, "fp32", max_grad_norm=None)
+    with engine, pytest.raises(NonFinite, match=r"updated already: .*epilogue.*set max_grad_norm"):
+        engine.step(unequal_batches())
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -82,9 +82,11 @@ def test_a_budget_is_respected_to_the_byte_and_refused_before_anything_is_alloca
     with Engine.from_model(tiny_model(), "sim:0", policy=Policy(**enough)) as engine:  # type: ignore[arg-type]
         engine.step(unequal_batches())
     device = SimDevice()
-    with pytest.raises(DoesNotFit, match=f"{tier} memory, 1 more than its budget"):
-        with Engine.from_model(tiny_model(), device, policy=Policy(**short)) as engine:  # type: ignore[arg-type]
-            engine.step(unequal_batches())
+    with (
+        pytest.raises(DoesNotFit, match=f"{tier} memory, 1 more than its budget"),
+        Engine.from_model(tiny_model(), device, policy=Policy(**short)) as engine,  # type: ignore[arg-type]
+    ):
+        engine.step(unequal_batches())
     assert device.free_nbytes() >= 0
 
 

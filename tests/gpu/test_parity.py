@@ -1,0 +1,78 @@
+"""On a real GPU: the same numbers as on the cpu, the same bits whatever the schedule, copies beside compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatrain import AdamW, Engine, Policy
+from megatrain.device import open_device
+from megatrain.errors import DeviceError, StreamFailed
+from megatrain.spec import Precision
+from tests.tiny import FAMILIES, equal, relative_error, stock_gradients, tiny_model, unequal_batches
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_equal_the_stock_model_in_fp32(family: str) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = tiny_model(family)
+    loss, expected = stock_gradients(model, unequal_batches())
+    with Engine.from_model(model, "cuda:0", "fp32") as engine:
+        found = engine.gradients(unequal_batches())
+        assert engine.evaluate(unequal_batches()) == pytest.approx(loss, rel=1e-5)
+    assert max(relative_error(found[name], expected[name]) for name in expected) < 1e-5
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("update", ["next_forward", "during_backward"])
+def test_no_schedule_changes_a_bit(precision: Precision, update: str) -> None:
+    clip = 0.5 if update == "next_forward" else None
+    results = []
+    for slots, shard, activations in ((1, 500, "keep"), (2, 1 << 20, "recompute"), (4, 3000, "keep")):
+        policy = Policy(precision, slots, slots, shard, activations, update=update)  # type: ignore[arg-type]
+        with Engine.from_model(tiny_model(), "cuda:0", precision, AdamW(lr=1e-2), clip, policy) as engine:
+            for _ in range(5):
+                engine.step(unequal_batches(3))
+            results.append(engine.master_weights())
+    assert equal(results[0], results[1])
+    assert equal(results[0], results[2])
+
+
+def test_a_failure_on_a_copy_thread_surfaces_and_the_engine_recovers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatrain.engine.step import Streamer
+
+    with Engine.from_model(tiny_model(), "cuda:0") as engine:
+        plain = Streamer._copy
+        monkeypatch.setattr(Streamer, "_copy", lambda *_: (_ for _ in ()).throw(RuntimeError("no copy")))
+        engine._streamer._actions["FETCH"] = lambda op, held: Streamer._copy(engine._streamer, op, held)
+        with pytest.raises(StreamFailed, match="no copy"):
+            engine.step(unequal_batches())
+        monkeypatch.setattr(Streamer, "_copy", plain)
+        assert engine.step(unequal_batches()).tokens > 0
+
+
+def test_device_memory_is_what_the_ledger_says() -> None:
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    with Engine.from_model(tiny_model(), "cuda:0") as engine:
+        engine.step(unequal_batches())
+        held = sum(n for (tier, _), n in engine.memory_table().items() if tier == "device")
+        assert held <= torch.cuda.memory_allocated() - before <= held * 1.05 + (1 << 20)
+
+
+def test_host_memory_is_pinned_in_its_exact_size() -> None:
+    device = open_device("cuda:0")
+    memory = device.allocate_host(123_457, "x")
+    assert memory.numel() == 123_457
+    assert not memory.any()
+    assert memory.is_pinned()
+    device.close()
+    with pytest.raises(DeviceError, match="closed"):
+        device.stream("compute")
+
+
+def test_an_index_beyond_the_last_device_is_refused() -> None:
+    with pytest.raises(DeviceError, match="use a lower index"):
+        open_device(f"cuda:{torch.cuda.device_count()}")
