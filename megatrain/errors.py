@@ -11,6 +11,9 @@
       DeviceError          a device that is missing or misused
         OutOfDeviceMemory  an allocation beyond the capacity of a tier
         StreamFailed       an op that raised on a stream; `__cause__` holds the original
+        Deadlock           work that can never start, or never ends
+        RaceDetected       two accesses of the same bytes that nothing orders
+        BrokenPromise      an op that touched memory which it had not declared
       NonFinite            a loss or a gradient that is not finite
       ExportError          a folder that could not be written
 
@@ -71,6 +74,28 @@ class OutOfDeviceMemory(DeviceError):
 
 class StreamFailed(DeviceError):
     """An op raised on a stream. `__cause__` is the original exception."""
+
+
+class Deadlock(DeviceError):
+    """Nothing can run any more; the text says who waits for whom."""
+
+
+class RaceDetected(DeviceError):
+    """Two conflicting accesses without an order; the text names both ops, the bytes and the missing wait.
+
+    `buffer`, `start`, `stop` (bytes) and `content` say where, so that a caller who knows the layout can name the
+    parameter.
+    """
+
+    def __init__(
+        self, what: str, *, buffer: str, start: int, stop: int, content: str, where: str = "", fix: str = ""
+    ) -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.buffer, self.start, self.stop, self.content = buffer, start, stop, content
+
+
+class BrokenPromise(DeviceError):
+    """An op read or wrote memory outside what it declares."""
 
 
 class NonFinite(MegaTrainError):

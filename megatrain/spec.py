@@ -30,6 +30,8 @@ class ParamSpec:
     shape: tuple[int, ...]
     active: float = 1.0
     """Share of the elements that one token uses: below 1 for experts."""
+    trainable: bool = True
+    """A frozen parameter streams like any other, has no gradient and is never updated."""
 
     @property
     def numel(self) -> int:

@@ -1,33 +1,74 @@
-"""The protocol that the engine speaks to a device. It fits on one screen on purpose.
+"""The protocol that the engine speaks to a device. It fits on two screens on purpose.
 
 A stream is a queue: work runs in the order of submission, each piece after the events it waits for. Everything that
-touches streamed memory happens inside submitted work. A failure inside work makes its event a failed one; whatever
-waits for it does not run and fails too, and the next `wait` or `synchronize` in the foreground raises `StreamFailed`
-with the original exception as its cause. So a failure surfaces, once, and nothing hangs.
+touches streamed memory happens inside submitted work, and only within the byte ranges that its task declares. A failure
+inside work makes its event a failed one; whatever waits for it does not run and fails too, and the next `wait` or
+`synchronize` in the foreground raises it: errors of ours as they are, others as `StreamFailed` with the original as the
+cause. So a failure surfaces, once, and nothing hangs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 Work = Callable[[], None]
+Interval = tuple[float, float]
+"""Start and end, in seconds from an origin that all streams of a device share."""
+
+
+class Span(Protocol):
+    """Bytes [start, stop) of a named buffer, and what they hold."""
+
+    @property
+    def buffer(self) -> str: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+    @property
+    def content(self) -> str: ...
+
+
+class Task(Protocol):
+    """What a device is told of a piece of work: its name, and what it reads and writes. An op is one."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def reads(self) -> Sequence[Span]: ...
+    @property
+    def writes(self) -> Sequence[Span]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """A task outside any schedule."""
+
+    name: str
+    reads: Sequence[Span] = ()
+    writes: Sequence[Span] = ()
 
 
 class Event(Protocol):
     """A point in a stream: the end of one piece of work."""
 
     def wait(self) -> None:
-        """Block the foreground until the work is done. Raises `StreamFailed` when it, or what it needed, failed."""
+        """Block the foreground until the work is done. Raises what it, or what it needed, failed with."""
+
+    def interval(self) -> Interval:
+        """When the work ran. Only after the device has come to rest, and only if it was `timed`."""
 
 
 class Stream(Protocol):
     """A first-in first-out queue of work."""
 
-    def submit(self, name: str, work: Work, waits: Sequence[Event] = ()) -> Event:
-        """Queue `work` behind all earlier work of this stream and behind `waits`. `name` is for errors and traces."""
+    def submit(self, task: Task, work: Work, waits: Sequence[Event] = ()) -> Event:
+        """Queue `work` behind all earlier work of this stream and behind `waits`."""
 
 
 class Device(Protocol):
@@ -37,6 +78,8 @@ class Device(Protocol):
     torch_device: torch.device
     shares_memory: bool
     """Whether compute reads host memory directly, so that a slot can be the host memory itself."""
+    timed: bool
+    """Whether events can tell when their work ran. Set it before submitting."""
 
     def stream(self, name: str) -> Stream:
         """The stream of that name; the same one at every call."""
@@ -44,8 +87,16 @@ class Device(Protocol):
     def allocate(self, nbytes: int, owner: str) -> torch.Tensor:
         """Device memory, uint8[nbytes], uninitialised. Raises `OutOfDeviceMemory`."""
 
+    def free(self, memory: torch.Tensor, owner: str) -> None:
+        """Device memory that `allocate` returned is given back; no work uses it any more."""
+
     def allocate_host(self, nbytes: int, owner: str) -> torch.Tensor:
         """Zeroed host memory, uint8[nbytes], page-locked where the device gains from it."""
+
+    def lend(
+        self, task: Task, memory: Mapping[str, torch.Tensor]
+    ) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
+        """The buffers that `task` declares, out of `memory` (name -> uint8 tensor), for the time that it runs."""
 
     def seed(self, value: int) -> None:
         """Make everything random that the next work draws on this device a function of `value`."""
@@ -56,8 +107,17 @@ class Device(Protocol):
     def stalled_seconds(self) -> float:
         """Time that compute has spent waiting for events since the last call."""
 
+    def preserved_random_state(self) -> AbstractContextManager[None]:
+        """On leaving the block, random state is what it was on entering, on the host and on the device."""
+
     def synchronize(self) -> None:
         """Wait for all streams. Raises `StreamFailed` for the first failure since the last call."""
 
     def close(self) -> None:
         """Stop the workers and give the memory back. The device is unusable afterwards."""
+
+
+def declared(task: Task, memory: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The buffers of `memory` that `task` declares."""
+    names = {span.buffer for span in (*task.reads, *task.writes)}
+    return {name: memory[name] for name in names if name in memory}

@@ -8,23 +8,29 @@ needs no fetch at all. It leaves out NUMA and pinning, which mean nothing to a c
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
-from megatrain.device.base import Event, Stream, Work
+from megatrain.device.base import Event, Interval, Stream, Task, Work, declared
 from megatrain.device.worker import WorkerStream, as_foreground_error
 from megatrain.errors import DeviceError
 
 
+@dataclass(frozen=True, slots=True)
 class DoneEvent:
     """The end of work that ran when it was submitted."""
+
+    began: float
+    ended: float
 
     def wait(self) -> None:
         return
 
-
-DONE = DoneEvent()
+    def interval(self) -> Interval:
+        return self.began, self.ended
 
 
 class InlineStream:
@@ -34,20 +40,21 @@ class InlineStream:
         self.name = name
         self.stalled_seconds = 0.0
 
-    def submit(self, name: str, work: Work, waits: Sequence[Event] = ()) -> DoneEvent:
+    def submit(self, task: Task, work: Work, waits: Sequence[Event] = ()) -> DoneEvent:
+        called = began = time.perf_counter()
         if waits:
-            began = time.perf_counter()
             for event in waits:
                 event.wait()
-            self.stalled_seconds += time.perf_counter() - began
+            began = time.perf_counter()
+            self.stalled_seconds += began - called
         try:
             work()
         except Exception as failure:
-            error = as_foreground_error(failure, name, self.name)
+            error = as_foreground_error(failure, task.name, self.name)
             if error is failure:
                 raise
             raise error from failure
-        return DONE
+        return DoneEvent(began, time.perf_counter())
 
 
 class CpuDevice:
@@ -55,6 +62,7 @@ class CpuDevice:
 
     name = "cpu"
     shares_memory = True
+    timed = True  # always: two readings of a clock cost nothing here
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
@@ -69,11 +77,22 @@ class CpuDevice:
     def allocate(self, nbytes: int, owner: str) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
+    def free(self, memory: torch.Tensor, owner: str) -> None:
+        return
+
     def allocate_host(self, nbytes: int, owner: str) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
 
+    def lend(
+        self, task: Task, memory: Mapping[str, torch.Tensor]
+    ) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
+        return nullcontext(declared(task, memory))
+
     def seed(self, value: int) -> None:
         torch.default_generator.manual_seed(value)
+
+    def preserved_random_state(self) -> AbstractContextManager[None]:
+        return torch.random.fork_rng(devices=[])
 
     def free_nbytes(self) -> int:
         raise DeviceError("has no memory of its own", where="cpu")

@@ -16,35 +16,52 @@ up to powers of two. Where locking is refused the mapping is used pageable, and 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from megatrain.device.base import Event, Stream, Work
+from megatrain.device.base import Event, Interval, Stream, Task, Work, declared
 from megatrain.device.worker import HostEvent, WorkerStream, as_foreground_error
 from megatrain.errors import DeviceError, MegaTrainError, OutOfDeviceMemory
 
-TIMED = 4096
-"""Stall intervals kept between two calls of `stalled_seconds`; later ones go uncounted."""
+MOST_STALLS = 4096
+"""Stall intervals that are kept as pairs of CUDA events before the finished ones are summed up."""
 
 
 class CudaEvent:
-    """The end of work on a CUDA stream; `submitted` is over once the CUDA event has been recorded."""
+    """The end of work on a CUDA stream; `submitted` is over once the CUDA events have been recorded."""
 
-    def __init__(self, submitted: HostEvent) -> None:
+    def __init__(self, submitted: HostEvent, origin: torch.cuda.Event | None) -> None:
         self.submitted = submitted
-        self.recorded: torch.cuda.Event | None = None
+        self.began: torch.cuda.Event | None = None
+        self.ended: torch.cuda.Event | None = None
+        self._origin = origin
+
+    def run(self, stream: torch.cuda.Stream, work: Work) -> None:
+        """Queue `work` on `stream` between two events; the first only where times are wanted."""
+        timed = self._origin is not None
+        if timed:
+            self.began = stream.record_event(torch.cuda.Event(enable_timing=True))
+        work()
+        self.ended = stream.record_event(torch.cuda.Event(enable_timing=timed))
 
     def wait(self) -> None:
         self.submitted.wait()
-        assert self.recorded is not None
-        self.recorded.synchronize()
+        assert self.ended is not None
+        self.ended.synchronize()
 
     def wait_on(self, stream: torch.cuda.Stream) -> None:
         """Make `stream` wait on the GPU, the host only until the event has been recorded."""
         self.submitted.wait()
-        assert self.recorded is not None
-        stream.wait_event(self.recorded)
+        assert self.ended is not None
+        stream.wait_event(self.ended)
+
+    def interval(self) -> Interval:
+        if self._origin is None or self.began is None or self.ended is None:
+            raise DeviceError("times were not recorded", where=f"op {self.submitted.name}", fix="set device.timed")
+        return self._origin.elapsed_time(self.began) / 1e3, self._origin.elapsed_time(self.ended) / 1e3
 
 
 def _order_behind(stream: torch.cuda.Stream, waits: Sequence[Event]) -> None:
@@ -59,18 +76,19 @@ class ComputeStream:
     """Work is submitted by the foreground at once; kernels queue on the GPU."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.origin: torch.cuda.Event | None = None
         self._stream = stream
-        self.stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._stalled_seconds = 0.0
 
-    def submit(self, name: str, work: Work, waits: Sequence[Event] = ()) -> CudaEvent:
-        event = CudaEvent(HostEvent(name))
+    def submit(self, task: Task, work: Work, waits: Sequence[Event] = ()) -> CudaEvent:
+        event = CudaEvent(HostEvent(task.name), self.origin)
         try:
             with torch.cuda.stream(self._stream):
                 self._wait(waits)
-                work()
-                event.recorded = self._stream.record_event()
+                event.run(self._stream, work)
         except Exception as failure:
-            error = as_foreground_error(failure, name, "compute")
+            error = as_foreground_error(failure, task.name, "compute")
             event.submitted.finish(error)
             if error is failure:
                 raise
@@ -81,31 +99,42 @@ class ComputeStream:
     def _wait(self, waits: Sequence[Event]) -> None:
         if not waits:
             return
-        if len(self.stalls) >= TIMED:
-            _order_behind(self._stream, waits)
-            return
+        if len(self._stalls) >= MOST_STALLS:
+            self._sum_up()
         before = self._stream.record_event(torch.cuda.Event(enable_timing=True))
         _order_behind(self._stream, waits)
-        self.stalls.append((before, self._stream.record_event(torch.cuda.Event(enable_timing=True))))
+        self._stalls.append((before, self._stream.record_event(torch.cuda.Event(enable_timing=True))))
+
+    def _sum_up(self) -> None:
+        """Turn the stalls that are over into seconds; on one stream they end in order."""
+        while self._stalls and self._stalls[0][1].query():
+            before, after = self._stalls.pop(0)
+            self._stalled_seconds += before.elapsed_time(after) / 1e3
+
+    def stalled_seconds(self) -> float:
+        self._stream.synchronize()
+        self._sum_up()
+        seconds, self._stalled_seconds = self._stalled_seconds, 0.0
+        return seconds
 
 
 class CopyStream:
     """A CUDA stream with a thread that submits to it, so that only this stream waits when the host is late."""
 
     def __init__(self, name: str, stream: torch.cuda.Stream) -> None:
+        self.origin: torch.cuda.Event | None = None
         self._stream = stream
         self._worker = WorkerStream(name)
 
-    def submit(self, name: str, work: Work, waits: Sequence[Event] = ()) -> CudaEvent:
-        event = CudaEvent(HostEvent(name))
+    def submit(self, task: Task, work: Work, waits: Sequence[Event] = ()) -> CudaEvent:
+        event = CudaEvent(HostEvent(task.name), self.origin)
 
         def run() -> None:
             with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
                 _order_behind(self._stream, waits)
-                work()
-                event.recorded = self._stream.record_event()
+                event.run(self._stream, work)
 
-        event.submitted = self._worker.submit(name, run)
+        event.submitted = self._worker.submit(task, run)
         return event
 
     def drain(self) -> MegaTrainError | None:
@@ -132,11 +161,30 @@ class CudaDevice:
             )
         self.torch_device = torch.device("cuda", index)
         self.unpinned_nbytes = 0
+        """Host memory that could not be page-locked; copies from it are slower and hold up their stream's thread."""
         self._compute = ComputeStream(torch.cuda.Stream(self.torch_device))
         self._copies = {name: CopyStream(name, torch.cuda.Stream(self.torch_device)) for name in ("fetch", "grad")}
         self._host = WorkerStream("host")
         self._mappings: list[tuple[mmap.mmap, torch.Tensor, bool]] = []
         self._closed = False
+
+    @property
+    def timed(self) -> bool:
+        return self._compute.origin is not None
+
+    @timed.setter
+    def timed(self, value: bool) -> None:
+        """Times count from now, on every stream; host streams read the host's clock at the same moment."""
+        origin = None
+        if value:
+            torch.cuda.synchronize(self.torch_device)
+            origin = torch.cuda.Event(enable_timing=True)
+            origin.record(torch.cuda.current_stream(self.torch_device))
+            origin.synchronize()
+        self._host.origin = time.perf_counter() if value else 0.0
+        self._compute.origin = origin
+        for copies in self._copies.values():
+            copies.origin = origin
 
     def stream(self, name: str) -> Stream:
         if self._closed:
@@ -145,42 +193,68 @@ class CudaDevice:
             return self._compute
         return self._copies.get(name, self._host)
 
+    # Memory ---------------------------------------------------------------------------------------------------------
+
     def allocate(self, nbytes: int, owner: str) -> torch.Tensor:
         try:
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
         except torch.OutOfMemoryError as error:
-            free = self.free_nbytes()
             raise OutOfDeviceMemory(
-                f"{nbytes:,} bytes for {owner} do not fit into {free:,} free bytes",
+                f"{nbytes:,} bytes for {owner} do not fit into {self.free_nbytes():,} free bytes",
                 where=self.name,
                 fix="use fewer slots, smaller micro-batches, or a smaller model",
             ) from error
         torch.cuda.synchronize(self.torch_device)  # the block may have belonged to another stream
         return memory
 
+    def free(self, memory: torch.Tensor, owner: str) -> None:
+        torch.cuda.synchronize(self.torch_device)  # then nothing uses it, and the caching allocator may have it back
+
     def allocate_host(self, nbytes: int, owner: str) -> torch.Tensor:
-        mapping = mmap.mmap(-1, max(nbytes, 1))
+        mapping = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory = torch.frombuffer(mapping, dtype=torch.uint8, count=max(nbytes, 1))[:nbytes]
-        pinned = nbytes > 0 and int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0)) == 0
+        pinned = nbytes > 0 and self._pin(memory)
         if not pinned:
             self.unpinned_nbytes += nbytes
         self._mappings.append((mapping, memory, pinned))
         return memory
 
-    def seed(self, value: int) -> None:
-        torch.default_generator.manual_seed(value)
-        with torch.cuda.device(self.torch_device):
-            torch.cuda.manual_seed(value)
+    def _pin(self, memory: torch.Tensor) -> bool:
+        """Page-lock; where that is refused (a limit on locked memory, say) the memory is used as it is."""
+        runtime = torch.cuda.cudart()
+        if int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
+            return True
+        try:  # the runtime remembers the refusal and would report it at the next launch
+            torch.empty(1, device=self.torch_device).fill_(0)
+            torch.cuda.synchronize(self.torch_device)
+        except RuntimeError:
+            torch.cuda.synchronize(self.torch_device)
+        return False
+
+    def lend(
+        self, task: Task, memory: Mapping[str, torch.Tensor]
+    ) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
+        return nullcontext(declared(task, memory))
 
     def free_nbytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return int(free + cached)
 
+    # Chance and time ------------------------------------------------------------------------------------------------
+
+    def seed(self, value: int) -> None:
+        torch.default_generator.manual_seed(value)
+        with torch.cuda.device(self.torch_device):
+            torch.cuda.manual_seed(value)
+
+    @contextmanager
+    def preserved_random_state(self) -> Iterator[None]:
+        with torch.random.fork_rng(devices=[self.torch_device]):
+            yield
+
     def stalled_seconds(self) -> float:
-        seconds = float(sum(before.elapsed_time(after) for before, after in self._compute.stalls)) / 1e3
-        self._compute.stalls.clear()
-        return seconds
+        return self._compute.stalled_seconds()
 
     def synchronize(self) -> None:
         failures = [self._host.drain(), *(copies.drain() for copies in self._copies.values())]

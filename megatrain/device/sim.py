@@ -1,28 +1,50 @@
-"""A simulated accelerator: cpu arithmetic behind separate memory and streams that run as late and as mixed as they may.
+"""A simulated accelerator that is worse than any real one: what survives it is right by construction.
 
-Nothing runs when it is submitted. When the foreground waits, a seeded adversary picks, again and again, one stream
-among those whose next work has all its events, until what is waited for is done. So every order that the events allow
-can happen and a seed fixes which one does: a missing wait turns into a wrong number on some seed. Device memory is
-separate from the host's, filled with NaN when allocated, and has a capacity.
+Arithmetic is the cpu's; everything around it is hostile.
 
-It leaves out time: bandwidths and a virtual clock belong to `schedule.replay`.
+* *Order.* Nothing runs when it is submitted. When the foreground waits, a seeded adversary picks, again and again, one
+  stream among those whose next work has all its events. It has temperaments: `uniform`; `starve` (one stream runs
+  only when nothing else can); `late` (copies run only when nothing else can); `eager` (whatever was submitted last
+  goes first, so overwrites come as early as the events allow). The same seed gives the same run.
+* *Races* are found by happens-before (`races`), even when the values came out right.
+* *Memory* is separate and has a capacity. All of it reads as NaN, except the bytes that a running op declares to
+read, for
+  as long as it runs; what it declares to write is kept. An op that touches anything else is caught.
+* *Failures* strike where they are told to (`faults`). A hang becomes a report of who waits for whom.
+* *Time* is virtual. With a `cost` for each task, events tell when their work would have run.
+
+One thread runs everything, so a seed fixes the run. It leaves out gates inside a piece of work.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
+from torch import Tensor
 
-from megatrain.device.base import Event, Stream, Work
+from megatrain.device.base import Event, Interval, Stream, Task, Work, declared
+from megatrain.device.faults import Fault, fail
+from megatrain.device.races import Clock, RaceDetector, joined
 from megatrain.device.worker import as_foreground_error
-from megatrain.errors import DeviceError, MegaTrainError, OutOfDeviceMemory
+from megatrain.errors import BrokenPromise, Deadlock, DeviceError, MegaTrainError, OutOfDeviceMemory
 
 POISON = 0xFF
-"""Every byte of fresh device memory: NaN in bfloat16 and in float32."""
+"""Every byte of device memory that nobody holds: NaN in bfloat16 and in float32."""
+
+STATE = ("host/hi/", "host/state/")
+"""Host buffers that an injected fault never damages: they are written in place by one op, which a fault precedes."""
+
+Temperament = Literal["uniform", "starve", "late", "eager"]
+TEMPERAMENTS: tuple[Temperament, ...] = ("uniform", "starve", "late", "eager")
+COPIES = ("fetch", "grad")
+EAGERNESS = 0.9
+"""How often the eager adversary takes what was submitted last; always would make all seeds alike."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,21 +52,30 @@ class SimEvent:
     """The end of one piece of simulated work."""
 
     device: SimDevice
+    name: str
     done: bool = False
     failure: MegaTrainError | None = None
+    clock: Clock = field(default_factory=dict)
+    began: float = 0.0
+    ended: float = 0.0
 
     def wait(self) -> None:
         self.device.run_until(self)
         if self.failure is not None:
             raise self.failure
 
+    def interval(self) -> Interval:
+        return self.began, self.ended
+
 
 @dataclass(slots=True)
 class _Item:
-    name: str
+    task: Task
     work: Work
     waits: tuple[SimEvent, ...]
     event: SimEvent
+    number: int
+    foreground: Clock
 
 
 @dataclass(slots=True, eq=False)
@@ -55,47 +86,67 @@ class SimStream:
     device: SimDevice
     queue: deque[_Item] = field(default_factory=deque)
     failure: MegaTrainError | None = None
+    hangs: bool = False
+    clock: Clock = field(default_factory=dict)
+    ran: int = 0
+    free_at: float = 0.0
+    stalled: float = 0.0
 
-    def submit(self, name: str, work: Work, waits: Sequence[Event] = ()) -> SimEvent:
-        event = SimEvent(self.device)
-        self.queue.append(_Item(name, work, tuple(w for w in waits if isinstance(w, SimEvent)), event))
+    def submit(self, task: Task, work: Work, waits: Sequence[Event] = ()) -> SimEvent:
+        event = SimEvent(self.device, task.name)
+        ours = tuple(wait for wait in waits if isinstance(wait, SimEvent))
+        self.queue.append(_Item(task, work, ours, event, self.device.next_number(), self.device.foreground))
         return event
 
     def ready(self) -> bool:
-        return bool(self.queue) and all(event.done for event in self.queue[0].waits)
-
-    def run_one(self) -> None:
-        item = self.queue.popleft()
-        failed = self.failure or next((event.failure for event in item.waits if event.failure), None)
-        if failed is None:
-            try:
-                item.work()
-            except Exception as error:
-                failed = as_foreground_error(error, item.name, self.name)
-        self.failure = failed
-        item.event.failure = failed
-        item.event.done = True
+        return bool(self.queue) and not self.hangs and all(event.done for event in self.queue[0].waits)
 
 
 class SimDevice:
-    """See `base.Device`. `capacity` is the device memory in bytes; `None` is unlimited."""
+    """See `base.Device`.
+
+    seed: decides the adversary's temperament and every choice. capacity: bytes of device memory, `None` for no limit.
+    faults: what fails where. cost: seconds of a task on the virtual clock.
+    """
 
     shares_memory = False
+    timed = True
 
-    def __init__(self, seed: int = 0, capacity: int | None = None) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        capacity: int | None = None,
+        temperament: Temperament | None = None,
+        faults: Sequence[Fault] = (),
+        cost: Callable[[Task], float] | None = None,
+    ) -> None:
         self.name = f"sim:{seed}"
         self.torch_device = torch.device("cpu")
-        self.capacity = capacity
+        self.capacity, self.faults, self.cost = capacity, list(faults), cost
+        self.temperament = temperament or TEMPERAMENTS[seed % len(TEMPERAMENTS)]
         self.order: list[str] = []
         """Names of the work run so far, in the order that the adversary chose."""
-        self._adversary = random.Random(seed)
+        self.foreground: Clock = {}
+        """What the foreground has waited for so far."""
+        self._random = random.Random(seed)
+        self._starved = self._random.choice(("compute", "fetch", "grad", "host"))
         self._streams: dict[str, SimStream] = {}
         self._owners: dict[str, int] = {}
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._races = RaceDetector()
+        self._submitted = 0
+        self._damage_from: float | None = None
+        self._closed = False
 
     def stream(self, name: str) -> Stream:
+        if self._closed:
+            raise DeviceError("the device is closed", where=self.name)
         return self._streams.setdefault(name, SimStream(name, self))
 
-    def allocate(self, nbytes: int, owner: str) -> torch.Tensor:
+    # Memory ---------------------------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int, owner: str) -> Tensor:
         used = sum(self._owners.values())
         if self.capacity is not None and used + nbytes > self.capacity:
             table = ", ".join(f"{name} {size:,}" for name, size in self._owners.items()) or "nothing"
@@ -105,28 +156,91 @@ class SimDevice:
                 fix=f"it holds: {table}",
             )
         self._owners[owner] = self._owners.get(owner, 0) + nbytes
-        return torch.full((nbytes,), POISON, dtype=torch.uint8)
+        visible, kept = (torch.full((nbytes,), POISON, dtype=torch.uint8) for _ in range(2))
+        self._kept[visible.data_ptr()] = visible, kept
+        return visible
 
-    def allocate_host(self, nbytes: int, owner: str) -> torch.Tensor:
+    def free(self, memory: Tensor, owner: str) -> None:
+        """Take device memory back; whoever still looks at it sees NaN."""
+        visible, _ = self._kept.pop(memory.data_ptr())
+        visible.fill_(POISON)
+        self._owners[owner] -= visible.numel()
+
+    def allocate_host(self, nbytes: int, owner: str) -> Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
 
-    def seed(self, value: int) -> None:
-        torch.default_generator.manual_seed(value)
+    @contextmanager
+    def lend(self, task: Task, memory: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
+        """What the task declares to read appears, what it declares to write is kept, and all is NaN again."""
+        held = declared(task, memory)
+        ours = {name: self._kept[tensor.data_ptr()] for name, tensor in held.items() if tensor.data_ptr() in self._kept}
+        for span in task.reads:
+            if span.buffer in ours:
+                visible, kept = ours[span.buffer]
+                visible[span.start : span.stop] = kept[span.start : span.stop]
+        try:
+            yield held
+            if self._damage_from is not None:
+                for span in task.writes:
+                    if span.buffer in held:
+                        start = span.start + int(self._damage_from * (span.stop - span.start))
+                        held[span.buffer][start : span.stop] = POISON
+        finally:
+            for span in task.writes:
+                if span.buffer in ours:
+                    visible, kept = ours[span.buffer]
+                    kept[span.start : span.stop] = visible[span.start : span.stop]
+            for span in task.reads:
+                if span.buffer in ours:
+                    visible, kept = ours[span.buffer]
+                    untouched = torch.equal(visible[span.start : span.stop], kept[span.start : span.stop])
+                    if not untouched:
+                        visible.fill_(POISON)
+                        raise BrokenPromise(f"changes {span.buffer}, which it declares only to read", where=task.name)
+            for span in (*task.reads, *task.writes):
+                if span.buffer in ours:
+                    ours[span.buffer][0][span.start : span.stop] = POISON
+            for visible, _ in self._kept.values():
+                if not bool((visible == POISON).all()):
+                    visible.fill_(POISON)
+                    raise BrokenPromise("writes device memory that it does not declare", where=task.name)
 
     def free_nbytes(self) -> int:
         return (1 << 62) if self.capacity is None else self.capacity - sum(self._owners.values())
 
+    # Time and chance ------------------------------------------------------------------------------------------------
+
+    def seed(self, value: int) -> None:
+        torch.default_generator.manual_seed(value)
+
+    def preserved_random_state(self) -> AbstractContextManager[None]:
+        return torch.random.fork_rng(devices=[])
+
     def stalled_seconds(self) -> float:
-        return 0.0
+        compute = self._streams.get("compute")
+        if compute is None:
+            return 0.0
+        seconds, compute.stalled = compute.stalled, 0.0
+        return seconds
+
+    def next_number(self) -> int:
+        """Pieces of work are numbered as they are submitted."""
+        self._submitted += 1
+        return self._submitted - 1
+
+    # Running --------------------------------------------------------------------------------------------------------
 
     def run_until(self, event: SimEvent) -> None:
-        """Let the adversary run work until `event` is done."""
+        """Let the adversary run work until `event` is done. Raises `Deadlock` when it never can be."""
         while not event.done:
             self._run_one()
+        self.foreground = joined((self.foreground, event.clock))
 
     def synchronize(self) -> None:
         while any(stream.queue for stream in self._streams.values()):
             self._run_one()
+        self.foreground = joined(stream.clock for stream in self._streams.values())
+        self._races.forget()
         failures = [stream.failure for stream in self._streams.values() if stream.failure]
         for stream in self._streams.values():
             stream.failure = None
@@ -134,14 +248,84 @@ class SimDevice:
             raise failures[0]
 
     def close(self) -> None:
+        self._closed = True
         self._streams.clear()
         self._owners.clear()
+        self._kept.clear()
 
     def _run_one(self) -> None:
         ready = [stream for stream in self._streams.values() if stream.ready()]
         if not ready:
-            heads = "; ".join(f"{s.name} waits before {s.queue[0].name}" for s in self._streams.values() if s.queue)
-            raise DeviceError(f"deadlock: {heads or 'nothing is queued'}", where=self.name)
-        stream = self._adversary.choice(ready)
-        self.order.append(stream.queue[0].name)
-        stream.run_one()
+            raise self._deadlock()
+        stream = self._choose(ready)
+        item = stream.queue[0]
+        fault = next((fault for fault in self.faults if fault.strikes(item.task.name, len(self.order))), None)
+        if fault is not None and fault.kind == "hang":
+            self.faults.remove(fault)
+            stream.hangs = True
+            return
+        stream.queue.popleft()
+        self.order.append(item.task.name)
+        self._run(stream, item, fault)
+
+    def _run(self, stream: SimStream, item: _Item, fault: Fault | None) -> None:
+        event = item.event
+        before = joined((stream.clock, item.foreground, *(wait.clock for wait in item.waits)))
+        failed = stream.failure or next((wait.failure for wait in item.waits if wait.failure), None)
+        if failed is None:
+            try:
+                self._races.watch(item.task, stream.name, stream.ran + 1, before)
+                if fault is None:
+                    item.work()
+                else:
+                    self.faults.remove(fault)
+                    self._strike(fault, item)
+            except BaseException as error:
+                failed = as_foreground_error(error, item.task.name, stream.name)
+        stream.ran += 1
+        stream.failure = event.failure = failed
+        stream.clock = event.clock = {**before, stream.name: stream.ran}
+        began = max((wait.ended for wait in item.waits), default=0.0)
+        stream.stalled += max(0.0, began - stream.free_at)
+        event.began = max(began, stream.free_at)
+        event.ended = stream.free_at = event.began + (self.cost(item.task) if self.cost else 0.0)
+        event.done = True
+
+    def _strike(self, fault: Fault, item: _Item) -> None:
+        """Let a fault happen. The optimizer state is written in one piece, so work on it fails before it begins."""
+        in_place = any(span.buffer.startswith(STATE) for span in item.task.writes)
+        self._damage_from = {"copy": 0.0, "short": 0.5}.get(fault.kind)
+        try:
+            fail("raise" if in_place else fault.kind, item.task.name, item.work)
+        finally:
+            self._damage_from = None
+
+    def _choose(self, ready: list[SimStream]) -> SimStream:
+        match self.temperament:
+            case "uniform":
+                return self._random.choice(ready)
+            case "starve":
+                return self._random.choice([s for s in ready if s.name != self._starved] or ready)
+            case "late":
+                return self._random.choice([s for s in ready if s.name not in COPIES] or ready)
+            case "eager":
+                latest = max(ready, key=lambda stream: stream.queue[0].number)
+                return latest if self._random.random() < EAGERNESS else self._random.choice(ready)
+
+    def _deadlock(self) -> Deadlock:
+        """Describe who waits for whom, give up everything that is queued, and be ready for new work."""
+        lines = []
+        for stream in self._streams.values():
+            if not stream.queue:
+                continue
+            head = stream.queue[0]
+            missing = [event.name for event in head.waits if not event.done]
+            what = "never ends" if stream.hangs else f"waits for {', '.join(missing)}"
+            lines.append(f"{head.task.name} on stream {stream.name} {what}")
+        report = Deadlock(f"deadlock: {'; '.join(lines) or 'nothing is queued'}", where=self.name)
+        for stream in self._streams.values():
+            stream.hangs = False
+            while stream.queue:
+                item = stream.queue.popleft()
+                item.event.done, item.event.failure = True, report
+        return report

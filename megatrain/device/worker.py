@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatrain.device.base import Event, Work
+from megatrain.device.base import Event, Interval, Task, Work
 from megatrain.errors import DeviceError, MegaTrainError, StreamFailed
 
 
@@ -22,7 +23,12 @@ class HostEvent:
 
     name: str
     failure: MegaTrainError | None = None
+    began: float = 0.0
+    ended: float = 0.0
     _done: threading.Event = field(default_factory=threading.Event)
+
+    def interval(self) -> Interval:
+        return self.began, self.ended
 
     def finish(self, failure: MegaTrainError | None = None) -> None:
         self.failure = failure
@@ -42,7 +48,8 @@ def as_foreground_error(failure: BaseException, op: str, stream: str) -> MegaTra
     """The foreground form of a failure: our own errors as they are, any other with the op and stream that raised it."""
     if isinstance(failure, MegaTrainError):
         return failure
-    error = StreamFailed(f"{type(failure).__name__}: {failure}", where=f"op {op} on stream {stream}")
+    first_line = (str(failure).strip().splitlines() or [""])[0]
+    error = StreamFailed(f"{type(failure).__name__}: {first_line}", where=f"op {op} on stream {stream}")
     error.__cause__ = failure
     return error
 
@@ -52,6 +59,8 @@ class WorkerStream:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.origin = 0.0
+        """What the times of events count from, on the host's clock."""
         self._queue: queue.SimpleQueue[tuple[HostEvent, Work, Sequence[Event]] | None] = queue.SimpleQueue()
         self._last: HostEvent | None = None
         self._failure: MegaTrainError | None = None
@@ -59,10 +68,10 @@ class WorkerStream:
         self._thread = threading.Thread(target=self._run, name=f"megatrain-{name}", daemon=True)
         self._thread.start()
 
-    def submit(self, name: str, work: Work, waits: Sequence[Event] = ()) -> HostEvent:
+    def submit(self, task: Task, work: Work, waits: Sequence[Event] = ()) -> HostEvent:
         if self._closed:
-            raise DeviceError("the device is closed", where=f"op {name}")
-        event = HostEvent(name)
+            raise DeviceError("the device is closed", where=f"op {task.name}")
+        event = HostEvent(task.name)
         self._last = event
         self._queue.put((event, work, waits))
         return event
@@ -88,7 +97,9 @@ class WorkerStream:
                 try:
                     for earlier in waits:
                         earlier.wait()
+                    event.began = time.perf_counter() - self.origin
                     work()
+                    event.ended = time.perf_counter() - self.origin
                 except BaseException as failure:  # a worker must outlive any failure, KeyboardInterrupt included
                     self._failure = as_foreground_error(failure, event.name, self.name)
             event.finish(self._failure)

@@ -1,8 +1,8 @@
 """Walks a schedule on a device: binds weights, runs layers, sums gradients. Imports neither optimizer nor ranks."""
 
-from megatrain.engine.batch import MicroBatch, check_micro_batches
+from megatrain.engine.batch import MicroBatch, check_inputs, check_micro_batches
 from megatrain.engine.executor import Executor
 from megatrain.engine.gradients import GradSink
 from megatrain.engine.step import StepResult, Streamer
 
-__all__ = ["Executor", "GradSink", "MicroBatch", "StepResult", "Streamer", "check_micro_batches"]
+__all__ = ["Executor", "GradSink", "MicroBatch", "StepResult", "Streamer", "check_inputs", "check_micro_batches"]

@@ -20,11 +20,13 @@ MicroBatch = Mapping[str, Any]
 
 def check_micro_batches(model: ModelSpec, micro_batches: Sequence[MicroBatch]) -> Work:
     """The work of a step. Raises `BatchError` naming the micro-batch, the key and the value that is wrong."""
+    if isinstance(micro_batches, Mapping):
+        raise BatchError("expected a list of micro-batches, not one", where="step", fix="put it into a list")
     if not micro_batches:
         raise BatchError("a step needs at least one micro-batch", where="step")
     targets = 0
     for index, batch in enumerate(micro_batches):
-        _check_one(model, batch, f"micro-batch {index}")
+        check_inputs(model, batch, f"micro-batch {index}")
         targets += int((shifted(batch["labels"]) != IGNORED).sum())
     if targets == 0:
         raise BatchError(
@@ -45,16 +47,24 @@ def shifted(labels: Tensor) -> Tensor:
 def model_inputs(batch: MicroBatch, device: torch.device) -> dict[str, Any]:
     """What the model's forward is called with: everything but the labels, on the device."""
     return {
-        key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items() if key != "labels"
+        key: _moved(value, device) if isinstance(value, Tensor) else value
+        for key, value in batch.items()
+        if key != "labels"
     }
 
 
-def _check_one(model: ModelSpec, batch: MicroBatch, where: str) -> None:
+def _moved(value: Tensor, device: torch.device) -> Tensor:
+    """On the device, and a tensor that autograd may save even if the caller made it in inference mode."""
+    return (value.clone() if value.is_inference() else value).to(device, non_blocking=True)
+
+
+def check_inputs(model: ModelSpec, batch: MicroBatch, where: str) -> None:
+    """Raise `BatchError` unless ids and labels are integers of one shape that the model can take."""
     for key in ("input_ids", "labels"):
         value = batch.get(key)
-        if not isinstance(value, Tensor) or value.dim() != 2 or value.is_floating_point():
+        if not isinstance(value, Tensor) or value.dim() != 2 or value.dtype not in (torch.int64, torch.int32):
             found = f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise BatchError(f"{key} must be an integer tensor [batch, length], not {found}", where=where)
+            raise BatchError(f"{key} must be an int64 or int32 tensor [batch, length], not {found}", where=where)
     ids, labels = batch["input_ids"], batch["labels"]
     if ids.shape != labels.shape:
         raise BatchError(f"labels {list(labels.shape)} and input_ids {list(ids.shape)} differ in shape", where=where)

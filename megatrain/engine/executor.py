@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatrain.device import Device, Event
-from megatrain.errors import MegaTrainError
 from megatrain.memory import Held, Pool
 from megatrain.schedule import Op, Schedule
+
+ATTEMPTS = 4
+"""Times that the streams are waited for after a failure: each stream may report one, and a user may interrupt."""
 
 Act = Callable[[Op, Held], None]
 """Does what an op stands for, with the memory that it declared."""
@@ -30,11 +32,11 @@ class Executor:
         try:
             for op, waits in zip(schedule.ops, schedule.waits, strict=True):
                 work = self._leased(op, act)
-                events.append(streams[op.stream].submit(op.name, work, [events[earlier] for earlier in waits]))
+                events.append(streams[op.stream].submit(op, work, [events[earlier] for earlier in waits]))
+            self.device.synchronize()
         except BaseException as failure:
             self._settle(failure)
             raise
-        self.device.synchronize()
 
     def _leased(self, op: Op, act: Act) -> Callable[[], None]:
         def work() -> None:
@@ -44,9 +46,15 @@ class Executor:
         return work
 
     def _settle(self, failure: BaseException) -> None:
-        """Let the streams come to rest after a failure; a second failure is a consequence, noted on the first."""
-        try:
-            self.device.synchronize()
-        except MegaTrainError as consequence:
-            if consequence is not failure:
-                failure.add_note(f"and then: {consequence}")
+        """Let the streams come to rest after a failure; what else fails is a consequence, noted on the first.
+
+        Work that is under way reads and writes the state, so nobody may go on before it has ended; only a user who
+        insists (or a device that is beyond recovery) gets away.
+        """
+        for _ in range(ATTEMPTS):
+            try:
+                self.device.synchronize()
+                return
+            except (Exception, KeyboardInterrupt) as consequence:
+                if consequence is not failure:
+                    failure.add_note(f"and then: {consequence}")

@@ -8,9 +8,8 @@ micro-batch) alone, so a recomputed layer draws what it drew before, and no sche
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -51,11 +50,12 @@ class _Current:
     sink: GradSink | None
     number: int
     scale: float
-    loss: Tensor
-    """Sum over target tokens so far, float64 scalar on the device."""
-    activations: Activations
-    sums: dict[int, UnitSum]
+    loss: Tensor | None = None
+    """Sum over target tokens so far, float64 scalar on the device; made by the first LOSS."""
+    activations: Activations = field(default_factory=Activations)
+    sums: dict[int, UnitSum] = field(default_factory=dict)
     logits: Tensor | None = None
+    loss_is_finite: bool = False
 
 
 class Streamer:
@@ -68,18 +68,9 @@ class Streamer:
         self._executor = Executor(device, pool)
         self._layouts = [layout_of(unit) for unit in self.spec.units]
         self._binders = [
-            UnitBinder(layout, ported.prefix(unit - 1) if unit in self.spec.layers else "")
-            for unit, layout in enumerate(self._layouts)
+            UnitBinder(unit, ported.prefix(index - 1) if unit.kind == "layer" else "")
+            for index, unit in enumerate(self.spec.units)
         ]
-        self._actions = {
-            "FETCH": self._copy,
-            "GRAD": self._copy,
-            "FORWARD": self._forward,
-            "LOSS": self._loss,
-            "BACKWARD": self._backward,
-            "NORM": self._norm,
-            "UPDATE": self._update,
-        }
         ported.to_device(device.torch_device)
 
     def run(
@@ -91,43 +82,35 @@ class Streamer:
         """
         targets = [shifted(batch["labels"].cpu()).reshape(-1) for batch in micro_batches]
         tokens = sum(int((target != IGNORED).sum()) for target in targets)
-        with self._begun(micro_batches, targets, sink, number, 1.0 / max(tokens, 1)):
-            self._executor.run(schedule, self._act)
-            return StepResult(self._finite_loss() / max(tokens, 1), tokens)
+        now = _Current(micro_batches, targets, sink, number, 1.0 / max(tokens, 1))
+        self._execute(schedule, now)
+        return StepResult(self._finite_loss(now) / max(tokens, 1), tokens)
 
     def next_logits(self, schedule: Schedule, input_ids: Tensor) -> Tensor:
         """Execute a forward schedule on `input_ids` int64[1, length]; logits after the last, float32[vocabulary]."""
-        with self._begun([{"input_ids": input_ids}], [], None, 0, 0.0) as now:
-            self._executor.run(schedule, self._act)
-            assert now.logits is not None
-            return now.logits[0].float().cpu()
+        now = _Current([{"input_ids": input_ids}], [], None, 0, 0.0)
+        self._execute(schedule, now)
+        assert now.logits is not None
+        return now.logits[0].float().cpu()
 
-    @contextmanager
-    def _begun(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        targets: list[Tensor],
-        sink: GradSink | None,
-        number: int,
-        scale: float,
-    ) -> Iterator[_Current]:
-        """The step under way, until the end of the block; the caller's random state is restored."""
-        loss = torch.zeros((), dtype=torch.float64, device=self.device.torch_device)
-        random_state = torch.get_rng_state()
-        self._now = _Current(micro_batches, targets, sink, number, scale, loss, Activations(), {})
-        try:
-            yield self._now
-        finally:
-            del self._now
-            torch.set_rng_state(random_state)
+    def _execute(self, schedule: Schedule, now: _Current) -> None:
+        """Walk the schedule. What surrounds the call (autocast, inference mode, random state) neither counts nor
+        changes."""
 
-    def _act(self, op: Op, held: Held) -> None:
-        with torch.no_grad():
-            self._actions[op.kind](op, held)
+        def act(op: Op, held: Held) -> None:
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+                torch.autocast(self.device.torch_device.type, enabled=False),
+            ):
+                ACTIONS[op.kind](self, now, op, held)
+
+        with self.device.preserved_random_state():
+            self._executor.run(schedule, act)
 
     # Copies ---------------------------------------------------------------------------------------------------------
 
-    def _copy(self, op: Op, held: Held) -> None:
+    def _copy(self, now: _Current, op: Op, held: Held) -> None:
         """FETCH: a shard of weights to its slot. GRAD: a shard of gradients home, in the dtype that crosses the bus."""
         (read,), (write,) = op.reads, op.writes
         source, target = _part(held, read), _part(held, write)
@@ -139,131 +122,147 @@ class Streamer:
 
     # Compute --------------------------------------------------------------------------------------------------------
 
-    def _forward(self, op: Op, held: Held) -> None:
+    def _forward(self, now: _Current, op: Op, held: Held) -> None:
         unit, micro = op.unit, op.micro
-        alive = self._now.activations
-        self._reseed(unit, micro)
+        alive = now.activations
+        self._reseed(now, unit, micro)
         if unit == 0:
-            inputs = model_inputs(self._now.micro_batches[micro], self.device.torch_device)
+            inputs = model_inputs(now.micro_batches[micro], self.device.torch_device)
             weights = self._binders[0].bind(self._weights(op, held, 0))
             alive.inputs[1, micro], alive.calls[micro] = self.ported.prologue(weights, inputs)
             return
         keeps = any(access.buffer.startswith("device/graph/") for access in op.writes)
         hidden = alive.inputs[unit, micro]
         if keeps:
-            graph = self._grown(op, held, hidden)
+            graph = self._grown(now, op, held, hidden)
             alive.graphs[unit, micro] = graph
             alive.inputs[unit + 1, micro] = graph.output.detach()
         else:
             weights = self._binders[unit].bind(self._weights(op, held, unit))
             call = alive.calls[micro][unit - 1]
             alive.inputs[unit + 1, micro] = self.ported.layer(unit - 1, weights, hidden, call)
-        if keeps or self._now.sink is None:
+        if keeps or now.sink is None:
             del alive.inputs[unit, micro]
 
-    def _grown(self, op: Op, held: Held, hidden: Tensor) -> Graph:
+    def _grown(self, now: _Current, op: Op, held: Held, hidden: Tensor) -> Graph:
         """Run a layer with its autograd graph; what autograd saves of the weights it saves by name."""
         bound = Bound(self._weights(op, held, op.unit))
         leaves = self._binders[op.unit].leaves(bound.flat)
         leaf = hidden.detach().requires_grad_()
-        call = self._now.activations.calls[op.micro][op.unit - 1]
+        call = now.activations.calls[op.micro][op.unit - 1]
         with torch.enable_grad(), names_weights(bound):
             output = self.ported.layer(op.unit - 1, leaves, leaf, call)
         return Graph(bound, leaves, leaf, output)
 
-    def _loss(self, op: Op, held: Held) -> None:
-        unit, micro, now = op.unit, op.micro, self._now
-        self._reseed(unit, micro)
+    def _loss(self, now: _Current, op: Op, held: Held) -> None:
+        unit, micro = op.unit, op.micro
+        self._reseed(now, unit, micro)
         hidden = now.activations.inputs.pop((unit, micro))
         flat = hidden.reshape(-1, hidden.shape[-1])
-        chunk = self.policy.loss_chunk_tokens
-        owners = [0, unit] if self.spec.tied else [unit]
         if now.sink is None:
-            weights = {k: v for o in owners for k, v in self._binders[o].bind(self._weights(op, held, o)).items()}
-            if now.targets:
-                now.loss += loss_only(lambda part: self.ported.head(weights, part), flat, now.targets[micro], chunk)
-            else:
-                now.logits = self.ported.head(weights, flat[-1:])
+            self._loss_only(now, op, held, flat)
             return
         leaves: dict[str, Tensor] = {}
+        trained: list[Tensor] = []
         borrowed = self.spec.units[unit].borrows
-        for owner in owners:
-            bound = self._binders[owner].leaves(self._weights(op, held, owner))
-            used = {name: leaf for name, leaf in bound.items() if owner == unit or name in borrowed}
-            send_to_sum(used.items(), self._sum(op, held, owner))
-            leaves |= used
+        for owner in self._head_owners():
+            binder = self._binders[owner]
+            bound = binder.leaves(self._weights(op, held, owner))
+            used = [(name, leaf) for name, leaf in binder.trained(bound) if owner == unit or name in borrowed]
+            send_to_sum(used, self._sum(now, op, held, owner))
+            trained += [leaf for _, leaf in used]
+            leaves |= bound
         loss, gradient = loss_and_gradients(
             lambda part: self.ported.head(leaves, part),
-            list(leaves.values()),
+            trained,
             flat,
             now.targets[micro],
-            chunk,
+            self.policy.loss_chunk_tokens,
             now.scale,
         )
-        now.loss += loss
+        now.loss = loss if now.loss is None else now.loss + loss
         now.activations.gradients[micro] = gradient.view_as(hidden)
-        self._close_finished(op)
+        self._close_finished(now, op)
 
-    def _backward(self, op: Op, held: Held) -> None:
-        unit, micro, alive = op.unit, op.micro, self._now.activations
-        total = self._sum(op, held, unit)
+    def _loss_only(self, now: _Current, op: Op, held: Held, flat: Tensor) -> None:
+        """The loss, or the next logits, without gradients. `flat` [tokens, hidden size]."""
+        weights: dict[str, Tensor] = {}
+        for owner in self._head_owners():
+            weights |= self._binders[owner].bind(self._weights(op, held, owner))
+        if now.targets:
+            chunk = self.policy.loss_chunk_tokens
+            loss = loss_only(lambda part: self.ported.head(weights, part), flat, now.targets[op.micro], chunk)
+            now.loss = loss if now.loss is None else now.loss + loss
+        else:
+            now.logits = self.ported.head(weights, flat[-1:])
+
+    def _head_owners(self) -> list[int]:
+        """Units whose weights the head uses: the epilogue's own, and the prologue's if it borrows."""
+        own = [self.spec.epilogue] if self._layouts[self.spec.epilogue].size else []
+        return [0, *own] if self.spec.tied else own
+
+    def _backward(self, now: _Current, op: Op, held: Held) -> None:
+        unit, micro, alive = op.unit, op.micro, now.activations
         if unit == 0:
-            self._backward_prologue(op, held, total)
+            self._backward_prologue(now, op, held)
         else:
             graph = alive.graphs.pop((unit, micro), None)
             if graph is None:
-                self._reseed(unit, micro)
-                graph = self._grown(op, held, alive.inputs.pop((unit, micro)))
+                self._reseed(now, unit, micro)
+                graph = self._grown(now, op, held, alive.inputs.pop((unit, micro)))
             else:
                 graph.bound.flat = self._weights(op, held, unit)
-            send_to_sum(self._full_names(unit, graph.leaves), total)
-            inputs = [graph.input, *graph.leaves.values()]
+            trained = self._binders[unit].trained(graph.leaves)
+            if self._layouts[unit].size:
+                send_to_sum(trained, self._sum(now, op, held, unit))
+            inputs = [graph.input, *(leaf for _, leaf in trained)]
             torch.autograd.backward([graph.output], [alive.gradients.pop(micro)], inputs=inputs)
             assert graph.input.grad is not None
             alive.gradients[micro] = graph.input.grad
-        self._close_finished(op)
+        self._close_finished(now, op)
 
-    def _backward_prologue(self, op: Op, held: Held, total: UnitSum) -> None:
+    def _backward_prologue(self, now: _Current, op: Op, held: Held) -> None:
         """Run the prologue again, this time for its gradient; it is cheap, and nothing of it has been kept."""
-        alive = self._now.activations
+        alive = now.activations
         leaves = self._binders[0].leaves(self._weights(op, held, 0))
-        self._reseed(0, op.micro)
+        self._reseed(now, 0, op.micro)
         with torch.enable_grad():
-            inputs = model_inputs(self._now.micro_batches[op.micro], self.device.torch_device)
+            inputs = model_inputs(now.micro_batches[op.micro], self.device.torch_device)
             hidden, _ = self.ported.prologue(leaves, inputs)
-        send_to_sum(leaves.items(), total)
-        torch.autograd.backward([hidden], [alive.gradients.pop(op.micro)], inputs=list(leaves.values()))
+        trained = self._binders[0].trained(leaves)
+        send_to_sum(trained, self._sum(now, op, held, 0))
+        gradient = alive.gradients.pop(op.micro)
+        if hidden.requires_grad:
+            torch.autograd.backward([hidden], [gradient], inputs=[leaf for _, leaf in trained])
         del alive.calls[op.micro]
 
     # Gradients ------------------------------------------------------------------------------------------------------
 
-    def _sum(self, op: Op, held: Held, unit: int) -> UnitSum:
+    def _sum(self, now: _Current, op: Op, held: Held, unit: int) -> UnitSum:
         """The gradient of `unit` under construction, begun where the schedule says that the first term is written."""
-        if unit not in self._now.sums:
+        if unit not in now.sums:
             access = _access_of(op.writes, f"g{unit}")
             size = self._layouts[unit].size
             flat = _part(held, access).view(DTYPE_OF_NBYTES[(access.stop - access.start) // size])
-            self._now.sums[unit] = UnitSum(self._layouts[unit], flat)
-        return self._now.sums[unit]
+            now.sums[unit] = UnitSum(self._layouts[unit], flat)
+        return now.sums[unit]
 
-    def _close_finished(self, op: Op) -> None:
+    def _close_finished(self, now: _Current, op: Op) -> None:
         """A gradient whose last term this op has added is complete."""
         for access in op.writes:
             if access.content.startswith("g") and "~" not in access.content:
-                self._now.sums.pop(int(access.content[1:])).close()
+                now.sums.pop(int(access.content[1:])).close()
 
-    def _full_names(self, unit: int, leaves: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        return zip((field.name for field in self._layouts[unit].fields), leaves.values(), strict=True)
+    def _norm(self, now: _Current, op: Op, held: Held) -> None:
+        if not now.loss_is_finite:
+            self._finite_loss(now)  # before any gradient of this step is used
+            now.loss_is_finite = True
+        assert now.sink is not None
+        now.sink.norm(op.unit, self._landed(op, held))
 
-    def _norm(self, op: Op, held: Held) -> None:
-        if op.unit == self.spec.epilogue:
-            self._finite_loss()  # before any gradient of this step is used
-        assert self._now.sink is not None
-        self._now.sink.norm(op.unit, self._landed(op, held))
-
-    def _update(self, op: Op, held: Held) -> None:
-        assert self._now.sink is not None
-        self._now.sink.update(op.unit, self._landed(op, held))
+    def _update(self, now: _Current, op: Op, held: Held) -> None:
+        assert now.sink is not None
+        now.sink.update(op.unit, self._landed(op, held))
 
     def _landed(self, op: Op, held: Held) -> Tensor:
         access = op.reads[0]
@@ -275,18 +274,18 @@ class Streamer:
         """The flat weights of `unit`, where this op reads them."""
         return _part(held, _access_of(op.reads, f"w{unit}")).view(self.dtype)
 
-    def _finite_loss(self) -> float:
-        loss = self._now.loss.item()
+    def _finite_loss(self, now: _Current) -> float:
+        loss = 0.0 if now.loss is None else now.loss.item()
         if not math.isfinite(loss):
-            raise NonFinite(
-                f"the loss is {loss}",
-                where=f"step {self._now.number}",
-                fix="nothing was updated; lower the learning rate or inspect the batch",
-            )
+            what = f"the loss is {loss}"
+            if now.sink is None:
+                raise NonFinite(what, where="evaluation", fix="inspect the batch and the weights")
+            fix = "nothing was updated; lower the learning rate or inspect the batch"
+            raise NonFinite(what, where=f"step {now.number}", fix=fix)
         return loss
 
-    def _reseed(self, unit: int, micro: int) -> None:
-        self.device.seed(hash((self.seed, self._now.number, unit, micro)) & 0x7FFF_FFFF_FFFF_FFFF)
+    def _reseed(self, now: _Current, unit: int, micro: int) -> None:
+        self.device.seed(hash((self.seed, now.number, unit, micro)) & 0x7FFF_FFFF_FFFF_FFFF)
 
 
 def _part(held: Held, access: Access) -> Tensor:
@@ -299,3 +298,15 @@ def _access_of(accesses: Sequence[Access], content: str) -> Access:
         if access.content.partition("~")[0] == content:
             return access
     raise MegaTrainError(f"the op declares no {content}")
+
+
+ACTIONS = {
+    "FETCH": Streamer._copy,
+    "GRAD": Streamer._copy,
+    "FORWARD": Streamer._forward,
+    "LOSS": Streamer._loss,
+    "BACKWARD": Streamer._backward,
+    "NORM": Streamer._norm,
+    "UPDATE": Streamer._update,
+}
+"""What each kind of op does."""

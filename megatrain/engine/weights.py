@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatrain.layout import Layout
+from megatrain.layout import layout_of
+from megatrain.spec import UnitSpec
 
 
 @dataclass(slots=True)
@@ -43,8 +44,11 @@ class _Place:
 class UnitBinder:
     """Makes the name -> view mapping of one unit. `prefix` is cut off the parameter names."""
 
-    def __init__(self, layout: Layout, prefix: str = "") -> None:
-        self.names = [field.name.removeprefix(prefix) for field in layout.fields]
+    def __init__(self, unit: UnitSpec, prefix: str = "") -> None:
+        layout = layout_of(unit)
+        self.full_names = [field.name for field in layout.fields]
+        self.names = [name.removeprefix(prefix) for name in self.full_names]
+        self._trains = [param.trainable for param in unit.params]
         self._views = [(field.shape, contiguous_strides(field.shape), field.start) for field in layout.fields]
 
     def bind(self, flat: Tensor) -> dict[str, Tensor]:
@@ -56,8 +60,16 @@ class UnitBinder:
         }
 
     def leaves(self, flat: Tensor) -> dict[str, Tensor]:
-        """The same as autograd leaves."""
-        return {name: view.requires_grad_() for name, view in self.bind(flat).items()}
+        """The same as autograd leaves; frozen parameters need no gradient."""
+        views = self.bind(flat)
+        for view, trains in zip(views.values(), self._trains, strict=True):
+            view.requires_grad_(trains)
+        return views
+
+    def trained(self, leaves: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
+        """Full name and leaf of the parameters that get a gradient."""
+        triples = zip(self.full_names, leaves.values(), self._trains, strict=True)
+        return [(name, leaf) for name, leaf, trains in triples if trains]
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -74,7 +86,7 @@ def names_weights(bound: Bound) -> AbstractContextManager[object]:
 
     def pack(tensor: Tensor) -> Tensor | _Place:
         if not bound.holds(tensor):
-            return tensor
+            return tensor.detach()  # else a node that saves its own output would keep itself alive
         offset = int(tensor.storage_offset()) - int(bound.flat.storage_offset())
         return _Place(offset, tensor.shape, tensor.stride())
 

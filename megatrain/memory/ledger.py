@@ -12,33 +12,38 @@ from collections.abc import Iterable, Mapping
 from megatrain.errors import DoesNotFit
 from megatrain.schedule import Buffer, nbytes_by_owner
 
-GIB = 1 << 30
-
 
 class Ledger:
-    """Bytes by (tier, owner), within `budgets` (tier -> bytes; a missing tier is unlimited)."""
+    """Bytes by (tier, owner), within `budgets` (tier -> bytes; a missing tier is unlimited).
 
-    def __init__(self, budgets: Mapping[str, int] | None = None) -> None:
+    `one_memory`: the device computes in host memory, so that its buffers count against the host's budget.
+    """
+
+    def __init__(self, budgets: Mapping[str, int] | None = None, *, one_memory: bool = False) -> None:
         self.budgets = dict(budgets or {})
+        self.one_memory = one_memory
         self._buffers: dict[str, Buffer] = {}
 
-    def record(self, buffers: Iterable[Buffer]) -> None:
-        """Enter arena buffers; one of a known name replaces it.
-
-        Raises `DoesNotFit` with the table, entering nothing, when a tier would go over its budget.
-        """
-        after = dict(self._buffers)
-        after.update({buffer.name: buffer for buffer in buffers if buffer.arena})
+    def require(self, buffers: Iterable[Buffer]) -> None:
+        """Raise `DoesNotFit`, with the table, if these arena buffers would take a tier over its budget."""
+        after = self._buffers | {buffer.name: buffer for buffer in buffers if buffer.arena}
         for tier, budget in self.budgets.items():
-            needed = sum(buffer.nbytes for buffer in after.values() if buffer.tier == tier)
+            shared = self.one_memory and tier == "host"
+            needed = sum(buffer.nbytes for buffer in after.values() if shared or buffer.tier == tier)
             if needed > budget:
-                over = needed - budget
                 raise DoesNotFit(
-                    f"needs {needed:,} bytes of {tier} memory, {over:,} more than its budget of {budget:,}",
-                    where=f"policy.{tier}_budget_nbytes",
-                    fix=f"raise it or train a smaller model; it would hold {_in_words(after.values(), tier)}",
+                    f"needs {needed:,} bytes of {tier} memory, {needed - budget:,} more than its budget of {budget:,}",
+                    where="memory",
+                    fix=f"it would hold {_in_words(after.values(), tier)}",
                 )
-        self._buffers = after
+
+    def enter(self, buffer: Buffer) -> None:
+        """The buffer has been allocated."""
+        self._buffers[buffer.name] = buffer
+
+    def strike(self, name: str) -> None:
+        """The buffer has been given back."""
+        self._buffers.pop(name, None)
 
     def forget(self) -> None:
         """Strike out everything (the memory has been given back)."""
@@ -55,4 +60,4 @@ class Ledger:
 
 def _in_words(buffers: Iterable[Buffer], tier: str) -> str:
     owners = {owner: nbytes for (of, owner), nbytes in nbytes_by_owner(buffers).items() if of == tier}
-    return ", ".join(f"{owner} {nbytes / GIB:.2f} GiB" for owner, nbytes in owners.items())
+    return ", ".join(f"{owner} {nbytes:,}" for owner, nbytes in owners.items())

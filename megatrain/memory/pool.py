@@ -33,16 +33,18 @@ class Pool:
     def provide(self, buffers: Iterable[Buffer]) -> None:
         """Make sure that all arena buffers exist and are large enough. Raises `DoesNotFit` before allocating any.
 
-        A buffer that grows loses its content, so only slots may; the state's size never changes.
+        A buffer that grows loses its content, so only slots may; the state's size never changes. When an allocation
+        fails, what has been allocated stays, and the next call tries again.
         """
         missing = [b for b in buffers if b.arena and (b.name not in self._memory or self._size(b.name) < b.nbytes)]
         if missing and self._leases:
             raise DeviceError(f"{self._leases} leases are out while buffers change", where="memory pool")
-        self.ledger.record(missing)
+        self.ledger.require(missing)
         for buffer in missing:
-            self._memory.pop(buffer.name, None)
+            self._give_back(buffer)
             allocate = self.device.allocate if buffer.tier == "device" else self.device.allocate_host
             self._memory[buffer.name] = allocate(buffer.nbytes, buffer.owner)
+            self.ledger.enter(buffer)
 
     def memory(self, name: str) -> Tensor:
         """A whole host buffer between steps, uint8[nbytes]: for loading, reading and writing the state."""
@@ -53,12 +55,11 @@ class Pool:
     @contextmanager
     def lease(self, op: Op) -> Iterator[Held]:
         """The arena buffers that `op` declares, until the end of the block."""
-        names = {access.buffer for access in (*op.reads, *op.writes)}
-        held = {name: self._memory[name] for name in names if name in self._memory}
         with self._lock:
             self._leases += 1
         try:
-            yield held
+            with self.device.lend(op, self._memory) as held:
+                yield held
         finally:
             with self._lock:
                 self._leases -= 1
@@ -72,6 +73,13 @@ class Pool:
         """Give all memory back."""
         self._memory.clear()
         self.ledger.forget()
+
+    def _give_back(self, buffer: Buffer) -> None:
+        """Let go of the buffer of that name, if there is one, before its larger successor is allocated."""
+        old = self._memory.pop(buffer.name, None)
+        self.ledger.strike(buffer.name)
+        if old is not None and buffer.tier == "device":
+            self.device.free(old, buffer.owner)
 
     def _size(self, name: str) -> int:
         return self._memory[name].numel()

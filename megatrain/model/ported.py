@@ -11,7 +11,8 @@ those weights live (`engine.weights`) and gradients.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,10 @@ class PortedModel:
         """
         capture = Capture(len(self.ports))
         self._run(capture, weights, inputs)
-        assert capture.hidden is not None
+        if capture.hidden is None or not capture.observed_only_passing:
+            raise ModelError(
+                "skipped or repeated a layer, or changed the hidden state between two", where=self.spec.name
+            )
         return capture.hidden, capture.calls
 
     def layer(self, index: int, weights: Weights, hidden: Tensor, call: Call) -> Tensor:
@@ -87,15 +91,24 @@ class PortedModel:
                         module._buffers[name] = buffer.to(device)
         self._placeholders = {name: zero.to(device) for name, zero in self._placeholders.items()}
 
-    def train(self, mode: bool) -> None:
-        """Put skeleton and templates in training or evaluation mode (dropout and the like)."""
-        if self.skeleton.training != mode:
-            for root in (self.skeleton, *self.templates):
-                root.train(mode)
+    @contextmanager
+    def evaluation_mode(self) -> Iterator[None]:
+        """Without dropout and the like in the block; afterwards every module is in the mode that it was in."""
+        modules = [module for root in (self.skeleton, *self.templates) for module in root.modules()]
+        modes = [module.training for module in modules]
+        for module in modules:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module, mode in zip(modules, modes, strict=True):
+                module.training = mode
 
     def write_pretrained(self, masters: Weights, folder: Path) -> None:
         """Write config and float32 safetensors as the library itself would. `masters` holds every parameter."""
         whole = copy.deepcopy(self.skeleton)
+        if self.spec.tied:
+            whole.config.tie_word_embeddings = True  # also where only the code tied them: one name is written
         parent, _, attribute = self.stack.rpartition(".")
         setattr(whole.get_submodule(parent), attribute, nn.ModuleList(copy.deepcopy(self.templates)))
         buffers = {name: value for name, value in whole.state_dict().items() if not value.is_meta}
@@ -123,9 +136,10 @@ def port_model(model: nn.Module, dtype: torch.dtype) -> PortedModel:
     refuse_other_kinds(model)
     assert isinstance(model, PreTrainedModel)
     original_dtype = next(model.parameters()).dtype
-    learned = _take_apart(model, original_dtype)
-    _learn_returns(model, learned)
-    spec = _learn_spec(model, learned)
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
+        learned = _take_apart(model, original_dtype)
+        _learn_returns(model, learned)
+        spec = _learn_spec(model, learned)
     ported = learned if dtype == original_dtype else _take_apart(model, dtype)
     for port, known in zip(ported.ports, learned.ports, strict=True):
         port.returns = known.returns
@@ -170,8 +184,16 @@ def _take_apart(model: PreTrainedModel, dtype: torch.dtype) -> PortedModel:
         if not parameter.is_floating_point():
             raise ModelError("has parameters that are not floating point (quantized?)", where=type(model).__name__)
         meta = torch.empty(parameter.shape, dtype=dtype, device="meta")
-        memo[id(parameter)] = nn.Parameter(meta, requires_grad=False)
+        memo[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ModelError(f"its buffer {name} has no value (meta device)", where=type(model).__name__)
+        memo[id(buffer)] = buffer.detach().cpu().clone()
     skeleton = copy.deepcopy(model, memo)
+    for module in skeleton.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False  # what to recompute is the policy's choice
+    skeleton.config.return_dict = True
     templates = list(skeleton.get_submodule(stack).children())
     ports = [Port(index, layer) for index, layer in enumerate(templates)]
     parent, _, attribute = stack.rpartition(".")
@@ -190,16 +212,32 @@ def _placeholder_units(layers: int) -> tuple[UnitSpec, ...]:
 
 def _learn_returns(model: PreTrainedModel, ported: PortedModel) -> None:
     """Call one layer of each class, to see whether it returns the hidden state or a tuple that starts with it."""
+    capture = Capture(len(ported.ports))
     with torch.no_grad():
-        hidden, calls = ported.prologue(ported._placeholders, _probe_inputs())
+        ported._run(capture, ported._placeholders, _probe_inputs())
+    if capture.hidden is None or len(capture.calls) < len(ported.ports):
+        raise ModelError("does not call each of its decoder layers once", where=f"model {type(model).__name__}")
+    hidden, calls = capture.hidden, capture.calls
     known: dict[type, int | None] = {}
     for index, layer in enumerate(model.get_submodule(ported.stack).children()):
         if type(layer) not in known:
             args, kwargs = calls[index].arguments(hidden)
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                output = layer(*args, **kwargs)
-            known[type(layer)] = len(output) if isinstance(output, tuple) else None
+                place = next(layer.parameters()).device
+                output = layer(*_moved(args, place), **_moved(kwargs, place))
+            known[type(layer)] = len(output) if isinstance(output, tuple | list) else None
         ported.ports[index].returns = known[type(layer)]
+
+
+def _moved(value: Any, place: torch.device) -> Any:
+    """A structure of arguments with its tensors on another device."""
+    if isinstance(value, Tensor):
+        return value.to(place)
+    if isinstance(value, dict):
+        return {key: _moved(item, place) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_moved(item, place) for item in value)
+    return value
 
 
 def _probe_inputs() -> dict[str, Tensor]:
@@ -210,6 +248,7 @@ def _learn_spec(model: PreTrainedModel, ported: PortedModel) -> ModelSpec:
     """Read off two autograd graphs which parameters the prologue and the epilogue use."""
     where = f"model {type(model).__name__}"
     leaves = {name: zero.detach().requires_grad_() for name, zero in ported._placeholders.items()}
+    trains = {name: parameter.requires_grad for name, parameter in ported.skeleton.named_parameters()}
     capture = Capture(len(ported.ports))
     with torch.enable_grad():  # the caller may have switched it off
         ported._run(capture, leaves, _probe_inputs())
@@ -224,7 +263,7 @@ def _learn_spec(model: PreTrainedModel, ported: PortedModel) -> ModelSpec:
     in_prologue, in_epilogue = reachable_leaves(capture.hidden), reachable_leaves(logits)
     prologue, epilogue, borrowed = [], [], []
     for name, leaf in leaves.items():
-        param = ParamSpec(name, tuple(leaf.shape))
+        param = ParamSpec(name, tuple(leaf.shape), trainable=trains[name])
         if id(leaf) in in_epilogue and id(leaf) not in in_prologue:
             epilogue.append(param)
         else:
@@ -257,7 +296,8 @@ def _layer_specs(model: PreTrainedModel, ported: PortedModel) -> list[UnitSpec]:
                     f"layers share a parameter: {prefix}{name} is {seen[id(parameter)]}", where=type(model).__name__
                 )
             seen[id(parameter)] = prefix + name
-            params.append(ParamSpec(prefix + name, tuple(parameter.shape), _active_share(model, parameter)))
+            share = _active_share(model, parameter)
+            params.append(ParamSpec(prefix + name, tuple(parameter.shape), share, parameter.requires_grad))
         units.append(UnitSpec(prefix.rstrip("."), "layer", tuple(params)))
     return units
 

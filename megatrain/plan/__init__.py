@@ -3,7 +3,7 @@
 from megatrain.plan.cost import op_seconds, step_flops
 from megatrain.plan.hardware import available_host_nbytes, available_threads
 from megatrain.plan.report import memory_table
-from megatrain.plan.search import choose_policy, fit_activations
+from megatrain.plan.search import choose_policy, fit_activations, nearest_that_fits
 
 __all__ = [
     "available_host_nbytes",
@@ -11,6 +11,7 @@ __all__ = [
     "choose_policy",
     "fit_activations",
     "memory_table",
+    "nearest_that_fits",
     "op_seconds",
     "step_flops",
 ]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
+from megatrain.plan.report import memory_table
 from megatrain.spec import ModelSpec, Policy, Precision, Work
 
 GRAPH_NBYTES_PER_HIDDEN = {"bf16": 40, "fp32": 72}
@@ -29,3 +32,20 @@ def fit_activations(model: ModelSpec, policy: Policy, work: Work, free_nbytes: i
     per_token = GRAPH_NBYTES_PER_HIDDEN[policy.precision] * model.hidden_size * len(model.layers)
     keeps = per_token * sum(work.tokens) <= MOST_OF_FREE_MEMORY * free_nbytes
     return replace(policy, activations="keep" if keeps else "recompute")
+
+
+def nearest_that_fits(model: ModelSpec, policy: Policy, work: Work, budgets: Mapping[str, int]) -> str:
+    """In words: the smallest change of the policy that keeps every tier within its budget (bytes), if there is one."""
+    changes: dict[str, dict[str, Any]] = {
+        "one weight slot and one gradient slot would fit": {"weight_slots": 1, "grad_slots": 1},
+        "no clipping (max_grad_norm=None) would fit": {"update": "during_backward"},
+        "no clipping, and one slot each, would fit": {"update": "during_backward", "weight_slots": 1, "grad_slots": 1},
+    }
+    for words, change in changes.items():
+        table = memory_table(model, replace(policy, **change), work)
+        needed = {tier: sum(n for (of, _), n in table.items() if of == tier) for tier in ("device", "host")}
+        if policy.shares_memory:
+            needed["host"] += needed.pop("device")
+        if all(needed.get(tier, 0) <= nbytes for tier, nbytes in budgets.items()):
+            return words
+    return "no other policy of this model fits"

@@ -85,7 +85,7 @@ class _Builder:
     def _emit(self, visits: list[_Visit]) -> Schedule:
         if not self.policy.shares_memory:
             self._place_fetches(visits)
-        ops = [self._update(unit) for unit in self.units] if self.pending == "all" else []
+        ops = [self._update(unit) for unit in self.units if self.layouts[unit].size] if self.pending == "all" else []
         for visit in visits:
             ops += [*visit.fetches, *visit.compute, *visit.after]
         names = tuple(unit.name for unit in self.model.units)
@@ -96,7 +96,7 @@ class _Builder:
     def _forward_visit(self, unit: int) -> _Visit:
         visit = _Visit(unit)
         for micro in self.micros:
-            reads = [self._weights(unit)]
+            reads = [self._weights(unit)] if self.layouts[unit].size else []
             writes = [self._hidden(unit + 1, micro)]
             if unit == 0:
                 writes.append(self._transient(f"args/{micro}", 1, f"a{micro}"))
@@ -111,13 +111,12 @@ class _Builder:
         unit = self.model.epilogue
         visit = _Visit(unit)
         for micro in self.micros:
-            reads = [self._weights(unit), self._hidden(unit, micro)]
+            owners = [owner for owner in (unit, *((0,) if self.model.tied else ())) if self.layouts[owner].size]
+            reads = [self._hidden(unit, micro), *(self._weights(owner) for owner in owners)]
             writes = []
-            if self.model.tied:
-                reads.append(self._weights(0))
             if self.trains:
                 writes.append(self._dhidden(micro, unit))
-                for owner in (0, unit) if self.model.tied else (unit,):
+                for owner in owners:
                     self._contribute(owner, reads, writes)
             visit.compute.append(Op("LOSS", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))
         if self.trains:
@@ -127,7 +126,7 @@ class _Builder:
     def _backward_visit(self, unit: int) -> _Visit:
         visit = _Visit(unit)
         for micro in reversed(self.micros):
-            reads = [self._weights(unit), self._dhidden(micro, unit + 1)]
+            reads = [self._dhidden(micro, unit + 1), *([self._weights(unit)] if self.layouts[unit].size else [])]
             writes = []
             if unit > 0:
                 reads.append(self._transient(f"args/{micro}", 1, f"a{micro}"))
@@ -135,7 +134,8 @@ class _Builder:
                 source = self._transient(f"graph/{unit}.{micro}", 1, f"k{unit}.{micro}") if kept else None
                 reads.append(source or self._hidden(unit, micro))
                 writes.append(self._dhidden(micro, unit))
-            self._contribute(unit, reads, writes)
+            if self.layouts[unit].size:
+                self._contribute(unit, reads, writes)
             visit.compute.append(Op("BACKWARD", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))
         visit.after = self._gradient_out(unit)
         return visit
@@ -165,6 +165,11 @@ class _Builder:
         last_visit: dict[str, int] = {}
         earliest = 0
         for index, visit in enumerate(visits):
+            if self.model.tied and visit.unit == self.model.epilogue:
+                last_visit[self._weight_slots(0)[0]] = index
+            if not self.layouts[visit.unit].size:
+                visit.compute = [self._with_slots(op, visit) for op in visit.compute]
+                continue
             slots = self._weight_slots(visit.unit)
             held = [slot for slot in slots if content.get(slot) == visit.unit]
             visit.slot = (
@@ -177,8 +182,6 @@ class _Builder:
                 visits[earliest].fetches += self._fetches(visit.unit, visit.slot)
                 content[visit.slot] = visit.unit
             last_visit[visit.slot] = index
-            if self.model.tied and visit.unit == self.model.epilogue:
-                last_visit[self._weight_slots(0)[0]] = index
             visit.compute = [self._with_slots(op, visit) for op in visit.compute]
 
     def _with_slots(self, op: Op, visit: _Visit) -> Op:
@@ -247,7 +250,9 @@ class _Builder:
         return slots[unit % len(slots)]
 
     def _gradient_out(self, unit: int) -> list[Op]:
-        ops = []
+        ops: list[Op] = []
+        if not self.layouts[unit].size:
+            return ops
         source, _ = self._accumulator(unit)
         home = self._gradient_home(unit)
         each, out = accumulator_nbytes(self.model, self.policy, self.work, unit), self.policy.grad_nbytes
@@ -283,6 +288,8 @@ class _Builder:
     def _declare_host(self) -> None:
         old = "old" if self.pending == "all" else ""
         for unit, layout in enumerate(self.layouts):
+            if not layout.size:
+                continue  # an epilogue that only borrows
             weights, state = layout.size * self.policy.weight_nbytes, layout.size * state_nbytes(self.policy)
             self._declare(f"host/hi/{unit}", weights, "weights", _version(f"w{unit}", old))
             self._declare(f"host/state/{unit}", state, "optimizer state", _version(f"s{unit}", old))

@@ -96,7 +96,7 @@ def _check_contents(schedule: Schedule) -> None:
 def _check_gradients(schedule: Schedule) -> None:
     """Each unit that has a backward delivers its whole gradient once, and is normed and updated once at most."""
     ops = schedule.ops
-    trained = {op.unit for op in ops if op.writes and op.kind in ("BACKWARD", "LOSS")}
+    trained = {int(a.content[1:]) for op in ops if op.stream == "compute" for a in op.writes if _is_whole_gradient(a)}
     for kind in ("NORM", "UPDATE"):
         for unit, count in Counter(op.unit for op in ops if op.kind == kind).items():
             if count > 1:
@@ -109,6 +109,13 @@ def _check_gradients(schedule: Schedule) -> None:
                 raise _refusal(schedule, index, f"the gradient of unit {unit} leaves {how}")
         if not any(op.kind == "NORM" and op.unit == unit for op in ops):
             raise ScheduleError(f"the gradient of unit {unit} never leaves", where="schedule")
+    updated = {op.unit for op in ops if op.kind == "UPDATE" and op.reads[0].content == f"g{op.unit}"}
+    if updated and updated != trained:
+        raise ScheduleError(f"units {sorted(trained - updated)} are trained but not updated", where="schedule")
+
+
+def _is_whole_gradient(access: Access) -> bool:
+    return access.content.startswith("g") and access.content[1:].isdigit()
 
 
 def _is_grad(op: Op, unit: int) -> bool:

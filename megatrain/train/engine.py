@@ -7,8 +7,7 @@ kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,14 +18,21 @@ from torch import Tensor, nn
 
 from megatrain.checkpoint import export_model
 from megatrain.device import Device, matmul_flops, open_device
-from megatrain.engine import MicroBatch, Streamer, check_micro_batches
-from megatrain.errors import DeviceError, PlanError
+from megatrain.engine import MicroBatch, Streamer, check_inputs, check_micro_batches
+from megatrain.errors import BatchError, DeviceError, DoesNotFit, PlanError
 from megatrain.memory import Ledger, Pool, Store
 from megatrain.model import PortedModel, port_model
 from megatrain.optim import AdamW, warm_up
-from megatrain.plan import available_host_nbytes, available_threads, choose_policy, fit_activations, step_flops
+from megatrain.plan import (
+    available_host_nbytes,
+    available_threads,
+    choose_policy,
+    fit_activations,
+    nearest_that_fits,
+    step_flops,
+)
 from megatrain.schedule import Schedule, build_flush, build_forward, build_step, check
-from megatrain.spec import ModelSpec, Policy, Precision, Work
+from megatrain.spec import ActivationPlan, ModelSpec, Policy, Precision, Work
 from megatrain.train.sink import GradientCollector, OptimizerSink
 
 Kind = Literal["step", "pending step", "forward", "flush"]
@@ -59,15 +65,15 @@ class Engine:
         max_grad_norm: float | None,
         *,
         fits_activations: bool,
+        owns_device: bool,
         seed: int,
     ) -> None:
         self.spec: ModelSpec = ported.spec
         self.optimizer, self.max_grad_norm = optimizer, max_grad_norm
         self._ported, self._device = ported, device
-        self._policy, self._fits_activations = policy, fits_activations
-        budgets = {"device": policy.device_budget_nbytes, "host": policy.host_budget_nbytes}
-        self._pool = Pool(device, Ledger({tier: nbytes for tier, nbytes in budgets.items() if nbytes is not None}))
-        self._schedules: dict[tuple[str, Work], Schedule] = {}
+        self._policy, self._fits_activations, self._owns_device = policy, fits_activations, owns_device
+        self._pool = Pool(device, Ledger(_budgets(policy, device), one_memory=policy.shares_memory))
+        self._schedules: dict[tuple[Kind, int, ActivationPlan], Schedule] = {}
         self._schedule("step", Work((1,)))
         self._store = Store(self.spec, policy, self._pool)
         threads = policy.host_threads or available_threads()
@@ -102,6 +108,25 @@ class Engine:
             raise PlanError(f"precision must be bf16 or fp32, not {precision!r}", where="precision")
         optimizer = optimizer or AdamW()
         opened = open_device(device) if isinstance(device, str) else device
+        try:
+            return cls._made(model, opened, precision, optimizer, max_grad_norm, policy, opened is not device, seed)
+        except BaseException:
+            if opened is not device:
+                opened.close()
+            raise
+
+    @classmethod
+    def _made(
+        cls,
+        model: nn.Module,
+        opened: Device,
+        precision: Precision,
+        optimizer: AdamW,
+        max_grad_norm: float | None,
+        policy: Policy | Literal["auto"],
+        owns_device: bool,
+        seed: int,
+    ) -> Engine:
         if policy == "auto":
             chosen = choose_policy(
                 precision,
@@ -113,7 +138,16 @@ class Engine:
             chosen = policy
             _refuse_contradictions(policy, precision, max_grad_norm, opened)
         ported = port_model(model, DTYPES[precision])
-        engine = cls(ported, opened, chosen, optimizer, max_grad_norm, fits_activations=policy == "auto", seed=seed)
+        engine = cls(
+            ported,
+            opened,
+            chosen,
+            optimizer,
+            max_grad_norm,
+            fits_activations=policy == "auto",
+            owns_device=owns_device,
+            seed=seed,
+        )
         engine._store.load(dict(model.named_parameters()))
         warm_up()
         return engine
@@ -127,11 +161,14 @@ class Engine:
         no target, shifted inside), and whatever else the model's forward takes, such as `attention_mask`. `lr`
         replaces the optimizer's learning rate for this step.
 
-        Raises `BatchError` for an unusable micro-batch and `NonFinite` for a loss or gradient that is not finite;
-        either way the step is not applied. With clipping, updates are applied during the next step's forward;
+        Raises `BatchError` for an unusable micro-batch and `NonFinite` for a loss or gradient that is not finite; the
+        step is then not applied (without clipping, units above a gradient that is not finite may have been: the error
+        names them). With clipping, updates are applied during the next step's forward;
         everything that reads the weights applies them first.
         """
         work = self._work(micro_batches)
+        if self._sink.pending and len(self._sink.pending) < len(self._sink.trained):
+            self.flush()  # what an interrupted step has left
         schedule = self._schedule("pending step" if self._sink.pending else "step", work)
         self._sink.begin(self.optimizer.lr if lr is None else lr)
         self._device.stalled_seconds()
@@ -152,11 +189,12 @@ class Engine:
         """Mean loss over all target tokens of the micro-batches, without dropout. Nothing is updated."""
         work = self._work(micro_batches)
         self.flush()
-        with self._evaluation_mode():
+        with self._ported.evaluation_mode():
             return self._streamer.run(self._schedule("forward", work), micro_batches, None).loss
 
     def flush(self) -> None:
         """Apply the updates that are pending, if any. Called by everything that reads the weights."""
+        self._refuse_closed()
         if self._sink.pending:
             self._streamer.run(self._schedule("flush", Work((1,))), [], self._sink)
 
@@ -175,9 +213,15 @@ class Engine:
         return export_model(self._ported, self.master_weights(), folder)
 
     def next_logits(self, input_ids: Tensor) -> Tensor:
-        """Logits for the token after `input_ids`, int64[1, length]: float32[vocabulary], without dropout."""
+        """Logits for the token after `input_ids`, int64[1, length]: float32[vocabulary], without dropout.
+
+        Raises `BatchError` for another shape, or ids outside the vocabulary.
+        """
+        if input_ids.dim() != 2 or len(input_ids) != 1:
+            raise BatchError(f"input_ids must be [1, length], not {list(input_ids.shape)}", where="next_logits")
+        check_inputs(self.spec, {"input_ids": input_ids, "labels": input_ids}, "next_logits")
         self.flush()
-        with self._evaluation_mode():
+        with self._ported.evaluation_mode():
             schedule = self._schedule("forward", Work((input_ids.numel(),)))
             return self._streamer.next_logits(schedule, input_ids)
 
@@ -189,8 +233,16 @@ class Engine:
 
     @property
     def policy(self) -> Policy:
-        """How the model is streamed, as chosen for the last work."""
+        """How the model is streamed, as chosen for the last step that was prepared or run."""
         return self._policy
+
+    def prepare(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Choose, build and prove what a step over such micro-batches needs, and allocate it; run nothing."""
+        self._schedule("step", self._work(micro_batches))
+
+    def applied_updates(self) -> dict[str, int]:
+        """Unit name -> optimizer updates that its state in host memory has had; pending ones are not counted."""
+        return {unit.name: count for unit, count in zip(self.spec.units, self._sink.applied, strict=True)}
 
     def step_flops(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Necessary floating-point operations of a step over these micro-batches, padding not counted."""
@@ -213,7 +265,8 @@ class Engine:
     def close(self) -> None:
         """Stop the workers and give the memory back; what is pending is dropped with the weights."""
         self._closed = True
-        self._device.close()
+        if self._owns_device:
+            self._device.close()
         self._pool.release()
         self._schedules.clear()
 
@@ -225,32 +278,48 @@ class Engine:
 
     # Inside -----------------------------------------------------------------------------------------------------------
 
-    def _work(self, micro_batches: Sequence[MicroBatch]) -> Work:
+    def _refuse_closed(self) -> None:
         if self._closed:
             raise DeviceError("the engine is closed", where="engine", fix="make a new one with Engine.from_model")
+
+    def _work(self, micro_batches: Sequence[MicroBatch]) -> Work:
+        self._refuse_closed()
         return check_micro_batches(self.spec, micro_batches)
 
     def _schedule(self, kind: Kind, work: Work) -> Schedule:
-        """The schedule for this kind of run over this work: built and proven at first, and its memory provided."""
-        key = (kind, work)
+        """The schedule for this kind of run over this work: built and proven at first, its memory provided each time.
+
+        Ops depend on the number of micro-batches, not on their sizes, so schedules are kept by number.
+        """
+        if self._fits_activations and kind in ("step", "pending step"):
+            self._policy = fit_activations(self.spec, self._policy, work, self._memory_for_activations)
+        key = (kind, work.micro_batches, self._policy.activations)
         if key not in self._schedules:
-            if self._fits_activations and kind in ("step", "pending step"):
-                free = available_host_nbytes() if self._device.shares_memory else self._device.free_nbytes()
-                self._policy = fit_activations(self.spec, self._policy, work, free)
             schedule = _build(kind, self.spec, self._policy, work)
             check(schedule)
-            self._pool.provide(schedule.buffers.values())
             self._schedules[key] = schedule
+        try:
+            self._pool.provide(self._schedules[key].buffers.values())
+        except DoesNotFit as error:
+            error.fix = f"{error.fix}; {nearest_that_fits(self.spec, self._policy, work, self._pool.ledger.budgets)}"
+            raise
         return self._schedules[key]
 
-    @contextmanager
-    def _evaluation_mode(self) -> Iterator[None]:
-        mode = self._ported.skeleton.training
-        self._ported.train(False)
-        try:
-            yield
-        finally:
-            self._ported.train(mode)
+    @cached_property
+    def _memory_for_activations(self) -> int:
+        """Bytes that were free once the state had been allocated."""
+        return available_host_nbytes() if self._policy.shares_memory else self._device.free_nbytes()
+
+
+def _budgets(policy: Policy, device: Device) -> dict[str, int]:
+    """Bytes by tier: what the policy allows, else what the machine has now."""
+    device_nbytes, host_nbytes = policy.device_budget_nbytes, policy.host_budget_nbytes
+    budgets = {"host": available_host_nbytes() if host_nbytes is None else host_nbytes}
+    if device_nbytes is not None:
+        budgets["device"] = device_nbytes
+    elif not device.shares_memory:
+        budgets["device"] = device.free_nbytes()
+    return budgets
 
 
 def _build(kind: Kind, spec: ModelSpec, policy: Policy, work: Work) -> Schedule:

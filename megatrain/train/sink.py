@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import ConfigError, NonFinite
-from megatrain.layout import Layout, layout_of
+from megatrain.layout import layout_of
 from megatrain.memory import Store
 from megatrain.optim import AdamW, StepScalars, clip_scale, sum_of_squares, update_fp32, update_split
-from megatrain.spec import ModelSpec, Policy
+from megatrain.spec import ModelSpec, Policy, UnitSpec
 
 
 class OptimizerSink:
@@ -45,19 +45,30 @@ class OptimizerSink:
         self._store = store
         self._deferred = policy.update == "next_forward"
         self._names = [unit.name for unit in model.units]
-        self._segments = [self._cut(layout_of(unit)) for unit in model.units]
+        self._segments = [self._cut(unit) for unit in model.units]
+        self.trained = [unit for unit, ranges in enumerate(self._segments) if ranges]
+        """Units with anything to update."""
+        self.applied = [0] * len(model.units)
+        """Updates that each unit has had."""
         self._squares: dict[int, float] = {}
         self._updated: set[int] = set()
         self._scalars: StepScalars | None = None
         self._next_lr = optimizer.lr
 
     def begin(self, lr: float) -> None:
-        """A new step starts, whose own update will use this learning rate."""
+        """A new step starts, whose own update will use this learning rate.
+
+        Raises `ConfigError` for a rate out of range, and `NonFinite` where an interrupted step has left some units
+        ahead of others; either way before anything is computed.
+        """
+        scalars = self.optimizer.scalars(lr=lr, step=self.updates + 1)
+        if len({self.applied[unit] for unit in self.trained}) > 1 and not self.pending:
+            raise self._torn()
         self._squares.clear()
         self._updated.clear()
         self._next_lr = lr
         if not self._deferred:
-            self._scalars = self.optimizer.scalars(lr=lr, step=self.updates + 1)
+            self._scalars = scalars
 
     def norm(self, unit: int, gradient: Tensor) -> None:
         """Sum the squares of a unit's gradient. Raises `NonFinite`."""
@@ -71,7 +82,7 @@ class OptimizerSink:
 
         A deferred update that an interrupted step has applied already is not applied again.
         """
-        if self._deferred and unit not in self.pending:
+        if unit not in (self.pending if self._deferred else self.trained):
             return
         assert self._scalars is not None
         state, grad, segments = self._store.unit(unit), _as_numpy(gradient), self._segments[unit]
@@ -81,16 +92,26 @@ class OptimizerSink:
             update_split(state.hi, state.lo, state.m, state.v, grad, self._scalars, segments, self.threads)
         self.pending.discard(unit)
         self._updated.add(unit)
+        self.applied[unit] += 1
 
     def finish(self) -> float:
         """All gradients of the step have landed: fix the clipping factor. Returns the global norm before clipping."""
         total = math.sqrt(math.fsum(self._squares.values()))
-        self.updates += 1
         if self._deferred:
             scale = 1.0 if self.max_grad_norm is None else clip_scale(total, self.max_grad_norm)
-            self._scalars = self.optimizer.scalars(lr=self._next_lr, step=self.updates, grad_scale=scale)
-            self.pending = set(range(len(self._names)))
+            self._scalars = self.optimizer.scalars(lr=self._next_lr, step=self.updates + 1, grad_scale=scale)
+            self.pending = set(self.trained)
+        self.updates += 1
         return total
+
+    def _torn(self) -> NonFinite:
+        newest = max(self.applied)
+        ahead = ", ".join(name for name, count in zip(self._names, self.applied, strict=True) if count == newest)
+        return NonFinite(
+            f"an interrupted step has updated only these units: {ahead}",
+            where="optimizer",
+            fix="start again from a saved model; with max_grad_norm a step applies whole or not at all",
+        )
 
     def _refusal(self, unit: int) -> NonFinite:
         done = sorted(self._updated) if not self._deferred else []
@@ -107,22 +128,27 @@ class OptimizerSink:
             fix="set max_grad_norm, which makes a step apply whole or not at all",
         )
 
-    def _cut(self, layout: Layout) -> list[tuple[int, int, bool]]:
-        return [(f.start, f.stop, self.optimizer.decays(f.name)) for f in layout.fields]
+    def _cut(self, unit: UnitSpec) -> list[tuple[int, int, bool]]:
+        """Element ranges that train, and whether they decay."""
+        fields = zip(layout_of(unit).fields, unit.params, strict=True)
+        return [(f.start, f.stop, self.optimizer.decays(f.name)) for f, param in fields if param.trainable]
 
 
 class GradientCollector:
     """A `GradSink` that keeps a float32 copy of every gradient as it lands, and updates nothing."""
 
     def __init__(self, model: ModelSpec) -> None:
-        self._layouts = [layout_of(unit) for unit in model.units]
+        self._fields = [
+            [f for f, param in zip(layout_of(unit).fields, unit.params, strict=True) if param.trainable]
+            for unit in model.units
+        ]
         self._names = [unit.name for unit in model.units]
         self.gradients: dict[str, Tensor] = {}
 
     def norm(self, unit: int, gradient: Tensor) -> None:
         if not math.isfinite(sum_of_squares(_as_numpy(gradient))):
             raise NonFinite("the gradient is not finite", where=self._names[unit])
-        for field in self._layouts[unit].fields:
+        for field in self._fields[unit]:
             part = gradient[field.start : field.stop].to(torch.float32, copy=True)
             self.gradients[field.name] = part.view(field.shape)
 

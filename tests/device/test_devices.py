@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from megatrain.device import Device, matmul_flops, open_device
+from megatrain.device import Device, Errand, matmul_flops, open_device
 from megatrain.device.cpu import CpuDevice
 from megatrain.device.sim import SimDevice
 from megatrain.errors import DeviceError, NonFinite, OutOfDeviceMemory, StreamFailed
@@ -33,9 +33,9 @@ def test_a_stream_is_first_in_first_out_and_events_order_streams(name: str) -> N
     device = open_device(name)
     seen: list[str] = []
     compute, host = device.stream("compute"), device.stream("host")
-    first = host.submit("a", lambda: (time.sleep(0.02), seen.append("a"))[1])
-    host.submit("b", lambda: seen.append("b"))
-    compute.submit("c", lambda: seen.append("c"), [first])
+    first = host.submit(Errand("a"), lambda: (time.sleep(0.02), seen.append("a"))[1])
+    host.submit(Errand("b"), lambda: seen.append("b"))
+    compute.submit(Errand("c"), lambda: seen.append("c"), [first])
     device.synchronize()
     assert sorted(seen) == ["a", "b", "c"]
     assert seen.index("a") < min(seen.index("b"), seen.index("c"))
@@ -52,10 +52,10 @@ def test_a_failure_skips_what_relies_on_it_and_surfaces_once_with_its_cause(name
     def broken() -> None:
         raise ValueError("broken on purpose")
 
-    failed = host.submit("UPDATE u3", broken)
-    host.submit("UPDATE u4", lambda: seen.append("behind it"))
+    failed = host.submit(Errand("UPDATE u3"), broken)
+    host.submit(Errand("UPDATE u4"), lambda: seen.append("behind it"))
     with pytest.raises(StreamFailed, match=r"op UPDATE u3 on stream host: ValueError: broken on purpose") as caught:
-        compute.submit("FORWARD u3", lambda: seen.append("after it"), [failed])
+        compute.submit(Errand("FORWARD u3"), lambda: seen.append("after it"), [failed])
         device.synchronize()
     assert isinstance(caught.value.__cause__, ValueError)
     assert seen == []
@@ -63,7 +63,7 @@ def test_a_failure_skips_what_relies_on_it_and_surfaces_once_with_its_cause(name
         with pytest.raises(StreamFailed):
             device.synchronize()  # the foreground collects what the worker still holds
     device.synchronize()
-    host.submit("UPDATE u5", lambda: seen.append("later"))
+    host.submit(Errand("UPDATE u5"), lambda: seen.append("later"))
     device.synchronize()
     assert seen == ["later"], "a device recovers"
     device.close()
@@ -76,7 +76,7 @@ def test_our_own_errors_come_through_as_they_are(name: str) -> None:
     def broken() -> None:
         raise NonFinite("the gradient is not finite")
 
-    device.stream("host").submit("NORM u0", broken)
+    device.stream("host").submit(Errand("NORM u0"), broken)
     with pytest.raises(NonFinite):
         device.synchronize()
     device.close()
@@ -113,7 +113,7 @@ def test_the_same_seed_gives_the_same_order_and_others_give_others() -> None:
         device = SimDevice(seed)
         for i in range(6):
             for stream in ("compute", "fetch", "grad"):
-                device.stream(stream).submit(f"{stream}{i}", lambda: None)
+                device.stream(stream).submit(Errand(f"{stream}{i}"), lambda: None)
         device.synchronize()
         return device.order
 
@@ -123,16 +123,16 @@ def test_the_same_seed_gives_the_same_order_and_others_give_others() -> None:
 
 def test_work_that_waits_for_something_never_submitted_is_a_deadlock_report() -> None:
     device, other = SimDevice(), SimDevice()
-    never = other.stream("host").submit("never", lambda: None)
-    device.stream("compute").submit("FORWARD u1", lambda: None, [never])
-    with pytest.raises(DeviceError, match="deadlock: compute waits before FORWARD u1"):
+    never = other.stream("host").submit(Errand("never"), lambda: None)
+    device.stream("compute").submit(Errand("FORWARD u1"), lambda: None, [never])
+    with pytest.raises(DeviceError, match="deadlock: FORWARD u1 on stream compute waits for never"):
         device.synchronize()
 
 
 def test_the_cpu_counts_the_time_that_compute_waits() -> None:
     device = CpuDevice()
-    slow = device.stream("host").submit("slow", lambda: time.sleep(0.05))
-    device.stream("compute").submit("FORWARD u0", lambda: None, [slow])
+    slow = device.stream("host").submit(Errand("slow"), lambda: time.sleep(0.05))
+    device.stream("compute").submit(Errand("FORWARD u0"), lambda: None, [slow])
     assert 0.03 < device.stalled_seconds() < 1.0
     assert device.stalled_seconds() == 0.0
     device.close()
@@ -142,7 +142,7 @@ def test_compute_on_the_cpu_runs_in_the_foreground_and_host_work_does_not() -> N
     device = CpuDevice()
     threads: dict[str, int] = {}
     for stream in ("compute", "host"):
-        device.stream(stream).submit(stream, lambda s=stream: threads.__setitem__(s, threading.get_ident()))
+        device.stream(stream).submit(Errand(stream), lambda s=stream: threads.__setitem__(s, threading.get_ident()))
     device.synchronize()
     assert threads["compute"] == threading.get_ident() != threads["host"]
     device.close()

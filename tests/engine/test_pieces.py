@@ -98,7 +98,7 @@ def test_the_largest_tensor_of_the_head_is_a_chunk_not_all_tokens() -> None:
 def test_a_kept_graph_survives_its_slot_being_poisoned_bit_for_bit() -> None:
     """Weights that autograd saves are kept as names, and taken from the slot that the unit is in at backward."""
     home = torch.randn(LAYOUT.size)
-    binder = UnitBinder(LAYOUT, "l.")
+    binder = UnitBinder(UNIT, "l.")
     start = torch.randn(3, 6)
 
     def run(leaves: dict[str, Tensor], x: Tensor) -> Tensor:

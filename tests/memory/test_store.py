@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatrain.device.cpu import CpuDevice
-from megatrain.errors import DeviceError, DoesNotFit
+from megatrain.device.sim import SimDevice
+from megatrain.errors import DeviceError, DoesNotFit, OutOfDeviceMemory
 from megatrain.memory import Ledger, Pool, Store
 from megatrain.schedule import Buffer, build_step
 from megatrain.spec import ModelSpec, ParamSpec, Policy, Precision, UnitSpec, Work
@@ -90,8 +91,27 @@ def test_buffers_grow_but_are_not_made_twice() -> None:
 
 
 def test_a_budget_that_is_refused_enters_nothing() -> None:
-    ledger = Ledger({"host": 10})
-    ledger.record([Buffer("host/a", "host", 6, "x")])
+    pool = Pool(CpuDevice(), Ledger({"host": 10}))
+    pool.provide([Buffer("host/a", "host", 6, "x")])
     with pytest.raises(DoesNotFit, match="needs 11 bytes of host memory, 1 more than its budget of 10"):
-        ledger.record([Buffer("host/b", "host", 5, "y")])
-    assert ledger.nbytes("host") == 6
+        pool.provide([Buffer("host/b", "host", 5, "y")])
+    assert pool.ledger.nbytes("host") == 6
+
+
+def test_device_buffers_count_against_the_host_where_there_is_one_memory() -> None:
+    buffers = [Buffer("host/a", "host", 6, "x"), Buffer("device/b", "device", 5, "y")]
+    Ledger({"host": 10}).require(buffers)
+    with pytest.raises(DoesNotFit, match="needs 11 bytes of host memory"):
+        Ledger({"host": 10}, one_memory=True).require(buffers)
+
+
+def test_a_buffer_whose_growth_fails_is_made_again_by_the_next_call() -> None:
+    device = SimDevice(capacity=100)
+    pool = Pool(device, Ledger())
+    small, large = (Buffer("device/slot", "device", nbytes, "slots") for nbytes in (60, 120))
+    pool.provide([small])
+    with pytest.raises(OutOfDeviceMemory):
+        pool.provide([large])
+    assert pool.ledger.nbytes("device") == 0 == 100 - device.free_nbytes()
+    pool.provide([small])
+    assert pool.ledger.nbytes("device") == 60 == 100 - device.free_nbytes()

@@ -23,10 +23,10 @@ def good() -> dict[str, Tensor]:
     ("broken", "says"),
     [
         ([], "at least one micro-batch"),
-        ([{"input_ids": torch.zeros(2, 8, dtype=torch.long)}], "labels must be an integer tensor"),
+        ([{"input_ids": torch.zeros(2, 8, dtype=torch.long)}], "labels must be an int64 or int32 tensor"),
         ([{**good(), "labels": torch.zeros(2, 7, dtype=torch.long)}], "differ in shape"),
         ([{**good(), "input_ids": torch.zeros(8, dtype=torch.long)}], r"\[batch, length\]"),
-        ([{**good(), "input_ids": torch.rand(2, 8)}], "integer tensor"),
+        ([{**good(), "input_ids": torch.rand(2, 8)}], "int64 or int32 tensor"),
         ([good(), {**good(), "input_ids": torch.full((2, 8), VOCAB)}], f"micro-batch 1: input_ids holds token {VOCAB}"),
         ([{**good(), "labels": torch.full((2, 8), -5)}], "token -5, outside the vocabulary"),
         ([{**good(), "labels": torch.full((2, 8), -100)}], "no target token"),

@@ -8,7 +8,7 @@ import torch
 from megatrain import Engine, Policy
 from megatrain.device.cpu import CpuDevice
 from megatrain.device.sim import SimDevice
-from megatrain.errors import DoesNotFit, OutOfDeviceMemory
+from megatrain.errors import DoesNotFit
 from megatrain.model import port_model
 from megatrain.plan import memory_table
 from megatrain.spec import Work
@@ -43,6 +43,7 @@ def test_prediction_ledger_and_allocations_agree_to_the_byte(precision: str, sha
         engine.step(unequal_batches())
         predicted = memory_table(engine.spec, policy, WORK)
         held = engine.memory_table()
+        assert engine._pool.leases == 0
         for tier in ("device", "host"):
             assert sum(n for (of, _), n in held.items() if of == tier) == sum(
                 n for (of, _), n in predicted.items() if of == tier
@@ -91,5 +92,15 @@ def test_a_budget_is_respected_to_the_byte_and_refused_before_anything_is_alloca
 
 
 def test_a_device_that_is_too_small_is_a_typed_error_with_its_owners() -> None:
-    with pytest.raises(OutOfDeviceMemory, match="it holds"):
+    with pytest.raises(DoesNotFit, match=r"device memory, .* more than its budget of 30,000; it would hold"):
         Engine.from_model(tiny_model(), SimDevice(capacity=30_000))
+
+
+def test_the_error_names_the_nearest_policy_that_fits() -> None:
+    spec = port_model(tiny_model(), torch.float32).spec
+    table = memory_table(spec, Policy(weight_slots=1, grad_slots=1), WORK)
+    enough_for_one = sum(n for (tier, _), n in table.items() if tier == "device")
+    with pytest.raises(DoesNotFit, match="one weight slot and one gradient slot would fit"):
+        Engine.from_model(tiny_model(), SimDevice(capacity=enough_for_one))
+    with pytest.raises(DoesNotFit, match="no other policy of this model fits"):
+        Engine.from_model(tiny_model(), SimDevice(capacity=1000))

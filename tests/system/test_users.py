@@ -1,0 +1,266 @@
+"""What users do to models and engines before, between and after steps; each was wrong once, or could be."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megatrain import AdamW, Engine, Policy
+from megatrain.device.cpu import CpuDevice
+from megatrain.device.sim import SimDevice
+from megatrain.errors import BatchError, ConfigError, DeviceError, ModelError, NonFinite
+from tests.tiny import batch, equal, relative_error, stock_gradients, tiny_model, unequal_batches
+
+
+def test_frozen_parameters_stay_as_they_are_and_have_no_gradient() -> None:
+    model = tiny_model()
+    frozen = ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"]
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    _, expected = stock_gradients(model, unequal_batches())
+    before = {name: model.get_parameter(name).detach().clone() for name in frozen}
+    for device in ("cpu", "sim:1"):
+        with Engine.from_model(model, device, "fp32", AdamW(lr=0.1, weight_decay=0.1)) as engine:
+            found = engine.gradients(unequal_batches())
+            assert set(found) == set(expected) - set(frozen)
+            assert max(relative_error(found[name], expected[name]) for name in found) < 1e-6
+            engine.step(unequal_batches())
+            after = engine.master_weights()
+        assert all(torch.equal(after[name], before[name]) for name in frozen)
+        assert not torch.equal(after["lm_head.weight"], model.lm_head.weight)
+
+
+def test_a_whole_layer_can_be_frozen() -> None:
+    model = tiny_model()
+    model.model.layers[0].requires_grad_(False)
+    with Engine.from_model(model, "sim:2", "bf16") as engine:
+        for _ in range(3):
+            engine.step(unequal_batches())
+        assert set(engine.applied_updates().values()) == {0, 2}
+        engine.flush()
+        assert engine.applied_updates()["model.layers.1"] == 3
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim:4"])
+def test_a_tied_model_whose_epilogue_owns_nothing_trains(device: str) -> None:
+    """OLMo's final norm has no parameters."""
+    config = AutoConfig.for_model(
+        "olmo",
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).train()
+    loss, expected = stock_gradients(model, unequal_batches())
+    for update, clip in (("next_forward", 1.0), ("during_backward", None)):
+        policy = Policy("fp32", update=update)  # type: ignore[arg-type]
+        with Engine.from_model(model, device, "fp32", max_grad_norm=clip, policy=policy) as engine:
+            found = engine.gradients(unequal_batches())
+            assert max(relative_error(found[name], expected[name]) for name in expected) < 1e-6
+            assert engine.step(unequal_batches()).loss == pytest.approx(loss, rel=1e-6)
+            assert engine.step(unequal_batches()).loss < loss
+
+
+def test_gradient_checkpointing_switched_on_by_the_user_does_no_harm() -> None:
+    model = tiny_model()
+    _, expected = stock_gradients(model, unequal_batches())
+    with warnings.catch_warnings(action="ignore"):  # newer versions call it activation_checkpointing_enable
+        model.gradient_checkpointing_enable()
+    with Engine.from_model(model, precision="fp32") as engine:
+        found = engine.gradients(unequal_batches())
+    assert any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    assert max(relative_error(found[name], expected[name]) for name in expected) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "around", [torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.enable_grad()]
+)
+def test_what_surrounds_a_call_changes_nothing(around: object) -> None:
+    with Engine.from_model(tiny_model(), precision="fp32") as engine:
+        expected = engine.gradients(unequal_batches())
+    with around:  # type: ignore[attr-defined]
+        with Engine.from_model(tiny_model(), precision="fp32") as engine:
+            assert equal(engine.gradients(unequal_batches()), expected)
+            engine.step(unequal_batches())
+
+
+def test_modes_of_single_modules_are_kept_and_evaluation_never_drops_out() -> None:
+    model = tiny_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5)
+    loss, _ = stock_gradients(model.eval(), unequal_batches())
+    model.transformer.h[1].train()
+    with Engine.from_model(model, precision="fp32") as engine:
+        before = engine.gradients(unequal_batches())
+        assert engine.evaluate(unequal_batches()) == pytest.approx(loss, rel=1e-6)
+        assert equal(engine.gradients(unequal_batches()), before)
+
+
+def test_models_tied_by_hand_come_back_tied(tmp_path: Path) -> None:
+    model = tiny_model()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    with Engine.from_model(model, precision="fp32", optimizer=AdamW(lr=1e-2)) as engine:
+        assert engine.spec.tied
+        engine.step(unequal_batches())
+        loss = engine.evaluate(unequal_batches())
+        engine.save_pretrained(tmp_path / "model")
+    again, _ = stock_gradients(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), unequal_batches())
+    assert again == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("rate", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_a_refused_learning_rate_leaves_no_trace(rate: float, clip: float | None) -> None:
+    def run(*, refused: bool) -> dict[str, Tensor]:
+        with Engine.from_model(tiny_model(), optimizer=AdamW(lr=1e-2), max_grad_norm=clip) as engine:
+            engine.step(unequal_batches())
+            if refused:
+                with pytest.raises(ConfigError):
+                    engine.step(unequal_batches(), lr=rate)
+            engine.step(unequal_batches())
+            return engine.master_weights()
+
+    assert equal(run(refused=True), run(refused=False))
+
+
+def test_failing_steps_leak_no_memory() -> None:
+    def failing(*_: object) -> None:
+        raise NonFinite("on purpose")
+
+    process = psutil.Process()
+    big = [batch(8, 64, 0)]
+    policy = Policy(activations="keep", shares_memory=True)
+    with Engine.from_model(tiny_model(hidden_size=128, intermediate_size=512), policy=policy) as engine:
+        engine.step(big)
+        engine._sink.norm = failing  # type: ignore[method-assign]
+        for count in range(25):
+            with pytest.raises(NonFinite):
+                engine.step(big)
+            if count == 4:
+                gc.collect()
+                before = process.memory_info().rss
+        gc.collect()
+        assert process.memory_info().rss - before < 8 << 20  # a step's graphs are about 15 MB
+
+
+def test_an_interrupt_while_waiting_lets_the_step_come_to_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = CpuDevice()
+    with Engine.from_model(tiny_model(), device, optimizer=AdamW(lr=1e-2)) as engine:
+        engine.step(unequal_batches())
+        plain = CpuDevice.synchronize
+        interrupts = [KeyboardInterrupt()]
+
+        def interrupted(self: CpuDevice) -> None:
+            if interrupts:
+                raise interrupts.pop()
+            plain(self)
+
+        monkeypatch.setattr(CpuDevice, "synchronize", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step(unequal_batches())
+        monkeypatch.undo()
+        assert engine._pool.leases == 0
+        found = (engine.evaluate(unequal_batches()), engine.master_weights())
+    with Engine.from_model(tiny_model(), optimizer=AdamW(lr=1e-2)) as engine:
+        engine.step(unequal_batches())
+        assert (engine.evaluate(unequal_batches()), engine.master_weights())[0] == found[0]
+        assert equal(engine.master_weights(), found[1])
+    device.close()
+
+
+def test_schedules_are_kept_by_the_number_of_micro_batches_not_by_their_sizes() -> None:
+    with Engine.from_model(tiny_model()) as engine:
+        for length in range(4, 20):
+            engine.step([batch(1, length, length), batch(2, length + 1, length)])
+            engine.evaluate([batch(1, length, 0)])
+        assert len(engine._schedules) <= 6
+
+
+def test_the_policy_that_is_reported_is_that_of_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine.from_model(tiny_model()) as engine:
+        engine.__dict__["_memory_for_activations"] = 3_000_000
+        for rows, plan in ((1, "keep"), (40, "recompute"), (1, "keep")):
+            engine.prepare([batch(rows, 60, 0)])
+            assert engine.policy.activations == plan
+            engine.step([batch(rows, 60, 0)])
+            assert engine.policy.activations == plan
+
+
+def test_engines_leave_no_threads_and_do_not_close_what_is_not_theirs() -> None:
+    threads = threading.active_count()
+    device = CpuDevice()
+    for _ in range(2):
+        with Engine.from_model(tiny_model(), device) as engine:
+            engine.step(unequal_batches())
+    device.close()
+    for _ in range(3):
+        with pytest.raises(ModelError):
+            Engine.from_model(torch.nn.Linear(2, 2))
+    assert threading.active_count() == threads
+
+
+def test_a_closed_engine_refuses_everything_in_words() -> None:
+    engine = Engine.from_model(tiny_model())
+    engine.close()
+    for call in (engine.master_weights, engine.flush, lambda: engine.save_pretrained("x"), lambda: engine.step([])):
+        with pytest.raises(DeviceError, match="the engine is closed"):
+            call()
+
+
+def test_next_logits_are_those_of_the_stock_model_and_bad_input_is_refused() -> None:
+    model = tiny_model().eval()
+    ids = batch(1, 9, 0)["input_ids"]
+    with Engine.from_model(model, "sim:3", "fp32") as engine:
+        with torch.no_grad():
+            torch.testing.assert_close(engine.next_logits(ids), model(ids).logits[0, -1])
+        for bad in (ids[0], ids.repeat(2, 1), ids.float(), ids + 96, ids.repeat(1, 10)):
+            with pytest.raises(BatchError):
+                engine.next_logits(bad)
+
+
+def test_one_batch_instead_of_a_list_and_odd_integer_types_are_refused() -> None:
+    with Engine.from_model(tiny_model()) as engine:
+        with pytest.raises(BatchError, match="expected a list"):
+            engine.step(batch(1, 5, 0))  # type: ignore[arg-type]
+        for dtype in (torch.uint8, torch.int16, torch.bool):
+            with pytest.raises(BatchError, match="int64 or int32"):
+                engine.step([{key: value.to(dtype) for key, value in batch(1, 5, 0).items()}])
+        engine.step([{key: value.to(torch.int32).long() for key, value in batch(1, 5, 0).items()}])
+
+
+def test_making_an_engine_draws_nothing_from_the_users_random_state() -> None:
+    model = tiny_model("gpt2", resid_pdrop=0.5)
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    Engine.from_model(model).close()
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_state_that_an_interrupted_step_has_torn_is_refused() -> None:
+    """Without clipping, units are updated one by one; going on from a mixture would be silently wrong."""
+    device = SimDevice(3)
+    with Engine.from_model(tiny_model(), device, max_grad_norm=None) as engine:
+        engine.step(unequal_batches())
+        from megatrain.device.faults import Fault
+
+        device.faults.append(Fault("raise", "BACKWARD u2 m0"))
+        with pytest.raises(DeviceError, match="BACKWARD u2 m0"):
+            engine.step(unequal_batches())
+        counts = set(engine.applied_updates().values())
+        if counts == {1}:
+            pytest.skip("the adversary had updated nothing yet")
+        with pytest.raises(NonFinite, match="has updated only these units"):
+            engine.step(unequal_batches())
