@@ -101,7 +101,7 @@ def streamed(size: str, rows: int, count: int) -> Rung:
 
 
 def plain(size: str, rows: int, count: int, flops_per_step: float) -> Rung:
-    model: torch.nn.Module = build(size).cuda()  # type: ignore[no-untyped-call]
+    model = torch.nn.Module.cuda(build(size))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     work = [{key: value.cuda() for key, value in each.items()} for each in batches(rows, count)]
 

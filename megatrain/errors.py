@@ -83,15 +83,24 @@ class Deadlock(DeviceError):
 class RaceDetected(DeviceError):
     """Two conflicting accesses without an order; the text names both ops, the bytes and the missing wait.
 
-    `buffer`, `start`, `stop` (bytes) and `content` say where, so that a caller who knows the layout can name the
-    parameter.
+    `buffer`, `start`, `stop` (bytes) and `content` say where, and `tasks` which two, so that a caller who knows layout
+    and schedule can name the parameter and the ops' numbers.
     """
 
     def __init__(
-        self, what: str, *, buffer: str, start: int, stop: int, content: str, where: str = "", fix: str = ""
+        self,
+        what: str,
+        *,
+        buffer: str,
+        start: int,
+        stop: int,
+        content: str,
+        tasks: tuple[object, object],
+        where: str = "",
+        fix: str = "",
     ) -> None:
         super().__init__(what, where=where, fix=fix)
-        self.buffer, self.start, self.stop, self.content = buffer, start, stop, content
+        self.buffer, self.start, self.stop, self.content, self.tasks = buffer, start, stop, content, tasks
 
 
 class BrokenPromise(DeviceError):

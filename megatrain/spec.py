@@ -138,7 +138,7 @@ class Policy:
     """What gradients cross the bus in; `None` is the compute precision."""
     update: UpdateTime = "next_forward"
     """Apply each unit's update during the next forward (needed for an exact global norm), or as its gradient lands."""
-    loss_chunk_tokens: int = 1024
+    loss_chunk_tokens: int = 512
     """Target tokens whose logits exist at one time."""
     shares_memory: bool = False
     """The device computes in host memory: weights need no fetch, and gradients of the right dtype are born at home."""

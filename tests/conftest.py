@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 # Before any test module imports the libraries that read them.
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait must not take a core from those that work
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads and a fork warn about each other
 
 # Timing on a shared machine says nothing about a property, hence no deadline and no complaint about slowness.

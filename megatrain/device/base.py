@@ -93,6 +93,12 @@ class Device(Protocol):
     def allocate_host(self, nbytes: int, owner: str) -> torch.Tensor:
         """Zeroed host memory, uint8[nbytes], page-locked where the device gains from it."""
 
+    def discard(self, memory: torch.Tensor) -> None:
+        """What this host memory holds is not needed any more; where it pays, its pages go back to the system."""
+
+    def tidy(self) -> None:
+        """A good moment to give memory that layers have freed back to the system; costs some milliseconds."""
+
     def lend(
         self, task: Task, memory: Mapping[str, torch.Tensor]
     ) -> AbstractContextManager[Mapping[str, torch.Tensor]]:

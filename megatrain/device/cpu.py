@@ -7,9 +7,11 @@ needs no fetch at all. It leaves out NUMA and pinning, which mean nothing to a c
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +19,21 @@ import torch
 from megatrain.device.base import Event, Interval, Stream, Task, Work, declared
 from megatrain.device.worker import WorkerStream, as_foreground_error
 from megatrain.errors import DeviceError
+
+MOST_KEPT = 1 << 20
+"""Bytes below which a discarded buffer is kept: giving pages back costs more than they are worth."""
+
+
+def _with_trim() -> ctypes.CDLL | None:
+    """The C library, if it is one that can give freed memory back (glibc)."""
+    try:
+        library = ctypes.CDLL(None)
+    except OSError:
+        return None
+    return library if hasattr(library, "malloc_trim") else None
+
+
+_libc = _with_trim()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +85,7 @@ class CpuDevice:
         self.torch_device = torch.device("cpu")
         self._inline = {name: InlineStream(name) for name in ("compute", "fetch", "grad")}
         self._host: WorkerStream | None = WorkerStream("host")
+        self._mappings: dict[int, mmap.mmap] = {}
 
     def stream(self, name: str) -> Stream:
         if self._host is None:
@@ -81,7 +99,23 @@ class CpuDevice:
         return
 
     def allocate_host(self, nbytes: int, owner: str) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        """Pages of our own, huge ones where the system has them, so that `discard` can give them back."""
+        mapping = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without them
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+        memory = torch.frombuffer(mapping, dtype=torch.uint8, count=max(nbytes, 1))[:nbytes]
+        self._mappings[memory.data_ptr()] = mapping
+        return memory
+
+    def discard(self, memory: torch.Tensor) -> None:
+        mapping = self._mappings.get(memory.data_ptr())
+        if mapping is not None and hasattr(mmap, "MADV_DONTNEED") and memory.numel() >= MOST_KEPT:
+            mapping.madvise(mmap.MADV_DONTNEED)
+
+    def tidy(self) -> None:
+        if _libc is not None:
+            _libc.malloc_trim(0)
 
     def lend(
         self, task: Task, memory: Mapping[str, torch.Tensor]
@@ -112,3 +146,4 @@ class CpuDevice:
         if self._host is not None:
             self._host.close()
             self._host = None
+            self._mappings.clear()

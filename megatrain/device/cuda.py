@@ -231,6 +231,12 @@ class CudaDevice:
             torch.cuda.synchronize(self.torch_device)
         return False
 
+    def discard(self, memory: torch.Tensor) -> None:
+        return  # page-locked memory stays
+
+    def tidy(self) -> None:
+        return  # the caching allocator keeps what it has
+
     def lend(
         self, task: Task, memory: Mapping[str, torch.Tensor]
     ) -> AbstractContextManager[Mapping[str, torch.Tensor]]:

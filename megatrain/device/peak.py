@@ -9,7 +9,7 @@ import torch
 from megatrain.device.base import Device
 
 SIZES = {"cpu": 2048, "cuda": 8192}
-ROUNDS = 8
+ROUNDS = 20
 
 
 def matmul_flops(device: Device, dtype: torch.dtype) -> float:

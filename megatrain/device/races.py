@@ -38,7 +38,7 @@ class _Access:
     writes: bool
     stream: str
     count: int
-    task: str
+    task: Task
 
 
 class RaceDetector:
@@ -60,9 +60,9 @@ class RaceDetector:
                         raise _report(task, stream, span, writes, earlier)
         for span in task.writes:
             kept = [access for access in self._seen[span.buffer] if not _covers(span, access.span)]
-            self._seen[span.buffer] = [*kept, _Access(span, True, stream, count, task.name)]
+            self._seen[span.buffer] = [*kept, _Access(span, True, stream, count, task)]
         for span in task.reads:
-            self._seen[span.buffer].append(_Access(span, False, stream, count, task.name))
+            self._seen[span.buffer].append(_Access(span, False, stream, count, task))
 
     def forget(self) -> None:
         """Everything so far happened before everything to come (the device has come to rest)."""
@@ -81,11 +81,12 @@ def _report(task: Task, stream: str, span: Span, writes: bool, earlier: _Access)
     start, stop = max(span.start, earlier.span.start), min(span.stop, earlier.span.stop)
     verbs = ["writes" if writing else "reads" for writing in (earlier.writes, writes)]
     return RaceDetected(
-        f"{earlier.task} on stream {earlier.stream} {verbs[0]} and {task.name} on stream {stream} {verbs[1]} "
+        f"{earlier.task.name} on stream {earlier.stream} {verbs[0]} and {task.name} on stream {stream} {verbs[1]} "
         f"bytes [{start}:{stop}] of {span.buffer}, and nothing orders them",
         buffer=span.buffer,
         start=start,
         stop=stop,
         content=span.content,
-        fix=f"one of them must wait for the other: {task.name} for {earlier.task}, in schedule order",
+        tasks=(earlier.task, task),
+        fix="the one that comes later in the schedule must wait for the other",
     )

@@ -169,6 +169,12 @@ class SimDevice:
     def allocate_host(self, nbytes: int, owner: str) -> Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
 
+    def discard(self, memory: Tensor) -> None:
+        memory.fill_(POISON)
+
+    def tidy(self) -> None:
+        return
+
     @contextmanager
     def lend(self, task: Task, memory: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
         """What the task declares to read appears, what it declares to write is kept, and all is NaN again."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatrain.device import Device, Event
+from megatrain.errors import RaceDetected
 from megatrain.memory import Held, Pool
-from megatrain.schedule import Op, Schedule
+from megatrain.schedule import Op, Schedule, Timeline
 
 ATTEMPTS = 4
 """Times that the streams are waited for after a failure: each stream may report one, and a user may interrupt."""
@@ -14,15 +15,18 @@ ATTEMPTS = 4
 Act = Callable[[Op, Held], None]
 """Does what an op stands for, with the memory that it declared."""
 
+Locate = Callable[[str, int, str], str]
+"""(buffer, byte offset, content) -> the unit and parameter that lie there, for messages."""
+
 
 class Executor:
     """Submits each op to its stream, behind the ops it waits for, and leases it the memory it declared."""
 
-    def __init__(self, device: Device, pool: Pool) -> None:
-        self.device, self.pool = device, pool
+    def __init__(self, device: Device, pool: Pool, locate: Locate = lambda buffer, start, content: buffer) -> None:
+        self.device, self.pool, self.locate = device, pool, locate
 
-    def run(self, schedule: Schedule, act: Act) -> None:
-        """Run the whole schedule and wait for its end.
+    def run(self, schedule: Schedule, act: Act) -> Timeline | None:
+        """Run the whole schedule and wait for its end. Returns when each op ran, if the device is `timed`.
 
         Raises what an op raised: errors of ours as they are, others as `StreamFailed` naming the op. Every stream has
         come to rest by then, and no lease is out.
@@ -35,8 +39,19 @@ class Executor:
                 events.append(streams[op.stream].submit(op, work, [events[earlier] for earlier in waits]))
             self.device.synchronize()
         except BaseException as failure:
+            if isinstance(failure, RaceDetected):
+                failure.where = self.locate(failure.buffer, failure.start, failure.content)
+                failure.fix = _missing_wait(schedule, failure)
             self._settle(failure)
             raise
+        return self._timeline(schedule, events) if self.device.timed else None
+
+    def _timeline(self, schedule: Schedule, events: list[Event]) -> Timeline:
+        intervals = [event.interval() for event in events]
+        origin = min((start for start, _ in intervals), default=0.0)
+        return Timeline(
+            schedule, tuple(start - origin for start, _ in intervals), tuple(end - origin for _, end in intervals)
+        )
 
     def _leased(self, op: Op, act: Act) -> Callable[[], None]:
         def work() -> None:
@@ -58,3 +73,10 @@ class Executor:
             except (Exception, KeyboardInterrupt) as consequence:
                 if consequence is not failure:
                     failure.add_note(f"and then: {consequence}")
+
+
+def _missing_wait(schedule: Schedule, race: RaceDetected) -> str:
+    """Which op should have waited for which, by their numbers in the schedule."""
+    earlier, later = sorted(index for index, op in enumerate(schedule.ops) if any(op is task for task in race.tasks))
+    names = [f"op {index} ({schedule.ops[index].name})" for index in (earlier, later)]
+    return f"{names[1]} must wait for {names[0]}"

@@ -25,11 +25,15 @@ from megatrain.errors import MegaTrainError, NonFinite
 from megatrain.layout import layout_of
 from megatrain.memory import Held, Pool
 from megatrain.model import PortedModel
-from megatrain.schedule import Access, Op, Schedule
+from megatrain.schedule import Access, Op, Schedule, Timeline
 from megatrain.spec import Policy, Precision
 
 DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DTYPE_OF_NBYTES = {2: torch.bfloat16, 4: torch.float32}
+
+
+TIDY_EVERY = 4
+"""Units between two calls of `Device.tidy`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,10 @@ class Streamer:
         self.ported, self.device, self.policy, self.seed = ported, device, policy, seed
         self.spec = ported.spec
         self.dtype = DTYPES[policy.precision]
-        self._executor = Executor(device, pool)
+        self._executor = Executor(device, pool, self._locate)
+        self.timeline: Timeline | None = None
+        """When the ops of the last schedule ran, if the device is timed."""
+        self._running: Schedule | None = None
         self._layouts = [layout_of(unit) for unit in self.spec.units]
         self._binders = [
             UnitBinder(unit, ported.prefix(index - 1) if unit.kind == "layer" else "")
@@ -105,8 +112,9 @@ class Streamer:
             ):
                 ACTIONS[op.kind](self, now, op, held)
 
+        self._running = schedule
         with self.device.preserved_random_state():
-            self._executor.run(schedule, act)
+            self.timeline = self._executor.run(schedule, act)
 
     # Copies ---------------------------------------------------------------------------------------------------------
 
@@ -125,6 +133,7 @@ class Streamer:
     def _forward(self, now: _Current, op: Op, held: Held) -> None:
         unit, micro = op.unit, op.micro
         alive = now.activations
+        self._tidy(op)
         self._reseed(now, unit, micro)
         if unit == 0:
             inputs = model_inputs(now.micro_batches[micro], self.device.torch_device)
@@ -156,6 +165,8 @@ class Streamer:
 
     def _loss(self, now: _Current, op: Op, held: Held) -> None:
         unit, micro = op.unit, op.micro
+        if micro == 0:
+            self.device.tidy()
         self._reseed(now, unit, micro)
         hidden = now.activations.inputs.pop((unit, micro))
         flat = hidden.reshape(-1, hidden.shape[-1])
@@ -203,6 +214,7 @@ class Streamer:
 
     def _backward(self, now: _Current, op: Op, held: Held) -> None:
         unit, micro, alive = op.unit, op.micro, now.activations
+        self._tidy(op)
         if unit == 0:
             self._backward_prologue(now, op, held)
         else:
@@ -263,6 +275,7 @@ class Streamer:
     def _update(self, now: _Current, op: Op, held: Held) -> None:
         assert now.sink is not None
         now.sink.update(op.unit, self._landed(op, held))
+        self.device.discard(held[op.reads[0].buffer])
 
     def _landed(self, op: Op, held: Held) -> Tensor:
         access = op.reads[0]
@@ -274,6 +287,11 @@ class Streamer:
         """The flat weights of `unit`, where this op reads them."""
         return _part(held, _access_of(op.reads, f"w{unit}")).view(self.dtype)
 
+    def _tidy(self, op: Op) -> None:
+        """Every few units, before the first of the micro-batches: what layers freed in between lies about in pieces."""
+        if op.micro == 0 and op.unit % TIDY_EVERY == 0:
+            self.device.tidy()
+
     def _finite_loss(self, now: _Current) -> float:
         loss = 0.0 if now.loss is None else now.loss.item()
         if not math.isfinite(loss):
@@ -283,6 +301,24 @@ class Streamer:
             fix = "nothing was updated; lower the learning rate or inspect the batch"
             raise NonFinite(what, where=f"step {now.number}", fix=fix)
         return loss
+
+    def _locate(self, buffer: str, start: int, content: str) -> str:
+        """The unit, and for weights and gradients the parameter, that lie at byte `start` of a buffer."""
+        digits = content.lstrip("wgsnhdak").partition(".")[0].partition("~")[0]
+        if not digits.isdigit() or int(digits) >= len(self.spec.units):
+            return buffer
+        unit = int(digits)
+        if content[0] not in "wg" or self._running is None:
+            return self.spec.units[unit].name
+        whole = max(  # the largest access with this content spans the unit, which tells the bytes per element
+            access.stop
+            for op in self._running.ops
+            for access in (*op.reads, *op.writes)
+            if access.buffer == buffer and access.content.partition("~")[0] == content.partition("~")[0]
+        )
+        element = start // (whole // self._layouts[unit].size)
+        inside = (field.name for field in self._layouts[unit].fields if field.start <= element < field.stop)
+        return f"unit {self.spec.units[unit].name}, {next(inside, 'between parameters')}"
 
     def _reseed(self, now: _Current, unit: int, micro: int) -> None:
         self.device.seed(hash((self.seed, now.number, unit, micro)) & 0x7FFF_FFFF_FFFF_FFFF)

@@ -5,11 +5,12 @@ It leaves out lean loading (shards straight into the store), which replaces `loa
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from megatrain.errors import ModelError
@@ -20,7 +21,7 @@ def load_causal_lm(source: str) -> PreTrainedModel:
 
     Raises `ModelError` when it is missing, unreadable, or not a causal language model.
     """
-    with _quiet():
+    with quiet():
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 source, dtype=torch.float32, local_files_only=Path(source).exists()
@@ -36,7 +37,7 @@ def causal_lm_from_config(config: str | dict[str, Any], seed: int) -> PreTrained
 
     `config` is a local folder, a `config.json`, a hub name, or the fields themselves with `model_type` among them.
     """
-    with _quiet(), torch.random.fork_rng(devices=[]):
+    with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
             if isinstance(config, dict):
@@ -44,6 +45,7 @@ def causal_lm_from_config(config: str | dict[str, Any], seed: int) -> PreTrained
                 kind = fields.pop("model_type", None)
                 if kind is None:
                     raise ModelError("has no model_type", where="model.config", fix="add model_type: llama, say")
+                _refuse_unknown_fields(kind, fields)
                 parsed = AutoConfig.for_model(kind, **fields)
             else:
                 parsed = AutoConfig.from_pretrained(config)
@@ -54,7 +56,23 @@ def causal_lm_from_config(config: str | dict[str, Any], seed: int) -> PreTrained
     return fresh
 
 
+COMMON_FIELDS = ("attn_implementation", "rope_theta", "rope_scaling", "num_key_value_heads", "head_dim", "torch_dtype")
+"""Fields that many configs take without listing them."""
+
 _SOURCES = "give a local Hugging Face folder, a hub name, or a config with a causal-LM model_type"
+
+
+def _refuse_unknown_fields(kind: str, fields: dict[str, Any]) -> None:
+    """transformers keeps a field that it does not know in silence; a misspelt one would train another model."""
+    known = set(AutoConfig.for_model(kind).to_dict()) | set(PreTrainedConfig().to_dict()) | set(COMMON_FIELDS)
+    for name in fields:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            raise ModelError(
+                f"{kind} has no field {name!r}",
+                where="model.config",
+                fix=f"did you mean {near[0]!r}?" if near else f"see the fields of a {kind} config.json",
+            )
 
 
 def _first_line(error: BaseException) -> str:
@@ -62,7 +80,7 @@ def _first_line(error: BaseException) -> str:
     return text[0].rstrip(".") if text else type(error).__name__
 
 
-class _quiet:
+class quiet:
     """Silences the progress bars and notices of transformers for one call; errors come through as exceptions."""
 
     def __enter__(self) -> None:

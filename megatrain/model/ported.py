@@ -23,6 +23,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from megatrain.errors import ModelError
+from megatrain.model.load import quiet
 from megatrain.model.ports import Call, Capture, HandOut, Port, PrologueDone, hidden_of, reachable_leaves
 from megatrain.spec import ModelSpec, ParamSpec, UnitSpec
 
@@ -113,7 +114,8 @@ class PortedModel:
         setattr(whole.get_submodule(parent), attribute, nn.ModuleList(copy.deepcopy(self.templates)))
         buffers = {name: value for name, value in whole.state_dict().items() if not value.is_meta}
         nn.Module.to(whole, torch.float32)
-        whole.save_pretrained(folder, state_dict={**buffers, **masters})
+        with quiet():
+            whole.save_pretrained(folder, state_dict={**buffers, **masters})
 
     def _run(self, script: Capture | HandOut, weights: Weights, inputs: Mapping[str, Any]) -> Any:
         for port in self.ports:
@@ -192,7 +194,7 @@ def _take_apart(model: PreTrainedModel, dtype: torch.dtype) -> PortedModel:
     skeleton = copy.deepcopy(model, memo)
     for module in skeleton.modules():
         if getattr(module, "gradient_checkpointing", False):
-            module.gradient_checkpointing = False  # what to recompute is the policy's choice
+            module.__dict__["gradient_checkpointing"] = False  # what to recompute is the policy's choice
     skeleton.config.return_dict = True
     templates = list(skeleton.get_submodule(stack).children())
     ports = [Port(index, layer) for index, layer in enumerate(templates)]

@@ -8,7 +8,7 @@ from megatrain.schedule.build import build_flush, build_forward, build_step
 from megatrain.schedule.check import check
 from megatrain.schedule.ops import Access, Buffer, Op, Schedule, nbytes_by_owner
 from megatrain.schedule.order import derive_waits
-from megatrain.schedule.replay import Timeline, replay
+from megatrain.schedule.replay import Timeline, chrome_trace, replay
 from megatrain.schedule.show import show_op, show_schedule
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "build_forward",
     "build_step",
     "check",
+    "chrome_trace",
     "derive_waits",
     "nbytes_by_owner",
     "replay",

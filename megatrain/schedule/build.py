@@ -274,12 +274,14 @@ class _Builder:
         size = self.layouts[unit].size
         weights = Access(f"host/hi/{unit}", 0, size * self.policy.weight_nbytes, _version(f"w{unit}", before))
         state = Access(f"host/state/{unit}", 0, self.buffers[f"host/state/{unit}"].nbytes, _version(f"s{unit}", before))
-        reads = [Access(self._gradient_home(unit), 0, size * self.policy.grad_nbytes, gradient), weights, state]
+        home = Access(self._gradient_home(unit), 0, size * self.policy.grad_nbytes, gradient)
+        reads = [home, weights, state]
         if self.pending == "none":
             reads.append(Access("host/norms", 8 * unit, 8 * unit + 8, f"n{unit}"))
         writes = (
             Access(weights.buffer, weights.start, weights.stop, _version(f"w{unit}", after)),
             Access(state.buffer, state.start, state.stop, _version(f"s{unit}", after)),
+            Access(home.buffer, home.start, home.stop, "used"),
         )
         return Op("UPDATE", "host", unit, reads=tuple(reads), writes=writes)
 

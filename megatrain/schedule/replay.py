@@ -7,8 +7,9 @@ come from (`plan.cost`, or measured times).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatrain.schedule.ops import STREAMS, Op, Schedule, Stream, Tier
 
@@ -59,6 +60,25 @@ class Timeline:
             peak = max(peak, alive)
         return self.schedule.arena_nbytes(tier) + peak
 
+    def trace_events(self, step: int = 0, origin_seconds: float = 0.0) -> list[dict[str, Any]]:
+        """The timeline as Chrome trace events: one complete event per op, one row per stream.
+
+        Source: the Trace Event Format of Chrome's about:tracing, which Perfetto reads too.
+        """
+        return [
+            {
+                "name": op.name,
+                "cat": op.kind,
+                "ph": "X",
+                "pid": 0,
+                "tid": STREAMS.index(op.stream),
+                "ts": round((origin_seconds + start) * 1e6, 3),
+                "dur": round((end - start) * 1e6, 3),
+                "args": {"unit": self.schedule.units[op.unit], "step": step, "nbytes": op.nbytes},
+            }
+            for op, start, end in zip(self.schedule.ops, self.starts, self.ends, strict=True)
+        ]
+
     def show(self, width: int = 100) -> str:
         """A picture: one row per stream, one column per `seconds / width`, `#` where the stream is busy."""
         rows = []
@@ -72,6 +92,19 @@ class Timeline:
                         cells[cell] = "#"
             rows.append(f"{stream:<8} {''.join(cells)} {self.utilisation(stream):4.0%}")
         return "\n".join(rows)
+
+
+def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
+    """Several steps, one after the other, as an object for `json.dump` that Perfetto and chrome://tracing open."""
+    events: list[dict[str, Any]] = [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": stream}}
+        for tid, stream in enumerate(STREAMS)
+    ]
+    origin = 0.0
+    for step, timeline in enumerate(timelines):
+        events += timeline.trace_events(step, origin)
+        origin += timeline.seconds
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def replay(schedule: Schedule, cost: Callable[[Op], float]) -> Timeline:

@@ -7,6 +7,7 @@ kept.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,7 +32,15 @@ from megatrain.plan import (
     nearest_that_fits,
     step_flops,
 )
-from megatrain.schedule import Schedule, build_flush, build_forward, build_step, check
+from megatrain.schedule import (
+    Schedule,
+    Timeline,
+    build_flush,
+    build_forward,
+    build_step,
+    check,
+    chrome_trace,
+)
 from megatrain.spec import ActivationPlan, ModelSpec, Policy, Precision, Work
 from megatrain.train.sink import GradientCollector, OptimizerSink
 
@@ -51,6 +60,26 @@ class StepOutput:
     grad_norm: float
     tokens: int
     stall_seconds: float
+
+
+class _Trace:
+    """Timelines of a few steps, written when they are complete."""
+
+    def __init__(self, path: Path, steps: int) -> None:
+        self.path, self.steps = path, steps
+        self._timelines: list[Timeline] = []
+        self._warm = False
+
+    def add(self, timeline: Timeline) -> bool:
+        """One more step; the file is written, and true returned, with the last of them."""
+        if self._warm:
+            self._timelines.append(timeline)
+        self._warm = True
+        if len(self._timelines) < self.steps:
+            return False
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(chrome_trace(self._timelines)))
+        return True
 
 
 class Engine:
@@ -81,6 +110,7 @@ class Engine:
         self._streamer = Streamer(ported, device, self._pool, policy, seed)
         self._steps = 0
         self._closed = False
+        self._trace: _Trace | None = None
 
     @classmethod
     def from_model(
@@ -175,6 +205,8 @@ class Engine:
         result = self._streamer.run(schedule, micro_batches, self._sink, self._steps)
         norm = self._sink.finish()
         self._steps += 1
+        if self._trace is not None and self._streamer.timeline is not None and self._trace.add(self._streamer.timeline):
+            self._trace = None
         return StepOutput(result.loss, norm, result.tokens, self._device.stalled_seconds())
 
     def gradients(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
@@ -236,9 +268,10 @@ class Engine:
         """How the model is streamed, as chosen for the last step that was prepared or run."""
         return self._policy
 
-    def prepare(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Choose, build and prove what a step over such micro-batches needs, and allocate it; run nothing."""
-        self._schedule("step", self._work(micro_batches))
+    def prepare(self, work: Work) -> None:
+        """Choose, build and prove what a step over such work needs, and allocate it; run nothing."""
+        self._refuse_closed()
+        self._schedule("step", work)
 
     def applied_updates(self) -> dict[str, int]:
         """Unit name -> optimizer updates that its state in host memory has had; pending ones are not counted."""
@@ -261,6 +294,14 @@ class Engine:
     @cached_property
     def _measured_flops(self) -> float:
         return matmul_flops(self._device, self._streamer.dtype)
+
+    def trace(self, path: str | Path, steps: int = 3) -> None:
+        """Write when each op of the next steps ran, once they have run, as a trace that Perfetto opens.
+
+        The first step from now is left out, since it builds schedules and warms up.
+        """
+        self._device.timed = True
+        self._trace = _Trace(Path(path), steps)
 
     def close(self) -> None:
         """Stop the workers and give the memory back; what is pending is dropped with the weights."""

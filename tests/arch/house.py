@@ -27,7 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("memory", "plan"),
     ("engine", "checkpoint"),
     ("train",),
-    ("config", "run", "cli", "api", "__init__", "__main__"),
+    ("config", "run", "cli", "api", "testing", "__init__", "__main__"),
 )
 TORCH_FREE = ("errors", "spec", "layout", "schedule", "plan", "optim")
 
@@ -50,7 +50,7 @@ HOMES: dict[str, tuple[tuple[str, ...], str]] = {
     "psutil": (("plan.hardware", "memory"), "what this machine has, and how much of it is free"),
 }
 
-ROOTS = ("__init__", "__main__", "cli")  # what a user can start; all else must be imported from there
+ROOTS = ("__init__", "__main__", "cli", "testing")  # what a user can start; all else must be imported from there
 TESTS_WITHOUT_ROOM = ("arch", "bench", "docs", "gpu", "system")  # folders under tests/ that test no one room
 VAGUE_NAMES = ("utils", "util", "common", "core", "helpers", "misc")
 MAX_FUNCTION_LINES = 70

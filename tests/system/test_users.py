@@ -17,6 +17,7 @@ from megatrain import AdamW, Engine, Policy
 from megatrain.device.cpu import CpuDevice
 from megatrain.device.sim import SimDevice
 from megatrain.errors import BatchError, ConfigError, DeviceError, ModelError, NonFinite
+from megatrain.spec import Work
 from tests.tiny import batch, equal, relative_error, stock_gradients, tiny_model, unequal_batches
 
 
@@ -92,10 +93,9 @@ def test_gradient_checkpointing_switched_on_by_the_user_does_no_harm() -> None:
 def test_what_surrounds_a_call_changes_nothing(around: object) -> None:
     with Engine.from_model(tiny_model(), precision="fp32") as engine:
         expected = engine.gradients(unequal_batches())
-    with around:  # type: ignore[attr-defined]
-        with Engine.from_model(tiny_model(), precision="fp32") as engine:
-            assert equal(engine.gradients(unequal_batches()), expected)
-            engine.step(unequal_batches())
+    with around, Engine.from_model(tiny_model(), precision="fp32") as engine:  # type: ignore[attr-defined]
+        assert equal(engine.gradients(unequal_batches()), expected)
+        engine.step(unequal_batches())
 
 
 def test_modes_of_single_modules_are_kept_and_evaluation_never_drops_out() -> None:
@@ -192,7 +192,7 @@ def test_the_policy_that_is_reported_is_that_of_the_last_step(monkeypatch: pytes
     with Engine.from_model(tiny_model()) as engine:
         engine.__dict__["_memory_for_activations"] = 3_000_000
         for rows, plan in ((1, "keep"), (40, "recompute"), (1, "keep")):
-            engine.prepare([batch(rows, 60, 0)])
+            engine.prepare(Work((rows * 60,)))
             assert engine.policy.activations == plan
             engine.step([batch(rows, 60, 0)])
             assert engine.policy.activations == plan

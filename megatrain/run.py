@@ -1,0 +1,320 @@
+"""A training run from its configuration: the only file that wires everything.
+
+What can be wrong is looked for in the order of its cost: the run folder, the numbers, the device, the data (tokenised
+once and kept), the model; the engine is built last. The run folder then holds
+
+    config.yaml       every key as resolved; `megatrain train` takes it
+    metrics.jsonl     one JSON object per event
+    tensorboard/      the same for TensorBoard
+    model/            Hugging Face folder with the tokenizer; it appears whole, at the end
+
+A run that is told to stop saves like one that ends. A run that fails writes no model, and one that stood there stays.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from megatrain.config import Config, TrainSection, save_config
+from megatrain.data import (
+    Batch,
+    Loader,
+    Tokenizer,
+    describe_tokens,
+    evaluation_batches,
+    load_tokenizer,
+    pack,
+    prepare_tokens,
+    split_windows,
+    unused_tokens,
+    vocabulary_size,
+)
+from megatrain.data.tokenizer import encode_text, end_of_text_id
+from megatrain.device import Device, open_device
+from megatrain.errors import ConfigError, ExportError
+from megatrain.model import causal_lm_from_config, load_causal_lm
+from megatrain.optim import AdamW, lr_schedule
+from megatrain.plan import available_threads, choose_policy
+from megatrain.spec import Policy, Work
+from megatrain.train.engine import Engine
+from megatrain.train.events import Evaluated, Sampled, Watcher
+from megatrain.train.metrics import JsonLines, TensorBoard
+from megatrain.train.progress import Progress, describe_model, show_plan
+from megatrain.train.sample import draw_ids
+from megatrain.train.stop import StopSignals
+from megatrain.train.trainer import Task, train
+
+VERIFIED_PARAMETERS = 10**9
+"""A saved model below this size is loaded again and its loss compared."""
+
+TOLERANCE = {"bf16": 1e-2, "fp32": 1e-4}
+"""Relative difference of two losses that rounding explains: two programs sum in two orders."""
+
+
+def run_training(config: Config, console: Console) -> Path:
+    """Train as `config` says, telling `console`. Returns the folder of the trained model.
+
+    Raises a `MegaTrainError` for whatever is wrong, `NonFinite` for training that diverged among it.
+    """
+    folder = Path(config.output.folder).expanduser()
+    _refuse_finished(folder, config.output.overwrite)
+    optimizer, lr = _optimizer(config.train), _learning_rate(config.train)
+    with ExitStack() as stack:
+        device = open_device(config.train.device)
+        stack.callback(device.close)
+        tokenizer = load_tokenizer(config.tokenizer)
+        corpus, model = _corpus_and_model(config, tokenizer, console)
+        engine = stack.enter_context(
+            Engine.from_model(
+                model,
+                device=device,
+                precision=config.train.precision,
+                optimizer=optimizer,
+                max_grad_norm=config.train.max_grad_norm,
+                policy=_policy(config, device),
+                seed=config.train.seed,
+            )
+        )
+        del model  # the engine has its own copy
+        _show(config, engine, corpus, console)
+        watchers = _watchers(config, folder, stack, console)
+        stop = stack.enter_context(StopSignals())
+        train(
+            engine,
+            corpus.loader,
+            steps=config.train.steps,
+            lr=lr,
+            watchers=watchers,
+            tasks=_tasks(config.train, engine, corpus, tokenizer),
+            nonfinite_limit=_nonfinite_limit(config.train, engine),
+            should_stop=lambda: stop.requested,
+        )
+        saved = _save(engine, tokenizer, folder / "model")
+        if config.output.verify_export and engine.spec.numel < VERIFIED_PARAMETERS:
+            _verify(config, engine, corpus.validation[0], saved, console)
+    _say_where(folder, console)
+    return saved
+
+
+@dataclass(frozen=True)
+class _Corpus:
+    """Text as a run uses it."""
+
+    loader: Loader
+    validation: list[Batch]
+    """Micro-batches that the loss is measured on; without held-out text, one that is trained on too."""
+    holds_out: bool
+    facts: list[tuple[str, str]]
+    """What to tell the user about it: name and fact."""
+
+
+# Before training ---------------------------------------------------------------------------------------------------
+
+
+def _refuse_finished(folder: Path, overwrite: bool) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError("is a file", where=str(folder), fix="choose another output.folder")
+    if (folder / "model").exists() and not overwrite:
+        raise ConfigError(
+            "holds a finished run", where=str(folder), fix="set output.folder=NEW, or output.overwrite=true"
+        )
+
+
+def _optimizer(train: TrainSection) -> AdamW:
+    return AdamW(
+        lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay, no_decay=train.no_decay
+    )
+
+
+def _learning_rate(train: TrainSection) -> Callable[[int], float]:
+    schedule = lr_schedule(
+        train.lr_schedule,
+        total_steps=max(train.steps, train.warmup_steps + train.decay_steps),
+        warmup_steps=train.warmup_steps,
+        min_ratio=train.min_lr_ratio,
+        decay_steps=train.decay_steps,
+    )
+    return lambda step: train.lr * schedule.multiplier(step)
+
+
+def _corpus_and_model(config: Config, tokenizer: Tokenizer, console: Console) -> tuple[_Corpus, Any]:
+    """The data, cut for the model, and the model: a Hugging Face one with float32 weights in host memory."""
+    data, size = config.data, config.train.micro_batch
+    with console.status("preparing the text"):
+        file = prepare_tokens(data.sources, tokenizer, cache=Path(data.cache).expanduser(), pattern=data.pattern)
+    with console.status("loading the model"):
+        model = _model(config)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    _check_limits(config, tokenizer, vocabulary, _positions(model))
+    windows = pack(file, window=data.window, vocab_size=vocabulary)
+    training, held_out = split_windows(windows, data.validation_fraction)
+    batches = config.train.eval_batches if held_out else 1
+    validation = list(evaluation_batches(held_out or training, size, limit=batches * size))
+    loader = Loader(training, micro_batch=size, micro_batches=config.train.micro_batches, seed=config.train.seed)
+    held = f"{len(held_out):,} held out" if held_out else "none held out"
+    cut = f"{len(windows):,} of {data.window:,} tokens, {held}; {unused_tokens(windows):,} tokens unused"
+    return _Corpus(loader, validation, held_out is not None, [("data", describe_tokens(file)), ("windows", cut)]), model
+
+
+def _model(config: Config) -> Any:
+    if config.model.path is not None:
+        return load_causal_lm(config.model.path)
+    assert config.model.config is not None  # `Config` has seen to it
+    return causal_lm_from_config(config.model.config, config.train.seed)
+
+
+def _positions(model: Any) -> int | None:
+    """How many positions the model knows, if its configuration says so."""
+    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return limit
+
+
+def _check_limits(config: Config, tokenizer: Tokenizer, vocabulary: int, positions: int | None) -> None:
+    needed = vocabulary_size(tokenizer)
+    if needed > vocabulary:
+        raise ConfigError(
+            f"the tokenizer {config.tokenizer!r} needs a vocabulary of {needed:,}, and the model has {vocabulary:,}",
+            where="data.tokenizer",
+            fix=f"use the model's own tokenizer, or set model.config.vocab_size={needed} for a fresh model",
+        )
+    if positions is not None and config.data.window > positions:
+        raise ConfigError(
+            f"a window of {config.data.window:,} tokens, and the model has {positions:,} positions",
+            where="data.window",
+            fix=f"set data.window={positions} or less",
+        )
+
+
+def _policy(config: Config, device: Device) -> Policy | Literal["auto"]:
+    """`auto`, or the policy that would be chosen with the pinned fields in place."""
+    if not config.policy.pinned:
+        return "auto"
+    chosen = choose_policy(
+        config.train.precision,
+        shares_memory=device.shares_memory,
+        clips=config.train.max_grad_norm is not None,
+        host_threads=available_threads(),
+    )
+    return replace(chosen, **config.policy.pinned)
+
+
+def _show(config: Config, engine: Engine, corpus: _Corpus, console: Console) -> None:
+    train, window = config.train, config.data.window
+    tokens = train.micro_batch * window
+    batches = "1 micro-batch" if train.micro_batches == 1 else f"{train.micro_batches} micro-batches"
+    facts = [
+        ("model", describe_model(engine.spec)),
+        *corpus.facts,
+        ("step", f"{batches} of {train.micro_batch} windows, {tokens * train.micro_batches:,} tokens"),
+        ("device", f"{train.device}, {engine.peak_flops() / 1e12:.2f} TFLOP/s measured in {train.precision}"),
+    ]
+    engine.prepare(Work((tokens,) * train.micro_batches))
+    show_plan(console, facts, engine.memory_table(), engine.policy)
+
+
+def _watchers(config: Config, folder: Path, stack: ExitStack, console: Console) -> list[Watcher]:
+    """Everything that reports, opened for as long as `stack`. This is the first to write into the run folder."""
+    if (folder / "metrics.jsonl").exists():
+        console.print(Text(f"replaces the metrics of an earlier run in {folder}", "yellow"), soft_wrap=True)
+    save_config(config, folder / "config.yaml")
+    watchers: list[Watcher] = [stack.enter_context(JsonLines(folder / "metrics.jsonl"))]
+    shutil.rmtree(folder / "tensorboard", ignore_errors=True)
+    if config.output.tensorboard:
+        watchers.append(stack.enter_context(TensorBoard(folder / "tensorboard")))
+    return [*watchers, stack.enter_context(Progress(console, config.train.log_every))]
+
+
+# During training ---------------------------------------------------------------------------------------------------
+
+
+def _tasks(train: TrainSection, engine: Engine, corpus: _Corpus, tokenizer: Tokenizer) -> list[Task]:
+    tasks = []
+    if corpus.holds_out:
+        evaluate = lambda step: Evaluated(step, engine.evaluate(corpus.validation))  # noqa: E731
+        tasks.append(Task(train.eval_every, evaluate))
+    if train.sample_tokens:
+        tasks.append(Task(train.sample_every, lambda step: _sample(train, engine, corpus, tokenizer, step)))
+    return tasks
+
+
+def _sample(train: TrainSection, engine: Engine, corpus: _Corpus, tokenizer: Tokenizer, step: int) -> Sampled:
+    end = end_of_text_id(tokenizer)
+    ids = draw_ids(
+        engine.next_logits,
+        [end, *encode_text(tokenizer, train.sample_prompt).tolist()],
+        tokens=train.sample_tokens,
+        allowed=vocabulary_size(tokenizer),
+        stop_id=end,
+        context=corpus.loader.windows.window,
+        temperature=train.sample_temperature,
+        top_k=train.sample_top_k,
+        seed=train.seed,
+    )
+    return Sampled(step, train.sample_prompt, str(tokenizer.decode(ids)))
+
+
+def _nonfinite_limit(train: TrainSection, engine: Engine) -> int:
+    """A step that updates as it goes may have been applied in part, so it cannot be skipped."""
+    return 1 if engine.policy.update == "during_backward" else train.nonfinite_limit
+
+
+# After training ----------------------------------------------------------------------------------------------------
+
+
+def _save(engine: Engine, tokenizer: Tokenizer, target: Path) -> Path:
+    """Write model and tokenizer beside `target` and move them there when they are whole."""
+    staging, old = target.with_name(".model.part"), target.with_name(".model.old")
+    try:
+        for leftover in (staging, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        engine.save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
+        if target.exists():
+            target.rename(old)
+        staging.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        what = f"cannot be written ({error.strerror or error})"
+        raise ExportError(what, where=str(target), fix="check space and permissions") from error
+    return target
+
+
+def _verify(config: Config, engine: Engine, batch: Batch, saved: Path, console: Console) -> None:
+    """Load the saved model as any user of it would, and compare its loss with the engine's.
+
+    Raises `ExportError` where they differ by more than rounding.
+    """
+    ours, theirs = _both_losses(config, engine, batch, saved)
+    say = f"on one batch the saved model, loaded with from_pretrained, has loss {theirs:.4f}, the engine {ours:.4f}"
+    if not abs(ours - theirs) <= TOLERANCE[config.train.precision] * abs(ours):
+        raise ExportError(say, where=str(saved), fix="they should agree: please report this defect")
+    console.print(Text(say, "green"), soft_wrap=True)
+
+
+def _both_losses(config: Config, engine: Engine, batch: Batch, saved: Path) -> tuple[float, float]:
+    """The loss of `batch` by the engine and by the stock model that `from_pretrained` makes of the saved folder."""
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[config.train.precision]
+    loaded = load_causal_lm(str(saved)).eval().to(dtype)
+    with torch.no_grad():
+        theirs = float(loaded(**batch).loss)
+    return engine.evaluate([batch]), theirs
+
+
+def _say_where(folder: Path, console: Console) -> None:
+    for name, what in (
+        ("model", "Hugging Face folder of the trained model, with its tokenizer"),
+        ("metrics.jsonl", "every step as a line of JSON"),
+        ("tensorboard", f"the same for `tensorboard --logdir {folder}`"),
+        ("config.yaml", "every key of this run, as resolved"),
+    ):
+        if (folder / name).exists():
+            console.print(Text.assemble((str(folder / name), "bold"), f"  {what}"), soft_wrap=True)

@@ -1,0 +1,98 @@
+"""What happens in a training run, as frozen values.
+
+The loop tells events, and every report (metrics file, TensorBoard, the line on the terminal) reads them, so each number
+has one definition, here. `elapsed_seconds` counts from the start of training, measurements and samples included. Left
+out: how any of it is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A step was done. `seconds` is its wall time, the wait for its data included, measurements and samples not."""
+
+    step: int
+    """Steps done, this one included."""
+    steps: int
+    """Steps of the whole run."""
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    """Target tokens; padding is none."""
+    seconds: float
+    data_seconds: float
+    """Part of `seconds` in which the step waited for its micro-batches."""
+    stall_seconds: float
+    """Part of `seconds` in which compute waited for copies or updates."""
+    flops: float
+    """Necessary floating-point operations of the step: forward and backward, nothing recomputed."""
+    peak_flops: float
+    """Operations per second of a large matrix product on the device, measured."""
+    nbytes: Mapping[str, int]
+    """Bytes held per tier."""
+    elapsed_seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def flops_per_second(self) -> float:
+        return self.flops / self.seconds
+
+    @property
+    def light_share(self) -> float:
+        """Share of the speed of light: the time of the necessary products at the measured peak, over `seconds`."""
+        return self.flops / self.peak_flops / self.seconds
+
+    @property
+    def stall_share(self) -> float:
+        """Share of the time in which compute waited, for data, copies or updates."""
+        return (self.data_seconds + self.stall_seconds) / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A step gave a loss or gradient that is not finite, and was not applied."""
+
+    step: int
+    steps: int
+    reason: str
+    in_a_row: int
+    seconds: float
+    elapsed_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The loss on held-out text, mean over target tokens, was measured after `step` steps."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The model continued `prompt` with `text` after `step` steps."""
+
+    step: int
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Training ended after `step` of `steps` steps; fewer than asked for when it was told to stop."""
+
+    step: int
+    steps: int
+    elapsed_seconds: float
+
+
+Event = Stepped | Skipped | Evaluated | Sampled | Ended
+Watcher = Callable[[Event], None]

@@ -1,0 +1,237 @@
+"""What a person sees of a run: the plan before it, a line while it goes on, a summary after it.
+
+On a terminal the line is drawn in place, with as many of its fields as fit; elsewhere (a file, a pipe, the log of a
+job) a plain line is printed every `log_every` steps. Loss and speeds are means over the last `log_every` steps, and
+what skipped steps cost is in the speeds. Left out: metrics for machines (`metrics`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean as mean
+
+from rich import box
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from megatrain.spec import ModelSpec, Policy
+from megatrain.train.events import Ended, Evaluated, Event, Sampled, Skipped, Stepped
+from megatrain.train.sample import printable
+
+SPARKS = "▁▂▃▄▅▆▇█"
+SPARK_COUNT = 12
+LEGEND = (
+    "light: time that the necessary products alone would take at the measured peak, as a share of the time taken; "
+    "stall: share in which compute waited for data, copies or updates"
+)
+
+
+# The plan ----------------------------------------------------------------------------------------------------------
+
+
+def show_plan(
+    console: Console, facts: Sequence[tuple[str, str]], memory: Mapping[tuple[str, str], int], policy: Policy
+) -> None:
+    """Print `facts` (a name and what it is), the policy, and the bytes of `memory` by tier and owner."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    for name, fact in (*facts, ("policy", "; ".join(describe_policy(policy)))):
+        grid.add_row(name, fact)
+    console.print(grid)
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    table.add_column("memory")
+    table.add_column("what for")
+    table.add_column("bytes", justify="right")
+    for tier in dict.fromkeys(tier for tier, _ in memory):
+        owners = {owner: nbytes for (of, owner), nbytes in memory.items() if of == tier}
+        for owner, nbytes in owners.items():
+            table.add_row(tier, owner, binary(nbytes))
+        if len(owners) > 1:
+            table.add_row(tier, "total", binary(sum(owners.values())), style="bold")
+    console.print(table)
+    console.print(Text(LEGEND, style="dim"))
+
+
+def describe_model(spec: ModelSpec) -> str:
+    tied = ", embedding and head tied" if spec.tied else ""
+    layers = f"{len(spec.layers)} layers of width {spec.hidden_size:,}"
+    return f"{spec.name}, {metric(spec.numel)} parameters: {layers}, vocabulary {spec.vocab_size:,}{tied}"
+
+
+def describe_policy(policy: Policy) -> list[str]:
+    """Each choice as a phrase: nothing that was chosen for the user stays silent."""
+    exact = "computes in bfloat16 from exact float32 masters" if policy.precision == "bf16" else "float32 throughout"
+    slots = f"{policy.weight_slots} slots in shards of {binary(policy.shard_nbytes)}"
+    through = f"weights stream through {slots}, gradients through {policy.grad_slots}"
+    kept = "keeps each layer's graph" if policy.activations == "keep" else "recomputes each layer in the backward pass"
+    during = "the next forward pass" if policy.update == "next_forward" else "the backward pass"
+    phrases = [
+        exact,
+        "weights are used where they lie" if policy.shares_memory else through,
+        kept,
+        f"updates during {during}",
+        f"gradients in {policy.grad_precision or policy.precision}",
+        f"loss in chunks of {policy.loss_chunk_tokens:,} tokens",
+        "1 host thread" if policy.host_threads == 1 else f"{policy.host_threads or 'all'} host threads",
+    ]
+    for tier, budget in (("device", policy.device_budget_nbytes), ("host", policy.host_budget_nbytes)):
+        if budget is not None:
+            phrases.append(f"at most {binary(budget)} of {tier} memory")
+    return phrases
+
+
+# The line ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """Part of the line. Where there is no room for all, the one of highest `rank` goes first."""
+
+    text: str
+    rank: int
+
+
+def line_fields(event: Stepped, recent: Sequence[Stepped | Skipped]) -> list[Field]:
+    """The line after `event`, with loss and speeds averaged over `recent`, which ends with it."""
+    seconds = sum(one.seconds for one in recent)
+    steps = [one for one in recent if isinstance(one, Stepped)]
+    light_seconds = sum(one.flops / one.peak_flops for one in steps)
+    stalled = sum(one.data_seconds + one.stall_seconds for one in steps)
+    left = event.elapsed_seconds / event.step * (event.steps - event.step)
+    tiers = "  ".join(f"{tier} {binary(nbytes)}" for tier, nbytes in event.nbytes.items())
+    width = len(f"{event.steps:,}")
+    return [
+        Field(f"step {event.step:>{width},}/{event.steps:,}", 0),
+        Field(f"loss {mean([one.loss for one in steps]):.3f}", 1),
+        Field(f"grad {event.grad_norm:.2f}", 5),
+        Field(f"{metric(sum(one.tokens for one in steps) / seconds):>5} tok/s", 3),
+        Field(f"light {light_seconds / seconds:3.0%}", 4),
+        Field(f"stall {stalled / seconds:3.0%}", 6),
+        Field(tiers, 7),
+        Field(f"{duration(left)} left", 2),
+    ]
+
+
+def fitting(fields: Sequence[Field], width: int) -> str:
+    """As many of `fields` as fit into `width` characters, in their order. The first in rank is always there."""
+    kept = list(fields)
+    while len(line := "  ".join(field.text for field in kept)) > width and len(kept) > 1:
+        kept.remove(max(kept, key=lambda field: field.rank))
+    return line
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """The course of `values` in at most `SPARK_COUNT` characters, each the mean of an equal part."""
+    count = min(SPARK_COUNT, len(values))
+    edges = [len(values) * index // count for index in range(count + 1)] if count else []
+    means = [mean(values[start:stop]) for start, stop in pairwise(edges)]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(SPARKS[round((mean - low) * scale)] for mean in means)
+
+
+class Progress:
+    """A watcher that keeps the person at `console` informed, for the length of a `with` block."""
+
+    def __init__(self, console: Console, log_every: int) -> None:
+        self._console, self._log_every = console, log_every
+        self._recent: deque[Stepped | Skipped] = deque(maxlen=log_every)
+        self._losses: list[float] = []
+        self._tokens, self._seconds = 0, 0.0
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+
+    def __enter__(self) -> Progress:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._keep_line()
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case Stepped():
+                self._add(event)
+                self._losses.append(event.loss)
+                self._tokens += event.tokens
+                self._show(event)
+            case Skipped():
+                self._add(event)
+                self._print(f"step {event.step:,} skipped: {event.reason}", "yellow")
+            case Evaluated():
+                self._print(f"step {event.step:,}  validation loss {event.loss:.3f}", "green")
+            case Sampled():
+                text = Text(printable(event.prompt), "dim") + Text(printable(event.text.rstrip()))
+                lines = [Text("  | ", "dim") + line for line in text.split("\n")]
+                self._print(f"step {event.step:,}  sample", "green")
+                self._console.print(Text("\n").join(lines), soft_wrap=True)
+            case Ended():
+                self._keep_line()
+                self._print(self._summary(event), "bold")
+
+    def _keep_line(self) -> None:
+        """From here on the line stays as it is, and what is printed comes below it."""
+        if self._live:
+            self._live.stop()
+            self._live = None
+
+    def _add(self, event: Stepped | Skipped) -> None:
+        self._recent.append(event)
+        self._seconds += event.seconds
+
+    def _show(self, event: Stepped) -> None:
+        fields = line_fields(event, self._recent)
+        if self._live:
+            fields.insert(2, Field(sparkline(self._losses), 8))
+            self._live.update(Text(fitting(fields, self._console.width - 1)), refresh=True)
+        elif event.step == 1 or event.step % self._log_every == 0 or event.step == event.steps:
+            self._print("  ".join(field.text for field in fields))
+
+    def _summary(self, event: Ended) -> str:
+        stopped = event.step < event.steps
+        steps = f"stopped after {event.step:,} of {event.steps:,} steps" if stopped else f"{event.steps:,} steps"
+        if not self._losses:
+            return f"{steps} in {duration(event.elapsed_seconds)}"
+        speed = f"{metric(self._tokens)} tokens at {metric(self._tokens / self._seconds)} a second"
+        losses = f"loss from {self._losses[0]:.3f} to {mean(self._losses[-self._log_every :]):.3f}"
+        return f"{steps} in {duration(event.elapsed_seconds)}; {speed}; {losses}"
+
+    def _print(self, text: str, style: str = "") -> None:
+        self._console.print(Text(text, style), soft_wrap=True)
+
+
+# Numbers -----------------------------------------------------------------------------------------------------------
+
+
+def metric(number: float) -> str:
+    """Three significant digits with a decimal prefix: 950, 12.3k, 1.50M, 2.00T."""
+    power = 0
+    while abs(number) >= 999.5 and power < 4:
+        number /= 1000
+        power += 1
+    digits = 0 if power == 0 or abs(number) >= 99.95 else 1 if abs(number) >= 9.995 else 2
+    return f"{number:.{digits}f}{' kMGT'[power].strip()}"
+
+
+def binary(nbytes: int) -> str:
+    """Bytes with a binary prefix: 80 B, 27.4 MiB."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1023.95:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def duration(seconds: float) -> str:
+    """0:07, 3:41, 2:03:15, 4 d 2:03:15."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    clock = f"{hour}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+    return f"{days} d {clock}" if days else clock

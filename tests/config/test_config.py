@@ -1,0 +1,207 @@
+"""The configuration: what is read, and how each mistake is answered."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.config import (
+    Config,
+    PolicySection,
+    TrainSection,
+    describe_keys,
+    let_idle_threads_sleep,
+    load_config,
+    save_config,
+)
+from megatrain.errors import ConfigError
+from megatrain.optim.lr import NAMES
+from megatrain.spec import Policy
+
+HERE = Path(__file__).parents[2]
+MINIMAL = """\
+model:
+  config: {model_type: llama, rope_theta: 1e6}
+data:
+  sources: python-stdlib
+  tokenizer: bytes
+train:
+  steps: 10
+  lr: 3e-4
+output: {folder: runs/test}
+"""
+
+
+def load(tmp_path: Path, text: str = MINIMAL, *overrides: str) -> Config:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return load_config(path, overrides)
+
+
+def refusal(tmp_path: Path, text: str = MINIMAL, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text, *overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message.replace(f"{tmp_path}/", "")
+
+
+def test_a_minimal_file_is_enough(tmp_path: Path) -> None:
+    config = load(tmp_path)
+    assert config.train.steps == 10
+    assert config.data.sources == ("python-stdlib",)
+    assert config.policy.pinned == {}
+    assert config.tokenizer == "bytes"
+
+
+def test_a_float_needs_no_dot(tmp_path: Path) -> None:
+    config = load(tmp_path)
+    assert config.train.lr == 3e-4
+    assert config.model.config == {"model_type": "llama", "rope_theta": 1e6}
+
+
+def test_the_last_override_wins_and_the_file_comes_first(tmp_path: Path) -> None:
+    config = load(tmp_path, MINIMAL, "train.lr=1e-3", "train.steps=5", "train.lr=2e-3")
+    assert (config.train.lr, config.train.steps) == (2e-3, 5)
+
+
+def test_an_override_may_replace_a_whole_section(tmp_path: Path) -> None:
+    config = load(tmp_path, MINIMAL, "train={steps: 3}", "policy.weight_slots=4", "data.sources=[a, b]")
+    assert (config.train.steps, config.train.lr) == (3, TrainSection.model_fields["lr"].default)
+    assert config.policy.pinned == {"weight_slots": 4}
+    assert config.data.sources == ("a", "b")
+
+
+def test_auto_pins_nothing_and_can_be_pinned_over(tmp_path: Path) -> None:
+    text = MINIMAL + "policy: auto\n"
+    assert load(tmp_path, text).policy == PolicySection()
+    assert load(tmp_path, text, "policy.activations=keep").policy.pinned == {"activations": "keep"}
+
+
+def test_the_model_brings_its_tokenizer(tmp_path: Path) -> None:
+    config = load(tmp_path, MINIMAL, "model={path: some/model}", "data.tokenizer=null")
+    assert config.tokenizer == "some/model"
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.sampled_from(["3e-4", "null", "yes", "1_0"])
+
+
+@given(prompt=TEXTS, lr=st.floats(0, 1), slots=st.none() | st.integers(1, 9), theta=st.floats(1e-30, 1e30))
+def test_a_saved_configuration_loads_back_equal(
+    tmp_path_factory: pytest.TempPathFactory, prompt: str, lr: float, slots: int | None, theta: float
+) -> None:
+    folder = tmp_path_factory.mktemp("saved")
+    config = Config.model_validate(
+        {
+            "model": {"config": {"model_type": "llama", "rope_theta": theta, "name": prompt}},
+            "data": {"sources": [prompt or "x"], "tokenizer": "bytes"},
+            "train": {"steps": 1, "lr": lr, "sample_prompt": prompt},
+            "policy": {"weight_slots": slots},
+            "output": {"folder": "here"},
+        }
+    )
+    save_config(config, folder / "deep" / "config.yaml")
+    assert load_config(folder / "deep" / "config.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        (MINIMAL.replace("lr: 3e-4", "lrr: 1"), (), "run.yaml:8: unknown key train.lrr; did you mean train.lr?"),
+        (MINIMAL.replace("steps:", "stps:"), (), "run.yaml:7: unknown key train.stps (1 more to correct); did you"),
+        (MINIMAL + "trian: {}\n", (), "run.yaml:10: unknown key trian; did you mean train?"),
+        (MINIMAL, ("window=3",), "override 'window=3': unknown key window; did you mean data.window?"),
+        (MINIMAL, ("policy.weight_slot=3",), "unknown key policy.weight_slot; did you mean policy.weight_slots?"),
+        (MINIMAL, ("output.zzzzzz=3",), "the keys of output are folder, overwrite"),
+        (MINIMAL.replace("steps: 10", "steps: ten"), (), "run.yaml:7: train.steps: should be a valid integer, not 'te"),
+        (MINIMAL, ("train.steps=1.5",), "override 'train.steps=1.5': train.steps: should be a valid integer, not 1.5"),
+        (MINIMAL, ("train.steps=true",), "train.steps: should be a valid integer, not True"),
+        (MINIMAL, ("train.steps=0",), "train.steps: should be greater than 0, not 0"),
+        (MINIMAL, ("train.lr=.nan",), "train.lr: should be a finite number, not nan"),
+        (MINIMAL, ("train.lr_schedule=cosin",), "should be 'constant', 'cosine', 'linear' or 'wsd', not 'cosin'"),
+        (MINIMAL, ("train.betas=[0.9]",), "train.betas: has too few values"),
+        (MINIMAL, ("train.betas=[0.9, 1.0]",), "train.betas: should be less than 1, not 1.0"),
+        (MINIMAL, ("train=3",), "override 'train=3': train: needs keys below it, not 3"),
+        (MINIMAL, ("policy.activations=foo",), "policy.activations: should be 'keep' or 'recompute', not 'foo'"),
+        (MINIMAL, ("data.sources=[]",), "data.sources: should have at least 1 item"),
+        (MINIMAL, ("model.path=x",), "run.yaml:1: model: needs exactly one of `path`"),
+        (MINIMAL, ("model.config=null",), "run.yaml:1: model: needs exactly one of `path`"),
+        (MINIMAL, ("data.tokenizer=null",), "a fresh model has no tokenizer of its own; set data.tokenizer"),
+        (MINIMAL.replace("  steps: 10\n", ""), (), "run.yaml:6: train.steps is missing; set it in the file"),
+        (MINIMAL, ("train.steps",), "'train.steps': is not KEY=VALUE"),
+        (MINIMAL, ("train..steps=1",), "'train..steps=1': is not KEY=VALUE"),
+        (MINIMAL, ("train.betas=[0.9",), "override 'train.betas=[0.9': malformed YAML"),
+        (MINIMAL + "  a: [1\n", (), "run.yaml:10: malformed YAML"),
+        (MINIMAL + "a: \x00", (), "run.yaml: malformed YAML"),
+        (MINIMAL + "a: 2026-99-99", (), "run.yaml: malformed YAML"),
+        (MINIMAL + "a: &x {b: *x}", (), "run.yaml: malformed YAML"),
+        (MINIMAL + "train: {steps: 3}\n", (), "run.yaml:10: key train is given twice"),
+        (MINIMAL.replace("steps: 10", "steps: 10\n  steps: 11"), (), "run.yaml:8: key train.steps is given twice"),
+        ("", (), "run.yaml: holds no keys"),
+        ("- a\n", (), "run.yaml: holds no keys"),
+        ("1: 2\n", (), "model is missing"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_answered_in_one_line_with_its_place(
+    tmp_path: Path, text: str, overrides: tuple[str, ...], expected: str
+) -> None:
+    assert expected in refusal(tmp_path, text, *overrides)
+
+
+def test_a_missing_file_is_answered_with_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "quickstart.yaml").write_text(MINIMAL)
+    with pytest.raises(ConfigError, match=r"no such file; did you mean .*quickstart\.yaml\?"):
+        load_config(tmp_path / "quikstart.yaml")
+    with pytest.raises(ConfigError, match="no such file"):
+        load_config(tmp_path / "absent" / "x.yaml")
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "a.yaml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path)
+
+
+def test_every_key_has_a_meaning_and_a_default_that_is_its_own() -> None:
+    keys = describe_keys()
+    assert all(meaning for _, _, meaning in keys)
+    assert [key for key, default, _ in keys if not default] == ["data.sources", "train.steps", "output.folder"]
+    defaults = {key: yaml.safe_load(default) for key, default, _ in keys if default}
+    assert defaults["train.betas"] == [0.9, 0.95]
+    assert defaults["data.pattern"] == "*"
+    assert defaults["train.max_grad_norm"] == 1.0
+    assert defaults["model.path"] is None
+
+
+def test_the_policy_section_mirrors_the_policy() -> None:
+    """Precision and shared memory are not pinned there: `train.precision` and the device decide them."""
+    assert set(PolicySection.model_fields) == {field.name for field in fields(Policy)} - {"precision", "shares_memory"}
+
+
+def test_every_schedule_of_the_learning_rate_can_be_chosen() -> None:
+    annotation: Any = TrainSection.model_fields["lr_schedule"].annotation
+    assert set(get_args(annotation)) == set(NAMES)
+
+
+def test_idle_threads_sleep_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "")  # so that what was there comes back
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    let_idle_threads_sleep()
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    let_idle_threads_sleep()
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+
+
+@pytest.mark.parametrize("path", sorted((HERE / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_the_configurations_that_we_ship_are_valid(path: Path) -> None:
+    load_config(path)

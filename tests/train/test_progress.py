@@ -1,0 +1,190 @@
+"""What a person sees: the plan, the line, the summary."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from megatrain.spec import Policy
+from megatrain.train.events import Ended, Evaluated, Sampled, Skipped, Stepped
+from megatrain.train.progress import (
+    SPARK_COUNT,
+    SPARKS,
+    Field,
+    Progress,
+    binary,
+    describe_policy,
+    duration,
+    fitting,
+    line_fields,
+    metric,
+    show_plan,
+    sparkline,
+)
+
+
+def stepped(step: int, steps: int = 10, seconds: float = 2.0) -> Stepped:
+    return Stepped(
+        step=step,
+        steps=steps,
+        loss=5.0 - step / 10,
+        grad_norm=0.5,
+        lr=1e-3,
+        tokens=1000,
+        seconds=seconds,
+        data_seconds=0.0,
+        stall_seconds=0.2,
+        flops=4e9,
+        peak_flops=1e10,
+        nbytes={"device": 3 << 20, "host": 5 << 30},
+        elapsed_seconds=2.0 * step,
+    )
+
+
+def shown(*events: Any, log_every: int = 3, terminal: bool = False, width: int = 200) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system=None, legacy_windows=False)
+    with Progress(console, log_every) as watch:
+        for event in events:
+            watch(event)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_without_a_terminal_a_line_comes_first_every_so_often_and_last() -> None:
+    text = shown(*(stepped(step) for step in range(1, 11)))
+    assert [line.split("/")[0].split()[1] for line in text.splitlines()] == ["1", "3", "6", "9", "10"]
+    assert "\x1b" not in text
+
+
+def test_the_line_says_everything_that_was_promised() -> None:
+    text = shown(stepped(5), log_every=1)
+    assert text.strip() == (
+        "step  5/10  loss 4.500  grad 0.50    500 tok/s  light 20%  stall 10%  device 3.0 MiB  host 5.0 GiB  0:10 left"
+    )
+
+
+def test_on_a_terminal_the_line_is_drawn_in_place_and_fits() -> None:
+    text = shown(*(stepped(step) for step in range(1, 11)), terminal=True, width=60)
+    assert text.count("\n") <= 2
+    lines = [line for line in re.sub(r"\x1b\[[?\d]*[A-Za-z]", "\r", text).split("\r") if "step" in line]
+    assert len(lines) >= 10
+    assert max(len(line.rstrip("\n")) for line in lines) < 60
+
+
+def test_the_loss_is_the_mean_of_the_last_steps_and_the_summary_says_how_far_it_fell() -> None:
+    lines = shown(*(stepped(step) for step in range(1, 11)), Ended(10, 10, 20.0), log_every=5).splitlines()
+    assert [line.split("loss ")[1][:5] for line in lines[:3]] == ["4.900", "4.700", "4.200"]
+    assert lines[-1] == "10 steps in 0:20; 10.0k tokens at 500 a second; loss from 4.900 to 4.200"
+
+
+def test_what_skipped_steps_cost_lowers_the_speed() -> None:
+    skipped = Skipped(2, 10, "the loss is not finite", 1, seconds=2.0, elapsed_seconds=4.0)
+    texts = [field.text for field in line_fields(stepped(3), [stepped(1), skipped, stepped(3)])]
+    assert "  333 tok/s" in texts
+    assert "light 13%" in texts
+
+
+def test_skips_measurements_samples_and_the_end_are_told() -> None:
+    text = shown(
+        stepped(1),
+        Skipped(2, 10, "layer 4: the gradient is not finite", 1, 2.0, 4.0),
+        Evaluated(2, 3.25),
+        Sampled(2, "def ", "f():\n\x1b[2J    return [bold]1"),
+        Ended(2, 10, 65.0),
+    )
+    assert "step 2 skipped: layer 4: the gradient is not finite" in text
+    assert "step 2  validation loss 3.250" in text
+    assert "  | def f():\n  | \N{REPLACEMENT CHARACTER}[2J    return [bold]1\n" in text
+    assert "stopped after 2 of 10 steps in 1:05; 1.00k tokens at 250 a second; loss from 4.900 to 4.900" in text
+
+
+def test_a_run_without_a_finite_step_still_ends_in_words() -> None:
+    assert shown(Ended(0, 10, 1.0)).strip() == "stopped after 0 of 10 steps in 0:01"
+
+
+@given(texts=st.lists(st.text("ab", min_size=1, max_size=9), min_size=1, max_size=8), width=st.integers(1, 60))
+def test_a_fitting_line_keeps_order_and_the_lowest_ranks(texts: list[str], width: int) -> None:
+    ranked = [Field(text, rank) for rank, text in enumerate(texts)]
+    line = fitting(ranked, width)
+    assert "  ".join(texts).startswith(line)
+    assert len(line) <= width or line == texts[0]
+
+
+@given(st.lists(st.floats(-1e6, 1e6), max_size=50))
+def test_a_sparkline_is_short_and_reaches_top_and_bottom(values: list[float]) -> None:
+    line = sparkline(values)
+    assert len(line) == min(len(values), SPARK_COUNT)
+    if 1 < len(values) <= SPARK_COUNT and max(values) > min(values):
+        assert line[values.index(max(values))] == SPARKS[-1]
+        assert line[values.index(min(values))] == SPARKS[0]
+
+
+OTHER: dict[str, Any] = {
+    "precision": "fp32",
+    "weight_slots": 5,
+    "grad_slots": 5,
+    "shard_nbytes": 1 << 20,
+    "activations": "keep",
+    "grad_precision": "fp32",
+    "update": "during_backward",
+    "loss_chunk_tokens": 77,
+    "shares_memory": True,
+    "host_threads": 3,
+    "device_budget_nbytes": 1 << 30,
+    "host_budget_nbytes": 1 << 40,
+}
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Policy)])
+def test_no_field_of_the_policy_is_silent(name: str) -> None:
+    assert describe_policy(replace(Policy(), **{name: OTHER[name]})) != describe_policy(Policy())
+
+
+def test_the_plan_shows_every_owner_and_the_sum_of_a_tier() -> None:
+    console = Console(file=io.StringIO(), width=100)
+    memory = {("device", "slots"): 3 << 20, ("host", "weights"): 1 << 20, ("host", "optimizer state"): 5 << 20}
+    show_plan(console, [("model", "tiny")], memory, Policy())
+    assert isinstance(console.file, io.StringIO)
+    rows = [line.split() for line in console.file.getvalue().splitlines()]
+    assert ["host", "optimizer", "state", "5.0", "MiB"] in rows
+    assert ["host", "total", "6.0", "MiB"] in rows
+    assert ["device", "slots", "3.0", "MiB"] in rows
+    assert ["model", "tiny"] in rows
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0"),
+        (999, "999"),
+        (999.6, "1.00k"),
+        (1234, "1.23k"),
+        (99_950, "100k"),
+        (14_359_680, "14.4M"),
+        (5e15, "5000T"),
+    ],
+)
+def test_metric_has_three_digits(number: float, text: str) -> None:
+    assert metric(number) == text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1 << 30, "1.0 GiB"), (3 << 40, "3.0 TiB")]
+)
+def test_binary_counts_in_powers_of_1024(nbytes: int, text: str) -> None:
+    assert binary(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0:00"), (59.6, "1:00"), (3_600, "1:00:00"), (86_399, "23:59:59"), (90_061, "1 d 1:01:01")],
+)
+def test_duration_reads_like_a_clock(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
