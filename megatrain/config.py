@@ -188,6 +188,8 @@ class Config(Section):
     train: TrainSection
     policy: Annotated[PolicySection, BeforeValidator(_as_section)] = PolicySection()
     output: OutputSection
+    trace: Path | None = None
+    """File for a trace of three early steps, op by op, which Perfetto and chrome://tracing open."""
 
     @model_validator(mode="after")
     def _has_tokenizer(self) -> Config:

@@ -85,6 +85,8 @@ def run_training(config: Config, console: Console) -> Path:
             )
         )
         del model  # the engine has its own copy
+        if config.trace is not None:
+            engine.trace(config.trace)
         _show(config, engine, corpus, console)
         watchers = _watchers(config, folder, stack, console)
         stop = stack.enter_context(StopSignals())

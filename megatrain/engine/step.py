@@ -32,10 +32,6 @@ DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.fl
 DTYPE_OF_NBYTES = {2: torch.bfloat16, 4: torch.float32}
 
 
-TIDY_EVERY = 4
-"""Units between two calls of `Device.tidy`."""
-
-
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """`loss` is the mean over all target tokens of the step; `tokens` counts them."""
@@ -133,7 +129,6 @@ class Streamer:
     def _forward(self, now: _Current, op: Op, held: Held) -> None:
         unit, micro = op.unit, op.micro
         alive = now.activations
-        self._tidy(op)
         self._reseed(now, unit, micro)
         if unit == 0:
             inputs = model_inputs(now.micro_batches[micro], self.device.torch_device)
@@ -166,7 +161,7 @@ class Streamer:
     def _loss(self, now: _Current, op: Op, held: Held) -> None:
         unit, micro = op.unit, op.micro
         if micro == 0:
-            self.device.tidy()
+            self.device.tidy()  # here memory peaks: what the layers' forward has freed lies about in pieces
         self._reseed(now, unit, micro)
         hidden = now.activations.inputs.pop((unit, micro))
         flat = hidden.reshape(-1, hidden.shape[-1])
@@ -214,7 +209,6 @@ class Streamer:
 
     def _backward(self, now: _Current, op: Op, held: Held) -> None:
         unit, micro, alive = op.unit, op.micro, now.activations
-        self._tidy(op)
         if unit == 0:
             self._backward_prologue(now, op, held)
         else:
@@ -286,11 +280,6 @@ class Streamer:
     def _weights(self, op: Op, held: Held, unit: int) -> Tensor:
         """The flat weights of `unit`, where this op reads them."""
         return _part(held, _access_of(op.reads, f"w{unit}")).view(self.dtype)
-
-    def _tidy(self, op: Op) -> None:
-        """Every few units, before the first of the micro-batches: what layers freed in between lies about in pieces."""
-        if op.micro == 0 and op.unit % TIDY_EVERY == 0:
-            self.device.tidy()
 
     def _finite_loss(self, now: _Current) -> float:
         loss = 0.0 if now.loss is None else now.loss.item()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from megatrain.schedule import Op
+from megatrain.schedule import USED, Op
 from megatrain.spec import Hardware, ModelSpec, Policy, Work
 
 
@@ -55,7 +55,7 @@ def op_seconds(model: ModelSpec, policy: Policy, work: Work, hardware: Hardware)
             case "NORM":
                 return sum(access.stop - access.start for access in op.reads) / hardware.host_bandwidth
             case "UPDATE":
-                touched = (*op.reads, *op.writes)
+                touched = [access for access in (*op.reads, *op.writes) if access.content != USED]
                 return sum(access.stop - access.start for access in touched) / hardware.host_bandwidth
 
     return price

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatrain.layout import Layout, layout_of
-from megatrain.schedule.ops import Access, Buffer, Op, Schedule, Tier
+from megatrain.schedule.ops import USED, Access, Buffer, Op, Schedule, Tier
 from megatrain.schedule.order import derive_waits
 from megatrain.spec import ModelSpec, Policy, Work
 
@@ -281,7 +281,7 @@ class _Builder:
         writes = (
             Access(weights.buffer, weights.start, weights.stop, _version(f"w{unit}", after)),
             Access(state.buffer, state.start, state.stop, _version(f"s{unit}", after)),
-            Access(home.buffer, home.start, home.stop, "used"),
+            Access(home.buffer, home.start, home.stop, USED),
         )
         return Op("UPDATE", "host", unit, reads=tuple(reads), writes=writes)
 

@@ -16,6 +16,9 @@ from typing import Literal
 Kind = Literal["FETCH", "FORWARD", "LOSS", "BACKWARD", "GRAD", "NORM", "UPDATE"]
 Stream = Literal["compute", "fetch", "grad", "host"]
 Tier = Literal["device", "host"]
+USED = "used"
+"""Content of memory that an op has given up: nobody may read it, and its pages may go back to the system."""
+
 STREAMS: tuple[Stream, ...] = ("compute", "fetch", "grad", "host")
 
 
