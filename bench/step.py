@@ -18,6 +18,7 @@ import argparse
 import gc
 import json
 import multiprocessing
+import os
 import platform
 import statistics
 import time
@@ -42,6 +43,7 @@ SEQUENCES, LENGTH = 4, 512
 
 def compare(shape: Mapping[str, Any], sequences: int, length: int, pairs: int, warm_up: int = 2) -> dict[str, Any]:
     """Run all contenders in turn; medians of the ratios to plain, and each one's absolute figures."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # who waits for a turn must not spin while another has its own
     context = multiprocessing.get_context("spawn")
     ends: dict[str, Connection] = {}
     processes = []
