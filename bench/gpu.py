@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatrain.errors import MegaTrainError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -72,35 +74,53 @@ def streamed(size: str, rows: int, count: int) -> Rung:
     import megatrain
 
     model = build(size)
-    engine = megatrain.Engine.from_model(model, "cuda:0", "bf16", megatrain.AdamW(lr=1e-4))
-    del model
-    gc.collect()
-    work = batches(rows, count)
-    engine.step(work)
-    torch.cuda.reset_peak_memory_stats()
-    torch.cuda.synchronize()
-    began, stalled = time.perf_counter(), 0.0
-    for _ in range(STEPS):
-        out = engine.step(work)
-        stalled += out.stall_seconds
-    seconds = (time.perf_counter() - began) / STEPS
-    tokens = sum(each["input_ids"].numel() for each in work)
-    rung = Rung(
-        size,
-        f"megatrain ({engine.policy.activations})",
-        tokens,
-        tokens / seconds,
-        engine.step_flops(work) / seconds / 1e12,
-        stalled / STEPS / seconds,
-        torch.cuda.max_memory_allocated(),
-        sum(n for (tier, _), n in engine.memory_table().items() if tier == "host"),
-        out.loss,
-    )
-    engine.close()
-    return rung
+    with megatrain.Engine.from_model(model, "cuda:0", "bf16", megatrain.AdamW(lr=1e-4)) as engine:
+        del model
+        gc.collect()
+        work = batches(rows, count)
+        for _ in range(2):  # the second is the first with pending updates
+            engine.step(work)
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+        began, stalled = time.perf_counter(), 0.0
+        for _ in range(STEPS):
+            out = engine.step(work)
+            stalled += out.stall_seconds
+        seconds = (time.perf_counter() - began) / STEPS
+        tokens = rows * count * LENGTH
+        return Rung(
+            size,
+            f"megatrain ({engine.policy.activations})",
+            tokens,
+            tokens / seconds,
+            engine.step_flops(work) / seconds / 1e12,
+            stalled / STEPS / seconds,
+            torch.cuda.max_memory_allocated(),
+            sum(n for (tier, _), n in engine.memory_table().items() if tier == "host"),
+            out.loss,
+        )
 
 
-def plain(size: str, rows: int, count: int, flops_per_step: float) -> Rung:
+def step_flops(size: str, rows: int, count: int) -> float:
+    """Necessary operations of a step, as the engine counts them."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from megatrain.plan import step_flops as necessary
+    from megatrain.spec import ModelSpec, ParamSpec, UnitSpec
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**shape(size)))
+    groups: dict[str, list[ParamSpec]] = {"prologue": [], "epilogue": []}
+    for name, parameter in model.named_parameters():
+        layer = ".".join(name.split(".")[:3]) if ".layers." in name else "prologue" if "embed" in name else "epilogue"
+        groups.setdefault(layer, []).append(ParamSpec(name, tuple(parameter.shape)))
+    ends = [UnitSpec(kind, kind, tuple(groups.pop(kind))) for kind in ("prologue", "epilogue")]
+    layers = [UnitSpec(name, "layer", tuple(params)) for name, params in groups.items()]
+    spec = ModelSpec(size, (ends[0], *layers, ends[1]), LADDER[size]["hidden_size"], 32000)
+    return necessary(spec, [(rows * count, LENGTH)])
+
+
+def plain(size: str, rows: int, count: int) -> Rung:
     model = torch.nn.Module.cuda(build(size))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     work = [{key: value.cuda() for key, value in each.items()} for each in batches(rows, count)]
@@ -127,7 +147,8 @@ def plain(size: str, rows: int, count: int, flops_per_step: float) -> Rung:
     seconds = (time.perf_counter() - began) / STEPS
     tokens = sum(each["input_ids"].numel() for each in work)
     peak = torch.cuda.max_memory_allocated()
-    return Rung(size, "plain", tokens, tokens / seconds, flops_per_step / seconds / 1e12, 0.0, peak, 0, loss)
+    useful = step_flops(size, rows, count) / seconds / 1e12
+    return Rung(size, "plain", tokens, tokens / seconds, useful, 0.0, peak, 0, loss)
 
 
 def release() -> None:
@@ -151,24 +172,22 @@ def main() -> int:
                 print(f"{size} {contender}: no time left")
                 continue
             try:
-                if contender == "streamed":
-                    rung = streamed(size, rows, count)
-                else:
-                    mine = rungs[-1]
-                    rung = plain(
-                        size, rows, count, mine.useful_tflops * 1e12 * mine.tokens_per_step / mine.tokens_per_second
-                    )
+                rung = (streamed if contender == "streamed" else plain)(size, rows, count)
+            except (torch.OutOfMemoryError, MemoryError, MegaTrainError) as error:
+                print(f"{size} {contender}: does not fit ({str(error).splitlines()[0]})", flush=True)
+            else:
                 rungs.append(rung)
                 print(rung, flush=True)
-            except (torch.OutOfMemoryError, MemoryError) as error:
-                print(f"{size} {contender}: does not fit ({str(error).splitlines()[0]})")
+                write(arguments.out, rungs)  # after each, so that a later failure loses nothing
             release()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    machine = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__}
-    (arguments.out / "gpu.json").write_text(
-        json.dumps({"machine": machine, "rungs": [asdict(r) for r in rungs]}, indent=2)
-    )
     return 0
+
+
+def write(folder: Path, rungs: list[Rung]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    machine = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__}
+    result = {"machine": machine, "rungs": [asdict(rung) for rung in rungs]}
+    (folder / "gpu.json").write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

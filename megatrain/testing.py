@@ -75,4 +75,6 @@ def _races(schedule: Schedule, seed: int) -> bool:
 
 def random_fault(schedule: Schedule, kind: FaultKind, seed: int) -> Fault:
     """A fault of this kind at an op of the schedule that the seed chooses."""
-    return Fault(kind, random.Random(seed).choice(schedule.ops).name)
+    index = random.Random(seed).randrange(len(schedule.ops))
+    name = schedule.ops[index].name
+    return Fault(kind, name, after=sum(op.name == name for op in schedule.ops[:index]))

@@ -93,6 +93,9 @@ class Device(Protocol):
     def allocate_host(self, nbytes: int, owner: str) -> torch.Tensor:
         """Zeroed host memory, uint8[nbytes], page-locked where the device gains from it."""
 
+    def free_host(self, memory: torch.Tensor, owner: str) -> None:
+        """Host memory that `allocate_host` returned is given back."""
+
     def discard(self, memory: torch.Tensor) -> None:
         """What this host memory holds is not needed any more; where it pays, its pages go back to the system."""
 

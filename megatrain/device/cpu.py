@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -86,6 +87,7 @@ class CpuDevice:
         self._inline = {name: InlineStream(name) for name in ("compute", "fetch", "grad")}
         self._host: WorkerStream | None = WorkerStream("host")
         self._mappings: dict[int, mmap.mmap] = {}
+        self._finalizer = weakref.finalize(self, self._host.close)  # a device that is dropped leaves no thread
 
     def stream(self, name: str) -> Stream:
         if self._host is None:
@@ -107,6 +109,9 @@ class CpuDevice:
         memory = torch.frombuffer(mapping, dtype=torch.uint8, count=max(nbytes, 1))[:nbytes]
         self._mappings[memory.data_ptr()] = mapping
         return memory
+
+    def free_host(self, memory: torch.Tensor, owner: str) -> None:
+        self._mappings.pop(memory.data_ptr(), None)
 
     def discard(self, memory: torch.Tensor) -> None:
         mapping = self._mappings.get(memory.data_ptr())
@@ -144,6 +149,6 @@ class CpuDevice:
 
     def close(self) -> None:
         if self._host is not None:
-            self._host.close()
+            self._finalizer()
             self._host = None
             self._mappings.clear()

@@ -17,17 +17,22 @@ from __future__ import annotations
 
 import mmap
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 import torch
 
 from megatrain.device.base import Event, Interval, Stream, Task, Work, declared
-from megatrain.device.worker import HostEvent, WorkerStream, as_foreground_error
+from megatrain.device.worker import HostEvent, WorkerStream, as_foreground_error, raise_first
 from megatrain.errors import DeviceError, MegaTrainError, OutOfDeviceMemory
 
 MOST_STALLS = 4096
 """Stall intervals that are kept as pairs of CUDA events before the finished ones are summed up."""
+
+
+HostMapping = tuple[mmap.mmap, torch.Tensor, bool]
+"""A mapping, the tensor over it, and whether it is page-locked."""
 
 
 class CudaEvent:
@@ -45,7 +50,7 @@ class CudaEvent:
         if timed:
             self.began = stream.record_event(torch.cuda.Event(enable_timing=True))
         work()
-        self.ended = stream.record_event(torch.cuda.Event(enable_timing=timed))
+        self.ended = stream.record_event(torch.cuda.Event(enable_timing=timed, blocking=True))  # waits must not spin
 
     def wait(self) -> None:
         self.submitted.wait()
@@ -138,9 +143,7 @@ class CopyStream:
         return event
 
     def drain(self) -> MegaTrainError | None:
-        failure = self._worker.drain()
-        self._stream.synchronize()
-        return failure
+        return self._worker.drain()
 
     def close(self) -> None:
         self._worker.close()
@@ -165,8 +168,10 @@ class CudaDevice:
         self._compute = ComputeStream(torch.cuda.Stream(self.torch_device))
         self._copies = {name: CopyStream(name, torch.cuda.Stream(self.torch_device)) for name in ("fetch", "grad")}
         self._host = WorkerStream("host")
-        self._mappings: list[tuple[mmap.mmap, torch.Tensor, bool]] = []
+        self._mappings: dict[int, HostMapping] = {}
         self._closed = False
+        workers: list[WorkerStream | CopyStream] = [self._host, *self._copies.values()]
+        self._finalizer = weakref.finalize(self, _shut, workers, self._mappings, self.torch_device)
 
     @property
     def timed(self) -> bool:
@@ -216,8 +221,15 @@ class CudaDevice:
         pinned = nbytes > 0 and self._pin(memory)
         if not pinned:
             self.unpinned_nbytes += nbytes
-        self._mappings.append((mapping, memory, pinned))
+        self._mappings[memory.data_ptr()] = mapping, memory, pinned
         return memory
+
+    def free_host(self, memory: torch.Tensor, owner: str) -> None:
+        torch.cuda.synchronize(self.torch_device)  # no copy is under way
+        mapping = self._mappings.pop(memory.data_ptr(), None)
+        if mapping is not None:
+            _unpin(memory, mapping[2])
+            self.unpinned_nbytes -= 0 if mapping[2] else memory.numel()
 
     def _pin(self, memory: torch.Tensor) -> bool:
         """Page-lock; where that is refused (a limit on locked memory, say) the memory is used as it is."""
@@ -264,20 +276,28 @@ class CudaDevice:
 
     def synchronize(self) -> None:
         failures = [self._host.drain(), *(copies.drain() for copies in self._copies.values())]
-        torch.cuda.synchronize(self.torch_device)
-        for failure in failures:
-            if failure is not None:
-                raise failure
+        try:
+            torch.cuda.synchronize(self.torch_device)
+        except RuntimeError as failure:  # an asynchronous error of the GPU itself
+            failures.append(as_foreground_error(failure, "on the GPU", self.name))
+        raise_first(failures)
 
     def close(self) -> None:
-        if self._closed:
-            return
         self._closed = True
-        torch.cuda.synchronize(self.torch_device)
-        self._host.close()
-        for copies in self._copies.values():
-            copies.close()
-        for _, memory, pinned in self._mappings:
-            if pinned:
-                torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
-        self._mappings.clear()
+        self._finalizer()
+
+
+def _shut(workers: Sequence[WorkerStream | CopyStream], mappings: dict[int, HostMapping], device: torch.device) -> None:
+    """Stop the threads, let the GPU come to rest, and only then unlock memory; also for a device that is dropped."""
+    for worker in workers:
+        worker.close()
+    with suppress(RuntimeError):  # a GPU beyond recovery; its memory must be unlocked all the same
+        torch.cuda.synchronize(device)
+    for _, memory, pinned in mappings.values():
+        _unpin(memory, pinned)
+    mappings.clear()
+
+
+def _unpin(memory: torch.Tensor, pinned: bool) -> None:
+    if pinned:
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

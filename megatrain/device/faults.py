@@ -20,14 +20,13 @@ class Fault:
     kind: `raise` (the worker raises before it does anything), `memory` (the device is out of memory), `read` (an
     input/output error before anything arrived), `copy` (everything arrived but was damaged on the way, and that is
     noticed), `short` (only a part arrived), `hang` (the work never ends).
-    at: the name of an op (`FETCH u3 s0`), or its number in the order of execution, counted from 0.
+    at: the name of an op (`FETCH u3 s0`), or a number in the order of execution, counted from 0.
+    after: of an op that comes up several times (a fetch in forward and backward), how often it is let pass.
     """
 
     kind: FaultKind
     at: str | int
-
-    def strikes(self, name: str, number: int) -> bool:
-        return self.at in (name, number)
+    after: int = 0
 
 
 def fail(kind: FaultKind, name: str, work: Callable[[], None]) -> None:

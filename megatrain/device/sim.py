@@ -19,7 +19,7 @@ One thread runs everything, so a seed fixes the run. It leaves out gates inside 
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ from torch import Tensor
 from megatrain.device.base import Event, Interval, Stream, Task, Work, declared
 from megatrain.device.faults import Fault, fail
 from megatrain.device.races import Clock, RaceDetector, joined
-from megatrain.device.worker import as_foreground_error
+from megatrain.device.worker import as_foreground_error, raise_first
 from megatrain.errors import BrokenPromise, Deadlock, DeviceError, MegaTrainError, OutOfDeviceMemory
 
 POISON = 0xFF
@@ -76,6 +76,7 @@ class _Item:
     event: SimEvent
     number: int
     foreground: Clock
+    submitted_at: float
 
 
 @dataclass(slots=True, eq=False)
@@ -95,11 +96,24 @@ class SimStream:
     def submit(self, task: Task, work: Work, waits: Sequence[Event] = ()) -> SimEvent:
         event = SimEvent(self.device, task.name)
         ours = tuple(wait for wait in waits if isinstance(wait, SimEvent))
-        self.queue.append(_Item(task, work, ours, event, self.device.next_number(), self.device.foreground))
+        self.queue.append(
+            _Item(task, work, ours, event, self.device.next_number(), self.device.foreground, self.device.now)
+        )
         return event
 
     def ready(self) -> bool:
         return bool(self.queue) and not self.hangs and all(event.done for event in self.queue[0].waits)
+
+
+def _undeclared_host_write(task: Task, held: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> str:
+    """Says which host buffer changed outside what the task declares to write, if one did."""
+    for name, old in before.items():
+        for span in task.writes:
+            if span.buffer == name:
+                old[span.start : span.stop] = held[name][span.start : span.stop]
+        if not torch.equal(old, held[name]):
+            return f"changes {name} outside what it declares to write"
+    return ""
 
 
 class SimDevice:
@@ -129,6 +143,8 @@ class SimDevice:
         """Names of the work run so far, in the order that the adversary chose."""
         self.foreground: Clock = {}
         """What the foreground has waited for so far."""
+        self.now = 0.0
+        """The foreground's time on the virtual clock, in seconds."""
         self._random = random.Random(seed)
         self._starved = self._random.choice(("compute", "fetch", "grad", "host"))
         self._streams: dict[str, SimStream] = {}
@@ -137,6 +153,10 @@ class SimDevice:
         self._races = RaceDetector()
         self._submitted = 0
         self._damage_from: float | None = None
+        self._failures: list[MegaTrainError] = []
+        """In the order in which they happened, each once."""
+        self._met: Counter[Fault] = Counter()
+        """How often the op of a fault has come up since the fault was set."""
         self._closed = False
 
     def stream(self, name: str) -> Stream:
@@ -169,6 +189,9 @@ class SimDevice:
     def allocate_host(self, nbytes: int, owner: str) -> Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
 
+    def free_host(self, memory: Tensor, owner: str) -> None:
+        memory.fill_(POISON)
+
     def discard(self, memory: Tensor) -> None:
         memory.fill_(POISON)
 
@@ -180,6 +203,7 @@ class SimDevice:
         """What the task declares to read appears, what it declares to write is kept, and all is NaN again."""
         held = declared(task, memory)
         ours = {name: self._kept[tensor.data_ptr()] for name, tensor in held.items() if tensor.data_ptr() in self._kept}
+        host_before = {name: tensor.clone() for name, tensor in held.items() if name not in ours}
         for span in task.reads:
             if span.buffer in ours:
                 visible, kept = ours[span.buffer]
@@ -187,29 +211,42 @@ class SimDevice:
         try:
             yield held
             if self._damage_from is not None:
-                for span in task.writes:
-                    if span.buffer in held:
-                        start = span.start + int(self._damage_from * (span.stop - span.start))
-                        held[span.buffer][start : span.stop] = POISON
-        finally:
-            for span in task.writes:
-                if span.buffer in ours:
-                    visible, kept = ours[span.buffer]
-                    kept[span.start : span.stop] = visible[span.start : span.stop]
-            for span in task.reads:
-                if span.buffer in ours:
-                    visible, kept = ours[span.buffer]
-                    untouched = torch.equal(visible[span.start : span.stop], kept[span.start : span.stop])
-                    if not untouched:
-                        visible.fill_(POISON)
-                        raise BrokenPromise(f"changes {span.buffer}, which it declares only to read", where=task.name)
-            for span in (*task.reads, *task.writes):
-                if span.buffer in ours:
-                    ours[span.buffer][0][span.start : span.stop] = POISON
-            for visible, _ in self._kept.values():
-                if not bool((visible == POISON).all()):
-                    visible.fill_(POISON)
-                    raise BrokenPromise("writes device memory that it does not declare", where=task.name)
+                self._damage(task, held)
+        except BaseException:
+            self._take_back(task, ours)
+            raise
+        broken = self._take_back(task, ours) or _undeclared_host_write(task, held, host_before)
+        if broken:
+            raise BrokenPromise(broken, where=task.name)
+
+    def _damage(self, task: Task, held: Mapping[str, Tensor]) -> None:
+        """Spoil what a struck copy has written, from a fraction of it on."""
+        assert self._damage_from is not None
+        for span in task.writes:
+            if span.buffer in held:
+                start = span.start + int(self._damage_from * (span.stop - span.start))
+                held[span.buffer][start : span.stop] = POISON
+
+    def _take_back(self, task: Task, ours: Mapping[str, tuple[Tensor, Tensor]]) -> str:
+        """Keep what the task declares to write, and make all device memory NaN again. Says what else had changed."""
+        broken = ""
+        for span in task.writes:
+            if span.buffer in ours:
+                visible, kept = ours[span.buffer]
+                kept[span.start : span.stop] = visible[span.start : span.stop]
+        for span in task.reads:
+            if span.buffer in ours:
+                visible, kept = ours[span.buffer]
+                if not torch.equal(visible[span.start : span.stop], kept[span.start : span.stop]):
+                    broken = f"changes {span.buffer}, which it declares only to read"
+        for span in (*task.reads, *task.writes):
+            if span.buffer in ours:
+                ours[span.buffer][0][span.start : span.stop] = POISON
+        for visible, _ in self._kept.values():
+            if not bool((visible == POISON).all()):
+                visible.fill_(POISON)
+                broken = broken or "writes device memory that it does not declare"
+        return broken
 
     def free_nbytes(self) -> int:
         return (1 << 62) if self.capacity is None else self.capacity - sum(self._owners.values())
@@ -241,17 +278,18 @@ class SimDevice:
         while not event.done:
             self._run_one()
         self.foreground = joined((self.foreground, event.clock))
+        self.now = max(self.now, event.ended)
 
     def synchronize(self) -> None:
         while any(stream.queue for stream in self._streams.values()):
             self._run_one()
         self.foreground = joined(stream.clock for stream in self._streams.values())
+        self.now = max([self.now, *(stream.free_at for stream in self._streams.values())])
         self._races.forget()
-        failures = [stream.failure for stream in self._streams.values() if stream.failure]
+        failures, self._failures = self._failures, []
         for stream in self._streams.values():
             stream.failure = None
-        if failures:
-            raise failures[0]
+        raise_first(failures)
 
     def close(self) -> None:
         self._closed = True
@@ -265,44 +303,60 @@ class SimDevice:
             raise self._deadlock()
         stream = self._choose(ready)
         item = stream.queue[0]
-        fault = next((fault for fault in self.faults if fault.strikes(item.task.name, len(self.order))), None)
+        doomed = stream.failure or next((wait.failure for wait in item.waits if wait.failure), None)
+        fault = None if doomed else self._fault_for(item.task.name)
         if fault is not None and fault.kind == "hang":
-            self.faults.remove(fault)
             stream.hangs = True
             return
         stream.queue.popleft()
         self.order.append(item.task.name)
-        self._run(stream, item, fault)
+        self._run(stream, item, fault, doomed)
 
-    def _run(self, stream: SimStream, item: _Item, fault: Fault | None) -> None:
+    def _fault_for(self, name: str) -> Fault | None:
+        """The fault that strikes now, taken off the list."""
+        for fault in self.faults:
+            if fault.at == name:
+                self._met[fault] += 1
+            if fault.at == len(self.order) or (fault.at == name and self._met[fault] > fault.after):
+                self.faults.remove(fault)
+                del self._met[fault]
+                return fault
+        return None
+
+    def _run(self, stream: SimStream, item: _Item, fault: Fault | None, failed: MegaTrainError | None) -> None:
         event = item.event
         before = joined((stream.clock, item.foreground, *(wait.clock for wait in item.waits)))
-        failed = stream.failure or next((wait.failure for wait in item.waits if wait.failure), None)
+        impatient: BaseException | None = None
         if failed is None:
             try:
                 self._races.watch(item.task, stream.name, stream.ran + 1, before)
                 if fault is None:
                     item.work()
                 else:
-                    self.faults.remove(fault)
                     self._strike(fault, item)
             except BaseException as error:
                 failed = as_foreground_error(error, item.task.name, stream.name)
+                if isinstance(error, Exception):
+                    self._failures.append(failed)
+                else:
+                    impatient = error  # Ctrl-C, which is the foreground's own
         stream.ran += 1
         stream.failure = event.failure = failed
         stream.clock = event.clock = {**before, stream.name: stream.ran}
-        began = max((wait.ended for wait in item.waits), default=0.0)
-        stream.stalled += max(0.0, began - stream.free_at)
-        event.began = max(began, stream.free_at)
+        ready = max([item.submitted_at, *(wait.ended for wait in item.waits)])
+        stream.stalled += max(0.0, ready - max(stream.free_at, item.submitted_at))
+        event.began = max(ready, stream.free_at)
         event.ended = stream.free_at = event.began + (self.cost(item.task) if self.cost else 0.0)
         event.done = True
+        if impatient is not None:
+            raise impatient
 
     def _strike(self, fault: Fault, item: _Item) -> None:
         """Let a fault happen. The optimizer state is written in one piece, so work on it fails before it begins."""
         in_place = any(span.buffer.startswith(STATE) for span in item.task.writes)
         self._damage_from = {"copy": 0.0, "short": 0.5}.get(fault.kind)
         try:
-            fail("raise" if in_place else fault.kind, item.task.name, item.work)
+            fail("raise" if in_place and self._damage_from is not None else fault.kind, item.task.name, item.work)
         finally:
             self._damage_from = None
 
@@ -328,7 +382,8 @@ class SimDevice:
             missing = [event.name for event in head.waits if not event.done]
             what = "never ends" if stream.hangs else f"waits for {', '.join(missing)}"
             lines.append(f"{head.task.name} on stream {stream.name} {what}")
-        report = Deadlock(f"deadlock: {'; '.join(lines) or 'nothing is queued'}", where=self.name)
+        causes = "".join(f"; before that: {failure}" for failure in self._failures)
+        report = Deadlock(f"deadlock: {'; '.join(lines) or 'nothing is queued'}{causes}", where=self.name)
         for stream in self._streams.values():
             stream.hangs = False
             while stream.queue:

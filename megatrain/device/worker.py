@@ -13,8 +13,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from megatrain.device.base import Event, Interval, Task, Work
-from megatrain.errors import DeviceError, MegaTrainError, StreamFailed
+from megatrain.errors import DeviceError, MegaTrainError, OutOfDeviceMemory, StreamFailed
 
 
 @dataclass(slots=True, eq=False)
@@ -48,10 +50,32 @@ def as_foreground_error(failure: BaseException, op: str, stream: str) -> MegaTra
     """The foreground form of a failure: our own errors as they are, any other with the op and stream that raised it."""
     if isinstance(failure, MegaTrainError):
         return failure
+    if isinstance(failure, torch.OutOfMemoryError):
+        error: MegaTrainError = OutOfDeviceMemory(
+            f"device memory ran out in op {op}",
+            where=f"stream {stream}",
+            fix="use smaller micro-batches, or activations='recompute'",
+        )
+        error.__cause__ = failure
+        return error
     first_line = (str(failure).strip().splitlines() or [""])[0]
     error = StreamFailed(f"{type(failure).__name__}: {first_line}", where=f"op {op} on stream {stream}")
     error.__cause__ = failure
     return error
+
+
+def raise_first(failures: Sequence[MegaTrainError | None]) -> None:
+    """Raise the first failure of several streams; what else failed is noted on it."""
+    found = [failure for failure in failures if failure is not None]
+    for other in found[1:]:
+        if other is not found[0]:
+            found[0].add_note(f"and also: {other}")
+    if found:
+        raise found[0]
+
+
+def _nothing() -> None:
+    return
 
 
 class WorkerStream:
@@ -62,7 +86,6 @@ class WorkerStream:
         self.origin = 0.0
         """What the times of events count from, on the host's clock."""
         self._queue: queue.SimpleQueue[tuple[HostEvent, Work, Sequence[Event]] | None] = queue.SimpleQueue()
-        self._last: HostEvent | None = None
         self._failure: MegaTrainError | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"megatrain-{name}", daemon=True)
@@ -72,15 +95,15 @@ class WorkerStream:
         if self._closed:
             raise DeviceError("the device is closed", where=f"op {task.name}")
         event = HostEvent(task.name)
-        self._last = event
         self._queue.put((event, work, waits))
         return event
 
     def drain(self) -> MegaTrainError | None:
         """Wait for everything submitted so far. Returns the first failure since the last call, and forgets it."""
-        if self._last is not None:
-            self._last.settle()
-            self._last = None
+        if not self._closed:
+            marker = HostEvent("drain")
+            self._queue.put((marker, _nothing, ()))
+            marker.settle()
         failure, self._failure = self._failure, None
         return failure
 

@@ -66,8 +66,8 @@ def loss_only(head: Head, hidden: Tensor, targets: Tensor, chunk: int) -> Tensor
     """Sum of the losses over all targets (float64 scalar). `hidden` [tokens, hidden size], `targets` int64[tokens]."""
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
     for places in target_places(targets, chunk):
-        chosen = places.to(hidden.device)
-        loss, _ = cross_entropy(head(hidden[chosen]), targets[places].to(hidden.device), 0.0)
+        chosen = places.to(hidden.device, non_blocking=True)
+        loss, _ = cross_entropy(head(hidden[chosen]), targets[places].to(hidden.device, non_blocking=True), 0.0)
         total += loss
     return total
 
@@ -82,12 +82,12 @@ def loss_and_gradients(
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
     gradient = torch.zeros_like(hidden)
     for places in target_places(targets, chunk):
-        chosen = places.to(hidden.device)
+        chosen = places.to(hidden.device, non_blocking=True)
         part = hidden[chosen].requires_grad_()
         with torch.enable_grad():
             logits = head(part)
         with torch.no_grad():
-            loss, dlogits = cross_entropy(logits.detach(), targets[places].to(hidden.device), scale)
+            loss, dlogits = cross_entropy(logits.detach(), targets[places].to(hidden.device, non_blocking=True), scale)
         torch.autograd.backward([logits], [dlogits], inputs=[part, *leaves])
         assert part.grad is not None
         gradient[chosen] = part.grad

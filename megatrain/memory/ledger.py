@@ -45,10 +45,6 @@ class Ledger:
         """The buffer has been given back."""
         self._buffers.pop(name, None)
 
-    def forget(self) -> None:
-        """Strike out everything (the memory has been given back)."""
-        self._buffers.clear()
-
     def nbytes(self, tier: str) -> int:
         """Bytes held in a tier."""
         return sum(buffer.nbytes for buffer in self._buffers.values() if buffer.tier == tier)

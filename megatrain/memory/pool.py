@@ -27,6 +27,7 @@ class Pool:
     def __init__(self, device: Device, ledger: Ledger) -> None:
         self.device, self.ledger = device, ledger
         self._memory: dict[str, Tensor] = {}
+        self._buffers: dict[str, Buffer] = {}
         self._leases = 0
         self._lock = threading.Lock()
 
@@ -41,9 +42,10 @@ class Pool:
             raise DeviceError(f"{self._leases} leases are out while buffers change", where="memory pool")
         self.ledger.require(missing)
         for buffer in missing:
-            self._give_back(buffer)
+            self._give_back(buffer.name)
             allocate = self.device.allocate if buffer.tier == "device" else self.device.allocate_host
             self._memory[buffer.name] = allocate(buffer.nbytes, buffer.owner)
+            self._buffers[buffer.name] = buffer
             self.ledger.enter(buffer)
 
     def memory(self, name: str) -> Tensor:
@@ -71,15 +73,17 @@ class Pool:
 
     def release(self) -> None:
         """Give all memory back."""
-        self._memory.clear()
-        self.ledger.forget()
+        for name in list(self._buffers):
+            self._give_back(name)
 
-    def _give_back(self, buffer: Buffer) -> None:
-        """Let go of the buffer of that name, if there is one, before its larger successor is allocated."""
-        old = self._memory.pop(buffer.name, None)
-        self.ledger.strike(buffer.name)
-        if old is not None and buffer.tier == "device":
-            self.device.free(old, buffer.owner)
+    def _give_back(self, name: str) -> None:
+        """Let go of the buffer of that name, if there is one: for good, or before its larger successor is allocated."""
+        buffer = self._buffers.pop(name, None)
+        if buffer is None:
+            return
+        free = self.device.free if buffer.tier == "device" else self.device.free_host
+        free(self._memory.pop(name), buffer.owner)
+        self.ledger.strike(name)
 
     def _size(self, name: str) -> int:
         return self._memory[name].numel()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megatrain.checkpoint import export_model
 from megatrain.device import Device, matmul_flops, open_device
 from megatrain.engine import MicroBatch, Streamer, check_inputs, check_micro_batches
-from megatrain.errors import BatchError, DeviceError, DoesNotFit, PlanError
+from megatrain.errors import BatchError, ConfigError, DeviceError, DoesNotFit, PlanError
 from megatrain.memory import Ledger, Pool, Store
 from megatrain.model import PortedModel, port_model
 from megatrain.optim import AdamW, warm_up
@@ -77,7 +77,6 @@ class _Trace:
         self._warm = True
         if len(self._timelines) < self.steps:
             return False
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(chrome_trace(self._timelines)))
         return True
 
@@ -103,7 +102,11 @@ class Engine:
         self._policy, self._fits_activations, self._owns_device = policy, fits_activations, owns_device
         self._pool = Pool(device, Ledger(_budgets(policy, device), one_memory=policy.shares_memory))
         self._schedules: dict[tuple[Kind, int, ActivationPlan], Schedule] = {}
-        self._schedule("step", Work((1,)))
+        try:
+            self._schedule("step", Work((1,)))
+        except BaseException:
+            self._pool.release()
+            raise
         self._store = Store(self.spec, policy, self._pool)
         threads = policy.host_threads or available_threads()
         self._sink = OptimizerSink(self.spec, policy, self._store, optimizer, max_grad_norm, threads)
@@ -178,8 +181,12 @@ class Engine:
             owns_device=owns_device,
             seed=seed,
         )
-        engine._store.load(dict(model.named_parameters()))
-        warm_up()
+        try:
+            engine._store.load(dict(model.named_parameters()))
+            warm_up()
+        except BaseException:
+            engine.close()
+            raise
         return engine
 
     # Training -------------------------------------------------------------------------------------------------------
@@ -205,14 +212,16 @@ class Engine:
         result = self._streamer.run(schedule, micro_batches, self._sink, self._steps)
         norm = self._sink.finish()
         self._steps += 1
-        if self._trace is not None and self._streamer.timeline is not None and self._trace.add(self._streamer.timeline):
+        trace, timeline = self._trace, self._streamer.timeline
+        if trace is not None and timeline is not None and trace.add(timeline):
             self._trace = None
+            self._device.timed = False
         return StepOutput(result.loss, norm, result.tokens, self._device.stalled_seconds())
 
     def gradients(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
         """Parameter name -> float32 gradient of the step's loss, in the parameter's shape. Nothing is updated."""
         work = self._work(micro_batches)
-        self.flush()
+        self._settle()
         collector = GradientCollector(self.spec)
         self._streamer.run(self._schedule("step", work), micro_batches, collector, self._steps)
         return collector.gradients
@@ -220,7 +229,7 @@ class Engine:
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Mean loss over all target tokens of the micro-batches, without dropout. Nothing is updated."""
         work = self._work(micro_batches)
-        self.flush()
+        self._settle()
         with self._ported.evaluation_mode():
             return self._streamer.run(self._schedule("forward", work), micro_batches, None).loss
 
@@ -233,7 +242,10 @@ class Engine:
     # State ----------------------------------------------------------------------------------------------------------
 
     def master_weights(self) -> dict[str, Tensor]:
-        """Parameter name -> a copy of its float32 master, in its shape, pending updates applied."""
+        """Parameter name -> a copy of its float32 master, in its shape, pending updates applied.
+
+        Also of a state that an interrupted step has torn (see `applied_updates`), which everything else refuses.
+        """
         self.flush()
         return {name: self._store.master(name) for name in self._store.names()}
 
@@ -242,6 +254,7 @@ class Engine:
 
         Raises `ExportError` when it cannot be written.
         """
+        self._settle()
         return export_model(self._ported, self.master_weights(), folder)
 
     def next_logits(self, input_ids: Tensor) -> Tensor:
@@ -252,7 +265,7 @@ class Engine:
         if input_ids.dim() != 2 or len(input_ids) != 1:
             raise BatchError(f"input_ids must be [1, length], not {list(input_ids.shape)}", where="next_logits")
         check_inputs(self.spec, {"input_ids": input_ids, "labels": input_ids}, "next_logits")
-        self.flush()
+        self._settle()
         with self._ported.evaluation_mode():
             schedule = self._schedule("forward", Work((input_ids.numel(),)))
             return self._streamer.next_logits(schedule, input_ids)
@@ -300,15 +313,25 @@ class Engine:
 
         The first step from now is left out, since it builds schedules and warms up.
         """
+        target = Path(path)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.touch()
+        except OSError as error:
+            raise ConfigError(f"cannot be written ({error.strerror})", where=f"trace {target}") from error
         self._device.timed = True
-        self._trace = _Trace(Path(path), steps)
+        self._trace = _Trace(target, steps)
 
     def close(self) -> None:
         """Stop the workers and give the memory back; what is pending is dropped with the weights."""
+        if self._closed:
+            return
         self._closed = True
-        if self._owns_device:
-            self._device.close()
-        self._pool.release()
+        try:
+            self._pool.release()
+        finally:
+            if self._owns_device:
+                self._device.close()
         self._schedules.clear()
 
     def __enter__(self) -> Engine:
@@ -318,6 +341,11 @@ class Engine:
         self.close()
 
     # Inside -----------------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Apply what is pending, and refuse a state in which some units are ahead of others."""
+        self.flush()
+        self._sink.refuse_torn()
 
     def _refuse_closed(self) -> None:
         if self._closed:

@@ -61,9 +61,10 @@ class OptimizerSink:
         Raises `ConfigError` for a rate out of range, and `NonFinite` where an interrupted step has left some units
         ahead of others; either way before anything is computed.
         """
+        self.refuse_torn()
+        if not self.pending:  # an interrupted step whose updates were all applied counts as a step
+            self.updates = max([self.updates, *(self.applied[unit] for unit in self.trained)])
         scalars = self.optimizer.scalars(lr=lr, step=self.updates + 1)
-        if len({self.applied[unit] for unit in self.trained}) > 1 and not self.pending:
-            raise self._torn()
         self._squares.clear()
         self._updated.clear()
         self._next_lr = lr
@@ -104,10 +105,13 @@ class OptimizerSink:
         self.updates += 1
         return total
 
-    def _torn(self) -> NonFinite:
+    def refuse_torn(self) -> None:
+        """Raise `NonFinite` where an interrupted step has left some units ahead of others, naming them."""
+        if self.pending or len({self.applied[unit] for unit in self.trained}) <= 1:
+            return
         newest = max(self.applied)
         ahead = ", ".join(name for name, count in zip(self._names, self.applied, strict=True) if count == newest)
-        return NonFinite(
+        raise NonFinite(
             f"an interrupted step has updated only these units: {ahead}",
             where="optimizer",
             fix="start again from a saved model; with max_grad_norm a step applies whole or not at all",

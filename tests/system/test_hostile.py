@@ -241,7 +241,7 @@ EXPECTED = {
     "copy": StreamFailed,
     "read": StreamFailed,
     "short": StreamFailed,
-    "memory": (OutOfDeviceMemory, StreamFailed),
+    "memory": OutOfDeviceMemory,
     "hang": Deadlock,
 }
 
@@ -262,6 +262,8 @@ def _fail_somewhere(kind: str, seeds: range, update: str) -> None:
         calm.step(batches)
         calm.step(batches)
         after_two = calm.master_weights()
+        calm.step(batches)
+        after_three = calm.master_weights()
         schedule = calm._schedules["step" if clip is None else "pending step", 2, "recompute"]
     for seed in seeds:
         device = SimDevice(seed)
@@ -288,8 +290,13 @@ def _fail_somewhere(kind: str, seeds: range, update: str) -> None:
                 for param in spec.params:
                     assert torch.equal(engine._store.master(param.name), expected[param.name]), f"unit {unit} is torn"
             if len(set(counts.values())) > 1:
-                with pytest.raises(NonFinite, match="has updated only these units"):
-                    engine.step(batches)
+                for refused in (engine.step, engine.evaluate, engine.gradients):
+                    with pytest.raises(NonFinite, match="has updated only these units"):
+                        refused(batches)
+                continue
+            engine.step(batches)
+            expected = after_two if set(counts.values()) == {1} else after_three
+            assert equal(engine.master_weights(), expected), f"seed {seed}: a whole step counts, none does not"
 
 
 @pytest.mark.timeout(120)
@@ -305,6 +312,103 @@ def test_any_failure_ends_in_a_typed_error_and_a_whole_state(kind: str, update: 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_failure_at_a_hundred_random_ops(kind: str, update: str) -> None:
     _fail_somewhere(kind, range(100, 200), update)
+
+
+def test_a_step_that_was_applied_whole_before_its_end_failed_counts() -> None:
+    """Without clipping, and with a frozen prologue: all that trains is updated, then the prologue's own op fails."""
+
+    def run(*, interrupted: bool) -> tuple[dict[str, Tensor], dict[str, int]]:
+        tiny = tiny_model()
+        tiny.model.embed_tokens.requires_grad_(False)
+        device = SimDevice(4)
+        with Engine.from_model(tiny, device, optimizer=AdamW(lr=1e-2), max_grad_norm=None) as engine:
+            engine.step(unequal_batches())
+            if interrupted:
+                device.faults.append(Fault("raise", "UPDATE u0"))
+                with pytest.raises(StreamFailed, match="UPDATE u0"):
+                    engine.step(unequal_batches())
+            else:
+                engine.step(unequal_batches())
+            engine.step(unequal_batches())
+            return engine.master_weights(), engine.applied_updates()
+
+    (weights, counts), (expected, _) = run(interrupted=True), run(interrupted=False)
+    assert set(counts.values()) == {0, 3}
+    assert equal(weights, expected)
+
+
+def test_a_torn_state_is_not_exported(tmp_path: Path) -> None:
+    device = SimDevice(4)
+    with Engine.from_model(tiny_model(), device, max_grad_norm=None) as engine:
+        device.faults.append(Fault("raise", "UPDATE u2"))
+        with pytest.raises(StreamFailed):
+            engine.step(unequal_batches())
+        assert len(set(engine.applied_updates().values())) == 2
+        with pytest.raises(NonFinite, match="has updated only these units"):
+            engine.save_pretrained(tmp_path / "model")
+        assert engine.master_weights()
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_closed_engine_gives_all_memory_back_to_a_device_that_is_not_its_own() -> None:
+    device = SimDevice(0)
+    for _ in range(3):
+        with Engine.from_model(tiny_model(), device) as engine:
+            engine.step(unequal_batches())
+            assert sum(device._owners.values()) > 0
+        assert sum(device._owners.values()) == 0
+
+
+def test_of_two_failures_the_first_is_raised_and_the_second_noted() -> None:
+    device = SimDevice(0)
+
+    def broken(name: str) -> None:
+        raise ValueError(name)
+
+    first = device.stream("grad").submit(Errand("g"), lambda: broken("one"))
+    with pytest.raises(StreamFailed, match="one"):
+        first.wait()
+    device.stream("host").submit(Errand("h"), lambda: broken("two"))
+    with pytest.raises(StreamFailed, match="one") as caught:
+        device.synchronize()
+    assert any("two" in note for note in caught.value.__notes__)
+    device.synchronize()
+
+
+def test_a_hang_behind_a_failure_is_not_the_news() -> None:
+    device = SimDevice(0, faults=[Fault("hang", "b")])
+
+    def broken() -> None:
+        raise ValueError("the cause")
+
+    first = device.stream("host").submit(Errand("a"), broken)
+    device.stream("compute").submit(Errand("b"), lambda: None, [first])
+    with pytest.raises(StreamFailed, match="the cause"):
+        device.synchronize()
+
+
+def test_host_memory_is_policed_too() -> None:
+    device = SimDevice(0)
+    memory = {"host/a": device.allocate_host(8, "x"), "host/b": device.allocate_host(8, "x")}
+    span = Access("host/a", 0, 4, "x")
+    task = Errand("GRAD u1", writes=[span])
+    with device.lend(task, memory) as held:
+        held["host/a"][:4] = 3
+    with pytest.raises(BrokenPromise, match="outside what it declares"), device.lend(task, memory) as held:
+        held["host/a"][4] = 3
+
+
+def test_a_broken_promise_leaves_no_trace_for_the_next_op() -> None:
+    device = SimDevice(0)
+    memory = {"device/a": device.allocate(8, "x"), "device/b": device.allocate(8, "x")}
+    spans = [Access("device/a", 0, 8, "x"), Access("device/b", 0, 8, "x")]
+    with device.lend(Errand("init", writes=spans), memory) as held:
+        held["device/a"].zero_()
+        held["device/b"].zero_()
+    with pytest.raises(BrokenPromise), device.lend(Errand("r", reads=spans), memory) as held:
+        held["device/a"][0] = 7
+    with device.lend(Errand("next", reads=spans[1:]), memory) as held:
+        assert not held["device/b"].any()
 
 
 def test_a_hang_is_reported_with_who_waits_for_whom() -> None:
@@ -340,18 +444,19 @@ def test_the_executed_timeline_is_the_replayed_one_whatever_the_adversary(case: 
         assert executed.starts == pytest.approx(predicted.starts, rel=0.01, abs=1e-9)
 
 
-def test_an_engine_step_takes_the_predicted_time_on_the_virtual_clock() -> None:
-    """With real work and the schedule that the engine really ran."""
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_an_engine_step_takes_the_predicted_time_on_the_virtual_clock(clip: float | None) -> None:
+    """With real work and the schedule that the engine really ran, a step after others, and an evaluation."""
     prices = {"FETCH": 3.0, "GRAD": 1.0, "FORWARD": 2.0, "LOSS": 2.0, "BACKWARD": 5.0, "NORM": 0.2, "UPDATE": 4.0}
     device = SimDevice(6, cost=lambda task: prices[task.name.split()[0]])
-    with Engine.from_model(tiny_model(), device) as engine:
-        for _ in range(3):
-            engine.step(unequal_batches())
-        timeline = engine._streamer.timeline
-        assert timeline is not None
-        predicted = replay(timeline.schedule, lambda op: prices[op.kind])
-        assert timeline.seconds == pytest.approx(predicted.seconds, rel=0.01)
-        assert timeline.stall_seconds() == pytest.approx(predicted.stall_seconds(), rel=0.01)
+    with Engine.from_model(tiny_model(), device, max_grad_norm=clip) as engine:
+        for run in (engine.step, engine.step, engine.step, engine.evaluate):
+            run(unequal_batches())
+            timeline = engine._streamer.timeline
+            assert timeline is not None
+            predicted = replay(timeline.schedule, lambda op: prices[op.kind])
+            assert timeline.seconds == pytest.approx(predicted.seconds, rel=0.01)
+            assert timeline.stall_seconds() == pytest.approx(predicted.stall_seconds(), rel=0.01)
 
 
 # Traces ---------------------------------------------------------------------------------------------------------------
