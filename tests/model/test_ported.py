@@ -147,3 +147,8 @@ def test_a_missing_folder_is_one_line(tmp_path: object) -> None:
     with pytest.raises(ModelError) as caught:
         load_causal_lm(f"{tmp_path}/nothing")
     assert "\n" not in str(caught.value)
+
+
+def test_a_misspelt_config_field_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ModelError, match=r"llama has no field 'hiden_size'; did you mean 'hidden_size'\?"):
+        causal_lm_from_config({"model_type": "llama", "hiden_size": 32}, 0)
