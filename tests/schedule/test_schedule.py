@@ -24,19 +24,8 @@ from megatrain.schedule import (
     show_schedule,
 )
 from megatrain.schedule.order import conflicts, unordered
-from megatrain.spec import ModelSpec, ParamSpec, Policy, UnitSpec, Work
-
-
-def model(layers: int = 3, tied: bool = False) -> ModelSpec:
-    table = ParamSpec("embed", (64, 8))
-    middle = tuple(
-        UnitSpec(f"layers.{i}", "layer", tuple(ParamSpec(f"layers.{i}.{k}", (16, 8)) for k in "abc"))
-        for i in range(layers)
-    )
-    head = () if tied else (ParamSpec("head", (64, 8)),)
-    end = UnitSpec("epilogue", "epilogue", (ParamSpec("norm", (8,)), *head), ("embed",) if tied else ())
-    return ModelSpec("small", (UnitSpec("prologue", "prologue", (table,)), *middle, end), hidden_size=8, vocab_size=64)
-
+from megatrain.spec import ModelSpec, Policy, UnitSpec, Work
+from tests.small import small_spec
 
 policies = st.builds(
     Policy,
@@ -61,7 +50,7 @@ def seconds(op: Op) -> float:
 def test_every_schedule_that_is_built_is_proven(
     policy: Policy, work: Work, layers: int, tied: bool, pending: bool
 ) -> None:
-    of = model(layers, tied)
+    of = small_spec(layers, tied)
     waiting = pending and policy.update == "next_forward"
     check(build_step(of, policy, work, "all" if waiting else "none"))
     check(build_forward(of, policy, work))
@@ -73,8 +62,8 @@ def test_every_schedule_that_is_built_is_proven(
 def test_weights_cross_the_bus_at_most_twice_and_gradients_once_whatever_the_micro_batches(
     policy: Policy, work: Work, tied: bool
 ) -> None:
-    ops = build_step(model(4, tied), policy, work).ops
-    of = model(4, tied)
+    ops = build_step(small_spec(4, tied), policy, work).ops
+    of = small_spec(4, tied)
     for unit, spec in enumerate(of.units):
         fetched = sum(op.nbytes for op in ops if op.kind == "FETCH" and op.unit == unit)
         assert fetched <= 2 * policy.weight_nbytes * (spec.numel + 32 * len(spec.params))
@@ -87,7 +76,7 @@ def test_weights_cross_the_bus_at_most_twice_and_gradients_once_whatever_the_mic
 
 
 def test_layers_around_the_turn_are_not_fetched_again() -> None:
-    ops = build_step(model(6), Policy(weight_slots=2), Work((4,))).ops
+    ops = build_step(small_spec(6), Policy(weight_slots=2), Work((4,))).ops
     fetches = [op.unit for op in ops if op.kind == "FETCH"]
     assert fetches == [0, 1, 2, 3, 4, 5, 6, 7, 0, 4, 3, 2, 1] or sorted(fetches) == sorted(
         [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 6, 7]
@@ -95,13 +84,13 @@ def test_layers_around_the_turn_are_not_fetched_again() -> None:
 
 
 def test_backward_takes_the_micro_batches_in_reverse() -> None:
-    ops = build_step(model(), Policy(), Work((4, 4, 4))).ops
+    ops = build_step(small_spec(), Policy(), Work((4, 4, 4))).ops
     assert [op.micro for op in ops if op.kind == "FORWARD" and op.unit == 2] == [0, 1, 2]
     assert [op.micro for op in ops if op.kind == "BACKWARD" and op.unit == 2] == [2, 1, 0]
 
 
 def test_every_fetch_hides_behind_compute_when_compute_is_slow() -> None:
-    schedule = build_step(model(8), Policy(weight_slots=2), Work((4, 4)), "all")
+    schedule = build_step(small_spec(8), Policy(weight_slots=2), Work((4, 4)), "all")
     timeline = replay(schedule, lambda op: {"FORWARD": 4.0, "LOSS": 4.0, "BACKWARD": 9.0}.get(op.kind, 1.0))
     fill = 2.0  # the first update and the first fetch
     assert timeline.stall_seconds() == pytest.approx(fill + 2.0)  # and the last gradient with its norm
@@ -109,12 +98,12 @@ def test_every_fetch_hides_behind_compute_when_compute_is_slow() -> None:
 
 
 def test_one_slot_cannot_overlap_and_two_can() -> None:
-    one, two = (replay(build_step(model(8), Policy(weight_slots=n), Work((4,))), seconds).seconds for n in (1, 2))
+    one, two = (replay(build_step(small_spec(8), Policy(weight_slots=n), Work((4,))), seconds).seconds for n in (1, 2))
     assert two < one
 
 
 def test_replayed_peaks_count_arenas_and_live_transients() -> None:
-    schedule = build_step(model(), Policy(), Work((16,)))
+    schedule = build_step(small_spec(), Policy(), Work((16,)))
     timeline = replay(schedule, seconds)
     assert timeline.peak_nbytes("device") >= schedule.arena_nbytes("device") + 4 * 16 * 8 * 2  # one input per layer
     assert timeline.peak_nbytes("host") == schedule.arena_nbytes("host")
@@ -123,7 +112,7 @@ def test_replayed_peaks_count_arenas_and_live_transients() -> None:
 
 
 def test_the_text_form_of_an_op_is_one_line() -> None:
-    schedule = build_step(model(), Policy(), Work((4,)))
+    schedule = build_step(small_spec(), Policy(), Work((4,)))
     text = show_schedule(schedule)
     assert len(text.splitlines()) == len(schedule.ops)
     assert show_op(schedule.ops[0]).startswith("fetch    FETCH u0 s0")
@@ -134,7 +123,7 @@ def test_the_text_form_of_an_op_is_one_line() -> None:
 
 
 def built(**changes: object) -> Schedule:
-    return build_step(model(), Policy(shard_nbytes=300, **changes), Work((4, 4)), "all")  # type: ignore[arg-type]
+    return build_step(small_spec(), Policy(shard_nbytes=300, **changes), Work((4, 4)), "all")  # type: ignore[arg-type]
 
 
 def changed(schedule: Schedule, ops: list[Op]) -> Schedule:
@@ -192,7 +181,7 @@ def test_out_of_bounds_and_unknown_buffers_are_refused() -> None:
 
 @given(policy=policies, work=works, tied=st.booleans())
 def test_derived_waits_order_every_conflict_and_none_is_redundant(policy: Policy, work: Work, tied: bool) -> None:
-    schedule = build_step(model(3, tied), policy, work)
+    schedule = build_step(small_spec(3, tied), policy, work)
     assert not list(unordered(schedule))
     for index, waits in enumerate(schedule.waits):
         for wait in waits:
@@ -204,7 +193,7 @@ def test_derived_waits_order_every_conflict_and_none_is_redundant(policy: Policy
 @given(policy=policies, work=works, tied=st.booleans())
 def test_conflicts_agree_with_their_slow_definition(policy: Policy, work: Work, tied: bool) -> None:
     """The transitive closure of what `conflicts` reports is that of all conflicting pairs."""
-    ops = build_step(model(2, tied), policy, work).ops
+    ops = build_step(small_spec(2, tied), policy, work).ops
     quick = _closure(conflicts(ops))
     slow = _closure([{i for i in range(j) if _conflict(ops[i], ops[j])} for j in range(len(ops))])
     assert quick == slow
@@ -228,7 +217,7 @@ def _closure(direct: list[set[int]]) -> list[set[int]]:
 
 def test_fetches_wait_for_updates_and_updates_never_for_later_units() -> None:
     """The host stream works through the updates in unit order while the first units already compute."""
-    schedule = build_step(model(6), Policy(), Work((4,)), "all")
+    schedule = build_step(small_spec(6), Policy(), Work((4,)), "all")
     timeline = replay(schedule, seconds)
     starts = {op.name: start for op, start in zip(schedule.ops, timeline.starts, strict=True)}
     assert starts["FORWARD u1 m0"] < starts["UPDATE u6"]

@@ -25,7 +25,7 @@ from megatrain.errors import (
 )
 from megatrain.plan import op_seconds
 from megatrain.schedule import Access, Schedule, build_flush, build_forward, build_step, replay
-from megatrain.spec import Hardware, ModelSpec, ParamSpec, UnitSpec, Work
+from megatrain.spec import Hardware, Work
 from megatrain.testing import (
     KINDS,
     TEMPERAMENTS,
@@ -37,19 +37,8 @@ from megatrain.testing import (
     surviving_waits,
     without_each_wait,
 )
+from tests.small import small_spec
 from tests.tiny import equal, tiny_model, unequal_batches
-
-
-def model(layers: int = 4, *, tied: bool = False) -> ModelSpec:
-    table = ParamSpec("embed", (64, 8))
-    middle = tuple(
-        UnitSpec(f"layers.{i}", "layer", tuple(ParamSpec(f"layers.{i}.{k}", (16, 8)) for k in "ab"))
-        for i in range(layers)
-    )
-    head = () if tied else (ParamSpec("head", (64, 8)),)
-    end = UnitSpec("epilogue", "epilogue", (ParamSpec("norm", (8,)), *head), ("embed",) if tied else ())
-    return ModelSpec("small", (UnitSpec("prologue", "prologue", (table,)), *middle, end), hidden_size=8, vocab_size=64)
-
 
 FIVE = [
     (Policy(shard_nbytes=300), "none", False),
@@ -72,7 +61,7 @@ def varied_schedule(seed: int) -> Schedule:
         update=draw.choice(["next_forward", "during_backward"]),
         shares_memory=draw.random() < 0.2,
     )
-    of, work = model(draw.randint(1, 5), tied=draw.random() < 0.5), Work((4,) * draw.randint(1, 3))
+    of, work = small_spec(draw.randint(1, 5), tied=draw.random() < 0.5), Work((4,) * draw.randint(1, 3))
     if draw.random() < 0.1:
         return build_forward(of, policy, work)
     if policy.update == "next_forward" and draw.random() < 0.1:
@@ -88,7 +77,7 @@ def varied_schedule(seed: int) -> Schedule:
 def test_leaving_out_any_single_wait_is_detected(case: int) -> None:
     """The kill rate over all waits of five policies is 100%."""
     policy, pending, tied = FIVE[case]
-    schedule = build_step(model(tied=tied), policy, Work((4, 4)), pending)  # type: ignore[arg-type]
+    schedule = build_step(small_spec(tied=tied), policy, Work((4, 4)), pending)  # type: ignore[arg-type]
     assert sum(map(len, schedule.waits)) >= 5
     assert surviving_waits(schedule, range(1)) == []
 
@@ -188,7 +177,7 @@ def test_all_temperaments_are_drawn_and_the_same_seed_gives_the_same_run() -> No
 
 
 def test_late_copies_come_last_and_eager_overwrites_come_early() -> None:
-    schedule = build_step(model(6), Policy(weight_slots=3), Work((4,)), "all")
+    schedule = build_step(small_spec(6), Policy(weight_slots=3), Work((4,)), "all")
     late, eager = SimDevice(0, temperament="late"), SimDevice(0, temperament="eager")
     run_idle(schedule, late)
     run_idle(schedule, eager)
@@ -414,9 +403,9 @@ def test_a_broken_promise_leaves_no_trace_for_the_next_op() -> None:
 def test_a_hang_is_reported_with_who_waits_for_whom() -> None:
     device = SimDevice(1, faults=[Fault("hang", "FETCH u2 s0")])
     with pytest.raises(Deadlock, match=r"FETCH u2 s0 on stream fetch never ends") as caught:
-        run_idle(build_step(model(), Policy(), Work((4,))), device)
+        run_idle(build_step(small_spec(), Policy(), Work((4,))), device)
     assert "on stream compute waits for FETCH u2 s0" in str(caught.value)
-    run_idle(build_step(model(), Policy(), Work((4,))), device)
+    run_idle(build_step(small_spec(), Policy(), Work((4,))), device)
 
 
 # Time -----------------------------------------------------------------------------------------------------------------
@@ -433,8 +422,8 @@ MACHINES = [
 def test_the_executed_timeline_is_the_replayed_one_whatever_the_adversary(case: int, hardware: Hardware) -> None:
     policy, pending, tied = FIVE[case]
     work = Work((40, 24))
-    schedule = build_step(model(tied=tied), policy, work, pending)  # type: ignore[arg-type]
-    price = op_seconds(model(tied=tied), policy, work, hardware)
+    schedule = build_step(small_spec(tied=tied), policy, work, pending)  # type: ignore[arg-type]
+    price = op_seconds(small_spec(tied=tied), policy, work, hardware)
     predicted = replay(schedule, price)
     assert 0 < predicted.stall_seconds() < predicted.seconds
     for seed in range(4):
