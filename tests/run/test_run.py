@@ -253,3 +253,14 @@ def test_a_save_that_fails_leaves_the_old_model_whole(tmp_path: Path, monkeypatc
         train(configuration(tmp_path, output={"overwrite": True}))
     assert sorted(path.name for path in (tmp_path / "run" / "model").iterdir()) == before
     assert load_causal_lm(str(tmp_path / "run" / "model")).num_parameters() > 0
+
+
+def test_a_trace_is_written_when_asked_for_and_refused_where_it_cannot_be(tmp_path: Path) -> None:
+    config = configuration(tmp_path)
+    train(config.model_copy(update={"trace": tmp_path / "traces" / "run.json"}))
+    events = json.loads((tmp_path / "traces" / "run.json").read_text())["traceEvents"]
+    assert {"FORWARD u0 m0", "BACKWARD u1 m1", "UPDATE u2"} <= {event["name"] for event in events}
+    (tmp_path / "again").mkdir()
+    blocked = configuration(tmp_path / "again").model_copy(update={"trace": tmp_path / "corpus.txt" / "run.json"})
+    with pytest.raises(ConfigError, match=r"trace .*corpus.txt/run.json: cannot be written"):
+        train(blocked)
