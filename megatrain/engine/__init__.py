@@ -3,6 +3,15 @@
 from megatrain.engine.batch import MicroBatch, check_inputs, check_micro_batches
 from megatrain.engine.executor import Executor
 from megatrain.engine.gradients import GradSink
-from megatrain.engine.step import StepResult, Streamer
+from megatrain.engine.step import DTYPES, StepResult, Streamer
 
-__all__ = ["Executor", "GradSink", "MicroBatch", "StepResult", "Streamer", "check_inputs", "check_micro_batches"]
+__all__ = [
+    "DTYPES",
+    "Executor",
+    "GradSink",
+    "MicroBatch",
+    "StepResult",
+    "Streamer",
+    "check_inputs",
+    "check_micro_batches",
+]

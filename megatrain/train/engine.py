@@ -14,12 +14,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from megatrain.checkpoint import export_model
 from megatrain.device import Device, matmul_flops, open_device
-from megatrain.engine import MicroBatch, Streamer, check_inputs, check_micro_batches
+from megatrain.engine import DTYPES, MicroBatch, Streamer, check_inputs, check_micro_batches
 from megatrain.errors import BatchError, ConfigError, DeviceError, DoesNotFit, PlanError
 from megatrain.memory import Ledger, Pool, Store
 from megatrain.model import PortedModel, port_model
@@ -45,7 +44,6 @@ from megatrain.spec import ActivationPlan, ModelSpec, Policy, Precision, Work
 from megatrain.train.sink import GradientCollector, OptimizerSink
 
 Kind = Literal["step", "pending step", "forward", "flush"]
-DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
