@@ -44,10 +44,20 @@ class Shard:
 
 @dataclass(frozen=True)
 class Layout:
-    """All fields of one unit, in order; `size` is the length of the flat buffer in elements."""
+    """All fields of one unit, in order; `size` is the length of the flat buffer in elements.
+
+    The first `trained_fields` of them train; see `trained`.
+    """
 
     fields: tuple[Field, ...]
     size: int
+    trained_fields: int
+
+    @cached_property
+    def trained(self) -> Layout:
+        """The layout of what trains, a prefix of this one: that of gradients and moments."""
+        fields = self.fields[: self.trained_fields]
+        return Layout(fields, align(fields[-1].stop) if fields else 0, len(fields))
 
     @cached_property
     def by_name(self) -> dict[str, Field]:
@@ -94,4 +104,4 @@ def _layout_of_params(params: tuple[ParamSpec, ...]) -> Layout:
     for param in params:
         fields.append(Field(param.name, param.shape, offset, offset + param.numel))
         offset = align(offset + param.numel)
-    return Layout(tuple(fields), offset)
+    return Layout(tuple(fields), offset, sum(param.trainable for param in params))

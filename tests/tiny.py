@@ -46,6 +46,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "eos_token_id": 2,
     },
     "mixtral": {"model_type": "mixtral", **_COMMON, "num_local_experts": 4},
+    "mixtral-balanced": {
+        "model_type": "mixtral",
+        **_COMMON,
+        "num_local_experts": 4,
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.5,
+    },
     "qwen3-moe": {
         "model_type": "qwen3_moe",
         **_COMMON,
@@ -87,16 +94,23 @@ def target_tokens(batches: Sequence[dict[str, Tensor]]) -> int:
 
 
 def stock_gradients(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
-    """Loss and every gradient of a step by plain autograd; a parameter that got none has a zero."""
+    """Loss and every gradient of a step by plain autograd; a parameter that got none has a zero.
+
+    A router auxiliary loss that the config asks for counts by each micro-batch's share of the target tokens.
+    """
     model.zero_grad(set_to_none=True)
     total = 0.0
     count = target_tokens(batches)
     for each in batches:
         inputs = {key: value for key, value in each.items() if key != "labels"}
-        logits = model(**inputs, use_cache=False).logits[:, :-1].float()
+        output = model(**inputs, use_cache=False)
+        logits = output.logits[:, :-1].float()
         losses = torch.nn.functional.cross_entropy(
             logits.reshape(-1, logits.shape[-1]), each["labels"][:, 1:].reshape(-1), reduction="sum"
         )
+        if getattr(model.config, "output_router_logits", False):
+            share = int((each["labels"][:, 1:] != -100).sum())
+            losses = losses + model.config.router_aux_loss_coef * output.aux_loss * share
         (losses / count).backward()
         total += losses.item() / count
     gradients = {

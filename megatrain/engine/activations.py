@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from megatrain.engine.weights import Bound
-from megatrain.model import Call
+from megatrain.model import Call, Sides
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class Graph:
     leaves: dict[str, Tensor]
     input: Tensor
     output: Tensor
+    sides: Sides
 
 
 @dataclass(slots=True)
@@ -32,5 +33,7 @@ class Activations:
     inputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """Input of a unit, [batch, length, hidden size]."""
     graphs: dict[tuple[int, int], Graph] = field(default_factory=dict)
+    sides: dict[tuple[int, int], Sides] = field(default_factory=dict)
+    """What a layer recorded for the auxiliary loss, until the loss; from there on, the gradient of each."""
     gradients: dict[int, Tensor] = field(default_factory=dict)
     """Gradient of the input of the unit last visited in the backward pass, [batch, length, hidden size]."""

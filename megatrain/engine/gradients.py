@@ -20,14 +20,17 @@ class GradSink(Protocol):
     """Receives finished gradients. Called on the host stream, one unit at a time."""
 
     def norm(self, unit: int, gradient: Tensor) -> None:
-        """A unit's gradient has landed: flat host tensor [layout.size], bfloat16 or float32. Raises `NonFinite`."""
+        """A unit's gradient has landed: flat host tensor [layout.trained.size], bfloat16 or float32.
+
+        Raises `NonFinite`.
+        """
 
     def update(self, unit: int, gradient: Tensor) -> None:
         """The time to use a unit's gradient, which may be that of the last step."""
 
 
 class UnitSum:
-    """The gradient of one unit, under construction in `flat` [layout.size]."""
+    """The gradient of what trains in one unit, under construction in `flat` [layout.size] of the trained layout."""
 
     def __init__(self, layout: Layout, flat: Tensor) -> None:
         self._views = {field.name: flat[field.start : field.stop].view(field.shape) for field in layout.fields}

@@ -140,12 +140,13 @@ class Streamer:
         if keeps:
             graph = self._grown(now, op, held, hidden)
             alive.graphs[unit, micro] = graph
+            alive.sides[unit, micro] = tuple(side.detach() for side in graph.sides)
             alive.inputs[unit + 1, micro] = graph.output.detach()
         else:
             weights = self._binders[unit].bind(self._weights(op, held, unit))
             call = alive.calls[micro][unit - 1]
-            alive.inputs[unit + 1, micro] = self.ported.layer(unit - 1, weights, hidden, call)
-        if keeps or now.sink is None:
+            alive.inputs[unit + 1, micro], alive.sides[unit, micro] = self.ported.layer(unit - 1, weights, hidden, call)
+        if keeps or now.sink is None or unit < self.spec.lowest_trained:
             del alive.inputs[unit, micro]
 
     def _grown(self, now: _Current, op: Op, held: Held, hidden: Tensor) -> Graph:
@@ -155,8 +156,8 @@ class Streamer:
         leaf = hidden.detach().requires_grad_()
         call = now.activations.calls[op.micro][op.unit - 1]
         with torch.enable_grad(), names_weights(bound):
-            output = self.ported.layer(op.unit - 1, leaves, leaf, call)
-        return Graph(bound, leaves, leaf, output)
+            output, sides = self.ported.layer(op.unit - 1, leaves, leaf, call)
+        return Graph(bound, leaves, leaf, output, sides)
 
     def _loss(self, now: _Current, op: Op, held: Held) -> None:
         unit, micro = op.unit, op.micro
@@ -175,7 +176,8 @@ class Streamer:
             binder = self._binders[owner]
             bound = binder.leaves(self._weights(op, held, owner))
             used = [(name, leaf) for name, leaf in binder.trained(bound) if owner == unit or name in borrowed]
-            send_to_sum(used, self._sum(now, op, held, owner))
+            if self._layouts[owner].trained.size:
+                send_to_sum(used, self._sum(now, op, held, owner))
             trained += [leaf for _, leaf in used]
             leaves |= bound
         loss, gradient = loss_and_gradients(
@@ -188,7 +190,32 @@ class Streamer:
         )
         now.loss = loss if now.loss is None else now.loss + loss
         now.activations.gradients[micro] = gradient.view_as(hidden)
+        self._balance(now, leaves, micro)
         self._close_finished(now, op)
+
+    def _balance(self, now: _Current, weights: dict[str, Tensor], micro: int) -> None:
+        """Add the router auxiliary loss of a micro-batch, by its share of the targets; its sides become gradients.
+
+        So the step's loss is the mean, over target tokens, of the losses that the stock model gives each micro-batch.
+        """
+        alive, layers = now.activations, self.spec.layers
+        if self.ported.balance_coefficient is None or not now.targets:
+            return
+        sides = [tuple(side.detach().requires_grad_() for side in alive.sides.pop((unit, micro))) for unit in layers]
+        tokens = int((now.targets[micro] != IGNORED).sum())
+        leaves = [side for of_layer in sides for side in of_layer]
+        with torch.enable_grad():
+            inputs = model_inputs(now.micro_batches[micro], self.device.torch_device)
+            loss = self.ported.balance(weights, inputs, sides) * tokens
+            if now.sink is not None:
+                found = torch.autograd.grad(loss * now.scale, leaves, allow_unused=True, materialize_grads=True)
+                gradients = iter(found)
+                alive.sides |= {
+                    (unit, micro): tuple(next(gradients) for _ in of_layer)
+                    for unit, of_layer in zip(layers, sides, strict=True)
+                }
+        assert now.loss is not None
+        now.loss = now.loss + loss.detach().double()
 
     def _loss_only(self, now: _Current, op: Op, held: Held, flat: Tensor) -> None:
         """The loss, or the next logits, without gradients. `flat` [tokens, hidden size]."""
@@ -199,6 +226,7 @@ class Streamer:
             chunk = self.policy.loss_chunk_tokens
             loss = loss_only(lambda part: self.ported.head(weights, part), flat, now.targets[op.micro], chunk)
             now.loss = loss if now.loss is None else now.loss + loss
+            self._balance(now, weights, op.micro)
         else:
             now.logits = self.ported.head(weights, flat[-1:])
 
@@ -219,10 +247,14 @@ class Streamer:
             else:
                 graph.bound.flat = self._weights(op, held, unit)
             trained = self._binders[unit].trained(graph.leaves)
-            if self._layouts[unit].size:
+            if trained:
                 send_to_sum(trained, self._sum(now, op, held, unit))
             inputs = [graph.input, *(leaf for _, leaf in trained)]
-            torch.autograd.backward([graph.output], [alive.gradients.pop(micro)], inputs=inputs)
+            outputs, gradients = [graph.output], [alive.gradients.pop(micro)]
+            for side, gradient in zip(graph.sides, alive.sides.pop((unit, micro), ()), strict=True):
+                outputs.append(side)
+                gradients.append(gradient)
+            torch.autograd.backward(outputs, gradients, inputs=inputs)
             assert graph.input.grad is not None
             alive.gradients[micro] = graph.input.grad
         self._close_finished(now, op)
@@ -248,9 +280,9 @@ class Streamer:
         """The gradient of `unit` under construction, begun where the schedule says that the first term is written."""
         if unit not in now.sums:
             access = _access_of(op.writes, f"g{unit}")
-            size = self._layouts[unit].size
-            flat = _part(held, access).view(DTYPE_OF_NBYTES[(access.stop - access.start) // size])
-            now.sums[unit] = UnitSum(self._layouts[unit], flat)
+            layout = self._layouts[unit].trained
+            flat = _part(held, access).view(DTYPE_OF_NBYTES[(access.stop - access.start) // layout.size])
+            now.sums[unit] = UnitSum(layout, flat)
         return now.sums[unit]
 
     def _close_finished(self, now: _Current, op: Op) -> None:
@@ -305,8 +337,9 @@ class Streamer:
             for access in (*op.reads, *op.writes)
             if access.buffer == buffer and access.content.partition("~")[0] == content.partition("~")[0]
         )
-        element = start // (whole // self._layouts[unit].size)
-        inside = (field.name for field in self._layouts[unit].fields if field.start <= element < field.stop)
+        layout = self._layouts[unit] if content[0] == "w" else self._layouts[unit].trained
+        element = start // (whole // layout.size)
+        inside = (field.name for field in layout.fields if field.start <= element < field.stop)
         return f"unit {self.spec.units[unit].name}, {next(inside, 'between parameters')}"
 
     def _reseed(self, now: _Current, unit: int, micro: int) -> None:

@@ -3,7 +3,8 @@
 In `bf16` a unit holds hi (the upper half of each float32 master, which is the bfloat16 weight that streams), lo (the
 other 16 bits), and float32 m and v: 12 bytes per parameter. In `fp32` hi is the float32 weight itself and there is no
 lo: 12 bytes again. hi has a buffer of its own because it is what the device fetches; the rest, `host/state/U`, is m,
-v, lo in this order, so that each array stays aligned.
+v, lo in this order, so that each array stays aligned. Frozen parameters
+have no m and v.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from megatrain.spec import ModelSpec, Policy
 
 @dataclass(frozen=True, slots=True)
 class UnitState:
-    """Views of one unit's arrays, each of `layout.size` elements. `lo` is absent in fp32."""
+    """Views of one unit's arrays: `hi` and `lo` of `layout.size` elements, `m` and `v` of what trains, a prefix.
+
+    `lo` is absent in fp32.
+    """
 
     hi: np.ndarray
     """uint16 bfloat16 bits, or float32 weights."""
@@ -43,9 +47,10 @@ class Store:
 
     def unit(self, unit: int) -> UnitState:
         """The arrays of one unit; writing to them changes the state."""
-        size = self.layouts[unit].size
+        size = self.layouts[unit].trained.size
         hi = self.pool.memory(f"host/hi/{unit}").numpy()
-        state = self.pool.memory(f"host/state/{unit}").numpy()
+        name = f"host/state/{unit}"
+        state = self.pool.memory(name).numpy() if self.split or size else np.empty(0, np.uint8)
         m, v = state[: 4 * size].view(np.float32), state[4 * size : 8 * size].view(np.float32)
         if not self.split:
             return UnitState(hi.view(np.float32), None, m, v)

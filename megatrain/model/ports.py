@@ -12,7 +12,7 @@ each, in order, and the hidden state goes from one to the next untouched. The mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.errors import ModelError
+from megatrain.model.recorded import replayed
 
 HIDDEN = "hidden_states"
 """The name under which layers take the hidden state when it is not the first positional argument."""
@@ -107,12 +108,14 @@ class Capture:
 
 
 class HandOut:
-    """Lets every port pass through, and the last one hand out `hidden`."""
+    """Lets every port pass through, and the last one hand out `hidden`; each hands out what its layer had recorded."""
 
-    def __init__(self, layers: int, hidden: Tensor) -> None:
-        self.layers, self.hidden = layers, hidden
+    def __init__(self, layers: int, hidden: Tensor, sides: Sequence[tuple[Tensor, ...]] = ()) -> None:
+        self.layers, self.hidden, self.sides = layers, hidden, sides
 
     def visit(self, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        if self.sides:
+            replayed(self.sides[index])
         return self.hidden if index == self.layers - 1 else split_hidden(args, kwargs)[0]
 
 

@@ -61,10 +61,13 @@ class _Builder:
     def __init__(self, model: ModelSpec, policy: Policy, work: Work, pending: Pending, *, trains: bool) -> None:
         self.model, self.policy, self.work, self.pending, self.trains = model, policy, work, pending, trains
         self.layouts: list[Layout] = [layout_of(unit) for unit in model.units]
+        self.trained: list[Layout] = [layout.trained for layout in self.layouts]
         self.units = range(len(model.units))
         self.micros = range(work.micro_batches)
         self.buffers: dict[str, Buffer] = {}
         self.contributions = [0] * len(model.units)
+        self.lowest = model.lowest_trained
+        """What lies below has no backward pass: nothing in it trains."""
         self._declare_host()
 
     # Whole schedules ------------------------------------------------------------------------------------------------
@@ -72,7 +75,7 @@ class _Builder:
     def step(self) -> Schedule:
         visits = [self._forward_visit(unit) for unit in self.units[:-1]]
         visits.append(self._loss_visit())
-        visits += [self._backward_visit(unit) for unit in reversed(self.units[:-1])]
+        visits += [self._backward_visit(unit) for unit in reversed(self.units[self.lowest : -1])]
         return self._emit(visits)
 
     def forward(self) -> Schedule:
@@ -85,7 +88,7 @@ class _Builder:
     def _emit(self, visits: list[_Visit]) -> Schedule:
         if not self.policy.shares_memory:
             self._place_fetches(visits)
-        ops = [self._update(unit) for unit in self.units if self.layouts[unit].size] if self.pending == "all" else []
+        ops = [self._update(unit) for unit in self.units if self.trained[unit].size] if self.pending == "all" else []
         for visit in visits:
             ops += [*visit.fetches, *visit.compute, *visit.after]
         names = tuple(unit.name for unit in self.model.units)
@@ -102,7 +105,7 @@ class _Builder:
                 writes.append(self._transient(f"args/{micro}", 1, f"a{micro}"))
             else:
                 reads += [self._hidden(unit, micro), self._transient(f"args/{micro}", 1, f"a{micro}")]
-                if self.trains and self.policy.activations == "keep":
+                if self.trains and unit >= self.lowest and self.policy.activations == "keep":
                     writes.append(self._transient(f"graph/{unit}.{micro}", 1, f"k{unit}.{micro}"))
             visit.compute.append(Op("FORWARD", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))
         return visit
@@ -117,7 +120,8 @@ class _Builder:
             if self.trains:
                 writes.append(self._dhidden(micro, unit))
                 for owner in owners:
-                    self._contribute(owner, reads, writes)
+                    if self.trained[owner].size:
+                        self._contribute(owner, reads, writes)
             visit.compute.append(Op("LOSS", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))
         if self.trains:
             visit.after = self._gradient_out(unit)
@@ -134,7 +138,7 @@ class _Builder:
                 source = self._transient(f"graph/{unit}.{micro}", 1, f"k{unit}.{micro}") if kept else None
                 reads.append(source or self._hidden(unit, micro))
                 writes.append(self._dhidden(micro, unit))
-            if self.layouts[unit].size:
+            if self.trained[unit].size:
                 self._contribute(unit, reads, writes)
             visit.compute.append(Op("BACKWARD", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))
         visit.after = self._gradient_out(unit)
@@ -205,7 +209,8 @@ class _Builder:
         else:
             users = [unit] if self.model.tied else [0, self.model.epilogue]
             names = [f"{tier}/{kind}/{self.model.units[unit].kind if self.model.tied else 'ends'}"]
-        nbytes = max(self.layouts[user].size for user in users) * nbytes_per_element
+        layouts = self.layouts if kind == "weights" else self.trained
+        nbytes = max(layouts[user].size for user in users) * nbytes_per_element
         for name in names:
             known = self.buffers.get(name)
             if known is None or known.nbytes < nbytes:
@@ -238,9 +243,9 @@ class _Builder:
         """Where the gradient of a unit is summed, and its bytes: a slot, or its home in memory the device shares."""
         each = accumulator_nbytes(self.model, self.policy, self.work, unit)
         if self.policy.shares_memory and each == self.policy.grad_nbytes:
-            return self._gradient_home(unit), self.layouts[unit].size * each
+            return self._gradient_home(unit), self.trained[unit].size * each
         slots = self._slots("grads", unit, self.policy.grad_slots, each, "device")
-        return slots[unit % len(slots)], self.layouts[unit].size * each
+        return slots[unit % len(slots)], self.trained[unit].size * each
 
     def _gradient_home(self, unit: int) -> str:
         """The host buffer that the update reads: one per unit while it waits for the norm, else a ring."""
@@ -251,17 +256,17 @@ class _Builder:
 
     def _gradient_out(self, unit: int) -> list[Op]:
         ops: list[Op] = []
-        if not self.layouts[unit].size:
+        if not self.trained[unit].size:
             return ops
         source, _ = self._accumulator(unit)
         home = self._gradient_home(unit)
         each, out = accumulator_nbytes(self.model, self.policy, self.work, unit), self.policy.grad_nbytes
         if source != home:
-            for shard in self.layouts[unit].shards(max(1, self.policy.shard_nbytes // each)):
+            for shard in self.trained[unit].shards(max(1, self.policy.shard_nbytes // each)):
                 read = Access(source, shard.start * each, shard.stop * each, f"g{unit}")
                 write = Access(home, shard.start * out, shard.stop * out, f"g{unit}")
                 ops.append(Op("GRAD", "grad", unit, shard=shard.index, reads=(read,), writes=(write,)))
-        landed = Access(home, 0, self.layouts[unit].size * out, f"g{unit}")
+        landed = Access(home, 0, self.trained[unit].size * out, f"g{unit}")
         norm = Access("host/norms", 8 * unit, 8 * unit + 8, f"n{unit}")
         ops.append(Op("NORM", "host", unit, reads=(landed,), writes=(norm,)))
         if self.policy.update == "during_backward":
@@ -271,8 +276,9 @@ class _Builder:
     def _update(self, unit: int) -> Op:
         """The optimizer pass over one unit: pending from the last step, or right behind its gradient."""
         before, after, gradient = ("old", "", f"g{unit}.old") if self.pending == "all" else ("", "new", f"g{unit}")
-        size = self.layouts[unit].size
-        weights = Access(f"host/hi/{unit}", 0, size * self.policy.weight_nbytes, _version(f"w{unit}", before))
+        size = self.trained[unit].size
+        whole = self.layouts[unit].size * self.policy.weight_nbytes  # what is frozen counts as written: one version
+        weights = Access(f"host/hi/{unit}", 0, whole, _version(f"w{unit}", before))
         state = Access(f"host/state/{unit}", 0, self.buffers[f"host/state/{unit}"].nbytes, _version(f"s{unit}", before))
         home = Access(self._gradient_home(unit), 0, size * self.policy.grad_nbytes, gradient)
         reads = [home, weights, state]
@@ -292,12 +298,16 @@ class _Builder:
         for unit, layout in enumerate(self.layouts):
             if not layout.size:
                 continue  # an epilogue that only borrows
-            weights, state = layout.size * self.policy.weight_nbytes, layout.size * state_nbytes(self.policy)
-            self._declare(f"host/hi/{unit}", weights, "weights", _version(f"w{unit}", old))
-            self._declare(f"host/state/{unit}", state, "optimizer state", _version(f"s{unit}", old))
-            if self.policy.update == "next_forward":
+            trains = self.trained[unit].size > 0
+            version = old if trains else ""
+            weights, state = layout.size * self.policy.weight_nbytes, state_nbytes(layout, self.policy)
+            self._declare(f"host/hi/{unit}", weights, "weights", _version(f"w{unit}", version))
+            if state:
+                self._declare(f"host/state/{unit}", state, "optimizer state", _version(f"s{unit}", version))
+            if trains and self.policy.update == "next_forward":
                 pending = f"g{unit}.old" if old else None
-                self._declare(f"host/grad/{unit}", layout.size * self.policy.grad_nbytes, "gradients", pending)
+                nbytes = self.trained[unit].size * self.policy.grad_nbytes
+                self._declare(f"host/grad/{unit}", nbytes, "gradients", pending)
         self._declare("host/norms", 8 * len(self.layouts), "norms", None)
 
     def _declare(self, name: str, nbytes: int, owner: str, initial: str | None) -> None:
@@ -326,9 +336,9 @@ def accumulator_nbytes(model: ModelSpec, policy: Policy, work: Work, unit: int) 
     return policy.accumulator_nbytes(max(work.micro_batches, LOSS_PARTIAL_SUMS if through_head else 1))
 
 
-def state_nbytes(policy: Policy) -> int:
-    """Bytes per parameter beside the weights: 16 low bits where the master is split, and float32 m and v."""
-    return 10 if policy.precision == "bf16" else 8
+def state_nbytes(layout: Layout, policy: Policy) -> int:
+    """Bytes of a unit beside its weights: float32 m and v of what trains, and 16 low bits where masters are split."""
+    return 8 * layout.trained.size + (2 * layout.size if policy.precision == "bf16" else 0)
 
 
 def _version(content: str, suffix: str) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megatrain.checkpoint import export_model
 from megatrain.device import Device, matmul_flops, open_device
 from megatrain.engine import DTYPES, MicroBatch, Streamer, check_inputs, check_micro_batches
-from megatrain.errors import BatchError, ConfigError, DeviceError, DoesNotFit, PlanError
+from megatrain.errors import BatchError, ConfigError, DeviceError, DoesNotFit, ModelError, PlanError
 from megatrain.memory import Ledger, Pool, Store
 from megatrain.model import PortedModel, port_model
 from megatrain.optim import AdamW, warm_up
@@ -101,7 +101,7 @@ class Engine:
         self._pool = Pool(device, Ledger(_budgets(policy, device), one_memory=policy.shares_memory))
         self._schedules: dict[tuple[Kind, int, ActivationPlan], Schedule] = {}
         try:
-            self._schedule("step", Work((1,)))
+            self._schedule(self._main_kind, Work((1,)))
         except BaseException:
             self._pool.release()
             raise
@@ -201,7 +201,7 @@ class Engine:
         names them). With clipping, updates are applied during the next step's forward;
         everything that reads the weights applies them first.
         """
-        work = self._work(micro_batches)
+        work = self._work(micro_batches, trains=True)
         if self._sink.pending and len(self._sink.pending) < len(self._sink.trained):
             self.flush()  # what an interrupted step has left
         schedule = self._schedule("pending step" if self._sink.pending else "step", work)
@@ -218,7 +218,7 @@ class Engine:
 
     def gradients(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
         """Parameter name -> float32 gradient of the step's loss, in the parameter's shape. Nothing is updated."""
-        work = self._work(micro_batches)
+        work = self._work(micro_batches, trains=True)
         self._settle()
         collector = GradientCollector(self.spec)
         self._streamer.run(self._schedule("step", work), micro_batches, collector, self._steps)
@@ -279,10 +279,13 @@ class Engine:
         """How the model is streamed, as chosen for the last step that was prepared or run."""
         return self._policy
 
-    def prepare(self, work: Work) -> None:
-        """Choose, build and prove what a step over such work needs, and allocate it; run nothing."""
+    def prepare(self, work: Work) -> Schedule:
+        """Choose, build and prove what a step over such work needs, and allocate it; run nothing.
+
+        Returns the schedule of a step with nothing pending (of a forward pass where nothing trains).
+        """
         self._refuse_closed()
-        self._schedule("step", work)
+        return self._schedule(self._main_kind, work)
 
     def applied_updates(self) -> dict[str, int]:
         """Unit name -> optimizer updates that its state in host memory has had; pending ones are not counted."""
@@ -349,8 +352,15 @@ class Engine:
         if self._closed:
             raise DeviceError("the engine is closed", where="engine", fix="make a new one with Engine.from_model")
 
-    def _work(self, micro_batches: Sequence[MicroBatch]) -> Work:
+    @property
+    def _main_kind(self) -> Kind:
+        """What runs over and over: steps, or forward passes where every parameter is frozen."""
+        return "step" if self.spec.trained_numel else "forward"
+
+    def _work(self, micro_batches: Sequence[MicroBatch], *, trains: bool = False) -> Work:
         self._refuse_closed()
+        if trains and not self.spec.trained_numel:
+            raise ModelError("every parameter is frozen", where=f"model {self.spec.name}", fix="freeze fewer of them")
         return check_micro_batches(self.spec, micro_batches)
 
     def _schedule(self, kind: Kind, work: Work) -> Schedule:

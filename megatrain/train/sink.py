@@ -87,10 +87,12 @@ class OptimizerSink:
             return
         assert self._scalars is not None
         state, grad, segments = self._store.unit(unit), _as_numpy(gradient), self._segments[unit]
+        hi = state.hi[: state.m.size]  # what is frozen comes after
         if state.lo is None:
-            update_fp32(state.hi, state.m, state.v, grad, self._scalars, segments, self.threads)
+            update_fp32(hi, state.m, state.v, grad, self._scalars, segments, self.threads)
         else:
-            update_split(state.hi, state.lo, state.m, state.v, grad, self._scalars, segments, self.threads)
+            lo = state.lo[: state.m.size]
+            update_split(hi, lo, state.m, state.v, grad, self._scalars, segments, self.threads)
         self.pending.discard(unit)
         self._updated.add(unit)
         self.applied[unit] += 1

@@ -21,7 +21,7 @@ def in_pieces(model: PreTrainedModel, ported: PortedModel, inputs: dict[str, Ten
     hidden, calls = ported.prologue(own[0], inputs)
     for index, call in enumerate(calls):
         inside = {name.removeprefix(ported.prefix(index)): value for name, value in own[1 + index].items()}
-        hidden = ported.layer(index, inside, hidden, call)
+        hidden, _ = ported.layer(index, inside, hidden, call)
     head = {**own[-1], **{name: weights[name] for name in units[-1].borrows}}
     return ported.head(head, hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 

@@ -17,7 +17,7 @@ from megatrain import AdamW, Engine, Policy
 from megatrain.device.cpu import CpuDevice
 from megatrain.device.sim import SimDevice
 from megatrain.errors import BatchError, ConfigError, DeviceError, ModelError, NonFinite
-from megatrain.spec import Work
+from megatrain.spec import ActivationPlan, Precision, Work
 from tests.tiny import batch, equal, relative_error, stock_gradients, tiny_model, unequal_batches
 
 
@@ -37,6 +37,54 @@ def test_frozen_parameters_stay_as_they_are_and_have_no_gradient() -> None:
             after = engine.master_weights()
         assert all(torch.equal(after[name], before[name]) for name in frozen)
         assert not torch.equal(after["lm_head.weight"], model.lm_head.weight)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("device", ["cpu", "sim:4"])
+def test_frozen_parameters_cost_no_gradient_and_no_optimizer_state(device: str, precision: Precision) -> None:
+    """Bytes per parameter: what trains as before; what is frozen only its exact master, 4."""
+    whole = tiny_model()
+    partly = tiny_model()
+    for name, parameter in partly.named_parameters():
+        parameter.requires_grad_("self_attn" in name and "layers.0" not in name)
+    with (
+        Engine.from_model(whole, device, precision) as all_of_it,
+        Engine.from_model(partly, device, precision) as engine,
+    ):
+        owners = {owner: n for (tier, owner), n in engine.memory_table().items() if tier == "host"}
+        trained, numel = engine.spec.trained_numel, engine.spec.numel
+        assert 0 < trained < numel / 4
+        hi, grad = (2, 2) if precision == "bf16" else (4, 4)
+        assert owners["weights"] == pytest.approx(hi * numel, rel=0.01)
+        assert owners["optimizer state"] == pytest.approx(8 * trained + (4 - hi) * numel, rel=0.01)
+        assert owners["gradients"] == pytest.approx(grad * trained, rel=0.01)
+        assert sum(engine.memory_table().values()) < sum(all_of_it.memory_table().values())
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("device", ["cpu", "sim:4"])
+def test_the_backward_pass_ends_at_the_lowest_unit_that_trains(device: str, activations: ActivationPlan) -> None:
+    model = tiny_model()
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[:2].requires_grad_(False)
+    _, expected = stock_gradients(model, unequal_batches())
+    policy = Policy(precision="fp32", shares_memory=device == "cpu", activations=activations)
+    with Engine.from_model(model, device, "fp32", policy=policy) as engine:
+        found = engine.gradients(unequal_batches())
+        visited = {op.unit for op in engine.prepare(Work((1, 1))).ops if op.kind == "BACKWARD"}
+    assert visited == {3}
+    assert max(relative_error(found[name], expected[name]) for name in found) < 1e-6
+    assert set(found) == {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_a_model_in_which_nothing_trains_is_refused() -> None:
+    model = tiny_model()
+    loss, _ = stock_gradients(model, unequal_batches())
+    with Engine.from_model(model.requires_grad_(False), precision="fp32") as engine:
+        assert "gradients" not in {owner for _, owner in engine.memory_table()}
+        assert engine.evaluate(unequal_batches()) == pytest.approx(loss, rel=1e-6)
+        with pytest.raises(ModelError, match="every parameter is frozen"):
+            engine.step(unequal_batches())
 
 
 def test_a_whole_layer_can_be_frozen() -> None:

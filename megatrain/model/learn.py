@@ -1,0 +1,229 @@
+"""How a Hugging Face model is taken apart, and what is learned about it on the way.
+
+`port_model` makes a copy of a model without copying a weight (parameters become meta tensors, buffers are copied),
+finds the stack of decoder layers, and learns from a few tiny runs on zeros what layers return, what the prologue and
+the epilogue use, and the coefficient of a router's auxiliary loss. Nothing is looked up by model type or parameter
+name. A model that this cannot train exactly is refused with a `ModelError`.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import PreTrainedModel
+
+from megatrain.errors import ModelError
+from megatrain.model.ported import ROUTED, PortedModel, Sides, takes
+from megatrain.model.ports import Capture, HandOut, Port, reachable_leaves
+from megatrain.model.recorded import install_recorders, recorded
+from megatrain.spec import ModelSpec, ParamSpec, UnitSpec
+
+PROBE_TOKENS = 4
+"""Length of the tiny inputs that a model is learned from."""
+
+
+def port_model(model: nn.Module, dtype: torch.dtype) -> PortedModel:
+    """Take a causal language model apart for computing in `dtype`.
+
+    `model` may be a blueprint, with parameters on the meta device; its buffers must have values. It is not changed and
+    shares no parameter storage with the result; its mode (`train` or `eval`) carries over.
+    Raises `ModelError` for what is not a causal language model or cannot be streamed exactly.
+    """
+    refuse_other_kinds(model)
+    assert isinstance(model, PreTrainedModel)
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
+        ported = _take_apart(model, dtype)
+        sides = _learn_returns(ported)
+        ported.spec = _learn_spec(model, ported)
+        if ported.routers_off:
+            ported.balance_coefficient = _learn_balance(ported, sides)
+    return ported
+
+
+def refuse_other_kinds(model: nn.Module) -> None:
+    """Raise `ModelError` for anything but a causal language model of transformers."""
+    where = f"model {type(model).__name__}"
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError("not a transformers model", where=where, fix="pass an AutoModelForCausalLM")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ModelError("an encoder-decoder, not a causal language model", where=where, fix="use a decoder-only model")
+    if model.get_output_embeddings() is None:
+        raise ModelError("has no language-model head", where=where, fix="load it with AutoModelForCausalLM")
+
+
+def _find_stack(model: nn.Module) -> str:
+    """Name of the module list that holds the decoder layers: the one with most parameters, not inside another."""
+    lists: dict[str, nn.ModuleList] = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)
+    }
+    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    if not outer:
+        raise ModelError("has no list of decoder layers", where=f"model {type(model).__name__}")
+    sizes = [(sum(p.numel() for p in lists[name].parameters()), name) for name in outer]
+    return max(sizes)[1]
+
+
+def _take_apart(model: PreTrainedModel, dtype: torch.dtype) -> PortedModel:
+    """Copy the structure with meta parameters of `dtype` and put ports in the place of the layers."""
+    stack = _find_stack(model)
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        if not parameter.is_floating_point():
+            raise ModelError("has parameters that are not floating point (quantized?)", where=type(model).__name__)
+        meta = torch.empty(parameter.shape, dtype=dtype, device="meta")
+        memo[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ModelError(f"its buffer {name} has no value (meta device)", where=type(model).__name__)
+        memo[id(buffer)] = buffer.detach().cpu().clone()
+    skeleton = copy.deepcopy(model, memo)
+    for module in skeleton.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.__dict__["gradient_checkpointing"] = False  # what to recompute is the policy's choice
+    skeleton.config.return_dict = True
+    routers_off = {}
+    if getattr(model.config, "output_router_logits", False):
+        _refuse_unrecorded(skeleton)
+        routers_off = {"output_router_logits": False}
+    templates = list(skeleton.get_submodule(stack).children())
+    ports = [Port(index, layer) for index, layer in enumerate(templates)]
+    parent, _, attribute = stack.rpartition(".")
+    setattr(skeleton.get_submodule(parent), attribute, nn.ModuleList(ports))
+    nothing = ModelSpec(type(model).__name__, _placeholder_units(len(templates)), 1, 1)
+    placeholders = {name: _zeros(parameter) for name, parameter in skeleton.named_parameters()}
+    return PortedModel(nothing, skeleton, templates, ports, stack, placeholders, routers_off)
+
+
+def _refuse_unrecorded(model: PreTrainedModel) -> None:
+    """The auxiliary loss is computed from what the library records of the routers; other ways are not known here."""
+    if not install_recorders(model) or not takes(model, "logits_to_keep"):
+        raise ModelError(
+            "its router auxiliary loss (output_router_logits=True) is not computed the library's usual way",
+            where=type(model).__name__,
+            fix="set output_router_logits=False in its config",
+        )
+
+
+def _zeros(parameter: Tensor) -> Tensor:
+    """Zeros in the shape and dtype of a parameter, that take no memory."""
+    return torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+
+
+def _placeholder_units(layers: int) -> tuple[UnitSpec, ...]:
+    middle = [UnitSpec(f"layers.{index}", "layer", ()) for index in range(layers)]
+    return UnitSpec("prologue", "prologue", ()), *middle, UnitSpec("epilogue", "epilogue", ())
+
+
+def _learn_returns(ported: PortedModel) -> list[Sides]:
+    """Call one layer of each class on zeros: does it return the hidden state, or a tuple that starts with it?
+
+    Returns what each layer records besides, where the model records anything.
+    """
+    capture = Capture(len(ported.ports))
+    with torch.no_grad():
+        ported.run(capture, ported.placeholders, _probe_inputs())
+    if capture.hidden is None or len(capture.calls) < len(ported.ports):
+        raise ModelError("does not call each of its decoder layers once", where=type(ported.skeleton).__name__)
+    known: dict[type, tuple[int | None, Sides]] = {}
+    for port, layer, call in zip(ported.ports, ported.templates, capture.calls, strict=True):
+        if type(layer) not in known:
+            args, kwargs = call.arguments(capture.hidden)
+            # Grouped products want real strides. Zeros that are only read take no memory on a system with a zero page.
+            zeros = {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in layer.named_parameters()}
+            with torch.no_grad(), recorded() as sides:
+                output = functional_call(layer, zeros, args, kwargs)
+            known[type(layer)] = len(output) if isinstance(output, tuple | list) else None, tuple(sides)
+        port.returns = known[type(layer)][0]
+    return [known[type(layer)][1] for layer in ported.templates]
+
+
+def _learn_balance(ported: PortedModel, sides: list[Sides]) -> float | None:
+    """The coefficient of the auxiliary loss: by how much the model's loss grows with it."""
+    leaves = [tuple(side.detach().requires_grad_() for side in of_layer) for of_layer in sides]
+    inputs = _probe_inputs()
+    hidden = torch.zeros(1, PROBE_TOKENS, ported.spec.hidden_size, dtype=next(iter(ported.placeholders.values())).dtype)
+    with torch.enable_grad():
+        asked = {**inputs, **ROUTED, "logits_to_keep": 0, "labels": inputs["input_ids"]}
+        output = ported.run(HandOut(len(ported.ports), hidden, leaves), ported.placeholders, asked)
+        if output.aux_loss is None or not isinstance(output.aux_loss, Tensor) or not output.aux_loss.requires_grad:
+            return None
+        (coefficient,) = torch.autograd.grad(output.loss, output.aux_loss, allow_unused=True)
+    return None if coefficient is None or not coefficient else float(coefficient)
+
+
+def _probe_inputs() -> dict[str, Tensor]:
+    return {"input_ids": torch.zeros(1, PROBE_TOKENS, dtype=torch.long)}
+
+
+def _learn_spec(model: PreTrainedModel, ported: PortedModel) -> ModelSpec:
+    """Read off two autograd graphs which parameters the prologue and the epilogue use."""
+    where = f"model {type(model).__name__}"
+    leaves = {name: zero.detach().requires_grad_() for name, zero in ported.placeholders.items()}
+    trains = {name: parameter.requires_grad for name, parameter in ported.skeleton.named_parameters()}
+    capture = Capture(len(ported.ports))
+    with torch.enable_grad():  # the caller may have switched it off
+        ported.run(capture, leaves, _probe_inputs())
+    if capture.hidden is None or not capture.observed_only_passing:
+        raise ModelError("does more between its decoder layers than pass the hidden state on", where=where)
+    for call in capture.calls:
+        if any(tensor.requires_grad for tensor in call.tensors()):
+            raise ModelError("its layers need a gradient other than through the hidden state", where=where)
+    handed_out = torch.zeros(PROBE_TOKENS, capture.hidden.shape[-1], dtype=capture.hidden.dtype)
+    with torch.enable_grad():
+        logits = ported.head(leaves, handed_out)
+    in_prologue, in_epilogue = reachable_leaves(capture.hidden), reachable_leaves(logits)
+    prologue, epilogue, borrowed = [], [], []
+    for name, leaf in leaves.items():
+        param = ParamSpec(name, tuple(leaf.shape), trainable=trains[name])
+        if id(leaf) in in_epilogue and id(leaf) not in in_prologue:
+            epilogue.append(param)
+        else:
+            prologue.append(param)
+            borrowed += [name] if id(leaf) in in_epilogue else []
+    if not epilogue and not borrowed:
+        raise ModelError("its logits depend on no parameter outside the layers", where=where)
+    units = (
+        UnitSpec("prologue", "prologue", tuple(prologue)),
+        *_layer_specs(model, ported),
+        UnitSpec("epilogue", "epilogue", tuple(epilogue), tuple(borrowed)),
+    )
+    return ModelSpec(
+        name=type(model).__name__,
+        units=units,
+        hidden_size=capture.hidden.shape[-1],
+        vocab_size=logits.shape[-1],
+        max_positions=getattr(model.config.get_text_config(), "max_position_embeddings", None),
+        attention=getattr(model.config, "_attn_implementation", None) or "eager",
+    )
+
+
+def _layer_specs(model: PreTrainedModel, ported: PortedModel) -> list[UnitSpec]:
+    seen: dict[int, str] = {id(p): name for name, p in ported.skeleton.named_parameters()}
+    units = []
+    for index, template in enumerate(ported.templates):
+        prefix, params = ported.prefix(index), []
+        for name, parameter in template.named_parameters():
+            if id(parameter) in seen:
+                raise ModelError(
+                    f"layers share a parameter: {prefix}{name} is {seen[id(parameter)]}", where=type(model).__name__
+                )
+            seen[id(parameter)] = prefix + name
+            share = _active_share(model, parameter)
+            params.append(ParamSpec(prefix + name, tuple(parameter.shape), share, parameter.requires_grad))
+        units.append(UnitSpec(prefix.rstrip("."), "layer", tuple(params)))
+    return units
+
+
+def _active_share(model: PreTrainedModel, parameter: Tensor) -> float:
+    """Share of a parameter that one token uses: below 1 where its first dimension is that of the experts."""
+    config = model.config.get_text_config()
+    chosen = getattr(config, "num_experts_per_tok", None)
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
+    if not chosen or not experts or parameter.dim() < 3 or parameter.shape[0] != experts:
+        return 1.0
+    return float(chosen) / float(experts)
