@@ -39,17 +39,55 @@ class ParamSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerProfile:
+    """What a layer takes beside its weights, in the compute dtype that it was profiled in."""
+
+    attention_flops: float = 0.0
+    """Forward operations of attention per token and attended position: 4 x heads x head size, usually."""
+    window: int | None = None
+    """Positions that a token attends to at most; `None` is all that came before."""
+    kept_nbytes: float = 0.0
+    """Bytes per token that autograd keeps of the layer's graph, its input included, weights not."""
+    kept_nbytes_by_length: float = 0.0
+    """And per token and position of the sequence, where the attention kernel keeps its scores."""
+
+    def kept(self, rows: int, length: int) -> int:
+        """Bytes of a kept graph over `rows` sequences of `length` tokens."""
+        return int(rows * length * (self.kept_nbytes + self.kept_nbytes_by_length * length))
+
+    def attended(self, length: int) -> float:
+        """Positions that a token of a sequence of `length` attends to on average, itself included (causal)."""
+        if self.window is None or self.window >= length:
+            return (length + 1) / 2
+        full = self.window * (self.window + 1) / 2 + (length - self.window) * self.window
+        return full / length
+
+
+@dataclass(frozen=True, slots=True)
 class UnitSpec:
-    """What streams as one. `borrows` names parameters of the prologue that this unit also uses (tied weights)."""
+    """What streams as one. `borrows` names parameters of the prologue that this unit also uses (tied weights).
+
+    Trainable parameters come first, in whatever order they are given, so that gradients and moments are arrays over a
+    prefix of the unit and frozen parameters take no place in them.
+    """
 
     name: str
     kind: UnitKind
     params: tuple[ParamSpec, ...]
     borrows: tuple[str, ...] = ()
+    profile: LayerProfile = LayerProfile()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "params", tuple(sorted(self.params, key=lambda param: not param.trainable)))
 
     @property
     def numel(self) -> int:
         return sum(param.numel for param in self.params)
+
+    @property
+    def trains(self) -> bool:
+        """Whether any of its parameters is updated."""
+        return bool(self.params) and self.params[0].trainable
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +99,8 @@ class ModelSpec:
     hidden_size: int
     vocab_size: int
     max_positions: int | None = None
+    attention: str = "sdpa"
+    """Attention kernel that the model's own code calls, by its Hugging Face name."""
 
     def __post_init__(self) -> None:
         kinds = [unit.kind for unit in self.units]
@@ -84,26 +124,112 @@ class ModelSpec:
         return bool(self.units[-1].borrows)
 
     @property
+    def lowest_trained(self) -> int:
+        """Index of the first unit that has anything to train: the backward pass ends there."""
+        return next((index for index, unit in enumerate(self.units) if unit.trains), len(self.units))
+
+    @property
     def numel(self) -> int:
         return sum(unit.numel for unit in self.units)
+
+    @property
+    def trained_numel(self) -> int:
+        """Parameters that are updated."""
+        return sum(param.numel for unit in self.units for param in unit.params if param.trainable)
+
+
+@dataclass(frozen=True, slots=True)
+class ProductRate:
+    """How fast a product [m, k] x [k, n] runs: its 2 m k n floating-point operations per second."""
+
+    precision: Precision
+    m: int
+    k: int
+    n: int
+    flops: float
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRate:
+    """How fast causal attention over sequences of `length` runs, in the operations that it needs, per second.
+
+    Forward 2 x length x head size for each token and head (half of the full square), backward twice that.
+    """
+
+    precision: Precision
+    length: int
+    head_size: int
+    forward_flops: float
+    backward_flops: float
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRate:
+    """Bytes per second of reads and writes of `block_nbytes` each, `depth` of them under way at any time."""
+
+    block_nbytes: int
+    depth: int
+    read_bandwidth: float
+    write_bandwidth: float
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A machine as the planner and `replay` see it. Rates are per second; capacities are in bytes."""
+    """A machine as the planner and `replay` see it. Rates are per second; capacities are in bytes, and free.
+
+    What is `None` or empty is not known, and `plan.rates` answers from what is.
+    """
 
     name: str
     device_nbytes: int
     host_nbytes: int
     fetch_bandwidth: float
-    """Host to device, bytes per second."""
+    """Host to device, bytes per second, with nothing else on the way."""
     grad_bandwidth: float
-    """Device to host, bytes per second."""
+    """Device to host, bytes per second, with nothing else on the way."""
     flops: float
-    """Floating-point operations per second of a large matrix product in the compute dtype."""
+    """Floating-point operations per second of a large matrix product in bf16; in fp32 too, if no other is known."""
     host_bandwidth: float
-    """Bytes per second, read plus written, of the optimizer pass in host memory."""
+    """Bytes per second, read plus written, of the optimizer pass in host memory, on all threads."""
     shares_memory: bool = False
+    """The device computes in host memory; the fetch and grad bandwidths are then those of a copy within it."""
+    flops_fp32: float | None = None
+    peak_flops: float | None = None
+    """What the maker states for bf16, dense; `flops` is what is achieved of it."""
+    peak_flops_fp32: float | None = None
+    products: tuple[ProductRate, ...] = ()
+    attention: tuple[AttentionRate, ...] = ()
+    device_bandwidth: float | None = None
+    """Bytes per second, read plus written, of a copy within device memory."""
+    launch_seconds: float | None = None
+    """What the smallest op costs when many follow each other."""
+    duplex_fetch_bandwidth: float | None = None
+    """As `fetch_bandwidth`, while gradients leave at `duplex_grad_bandwidth`."""
+    duplex_grad_bandwidth: float | None = None
+    pageable_fetch_bandwidth: float | None = None
+    """As `fetch_bandwidth`, from memory that is not page-locked."""
+    pageable_grad_bandwidth: float | None = None
+    optimizer_bandwidth: tuple[tuple[int, float], ...] = ()
+    """Pairs of a thread count, ascending, and `host_bandwidth` with so many."""
+    norm_bandwidth: float | None = None
+    """Bytes per second of gradients, read for their norm on all threads."""
+    host_copy_bandwidth: float | None = None
+    """Bytes per second that one thread copies within host memory, each counted once."""
+    disk_nbytes: int | None = None
+    disk_read_bandwidth: float | None = None
+    disk_write_bandwidth: float | None = None
+    disk_block_nbytes: int | None = None
+    """The block and the depth that the two disk bandwidths are for."""
+    disk_depth: int | None = None
+    disk_rates: tuple[DiskRate, ...] = ()
+    disk_endurance_nbytes: int | None = None
+    """Bytes that may be written to the drive in its life (its TBW)."""
+    pinnable_nbytes: int | None = None
+    """Host memory that may be page-locked; 0 where that is refused."""
+    watts: float | None = None
+    """Power of the device at full load, as its maker states it (TDP)."""
+    sources: tuple[tuple[str, str], ...] = ()
+    """Field -> where its figure is from: a datasheet, a measurement, an assumption."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,8 @@ name. A model that this cannot train exactly is refused with a `ModelError`.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,9 +20,10 @@ from transformers import PreTrainedModel
 
 from megatrain.errors import ModelError
 from megatrain.model.ported import ROUTED, PortedModel, Sides, takes
-from megatrain.model.ports import Capture, HandOut, Port, reachable_leaves
+from megatrain.model.ports import Capture, HandOut, Port, hidden_of, reachable_leaves
+from megatrain.model.profile import LENGTHS, Run, profile_layer, window_of
 from megatrain.model.recorded import install_recorders, recorded
-from megatrain.spec import ModelSpec, ParamSpec, UnitSpec
+from megatrain.spec import LayerProfile, ModelSpec, ParamSpec, UnitSpec
 
 PROBE_TOKENS = 4
 """Length of the tiny inputs that a model is learned from."""
@@ -37,11 +40,26 @@ def port_model(model: nn.Module, dtype: torch.dtype) -> PortedModel:
     assert isinstance(model, PreTrainedModel)
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         ported = _take_apart(model, dtype)
-        sides = _learn_returns(ported)
-        ported.spec = _learn_spec(model, ported)
-        if ported.routers_off:
-            ported.balance_coefficient = _learn_balance(ported, sides)
+        with _portable_attention(ported.skeleton):
+            sides, profiles = _learn_layers(ported)
+            ported.spec = _learn_spec(model, ported, profiles)
+            if ported.routers_off:
+                ported.balance_coefficient = _learn_balance(ported, sides)
     return ported
+
+
+@contextmanager
+def _portable_attention(skeleton: PreTrainedModel) -> Iterator[None]:
+    """The tiny runs are on the CPU, where some kernels do not exist; what is learned does not depend on the kernel."""
+    config = skeleton.config
+    chosen = config._attn_implementation
+    if chosen not in ("sdpa", "eager"):
+        config._attn_implementation = "sdpa"
+    try:
+        yield
+    finally:
+        if config._attn_implementation != chosen:
+            config._attn_implementation = chosen
 
 
 def refuse_other_kinds(model: nn.Module) -> None:
@@ -118,27 +136,57 @@ def _placeholder_units(layers: int) -> tuple[UnitSpec, ...]:
     return UnitSpec("prologue", "prologue", ()), *middle, UnitSpec("epilogue", "epilogue", ())
 
 
-def _learn_returns(ported: PortedModel) -> list[Sides]:
-    """Call one layer of each class on zeros: does it return the hidden state, or a tuple that starts with it?
+def _learn_layers(ported: PortedModel) -> tuple[list[Sides], list[LayerProfile]]:
+    """Run one layer of each kind on zeros: does it return the hidden state, or a tuple that starts with it?
 
-    Returns what each layer records besides, where the model records anything.
+    Returns what each layer records besides, where the model records anything, and each layer's profile.
     """
-    capture = Capture(len(ported.ports))
-    with torch.no_grad():
-        ported.run(capture, ported.placeholders, _probe_inputs())
-    if capture.hidden is None or len(capture.calls) < len(ported.ports):
-        raise ModelError("does not call each of its decoder layers once", where=type(ported.skeleton).__name__)
-    known: dict[type, tuple[int | None, Sides]] = {}
-    for port, layer, call in zip(ported.ports, ported.templates, capture.calls, strict=True):
-        if type(layer) not in known:
-            args, kwargs = call.arguments(capture.hidden)
+    captures = {tokens: _captured(ported, tokens) for tokens in (PROBE_TOKENS, *LENGTHS)}
+    known: dict[object, tuple[int | None, Sides, LayerProfile]] = {}
+    kinds: list[object] = []
+    for index, (port, layer) in enumerate(zip(ported.ports, ported.templates, strict=True)):
+        kind = (type(layer), *((name, p.shape) for name, p in layer.named_parameters()), window_of(layer))
+        kinds.append(kind)
+        if kind not in known:
             # Grouped products want real strides. Zeros that are only read take no memory on a system with a zero page.
             zeros = {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in layer.named_parameters()}
-            with torch.no_grad(), recorded() as sides:
-                output = functional_call(layer, zeros, args, kwargs)
-            known[type(layer)] = len(output) if isinstance(output, tuple | list) else None, tuple(sides)
-        port.returns = known[type(layer)][0]
-    return [known[type(layer)][1] for layer in ported.templates]
+            length, sides = _returned(layer, zeros, captures[PROBE_TOKENS], index)
+            known[kind] = length, sides, profile_layer(layer, _runner(layer, zeros, captures, index))
+        port.returns = known[kind][0]
+    return [known[kind][1] for kind in kinds], [known[kind][2] for kind in kinds]
+
+
+def _captured(ported: PortedModel, tokens: int) -> Capture:
+    capture = Capture(len(ported.ports))
+    with torch.no_grad():
+        ported.run(capture, ported.placeholders, _probe_inputs(tokens))
+    if capture.hidden is None or len(capture.calls) < len(ported.ports):
+        raise ModelError("does not call each of its decoder layers once", where=type(ported.skeleton).__name__)
+    return capture
+
+
+def _returned(
+    layer: nn.Module, weights: dict[str, Tensor], capture: Capture, index: int
+) -> tuple[int | None, Sides]:
+    """Length of the tuple that a layer returns, `None` where it returns no tuple; and what it records."""
+    assert capture.hidden is not None
+    args, kwargs = capture.calls[index].arguments(capture.hidden)
+    with torch.no_grad(), recorded() as sides:
+        output = functional_call(layer, weights, args, kwargs)
+    return len(output) if isinstance(output, tuple | list) else None, tuple(sides)
+
+
+def _runner(layer: nn.Module, zeros: dict[str, Tensor], captures: dict[int, Capture], index: int) -> Run:
+    leaves = {name: zero.detach().requires_grad_() for name, zero in zeros.items()}
+
+    def run(tokens: int) -> tuple[Tensor, list[Tensor]]:
+        capture = captures[tokens]
+        assert capture.hidden is not None
+        call = capture.calls[index]
+        args, kwargs = call.arguments(capture.hidden.detach().requires_grad_())
+        return hidden_of(functional_call(layer, leaves, args, kwargs)), [*leaves.values(), *call.tensors()]
+
+    return run
 
 
 def _learn_balance(ported: PortedModel, sides: list[Sides]) -> float | None:
@@ -155,11 +203,11 @@ def _learn_balance(ported: PortedModel, sides: list[Sides]) -> float | None:
     return None if coefficient is None or not coefficient else float(coefficient)
 
 
-def _probe_inputs() -> dict[str, Tensor]:
-    return {"input_ids": torch.zeros(1, PROBE_TOKENS, dtype=torch.long)}
+def _probe_inputs(tokens: int = PROBE_TOKENS) -> dict[str, Tensor]:
+    return {"input_ids": torch.zeros(1, tokens, dtype=torch.long)}
 
 
-def _learn_spec(model: PreTrainedModel, ported: PortedModel) -> ModelSpec:
+def _learn_spec(model: PreTrainedModel, ported: PortedModel, profiles: list[LayerProfile]) -> ModelSpec:
     """Read off two autograd graphs which parameters the prologue and the epilogue use."""
     where = f"model {type(model).__name__}"
     leaves = {name: zero.detach().requires_grad_() for name, zero in ported.placeholders.items()}
@@ -188,7 +236,7 @@ def _learn_spec(model: PreTrainedModel, ported: PortedModel) -> ModelSpec:
         raise ModelError("its logits depend on no parameter outside the layers", where=where)
     units = (
         UnitSpec("prologue", "prologue", tuple(prologue)),
-        *_layer_specs(model, ported),
+        *_layer_specs(model, ported, profiles),
         UnitSpec("epilogue", "epilogue", tuple(epilogue), tuple(borrowed)),
     )
     return ModelSpec(
@@ -201,7 +249,7 @@ def _learn_spec(model: PreTrainedModel, ported: PortedModel) -> ModelSpec:
     )
 
 
-def _layer_specs(model: PreTrainedModel, ported: PortedModel) -> list[UnitSpec]:
+def _layer_specs(model: PreTrainedModel, ported: PortedModel, profiles: list[LayerProfile]) -> list[UnitSpec]:
     seen: dict[int, str] = {id(p): name for name, p in ported.skeleton.named_parameters()}
     units = []
     for index, template in enumerate(ported.templates):
@@ -214,7 +262,7 @@ def _layer_specs(model: PreTrainedModel, ported: PortedModel) -> list[UnitSpec]:
             seen[id(parameter)] = prefix + name
             share = _active_share(model, parameter)
             params.append(ParamSpec(prefix + name, tuple(parameter.shape), share, parameter.requires_grad))
-        units.append(UnitSpec(prefix.rstrip("."), "layer", tuple(params)))
+        units.append(UnitSpec(prefix.rstrip("."), "layer", tuple(params), profile=profiles[index]))
     return units
 
 
