@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatrain.layout import Field, Layout, layout_of
 from megatrain.memory.pool import Pool
-from megatrain.optim.split import join, split
+from megatrain.optim.split import join, split_into
 from megatrain.spec import ModelSpec, Policy
 
 
@@ -68,7 +68,7 @@ class Store:
         if state.lo is None:
             state.hi[field.start : field.stop] = flat
         else:
-            state.hi[field.start : field.stop], state.lo[field.start : field.stop] = split(flat)
+            split_into(flat, state.hi[field.start : field.stop], state.lo[field.start : field.stop])
 
     def master(self, name: str) -> Tensor:
         """A copy of the float32 master of one parameter, in its shape."""

@@ -1,9 +1,34 @@
 """Hugging Face causal language models as units that can stream. The only home of `transformers` (tokenizers:
 `data`)."""
 
-from megatrain.model.learn import port_model
+from megatrain.model.freeze import freeze_parameters
+from megatrain.model.fresh import FreshSource
+from megatrain.model.learn import port_model, refuse_other_kinds
 from megatrain.model.load import causal_lm_from_config, load_causal_lm
 from megatrain.model.ported import PortedModel, Sides
 from megatrain.model.ports import Call
+from megatrain.model.pretrained import PretrainedSource
+from megatrain.model.sources import Masters, ModelSource, Progress, Source
+from megatrain.model.speaker import TextStream, speak
+from megatrain.model.written import WrittenModel, WrittenTensor
 
-__all__ = ["Call", "PortedModel", "Sides", "causal_lm_from_config", "load_causal_lm", "port_model"]
+__all__ = [
+    "Call",
+    "FreshSource",
+    "Masters",
+    "ModelSource",
+    "PortedModel",
+    "PretrainedSource",
+    "Progress",
+    "Sides",
+    "Source",
+    "TextStream",
+    "WrittenModel",
+    "WrittenTensor",
+    "causal_lm_from_config",
+    "freeze_parameters",
+    "load_causal_lm",
+    "port_model",
+    "refuse_other_kinds",
+    "speak",
+]

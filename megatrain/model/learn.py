@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -18,15 +19,21 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from megatrain.errors import ModelError
+from megatrain.errors import MegaTrainError, ModelError
+from megatrain.model.blueprint import meta_twin, registering
+from megatrain.model.load import quiet
+from megatrain.model.look import FirstLook
 from megatrain.model.ported import ROUTED, PortedModel, Sides, takes
 from megatrain.model.ports import Capture, HandOut, Port, hidden_of, reachable_leaves
-from megatrain.model.profile import LENGTHS, Run, profile_layer, window_of
-from megatrain.model.recorded import install_recorders, recorded
+from megatrain.model.profile import LENGTHS, Run, profile_layer
+from megatrain.model.recorded import install_recorders
 from megatrain.spec import LayerProfile, ModelSpec, ParamSpec, UnitSpec
 
 PROBE_TOKENS = 4
 """Length of the tiny inputs that a model is learned from."""
+
+MOST_STACKS = 4
+"""Module lists that are tried; a model with a tower for images may have a larger one than that of its layers."""
 
 
 def port_model(model: nn.Module, dtype: torch.dtype) -> PortedModel:
@@ -38,14 +45,41 @@ def port_model(model: nn.Module, dtype: torch.dtype) -> PortedModel:
     """
     refuse_other_kinds(model)
     assert isinstance(model, PreTrainedModel)
-    with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
-        ported = _take_apart(model, dtype)
-        with _portable_attention(ported.skeleton):
-            sides, profiles = _learn_layers(ported)
-            ported.spec = _learn_spec(model, ported, profiles)
-            if ported.routers_off:
-                ported.balance_coefficient = _learn_balance(ported, sides)
+    refusal: ModelError | None = None
+    for stack in _stacks(model):
+        try:
+            with torch.random.fork_rng(devices=[]), torch.inference_mode(False), _foreign_errors(model, dtype):
+                return _ported(model, stack, dtype)
+        except ModelError as error:
+            refusal = refusal or error  # about the largest stack, which is nearly always the right one
+    assert refusal is not None
+    raise refusal
+
+
+def _ported(model: PreTrainedModel, stack: str, dtype: torch.dtype) -> PortedModel:
+    ported = _take_apart(model, stack, dtype)
+    with _portable_attention(ported.skeleton):
+        sides, profiles = _learn_layers(ported)
+        ported.spec = _learn_spec(model, ported, profiles)
+        if ported.routers_off:
+            ported.balance_coefficient = _learn_balance(ported, sides)
     return ported
+
+
+@contextmanager
+def _foreign_errors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
+    """Whatever the model's own code raises in pieces that it does not raise whole is a refusal."""
+    try:
+        yield
+    except MegaTrainError:
+        raise
+    except Exception as error:
+        text = (str(error).strip().splitlines() or [""])[0]
+        raise ModelError(
+            f"cannot be run layer by layer in {str(dtype).removeprefix('torch.')} ({type(error).__name__}: {text})",
+            where=f"model {type(model).__name__}",
+            fix="" if dtype == torch.float32 else "precision=fp32 may work",
+        ) from error
 
 
 @contextmanager
@@ -73,22 +107,21 @@ def refuse_other_kinds(model: nn.Module) -> None:
         raise ModelError("has no language-model head", where=where, fix="load it with AutoModelForCausalLM")
 
 
-def _find_stack(model: nn.Module) -> str:
-    """Name of the module list that holds the decoder layers: the one with most parameters, not inside another."""
+def _stacks(model: nn.Module) -> list[str]:
+    """Names of the module lists that may hold the decoder layers: not inside another, most parameters first."""
     lists: dict[str, nn.ModuleList] = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)
     }
     outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     if not outer:
         raise ModelError("has no list of decoder layers", where=f"model {type(model).__name__}")
-    sizes = [(sum(p.numel() for p in lists[name].parameters()), name) for name in outer]
-    return max(sizes)[1]
+    return sorted(outer, key=lambda name: -sum(p.numel() for p in lists[name].parameters()))[:MOST_STACKS]
 
 
-def _take_apart(model: PreTrainedModel, dtype: torch.dtype) -> PortedModel:
-    """Copy the structure with meta parameters of `dtype` and put ports in the place of the layers."""
-    stack = _find_stack(model)
+def _take_apart(model: PreTrainedModel, stack: str, dtype: torch.dtype) -> PortedModel:
+    """Copy the structure with meta parameters of `dtype` and put ports in the place of the layers of `stack`."""
     memo: dict[int, Any] = {}
+    dtypes = _buffer_dtypes(model, dtype)
     for parameter in model.parameters():
         if not parameter.is_floating_point():
             raise ModelError("has parameters that are not floating point (quantized?)", where=type(model).__name__)
@@ -97,7 +130,7 @@ def _take_apart(model: PreTrainedModel, dtype: torch.dtype) -> PortedModel:
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ModelError(f"its buffer {name} has no value (meta device)", where=type(model).__name__)
-        memo[id(buffer)] = buffer.detach().cpu().clone()
+        memo[id(buffer)] = buffer.detach().cpu().to(dtypes.get(name, buffer.dtype), copy=True)
     skeleton = copy.deepcopy(model, memo)
     for module in skeleton.modules():
         if getattr(module, "gradient_checkpointing", False):
@@ -113,7 +146,24 @@ def _take_apart(model: PreTrainedModel, dtype: torch.dtype) -> PortedModel:
     setattr(skeleton.get_submodule(parent), attribute, nn.ModuleList(ports))
     nothing = ModelSpec(type(model).__name__, _placeholder_units(len(templates)), 1, 1)
     placeholders = {name: _zeros(parameter) for name, parameter in skeleton.named_parameters()}
-    return PortedModel(nothing, skeleton, templates, ports, stack, placeholders, routers_off)
+    return PortedModel(nothing, skeleton, templates, ports, stack, placeholders, routers_off=routers_off)
+
+
+def _buffer_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Which dtype each buffer has when the library makes the model in `dtype`; some stay float32, rotary tables say."""
+    if dtype == torch.float32 or next(model.parameters()).dtype == dtype:
+        return {}
+    try:
+        with quiet(), torch.random.fork_rng(devices=[]), torch.device("cpu"), registering(meta_twin):
+            small: PreTrainedModel = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
+    except Exception:  # a class that its config alone does not make
+        return {}
+    exact = [*(small._keep_in_fp32_modules or ()), *(small._keep_in_fp32_modules_strict or ())]
+    return {
+        name: buffer.dtype
+        for name, buffer in small.named_buffers()
+        if buffer.is_floating_point() and not any(kept in name for kept in exact)
+    }
 
 
 def _refuse_unrecorded(model: PreTrainedModel) -> None:
@@ -137,43 +187,35 @@ def _placeholder_units(layers: int) -> tuple[UnitSpec, ...]:
 
 
 def _learn_layers(ported: PortedModel) -> tuple[list[Sides], list[LayerProfile]]:
-    """Run one layer of each kind on zeros: does it return the hidden state, or a tuple that starts with it?
+    """Run one layer of each kind: does it return the hidden state, or a tuple that starts with it?
 
     Returns what each layer records besides, where the model records anything, and each layer's profile.
     """
-    captures = {tokens: _captured(ported, tokens) for tokens in (PROBE_TOKENS, *LENGTHS)}
-    known: dict[object, tuple[int | None, Sides, LayerProfile]] = {}
-    kinds: list[object] = []
-    for index, (port, layer) in enumerate(zip(ported.ports, ported.templates, strict=True)):
-        kind = (type(layer), *((name, p.shape) for name, p in layer.named_parameters()), window_of(layer))
-        kinds.append(kind)
-        if kind not in known:
-            # Grouped products want real strides. Zeros that are only read take no memory on a system with a zero page.
-            zeros = {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in layer.named_parameters()}
-            length, sides = _returned(layer, zeros, captures[PROBE_TOKENS], index)
-            known[kind] = length, sides, profile_layer(layer, _runner(layer, zeros, captures, index))
-        port.returns = known[kind][0]
-    return [known[kind][1] for kind in kinds], [known[kind][2] for kind in kinds]
-
-
-def _captured(ported: PortedModel, tokens: int) -> Capture:
-    capture = Capture(len(ported.ports))
+    look = FirstLook(ported)
+    with torch.enable_grad():
+        _run_probe(ported, look, PROBE_TOKENS)
+    for port in ported.ports:
+        port.others = ()
+    captures = {tokens: Capture(len(ported.ports)) for tokens in LENGTHS}
     with torch.no_grad():
-        ported.run(capture, ported.placeholders, _probe_inputs(tokens))
+        for tokens, capture in captures.items():
+            _run_probe(ported, capture, tokens)
+    known: dict[object, LayerProfile] = {}
+    for index, kind in enumerate(look.kinds):
+        if kind not in known:
+            layer = ported.templates[index]
+            known[kind] = profile_layer(layer, _runner(layer, look.zeros.pop(kind), captures, index))
+    return look.sides, [known[kind] for kind in look.kinds]
+
+
+def _run_probe(ported: PortedModel, capture: Capture, tokens: int) -> None:
+    where = f"model {type(ported.skeleton).__name__}"
+    ported.run(capture, ported.placeholders, _probe_inputs(tokens))
     if capture.hidden is None or len(capture.calls) < len(ported.ports):
-        raise ModelError("does not call each of its decoder layers once", where=type(ported.skeleton).__name__)
-    return capture
-
-
-def _returned(
-    layer: nn.Module, weights: dict[str, Tensor], capture: Capture, index: int
-) -> tuple[int | None, Sides]:
-    """Length of the tuple that a layer returns, `None` where it returns no tuple; and what it records."""
-    assert capture.hidden is not None
-    args, kwargs = capture.calls[index].arguments(capture.hidden)
-    with torch.no_grad(), recorded() as sides:
-        output = functional_call(layer, weights, args, kwargs)
-    return len(output) if isinstance(output, tuple | list) else None, tuple(sides)
+        raise ModelError("does not call each of its decoder layers once", where=where)
+    if capture.hidden.dim() < 3 or capture.hidden.shape[:2] != (1, tokens):
+        shape = list(capture.hidden.shape)
+        raise ModelError(f"its hidden state is {shape}, which does not start with batch and length", where=where)
 
 
 def _runner(layer: nn.Module, zeros: dict[str, Tensor], captures: dict[int, Capture], index: int) -> Run:
@@ -193,7 +235,7 @@ def _learn_balance(ported: PortedModel, sides: list[Sides]) -> float | None:
     """The coefficient of the auxiliary loss: by how much the model's loss grows with it."""
     leaves = [tuple(side.detach().requires_grad_() for side in of_layer) for of_layer in sides]
     inputs = _probe_inputs()
-    hidden = torch.zeros(1, PROBE_TOKENS, ported.spec.hidden_size, dtype=next(iter(ported.placeholders.values())).dtype)
+    hidden = torch.zeros(1, PROBE_TOKENS, *ported.hidden_shape, dtype=next(iter(ported.placeholders.values())).dtype)
     with torch.enable_grad():
         asked = {**inputs, **ROUTED, "logits_to_keep": 0, "labels": inputs["input_ids"]}
         output = ported.run(HandOut(len(ported.ports), hidden, leaves), ported.placeholders, asked)
@@ -220,9 +262,15 @@ def _learn_spec(model: PreTrainedModel, ported: PortedModel, profiles: list[Laye
     for call in capture.calls:
         if any(tensor.requires_grad for tensor in call.tensors()):
             raise ModelError("its layers need a gradient other than through the hidden state", where=where)
-    handed_out = torch.zeros(PROBE_TOKENS, capture.hidden.shape[-1], dtype=capture.hidden.dtype)
+    ported.hidden_shape = tuple(capture.hidden.shape[2:])
+    handed_out = torch.zeros(PROBE_TOKENS, *ported.hidden_shape, dtype=capture.hidden.dtype)
     with torch.enable_grad():
         logits = ported.head(leaves, handed_out)
+    whole = HandOut(len(ported.ports), handed_out.unsqueeze(1))
+    with torch.no_grad():
+        ported.run(whole, ported.placeholders, {"input_ids": torch.zeros(PROBE_TOKENS, 1, dtype=torch.long)})
+    if whole.order != list(range(len(ported.ports))):
+        raise ModelError("goes through its decoder layers more than once", where=where)
     in_prologue, in_epilogue = reachable_leaves(capture.hidden), reachable_leaves(logits)
     prologue, epilogue, borrowed = [], [], []
     for name, leaf in leaves.items():
@@ -234,6 +282,7 @@ def _learn_spec(model: PreTrainedModel, ported: PortedModel, profiles: list[Laye
             borrowed += [name] if id(leaf) in in_epilogue else []
     if not epilogue and not borrowed:
         raise ModelError("its logits depend on no parameter outside the layers", where=where)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     units = (
         UnitSpec("prologue", "prologue", tuple(prologue)),
         *_layer_specs(model, ported, profiles),
@@ -242,9 +291,9 @@ def _learn_spec(model: PreTrainedModel, ported: PortedModel, profiles: list[Laye
     return ModelSpec(
         name=type(model).__name__,
         units=units,
-        hidden_size=capture.hidden.shape[-1],
+        hidden_size=prod(ported.hidden_shape),
         vocab_size=logits.shape[-1],
-        max_positions=getattr(model.config.get_text_config(), "max_position_embeddings", None),
+        max_positions=positions if isinstance(positions, int) and positions > 0 else None,
         attention=getattr(model.config, "_attn_implementation", None) or "eager",
     )
 

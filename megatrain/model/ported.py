@@ -12,7 +12,6 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from megatrain.errors import ModelError
-from megatrain.model.load import quiet
 from megatrain.model.ports import Call, Capture, HandOut, Port, PrologueDone, hidden_of
 from megatrain.model.recorded import recorded
 from megatrain.spec import ModelSpec
@@ -45,6 +43,8 @@ class PortedModel:
     """Name of the module list of layers, `model.layers`."""
     placeholders: dict[str, Tensor]
     """Zeros that take no memory, in the shape of each parameter outside the layers."""
+    hidden_shape: tuple[int, ...] = ()
+    """Shape of the hidden state of one token, (hidden size,) with most models."""
     routers_off: Mapping[str, Any] = field(default_factory=dict)
     """Arguments that keep the model from asking for router logits where its config does."""
     balance_coefficient: float | None = None
@@ -78,7 +78,7 @@ class PortedModel:
         return hidden_of(output), tuple(sides)
 
     def head(self, weights: Weights, hidden: Tensor) -> Tensor:
-        """Run everything after the last layer on `hidden` [tokens, hidden size]; returns logits [tokens, vocabulary].
+        """Run everything after the last layer on `hidden` [tokens, *hidden_shape]; returns logits [tokens, vocabulary].
 
         Tokens go through as a batch of sequences of length one, so that an epilogue which looks at the shape of
         `input_ids` is content and no position beyond the first is looked up. The prologue runs too, on placeholders
@@ -100,7 +100,7 @@ class PortedModel:
         assert self.balance_coefficient is not None
         rows = inputs["input_ids"].shape
         some = next(iter(weights.values()))
-        hidden = torch.zeros((), dtype=some.dtype, device=some.device).expand(*rows, self.spec.hidden_size)
+        hidden = torch.zeros((), dtype=some.dtype, device=some.device).expand(*rows, *self.hidden_shape)
         asked = {**inputs, **ROUTED}
         output = self.run(HandOut(len(self.ports), hidden, sides), {**self.placeholders, **weights}, asked)
         loss: Tensor = self.balance_coefficient * output.aux_loss
@@ -136,14 +136,6 @@ class PortedModel:
         parent, _, attribute = self.stack.rpartition(".")
         setattr(together.get_submodule(parent), attribute, nn.ModuleList(copy.deepcopy(self.templates)))
         return together
-
-    def write_pretrained(self, masters: Weights, folder: Path) -> None:
-        """Write config and float32 safetensors as the library itself would. `masters` holds every parameter."""
-        whole = self.whole()
-        buffers = {name: value for name, value in whole.state_dict().items() if not value.is_meta}
-        nn.Module.to(whole, torch.float32)
-        with quiet():
-            whole.save_pretrained(folder, state_dict={**buffers, **masters})
 
     def run(self, script: Capture | HandOut, weights: Weights, inputs: Mapping[str, Any]) -> Any:
         """The model's own forward with `script` in the place of the layers; `None` where it ended with the prologue."""

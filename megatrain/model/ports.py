@@ -112,8 +112,10 @@ class HandOut:
 
     def __init__(self, layers: int, hidden: Tensor, sides: Sequence[tuple[Tensor, ...]] = ()) -> None:
         self.layers, self.hidden, self.sides = layers, hidden, sides
+        self.order: list[int] = []
 
     def visit(self, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        self.order.append(index)
         if self.sides:
             replayed(self.sides[index])
         return self.hidden if index == self.layers - 1 else split_hidden(args, kwargs)[0]
@@ -128,12 +130,16 @@ class Port(nn.Module):
         self.script: Script | None = None
         self.returns: int | None = None
         """Length of the tuple that the layer returns; `None` when it returns the hidden state itself."""
+        self.others: tuple[Any, ...] = ()
+        """What it answers in the other places of the tuple, during the first look; `None`s otherwise."""
         self._behind = [layer]  # in a list, so that the layer is not registered as a submodule
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         assert self.script is not None, "a port is only run by PortedModel"
         hidden = self.script.visit(self.index, args, kwargs)
-        return hidden if self.returns is None else (hidden, *[None] * (self.returns - 1))
+        if self.returns is None:
+            return hidden
+        return hidden, *(self.others or [None] * (self.returns - 1))
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
+output_capturing: Any
 try:
-    from transformers.utils import output_capturing
+    output_capturing = import_module("transformers.utils.output_capturing")
 except ImportError:  # a transformers that gathers these outputs in another way
     output_capturing = None
 
@@ -30,7 +33,7 @@ def install_recorders(model: PreTrainedModel) -> bool:
     inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     for module in inner:
         output_capturing.maybe_install_capturing_hooks(module)
-    return any(ROUTERS in output_capturing._CAN_RECORD_REGISTRY.get(module) for module in inner)
+    return any(ROUTERS in (output_capturing._CAN_RECORD_REGISTRY.get(module) or ()) for module in inner)
 
 
 @contextmanager

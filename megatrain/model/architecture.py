@@ -1,0 +1,165 @@
+"""Configs of models: read from a folder, a hub name or fields, and refused from the config alone.
+
+What cannot be trained exactly is refused here, before a structure is built or a file of weights is opened: an
+encoder-decoder, a vision or audio model, an encoder that sees later tokens, a quantized checkpoint, code of its own
+that nobody allowed. What shows only in the structure is refused by `ported`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from megatrain.errors import ModelError
+
+COMMON_FIELDS = (
+    "attn_implementation",
+    "head_dim",
+    "num_key_value_heads",
+    "quantization_config",
+    "rope_scaling",
+    "rope_theta",
+    "torch_dtype",
+)
+"""Fields that many configs take without listing them."""
+
+SOURCES = "give a local Hugging Face folder, a hub name, or a config with a causal-LM model_type"
+"""What to do about a model that is not there."""
+
+TRUST = "set trust_remote_code=true if you have read its code and trust it"
+
+
+def read_config(
+    source: str | Path | Mapping[str, Any] | PreTrainedConfig, *, where: str, trust_remote_code: bool = False
+) -> PreTrainedConfig:
+    """The config of a model, from a local folder, a `config.json`, a hub name, or its fields with `model_type`.
+
+    `where` names the place in errors. Raises `ModelError` when it is missing, malformed, or needs code that has not
+    been allowed, and for a field that its model type does not know.
+    """
+    if isinstance(source, PreTrainedConfig):
+        return source
+    with plain_errors(where):
+        if isinstance(source, Mapping):
+            fields = dict(source)
+            kind = fields.pop("model_type", None)
+            if kind is None:
+                raise ModelError("has no model_type", where=where, fix="add model_type: llama, say")
+            _refuse_unknown_fields(kind, fields, where)
+            return AutoConfig.for_model(kind, **fields)
+        path = Path(source)
+        if not path.exists() and (path.is_absolute() or len(path.parts) > 2 or str(source).startswith(".")):
+            raise ModelError("no such folder", where=where, fix=SOURCES)
+        local = path.exists()
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            str(source), local_files_only=local, trust_remote_code=trust_remote_code
+        )
+        return config
+
+
+def refuse_other_configs(config: PreTrainedConfig, *, where: str, trust_remote_code: bool = False) -> None:
+    """Raise `ModelError` unless the config is that of a causal language model with plain weights."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError("an encoder-decoder, not a causal language model", where=where, fix="use a decoder-only model")
+    if _is_quantized(config):
+        raise ModelError(
+            "a quantized checkpoint, which cannot be trained at full precision",
+            where=where,
+            fix="use the float32 or bfloat16 weights that it was made from",
+        )
+    if _brings_code(config) and trust_remote_code:
+        return  # what class it is, its own code decides
+    model_class = causal_class(config)
+    if model_class is None and _brings_code(config):
+        raise ModelError("needs code from its own repository", where=where, fix=TRUST)
+    if model_class is None:
+        raise ModelError(f"a {config.model_type} is not a causal language model", where=where, fix=SOURCES)
+    if isinstance(config, model_class.config_class or ()) and _sees_or_hears(config):
+        raise ModelError(
+            f"a {config.model_type} takes more than text",
+            where=where,
+            fix=f"use a text model (model_type {config.model_type}_text, where there is one)",
+        )
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
+        can_decode = hasattr(config, "is_decoder")
+        raise ModelError(
+            f"a {config.model_type} sees later tokens",
+            where=where,
+            fix="set is_decoder: true in its config" if can_decode else SOURCES,
+        )
+
+
+def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """The library's own class for a causal language model with this config; `None` where it has none."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return found[0] if isinstance(found, list | tuple) else found
+
+
+_MALFORMED = (KeyError, TypeError, AttributeError, IndexError, ZeroDivisionError, RuntimeError)
+"""What the library trips over in a config that contradicts itself; their texts mean nothing without their names."""
+
+
+@contextmanager
+def plain_errors(where: str) -> Iterator[None]:
+    """What the library raises about a model that it cannot read or build, as a `ModelError` of one line."""
+    try:
+        yield
+    except StrictDataclassError as error:
+        raise ModelError(first_line(error), where=where, fix="mend that field of its config") from error
+    except (OSError, ValueError, ImportError, *_MALFORMED) as error:
+        if "trust_remote_code" in str(error):
+            raise ModelError("needs code from its own repository", where=where, fix=TRUST) from error
+        raise ModelError(first_line(error), where=where, fix=SOURCES) from error
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says in its first line; the second is added where the first only introduces it."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return (f"{type(error).__name__}: {text}" if isinstance(error, _MALFORMED) else text).rstrip(".")
+
+
+def _refuse_unknown_fields(kind: str, fields: Mapping[str, Any], where: str) -> None:
+    """transformers keeps a field that it does not know in silence; a misspelt one would train another model."""
+    default = AutoConfig.for_model(kind)
+    known = {*default.to_dict(), *default.attribute_map, *PreTrainedConfig().to_dict(), *COMMON_FIELDS}
+    for name in fields:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            raise ModelError(
+                f"{kind} has no field {name!r}",
+                where=where,
+                fix=f"did you mean {near[0]!r}?" if near else f"see the fields of a {kind} config.json",
+            )
+
+
+def _is_quantized(config: PreTrainedConfig) -> bool:
+    """Also where only a part of a composite config says so."""
+    parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]
+    return any(getattr(part, "quantization_config", None) for part in parts)
+
+
+def _brings_code(config: PreTrainedConfig) -> bool:
+    return "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+
+
+def _sees_or_hears(config: PreTrainedConfig) -> bool:
+    """Whether a config has parts beside its text model."""
+    parts = getattr(config, "sub_configs", ())
+    return "text_config" in parts or any("vision" in name or "audio" in name for name in parts)

@@ -1,0 +1,240 @@
+"""Weights from a checkpoint, streamed into the store unit by unit; the model never exists.
+
+Names and layouts of checkpoints are the library's business: old names, a base model's prefix, experts stored one by one
+and kept fused. So the library's own loading is run for each unit, on the structure (`blueprint`) and on the slices of
+the checkpoint that belong to the unit; the parameters that appear are written to the store and are meta tensors again
+before the next unit. Before that, the same loading is run once for the whole model on meta tensors with the shapes
+that the files' headers give: it finds everything that is missing, unexpected or misshaped before a byte of weights is
+read. Where the library would initialise a missing parameter at random, this refuses.
+
+It leaves out quantized checkpoints and adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils.loading_report import LoadStateDictInfo
+
+from megatrain.errors import ModelError
+from megatrain.model.architecture import first_line, plain_errors, read_config
+from megatrain.model.blueprint import blueprint
+from megatrain.model.load import quiet
+from megatrain.model.shards import DTYPES, Shards
+from megatrain.model.sources import Masters, Progress, Report, listed, require_all
+
+BATCH_NBYTES = 256 << 20
+"""Parameters are loaded together up to this size in float32; a larger one is loaded alone."""
+
+
+class PretrainedSource:
+    """The weights of a local Hugging Face folder or a hub name, as the library would load them in float32."""
+
+    def __init__(self, source: str | Path, *, attention: str = "auto", trust_remote_code: bool = False) -> None:
+        """Read config and headers, build the structure, load its buffers, and check that everything fits.
+
+        Raises `ModelError` for what is not a causal language model with plain weights, for a file that is missing,
+        truncated or damaged, and for parameters that are missing or of another shape than the config says.
+        """
+        self._where = f"model {source}"
+        config = read_config(source, where=self._where, trust_remote_code=trust_remote_code)
+        self.model: PreTrainedModel = blueprint(config, attention=attention, trust_remote_code=trust_remote_code)
+        self._shards = Shards(str(source), config, where=self._where)
+        self._mapping: list[Any] = get_model_conversion_mapping(self.model)
+        for transform in self._mapping:
+            if getattr(transform, "force_cpu", False):
+                transform.force_cpu = False  # only ever the cpu here, but for the check, which has no values to move
+        self._keys = _keys_by_target(self.model, self._mapping, self._shards.headers)
+        self.unexpected: list[str] = self._check()
+        """Tensors of the checkpoint that the model has no place for, for the caller to show."""
+        self._untie()
+        self._load_buffers()
+        self._load_generation_config(source)
+
+    def fill(self, masters: Masters, units: Sequence[Sequence[str]], progress: Progress | None = None) -> None:
+        """Write every parameter of every unit (see `Source`)."""
+        first = _first_names(self.model)
+        keys: dict[str, list[str]] = {}
+        for target, held in self._keys.items():
+            if target in first:
+                keys.setdefault(first[target], held)  # of tied ones that are all there, one is enough
+        sizes = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
+        report = Report(progress, sum(sizes.values()))
+        written: set[str] = set()
+        for unit in units:
+            for batch in _batches(unit, sizes):
+                with self._loaded(key for name in batch for key in keys.get(name, ())) as values:
+                    for target, value in values.items():
+                        if target in first and first[target] not in written:
+                            masters.write_master(first[target], value)
+                            written.add(first[target])
+                            report.add(value.numel())
+        require_all(written, units, where=self._where)
+        report.end()
+
+    @contextmanager
+    def _loaded(self, keys: Iterable[str]) -> Iterator[dict[str, Tensor]]:
+        """Parameters and buffers made of these tensors of the checkpoint, by their names, until the end of the block.
+
+        Values may lie in a mapped file.
+        """
+        with torch.inference_mode(False), self._shards.open(keys) as slices, _put_back(self.model):
+            try:
+                info = self._run_library(slices, "cpu")
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"its files cannot be read ({first_line(error)})", where=self._where) from error
+            self._refuse_what_does_not_fit(info)
+            named = [*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers()]
+            values = {name: tensor.data for name, tensor in named if getattr(tensor, "_is_hf_initialized", False)}
+            del named
+            yield values
+            values.clear()
+
+    def _run_library(self, tensors: Mapping[str, Any], device: str) -> LoadStateDictInfo:
+        """Let the library convert these tensors and put them into the model, with float parameters as float32."""
+        how = LoadStateDictConfig(dtype=torch.float32, weight_mapping=self._mapping, device_map={"": device})
+        info: LoadStateDictInfo
+        with quiet():
+            info, _ = convert_and_load_state_dict_in_model(self.model, dict(tensors), how)
+        return info
+
+    def _check(self) -> list[str]:
+        """Load shapes instead of values; returns what is unexpected, and raises for all else that does not fit."""
+        headers = self._shards.headers
+        shapes = {
+            key: torch.empty(header.shape, dtype=DTYPES.get(header.dtype), device="meta")
+            for key, header in headers.items()
+        }
+        with _put_back(self.model):
+            info = self._run_library(shapes, "meta")
+        self._refuse_what_does_not_fit(info)
+        first = _first_names(self.model)
+        there = {first[name] for name in first.keys() - info.missing_keys}
+        self.model._adjust_missing_and_unexpected_keys(info)  # drops what the library does not miss
+        buffers = info.missing_keys - first.keys()
+        if missing := sorted({*first.values()} - there | buffers):
+            raise ModelError(
+                f"its files lack {listed(missing)}",
+                where=self._where,
+                fix="use files and a config that belong together",
+            )
+        for target, keys in self._keys.items():
+            for key in keys:
+                if target in first and headers[key].dtype not in DTYPES:
+                    raise ModelError(
+                        f"{key} holds {headers[key].dtype} values (quantized?)",
+                        where=self._where,
+                        fix="use float32 or bfloat16 weights",
+                    )
+        return sorted(info.unexpected_keys)
+
+    def _refuse_what_does_not_fit(self, info: LoadStateDictInfo) -> None:
+        """Raise `ModelError` for tensors of another shape than the model's, or that the library cannot convert."""
+        if wrong := sorted((name, tuple(found), tuple(due)) for name, found, due in info.mismatched_keys):
+            raise ModelError(
+                "its files and its config disagree about the shape of "
+                + listed([f"{name} (files {found}, config {due})" for name, found, due in wrong], most=2),
+                where=self._where,
+                fix="use files and a config that belong together",
+            )
+        for name, text in info.conversion_errors.items():
+            said = [line for line in text.splitlines() if line.strip()]
+            raise ModelError(f"cannot convert {name} ({said[-2] if len(said) > 1 else text})", where=self._where)
+
+    def _untie(self) -> None:
+        """As the library does: weights that the config ties but the files hold with different values are not tied."""
+        first = _first_names(self.model)
+        groups: dict[str, list[str]] = {}
+        for target in self._keys:
+            if target in first:
+                groups.setdefault(first[target], []).append(target)
+        for one, *others in groups.values():
+            for other in others:
+                with self._loaded([*self._keys[one], *self._keys[other]]) as values:
+                    same = torch.equal(values[one], values[other])
+                if not same:
+                    owner, _, name = other.rpartition(".")
+                    module = self.model.get_submodule(owner)
+                    setattr(module, name, nn.Parameter(torch.empty_like(module.get_parameter(name))))
+                    self.model.all_tied_weights_keys.pop(other, None)
+
+    def _load_buffers(self) -> None:
+        buffers = dict(self.model.named_buffers())
+        keys = [key for target, held in self._keys.items() if target in buffers for key in held]
+        with self._loaded(keys) as values:
+            loaded = {name: value.clone() for name, value in values.items()}
+        for target, value in loaded.items():
+            owner, _, name = target.rpartition(".")
+            setattr(self.model.get_submodule(owner), name, value)
+
+    def _load_generation_config(self, source: str | Path) -> None:
+        """How to sample is part of what is loaded, and of what is saved again; a checkpoint may have none."""
+        if not self.model.can_generate():
+            return
+        with quiet(), plain_errors(self._where):
+            try:
+                self.model.generation_config = GenerationConfig.from_pretrained(
+                    str(source), local_files_only=Path(source).exists()
+                )
+            except OSError:
+                return
+
+
+def _batches(names: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """The parameters of a unit in groups that are loaded together, since the library reads with several threads."""
+    batch: list[str] = []
+    for name in names:
+        if batch and 4 * sum(sizes.get(each, 0) for each in [*batch, name]) > BATCH_NBYTES:
+            yield batch
+            batch = []
+        batch.append(name)
+    if batch:
+        yield batch
+
+
+def _keys_by_target(model: PreTrainedModel, mapping: Sequence[Any], keys: Iterable[str]) -> dict[str, list[str]]:
+    """Name in the model -> names in the checkpoint, as the library's loading pairs them (one key may make several)."""
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    state = model.state_dict()
+    found: dict[str, list[str]] = {}
+    for key in sorted(keys, key=dot_natural_key):
+        target, _ = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        if target not in state and key in state:
+            target, _ = rename_source_key(key, [], [], model.base_model_prefix, state)
+        found.setdefault(target, []).append(key)
+    return found
+
+
+def _first_names(model: PreTrainedModel) -> dict[str, str]:
+    """Name of each parameter -> the first name that it has; they differ for tied ones."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+@contextmanager
+def _put_back(model: nn.Module) -> Iterator[None]:
+    """In the block, parameters and buffers may be replaced; afterwards the model has those that it had."""
+    before = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, parameters, buffers in before:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)

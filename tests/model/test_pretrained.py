@@ -1,0 +1,263 @@
+"""What a checkpoint leaves in the store is what `from_pretrained` would have loaded, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from megatrain.errors import ModelError
+from megatrain.model import PretrainedSource, port_model, shards
+from tests.kinds import KINDS, TIED, stock_model, tiny_config
+
+
+class Written(dict[str, Tensor]):
+    """Masters in a dict, which look at what they get from outside torch as the store does."""
+
+    def master(self, name: str) -> Tensor:
+        return self[name].clone()
+
+    def write_master(self, name: str, value: Tensor) -> None:
+        self[name] = torch.from_numpy(value.detach().float().numpy().copy())
+
+
+def fill(source: PretrainedSource) -> Written:
+    masters = Written()
+    names = [name for name, _ in source.model.named_parameters()]
+    told: list[tuple[int, int]] = []
+    source.fill(masters, [names[:3], names[3:6], names[6:]], lambda done, total: told.append((done, total)))
+    total = sum(parameter.numel() for parameter in source.model.parameters())
+    assert told == sorted(told)
+    assert told[-1] == (total, total)
+    assert all(parameter.is_meta for parameter in source.model.parameters())
+    return masters
+
+
+def assert_loaded_as_stock(folder: Path) -> PretrainedSource:
+    """The source loads what the library does: parameters, buffers, generation config."""
+    source = PretrainedSource(folder)
+    masters = fill(source)
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert masters.keys() == dict(stock.named_parameters()).keys()
+    assert [name for name, value in stock.named_parameters() if not torch.equal(masters[name], value)] == []
+    for (name, one), (other_name, other) in zip(source.model.named_buffers(), stock.named_buffers(), strict=True):
+        assert name == other_name
+        assert torch.equal(one, other)
+    assert source.model.generation_config.to_dict() == stock.generation_config.to_dict()
+    return source
+
+
+def saved(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    """A model of one kind with its files in `folder`, in shards; all of its buffers that are saved are random."""
+    model = stock_model(tiny_config(kind, **changes), 0)
+    for name, buffer in model.named_buffers():
+        if name in model.state_dict():
+            buffer.normal_()
+    model.to(dtype).save_pretrained(folder, max_shard_size="20KB")
+    return model
+
+
+@pytest.mark.parametrize(("kind", "tied"), [*((kind, False) for kind in KINDS), *((kind, True) for kind in TIED)])
+def test_every_kind_is_loaded_as_the_library_would(kind: str, tied: bool, tmp_path: Path) -> None:
+    saved(tmp_path, kind, torch.bfloat16, tie_word_embeddings=tied)
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    source = assert_loaded_as_stock(tmp_path)
+    assert source.unexpected == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_every_dtype_in_one_file_and_in_blocks(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "LARGE_NBYTES", 1)
+    monkeypatch.setattr(shards, "BLOCK_NBYTES", 200)
+    saved(tmp_path, "mixtral", dtype)
+    whole = {name: value for file in tmp_path.glob("*.safetensors") for name, value in load_file(file).items()}
+    for file in tmp_path.glob("model*"):
+        file.unlink()
+    save_file(whole, tmp_path / "model.safetensors", {"format": "pt"})
+    assert_loaded_as_stock(tmp_path)
+
+
+def test_a_bin_checkpoint_is_mapped(tmp_path: Path) -> None:
+    model = saved(tmp_path, "gpt2", tie_word_embeddings=True)
+    for file in tmp_path.glob("model*"):
+        file.unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    assert_loaded_as_stock(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin cannot be read .* save the model as safetensors"):
+        PretrainedSource(tmp_path)
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    """Change the tensors of a checkpoint, and put them into one file."""
+    tensors = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    change(tensors)
+    for file in folder.glob("model*"):
+        file.unlink()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_old_names_and_a_base_models_names(tmp_path: Path) -> None:
+    saved(tmp_path, "gpt2")
+
+    def without_prefix(tensors: dict[str, Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+
+    rewrite(tmp_path, without_prefix)
+    assert_loaded_as_stock(tmp_path)
+
+
+def test_tied_weights_that_are_there_twice(tmp_path: Path) -> None:
+    """Equal ones are one; different ones are not tied, as in the library."""
+    saved(tmp_path, tie_word_embeddings=True)
+    head, table = "lm_head.weight", "model.embed_tokens.weight"
+    rewrite(tmp_path, lambda tensors: tensors.update({head: tensors[table].clone()}))
+    assert head not in dict(assert_loaded_as_stock(tmp_path).model.named_parameters())
+    rewrite(tmp_path, lambda tensors: tensors.update({head: tensors[table] + 1}))
+    apart = assert_loaded_as_stock(tmp_path)
+    assert head in dict(apart.model.named_parameters())
+    assert not port_model(apart.model, torch.float32).spec.tied
+
+
+def test_tied_weights_under_the_other_name(tmp_path: Path) -> None:
+    saved(tmp_path, tie_word_embeddings=True)
+    rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}))
+    assert_loaded_as_stock(tmp_path)
+
+
+def test_unexpected_tensors_are_listed_and_ignored_ones_are_not(tmp_path: Path) -> None:
+    saved(tmp_path)
+
+    def more(tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.7.extra.weight"] = torch.zeros(2)
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
+
+    rewrite(tmp_path, more)
+    assert assert_loaded_as_stock(tmp_path).unexpected == ["model.layers.7.extra.weight"]
+
+
+def test_the_caller_is_left_alone(tmp_path: Path) -> None:
+    saved(tmp_path)
+    random, files = torch.get_rng_state(), sorted(tmp_path.iterdir())
+    fill(PretrainedSource(tmp_path))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert sorted(tmp_path.iterdir()) == files
+
+
+def change_config(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def cut(folder: Path) -> None:
+    last = sorted(folder.glob("*.safetensors"))[-1]
+    last.write_bytes(last.read_bytes()[:-100])
+
+
+def scramble(folder: Path) -> None:
+    sorted(folder.glob("*.safetensors"))[0].write_bytes(b"no header at all")
+
+
+def lose_shard(folder: Path) -> None:
+    sorted(folder.glob("*.safetensors"))[1].unlink()
+
+
+def lose_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def lose_weights(folder: Path) -> None:
+    for file in folder.glob("model*"):
+        file.unlink()
+
+
+def lose_tensors(folder: Path) -> None:
+    rewrite(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers.1" in name] and None)
+
+
+def quantize(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].to(torch.int8)}))
+
+
+def need_code(folder: Path) -> None:
+    change_config(folder, model_type="homemade", auto_map={"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"})
+
+
+BAD: list[tuple[Callable[[Path], None], str]] = [
+    (cut, r"model-00005-of-00005\.safetensors is truncated or damaged \(.*\); copy or download it again"),
+    (scramble, r"model-00001-of-00005\.safetensors is truncated or damaged"),
+    (lose_shard, r"its file model-00002-of-00005\.safetensors is missing"),
+    (lose_config, "config.json"),
+    (lose_weights, "no file named model.safetensors"),
+    (lose_tensors, r"its files lack model\.layers\.1\.input_layernorm\.weight, .* and 4 more"),
+    (quantize, r"lm_head\.weight holds I8 values \(quantized\?\)"),
+    (need_code, "needs code from its own repository; set trust_remote_code=true"),
+    (lambda folder: change_config(folder, hidden_size=64), r"shape of .* \(files \(96, 32\), config \(96, 64\)\)"),
+    (lambda folder: change_config(folder, quantization_config={"quant_method": "awq"}), "a quantized checkpoint"),
+    (lambda folder: change_config(folder, model_type="t5"), "an encoder-decoder"),
+    (lambda folder: change_config(folder, model_type="clip"), "a clip is not a causal language model"),
+    (lambda folder: change_config(folder, model_type="mllamma"), "mllamma"),
+    (lambda folder: change_config(folder, hidden_size="wide"), "expected int"),
+    (lambda folder: (folder / "config.json").write_text("{") and None, "not a valid JSON"),
+    (shutil.rmtree, "no such folder"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "says"), BAD, ids=lambda value: getattr(value, "__name__", "")[:12])
+def test_bad_input_is_refused_in_one_line_before_anything_is_loaded(
+    spoil: Callable[[Path], None], says: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    saved(folder)
+    spoil(folder)
+    with pytest.raises(ModelError, match=says) as raised:
+        PretrainedSource(folder)
+    assert "\n" not in str(raised.value)
+    assert str(folder) in str(raised.value)
+
+
+def test_experts_of_the_wrong_shape_are_found_without_reading_them(tmp_path: Path) -> None:
+    saved(tmp_path, "mixtral")
+    rewrite(tmp_path, lambda tensors: [tensors.pop(name) for name in list(tensors) if "experts.3." in name] and None)
+    with pytest.raises(ModelError, match=r"shape of .*experts.*\(files \(3, .*config \(4, "):
+        PretrainedSource(tmp_path)
+
+
+def test_a_name_that_is_not_in_the_cache_is_told_offline() -> None:
+    with pytest.raises(ModelError, match=r"model no/such-model: .*; give a local Hugging Face folder"):
+        PretrainedSource("no/such-model")
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+class HomemadeConfig(LlamaConfig):
+    model_type = "homemade"
+class HomemadeForCausalLM(LlamaForCausalLM):
+    config_class = HomemadeConfig
+"""
+
+
+def test_code_that_is_trusted_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "model"
+    model = saved(folder)
+    (folder / "homemade.py").write_text(CODE)
+    names = {"AutoConfig": "homemade.HomemadeConfig", "AutoModelForCausalLM": "homemade.HomemadeForCausalLM"}
+    change_config(folder, model_type="homemade", auto_map=names)
+    with pytest.raises(ModelError, match="set trust_remote_code=true"):
+        PretrainedSource(folder)
+    source = PretrainedSource(folder, trust_remote_code=True)
+    assert type(source.model).__name__ == "HomemadeForCausalLM"
+    masters = fill(source)
+    assert all(torch.equal(masters[name], value) for name, value in model.named_parameters())
