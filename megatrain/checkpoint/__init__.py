@@ -1,5 +1,5 @@
 """Folders that hold a model."""
 
-from megatrain.checkpoint.export import export_model
+from megatrain.checkpoint.export import SHARD_NBYTES, export_model, export_units
 
-__all__ = ["export_model"]
+__all__ = ["SHARD_NBYTES", "export_model", "export_units"]

@@ -1,51 +1,156 @@
-"""A Hugging Face folder from the masters. It appears whole or not at all.
+"""A Hugging Face folder from the float32 masters, streamed unit by unit. It appears whole or not at all.
 
-The folder is written under a temporary name beside the target and renamed when it is complete. It leaves out
-streaming unit by unit: for now the masters are gathered in float32 first.
+Everything about the files of weights is known before the first byte (`model.WrittenModel`), so the space is checked,
+and then each unit's masters are gathered, brought into the names and layout of the original checkpoints, rounded and
+written, one unit in memory at a time. Left out: where masters come from, and tokenizers, which the caller writes into
+the same folder before it appears.
 """
 
 from __future__ import annotations
 
-import os
+import errno
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
+import torch
 from torch import Tensor
 
+from megatrain.checkpoint.appear import appearing
+from megatrain.checkpoint.card import model_card
+from megatrain.checkpoint.shards import Shard, ShardWriter, plan_shards, write_index
 from megatrain.errors import ExportError
-from megatrain.model import PortedModel
+from megatrain.model import PortedModel, WrittenModel
+from megatrain.spec import Precision
 
-MODEL_SUFFIXES = (".json", ".safetensors", ".jinja", ".model", ".md", ".txt", ".py")
+SHARD_NBYTES = 4 << 30
+"""Most bytes of tensors in one file, unless a single tensor is larger."""
+
+_LIBRARY_SUFFIXES = (".json", ".safetensors", ".jinja", ".model", ".md", ".txt", ".py")
+_TOKENIZER_SUFFIXES = (".tiktoken", ".spm", ".bpe", ".vocab")
+MODEL_SUFFIXES = (*_LIBRARY_SUFFIXES, *_TOKENIZER_SUFFIXES)
 """Endings of the files that a Hugging Face model folder is made of."""
+MODEL_FOLDERS = ("additional_chat_templates",)
+
+_WRITTEN_DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
-def export_model(ported: PortedModel, masters: Mapping[str, Tensor], folder: str | Path) -> Path:
-    """Write config, generation config and float32 safetensors to `folder`, replacing a model that is there.
+def export_model(
+    ported: PortedModel,
+    masters: Callable[[str], Tensor],
+    folder: str | Path,
+    *,
+    precision: Precision = "fp32",
+    shard_nbytes: int = SHARD_NBYTES,
+    facts: Mapping[str, str] = _NOTHING,
+    write_more: Callable[[Path], object] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Write a Hugging Face folder that `from_pretrained` loads, replacing a model that is there.
 
-    Raises `ExportError` when the folder cannot be written or holds anything that does not belong to a model.
+    masters: the float32 master of a parameter, by name and in its shape; asked unit by unit, for each once.
+    precision: `fp32` writes the masters, `bf16` rounds them to nearest even; buffers keep their dtype. shard_nbytes:
+    most bytes of tensors in one file. facts: rows of the model card's table of training facts. write_more: called with
+    the folder before it appears, to add a tokenizer, say; a README.md of its own replaces our card. progress: called
+    with (bytes written, bytes in all) after each tensor.
+
+    Returns the folder, absolute and with symbolic links resolved. Raises `ExportError` when it cannot be written, has
+    too little space, or holds anything that does not belong to a model; what was there is then there as before.
     """
-    target = Path(folder).absolute()
+    units = ({param.name: masters(param.name) for param in unit.params} for unit in ported.spec.units)
+    return export_units(
+        ported,
+        units,
+        folder,
+        precision=precision,
+        shard_nbytes=shard_nbytes,
+        facts=facts,
+        write_more=write_more,
+        progress=progress,
+    )
+
+
+def export_units(
+    ported: PortedModel,
+    units: Iterable[Mapping[str, Tensor]],
+    folder: str | Path,
+    *,
+    precision: Precision = "fp32",
+    shard_nbytes: int = SHARD_NBYTES,
+    facts: Mapping[str, str] = _NOTHING,
+    write_more: Callable[[Path], object] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Path:
+    """As `export_model`, from an iterable that gives all masters of one unit after another, by name, in the order of
+    the specification. It is advanced once the unit before has been written, so whatever makes units may reuse memory.
+    """
+    target = Path(folder).resolve()
     _refuse_foreign(target)
-    staging, aside = (target.with_name(f".{target.name}.{os.getpid()}.{suffix}") for suffix in ("part", "old"))
+    written = WrittenModel(ported, _WRITTEN_DTYPES[precision])
+    shards = plan_shards((tensor for unit in written.units for tensor in unit), shard_nbytes)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        staging.mkdir()
-        ported.write_pretrained(masters, staging)
-        _sync(staging)
-        if target.exists():
-            target.rename(aside)
-        staging.rename(target)
+        with appearing(target) as staging:
+            _refuse_too_little_space(target, shards)
+            written.write_small_files(staging)
+            _write_weights(written, units, staging, shards, progress or _unwatched)
+            if write_more is not None:
+                _add(write_more, staging)
+            if not (staging / "README.md").exists():
+                (staging / "README.md").write_text(_card(written, target.name, staging, precision, facts))
     except OSError as error:
         raise ExportError(
-            f"cannot be written ({error.strerror or error})", where=str(target), fix="check space and permissions"
+            f"cannot be written ({error.strerror or error})", where=str(target), fix=_advice(error)
         ) from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-        if aside.exists() and not target.exists():
-            aside.rename(target)  # the new one did not make it
-        shutil.rmtree(aside, ignore_errors=True)
     return target
+
+
+def _write_weights(
+    written: WrittenModel,
+    units: Iterable[Mapping[str, Tensor]],
+    folder: Path,
+    shards: list[Shard],
+    progress: Callable[[int, int], None],
+) -> None:
+    every = [tensor for unit in written.units for tensor in unit]
+    total, done = sum(tensor.nbytes for tensor in every), 0
+    masters = iter(units)
+    with ShardWriter(folder, shards) as writer:
+        for unit, planned in enumerate(written.units):
+            tensors = written.tensors(unit, next(masters))
+            for each in planned:
+                writer.write(each, tensors.pop(each.name))  # popped: its memory goes before the next unit's comes
+                done += each.nbytes
+                progress(done, total)
+    write_index(folder, shards, every, written.numel)
+
+
+def _add(write_more: Callable[[Path], object], folder: Path) -> None:
+    """Call `write_more`. The tokenizers library reports what the file system refuses as a plain `Exception`."""
+    try:
+        write_more(folder)
+    except OSError:
+        raise
+    except Exception as error:
+        match = re.fullmatch(r"(.*) \(os error (\d+)\)", str(error), re.DOTALL)
+        if match is None:
+            raise
+        raise OSError(int(match[2]), match[1]) from error
+
+
+def _card(written: WrittenModel, title: str, folder: Path, precision: Precision, facts: Mapping[str, str]) -> str:
+    classes = {"model": "AutoModelForCausalLM"}
+    if (folder / "tokenizer_config.json").exists():
+        classes["tokenizer"] = "AutoTokenizer"
+    dtype = {"bf16": "bfloat16", "fp32": "float32"}[precision]
+    summary = f"A `{written.spec.name}` of {written.numel:,} parameters in {dtype}."
+    return model_card(title, summary, classes, ", trust_remote_code=True" if written.needs_remote_code else "", facts)
+
+
+def _unwatched(done: int, total: int) -> None:
+    pass
 
 
 def _refuse_foreign(target: Path) -> None:
@@ -55,18 +160,30 @@ def _refuse_foreign(target: Path) -> None:
     where, fix = str(target), "choose another folder"
     if not target.is_dir():
         raise ExportError("is a file", where=where, fix=fix)
-    names = sorted(path.name for path in target.iterdir() if path.is_dir() or path.suffix not in MODEL_SUFFIXES)
-    if names:
-        raise ExportError(f"holds {names[0]!r}, which is not part of a model", where=where, fix=fix)
-    if any(target.iterdir()) and not (target / "config.json").exists():
+    try:
+        inside = sorted(target.iterdir())
+    except OSError as error:
+        raise ExportError(f"cannot be read ({error.strerror or error})", where=where, fix=fix) from error
+    for path in inside:
+        if path.name not in MODEL_FOLDERS and (path.is_dir() or path.suffix not in MODEL_SUFFIXES):
+            raise ExportError(f"holds {path.name!r}, which is not part of a model", where=where, fix=fix)
+    if inside and not (target / "config.json").exists():
         raise ExportError("is not a model folder", where=where, fix=fix)
 
 
-def _sync(folder: Path) -> None:
-    """Force every file, and the folder itself, to the disk before the rename makes them visible."""
-    for path in (*folder.rglob("*"), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def _refuse_too_little_space(target: Path, shards: list[Shard]) -> None:
+    """A model that is there stays until the new one is whole, so its space does not count as free."""
+    needed = sum(shard.nbytes for shard in shards)
+    free = shutil.disk_usage(target.parent).free
+    if free < needed:
+        raise ExportError(
+            f"needs {needed:,} bytes, and {free:,} are free",
+            where=str(target),
+            fix="free some space, or choose another folder",
+        )
+
+
+def _advice(error: OSError) -> str:
+    if error.errno in (errno.EBUSY, errno.EXDEV):
+        return "a mount point cannot be replaced: choose a folder inside it"
+    return "check space and permissions"

@@ -1,21 +1,217 @@
-"""An exported folder is a Hugging Face model with the masters' values, and appears whole or not at all."""
+"""An exported folder is what `save_pretrained` of the stock model would be, and appears whole or not at all."""
 
 from __future__ import annotations
 
+import errno
+import filecmp
+import json
+import os
+import shutil
+import signal
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, BinaryIO
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatrain import AdamW, Engine
+from megatrain.checkpoint import export_model, export_units, shards
+from megatrain.checkpoint.card import model_card
+from megatrain.checkpoint.shards import ShardWriter
 from megatrain.errors import ExportError
-from megatrain.model import PortedModel
-from tests.tiny import FAMILIES, equal, tiny_model, unequal_batches
+from megatrain.model import PortedModel, WrittenModel, port_model
+from tests.tiny import FAMILIES, batch, equal, tiny_model, unequal_batches
+
+DEEPSEEK: dict[str, Any] = {
+    **FAMILIES["llama"],
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16,
+}
+"""Layers of two kinds, fused experts, and a float32 buffer that belongs in the checkpoint."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_from_pretrained_loads_exactly_the_masters(family: str, tmp_path: Path) -> None:
+def stock(family: str) -> PreTrainedModel:
+    if family != "deepseek-v3":
+        return tiny_model(family).eval()
+    fields = dict(DEEPSEEK)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields)).eval()
+    for name, buffer in model.named_buffers():
+        if "correction_bias" in name:
+            buffer.normal_()
+    return model
+
+
+def ported(model: PreTrainedModel) -> tuple[PortedModel, Callable[[str], Tensor]]:
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return port_model(model, torch.bfloat16), weights.__getitem__
+
+
+def exported(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
+    return export_model(*ported(model), folder, **options)
+
+
+def weights_in(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def llama() -> tuple[PortedModel, Callable[[str], Tensor]]:
+    return ported(tiny_model())
+
+
+# What is written ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "deepseek-v3"])
+def test_every_file_is_byte_for_byte_what_the_stock_model_saves(family: str, tmp_path: Path) -> None:
+    model = stock(family)
+    model.save_pretrained(tmp_path / "stock")
+    exported(model, tmp_path / "ours")
+    names = names_in(tmp_path / "stock")
+    assert [name for name in names_in(tmp_path / "ours") if name != "README.md"] == names
+    _, different, missing = filecmp.cmpfiles(tmp_path / "stock", tmp_path / "ours", names, shallow=False)
+    assert (different, missing) == ([], [])
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "gpt2", "qwen3-moe", "deepseek-v3"])
+def test_the_stock_loader_gives_the_same_logits_from_several_files(family: str, tmp_path: Path) -> None:
+    model = stock(family)
+    folder = exported(model, tmp_path / "model", shard_nbytes=20_000)
+    assert len(list(folder.glob("model-*-of-*.safetensors"))) > 2
+    loaded, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()), report
+    inputs = batch(2, 9, 0)["input_ids"]
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(inputs).logits, model(inputs).logits)
+
+
+def test_a_model_that_was_loaded_is_written_as_it_was_found(tmp_path: Path) -> None:
+    stock("mixtral").save_pretrained(tmp_path / "found")
+    exported(AutoModelForCausalLM.from_pretrained(tmp_path / "found"), tmp_path / "ours")
+    assert filecmp.cmp(tmp_path / "found" / "model.safetensors", tmp_path / "ours" / "model.safetensors", False)
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3"])
+def test_bf16_rounds_parameters_to_nearest_even_and_leaves_buffers(family: str, tmp_path: Path) -> None:
+    model = stock(family)
+    full = weights_in(exported(model, tmp_path / "fp32"))
+    folder = exported(model, tmp_path / "bf16", precision="bf16", shard_nbytes=30_000)
+    found = weights_in(folder)
+    assert found.keys() == full.keys()
+    for name, tensor in found.items():
+        expected = full[name] if "correction_bias" in name else full[name].to(torch.bfloat16)
+        assert tensor.dtype == expected.dtype
+        assert torch.equal(tensor, expected)
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
+
+
+def test_the_index_names_every_tensor_and_its_sums_are_right(tmp_path: Path) -> None:
+    model = stock("llama-tied")
+    folder = exported(model, tmp_path / "model", precision="bf16", shard_nbytes=10_000)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    inside = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            inside |= dict.fromkeys(opened.keys(), file.name)
+        assert file.stat().st_size < 10_000 + 3_000, "tensors within the limit, and a header"
+    assert index["weight_map"] == inside
+    assert index["metadata"] == {
+        "total_parameters": model.num_parameters(),
+        "total_size": 2 * model.num_parameters(),
+    }
+
+
+def test_a_tensor_larger_than_a_file_has_one_of_its_own(llama: Any, tmp_path: Path) -> None:
+    folder = export_model(*llama, tmp_path / "model", shard_nbytes=1)
+    files = list(folder.glob("*.safetensors"))
+    assert len(files) == sum(len(unit.params) for unit in llama[0].spec.units)
+    assert len(weights_in(folder)) == len(files)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (300, 5), (3, 40, 5)])
+def test_tensors_of_any_shape_are_written_in_blocks(
+    shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "BLOCK_NBYTES", 64)
+    whole = torch.randn(shape)
+    turned = torch.randn(shape[::-1]).permute(tuple(reversed(range(len(shape)))))
+    values = {"whole": whole, "turned": turned, "flags": whole > 0, "narrow": whole}
+    planned = [
+        shards.WrittenTensor(name, shape, torch.bfloat16 if name == "narrow" else value.dtype)
+        for name, value in values.items()
+    ]
+    with ShardWriter(tmp_path, shards.plan_shards(planned, 1 << 20)) as writer:
+        for each in planned:
+            writer.write(each, values[each.name])
+    found = load_file(tmp_path / "model.safetensors")
+    assert equal(found, {**values, "narrow": whole.to(torch.bfloat16)})
+
+
+def test_masters_are_asked_for_unit_by_unit_and_written_in_between(llama: Any, tmp_path: Path) -> None:
+    model, masters = llama
+    said: list[str] = []
+
+    def asked(name: str) -> Tensor:
+        said.append(name)
+        return masters(name)
+
+    export_model(model, asked, tmp_path / "model", progress=lambda done, total: said.append(f"{done}/{total}"))
+    total = 4 * model.spec.numel
+    sizes = {param.name: 4 * param.numel for unit in model.spec.units for param in unit.params}
+    done = 0
+    for unit in model.spec.units:
+        names = [param.name for param in unit.params]
+        assert said[: len(names)] == names
+        assert len([each for each in said[len(names) : 2 * len(names)] if each.endswith(f"/{total}")]) == len(names)
+        done += sum(sizes[name] for name in names)
+        assert said[2 * len(names) - 1] == f"{done}/{total}"
+        del said[: 2 * len(names)]
+    assert (said, done) == ([], total)
+
+
+def test_a_unit_is_let_go_before_the_next_is_asked_for(llama: Any, tmp_path: Path) -> None:
+    model, masters = llama
+    given: list[weakref.ref[Tensor]] = []
+
+    def units() -> Iterator[dict[str, Tensor]]:
+        for unit in model.spec.units:
+            assert [each for each in given if each() is not None] == []
+            tensors = {param.name: masters(param.name).clone() for param in unit.params}
+            given.extend(weakref.ref(tensor) for tensor in tensors.values())
+            yield tensors
+            del tensors
+
+    export_units(model, units(), tmp_path / "model")
+    assert len(given) == sum(len(unit.params) for unit in model.spec.units)
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "mixtral"])
+def test_a_trained_engine_saves_its_exact_masters(family: str, tmp_path: Path) -> None:
     with Engine.from_model(tiny_model(family), precision="bf16", optimizer=AdamW(lr=1e-2)) as engine:
         engine.step(unequal_batches())
         folder = engine.save_pretrained(tmp_path / "model")
@@ -28,62 +224,220 @@ def test_from_pretrained_loads_exactly_the_masters(family: str, tmp_path: Path) 
         assert engine.evaluate(unequal_batches()) == loss
 
 
+# The card and what others add --------------------------------------------------------------------------------------
+
+
+def test_the_card_says_what_it_was_told_and_how_to_load(llama: Any, tmp_path: Path) -> None:
+    facts = {"steps": "600", "data": "a | b\nc"}
+    folder = export_model(*llama, tmp_path / "model", facts=facts, precision="bf16")
+    text = (folder / "README.md").read_text()
+    assert text.startswith("---\nlibrary_name: transformers\npipeline_tag: text-generation\n")
+    assert "# model\n" in text
+    assert f"{llama[0].spec.numel:,} parameters in bfloat16" in text
+    assert "| steps | 600 |\n| data | a \\| b c |\n" in text
+    assert "AutoTokenizer" not in text
+    code = text.split("```python\n")[1].split("```")[0].replace("path/to/this/folder", str(folder))
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert names["model"].num_parameters() == llama[0].spec.numel
+
+
+def test_a_card_without_facts_has_no_table_and_asks_for_trust_where_it_is_needed() -> None:
+    text = model_card("t", "s.", {"model": "AutoModelForCausalLM"}, ", trust_remote_code=True", {})
+    assert "## Training" not in text
+    assert 'from_pretrained("path/to/this/folder", trust_remote_code=True)' in text
+
+
+def test_what_the_caller_adds_appears_with_the_model(llama: Any, tmp_path: Path) -> None:
+    def more(folder: Path) -> None:
+        assert not (tmp_path / "model").exists()
+        (folder / "tokenizer_config.json").write_text("{}")
+
+    folder = export_model(*llama, tmp_path / "model", write_more=more)
+    assert (folder / "tokenizer_config.json").exists()
+    assert "tokenizer = AutoTokenizer.from_pretrained" in (folder / "README.md").read_text()
+    export_model(*llama, folder, write_more=lambda path: (path / "README.md").write_text("mine"))
+    assert (folder / "README.md").read_text() == "mine"
+
+
+# Whole or not at all -----------------------------------------------------------------------------------------------
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def refuse_as_tokenizers_do(_: Path) -> None:
+    raise Exception("No space left on device (os error 28)")
+
+
+def fail_in(place: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Make an export fail at some place; options to call it with."""
+    if place == "space":
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000))
+    elif place == "config":
+        monkeypatch.setattr(WrittenModel, "write_small_files", refuse)
+    elif place == "weights":
+        opened = Path.open
+
+        def failing(self: Path, *arguments: Any, **options: Any) -> Any:
+            file: BinaryIO = opened(self, *arguments, **options)
+            if self.name.startswith("model-00002"):
+                return SimpleNamespace(write=refuse, seek=file.seek, close=file.close)
+            return file
+
+        monkeypatch.setattr(Path, "open", failing)
+    elif place == "tokenizer":
+        return {"write_more": refuse_as_tokenizers_do}
+    elif place == "disk":
+        monkeypatch.setattr(os, "fsync", refuse)
+    elif place == "last rename":
+        renamed = Path.rename
+
+        def failing_rename(self: Path, target: Path) -> Path:
+            return refuse() if self.name.endswith(".part") else renamed(self, target)  # type: ignore[return-value]
+
+        monkeypatch.setattr(Path, "rename", failing_rename)
+    return {}
+
+
+@pytest.mark.parametrize("place", ["space", "config", "weights", "tokenizer", "disk", "last rename"])
 def test_a_failed_export_leaves_nothing_and_keeps_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Engine.from_model(tiny_model()) as engine:
-        folder = engine.save_pretrained(tmp_path / "model")
-        before = sorted(path.name for path in folder.iterdir())
+    folder = export_model(*llama, tmp_path / "model")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    changed = llama[0], lambda name: llama[1](name) + 1
+    options = fail_in(place, monkeypatch)
+    for target in (folder, tmp_path / "new" / "nested" / "other"):
+        with pytest.raises(
+            ExportError, match=r"No space left on device|needs [\d,]+ bytes, and 1,000 are free"
+        ) as caught:
+            export_model(*changed, target, shard_nbytes=20_000, **options)
+        assert str(target) in str(caught.value)
+        assert "\n" not in str(caught.value)
+    monkeypatch.undo()
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert names_in(tmp_path) == ["model"]
 
-        def full(self: PortedModel, masters: object, folder: Path) -> None:
-            (folder / "half").write_text("half")
-            raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(PortedModel, "write_pretrained", full)
-        with pytest.raises(ExportError, match="No space left on device"):
-            engine.save_pretrained(folder)
-        with pytest.raises(ExportError):
-            engine.save_pretrained(tmp_path / "other")
-    assert sorted(path.name for path in folder.iterdir()) == before
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+def test_a_parent_that_cannot_be_written_is_one_clear_error(
+    llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ExportError, match="cannot be written"):
+        export_model(*llama, tmp_path / "file" / "model")
+
+    def denied(self: Path, *_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", denied)  # root, who may run the tests, is denied nothing
+    with pytest.raises(ExportError, match=r"model: cannot be written \(Permission denied\); check space and perm"):
+        export_model(*llama, tmp_path / "model")
+    assert names_in(tmp_path) == ["file"]
 
 
-def test_a_folder_that_holds_something_else_is_not_touched(tmp_path: Path) -> None:
+def killed_in_export(llama: Any, target: Path, *, progress: Callable[..., None], prepare: Callable[[], object]) -> None:
+    """Export other weights in a child process, which is to kill itself on the way."""
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.alarm(60)
+            prepare()
+            export_model(llama[0], lambda name: llama[1](name) + 1, target, shard_nbytes=20_000, progress=progress)
+        finally:
+            os._exit(1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+
+
+def die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in_rename(ending: str) -> None:
+    """Die just before the folder with that ending would be renamed."""
+    renamed = Path.rename
+    Path.rename = lambda self, to: die() if self.name.endswith(ending) else renamed(self, to)  # type: ignore
+
+
+KILLS = {
+    "at the first tensor": (die, lambda: None),
+    "in the middle": (lambda done, total: die() if 2 * done > total else None, lambda: None),
+    "before the old model moves": (lambda *_: None, lambda: die_in_rename("model")),
+    "between the two renames": (lambda *_: None, lambda: die_in_rename(".part")),
+}
+
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("kill", "replaces"), [*((kill, True) for kill in KILLS), *((kill, False) for kill in KILLS if "old" not in kill)]
+)
+def test_a_kill_leaves_no_half_folder_and_the_next_export_cleans_up(
+    kill: str, replaces: bool, llama: Any, tmp_path: Path
+) -> None:
+    target = tmp_path / "model"
+    if replaces:
+        export_model(*llama, target)
+    before = {path.name: path.read_bytes() for path in target.iterdir()} if replaces else {}
+    progress, prepare = KILLS[kill]
+    killed_in_export(llama, target, progress=progress, prepare=prepare)
+    assert len(names_in(tmp_path)) > 1 or not replaces, "it was killed with work left behind"
+    survives = replaces and kill != "between the two renames"
+    assert target.exists() == survives
+    if survives:
+        assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+    with pytest.raises(ExportError):
+        export_model(*llama, target, write_more=refuse)
+    assert names_in(tmp_path) == (["model"] if replaces else []), "an old model that had been moved aside is back"
+    if replaces:
+        assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+    export_model(*llama, target)
+    assert names_in(tmp_path) == ["model"]
+    assert AutoModelForCausalLM.from_pretrained(target).num_parameters() == llama[0].spec.numel
+
+
+def test_leftovers_of_the_living_and_of_others_are_not_touched(llama: Any, tmp_path: Path) -> None:
+    own, living = f".model.{os.getpid()}.part", f".model.{os.getppid()}.part"
+    dead = ".model.4194999.old"  # beyond the largest process id of Linux
+    others = [".model.part", ".model.x.part", ".model.1.4194999.part", ".other.4194999.part", living]
+    for name in (own, dead, *others):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    export_model(*llama, tmp_path / "model")
+    assert names_in(tmp_path) == sorted(["model", *others])
+
+
+# What is in the way ------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_holds_something_else_is_not_touched(llama: Any, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
-    with Engine.from_model(tiny_model()) as engine:
-        with pytest.raises(ExportError, match="not a model folder"):
-            engine.save_pretrained(tmp_path)
-        folder = engine.save_pretrained(tmp_path / "model")
-        (folder / "dataset.bin").write_text("years of work")
-        with pytest.raises(ExportError, match=r"holds 'dataset.bin', which is not part of a model"):
-            engine.save_pretrained(folder)
-        with pytest.raises(ExportError, match="is a file"):
-            engine.save_pretrained(tmp_path / "thesis.txt")
+    with pytest.raises(ExportError, match="not a model folder"):
+        export_model(*llama, tmp_path)
+    folder = export_model(*llama, tmp_path / "model")
+    (folder / "dataset.bin").write_text("years of work")
+    with pytest.raises(ExportError, match=r"holds 'dataset.bin', which is not part of a model"):
+        export_model(*llama, folder)
+    with pytest.raises(ExportError, match="is a file"):
+        export_model(*llama, tmp_path / "thesis.txt")
     assert (tmp_path / "thesis.txt").exists()
     assert (folder / "dataset.bin").exists()
 
 
-def test_an_export_replaces_the_model_that_was_there(tmp_path: Path) -> None:
-    with Engine.from_model(tiny_model()) as engine:
-        folder = engine.save_pretrained(tmp_path / "model")
-        (folder / "stale.json").write_text("{}")
-        engine.save_pretrained(folder)
+def test_an_export_replaces_the_model_that_was_there(llama: Any, tmp_path: Path) -> None:
+    folder = export_model(*llama, tmp_path / "model", shard_nbytes=20_000)
+    (folder / "stale.json").write_text("{}")
+    (folder / "additional_chat_templates").mkdir()
+    export_model(*llama, folder)
+    assert names_in(folder) == ["README.md", "config.json", "generation_config.json", "model.safetensors"]
+    assert names_in(tmp_path) == ["model"]
+
+
+def test_through_a_link_the_folder_behind_it_is_replaced(llama: Any, tmp_path: Path) -> None:
+    folder = export_model(*llama, tmp_path / "model")
+    (folder / "stale.json").write_text("{}")
+    (tmp_path / "link").symlink_to(folder)
+    assert export_model(*llama, tmp_path / "link") == folder
+    assert (tmp_path / "link").is_symlink()
     assert not (folder / "stale.json").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_when_the_last_rename_fails_the_old_model_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Engine.from_model(tiny_model()) as engine:
-        folder = engine.save_pretrained(tmp_path / "model")
-        plain = Path.rename
-
-        def failing(self: Path, target: Path) -> Path:
-            if self.name.endswith(".part"):
-                raise OSError(5, "Input/output error")
-            return plain(self, target)
-
-        monkeypatch.setattr(Path, "rename", failing)
-        with pytest.raises(ExportError, match="Input/output error"):
-            engine.save_pretrained(folder)
-    assert (folder / "config.json").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert names_in(tmp_path) == ["link", "model"]

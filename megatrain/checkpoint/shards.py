@@ -1,0 +1,152 @@
+"""Files of weights in the safetensors format, written tensor by tensor.
+
+The library's `save_file` wants all tensors of a file in memory at once. Here the header comes first, from the names,
+dtypes and shapes alone, and each tensor is written into its place when it comes, rounded to the written dtype a few
+MiB at a time. Within a file, tensors lie as that library lays them (largest elements first, so that each is aligned,
+then by name), so a model that fits into one file makes the very file that `save_pretrained` would.
+
+Format: 8 bytes little-endian length of the header, the header (JSON, padded with spaces), the tensors without gaps.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from megatrain.errors import ExportError
+from megatrain.model import WrittenTensor
+
+INDEX = "model.safetensors.index.json"
+BLOCK_NBYTES = 8 << 20
+"""Bytes of a tensor that are converted and written at a time."""
+
+DTYPES: dict[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.float32: "F32",
+    torch.complex64: "C64",
+    torch.float64: "F64",
+    torch.int64: "I64",
+}
+"""What the format calls them, in its own order, which rises with the size of an element."""
+_RANK = {dtype: rank for rank, dtype in enumerate(DTYPES)}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file: its name, its header, and where in the file each of its tensors starts, in bytes."""
+
+    name: str
+    header: bytes
+    starts: dict[str, int]
+    nbytes: int
+
+
+def plan_shards(tensors: Iterable[WrittenTensor], shard_nbytes: int) -> list[Shard]:
+    """Deal tensors out, in order, to as few files of at most `shard_nbytes` of tensors as that allows.
+
+    A tensor larger than that has a file of its own. Raises `ExportError` for a dtype that the format lacks.
+    """
+    dealt: list[list[WrittenTensor]] = [[]]
+    room = shard_nbytes
+    for tensor in tensors:
+        if tensor.dtype not in DTYPES:
+            raise ExportError(f"tensor {tensor.name} is {tensor.dtype}, which safetensors files cannot hold")
+        if dealt[-1] and tensor.nbytes > room:
+            dealt.append([])
+            room = shard_nbytes
+        dealt[-1].append(tensor)
+        room -= tensor.nbytes
+    if len(dealt) == 1:
+        return [_shard("model.safetensors", dealt[0])]
+    count = len(dealt)
+    return [_shard(f"model-{1 + at:05d}-of-{count:05d}.safetensors", each) for at, each in enumerate(dealt)]
+
+
+def _shard(name: str, tensors: Sequence[WrittenTensor]) -> Shard:
+    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offsets: dict[str, int] = {}
+    end = 0
+    for tensor in sorted(tensors, key=lambda tensor: (-_RANK[tensor.dtype], tensor.name)):
+        offsets[tensor.name], end = end, end + tensor.nbytes
+        fields[tensor.name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": tensor.shape,
+            "data_offsets": (offsets[tensor.name], end),
+        }
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return Shard(name, header, {name: len(header) + offset for name, offset in offsets.items()}, len(header) + end)
+
+
+class ShardWriter:
+    """Writes shards into a folder, one open at a time; tensors come in the order in which they were planned."""
+
+    def __init__(self, folder: Path, shards: Sequence[Shard]) -> None:
+        self._folder = folder
+        self._shards = iter(shards)
+        self._file: BinaryIO | None = None
+        self._open: Shard | None = None
+
+    def write(self, planned: WrittenTensor, tensor: Tensor) -> None:
+        """Write `tensor` as planned, rounding to nearest even where the dtypes differ."""
+        if tuple(tensor.shape) != planned.shape:
+            raise ExportError(f"tensor {planned.name} is {list(tensor.shape)}, not {list(planned.shape)} as planned")
+        while self._open is None or planned.name not in self._open.starts:
+            self._advance()
+        assert self._file is not None
+        self._file.seek(self._open.starts[planned.name])
+        for block in _blocks(tensor, planned.dtype):
+            self._file.write(block)
+
+    def close(self) -> None:
+        """Flush and close the file that is open."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _advance(self) -> None:
+        self.close()
+        self._open = next(self._shards)
+        self._file = (self._folder / self._open.name).open("wb")
+        self._file.write(self._open.header)
+
+
+def _blocks(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+    """The elements of a tensor in row-major order as the bytes of `dtype`, a block at a time."""
+    rows = tensor.reshape(-1) if tensor.is_contiguous() or tensor.dim() == 0 else tensor
+    if not tensor.numel():
+        return
+    row_nbytes = rows[0].numel() * max(dtype.itemsize, tensor.dtype.itemsize)
+    for block in rows.detach().split(max(1, BLOCK_NBYTES // row_nbytes)):
+        flat = block.to(dtype).contiguous().view(-1)
+        yield memoryview(flat.view(torch.uint8).numpy())
+
+
+def write_index(folder: Path, shards: Sequence[Shard], tensors: Iterable[WrittenTensor], numel: int) -> None:
+    """Write which file holds each tensor, where there are several files. `numel`: parameters of the model."""
+    if len(shards) < 2:
+        return
+    index = {
+        "metadata": {"total_parameters": numel, "total_size": sum(tensor.nbytes for tensor in tensors)},
+        "weight_map": {name: shard.name for shard in shards for name in shard.starts},
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
