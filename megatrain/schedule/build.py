@@ -31,21 +31,21 @@ Pending = Literal["none", "all"]
 
 def build_step(model: ModelSpec, policy: Policy, work: Work, pending: Pending = "none") -> Schedule:
     """A whole training step: forward, loss, backward, gradients out, and updates where the policy puts them."""
-    return _Builder(model, policy, work, pending, trains=True).step()
+    return Builder(model, policy, work, pending, trains=True).step()
 
 
 def build_forward(model: ModelSpec, policy: Policy, work: Work) -> Schedule:
     """The loss alone, for evaluation: no gradient, no kept activation. Updates must have been flushed."""
-    return _Builder(model, policy, work, "none", trains=False).forward()
+    return Builder(model, policy, work, "none", trains=False).forward()
 
 
 def build_flush(model: ModelSpec, policy: Policy) -> Schedule:
     """Only the pending updates, in unit order."""
-    return _Builder(model, policy, Work((1,)), "all", trains=True).flush()
+    return Builder(model, policy, Work((1,)), "all", trains=True).flush()
 
 
 @dataclass(slots=True)
-class _Visit:
+class Visit:
     """One unit's turn on the compute stream, with the ops that follow its compute."""
 
     unit: int
@@ -55,7 +55,7 @@ class _Visit:
     slot: str = ""
 
 
-class _Builder:
+class Builder:
     """Collects visits and the buffers they mention."""
 
     def __init__(self, model: ModelSpec, policy: Policy, work: Work, pending: Pending, *, trains: bool) -> None:
@@ -85,19 +85,21 @@ class _Builder:
     def flush(self) -> Schedule:
         return self._emit([])
 
-    def _emit(self, visits: list[_Visit]) -> Schedule:
+    def _emit(self, visits: list[Visit]) -> Schedule:
         if not self.policy.shares_memory:
             self._place_fetches(visits)
         ops = [self._update(unit) for unit in self.units if self.trained[unit].size] if self.pending == "all" else []
         for visit in visits:
             ops += [*visit.fetches, *visit.compute, *visit.after]
+        if self.policy.update == "after_backward" and self.trains:
+            ops += [self._update(unit) for unit in reversed(self.units) if self.trained[unit].size]
         names = tuple(unit.name for unit in self.model.units)
         return derive_waits(Schedule(tuple(ops), self.buffers, names))
 
     # Compute --------------------------------------------------------------------------------------------------------
 
-    def _forward_visit(self, unit: int) -> _Visit:
-        visit = _Visit(unit)
+    def _forward_visit(self, unit: int) -> Visit:
+        visit = Visit(unit)
         for micro in self.micros:
             reads = [self._weights(unit)] if self.layouts[unit].size else []
             writes = [self._hidden(unit + 1, micro)]
@@ -106,17 +108,17 @@ class _Builder:
             else:
                 reads += [self._hidden(unit, micro), self._transient(f"args/{micro}", 1, f"a{micro}")]
                 if self.trains and unit >= self.lowest and self.policy.activations == "keep":
-                    writes.append(self._transient(f"graph/{unit}.{micro}", 1, f"k{unit}.{micro}"))
+                    writes.append(self._graph(unit, micro))
             visit.compute.append(Op("FORWARD", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))
         return visit
 
-    def _loss_visit(self) -> _Visit:
+    def _loss_visit(self) -> Visit:
         unit = self.model.epilogue
-        visit = _Visit(unit)
+        visit = Visit(unit)
         for micro in self.micros:
             owners = [owner for owner in (unit, *((0,) if self.model.tied else ())) if self.layouts[owner].size]
             reads = [self._hidden(unit, micro), *(self._weights(owner) for owner in owners)]
-            writes = []
+            writes = [self._transient("loss", self._loss_nbytes(micro), "loss")]
             if self.trains:
                 writes.append(self._dhidden(micro, unit))
                 for owner in owners:
@@ -127,17 +129,20 @@ class _Builder:
             visit.after = self._gradient_out(unit)
         return visit
 
-    def _backward_visit(self, unit: int) -> _Visit:
-        visit = _Visit(unit)
+    def _backward_visit(self, unit: int) -> Visit:
+        visit = Visit(unit)
         for micro in reversed(self.micros):
             reads = [self._dhidden(micro, unit + 1), *([self._weights(unit)] if self.layouts[unit].size else [])]
             writes = []
             if unit > 0:
                 reads.append(self._transient(f"args/{micro}", 1, f"a{micro}"))
-                kept = self.policy.activations == "keep"
-                source = self._transient(f"graph/{unit}.{micro}", 1, f"k{unit}.{micro}") if kept else None
-                reads.append(source or self._hidden(unit, micro))
+                if self.policy.activations == "keep":
+                    reads.append(self._graph(unit, micro))
+                else:
+                    reads.append(self._input(unit, micro))
+                    writes.append(self._graph(unit, micro))
                 writes.append(self._dhidden(micro, unit))
+            writes.append(self._transient("partial", self._largest_nbytes(unit), "partial"))
             if self.trained[unit].size:
                 self._contribute(unit, reads, writes)
             visit.compute.append(Op("BACKWARD", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))
@@ -152,7 +157,7 @@ class _Builder:
         name = f"host/hi/{unit}" if self.policy.shares_memory else f"?{unit}"
         return Access(name, 0, nbytes, f"w{unit}")
 
-    def _place_fetches(self, visits: list[_Visit]) -> None:
+    def _place_fetches(self, visits: list[Visit]) -> None:
         """Give each visit a slot, and put its fetches right after the last visit that used that slot.
 
         The slot whose content is needed again last is overwritten (Belady 1966), so the layers around the turn from
@@ -188,7 +193,7 @@ class _Builder:
             last_visit[visit.slot] = index
             visit.compute = [self._with_slots(op, visit) for op in visit.compute]
 
-    def _with_slots(self, op: Op, visit: _Visit) -> Op:
+    def _with_slots(self, op: Op, visit: Visit) -> Op:
         reads = []
         for access in op.reads:
             if access.buffer.startswith("?"):
@@ -249,7 +254,7 @@ class _Builder:
 
     def _gradient_home(self, unit: int) -> str:
         """The host buffer that the update reads: one per unit while it waits for the norm, else a ring."""
-        if self.policy.update == "next_forward":
+        if self.policy.update != "during_backward":
             return f"host/grad/{unit}"
         slots = self._slots("grad", unit, self.policy.grad_slots, self.policy.grad_nbytes, "host")
         return slots[unit % len(slots)]
@@ -304,7 +309,7 @@ class _Builder:
             self._declare(f"host/hi/{unit}", weights, "weights", _version(f"w{unit}", version))
             if state:
                 self._declare(f"host/state/{unit}", state, "optimizer state", _version(f"s{unit}", version))
-            if trains and self.policy.update == "next_forward":
+            if trains and self.policy.update != "during_backward":
                 pending = f"g{unit}.old" if old else None
                 nbytes = self.trained[unit].size * self.policy.grad_nbytes
                 self._declare(f"host/grad/{unit}", nbytes, "gradients", pending)
@@ -315,30 +320,59 @@ class _Builder:
 
     def _transient(self, name: str, nbytes: int, content: str) -> Access:
         buffer = f"device/{name}"
-        self.buffers[buffer] = Buffer(buffer, "device", nbytes, name.split("/")[0], arena=False)
+        known = self.buffers.get(buffer)
+        if known is None or known.nbytes < nbytes:
+            self.buffers[buffer] = Buffer(buffer, "device", nbytes, name.split("/")[0], arena=False)
         return Access(buffer, 0, nbytes, content)
 
     def _hidden(self, unit: int, micro: int) -> Access:
         """The input of a unit: batch x length x hidden size, in the compute dtype."""
         return self._transient(f"hidden/{unit}.{micro}", self._boundary_nbytes(micro), f"h{unit}.{micro}")
 
+    def _input(self, unit: int, micro: int) -> Access:
+        """The input of a layer, as its backward finds it."""
+        return self._hidden(unit, micro)
+
     def _dhidden(self, micro: int, unit: int) -> Access:
         """The gradient of a unit's input; each unit overwrites that of the unit above it."""
         return self._transient(f"dhidden/{micro}", self._boundary_nbytes(micro), f"d{unit}.{micro}")
 
+    def _graph(self, unit: int, micro: int) -> Access:
+        """What autograd keeps of a layer between its forward (or its recomputation) and its backward."""
+        tokens = self.work.tokens[micro]
+        length = min(self.work.length or tokens, tokens)
+        alike = self.work.repeats if self.policy.activations == "keep" else 1  # one at a time where recomputed
+        nbytes = max(1, round(alike * self.model.units[unit].profile.kept(tokens // length, length)))
+        return self._transient(f"graph/{unit}.{micro}", nbytes, f"k{unit}.{micro}")
+
+    def _loss_nbytes(self, micro: int) -> int:
+        """Logits of a chunk, their gradient, a float32 copy; and the head's gradient of one chunk where it trains."""
+        chunk = min(self.policy.loss_chunk_tokens, self.work.tokens[micro])
+        logits = chunk * self.model.vocab_size * (2 * self.policy.weight_nbytes + 4)
+        return logits + (self._largest_nbytes(self.model.epilogue) if self.trains else 0)
+
+    def _largest_nbytes(self, unit: int) -> int:
+        """The largest gradient of one parameter, which exists beside the sum for a moment."""
+        borrowed = [p for p in self.model.units[0].params if p.name in self.model.units[unit].borrows]
+        trained = [p.numel for p in (*self.model.units[unit].params, *borrowed) if p.trainable]
+        return max(1, max(trained, default=0) * self.policy.weight_nbytes)
+
     def _boundary_nbytes(self, micro: int) -> int:
-        return self.work.tokens[micro] * self.model.hidden_size * self.policy.weight_nbytes
+        tokens = self.work.tokens[micro] * self.work.repeats
+        return round(tokens * self.model.hidden_size * self.policy.weight_nbytes)
 
 
 def accumulator_nbytes(model: ModelSpec, policy: Policy, work: Work, unit: int) -> int:
     """Bytes per parameter of the device-side gradient sum of a unit."""
     through_head = unit == model.epilogue or (unit == 0 and model.tied)
-    return policy.accumulator_nbytes(max(work.micro_batches, LOSS_PARTIAL_SUMS if through_head else 1))
+    terms = round(work.micro_batches * work.repeats)
+    return policy.accumulator_nbytes(max(terms, LOSS_PARTIAL_SUMS if through_head else 1))
 
 
 def state_nbytes(layout: Layout, policy: Policy) -> int:
-    """Bytes of a unit beside its weights: float32 m and v of what trains, and 16 low bits where masters are split."""
-    return 8 * layout.trained.size + (2 * layout.size if policy.precision == "bf16" else 0)
+    """Bytes of a unit beside its weights: float32 m and v of what trains; and low bits, or masters, in bf16."""
+    masters = 0 if policy.precision == "fp32" else 2 if policy.masters == "split" else 4
+    return 8 * layout.trained.size + masters * layout.size
 
 
 def _version(content: str, suffix: str) -> str:

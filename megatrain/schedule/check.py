@@ -96,13 +96,16 @@ def _check_contents(schedule: Schedule) -> None:
 def _check_gradients(schedule: Schedule) -> None:
     """Each unit that has a backward delivers its whole gradient once, and is normed and updated once at most."""
     ops = schedule.ops
-    trained = {int(a.content[1:]) for op in ops if op.stream == "compute" for a in op.writes if _is_whole_gradient(a)}
+    summed = [op for op in ops if op.stream == "compute" or op.kind == "ADD"]
+    trained = {int(access.content[1:]) for op in summed for access in op.writes if _is_whole_gradient(access)}
     for kind in ("NORM", "UPDATE"):
         for unit, count in Counter(op.unit for op in ops if op.kind == kind).items():
             if count > 1:
                 raise _refusal(schedule, _last(ops, kind, unit), f"{kind} of unit {unit} happens {count} times")
     for unit in sorted(trained):
-        copied = sorted((op.writes[0].start, op.writes[0].stop, i) for i, op in enumerate(ops) if _is_grad(op, unit))
+        grads = [(i, op) for i, op in enumerate(ops) if op.kind == "GRAD" and op.unit == unit]
+        grads = [(i, op) for i, op in grads if _is_whole_gradient(op.writes[0])]  # not a micro-batch's own
+        copied = sorted((op.writes[0].start, op.writes[0].stop, i) for i, op in grads)
         for (_, stop, _), (start, _, index) in pairwise(copied):
             if start != stop:
                 how = "twice" if start < stop else "with a gap"
@@ -116,10 +119,6 @@ def _check_gradients(schedule: Schedule) -> None:
 
 def _is_whole_gradient(access: Access) -> bool:
     return access.content.startswith("g") and access.content[1:].isdigit()
-
-
-def _is_grad(op: Op, unit: int) -> bool:
-    return op.kind == "GRAD" and op.unit == unit
 
 
 def _last(ops: tuple[Op, ...], kind: str, unit: int) -> int:

@@ -23,6 +23,7 @@ class _Record:
     start: int
     stop: int
     index: int
+    stream: str
     writes: bool
 
 
@@ -43,13 +44,20 @@ class Conflicts:
         return found
 
     def add(self, index: int, op: Op) -> None:
-        """Record the accesses of `op`. A write hides what it covers: its own conflicts order it after those."""
+        """Record the accesses of `op`. A write hides what it covers: its own conflicts order it after those.
+
+        A read hides earlier reads of its own stream that it covers: whoever follows it follows them too.
+        """
         for access in op.writes:
             kept = [r for r in self._records[access.buffer] if not _covers(access, r)]
-            kept.append(_Record(access.start, access.stop, index, True))
+            kept.append(_Record(access.start, access.stop, index, op.stream, True))
             self._records[access.buffer] = kept
         for access in op.reads:
-            self._records[access.buffer].append(_Record(access.start, access.stop, index, False))
+            kept = [
+                r for r in self._records[access.buffer] if r.writes or r.stream != op.stream or not _covers(access, r)
+            ]
+            kept.append(_Record(access.start, access.stop, index, op.stream, False))
+            self._records[access.buffer] = kept
 
 
 def _covers(access: Access, record: _Record) -> bool:
@@ -57,7 +65,10 @@ def _covers(access: Access, record: _Record) -> bool:
 
 
 def conflicts(ops: Sequence[Op]) -> list[set[int]]:
-    """For each op the earlier ops it must follow, on whatever stream (enough of them to imply all others)."""
+    """For each op the earlier ops it must follow, on whatever stream.
+
+    Enough of them, with the order inside streams, to imply all others.
+    """
     seen = Conflicts()
     result = []
     for index, op in enumerate(ops):

@@ -107,8 +107,11 @@ def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def replay(schedule: Schedule, cost: Callable[[Op], float]) -> Timeline:
-    """Price each op with `cost` (seconds) and walk the schedule."""
+def replay(schedule: Schedule, cost: Callable[[Op], float], *, one_processor: bool = False) -> Timeline:
+    """Price each op with `cost` (seconds) and walk the schedule.
+
+    `one_processor`: all streams run on the same cores, so that what overlaps gains nothing, as on a cpu.
+    """
     starts: list[float] = []
     ends: list[float] = []
     free: dict[str, float] = dict.fromkeys(STREAMS, 0.0)
@@ -118,5 +121,8 @@ def replay(schedule: Schedule, cost: Callable[[Op], float]) -> Timeline:
         end = start + cost(op)
         starts.append(start)
         ends.append(end)
-        free[op.stream] = end
+        if one_processor:
+            free = dict.fromkeys(STREAMS, end)
+        else:
+            free[op.stream] = end
     return Timeline(schedule, tuple(starts), tuple(ends))
