@@ -163,6 +163,8 @@ class CudaDevice:
                 f"there are {torch.cuda.device_count()} CUDA devices", where=self.name, fix="use a lower index"
             )
         self.torch_device = torch.device("cuda", index)
+        self.model: str = torch.cuda.get_device_name(self.torch_device)
+        """What the driver calls it."""
         self.unpinned_nbytes = 0
         """Host memory that could not be page-locked; copies from it are slower and hold up their stream's thread."""
         self._compute = ComputeStream(torch.cuda.Stream(self.torch_device))

@@ -1,61 +1,209 @@
 """Prices of ops: floating-point operations, bytes, and from them seconds on a described machine.
 
-The price of an op is its bytes over a bandwidth or its operations over a rate: a first-order model, which measured
-times replace where there are any. Operations are the *necessary* ones: two per parameter and token in the forward and
-four in the backward; what a policy recomputes costs time but is no useful work.
+An op costs the products that its unit's real parameters make at its number of tokens, its attention, what passes
+through memory on the way, and the kernels that it launches. Copies cost bytes over a bandwidth. `Calibration` corrects
+the prices by measured times, by kind of op and of unit, where there are any. Useful operations (`step_flops`) are the
+*necessary* ones: two per parameter and token in the forward and four in the backward; what a policy recomputes costs
+time but is no useful work. Left out: contention between streams, but for cores that compute and the optimizer share
+(`replay`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 
-from megatrain.schedule import USED, Op
-from megatrain.spec import Hardware, ModelSpec, Policy, Work
+from megatrain.layout import layout_of
+from megatrain.plan.rates import attention_seconds, optimizer_bandwidth, product_seconds
+from megatrain.schedule import USED, Op, Timeline
+from megatrain.schedule.build import accumulator_nbytes
+from megatrain.spec import Hardware, ModelSpec, ParamSpec, Policy, UnitSpec, Work
+
+KERNELS, KERNELS_PER_PARAM = 12, 3
+"""Kernels that a layer's forward launches: a round number, and so many for each parameter. It matters where kernels are
+tiny."""
+
+SOFTMAX_PASSES = 6
+"""Times that the float32 logits of a chunk are read or written for loss and gradient."""
 
 
 def step_flops(model: ModelSpec, sequences: Sequence[tuple[int, int]]) -> float:
     """Necessary floating-point operations of one step (forward and backward) over `sequences`: (count, length) pairs.
 
-    Per token 6 for each parameter of a matrix product (Kaplan et al. 2020), and for causal attention
-    6 x layers x hidden size x length (half of the full square). A parameter of experts counts by its active share. An
-    embedding is looked up, not multiplied; a tied one counts, once, for the head.
+    Per token 6 for each parameter of a matrix product (Kaplan et al. 2020), and three times the forward operations of
+    causal attention. A parameter of experts counts by its active share. An embedding is looked up, not multiplied; a
+    tied one counts, once, for the head.
     """
-    multiplied = sum(
-        param.numel * param.active
-        for unit in model.units
-        for param in unit.params
-        if len(param.shape) > 1 and (unit.kind != "prologue" or param.name in model.units[-1].borrows)
-    )
+    multiplied = sum(param.numel * param.active for unit in model.units for param in _multiplied(model, unit))
     flops = 0.0
     for count, length in sequences:
-        flops += 6.0 * count * length * (multiplied + len(model.layers) * model.hidden_size * length)
+        attention = sum(
+            model.units[layer].profile.attention_flops * model.units[layer].profile.attended(length)
+            for layer in model.layers
+        )
+        flops += 3.0 * count * length * (2.0 * multiplied + attention)
     return flops
 
 
-def op_seconds(model: ModelSpec, policy: Policy, work: Work, hardware: Hardware) -> Callable[[Op], float]:
-    """A price for each op of a schedule of (model, policy, work) on `hardware`, in seconds."""
-    active = [sum(p.numel * p.active for p in unit.params if len(p.shape) > 1) for unit in model.units]
-    active[0] = 0.0  # an embedding is looked up
-    if model.tied:
-        active[-1] += sum(p.numel for p in model.units[0].params if p.name in model.units[-1].borrows)
-    backward = 6.0 if policy.activations == "recompute" else 4.0
+def _multiplied(model: ModelSpec, unit: UnitSpec) -> list[ParamSpec]:
+    """Parameters that this unit's tokens are multiplied with."""
+    if unit.kind == "prologue":
+        return []
+    borrowed = [param for param in model.units[0].params if param.name in unit.borrows]
+    return [param for param in (*unit.params, *borrowed) if len(param.shape) > 1]
 
-    def price(op: Op) -> float:
+
+@dataclass(frozen=True)
+class Calibration:
+    """Measured over predicted seconds, by (kind of op, kind of unit); 1 where nothing was measured."""
+
+    factors: Mapping[tuple[str, str], float] = field(default_factory=dict)
+
+    def factor(self, op: Op, model: ModelSpec) -> float:
+        return self.factors.get((op.kind, model.units[op.unit].kind), 1.0)
+
+
+def calibrate(model: ModelSpec, timeline: Timeline, price: Callable[[Op], float]) -> Calibration:
+    """Compare a measured timeline with the uncalibrated prices of the same ops."""
+    measured: dict[tuple[str, str], float] = defaultdict(float)
+    predicted: dict[tuple[str, str], float] = defaultdict(float)
+    for op, start, end in zip(timeline.schedule.ops, timeline.starts, timeline.ends, strict=True):
+        key = op.kind, model.units[op.unit].kind
+        measured[key] += end - start
+        predicted[key] += price(op)
+    return Calibration(
+        {key: measured[key] / seconds for key, seconds in predicted.items() if seconds and measured[key]}
+    )
+
+
+def op_seconds(
+    model: ModelSpec, policy: Policy, work: Work, hardware: Hardware, calibration: Calibration | None = None
+) -> Callable[[Op], float]:
+    """A price for each op of a schedule of (model, policy, work) on `hardware`, in seconds."""
+    prices = _Prices(model, policy, work, hardware)
+    if calibration is None:
+        return prices.seconds
+    return lambda op: prices.seconds(op) * calibration.factor(op, model)
+
+
+class _Prices:
+    """Computed once per kind of op, unit and size; a schedule has many alike."""
+
+    def __init__(self, model: ModelSpec, policy: Policy, work: Work, hardware: Hardware) -> None:
+        self.model, self.policy, self.work, self.hardware = model, policy, work, hardware
+        self._known: dict[tuple[object, ...], float] = {}
+        self._copies = hardware.device_bandwidth or float("inf")
+        self._elementwise = hardware.elementwise_bandwidth or self._copies
+        self._launch = hardware.launch_seconds or 0.0
+
+    def seconds(self, op: Op) -> float:
         match op.kind:
-            case "FORWARD":
-                return 2.0 * active[op.unit] * work.tokens[op.micro] / hardware.flops
-            case "LOSS":
-                return 6.0 * active[op.unit] * work.tokens[op.micro] / hardware.flops
-            case "BACKWARD":
-                return backward * active[op.unit] * work.tokens[op.micro] / hardware.flops
             case "FETCH":
-                return op.nbytes / hardware.fetch_bandwidth
+                return self._launch + op.nbytes / self.hardware.fetch_bandwidth
             case "GRAD":
-                return op.nbytes / hardware.grad_bandwidth
+                return self._launch + op.nbytes / self.hardware.grad_bandwidth
+            case "ADD":
+                return sum(a.stop - a.start for a in (*op.reads, *op.writes)) / self.hardware.host_bandwidth
             case "NORM":
-                return sum(access.stop - access.start for access in op.reads) / hardware.host_bandwidth
+                read = sum(access.stop - access.start for access in op.reads)
+                return read / (self.hardware.norm_bandwidth or self.hardware.host_bandwidth)
             case "UPDATE":
                 touched = [access for access in (*op.reads, *op.writes) if access.content != USED]
-                return sum(access.stop - access.start for access in touched) / hardware.host_bandwidth
+                rate = optimizer_bandwidth(self.hardware, self.policy.host_threads)
+                return sum(access.stop - access.start for access in touched) / rate
+        kept = op.kind == "BACKWARD" and any("/graph/" in access.buffer for access in op.reads)
+        unit, tokens = self.model.units[op.unit], self.work.tokens[op.micro]
+        key = op.kind, unit.kind, shape_of(unit), tokens, kept, op.unit > self.model.lowest_trained
+        if key not in self._known:
+            self._known[key] = self.work.repeats * self._compute(op, unit, tokens, kept)
+        return self._known[key]
 
-    return price
+    def _compute(self, op: Op, unit: UnitSpec, tokens: int, kept: bool) -> float:
+        if op.kind == "LOSS":
+            return self._loss(op.unit, unit, tokens)
+        if unit.kind == "prologue":
+            return self._lookup(op, tokens)
+        forward = self._forward(unit, tokens)
+        if op.kind == "FORWARD":
+            return forward
+        return self._backward(op.unit, unit, tokens) + (0.0 if kept else forward)
+
+    def _forward(self, unit: UnitSpec, tokens: int) -> float:
+        products = sum(self._product(param, tokens) for param in _multiplied(self.model, unit))
+        attention, _ = self._attention(unit, tokens)
+        return products + attention + self._passing(unit, tokens, 1) + self._kernels(unit)
+
+    def _backward(self, index: int, unit: UnitSpec, tokens: int) -> float:
+        """Twice the products (one of them only for what trains), attention's own, and the gradients added up."""
+        products = 0.0
+        for param in _multiplied(self.model, unit):
+            products += self._product(param, tokens, inner=True)
+            products += self._product(param, tokens, outer=True) if param.trainable else 0.0
+        _, attention = self._attention(unit, tokens)
+        added = self._adding(index, unit)
+        return products + attention + self._passing(unit, tokens, 2) + added + 2 * self._kernels(unit)
+
+    def _product(self, param: ParamSpec, tokens: int, *, inner: bool = False, outer: bool = False) -> float:
+        """Seconds of tokens x weight; with `inner` of the gradient of its input, with `outer` of the weight's."""
+        *experts, n, k = param.shape
+        count = 1
+        for size in experts:
+            count *= size
+        each = tokens
+        if param.active < 1:
+            each = max(1, round(tokens * param.active))
+            count = min(count, tokens * max(1, round(count * param.active)))
+        shape = (n, each, k) if outer else (each, n, k) if inner else (each, k, n)
+        return count * product_seconds(self.hardware, self.policy.precision, *shape)
+
+    def _attention(self, unit: UnitSpec, tokens: int) -> tuple[float, float]:
+        profile = unit.profile
+        if not profile.attention_flops:
+            return 0.0, 0.0
+        length = self.work.length or tokens
+        seen = max(1, round(2 * profile.attended(length) - 1))  # as long a sequence, fully attended, has as much to do
+        width = max(1, round(profile.attention_flops / 4))
+        return attention_seconds(self.hardware, self.policy.precision, tokens, seen, width)
+
+    def _passing(self, unit: UnitSpec, tokens: int, times: int) -> float:
+        """What layers do besides products goes at memory's speed over about the bytes that autograd keeps."""
+        length = self.work.length or tokens
+        return times * unit.profile.kept(max(1, tokens // length), length) / self._elementwise
+
+    def _kernels(self, unit: UnitSpec) -> float:
+        return self._launch * (KERNELS + KERNELS_PER_PARAM * len(unit.params))
+
+    def _adding(self, index: int, unit: UnitSpec) -> float:
+        """A unit's gradient is written by its products, then read and added to the sum."""
+        numel = layout_of(unit).trained.size
+        each = accumulator_nbytes(self.model, self.policy, self.work, index)
+        return numel * (2 * self.policy.weight_nbytes + 2 * each) / self._copies
+
+    def _loss(self, index: int, unit: UnitSpec, tokens: int) -> float:
+        """Head and cross-entropy, chunk by chunk, with each chunk's backward."""
+        chunk = min(self.policy.loss_chunk_tokens, tokens)
+        products = added = 0.0
+        for param in _multiplied(self.model, unit):
+            products += self._product(param, chunk) + self._product(param, chunk, inner=True)
+            if param.trainable:
+                products += self._product(param, chunk, outer=True)
+                each = 2 * self.policy.weight_nbytes + 2 * 4
+                added += param.numel * each / self._copies
+        softmax = SOFTMAX_PASSES * 4 * chunk * self.model.vocab_size / self._elementwise
+        return -(-tokens // chunk) * (products + added + softmax + 3 * self._kernels(unit))
+
+    def _lookup(self, op: Op, tokens: int) -> float:
+        """An embedding reads a row per token; its gradient is as large as the table."""
+        rows = 2 * tokens * self.model.hidden_size * self.policy.weight_nbytes / self._copies
+        if op.kind == "FORWARD":
+            return rows + self._launch * KERNELS
+        return 2 * rows + self._adding(op.unit, self.model.units[op.unit]) + 2 * self._launch * KERNELS
+
+
+@lru_cache(maxsize=4096)
+def shape_of(unit: UnitSpec) -> tuple[object, ...]:
+    """What units that cost the same have in common."""
+    params = tuple((param.shape, param.active, param.trainable) for param in unit.params)
+    return unit.kind, params, unit.profile

@@ -1,37 +1,198 @@
-"""Choosing a policy. A first choice by rules; the planner that replays candidates takes this room over."""
+"""Choosing how to stream: candidates, each built and replayed at this machine's prices, and the quickest that fits.
+
+A step is linear in the number of layers of each kind once the pipeline is filled, so candidates are replayed on
+shallow versions of the model and extrapolated; only the winner is replayed whole. The search goes through every
+micro-batch size and activation plan, then moves one knob at a time from the best of them until nothing improves. It
+draws nothing at random: the same question has the same answer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from math import log2
 from typing import Any
 
+from megatrain.errors import DoesNotFit, PlanError
+from megatrain.plan.cost import Calibration, op_seconds, shape_of
 from megatrain.plan.report import memory_table
-from megatrain.spec import ModelSpec, Policy, Precision, Work
+from megatrain.schedule import Schedule, Timeline, build_step, replay
+from megatrain.schedule.build import Pending
+from megatrain.spec import Hardware, ModelSpec, Policy, Precision, Work
 
-GRAPH_NBYTES_PER_HIDDEN = {"bf16": 40, "fp32": 72}
-"""Rough bytes that autograd keeps per token, layer and unit of hidden size: about 34 in half precision for a
-transformer with a 4x MLP (Korthikanti et al. 2022, without the attention matrix), rounded up."""
+SHALLOW, MORE = 6, 2
+"""Layers of the shallowest version that candidates are replayed on, and how many of one kind are added to price it."""
 
-MOST_OF_FREE_MEMORY = 0.5
-"""Share of the free memory that kept graphs may take: the estimate is rough, and running out ends the run."""
+MOST_KINDS = 4
+"""Of kinds of layers that are told apart; where there are more, all count as one, and the estimate is rough."""
+
+MOST_MICRO_BATCHES, MOST_SHARDS = 4, 8
+"""Ops that candidates are replayed with: of more micro-batches several are taken for one, smaller shards not tried."""
+
+RESERVE_NBYTES = 1 << 30
+"""Device memory that is left to the driver, to kernels and to fragmentation."""
+
+KNOBS: dict[str, tuple[Any, ...]] = {
+    "weight_slots": (1, 2, 3, 4),
+    "grad_slots": (1, 2, 3),
+    "shard_nbytes": (16 << 20, 64 << 20, 256 << 20, 1 << 30),
+    "loss_chunk_tokens": (256, 512, 1024, 2048, 4096),
+}
+"""What is tried one at a time, and which values."""
 
 
-def choose_policy(precision: Precision, *, shares_memory: bool, clips: bool, host_threads: int) -> Policy:
-    """The default policy. Clipping by the global norm needs every gradient before the first update."""
-    return Policy(
-        precision=precision,
-        shares_memory=shares_memory,
-        update="next_forward" if clips else "during_backward",
-        host_threads=host_threads,
-    )
+@dataclass(frozen=True)
+class Question:
+    """What a plan is wanted for.
+
+    tokens_per_step: of all sequences of a step together. length: tokens of a sequence. clips: by the global norm.
+    pinned: fields of `Policy`, and `micro_batch` (sequences), that the user has decided. Budgets are in bytes; `None`
+    is what the machine has.
+    """
+
+    model: ModelSpec
+    hardware: Hardware
+    tokens_per_step: int
+    length: int
+    precision: Precision = "bf16"
+    clips: bool = True
+    pinned: Mapping[str, Any] = field(default_factory=dict)
+    device_budget_nbytes: int | None = None
+    host_budget_nbytes: int | None = None
+    calibration: Calibration | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.length <= self.tokens_per_step:
+            what = f"{self.tokens_per_step:,} tokens per step of sequences of {self.length:,}"
+            raise PlanError(what, where="tokens_per_step", fix="give at least one sequence's tokens")
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a step."""
+        return -(-self.tokens_per_step // self.length)
+
+    def budgets(self) -> dict[str, int]:
+        """Tier -> bytes that a run may take. A device that shares memory has none of its own."""
+        host = self.hardware.host_nbytes if self.host_budget_nbytes is None else self.host_budget_nbytes
+        if self.hardware.shares_memory:
+            return {"host": host}
+        device = self.device_budget_nbytes
+        if device is None:
+            device = usable_nbytes(self.hardware.device_nbytes)
+        return {"device": device, "host": host}
 
 
-def fit_activations(model: ModelSpec, policy: Policy, work: Work, free_nbytes: int) -> Policy:
-    """Keep every layer's graph if a rough estimate of them fits well into `free_nbytes`, else recompute."""
-    per_token = GRAPH_NBYTES_PER_HIDDEN[policy.precision] * model.hidden_size * len(model.layers)
-    keeps = per_token * sum(work.tokens) <= MOST_OF_FREE_MEMORY * free_nbytes
-    return replace(policy, activations="keep" if keeps else "recompute")
+@dataclass(frozen=True)
+class Estimate:
+    """A candidate's price: seconds of a step in steady state, and peak bytes by tier."""
+
+    seconds: float
+    nbytes: Mapping[str, int]
+
+    def fits(self, budgets: Mapping[str, int]) -> bool:
+        return all(self.nbytes[tier] <= budget for tier, budget in budgets.items())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer: a policy and how a step is cut, with the replayed step and its peak memory by tier."""
+
+    question: Question
+    policy: Policy
+    work: Work
+    timeline: Timeline
+    nbytes: Mapping[str, int]
+
+    @property
+    def seconds(self) -> float:
+        """Of a step in steady state."""
+        return self.timeline.seconds
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences of a micro-batch."""
+        return self.work.tokens[0] // self.question.length
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(self.work.tokens) / self.seconds
+
+
+def usable_nbytes(device_nbytes: int) -> int:
+    """What a run may take of a device of that size."""
+    return device_nbytes - min(RESERVE_NBYTES, device_nbytes // 8)
+
+
+def find_plan(question: Question) -> Plan:
+    """The quickest plan that fits. Raises `DoesNotFit` naming what is short, by how much, and the nearest that fits."""
+    search = _Search(question)
+    candidate = search.best()
+    if candidate is None:
+        raise search.refusal()
+    policy, rows = candidate
+    return examine(question, policy, rows)
+
+
+def examine(question: Question, policy: Policy, micro_batch: int) -> Plan:
+    """The plan of this very policy, replayed whole, whether or not it fits or is the best."""
+    return _examine(question, policy, cut(question, micro_batch))
+
+
+def _examine(question: Question, policy: Policy, work: Work) -> Plan:
+    return _replayed(question, policy, work, _built(question.model, policy, work))
+
+
+def _built(model: ModelSpec, policy: Policy, work: Work) -> Schedule:
+    pending: Pending = "all" if policy.update == "next_forward" else "none"
+    return build_step(model, policy, work, pending)
+
+
+_remembered = lru_cache(maxsize=256)(_built)
+"""For shallow models: what changes between two questions is often the machine or a budget, and no schedule."""
+
+
+def _replayed(question: Question, policy: Policy, work: Work, schedule: Schedule) -> Plan:
+    price = op_seconds(question.model, policy, work, question.hardware, question.calibration)
+    timeline = replay(schedule, price, one_processor=question.hardware.shares_memory)
+    nbytes = {tier: schedule.peak_nbytes(tier) for tier in ("device", "host")}
+    if question.hardware.shares_memory:
+        nbytes = {"host": sum(nbytes.values())}
+    return Plan(question, policy, work, timeline, nbytes)
+
+
+def estimate(question: Question, policy: Policy, micro_batch: int) -> Estimate:
+    """What `examine` would find, extrapolated from shallow versions of the model."""
+    work = coarse(question, micro_batch)
+    seconds, nbytes = 0.0, Counter[str]()
+    for weight, model in shallow(question.model):
+        plan = _replayed(replace(question, model=model), policy, work, _remembered(model, policy, work))
+        seconds += weight * plan.seconds
+        for tier, count in plan.nbytes.items():
+            nbytes[tier] += weight * count  # type: ignore[assignment]
+    return Estimate(seconds, {tier: round(count) for tier, count in nbytes.items()})
+
+
+def survey(question: Question, budgets: Iterable[Mapping[str, int]]) -> list[Estimate | None]:
+    """What the quickest plan within each of several budgets (tier -> bytes) takes; `None` where nothing fits.
+
+    Prices do not depend on budgets, so they are found once; no winner is replayed whole.
+    """
+    search = _Search(question)
+    found: list[Estimate | None] = []
+    for each in budgets:
+        search.budgets = dict(each)
+        candidate = search.best()
+        found.append(None if candidate is None else search.price(*candidate))
+    return found
+
+
+def cut(question: Question, micro_batch: int) -> Work:
+    """A step's sequences in micro-batches of `micro_batch`; the last may be smaller."""
+    full, rest = divmod(question.rows, micro_batch)
+    sizes = [micro_batch] * full + ([rest] if rest else [])
+    return Work(tuple(size * question.length for size in sizes), question.length)
 
 
 def nearest_that_fits(model: ModelSpec, policy: Policy, work: Work, budgets: Mapping[str, int]) -> str:
@@ -49,3 +210,174 @@ def nearest_that_fits(model: ModelSpec, policy: Policy, work: Work, budgets: Map
         if all(needed.get(tier, 0) <= nbytes for tier, nbytes in budgets.items()):
             return words
     return "no other policy of this model fits"
+
+
+def coarse(question: Question, micro_batch: int) -> Work:
+    """`cut` with a few micro-batches of the same size that each stand for several: the same total, what is left over
+    included."""
+    exact = cut(question, micro_batch)
+    if exact.micro_batches <= MOST_MICRO_BATCHES:
+        return exact
+    repeats = question.rows / micro_batch / MOST_MICRO_BATCHES
+    return Work((micro_batch * question.length,) * MOST_MICRO_BATCHES, question.length, repeats)
+
+
+@lru_cache(maxsize=16)
+def shallow(model: ModelSpec) -> tuple[tuple[float, ModelSpec], ...]:
+    """Models with few of its layers, and weights: the weighted sum of what they take is what the model takes.
+
+    The first has some layers of each kind, each other one `MORE` of one kind. What is linear in the number of layers of
+    each kind, bytes above all, is exact.
+    """
+    kinds: dict[object, list[int]] = {}
+    for index in model.layers:
+        kinds.setdefault(shape_of(model.units[index]), []).append(index)
+    if len(kinds) > MOST_KINDS:
+        kinds = {None: list(model.layers)}
+    few = {kind: min(len(places), max(MORE, SHALLOW // len(kinds))) for kind, places in kinds.items()}
+    base = _with_layers(model, kinds, few)
+    weights: list[tuple[float, ModelSpec]] = []
+    for kind, places in kinds.items():
+        if added := min(MORE, len(places) - few[kind]):
+            more = _with_layers(model, kinds, {**few, kind: few[kind] + added})
+            weights.append(((len(places) - few[kind]) / added, more))
+    return ((1.0 - sum(weight for weight, _ in weights), base), *weights)
+
+
+def _with_layers(model: ModelSpec, kinds: Mapping[object, list[int]], counts: Mapping[object, int]) -> ModelSpec:
+    """The model with so many layers of each kind, evenly spread over those of the kind."""
+    chosen: list[int] = []
+    for kind, places in kinds.items():
+        last = max(1, counts[kind] - 1)
+        chosen += [places[round(place * (len(places) - 1) / last)] for place in range(counts[kind])]
+    return replace(model, units=(model.units[0], *(model.units[index] for index in sorted(chosen)), model.units[-1]))
+
+
+def _powers(most: int) -> list[int]:
+    """1, 2, 4, ... and `most` itself."""
+    return [*(1 << power for power in range((most - 1).bit_length())), most]
+
+
+class _Search:
+    """One search: remembers what it has priced."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.budgets = question.budgets()
+        self._known: dict[tuple[Policy, int], Estimate] = {}
+        pinned = dict(question.pinned)
+        self._micro_batch: int | None = pinned.pop("micro_batch", None)
+        self._pinned = pinned
+        deferred = question.clips
+        largest = max(unit.numel for unit in question.model.units)
+        self._largest = largest * (2 if question.precision == "bf16" else 4)
+        self._start = replace(
+            Policy(
+                precision=question.precision,
+                shares_memory=question.hardware.shares_memory,
+                update="next_forward" if deferred else "during_backward",
+                shard_nbytes=max(64 << 20, self._largest // MOST_SHARDS),
+            ),
+            **pinned,
+        )
+
+    def best(self) -> tuple[Policy, int] | None:
+        """The quickest candidate that fits, or `None`."""
+        starts = [(policy, rows) for rows in self._micro_batches() for policy in self._activations(self._start)]
+        best = self._least(starts)
+        if best is None:  # nothing fits: with as little device memory as possible, perhaps
+            small = replace(self._start, **self._free({"weight_slots": 1, "grad_slots": 1, "loss_chunk_tokens": 256}))
+            best = self._least((policy, rows) for policy in self._activations(small) for rows in self._micro_batches())
+        while best is not None:
+            better = self._least([best, *self._moves(*best)])
+            if better == best:
+                return best
+            best = better
+        return None
+
+    def refusal(self) -> DoesNotFit:
+        """What is short, by how much, and the nearest change that would fit."""
+        policy = replace(self._start, **self._free({"weight_slots": 1, "grad_slots": 1, "loss_chunk_tokens": 256}))
+        rows = min(self._micro_batches())
+        found = self.price(replace(policy, **self._free({"activations": "recompute"})), rows)
+        short = {tier: found.nbytes[tier] - budget for tier, budget in self.budgets.items()}
+        tier = max(short, key=lambda name: short[name])
+        return DoesNotFit(
+            f"needs {found.nbytes[tier]:,} bytes of {tier} memory at the least, {short[tier]:,} more than there are",
+            where=f"plan for {self.question.model.name} on {self.question.hardware.name}",
+            fix=self._nearest(policy, rows),
+        )
+
+    def _nearest(self, policy: Policy, rows: int) -> str:
+        """The first of a few changes of the question, least painful first, that makes it fit."""
+        question = self.question
+        changes: list[tuple[str, Question, Policy]] = []
+        half = question.rows // 2
+        while half >= 1:
+            tokens = half * question.length
+            fewer = replace(question, tokens_per_step=tokens)
+            changes.append((f"{tokens:,} tokens per step would fit", fewer, policy))
+            half //= 2
+        length = question.length // 2
+        while length >= 256:
+            shorter = replace(question, tokens_per_step=length, length=length)
+            changes.append((f"sequences of {length:,} tokens would fit", shorter, policy))
+            length //= 2
+        unclipped = replace(policy, update="during_backward")
+        changes.append(("no clipping (max_grad_norm=null) would fit", replace(question, clips=False), unclipped))
+        for words, other, changed in changes:
+            if estimate(other, changed, 1).fits(self.budgets):
+                return words
+        need = self.price(policy, rows).nbytes
+        words = ", ".join(f"{need[tier]:,} bytes of {tier} memory" for tier in self.budgets)
+        return f"it takes {words}, or a smaller model"
+
+    def _micro_batches(self) -> list[int]:
+        if self._micro_batch is not None:
+            return [min(self._micro_batch, self.question.rows)]
+        rows = self.question.rows
+        sizes = [size for size in range(1, rows + 1) if rows % size == 0]
+        wanted = {min(sizes, key=lambda size: (abs(log2(size / target)), size)) for target in _powers(rows)}
+        return sorted(wanted)
+
+    def _activations(self, policy: Policy) -> Iterator[Policy]:
+        if "activations" in self._pinned:
+            yield policy
+            return
+        yield replace(policy, activations="recompute")
+        yield replace(policy, activations="keep")
+
+    def _moves(self, policy: Policy, rows: int) -> Iterator[tuple[Policy, int]]:
+        """Candidates that differ in one knob."""
+        for knob, values in KNOBS.items():
+            if knob not in self._pinned:
+                for value in values:
+                    small = knob == "shard_nbytes" and self._largest > MOST_SHARDS * value
+                    if value != getattr(policy, knob) and not small:
+                        yield replace(policy, **{knob: value}), rows
+        sizes = self._micro_batches()
+        place = sizes.index(rows)
+        for near in (place - 1, place + 1):
+            if 0 <= near < len(sizes):
+                for other in self._activations(policy):
+                    yield other, sizes[near]
+
+    def _least(self, candidates: Any) -> tuple[Policy, int] | None:
+        """The quickest that fits; of equally quick ones, the first that takes least memory."""
+        best, best_cost = None, None
+        for policy, rows in candidates:
+            found = self.price(policy, rows)
+            if found.fits(self.budgets):
+                cost = (float(f"{found.seconds:.4g}"), sum(found.nbytes.values()))
+                if best_cost is None or cost < best_cost:
+                    best, best_cost = (policy, rows), cost
+        return best
+
+    def price(self, policy: Policy, rows: int) -> Estimate:
+        key = policy, rows
+        if key not in self._known:
+            self._known[key] = estimate(self.question, policy, rows)
+        return self._known[key]
+
+    def _free(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in fields.items() if name not in self._pinned}

@@ -14,17 +14,18 @@ from megatrain.plan import (
     step_flops,
 )
 from megatrain.schedule import build_step, nbytes_by_owner, replay
-from megatrain.spec import Hardware, ModelSpec, ParamSpec, Policy, UnitSpec, Work
+from megatrain.spec import Hardware, LayerProfile, ModelSpec, ParamSpec, Policy, UnitSpec, Work
 
 
 def model(active: float = 1.0, tied: bool = False) -> ModelSpec:
-    layer = UnitSpec("l", "layer", (ParamSpec("w", (100, 100), active), ParamSpec("norm", (100,))))
+    profile = LayerProfile(attention_flops=4 * 100, kept_nbytes=3400)
+    layer = UnitSpec("l", "layer", (ParamSpec("w", (100, 100), active), ParamSpec("norm", (100,))), (), profile)
     head = UnitSpec("h", "epilogue", () if tied else (ParamSpec("head", (50, 100)),), ("embed",) if tied else ())
     return ModelSpec("m", (UnitSpec("p", "prologue", (ParamSpec("embed", (50, 100)),)), layer, head), 100, 50)
 
 
 def test_flops_are_six_per_multiplied_parameter_and_token_plus_attention() -> None:
-    attention = 1 * 100 * 8
+    attention = 1 * 100 * (8 + 1)  # a token attends to itself too
     assert step_flops(model(), [(3, 8)]) == 6 * 24 * (100 * 100 + 50 * 100 + attention)
     assert step_flops(model(tied=True), [(3, 8)]) == step_flops(model(), [(3, 8)])
     assert step_flops(model(active=0.25), [(3, 8)]) == 6 * 24 * (2500 + 5000 + attention)
@@ -36,13 +37,14 @@ def test_prices_are_bytes_over_bandwidth_and_operations_over_rate() -> None:
     schedule = build_step(model(), policy, Work((8,)), "all")
     price = op_seconds(model(), policy, Work((8,)), hardware)
     costs = {op.name: price(op) for op in schedule.ops}
-    assert costs["FORWARD u1 m0"] == pytest.approx(2 * 10_000 * 8 / 1e6)
+    attention = 2 * 8 * 8 * 100 / (0.5 * 1e6)
+    assert costs["FORWARD u1 m0"] == pytest.approx(2 * 10_000 * 8 / 1e6 + attention)
     assert costs["BACKWARD u1 m0"] == pytest.approx(2 * costs["FORWARD u1 m0"])
     assert costs["FETCH u1 s0"] == pytest.approx(2 * (10_000 + 128 + 16) / 1e3, rel=0.01)
     assert costs["UPDATE u1"] == pytest.approx(26 * 10_144 / 1e4, rel=0.01)
-    recomputed = op_seconds(model(), Policy(activations="recompute"), Work((8,)), hardware)
-    backward = next(op for op in schedule.ops if op.name == "BACKWARD u1 m0")
-    assert recomputed(backward) == pytest.approx(3 * costs["FORWARD u1 m0"])
+    recomputing = build_step(model(), Policy(activations="recompute"), Work((8,)))
+    backward = next(op for op in recomputing.ops if op.name == "BACKWARD u1 m0")
+    assert price(backward) == pytest.approx(3 * costs["FORWARD u1 m0"])
     assert replay(schedule, price).seconds > 0
 
 

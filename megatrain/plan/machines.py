@@ -1,0 +1,320 @@
+"""Described machines: files of hardware, and the library that ships with the package (`machines.json`).
+
+A file is JSON, every key says its unit, and nothing in it is taken on trust: a key that is missing, misspelt or beyond
+reason is refused by name. In the library a datasheet's peak and what is assumed to be achieved of it are separate keys,
+and `sources` says for each figure where it is from. It leaves out measuring (`megatrain.probe`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from megatrain.errors import PlanError
+from megatrain.spec import WEIGHT_NBYTES, AttentionRate, DiskRate, Hardware, ProductRate
+
+_LIBRARY = "machines.json"
+_DEVICE_NAMES = "device_names"
+"""Key of the library alone: what drivers call the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """A number within reason, both ends included."""
+
+    least: float
+    most: float
+    whole: bool = False
+
+    def read(self, value: Any, where: str) -> float | int:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise PlanError(f"{value!r:.40} is not a number", where=where, fix=self._advice())
+        if not self.least <= value <= self.most:  # NaN among them
+            raise PlanError(f"{value!s:.24} is beyond reason", where=where, fix=self._advice())
+        if self.whole and value != int(value):
+            raise PlanError(f"{value} is not a whole number", where=where, fix=self._advice())
+        return int(value) if self.whole else float(value)
+
+    def _advice(self) -> str:
+        return f"give a {'whole ' if self.whole else ''}number from {self.least:g} to {self.most:g}"
+
+
+_CAPACITY = _Number(2**20, 1e18, whole=True)
+_BANDWIDTH = _Number(1e5, 1e15)
+_FLOPS = _Number(1e6, 1e18)
+_COUNT = _Number(1, 2**24, whole=True)
+_BLOCK = _Number(512, 2**30, whole=True)
+_DEPTH = _Number(1, 4096, whole=True)
+
+_NUMBERS: dict[str, tuple[str, _Number]] = {  # key in a file -> field, and what it may be
+    "device_bytes": ("device_nbytes", _CAPACITY),
+    "host_bytes": ("host_nbytes", _CAPACITY),
+    "pinnable_bytes": ("pinnable_nbytes", _Number(0, 1e18, whole=True)),
+    "bf16_flops_per_second": ("flops", _FLOPS),
+    "bf16_peak_flops_per_second": ("peak_flops", _FLOPS),
+    "fp32_flops_per_second": ("flops_fp32", _FLOPS),
+    "fp32_peak_flops_per_second": ("peak_flops_fp32", _FLOPS),
+    "launch_seconds": ("launch_seconds", _Number(1e-9, 1.0)),
+    "device_copy_bytes_per_second": ("device_bandwidth", _BANDWIDTH),
+    "elementwise_bytes_per_second": ("elementwise_bandwidth", _BANDWIDTH),
+    "fetch_bytes_per_second": ("fetch_bandwidth", _BANDWIDTH),
+    "grad_bytes_per_second": ("grad_bandwidth", _BANDWIDTH),
+    "duplex_fetch_bytes_per_second": ("duplex_fetch_bandwidth", _BANDWIDTH),
+    "duplex_grad_bytes_per_second": ("duplex_grad_bandwidth", _BANDWIDTH),
+    "pageable_fetch_bytes_per_second": ("pageable_fetch_bandwidth", _BANDWIDTH),
+    "pageable_grad_bytes_per_second": ("pageable_grad_bandwidth", _BANDWIDTH),
+    "optimizer_bytes_per_second": ("host_bandwidth", _BANDWIDTH),
+    "norm_bytes_per_second": ("norm_bandwidth", _BANDWIDTH),
+    "host_copy_bytes_per_second": ("host_copy_bandwidth", _BANDWIDTH),
+    "disk_bytes": ("disk_nbytes", _Number(0, 1e18, whole=True)),
+    "disk_read_bytes_per_second": ("disk_read_bandwidth", _BANDWIDTH),
+    "disk_write_bytes_per_second": ("disk_write_bandwidth", _BANDWIDTH),
+    "disk_block_bytes": ("disk_block_nbytes", _BLOCK),
+    "disk_depth": ("disk_depth", _DEPTH),
+    "disk_endurance_bytes": ("disk_endurance_nbytes", _CAPACITY),
+    "watts": ("watts", _Number(1.0, 1e5)),
+}
+_PRECISION = "precision"
+_TABLES: dict[str, tuple[str, Any, dict[str, _Number]]] = {  # key -> field, row, and the numbers of a row in order
+    "products": ("products", ProductRate, {"m": _COUNT, "k": _COUNT, "n": _COUNT, "flops_per_second": _FLOPS}),
+    "attention": (
+        "attention",
+        AttentionRate,
+        {
+            "length": _COUNT,
+            "head_size": _COUNT,
+            "forward_flops_per_second": _FLOPS,
+            "backward_flops_per_second": _FLOPS,
+        },
+    ),
+    "optimizer_by_threads": (
+        "optimizer_bandwidth",
+        lambda *row: row,
+        {"threads": _COUNT, "bytes_per_second": _BANDWIDTH},
+    ),
+    "disk_by_block_and_depth": (
+        "disk_rates",
+        DiskRate,
+        {
+            "block_bytes": _BLOCK,
+            "depth": _DEPTH,
+            "read_bytes_per_second": _BANDWIDTH,
+            "write_bytes_per_second": _BANDWIDTH,
+        },
+    ),
+}
+_WITH_PRECISION = ("products", "attention")
+_WORDS = ("name", "shares_memory", "sources")
+_KEYS = (*_WORDS, *_NUMBERS, *_TABLES)
+
+
+def machine_names() -> tuple[str, ...]:
+    """The machines of the library."""
+    return tuple(_library())
+
+
+def machine(name: str) -> Hardware:
+    """A machine of the library; case, spaces and dashes do not count. Raises `PlanError` with the nearest names."""
+    if (found := _named(name)) is None:
+        raise PlanError(f"no machine is called {name!r}", where="hardware", fix=_nearest_machines(_plain(name)))
+    return found
+
+
+def machine_of_device(device_name: str) -> Hardware | None:
+    """The machine of the library whose device a driver calls `device_name`, if there is one."""
+    return next((described for names, described in _library().values() if device_name in names), None)
+
+
+def load_hardware(source: str | Path) -> Hardware:
+    """A machine of the library by its name, or of a hardware file by its path.
+
+    Raises `PlanError` for an unknown name, a file that cannot be read, and any value in it that cannot be.
+    """
+    path = Path(source).expanduser()
+    may_be_a_name = isinstance(source, str) and os.sep not in source and path.suffix != ".json"
+    if may_be_a_name and (_named(str(source)) is not None or not path.exists()):
+        return machine(str(source))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        what = f"cannot be read ({getattr(error, 'strerror', None) or 'not text'})"
+        raise PlanError(what, where=str(path), fix="run `megatrain probe`, or name a described machine") from error
+    return _read(_parsed(text, str(path)), str(path))
+
+
+def save_hardware(hardware: Hardware, path: Path) -> None:
+    """Write a hardware file that `load_hardware` reads back as it was.
+
+    Raises `PlanError` for a value that would be refused on reading, and where the file cannot be written.
+    """
+    written = _written(hardware)
+    _read(written, str(path))
+    staged = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staged.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+        staged.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            staged.unlink()
+        what = f"cannot be written ({error.strerror})"
+        raise PlanError(what, where=str(path), fix="choose a file in a folder of yours") from error
+
+
+# Reading -----------------------------------------------------------------------------------------------------------
+
+
+def _read(content: Any, where: str) -> Hardware:
+    if not isinstance(content, dict):
+        raise PlanError("is not a table of keys and values", where=where, fix="see `megatrain probe`")
+    _refuse_unknown(content, _KEYS, where)
+    without_default = {field.name for field in fields(Hardware) if field.default is MISSING}
+    needed = ["name", *(key for key, (field, _) in _NUMBERS.items() if field in without_default)]
+    if missing := [key for key in needed if key not in content]:
+        raise PlanError("is missing", where=f"{where}: {missing[0]}", fix="run `megatrain probe`, or add it")
+    if not isinstance(content["name"], str) or not content["name"].strip():
+        raise PlanError(f"{content['name']!r} is no name", where=f"{where}: name", fix="give a text")
+    if not isinstance(content.get("shares_memory", False), bool):
+        raise PlanError(
+            f"{content['shares_memory']!r} is not valid", where=f"{where}: shares_memory", fix="use true or false"
+        )
+    values: dict[str, Any] = {"name": content["name"], "shares_memory": content.get("shares_memory", False)}
+    for key, (field, number) in _NUMBERS.items():
+        if key in content:
+            values[field] = number.read(content[key], f"{where}: {key}")
+    for key, (field, _, _) in _TABLES.items():
+        values[field] = tuple(_rows(content.get(key, []), key, f"{where}: {key}"))
+    values["sources"] = _sources(content.get("sources", {}), f"{where}: sources")
+    return _consistent(Hardware(**values), where)
+
+
+def _rows(rows: Any, key: str, where: str) -> Iterator[Any]:
+    """The rows of one table, as values of its type."""
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise PlanError("is not a list of tables", where=where, fix="see `megatrain probe`")
+    _, make, numbers = _TABLES[key]
+    words = [_PRECISION] if key in _WITH_PRECISION else []
+    for index, row in enumerate(rows):
+        place = f"{where}[{index}]"
+        _refuse_unknown(row, (*words, *numbers), place)
+        if missing := [name for name in (*words, *numbers) if name not in row]:
+            raise PlanError("is missing", where=f"{place}.{missing[0]}", fix="add it, or leave out the row")
+        if words and row[_PRECISION] not in list(WEIGHT_NBYTES):
+            raise PlanError(f"{row[_PRECISION]!r} is not valid", where=f"{place}.{_PRECISION}", fix="use bf16 or fp32")
+        values = [number.read(row[name], f"{place}.{name}") for name, number in numbers.items()]
+        yield make(*(row[word] for word in words), *values)
+
+
+def _sources(notes: Any, where: str) -> tuple[tuple[str, str], ...]:
+    if not isinstance(notes, dict):
+        raise PlanError("is not a table of keys and texts", where=where, fix="see `megatrain probe`")
+    known = _keys_with_sources()
+    _refuse_unknown(notes, known, where)
+    if silent := [key for key, note in notes.items() if not isinstance(note, str)]:
+        raise PlanError(f"{notes[silent[0]]!r} is not a text", where=f"{where}.{silent[0]}", fix="say it in words")
+    return tuple((known[key], note) for key, note in notes.items())
+
+
+def _consistent(hardware: Hardware, where: str) -> Hardware:
+    """Raise `PlanError` where two values contradict each other."""
+    for peak, rate, key in (
+        (hardware.peak_flops, hardware.flops, "bf16_flops_per_second"),
+        (hardware.peak_flops_fp32, hardware.flops_fp32, "fp32_flops_per_second"),
+    ):
+        if peak is not None and rate is not None and rate > 1.1 * peak:  # a boost clock may beat a datasheet a little
+            raise PlanError(f"{rate:g} is above the peak of {peak:g}", where=f"{where}: {key}", fix="correct either")
+    threads = [count for count, _ in hardware.optimizer_bandwidth]
+    if threads != sorted(set(threads)):
+        what = f"thread counts {threads} do not ascend"
+        raise PlanError(what, where=f"{where}: optimizer_by_threads", fix="sort them")
+    return hardware
+
+
+def _refuse_unknown(content: Mapping[str, Any], known: Any, where: str) -> None:
+    for key in content:
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            fix = f"did you mean {nearest[0]!r}?" if nearest else f"the keys are {', '.join(known)}"
+            raise PlanError(f"no key is called {key!r}", where=where, fix=fix)
+
+
+def _parsed(text: str, where: str) -> Any:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        content = dict(pairs)
+        if len(content) < len(pairs):
+            twice = next(key for key, _ in pairs if [name for name, _ in pairs].count(key) > 1)
+            raise PlanError(f"{twice!r} is there twice", where=where, fix="remove one of them")
+        return content
+
+    try:
+        return json.loads(text, object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        what = f"is not JSON ({error})" if isinstance(error, ValueError) else "is not JSON of any use"
+        raise PlanError(what, where=where, fix="write it again with `megatrain probe`") from error
+
+
+# Writing and the library -------------------------------------------------------------------------------------------
+
+
+def _written(hardware: Hardware) -> dict[str, Any]:
+    """What a file of `hardware` holds; what is not known is left out."""
+    content: dict[str, Any] = {"name": hardware.name, "shares_memory": hardware.shares_memory}
+    for key, (field, _) in _NUMBERS.items():
+        if (value := getattr(hardware, field)) is not None:
+            content[key] = value
+    for key, (field, _, numbers) in _TABLES.items():
+        names = ([_PRECISION] if key in _WITH_PRECISION else []) + list(numbers)
+        if rows := [dict(zip(names, _values(row), strict=True)) for row in getattr(hardware, field)]:
+            content[key] = rows
+    keys = {field: key for key, field in _keys_with_sources().items()}
+    content["sources"] = {keys.get(field, field): note for field, note in hardware.sources}
+    return content
+
+
+def _values(row: Any) -> tuple[Any, ...]:
+    return row if isinstance(row, tuple) else tuple(getattr(row, name) for name in row.__slots__)
+
+
+def _keys_with_sources() -> dict[str, str]:
+    """Key in a file -> field, for everything that may have a source."""
+    words = {"name": "name", "shares_memory": "shares_memory"}
+    tables = {key: field for key, (field, _, _) in _TABLES.items()}
+    return words | {key: field for key, (field, _) in _NUMBERS.items()} | tables
+
+
+@cache
+def _library() -> dict[str, tuple[tuple[str, ...], Hardware]]:
+    """Name -> what drivers call its device, and the machine."""
+    entries = _parsed(resources.files("megatrain.plan").joinpath(_LIBRARY).read_text(encoding="utf-8"), _LIBRARY)
+    return {
+        name: (
+            tuple(entry.get(_DEVICE_NAMES, ())),
+            _read({key: value for key, value in entry.items() if key != _DEVICE_NAMES}, f"{_LIBRARY}: {name}"),
+        )
+        for name, entry in entries.items()
+    }
+
+
+def _named(name: str) -> Hardware | None:
+    return next((found for key, (_, found) in _library().items() if _plain(key) == _plain(name)), None)
+
+
+def _plain(name: str) -> str:
+    return "".join(each for each in name.lower() if each.isalnum())
+
+
+def _nearest_machines(name: str) -> str:
+    names = {_plain(each): each for each in machine_names()}
+    within = [each for each in names if name and (name in each or each in name)]
+    nearest = [*within, *difflib.get_close_matches(name, names, n=3, cutoff=0.5)]
+    if nearest:
+        return f"did you mean {' or '.join([names[each] for each in dict.fromkeys(nearest)][:3])}?"
+    return f"the machines are {', '.join(names.values())}; a path ends in .json"

@@ -1,0 +1,92 @@
+"""Seconds of the pieces of a step on a described machine: products, attention, the optimizer pass.
+
+A product costs its operations at the machine's rate plus its bytes at the device's bandwidth, and never less than a
+launch: small and thin products are slow for these reasons on any device. Where products have been measured, that
+estimate is corrected by the ratio of measured to estimated time, interpolated between the measured shapes, so that a
+measured shape is met exactly and one far from all of them keeps the estimate's form. It leaves out what a layer does
+besides products and attention, and contention between streams.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import exp, log, log2
+
+from megatrain.spec import WEIGHT_NBYTES, AttentionRate, Hardware, Precision
+
+ATTENTION_SHARE = 0.5
+"""Assumed rate of attention, as a share of that of large products, where it has not been measured."""
+
+
+def product_seconds(hardware: Hardware, precision: Precision, m: int, k: int, n: int) -> float:
+    """Seconds of one matrix product [m, k] x [k, n]."""
+    estimate = _estimated_seconds(hardware, precision, m, k, n)
+    total = correction = 0.0
+    for row in hardware.products:
+        if row.precision != precision:
+            continue
+        ratio = 2.0 * row.m * row.k * row.n / row.flops / _estimated_seconds(hardware, precision, row.m, row.k, row.n)
+        squared = log2(m / row.m) ** 2 + log2(k / row.k) ** 2 + log2(n / row.n) ** 2  # octaves between the shapes
+        if squared == 0:
+            return estimate * ratio
+        weight = squared**-2
+        total, correction = total + weight, correction + weight * log(ratio)
+    return estimate * exp(correction / total) if total else estimate
+
+
+def product_flops(hardware: Hardware, precision: Precision) -> float:
+    """Floating-point operations per second of large products."""
+    return hardware.flops if precision == "bf16" else hardware.flops_fp32 or hardware.flops
+
+
+def attention_seconds(
+    hardware: Hardware, precision: Precision, tokens: int, length: int, width: int
+) -> tuple[float, float]:
+    """Seconds of causal attention forward and backward, over `tokens` in sequences of `length`.
+
+    `width` is heads x head size. Between measured lengths rates are interpolated, beyond them the nearest holds.
+    """
+    operations = 2.0 * tokens * length * width
+    rows = sorted((row for row in hardware.attention if row.precision == precision), key=lambda row: row.length)
+    if not rows:
+        rate = ATTENTION_SHARE * product_flops(hardware, precision)
+        return operations / rate, 2 * operations / rate
+    low = max((row for row in rows if row.length <= length), key=lambda row: row.length, default=rows[0])
+    high = next((row for row in rows if row.length >= length), rows[-1])
+    forward = _between(low, high, length, low.forward_flops, high.forward_flops)
+    backward = _between(low, high, length, low.backward_flops, high.backward_flops)
+    return operations / forward, 2 * operations / backward
+
+
+def optimizer_bandwidth(hardware: Hardware, threads: int) -> float:
+    """Bytes per second, read plus written, of the optimizer pass on `threads` threads (0: all there are)."""
+    known = hardware.optimizer_bandwidth
+    if threads == 0 or not known:
+        return hardware.host_bandwidth
+    if threads <= known[0][0]:
+        return known[0][1] * threads / known[0][0]
+    for (fewer, slow), (more, fast) in pairwise(known):
+        if threads <= more:
+            return slow + (fast - slow) * (threads - fewer) / (more - fewer)
+    return known[-1][1]
+
+
+def duplex_bandwidths(hardware: Hardware) -> tuple[float, float]:
+    """Bytes per second of fetches and of gradients while both are under way."""
+    fetch = hardware.duplex_fetch_bandwidth or hardware.fetch_bandwidth
+    return fetch, hardware.duplex_grad_bandwidth or hardware.grad_bandwidth
+
+
+def _estimated_seconds(hardware: Hardware, precision: Precision, m: int, k: int, n: int) -> float:
+    seconds = 2.0 * m * k * n / product_flops(hardware, precision)
+    if hardware.device_bandwidth is not None:
+        seconds += WEIGHT_NBYTES[precision] * (m * k + k * n + m * n) / hardware.device_bandwidth
+    return max(seconds, hardware.launch_seconds or 0.0)
+
+
+def _between(low: AttentionRate, high: AttentionRate, length: int, slow: float, fast: float) -> float:
+    """The rate at `length`, on a straight line over the logarithm of the length; the nearest beyond both ends."""
+    if low.length >= high.length:
+        return slow
+    share = log(length / low.length) / log(high.length / low.length)
+    return slow + share * (fast - slow)

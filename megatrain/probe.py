@@ -1,0 +1,265 @@
+"""`megatrain probe`: this machine, measured in under a minute, as a `Hardware` value.
+
+Wires what the rooms below can measure: the device (`device.probe`), the disk (`device.probe_disk`), the host's own
+passes (`optim`) and what the operating system grants (`plan.hardware`). The time is dealt out by weights; a stage that
+runs over takes it from those behind it. What was measured, and how, is in `Hardware.sources`. It leaves out saving
+(`plan.machines.save_hardware`), and what a machine sustains for hours.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatrain.device import Device
+from megatrain.device.probe import (
+    attention_rates,
+    copy_bandwidth,
+    copy_rates,
+    elementwise_bandwidth,
+    launch_seconds,
+    product_rates,
+    seconds_in_turn,
+)
+from megatrain.device.probe_disk import disk_speed, refuse_unwritable
+from megatrain.errors import DeviceError
+from megatrain.optim import AdamW, sum_of_squares, update_split
+from megatrain.plan.hardware import (
+    available_disk_nbytes,
+    available_host_nbytes,
+    available_threads,
+    lies_in_memory,
+    pinnable_nbytes,
+    processor_name,
+)
+from megatrain.plan.machines import machine_of_device
+from megatrain.spec import Hardware, Precision
+
+SECONDS = 45.0
+PASS_NBYTES_PER_PARAM = 26
+"""Read plus written by the optimizer pass on a split master with bfloat16 gradients; 14 of them are held."""
+HELD_NBYTES_PER_PARAM = 14
+MOST_PARAMS = 32 << 20
+FILE_NBYTES = 256 << 20
+LEAST_FREE_NBYTES = 64 << 20
+"""With less than that free, a disk is left alone."""
+
+_WEIGHTS = {  # of the time
+    "products bf16": 7.0,
+    "products fp32": 7.0,
+    "attention bf16": 5.0,
+    "attention fp32": 5.0,
+    "device memory": 1.0,
+    "elementwise": 1.0,
+    "launches": 0.5,
+    "copies": 5.0,
+    "optimizer": 6.0,
+    "host memory": 2.0,
+    "disk": 8.0,
+}
+
+
+@dataclass
+class _Clock:
+    """Deals out the seconds that are left by the weights of the stages that are left."""
+
+    ends: float
+    weights: dict[str, float]
+
+    def deal(self, stage: str) -> float:
+        total = sum(self.weights.values())
+        weight = self.weights.pop(stage)
+        return max(0.0, self.ends - time.perf_counter()) * weight / total
+
+
+@dataclass
+class _Findings:
+    """Values of the fields of `Hardware`, and where they are from."""
+
+    say: Callable[[str], None]
+    values: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def note(self, source: str, **values: Any) -> None:
+        self.values |= values
+        self.sources |= dict.fromkeys(values, source)
+
+
+def probe(
+    device: Device, path: Path, seconds: float = SECONDS, say: Callable[[str], None] = lambda line: None
+) -> Hardware:
+    """Measure `device`, its host, and the disk that `path` (a folder that is there, or will be) lies on.
+
+    Takes about `seconds`, telling `say` a line per stage, and leaves nothing behind. Raises `DeviceError` for a
+    simulated device, whose speed is a setting, and for a path that may not be written to.
+    """
+    if device.name.startswith("sim:"):
+        raise DeviceError("is as fast as it is set to be", where=device.name, fix="probe cpu or cuda:0")
+    folder = _existing(path)
+    refuse_unwritable(folder)
+    clock = _Clock(time.perf_counter() + seconds, dict(_WEIGHTS))
+    if device.shares_memory:
+        del clock.weights["copies"]
+    found = _Findings(say)
+    threads = available_threads()
+    _identity(device, threads, found)
+    _capacities(device, folder, found)
+    for precision in ("bf16", "fp32"):
+        _products(device, precision, clock, found)
+        _attention(device, precision, clock, found)
+    _device_memory(device, clock, found)
+    _passes(device, threads, seconds, clock, found)
+    _host_memory(device, clock, found)
+    if not device.shares_memory:
+        _copies(device, clock, found)
+    _disk(folder, seconds, clock, found)
+    return Hardware(**found.values, sources=tuple(found.sources.items()))
+
+
+def _identity(device: Device, threads: int, found: _Findings) -> None:
+    model = getattr(device, "model", "")
+    host = f"{threads} threads of {processor_name()}"
+    when = f"megatrain probe of {device.name}, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}"
+    found.note(when, name=f"{model}, {host}" if model else host, shares_memory=device.shares_memory)
+    known = machine_of_device(model) if model else None
+    if known is not None:
+        stated = {key: getattr(known, key) for key in ("peak_flops", "peak_flops_fp32", "watts")}
+        found.values |= stated
+        origins = dict(known.sources)
+        found.sources |= {key: origins[key] for key in stated if key in origins}
+    found.say(found.values["name"])
+
+
+def _capacities(device: Device, folder: Path, found: _Findings) -> None:
+    host = available_host_nbytes()
+    pinnable = pinnable_nbytes(host)
+    own = host if device.shares_memory else device.free_nbytes()
+    found.note("free when it was probed, within the cgroups' limits", host_nbytes=host)
+    found.note("the host's" if device.shares_memory else "free when it was probed", device_nbytes=own)
+    found.note("the limit on locked memory (RLIMIT_MEMLOCK)", pinnable_nbytes=pinnable)
+    disk = available_disk_nbytes(folder)
+    where = "in host memory (tmpfs): no disk" if lies_in_memory(folder) else "free when it was probed"
+    found.note(f"{folder}: {where}", disk_nbytes=disk)
+    found.say(
+        f"free: {own / 1e9:,.1f} GB on the device, {host / 1e9:,.1f} GB in the host, {disk / 1e9:,.1f} GB on disk"
+    )
+    if lies_in_memory(folder):
+        found.say(f"{folder} lies in host memory, not on a disk: a disk tier there would gain nothing")
+
+
+def _products(device: Device, precision: Precision, clock: _Clock, found: _Findings) -> None:
+    rows = product_rates(device, precision, clock.deal(f"products {precision}"))
+    best = max(row.flops for row in rows[len(rows) // 2 :])  # they go from small to large
+    key = {"bf16": "flops", "fp32": "flops_fp32"}[precision]
+    found.note(f"measured: the fastest of the larger half of {len(rows)} products", **{key: best})
+    found.note("measured", products=(*found.values.get("products", ()), *rows))
+    peak = found.values.get(f"peak_{key}")
+    share = f", {best / peak:.0%} of the datasheet" if peak else ""
+    found.say(f"products {precision}: {best / 1e12:.3g} TFLOP/s at best of {len(rows)} shapes{share}")
+
+
+def _attention(device: Device, precision: Precision, clock: _Clock, found: _Findings) -> None:
+    rows = attention_rates(device, precision, clock.deal(f"attention {precision}"))
+    found.note("measured: PyTorch's own, causal", attention=(*found.values.get("attention", ()), *rows))
+    for row in rows[-1:]:
+        rates = f"{row.forward_flops / 1e12:.3g} forward, {row.backward_flops / 1e12:.3g} backward"
+        found.say(f"attention {precision}: {rates} TFLOP/s at length {row.length}")
+
+
+def _device_memory(device: Device, clock: _Clock, found: _Findings) -> None:
+    bandwidth = copy_bandwidth(device, clock.deal("device memory"))
+    passing = elementwise_bandwidth(device, "bf16", clock.deal("elementwise"))
+    launch = launch_seconds(device, clock.deal("launches"))
+    found.note("measured: a copy within device memory", device_bandwidth=bandwidth)
+    found.note("measured: a layer like Llama's in bf16, without its products", elementwise_bandwidth=passing)
+    found.note("measured: the smallest op, many in a row", launch_seconds=launch)
+    rates = f"{bandwidth / 1e9:,.1f} GB/s copied, {passing / 1e9:,.1f} GB/s kept by elementwise ops"
+    found.say(f"device memory: {rates}; a launch: {launch * 1e6:.1f} us")
+
+
+def _passes(device: Device, threads: int, seconds: float, clock: _Clock, found: _Findings) -> None:
+    """The optimizer pass by thread count, and the norm's."""
+    most = min(MOST_PARAMS, available_host_nbytes() // 8 // HELD_NBYTES_PER_PARAM)
+    numel = max(1 << 16, int(most * min(1.0, seconds / SECONDS)))
+    hi, lo, grad = (np.full(numel, bits, np.uint16) for bits in (0x3F00, 0, 0x3C00))
+    m, v = (np.full(numel, value, np.float32) for value in (1e-4, 1e-6))
+    scalars = AdamW().scalars(lr=1e-3, step=10)
+    segments = [(0, numel, True)]
+
+    def update(count: int) -> Callable[[], None]:
+        return lambda: update_split(hi, lo, m, v, grad, scalars, segments, count)
+
+    update_split(hi[:1], lo[:1], m[:1], v[:1], grad[:1], scalars, [(0, 1, True)])  # compiles, perhaps for seconds
+    sum_of_squares(grad[:1])
+    counts = sorted({threads, *(1 << power for power in range(threads.bit_length()))}, reverse=True)
+    share = clock.deal("optimizer")
+    spent = seconds_in_turn(device, {count: update(count) for count in counts}, share * 0.8, stream="host")
+    rows = tuple(sorted((count, PASS_NBYTES_PER_PARAM * numel / each) for count, each in spent.items()))
+    norm = seconds_in_turn(device, {0: lambda: sum_of_squares(grad, threads)}, share * 0.2, stream="host")[0]
+    found.note(
+        f"measured: AdamW over {numel:,} parameters", optimizer_bandwidth=rows, host_bandwidth=dict(rows)[threads]
+    )
+    found.note(f"measured: {numel:,} bfloat16 gradients", norm_bandwidth=grad.nbytes / norm)
+    by_threads = ", ".join(f"{rate / 1e9:.1f} on {count}" for count, rate in rows)
+    found.say(f"optimizer pass: {by_threads} threads, in GB/s; norm: {grad.nbytes / norm / 1e9:.1f} GB/s")
+
+
+def _host_memory(device: Device, clock: _Clock, found: _Findings) -> None:
+    source = np.ones(min(FILE_NBYTES, available_host_nbytes() // 16), np.uint8)
+    target = np.ones_like(source)
+    share = clock.deal("host memory")
+    spent = seconds_in_turn(device, {0: lambda: np.copyto(target, source)}, share, stream="host")[0]
+    found.note("measured: numpy, one thread", host_copy_bandwidth=source.nbytes / spent)
+    if device.shares_memory:
+        origin = "nothing crosses a bus: a copy within host memory"
+        found.note(origin, fetch_bandwidth=source.nbytes / spent, grad_bandwidth=source.nbytes / spent)
+    found.say(f"host memory: one thread copies {source.nbytes / spent / 1e9:.1f} GB/s")
+
+
+def _copies(device: Device, clock: _Clock, found: _Findings) -> None:
+    rates = copy_rates(device, clock.deal("copies"))
+    kind = "page-locked" if rates.pinned else "pageable (page-locking was refused)"
+    found.note(f"measured: {kind}, alone", fetch_bandwidth=rates.fetch, grad_bandwidth=rates.grad)
+    both = f"measured: {kind}, both ways at once"
+    found.note(both, duplex_fetch_bandwidth=rates.duplex_fetch, duplex_grad_bandwidth=rates.duplex_grad)
+    pageable = {"pageable_fetch_bandwidth": rates.pageable_fetch, "pageable_grad_bandwidth": rates.pageable_grad}
+    found.note("measured: pageable, alone", **pageable)
+    if not rates.pinned:
+        found.note("page-locking was refused", pinnable_nbytes=0)
+        found.say(
+            "host memory may not be page-locked here: copies are slow; see `ulimit -l` and the container's limits"
+        )
+    ways = f"in {rates.fetch / 1e9:.1f}, out {rates.grad / 1e9:.1f}"
+    at_once = f"at once {rates.duplex_fetch / 1e9:.1f} and {rates.duplex_grad / 1e9:.1f}"
+    slow = f"pageable {rates.pageable_fetch / 1e9:.1f} and {rates.pageable_grad / 1e9:.1f}"
+    found.say(f"host and device: {ways}, {at_once}, {slow} GB/s")
+
+
+def _disk(folder: Path, seconds: float, clock: _Clock, found: _Findings) -> None:
+    free = found.values["disk_nbytes"]
+    if free < LEAST_FREE_NBYTES:
+        found.say(f"disk: {free / 1e6:,.0f} MB free in {folder}, too little to measure")
+        return
+    nbytes = int(min(FILE_NBYTES, free // 4) * min(1.0, seconds / SECONDS))
+    speed = disk_speed(folder, nbytes, clock.deal("disk"))
+    best = speed.best
+    how = "direct" if speed.direct else "through the page cache, direct I/O was refused"
+    source = f"measured: {how}, a file of {speed.file_nbytes >> 20} MiB, {speed.written_nbytes >> 20} MiB written"
+    found.note(source, disk_read_bandwidth=best.read_bandwidth, disk_write_bandwidth=best.write_bandwidth)
+    found.note(source, disk_block_nbytes=best.block_nbytes, disk_depth=best.depth, disk_rates=speed.rates)
+    rates = f"{best.read_bandwidth / 1e9:.2f} GB/s read, {best.write_bandwidth / 1e9:.2f} written"
+    found.say(f"disk: {rates}, {best.depth} blocks of {best.block_nbytes >> 10} KiB at once, {how}")
+
+
+def _existing(path: Path) -> Path:
+    """`path`, or the nearest folder above it that is there."""
+    folder = path.expanduser().absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return folder

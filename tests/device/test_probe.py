@@ -1,0 +1,185 @@
+"""What a device is measured to do is finite, within its time, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from math import isfinite
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatrain.device import Device, open_device, probe, probe_disk
+from megatrain.device.cpu import CpuDevice
+from megatrain.device.worker import WorkerStream
+from megatrain.errors import DeviceError, OutOfDeviceMemory
+
+
+@pytest.fixture
+def cpu() -> Iterator[Device]:
+    device = open_device("cpu")
+    yield device
+    device.close()
+
+
+class Accelerator(CpuDevice):
+    """A cpu that copies on threads, to and from memory of its own, as a GPU would, and may not page-lock."""
+
+    name = "accelerator"
+    shares_memory = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[int] = []
+        self._copies = {name: WorkerStream(name) for name in ("fetch", "grad")}
+
+    def stream(self, name: str):  # type: ignore[no-untyped-def]
+        return self._copies.get(name) or super().stream(name)
+
+    def allocate(self, nbytes: int, owner: str) -> torch.Tensor:
+        memory = super().allocate(nbytes, owner)
+        self.held.append(memory.data_ptr())
+        return memory
+
+    def free(self, memory: torch.Tensor, owner: str) -> None:
+        self.held.remove(memory.data_ptr())
+
+    def allocate_host(self, nbytes: int, owner: str) -> torch.Tensor:
+        memory = super().allocate_host(nbytes, owner)
+        self.held.append(memory.data_ptr())
+        return memory
+
+    def free_host(self, memory: torch.Tensor, owner: str) -> None:
+        self.free(memory, owner)
+        super().free_host(memory, owner)
+
+    def free_nbytes(self) -> int:
+        return 4 << 30
+
+    def synchronize(self) -> None:
+        for copies in self._copies.values():
+            copies.drain()
+        super().synchronize()
+
+    def close(self) -> None:
+        for copies in self._copies.values():
+            copies.close()
+        super().close()
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    device = Accelerator()
+    yield device
+    device.close()
+
+
+def test_jobs_take_turns_and_the_slow_are_left_out(cpu: Device) -> None:
+    turns: list[str] = []
+
+    def job(name: str, seconds: float):  # type: ignore[no-untyped-def]
+        return lambda: (turns.append(name), time.sleep(seconds))
+
+    jobs = {name: job(name, seconds) for name, seconds in (("a", 0.002), ("b", 0.004), ("slow", 0.5), ("last", 0.001))}
+    began = time.perf_counter()
+    measured = probe.seconds_in_turn(cpu, jobs, 0.4)
+    assert time.perf_counter() - began < 2
+    assert list(measured) == ["a", "b"]
+    assert 0.002 <= measured["a"] < measured["b"] < 0.1
+    assert "".join(turns).count("ab") >= 2
+    assert "last" not in turns
+
+
+def test_the_first_job_is_measured_however_slow_and_memory_that_runs_out_ends_the_list(cpu: Device) -> None:
+    def too_large() -> None:
+        raise OutOfDeviceMemory("no room")
+
+    sleepy = {"sleepy": lambda: time.sleep(0.05), "too large": too_large}
+    assert list(probe.seconds_in_turn(cpu, sleepy, 0.01)) == ["sleepy"]
+    assert list(probe.seconds_in_turn(cpu, {**sleepy, "last": too_large}, 0.5)) == ["sleepy"]
+    with pytest.raises(OutOfDeviceMemory):
+        probe.seconds_in_turn(cpu, {"too large": too_large}, 0.01)
+
+
+def test_a_cpu_multiplies_attends_copies_and_launches(cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(probe.PRODUCTS, "cpu", [(8, 64, 64), (64, 128, 64), (256, 256, 256)])
+    monkeypatch.setitem(probe.LENGTHS, "cpu", (16, 64))
+    monkeypatch.setitem(probe.COPIED_WITHIN, "cpu", 1 << 20)
+    monkeypatch.setitem(probe.LAYER, "cpu", (32, 64))
+    before = torch.random.get_rng_state()
+    for precision in ("bf16", "fp32"):
+        products = probe.product_rates(cpu, precision, 0.3)
+        assert [(row.m, row.k, row.n) for row in products] == probe.PRODUCTS["cpu"][: len(products)]
+        attention = probe.attention_rates(cpu, precision, 0.3)
+        assert [row.length for row in attention] == [16, 64][: len(attention)]
+        assert products
+        assert attention
+        assert {row.precision for row in (*products, *attention)} == {precision}
+        rates = [row.flops for row in products]
+        rates += [rate for row in attention for rate in (row.forward_flops, row.backward_flops)]
+        assert all(isfinite(rate) and 1e5 < rate < 1e15 for rate in rates)
+        assert 1e6 < probe.elementwise_bandwidth(cpu, precision, 0.05) < 1e13
+    assert 1e7 < probe.copy_bandwidth(cpu, 0.05) < 1e13
+    assert 1e-8 < probe.launch_seconds(cpu, 0.05) < 1e-2
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_what_a_layer_keeps_is_counted_once() -> None:
+    x, y = (torch.ones(8, requires_grad=True) for _ in range(2))
+    assert probe._kept_nbytes(lambda: [x * y, x]) == 3 * 8 * 4
+
+
+def test_copies_go_both_ways_and_all_memory_is_given_back(accelerator: Accelerator) -> None:
+    rates = probe.copy_rates(accelerator, 0.3, piece=1 << 20)
+    assert rates.pinned is False
+    for name in ("fetch", "grad", "duplex_fetch", "duplex_grad", "pageable_fetch", "pageable_grad"):
+        assert 1e6 < getattr(rates, name) < 1e13, name
+    assert accelerator.held == []
+
+
+def test_both_ways_at_once_is_measured_where_both_are_busy() -> None:
+    # One lane copies 10 bytes a second throughout, the other 5 from second 2 to 6.
+    steady = [(float(start), start + 1.0) for start in range(8)]
+    late = [(2.0, 4.0), (4.0, 6.0)]
+    assert probe._shared_rates([steady, late], [10, 10]) == [10, 5]
+    assert probe._shared_rates([steady], [10]) == [10]
+    after = [(8.0, 10.0), (10.0, 12.0)]
+    assert probe._shared_rates([steady, after], [12, 12]) == [8, 2]
+
+
+def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    speed = probe_disk.disk_speed(tmp_path, 16 << 20, 0.4)
+    assert os.listdir(tmp_path) == []
+    assert speed.file_nbytes in (8 << 20, 16 << 20)
+    assert speed.file_nbytes <= speed.written_nbytes <= 17 * speed.file_nbytes
+    assert speed.best in speed.rates
+    assert len({(rate.block_nbytes, rate.depth) for rate in speed.rates}) == len(speed.rates)
+    assert all(1e4 < rate.read_bandwidth < 1e12 and 1e4 < rate.write_bandwidth < 1e12 for rate in speed.rates)
+
+
+def test_where_direct_access_is_refused_the_page_cache_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_flags = probe_disk.fcntl.fcntl
+
+    def refuse(file: int, command: int, flags: int = 0) -> int:
+        if command == probe_disk.fcntl.F_SETFL and flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return int(set_flags(file, command, flags))
+
+    monkeypatch.setattr(probe_disk.fcntl, "fcntl", refuse)
+    speed = probe_disk.disk_speed(tmp_path, 8 << 20, 0.1)
+    assert not speed.direct
+    assert speed.best.read_bandwidth > 0
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_may_not_be_written_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    for measure in (probe_disk.refuse_unwritable, lambda folder: probe_disk.disk_speed(folder, 8 << 20, 0.1)):
+        with pytest.raises(DeviceError, match=r"file: cannot be written .Not a directory"):
+            measure(tmp_path / "file")
+    monkeypatch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(DeviceError, match=r"cannot be written .No space left on device.; give a folder with space"):
+        probe_disk.disk_speed(tmp_path, 8 << 20, 0.1)
+    assert os.listdir(tmp_path) == ["file"]

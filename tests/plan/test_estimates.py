@@ -1,0 +1,99 @@
+"""What the search extrapolates from shallow models and few micro-batches is what the whole replay finds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from bench.shapes import llama_shape
+from megatrain.plan import Question, estimate, examine, find_plan, machine, survey
+from megatrain.spec import ModelSpec, ParamSpec, Policy, UnitSpec
+
+ROOMY = replace(machine("h200"), host_nbytes=10**13, device_nbytes=10**12)
+
+
+def mixed(layers: int, kind: Callable[[int], str]) -> ModelSpec:
+    """A Llama of width 1024 in which some layers are `big` (a wide feed-forward) or see only a `window`."""
+    plain, big = (llama_shape("mixed", layers, 1024, feed_forward=wide, vocabulary=1000) for wide in (3584, 16384))
+    units = list(plain.units)
+    for index in plain.layers:
+        if kind(index) == "big":
+            units[index] = big.units[index]
+        elif kind(index) == "window":
+            units[index] = replace(units[index], profile=replace(units[index].profile, window=256))
+    return replace(plain, units=tuple(units))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        mixed(26, lambda index: ""),
+        mixed(26, lambda index: "big" if index % 4 == 3 else ""),
+        mixed(26, lambda index: "" if index % 6 == 0 else "window"),
+        mixed(20, lambda index: "big" if index > 16 else ""),
+        mixed(20, lambda index: "big" if index == 1 else "window" if index % 2 else ""),
+    ],
+    ids=["alike", "every fourth big", "one in six sees all", "the last big", "three kinds"],
+)
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_kinds_of_layers_count_as_often_as_there_are(model: ModelSpec, activations: str) -> None:
+    question = Question(model, ROOMY, 4 * 8192, 8192)
+    policy = Policy(activations=activations)  # type: ignore[arg-type]
+    guessed, found = estimate(question, policy, 2), examine(question, policy, 2)
+    assert guessed.seconds == pytest.approx(found.seconds, rel=0.01)
+    assert guessed.nbytes["host"] == pytest.approx(found.nbytes["host"], rel=1e-9)
+    assert guessed.nbytes["device"] == pytest.approx(found.nbytes["device"], rel=0.01)
+
+
+def test_many_kinds_of_layers_are_taken_for_one() -> None:
+    units = list(llama_shape("all differ", 12, 256, vocabulary=100).units)
+    for index in range(1, 13):
+        units[index] = UnitSpec(f"layers.{index}", "layer", (ParamSpec(f"w{index}", (256 * index, 256)),))
+    model = replace(llama_shape("all differ", 12, 256, vocabulary=100), units=tuple(units))
+    guessed, found = (tell(Question(model, ROOMY, 64, 64), Policy(), 1) for tell in (estimate, examine))
+    assert guessed.nbytes["host"] == pytest.approx(found.nbytes["host"], rel=0.2)
+
+
+@pytest.mark.parametrize("rows", [5, 7, 23])
+def test_micro_batches_that_stand_for_several_keep_their_size_and_the_total(rows: int) -> None:
+    model = llama_shape("small", 16, 1024, vocabulary=1000)
+    question = Question(model, ROOMY, rows * 2048, 2048)
+    for micro_batch in (1, 2):
+        for policy in (Policy(activations="keep"), Policy()):
+            guessed, found = estimate(question, policy, micro_batch), examine(question, policy, micro_batch)
+            assert guessed.seconds == pytest.approx(found.seconds, rel=0.05)
+            assert guessed.nbytes["device"] == pytest.approx(found.nbytes["device"], rel=0.03)
+
+
+@pytest.mark.parametrize("rows", [5, 11, 24])
+@pytest.mark.parametrize("gigabytes", [5, 7, 12])
+def test_a_plan_that_was_found_to_fit_fits_when_it_is_replayed_whole(rows: int, gigabytes: int) -> None:
+    model = llama_shape("small", 16, 2048, vocabulary=32_000)
+    plan = find_plan(Question(model, ROOMY, rows * 2048, 2048, device_budget_nbytes=gigabytes * 10**9))
+    assert plan.nbytes["device"] <= gigabytes * 10**9
+
+
+def test_a_survey_prices_each_budget_as_a_question_of_its_own() -> None:
+    question = Question(llama_shape("small", 12, 1024, vocabulary=8000), ROOMY, 16 * 1024, 1024)
+    budgets = [{"device": device, "host": 10**13} for device in (10**8, 10**9, 10**11)]
+    found = survey(question, budgets)
+    assert found[0] is None
+    for budget, each in zip(budgets[1:], found[1:], strict=True):
+        assert each is not None
+        assert each.fits(budget)
+        alone = find_plan(replace(question, device_budget_nbytes=budget["device"]))
+        assert each.seconds == pytest.approx(alone.seconds, rel=0.01)
+
+
+def test_a_model_of_120_billion_parameters_is_planned_for_in_two_seconds() -> None:
+    spent = []
+    for turn in range(2):  # under names of their own, so that nothing is remembered from one to the other
+        model = llama_shape(f"120B {turn}", 120, 8704)
+        assert model.numel > 1.15e11
+        began = time.process_time()
+        find_plan(Question(model, machine("b200"), 65_536, 4096))
+        spent.append(time.process_time() - began)
+    assert min(spent) < 2.0
