@@ -8,8 +8,9 @@ micro-batch) alone, so a recomputed layer draws what it drew before, and no sche
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,7 +55,10 @@ class _Current:
     """Sum over target tokens so far, float64 scalar on the device; made by the first LOSS."""
     activations: Activations = field(default_factory=Activations)
     sums: dict[int, UnitSum] = field(default_factory=dict)
+    kept: int = 1
+    """How many last positions the next logits are wanted at; 0 for all."""
     logits: Tensor | None = None
+    """[rows, positions, vocabulary]."""
     loss_is_finite: bool = False
 
 
@@ -89,12 +93,17 @@ class Streamer:
         self._execute(schedule, now)
         return StepResult(self._finite_loss(now) / max(tokens, 1), tokens)
 
-    def next_logits(self, schedule: Schedule, input_ids: Tensor) -> Tensor:
-        """Execute a forward schedule on `input_ids` int64[1, length]; logits after the last, float32[vocabulary]."""
-        now = _Current([{"input_ids": input_ids}], [], None, 0, 0.0)
+    def next_logits(self, schedule: Schedule, inputs: Mapping[str, Any], kept: int = 1) -> Tensor:
+        """Execute a forward schedule on the arguments of a forward, `input_ids` int64[rows, length] among them.
+
+        Returns the logits at the last `kept` positions (0 for all), float32[rows, positions, vocabulary], on the
+        device. A cache among the arguments is filled by the layers as they run.
+        """
+        self.device.synchronize()  # the inputs may come from work that no op waits for
+        now = _Current([inputs], [], None, 0, 0.0, kept=kept)
         self._execute(schedule, now)
         assert now.logits is not None
-        return now.logits[0].float().cpu()
+        return now.logits.float()
 
     def _execute(self, schedule: Schedule, now: _Current) -> None:
         """Walk the schedule. What surrounds the call (autocast, inference mode, random state) neither counts nor
@@ -165,10 +174,10 @@ class Streamer:
             self.device.tidy()  # here memory peaks: what the layers' forward has freed lies about in pieces
         self._reseed(now, unit, micro)
         hidden = now.activations.inputs.pop((unit, micro))
-        flat = hidden.reshape(-1, hidden.shape[-1])
         if now.sink is None:
-            self._loss_only(now, op, held, flat)
+            self._loss_only(now, op, held, hidden)
             return
+        flat = hidden.flatten(0, 1)
         leaves: dict[str, Tensor] = {}
         trained: list[Tensor] = []
         borrowed = self.spec.units[unit].borrows
@@ -217,18 +226,19 @@ class Streamer:
         assert now.loss is not None
         now.loss = now.loss + loss.detach().double()
 
-    def _loss_only(self, now: _Current, op: Op, held: Held, flat: Tensor) -> None:
-        """The loss, or the next logits, without gradients. `flat` [tokens, hidden size]."""
+    def _loss_only(self, now: _Current, op: Op, held: Held, hidden: Tensor) -> None:
+        """The loss, or the next logits, without gradients. `hidden` [batch, length, ...]."""
         weights: dict[str, Tensor] = {}
         for owner in self._head_owners():
             weights |= self._binders[owner].bind(self._weights(op, held, owner))
         if now.targets:
-            chunk = self.policy.loss_chunk_tokens
+            flat, chunk = hidden.flatten(0, 1), self.policy.loss_chunk_tokens
             loss = loss_only(lambda part: self.ported.head(weights, part), flat, now.targets[op.micro], chunk)
             now.loss = loss if now.loss is None else now.loss + loss
             self._balance(now, weights, op.micro)
         else:
-            now.logits = self.ported.head(weights, flat[-1:])
+            last = hidden[:, -now.kept :]
+            now.logits = self.ported.head(weights, last.flatten(0, 1)).view(*last.shape[:2], -1)
 
     def _head_owners(self) -> list[int]:
         """Units whose weights the head uses: the epilogue's own, and the prologue's if it borrows."""

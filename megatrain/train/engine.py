@@ -7,43 +7,39 @@ kept.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 from torch import Tensor, nn
 
 from megatrain.checkpoint import export_model
 from megatrain.device import Device, matmul_flops, open_device
 from megatrain.engine import DTYPES, MicroBatch, Streamer, check_inputs, check_micro_batches
-from megatrain.errors import BatchError, ConfigError, DeviceError, DoesNotFit, ModelError, PlanError
+from megatrain.errors import DeviceError, ModelError, PlanError
 from megatrain.memory import Ledger, Pool, Store
-from megatrain.model import PortedModel, port_model
+from megatrain.model import (
+    FreshSource,
+    ModelSource,
+    PortedModel,
+    PretrainedSource,
+    Progress,
+    Source,
+    freeze_parameters,
+    port_model,
+    refuse_other_kinds,
+    speak,
+)
 from megatrain.optim import AdamW, warm_up
-from megatrain.plan import (
-    available_host_nbytes,
-    available_threads,
-    choose_policy,
-    fit_activations,
-    nearest_that_fits,
-    step_flops,
-)
-from megatrain.schedule import (
-    Schedule,
-    Timeline,
-    build_flush,
-    build_forward,
-    build_step,
-    check,
-    chrome_trace,
-)
-from megatrain.spec import ActivationPlan, ModelSpec, Policy, Precision, Work
+from megatrain.plan import available_threads, choose_policy, step_flops
+from megatrain.schedule import Schedule, Timeline
+from megatrain.spec import ModelSpec, Policy, Precision, Work
+from megatrain.train.schedules import Kind, Schedules, budgets, refuse_contradictions
 from megatrain.train.sink import GradientCollector, OptimizerSink
-
-Kind = Literal["step", "pending step", "forward", "flush"]
+from megatrain.train.trace import Trace
+from megatrain.train.vetted import short_check
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +56,16 @@ class StepOutput:
     stall_seconds: float
 
 
-class _Trace:
-    """Timelines of a few steps, written when they are complete."""
+class EngineOptions(TypedDict, total=False):
+    """Keyword arguments that every way to make an engine takes; `Engine.from_model` explains them."""
 
-    def __init__(self, path: Path, steps: int) -> None:
-        self.path, self.steps = path, steps
-        self._timelines: list[Timeline] = []
-        self._warm = False
-
-    def add(self, timeline: Timeline) -> bool:
-        """One more step; the file is written, and true returned, with the last of them."""
-        if self._warm:
-            self._timelines.append(timeline)
-        self._warm = True
-        if len(self._timelines) < self.steps:
-            return False
-        self.path.write_text(json.dumps(chrome_trace(self._timelines)))
-        return True
+    device: str | Device
+    precision: Precision
+    optimizer: AdamW | None
+    max_grad_norm: float | None
+    policy: Policy | Literal["auto"]
+    seed: int
+    verify: bool
 
 
 class Engine:
@@ -97,11 +86,11 @@ class Engine:
         self.spec: ModelSpec = ported.spec
         self.optimizer, self.max_grad_norm = optimizer, max_grad_norm
         self._ported, self._device = ported, device
-        self._policy, self._fits_activations, self._owns_device = policy, fits_activations, owns_device
-        self._pool = Pool(device, Ledger(_budgets(policy, device), one_memory=policy.shares_memory))
-        self._schedules: dict[tuple[Kind, int, ActivationPlan], Schedule] = {}
+        self._owns_device = owns_device
+        self._pool = Pool(device, Ledger(budgets(policy, device), one_memory=policy.shares_memory))
+        self._schedules = Schedules(self.spec, policy, device, self._pool, fits_activations=fits_activations)
         try:
-            self._schedule(self._main_kind, Work((1,)))
+            self._schedules.get(self._main_kind, Work((1,)))
         except BaseException:
             self._pool.release()
             raise
@@ -111,7 +100,7 @@ class Engine:
         self._streamer = Streamer(ported, device, self._pool, policy, seed)
         self._steps = 0
         self._closed = False
-        self._trace: _Trace | None = None
+        self._trace: Trace | None = None
 
     @classmethod
     def from_model(
@@ -123,41 +112,99 @@ class Engine:
         max_grad_norm: float | None = 1.0,
         policy: Policy | Literal["auto"] = "auto",
         seed: int = 0,
+        verify: bool = True,
     ) -> Engine:
         """An engine that starts from a copy of the weights of a Hugging Face causal language model.
 
-        model: left as it is, and not needed afterwards; its mode (`train()` or `eval()`) decides about dropout.
+        model: left as it is, and not needed afterwards; its mode (`train()` or `eval()`) decides about dropout, and
+        parameters that need no gradient are frozen: they cost neither gradients nor optimizer state.
         device: `cpu`, `cuda:0`, `sim:SEED`, or an open device. precision: `bf16` computes in bfloat16 and keeps
         exact float32 masters; `fp32` does everything in float32. max_grad_norm: clip by the exact global norm, or
         `None` not to. policy: `auto`, or a `Policy` whose precision and clipping agree with the arguments. seed:
-        decides all randomness inside layers.
+        decides all randomness inside layers. verify: at the first meeting of an architecture, compare a small model
+        of its kind with the stock code, and refuse to go on with one that is computed wrong.
 
         Raises `ModelError` for a model that cannot be streamed exactly, `PlanError` for a policy that contradicts
         the other arguments, `DoesNotFit` before anything is allocated, `DeviceError` for an absent device.
         """
+        refuse_other_kinds(model)
+        options: EngineOptions = {"device": device, "precision": precision, "optimizer": optimizer, "policy": policy}
+        options |= {"max_grad_norm": max_grad_norm, "seed": seed, "verify": verify}
+        source = ModelSource(model)  # type: ignore[arg-type]  # everything but a PreTrainedModel has been refused
+        return cls.from_source(source, **options)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str | Path,
+        *,
+        attention: str = "auto",
+        trust_remote_code: bool = False,
+        freeze: Sequence[str] = (),
+        progress: Progress | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> Engine:
+        """An engine over a local folder or a hub name, whose files stream straight into the store, unit by unit.
+
+        attention: kernel by its Hugging Face name, or `auto`, the library's choice for the model. freeze: glob
+        patterns of parameter names. progress: called with (done, total). options: as for `from_model`.
+        Raises what `from_model` raises, and `ModelError` for files that are missing, torn or of another model.
+        """
+        pretrained = PretrainedSource(source, attention=attention, trust_remote_code=trust_remote_code)
+        freeze_parameters(pretrained.model, freeze)
+        return cls.from_source(pretrained, progress=progress, **options)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: str | Path | dict[str, Any],
+        *,
+        attention: str = "auto",
+        trust_remote_code: bool = False,
+        freeze: Sequence[str] = (),
+        progress: Progress | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> Engine:
+        """An engine over a fresh model, initialised by its own initialiser from `seed`, bit-equal to the stock one.
+
+        config: a local folder, a `config.json`, a hub name, or the fields themselves with `model_type` among them.
+        The rest is as for `from_pretrained`.
+        """
+        fresh = FreshSource(config, options.get("seed", 0), attention=attention, trust_remote_code=trust_remote_code)
+        freeze_parameters(fresh.model, freeze)
+        return cls.from_source(fresh, progress=progress, **options)
+
+    @classmethod
+    def from_source(
+        cls, source: Source, *, progress: Progress | None = None, **options: Unpack[EngineOptions]
+    ) -> Engine:
+        """An engine over any source of structure and weights; options and errors as for `from_model`."""
+        precision = options.get("precision", "bf16")
         if precision not in DTYPES:
             raise PlanError(f"precision must be bf16 or fp32, not {precision!r}", where="precision")
-        optimizer = optimizer or AdamW()
+        if options.get("verify", True):
+            short_check(source.model, unverified)
+        device = options.get("device", "cpu")
         opened = open_device(device) if isinstance(device, str) else device
         try:
-            return cls._made(model, opened, precision, optimizer, max_grad_norm, policy, opened is not device, seed)
+            engine = cls._planned(source, opened, options)
         except BaseException:
             if opened is not device:
                 opened.close()
             raise
+        try:
+            source.fill(engine._store, [[param.name for param in unit.params] for unit in engine.spec.units], progress)
+            warm_up()
+        except BaseException:
+            engine.close()
+            raise
+        return engine
 
     @classmethod
-    def _made(
-        cls,
-        model: nn.Module,
-        opened: Device,
-        precision: Precision,
-        optimizer: AdamW,
-        max_grad_norm: float | None,
-        policy: Policy | Literal["auto"],
-        owns_device: bool,
-        seed: int,
-    ) -> Engine:
+    def _planned(cls, source: Source, opened: Device, options: EngineOptions) -> Engine:
+        """The engine, its memory allocated and nothing in it yet."""
+        precision, max_grad_norm = options.get("precision", "bf16"), options.get("max_grad_norm", 1.0)
+        policy, device = options.get("policy", "auto"), options.get("device", "cpu")
         if policy == "auto":
             chosen = choose_policy(
                 precision,
@@ -167,25 +214,17 @@ class Engine:
             )
         else:
             chosen = policy
-            _refuse_contradictions(policy, precision, max_grad_norm, opened)
-        ported = port_model(model, DTYPES[precision])
-        engine = cls(
-            ported,
+            refuse_contradictions(policy, precision, max_grad_norm, opened)
+        return cls(
+            port_model(source.model, DTYPES[precision]),
             opened,
             chosen,
-            optimizer,
+            options.get("optimizer") or AdamW(),
             max_grad_norm,
             fits_activations=policy == "auto",
-            owns_device=owns_device,
-            seed=seed,
+            owns_device=opened is not device,
+            seed=options.get("seed", 0),
         )
-        try:
-            engine._store.load(dict(model.named_parameters()))
-            warm_up()
-        except BaseException:
-            engine.close()
-            raise
-        return engine
 
     # Training -------------------------------------------------------------------------------------------------------
 
@@ -204,7 +243,7 @@ class Engine:
         work = self._work(micro_batches, trains=True)
         if self._sink.pending and len(self._sink.pending) < len(self._sink.trained):
             self.flush()  # what an interrupted step has left
-        schedule = self._schedule("pending step" if self._sink.pending else "step", work)
+        schedule = self._schedules.get("pending step" if self._sink.pending else "step", work)
         self._sink.begin(self.optimizer.lr if lr is None else lr)
         self._device.stalled_seconds()
         result = self._streamer.run(schedule, micro_batches, self._sink, self._steps)
@@ -221,7 +260,7 @@ class Engine:
         work = self._work(micro_batches, trains=True)
         self._settle()
         collector = GradientCollector(self.spec)
-        self._streamer.run(self._schedule("step", work), micro_batches, collector, self._steps)
+        self._streamer.run(self._schedules.get("step", work), micro_batches, collector, self._steps)
         return collector.gradients
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
@@ -229,13 +268,13 @@ class Engine:
         work = self._work(micro_batches)
         self._settle()
         with self._ported.evaluation_mode():
-            return self._streamer.run(self._schedule("forward", work), micro_batches, None).loss
+            return self._streamer.run(self._schedules.get("forward", work), micro_batches, None).loss
 
     def flush(self) -> None:
         """Apply the updates that are pending, if any. Called by everything that reads the weights."""
         self._refuse_closed()
         if self._sink.pending:
-            self._streamer.run(self._schedule("flush", Work((1,))), [], self._sink)
+            self._streamer.run(self._schedules.get("flush", Work((1,))), [], self._sink)
 
     # State ----------------------------------------------------------------------------------------------------------
 
@@ -247,26 +286,59 @@ class Engine:
         self.flush()
         return {name: self._store.master(name) for name in self._store.names()}
 
-    def save_pretrained(self, folder: str | Path) -> Path:
-        """Write a Hugging Face folder with the float32 masters; it appears whole or not at all.
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        *,
+        precision: Precision = "fp32",
+        facts: Mapping[str, str] | None = None,
+        write_more: Callable[[Path], object] | None = None,
+        progress: Progress | None = None,
+    ) -> Path:
+        """Write a Hugging Face folder, streamed unit by unit; it appears whole or not at all.
 
-        Raises `ExportError` when it cannot be written.
+        precision: of the weights, the exact float32 masters or those rounded to bfloat16. facts: name -> what the
+        model card tells about the training. write_more: called with the folder before it appears, for a tokenizer.
+        Raises `ExportError` when it cannot be written; a model that stood there then stays.
         """
         self._settle()
-        return export_model(self._ported, self.master_weights(), folder)
+        more: dict[str, Any] = {"facts": facts or {}, "write_more": write_more, "progress": progress}
+        return export_model(self._ported, self._store.master, folder, precision=precision, **more)
 
-    def next_logits(self, input_ids: Tensor) -> Tensor:
-        """Logits for the token after `input_ids`, int64[1, length]: float32[vocabulary], without dropout.
+    def generate(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, seed: int = 0, **options: Any
+    ) -> Tensor:
+        """Continue `input_ids` int64[rows, length] with the library's own `generate`: int64[rows, length + new].
 
-        Raises `BatchError` for another shape, or ids outside the vocabulary.
+        attention_mask: int64[rows, length], 0 where a shorter prompt is padded, on the left. seed: decides what is
+        drawn; the caller's random state stays as it was. options: what the `generate` of transformers takes, such as
+        `max_new_tokens`, `do_sample`, `temperature`, `num_beams`, `streamer`, `use_cache=False`; defaults are those of
+        the model's generation config. With `return_dict_in_generate=True` it returns what the library then does.
+
+        Without dropout; pending updates are applied first. Each new token streams the weights once. The cache of keys
+        and values lives on the device for the time of the call, and belongs to no entry of the ledger.
+
+        Raises `BatchError` for ids outside the vocabulary and for a text that could outgrow the model's positions,
+        `ConfigError` for an option that the library refuses, `NonFinite` for logits that are not numbers.
         """
-        if input_ids.dim() != 2 or len(input_ids) != 1:
-            raise BatchError(f"input_ids must be [1, length], not {list(input_ids.shape)}", where="next_logits")
-        check_inputs(self.spec, {"input_ids": input_ids, "labels": input_ids}, "next_logits")
+        check_inputs(self.spec, {"input_ids": input_ids, "labels": input_ids}, "generate")
         self._settle()
-        with self._ported.evaluation_mode():
-            schedule = self._schedule("forward", Work((input_ids.numel(),)))
-            return self._streamer.next_logits(schedule, input_ids)
+
+        def last_logits(inputs: Mapping[str, Any], kept: int) -> Tensor:
+            schedule = self._schedules.get("forward", Work((inputs["input_ids"].numel(),)))
+            return self._streamer.next_logits(schedule, inputs, kept)
+
+        with self._ported.evaluation_mode(), self._device.preserved_random_state():
+            self._device.seed(seed)
+            found: Tensor = speak(
+                self._ported, last_logits, self._device.torch_device, input_ids, attention_mask, options
+            )
+        return found
+
+    @property
+    def generation_config(self) -> Any:
+        """The library's `GenerationConfig` that `generate` starts from: the model's own, which may be changed."""
+        return self._ported.skeleton.generation_config
 
     # What it is, and what it takes ------------------------------------------------------------------------------------
 
@@ -277,7 +349,21 @@ class Engine:
     @property
     def policy(self) -> Policy:
         """How the model is streamed, as chosen for the last step that was prepared or run."""
-        return self._policy
+        return self._schedules.policy
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """When the ops of the last run were done, where the device takes times."""
+        return self._streamer.timeline
+
+    def adopt(self, policy: Policy) -> None:
+        """Stream by another policy from now on; no number changes. What is pending is applied first.
+
+        Raises `PlanError` for one that differs in more than slots, shards and activations.
+        """
+        self._settle()
+        self._schedules.adopt(policy)
+        self._streamer.policy = policy
 
     def prepare(self, work: Work) -> Schedule:
         """Choose, build and prove what a step over such work needs, and allocate it; run nothing.
@@ -285,7 +371,7 @@ class Engine:
         Returns the schedule of a step with nothing pending (of a forward pass where nothing trains).
         """
         self._refuse_closed()
-        return self._schedule(self._main_kind, work)
+        return self._schedules.get(self._main_kind, work)
 
     def applied_updates(self) -> dict[str, int]:
         """Unit name -> optimizer updates that its state in host memory has had; pending ones are not counted."""
@@ -314,14 +400,8 @@ class Engine:
 
         The first step from now is left out, since it builds schedules and warms up.
         """
-        target = Path(path)
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.touch()
-        except OSError as error:
-            raise ConfigError(f"cannot be written ({error.strerror})", where=f"trace {target}") from error
+        self._trace = Trace(path, steps)
         self._device.timed = True
-        self._trace = _Trace(target, steps)
 
     def close(self) -> None:
         """Stop the workers and give the memory back; what is pending is dropped with the weights."""
@@ -363,64 +443,7 @@ class Engine:
             raise ModelError("every parameter is frozen", where=f"model {self.spec.name}", fix="freeze fewer of them")
         return check_micro_batches(self.spec, micro_batches)
 
-    def _schedule(self, kind: Kind, work: Work) -> Schedule:
-        """The schedule for this kind of run over this work: built and proven at first, its memory provided each time.
 
-        Ops depend on the number of micro-batches, not on their sizes, so schedules are kept by number.
-        """
-        if self._fits_activations and kind in ("step", "pending step"):
-            self._policy = fit_activations(self.spec, self._policy, work, self._memory_for_activations)
-        key = (kind, work.micro_batches, self._policy.activations)
-        if key not in self._schedules:
-            schedule = _build(kind, self.spec, self._policy, work)
-            check(schedule)
-            self._schedules[key] = schedule
-        try:
-            self._pool.provide(self._schedules[key].buffers.values())
-        except DoesNotFit as error:
-            error.fix = f"{error.fix}; {nearest_that_fits(self.spec, self._policy, work, self._pool.ledger.budgets)}"
-            raise
-        return self._schedules[key]
-
-    @cached_property
-    def _memory_for_activations(self) -> int:
-        """Bytes that were free once the state had been allocated."""
-        return available_host_nbytes() if self._policy.shares_memory else self._device.free_nbytes()
-
-
-def _budgets(policy: Policy, device: Device) -> dict[str, int]:
-    """Bytes by tier: what the policy allows, else what the machine has now."""
-    device_nbytes, host_nbytes = policy.device_budget_nbytes, policy.host_budget_nbytes
-    budgets = {"host": available_host_nbytes() if host_nbytes is None else host_nbytes}
-    if device_nbytes is not None:
-        budgets["device"] = device_nbytes
-    elif not device.shares_memory:
-        budgets["device"] = device.free_nbytes()
-    return budgets
-
-
-def _build(kind: Kind, spec: ModelSpec, policy: Policy, work: Work) -> Schedule:
-    match kind:
-        case "flush":
-            return build_flush(spec, policy)
-        case "forward":
-            return build_forward(spec, policy, work)
-        case "step":
-            return build_step(spec, policy, work)
-        case "pending step":
-            return build_step(spec, policy, work, pending="all")
-
-
-def _refuse_contradictions(policy: Policy, precision: Precision, max_grad_norm: float | None, device: Device) -> None:
-    if policy.precision != precision:
-        raise PlanError(
-            f"precision is {precision!r} but the policy's is {policy.precision!r}", where="policy.precision"
-        )
-    if policy.update == "during_backward" and max_grad_norm is not None:
-        raise PlanError(
-            "an exact global norm is known only after the backward pass",
-            where="policy.update",
-            fix="use update='next_forward', or max_grad_norm=None",
-        )
-    if policy.shares_memory and not device.shares_memory:
-        raise PlanError(f"{device.name} does not compute in host memory", where="policy.shares_memory")
+def unverified(model: nn.Module, device: str, policy: Policy) -> Engine:
+    """An engine to check with, which cannot be checked itself."""
+    return Engine.from_model(model, device, policy.precision, policy=policy, verify=False)

@@ -86,6 +86,18 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
+class Replanned:
+    """Between two steps, another policy was taken up, because measured times say that it is quicker."""
+
+    step: int
+    seconds: float
+    """Of a step as it was, by the measured times."""
+    new_seconds: float
+    changes: str
+    """Fields of the policy, before -> after."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """Training ended after `step` of `steps` steps; fewer than asked for when it was told to stop."""
 
@@ -94,5 +106,5 @@ class Ended:
     elapsed_seconds: float
 
 
-Event = Stepped | Skipped | Evaluated | Sampled | Ended
+Event = Stepped | Skipped | Evaluated | Sampled | Replanned | Ended
 Watcher = Callable[[Event], None]

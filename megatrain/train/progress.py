@@ -8,7 +8,8 @@ what skipped steps cost is in the speeds. Left out: metrics for machines (`metri
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean as mean
@@ -16,12 +17,13 @@ from statistics import fmean as mean
 from rich import box
 from rich.console import Console
 from rich.live import Live
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn
+from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
 from megatrain.spec import ModelSpec, Policy
-from megatrain.train.events import Ended, Evaluated, Event, Sampled, Skipped, Stepped
-from megatrain.train.sample import printable
+from megatrain.train.events import Ended, Evaluated, Event, Replanned, Sampled, Skipped, Stepped
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_COUNT = 12
@@ -55,6 +57,15 @@ def show_plan(
             table.add_row(tier, "total", binary(sum(owners.values())), style="bold")
     console.print(table)
     console.print(Text(LEGEND, style="dim"))
+
+
+@contextmanager
+def loading(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal, nothing elsewhere; gives the function to be called with (done, total)."""
+    columns = TextColumn(what), BarColumn(), TaskProgressColumn()
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def describe_model(spec: ModelSpec) -> str:
@@ -165,6 +176,8 @@ class Progress:
                 self._print(f"step {event.step:,} skipped: {event.reason}", "yellow")
             case Evaluated():
                 self._print(f"step {event.step:,}  validation loss {event.loss:.3f}", "green")
+            case Replanned(_, before, after, changes):
+                self._print(f"replanned by measured times: {before:.3g} s to {after:.3g} s a step ({changes})", "dim")
             case Sampled():
                 text = Text(printable(event.prompt), "dim") + Text(printable(event.text.rstrip()))
                 lines = [Text("  | ", "dim") + line for line in text.split("\n")]
@@ -205,7 +218,12 @@ class Progress:
         self._console.print(Text(text, style), soft_wrap=True)
 
 
-# Numbers -----------------------------------------------------------------------------------------------------------
+# Numbers and text --------------------------------------------------------------------------------------------------
+
+
+def printable(text: str) -> str:
+    """`text` with control characters, which could steer a terminal, replaced; line breaks and tabs stay."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def metric(number: float) -> str:

@@ -48,13 +48,16 @@ class Trainable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Something to do between steps: after every `every` of them (0: never) and after the last."""
+    """Something to do between steps: after every `every` of them (0: never) and the last; or `once`, after one."""
 
     every: int
-    run: Callable[[int], Event]
-    """From the number of steps done to what is to be told."""
+    run: Callable[[int], Event | None]
+    """From the number of steps done to what is to be told, if anything."""
+    once: int | None = None
 
     def is_due(self, step: int, steps: int) -> bool:
+        if self.once is not None:
+            return step == self.once
         return step == steps or (self.every > 0 and step % self.every == 0)
 
 
@@ -116,7 +119,9 @@ def train(
             break
         for task in tasks:
             if task.is_due(done, steps):
-                tell(task.run(done))
+                event = task.run(done)
+                if event is not None:
+                    tell(event)
         ready = clock()
     ended = Ended(done, steps, clock() - began)
     tell(ended)

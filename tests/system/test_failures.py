@@ -177,8 +177,6 @@ def test_what_is_no_causal_language_model_is_refused() -> None:
         Engine.from_model(BertModel(BertConfig(**small)))
     with pytest.raises(ModelError, match="encoder-decoder"):
         Engine.from_model(T5ForConditionalGeneration(T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)))
-    with pytest.raises(ModelError, match="output_router_logits"):
-        Engine.from_model(tiny_model("mixtral", output_router_logits=True))
 
 
 def test_a_closed_engine_says_so_instead_of_hanging() -> None:

@@ -1,0 +1,162 @@
+"""Text from a model folder: what `megatrain generate` does, and how a run's samples are drawn.
+
+The model streams through the engine with every parameter frozen, so no gradient and no optimizer state exists, and a
+model that does not fit the device still speaks. What can be wrong is looked for in the order of its cost: the config,
+the tokenizer, the prompt; the weights are loaded last. Left out: chat templates, and several prompts at once
+(`Engine.generate` takes them).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatrain.data import Tokenizer, load_tokenizer, vocabulary_size
+from megatrain.errors import BatchError, DataError
+from megatrain.model import Progress, TextStream
+from megatrain.model.architecture import read_config
+from megatrain.spec import Precision
+from megatrain.train.engine import Engine
+from megatrain.train.progress import printable
+
+WHERE = "generate"
+
+USUAL_NEW_TOKENS = 200
+"""Most new tokens where the user names no number and the model has room for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spoken:
+    """What was said. `tokens` counts the new ones, an end of text included; `seconds` is from prompt to last token."""
+
+    text: str
+    tokens: int
+    seconds: float
+
+    def summary(self) -> str:
+        """One line: how much, and how fast."""
+        count = "1 token" if self.tokens == 1 else f"{self.tokens:,} tokens"
+        return f"{count} in {self.seconds:.1f} s, {self.tokens / max(self.seconds, 1e-9):.2f} a second"
+
+
+def run_generation(
+    folder: str,
+    prompt: str,
+    heard: Callable[[str], None],
+    *,
+    device: str = "cpu",
+    precision: Precision = "bf16",
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> Spoken:
+    """Continue `prompt` with the model and the tokenizer in `folder`, telling `heard` each piece of new text.
+
+    An empty prompt starts a new text. Special tokens spelled out in the prompt count as such. What `heard` gets can
+    steer no terminal. max_new_tokens: `None` for 200, or for what the model has room for. temperature, top_k, top_p:
+    `None` as the model's own generation config has them; temperature 0 takes the likeliest token each time. seed:
+    decides what is drawn. trust_remote_code: let the model bring code of its own. progress: called with (done, total)
+    while weights are loaded.
+
+    Raises a `MegaTrainError` for whatever is wrong: `ModelError` for the model, `DataError` for the tokenizer,
+    `BatchError` for a prompt that is too long, `ConfigError` for a setting.
+    """
+    config = read_config(folder, where=f"model {folder}", trust_remote_code=trust_remote_code)
+    positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    tokenizer = load_tokenizer(folder)
+    ids = prompt_ids(tokenizer, prompt)
+    tokens = _new_tokens(len(ids), max_new_tokens, positions)
+    pieces: list[str] = []
+
+    def listen(text: str) -> None:
+        pieces.append(printable(text))
+        heard(pieces[-1])
+
+    with Engine.from_pretrained(
+        folder,
+        freeze=("*",),
+        trust_remote_code=trust_remote_code,
+        progress=progress,
+        device=device,
+        precision=precision,
+    ) as engine:
+        began = time.perf_counter()
+        new = draw_ids(
+            engine,
+            tokenizer,
+            ids,
+            tokens=tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            streamer=TextStream(tokenizer, listen),
+        )
+        return Spoken("".join(pieces), len(new), time.perf_counter() - began)
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """The prompt as the tokenizer itself would begin a text with it, one token at least."""
+    try:
+        ids: list[int] = tokenizer(prompt)["input_ids"]
+    except (TypeError, UnicodeEncodeError) as error:  # what it says to a lone surrogate
+        raise DataError("the prompt is not Unicode text", where=WHERE, fix="remove the lone surrogate") from error
+    if ids:
+        return ids
+    start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    if start is None:
+        raise DataError("the prompt is empty, and the tokenizer has no token that starts a text", where=WHERE)
+    return [start]
+
+
+def draw_ids(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    ids: Sequence[int],
+    *,
+    tokens: int,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    streamer: TextStream | None = None,
+) -> list[int]:
+    """Up to `tokens` ids that follow `ids`; the last may be one that ends a text.
+
+    Ids that the tokenizer does not know are not drawn, for a model may have more logits than its tokenizer tokens.
+    temperature, top_k, top_p: `None` as the model's own generation config has them; temperature 0 takes the likeliest.
+    """
+    own = engine.generation_config.eos_token_id
+    stops = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id} - {None}
+    options: dict[str, Any] = {"eos_token_id": sorted(stops) or None, "streamer": streamer}
+    options["pad_token_id"] = min(stops, default=0)  # never used: one row has no padding
+    if unknown := range(vocabulary_size(tokenizer), engine.spec.vocab_size):
+        options["suppress_tokens"] = list(unknown)
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    if temperature == 0:
+        options["do_sample"] = False
+    elif chosen := {name: value for name, value in given.items() if value is not None}:
+        options |= {"do_sample": True, **chosen}
+    found = engine.generate(torch.tensor([ids]), seed=seed, max_new_tokens=tokens, **options)
+    new: list[int] = found[0, len(ids) :].tolist()
+    return new
+
+
+def _new_tokens(length: int, wanted: int | None, positions: int | None) -> int:
+    """How many new tokens at most, for a prompt of `length`."""
+    if positions is None:
+        return USUAL_NEW_TOKENS if wanted is None else wanted
+    room = positions - length
+    if room < 1 or room < (wanted or 0):
+        what = f"a prompt of {length:,} tokens" + (f" and {wanted:,} new ones" if wanted and room > 0 else "")
+        fix = f"ask for {room:,} new ones at most" if room > 0 else "use a shorter prompt"
+        raise BatchError(f"{what}, and the model has {positions:,} positions", where=WHERE, fix=fix)
+    return min(USUAL_NEW_TOKENS, room) if wanted is None else wanted

@@ -1,0 +1,113 @@
+"""The schedules of one engine: built and proven at the first need, kept, and their memory provided each time.
+
+Ops depend on the number of micro-batches, not on their sizes, so schedules are kept by number. The activation plan may
+be left to the work of each step; nothing that a step computes depends on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import cached_property
+from typing import Literal
+
+from megatrain.device import Device
+from megatrain.errors import DoesNotFit, PlanError
+from megatrain.memory import Pool
+from megatrain.plan import available_host_nbytes, fit_activations, nearest_that_fits
+from megatrain.schedule import Schedule, build_flush, build_forward, build_step, check
+from megatrain.spec import ModelSpec, Policy, Precision, Work
+
+FREE = ("weight_slots", "grad_slots", "shard_nbytes", "activations", "host_threads")
+"""Fields of a policy that no number depends on, and that may change between steps."""
+
+Kind = Literal["step", "pending step", "forward", "flush"]
+
+
+class Schedules:
+    """What an engine walks, by kind of run and number of micro-batches. `policy` is that of the last one asked for."""
+
+    def __init__(self, spec: ModelSpec, policy: Policy, device: Device, pool: Pool, *, fits_activations: bool) -> None:
+        self.spec, self.policy = spec, policy
+        self.known: dict[tuple[Kind, int, Policy], Schedule] = {}
+        self._device, self._pool, self._fits_activations = device, pool, fits_activations
+
+    def get(self, kind: Kind, work: Work) -> Schedule:
+        """The schedule for this kind of run over this work, its memory allocated.
+
+        Raises `DoesNotFit`, before anything is allocated, with the nearest policy that would fit.
+        """
+        if self._fits_activations and kind in ("step", "pending step"):
+            self.policy = fit_activations(self.spec, self.policy, work, self._memory_for_activations)
+        key = (kind, work.micro_batches, self.policy)
+        if key not in self.known:
+            schedule = _build(kind, self.spec, self.policy, work)
+            check(schedule)
+            self.known[key] = schedule
+        try:
+            self._pool.provide(self.known[key].buffers.values())
+        except DoesNotFit as error:
+            error.fix = f"{error.fix}; {nearest_that_fits(self.spec, self.policy, work, self._pool.ledger.budgets)}"
+            raise
+        return self.known[key]
+
+    def adopt(self, policy: Policy) -> None:
+        """Another policy from now on, whose memory is provided with its first schedule; the old slots are given back.
+
+        Raises `PlanError` for a difference that would change numbers or the state's place.
+        """
+        for field in fields(Policy):
+            before, after = getattr(self.policy, field.name), getattr(policy, field.name)
+            if before != after and field.name not in FREE:
+                raise PlanError(f"cannot be changed under way ({before} to {after})", where=f"policy.{field.name}")
+        self.policy, self._fits_activations = policy, False
+        self._pool.keep_state()
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self.known.clear()
+
+    @cached_property
+    def _memory_for_activations(self) -> int:
+        """Bytes that were free once the state had been allocated."""
+        return available_host_nbytes() if self.policy.shares_memory else self._device.free_nbytes()
+
+
+def budgets(policy: Policy, device: Device) -> dict[str, int]:
+    """Bytes by tier: what the policy allows, else what the machine has now."""
+    device_nbytes, host_nbytes = policy.device_budget_nbytes, policy.host_budget_nbytes
+    found = {"host": available_host_nbytes() if host_nbytes is None else host_nbytes}
+    if device_nbytes is not None:
+        found["device"] = device_nbytes
+    elif not device.shares_memory:
+        found["device"] = device.free_nbytes()
+    return found
+
+
+def _build(kind: Kind, spec: ModelSpec, policy: Policy, work: Work) -> Schedule:
+    match kind:
+        case "flush":
+            return build_flush(spec, policy)
+        case "forward":
+            return build_forward(spec, policy, work)
+        case "step":
+            return build_step(spec, policy, work)
+        case "pending step":
+            return build_step(spec, policy, work, pending="all")
+
+
+def refuse_contradictions(policy: Policy, precision: Precision, max_grad_norm: float | None, device: Device) -> None:
+    """Raise `PlanError` for a policy that the other arguments rule out, or that only describes another system."""
+    if policy.precision != precision:
+        raise PlanError(
+            f"precision is {precision!r} but the policy's is {policy.precision!r}", where="policy.precision"
+        )
+    if policy.update == "after_backward" or policy.masters == "whole":
+        raise PlanError("describes another system, for comparison", where="policy", fix="use update='next_forward'")
+    if policy.update == "during_backward" and max_grad_norm is not None:
+        raise PlanError(
+            "an exact global norm is known only after the backward pass",
+            where="policy.update",
+            fix="use update='next_forward', or max_grad_norm=None",
+        )
+    if policy.shares_memory and not device.shares_memory:
+        raise PlanError(f"{device.name} does not compute in host memory", where="policy.shares_memory")
