@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from megatrain.errors import ConfigError, MegaTrainError
 
-USER_ERROR, INTERRUPTED = 2, 130
+USER_ERROR, MISMATCH, INTERRUPTED = 2, 1, 130
 
 # The base of what a malformed command raises, which typer does not export by name: ClickException.
 _MalformedCommand: type[Exception] = typer.BadParameter.__mro__[2]
@@ -73,6 +73,126 @@ def _train(
     from megatrain.run import run_training
 
     run_training(checked, Console(highlight=False))
+
+
+Remote = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
+Attention = Annotated[str, typer.Option(help="Attention kernel: auto, sdpa, eager, flash_attention_2, ...")]
+DeviceName = Annotated[str, typer.Option(help="cpu, cuda:0 or sim:SEED.")]
+
+
+@app.command("verify")
+def _verify(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder, hub name or config.json.")],
+    attention: Attention = "auto",
+    trust_remote_code: Remote = False,
+) -> None:
+    """Compare a small model of the same kind, in the engine, with the stock code: loss and every gradient."""
+    _quiet_threads()
+    from rich.console import Console
+
+    from megatrain.verification import run_verification
+
+    if not run_verification(model, Console(highlight=False), attention=attention, trust_remote_code=trust_remote_code):
+        raise typer.Exit(MISMATCH)
+
+
+@app.command("generate")
+def _generate(
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Model folder or hub name.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue; empty starts a new one.")] = "",
+    device: DeviceName = "cpu",
+    precision: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens to draw; 200 by default.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=0, help="Draw among this many likeliest tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Draw among these likeliest shares.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Decides what is drawn.")] = 0,
+    trust_remote_code: Remote = False,
+) -> None:
+    """Continue a text with a model that streams through the device, whatever its size."""
+    _quiet_threads()
+    from rich.console import Console
+
+    from megatrain.generation import run_generation
+    from megatrain.train.progress import loading
+
+    if precision not in ("bf16", "fp32"):
+        raise ConfigError(f"{precision!r} is no precision", where="--precision", fix="use bf16 or fp32")
+    with loading(Console(stderr=True), "loading the model") as progress:
+        spoken = run_generation(
+            folder,
+            prompt,
+            lambda text: typer.echo(text, nl=False),
+            device=device,
+            precision="bf16" if precision == "bf16" else "fp32",
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            trust_remote_code=trust_remote_code,
+            progress=progress,
+        )
+    typer.echo("")
+    typer.echo(spoken.summary(), err=True)
+
+
+@app.command("export")
+def _export(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Model folder, run folder or hub name.")],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="Folder to write.")],
+    precision: Annotated[str, typer.Option(help="Of the weights: bf16 or fp32.")] = "bf16",
+    trust_remote_code: Remote = False,
+) -> None:
+    """Write a model as a Hugging Face folder, unit by unit; it appears whole or not at all."""
+    _quiet_threads()
+    from rich.console import Console
+
+    from megatrain.conversion import run_export
+    from megatrain.train.progress import loading
+
+    if precision not in ("bf16", "fp32"):
+        raise ConfigError(f"{precision!r} is no precision", where="--precision", fix="use bf16 or fp32")
+    with loading(Console(stderr=True), "writing the model") as progress:
+        written = run_export(
+            source,
+            target,
+            precision="bf16" if precision == "bf16" else "fp32",
+            trust_remote_code=trust_remote_code,
+            progress=progress,
+        )
+    typer.echo(str(written))
+
+
+@app.command("probe")
+def _probe(
+    device: DeviceName = "cpu",
+    path: Annotated[str, typer.Option(help="Folder on the disk to measure, a run's own say.")] = ".",
+    output: Annotated[str, typer.Option(help="Hardware file to write.")] = "~/.cache/megatrain/hardware.json",
+    seconds: Annotated[float, typer.Option(min=1.0, help="Time to take.")] = 45.0,
+) -> None:
+    """Measure this machine in under a minute; `plan` and `train` use what is found."""
+    _quiet_threads()
+    from pathlib import Path
+
+    from megatrain.device import open_device
+    from megatrain.plan import save_hardware
+    from megatrain.probe import probe
+
+    target = Path(output).expanduser()
+    opened = open_device(device)
+    try:
+        hardware = probe(opened, Path(path).expanduser(), seconds, say=typer.echo)
+    finally:
+        opened.close()
+    save_hardware(hardware, target)
+    typer.echo(f"{target}: {hardware.name}")
+
+
+def _quiet_threads() -> None:
+    from megatrain.config import let_idle_threads_sleep
+
+    let_idle_threads_sleep()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

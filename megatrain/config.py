@@ -50,6 +50,10 @@ Betas = Annotated[tuple[Fraction, Fraction], Strict(False)]
 Names = Annotated[tuple[str, ...], Strict(False), BeforeValidator(_as_list)]
 
 
+USUAL_ROWS = 8
+"""Windows of a step where the user names no number."""
+
+
 class Section(BaseModel):
     """What all parts of the tree have in common."""
 
@@ -63,6 +67,12 @@ class ModelSection(Section):
     """Folder or hub name of the model to go on from. Give this or `config`."""
     config: str | dict[str, Any] | None = None
     """Fresh model: the fields of its Hugging Face configuration, `model_type` among them, or a file that holds them."""
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = "auto"
+    """Attention kernel; auto is what the library chooses for the model, and the plan says which."""
+    trust_remote_code: bool = False
+    """Whether to run code that comes with the model."""
+    verify: bool = True
+    """Whether to compare a small model of its kind with the stock code when an architecture is first met."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSection:
@@ -89,10 +99,12 @@ class DataSection(Section):
 class TrainSection(Section):
     steps: PositiveInt
     """Optimizer steps of the run."""
-    micro_batch: PositiveInt = 1
-    """Windows that the device computes at once."""
-    micro_batches: PositiveInt = 1
-    """Micro-batches of a step: a step sees micro_batch x micro_batches windows."""
+    windows_per_step: PositiveInt | None = None
+    """Windows that a step sees; 8 where this and the two below are all left open."""
+    micro_batch: PositiveInt | None = None
+    """Windows that the device computes at once; null is for the plan to choose."""
+    micro_batches: PositiveInt | None = None
+    """Micro-batches of a step, which sees micro_batch x micro_batches windows; null is for the plan to choose."""
     lr: NonNegativeFloat = 3e-4
     """Peak learning rate."""
     lr_schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
@@ -111,6 +123,8 @@ class TrainSection(Section):
     """Decoupled weight decay, per unit of learning rate."""
     no_decay: Names = ("*norm*", "*.bias")
     """Glob patterns of parameter names that do not decay."""
+    freeze: Names = ()
+    """Glob patterns of parameters that stay as they are; they cost no gradient and no optimizer state."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Global norm that the gradient is clipped to, exactly; null does not clip."""
     precision: Literal["bf16", "fp32"] = "bf16"
@@ -119,6 +133,8 @@ class TrainSection(Section):
     """cpu, cuda:0, or sim:SEED (CPU arithmetic behind a hostile simulated accelerator)."""
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     """Decides fresh weights, the order of the data, dropout and samples."""
+    hardware: str | None = None
+    """What the plan is made for: a file of `megatrain probe` or a described machine; null is this machine."""
     eval_every: NonNegativeInt = 100
     """Steps between measurements of the validation loss; 0 measures it at the end only."""
     eval_batches: PositiveInt = 16
@@ -137,6 +153,27 @@ class TrainSection(Section):
     """Steps between lines of progress where the output is not a terminal, and what speeds are averaged over."""
     nonfinite_limit: PositiveInt = 3
     """Steps in a row with a loss or gradient that is not finite, each skipped, after which the run stops."""
+
+    @model_validator(mode="after")
+    def _agreeing_sizes(self) -> TrainSection:
+        rows, size, count = self.windows_per_step, self.micro_batch, self.micro_batches
+        divides = rows is None or all(part is None or rows % part == 0 for part in (size, count))
+        if not divides or (rows and size and count and rows != size * count):
+            raise ValueError(f"windows_per_step={rows} is not micro_batch={size} x micro_batches={count}")
+        return self
+
+    @property
+    def rows(self) -> int:
+        """Windows of a step."""
+        pinned = None if self.micro_batch is None and self.micro_batches is None else (self.micro_batch or 1)
+        return self.windows_per_step or (USUAL_ROWS if pinned is None else pinned * (self.micro_batches or 1))
+
+    @property
+    def pinned_micro_batch(self) -> int | None:
+        """Windows of a micro-batch where the keys decide it, `None` where the plan does."""
+        if self.micro_batch is None and self.micro_batches is None:
+            return None
+        return self.micro_batch or self.rows // (self.micro_batches or 1)
 
 
 class PolicySection(Section):
@@ -174,6 +211,8 @@ class OutputSection(Section):
     """Run folder: resolved configuration, metrics, and the trained model in `model/`."""
     overwrite: bool = False
     """Whether to train into a folder that holds a finished run; its model is replaced when the new one is whole."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Of the weights in `model/`: the exact masters, or those rounded to bfloat16."""
     tensorboard: bool = True
     """Whether to write TensorBoard events too."""
     verify_export: bool = True

@@ -17,8 +17,9 @@ import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -40,21 +41,25 @@ from megatrain.data import (
 )
 from megatrain.data.tokenizer import encode_text, end_of_text_id
 from megatrain.device import Device, open_device
+from megatrain.engine import DTYPES
 from megatrain.errors import ConfigError, ExportError
-from megatrain.model import causal_lm_from_config, load_causal_lm
+from megatrain.generation import draw_ids
+from megatrain.model import FreshSource, PretrainedSource, Source, freeze_parameters, load_causal_lm, port_model
 from megatrain.optim import AdamW, lr_schedule
-from megatrain.plan import available_threads, choose_policy
-from megatrain.spec import Policy, Work
+from megatrain.plan import Plan, Question, available_threads, find_plan
+from megatrain.preflight import Replanner, this_machine
 from megatrain.train.engine import Engine
 from megatrain.train.events import Evaluated, Sampled, Watcher
 from megatrain.train.metrics import JsonLines, TensorBoard
-from megatrain.train.progress import Progress, describe_model, show_plan
-from megatrain.train.sample import draw_ids
+from megatrain.train.progress import Progress, describe_model, loading, show_plan
 from megatrain.train.stop import StopSignals
 from megatrain.train.trainer import Task, train
 
 VERIFIED_PARAMETERS = 10**9
 """A saved model below this size is loaded again and its loss compared."""
+
+WARM_UP = 3
+"""Steps after which measured times are compared with the plan's."""
 
 TOLERANCE = {"bf16": 1e-2, "fp32": 1e-4}
 """Relative difference of two losses that rounding explains: two programs sum in two orders."""
@@ -72,22 +77,28 @@ def run_training(config: Config, console: Console) -> Path:
         device = open_device(config.train.device)
         stack.callback(device.close)
         tokenizer = load_tokenizer(config.tokenizer)
-        corpus, model = _corpus_and_model(config, tokenizer, console)
-        engine = stack.enter_context(
-            Engine.from_model(
-                model,
-                device=device,
-                precision=config.train.precision,
-                optimizer=optimizer,
-                max_grad_norm=config.train.max_grad_norm,
-                policy=_policy(config, device),
-                seed=config.train.seed,
+        source = _source(config)
+        vocabulary = _check_limits(config, tokenizer, source.model)
+        plan = _plan(config, source, device, console)
+        config = _resolved(config, plan)
+        corpus = _corpus(config, plan, tokenizer, vocabulary, console)
+        with loading(console, "loading the model") as progress:
+            engine = stack.enter_context(
+                Engine.from_source(
+                    source,
+                    progress=progress,
+                    device=device,
+                    precision=config.train.precision,
+                    optimizer=optimizer,
+                    max_grad_norm=config.train.max_grad_norm,
+                    policy=plan.policy,
+                    seed=config.train.seed,
+                    verify=config.model.verify,
+                )
             )
-        )
-        del model  # the engine has its own copy
         if config.trace is not None:
             engine.trace(config.trace)
-        _show(config, engine, corpus, console)
+        _show(config, engine, corpus, plan, console)
         watchers = _watchers(config, folder, stack, console)
         stop = stack.enter_context(StopSignals())
         train(
@@ -96,11 +107,11 @@ def run_training(config: Config, console: Console) -> Path:
             steps=config.train.steps,
             lr=lr,
             watchers=watchers,
-            tasks=_tasks(config.train, engine, corpus, tokenizer),
+            tasks=[Task(0, Replanner(engine, plan), once=WARM_UP), *_tasks(config.train, engine, corpus, tokenizer)],
             nonfinite_limit=_nonfinite_limit(config.train, engine),
             should_stop=lambda: stop.requested,
         )
-        saved = _save(engine, tokenizer, folder / "model")
+        saved = _save(config, engine, tokenizer, folder / "model")
         if config.output.verify_export and engine.spec.numel < VERIFIED_PARAMETERS:
             _verify(config, engine, corpus.validation[0], saved, console)
     _say_where(folder, console)
@@ -148,39 +159,38 @@ def _learning_rate(train: TrainSection) -> Callable[[int], float]:
     return lambda step: train.lr * schedule.multiplier(step)
 
 
-def _corpus_and_model(config: Config, tokenizer: Tokenizer, console: Console) -> tuple[_Corpus, Any]:
-    """The data, cut for the model, and the model: a Hugging Face one with float32 weights in host memory."""
-    data, size = config.data, config.train.micro_batch
+def _corpus(config: Config, plan: Plan, tokenizer: Tokenizer, vocabulary: int, console: Console) -> _Corpus:
+    """The data, cut for the model and for the plan's micro-batches."""
+    data, size = config.data, plan.micro_batch
     with console.status("preparing the text"):
         file = prepare_tokens(data.sources, tokenizer, cache=Path(data.cache).expanduser(), pattern=data.pattern)
-    with console.status("loading the model"):
-        model = _model(config)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    _check_limits(config, tokenizer, vocabulary, _positions(model))
     windows = pack(file, window=data.window, vocab_size=vocabulary)
     training, held_out = split_windows(windows, data.validation_fraction)
     batches = config.train.eval_batches if held_out else 1
     validation = list(evaluation_batches(held_out or training, size, limit=batches * size))
-    loader = Loader(training, micro_batch=size, micro_batches=config.train.micro_batches, seed=config.train.seed)
+    loader = Loader(training, micro_batch=size, micro_batches=plan.work.micro_batches, seed=config.train.seed)
     held = f"{len(held_out):,} held out" if held_out else "none held out"
     cut = f"{len(windows):,} of {data.window:,} tokens, {held}; {unused_tokens(windows):,} tokens unused"
-    return _Corpus(loader, validation, held_out is not None, [("data", describe_tokens(file)), ("windows", cut)]), model
+    facts = [("data", describe_tokens(file)), ("windows", cut)]
+    return _Corpus(loader, validation, held_out is not None, facts)
 
 
-def _model(config: Config) -> Any:
-    if config.model.path is not None:
-        return load_causal_lm(config.model.path)
-    assert config.model.config is not None  # `Config` has seen to it
-    return causal_lm_from_config(config.model.config, config.train.seed)
+def _source(config: Config) -> Source:
+    model = config.model
+    how: dict[str, Any] = {"attention": model.attention, "trust_remote_code": model.trust_remote_code}
+    source: Source
+    if model.path is not None:
+        source = PretrainedSource(model.path, **how)
+    else:
+        assert model.config is not None  # `Config` has seen to it
+        source = FreshSource(model.config, config.train.seed, **how)
+    freeze_parameters(source.model, config.train.freeze)
+    return source
 
 
-def _positions(model: Any) -> int | None:
-    """How many positions the model knows, if its configuration says so."""
-    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return limit
-
-
-def _check_limits(config: Config, tokenizer: Tokenizer, vocabulary: int, positions: int | None) -> None:
+def _check_limits(config: Config, tokenizer: Tokenizer, model: Any) -> int:
+    """The model's vocabulary. Raises `ConfigError` where tokenizer or window do not go with the model."""
+    vocabulary: int = model.get_input_embeddings().weight.shape[0]
     needed = vocabulary_size(tokenizer)
     if needed > vocabulary:
         raise ConfigError(
@@ -188,38 +198,61 @@ def _check_limits(config: Config, tokenizer: Tokenizer, vocabulary: int, positio
             where="data.tokenizer",
             fix=f"use the model's own tokenizer, or set model.config.vocab_size={needed} for a fresh model",
         )
-    if positions is not None and config.data.window > positions:
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or -1
+    if 0 < positions < config.data.window:
         raise ConfigError(
             f"a window of {config.data.window:,} tokens, and the model has {positions:,} positions",
             where="data.window",
             fix=f"set data.window={positions} or less",
         )
+    return vocabulary
 
 
-def _policy(config: Config, device: Device) -> Policy | Literal["auto"]:
-    """`auto`, or the policy that would be chosen with the pinned fields in place."""
-    if not config.policy.pinned:
-        return "auto"
-    chosen = choose_policy(
-        config.train.precision,
-        shares_memory=device.shares_memory,
-        clips=config.train.max_grad_norm is not None,
-        host_threads=available_threads(),
-    )
-    return replace(chosen, **config.policy.pinned)
+def _plan(config: Config, source: Source, device: Device, console: Console) -> Plan:
+    """How to run it on this machine. Raises `DoesNotFit` before anything is allocated."""
+    train = config.train
+    with console.status("planning"):
+        spec = port_model(source.model, DTYPES[train.precision]).spec
+        if not spec.trained_numel:
+            raise ConfigError("freezes every parameter", where="train.freeze", fix="freeze fewer of them")
+        pinned = dict(config.policy.pinned)
+        budgets = {name: pinned.pop(name, None) for name in ("device_budget_nbytes", "host_budget_nbytes")}
+        pinned.setdefault("host_threads", available_threads())
+        if train.pinned_micro_batch is not None:
+            pinned["micro_batch"] = train.pinned_micro_batch
+        question = Question(
+            spec,
+            this_machine(device, train.precision, train.hardware),
+            tokens_per_step=train.rows * config.data.window,
+            length=config.data.window,
+            precision=train.precision,
+            clips=train.max_grad_norm is not None,
+            pinned=pinned,
+            **budgets,
+        )
+        plan = find_plan(question)
+    return replace(plan, policy=replace(plan.policy, **budgets))
 
 
-def _show(config: Config, engine: Engine, corpus: _Corpus, console: Console) -> None:
-    train, window = config.train, config.data.window
-    tokens = train.micro_batch * window
-    batches = "1 micro-batch" if train.micro_batches == 1 else f"{train.micro_batches} micro-batches"
+def _resolved(config: Config, plan: Plan) -> Config:
+    """The configuration with the sizes that the plan has chosen, so that the saved one repeats the run."""
+    sizes = {"micro_batch": plan.micro_batch, "micro_batches": plan.work.micro_batches}
+    return config.model_copy(update={"train": config.train.model_copy(update=sizes)})
+
+
+def _show(config: Config, engine: Engine, corpus: _Corpus, plan: Plan, console: Console) -> None:
+    train, count = config.train, plan.work.micro_batches
+    batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
+    speed = f"{plan.seconds:.3g} s a step, {plan.tokens_per_second:,.0f} tokens/s"
     facts = [
         ("model", describe_model(engine.spec)),
+        ("attention", engine.spec.attention),
         *corpus.facts,
-        ("step", f"{batches} of {train.micro_batch} windows, {tokens * train.micro_batches:,} tokens"),
+        ("step", f"{batches} of {plan.micro_batch} windows, {sum(plan.work.tokens):,} tokens"),
         ("device", f"{train.device}, {engine.peak_flops() / 1e12:.2f} TFLOP/s measured in {train.precision}"),
+        ("prediction", f"{speed} on {plan.question.hardware.name}"),
     ]
-    engine.prepare(Work((tokens,) * train.micro_batches))
+    engine.prepare(plan.work)
     show_plan(console, facts, engine.memory_table(), engine.policy)
 
 
@@ -249,19 +282,25 @@ def _tasks(train: TrainSection, engine: Engine, corpus: _Corpus, tokenizer: Toke
 
 
 def _sample(train: TrainSection, engine: Engine, corpus: _Corpus, tokenizer: Tokenizer, step: int) -> Sampled:
-    end = end_of_text_id(tokenizer)
-    ids = draw_ids(
-        engine.next_logits,
-        [end, *encode_text(tokenizer, train.sample_prompt).tolist()],
-        tokens=train.sample_tokens,
-        allowed=vocabulary_size(tokenizer),
-        stop_id=end,
-        context=corpus.loader.windows.window,
-        temperature=train.sample_temperature,
-        top_k=train.sample_top_k,
-        seed=train.seed,
-    )
-    return Sampled(step, train.sample_prompt, str(tokenizer.decode(ids)))
+    """Text that the model continues. Where the window is full it goes on from its second half."""
+    end, window = end_of_text_id(tokenizer), corpus.loader.windows.window
+    ids = [end, *encode_text(tokenizer, train.sample_prompt).tolist()]
+    drawn: list[int] = []
+    while len(drawn) < train.sample_tokens and drawn[-1:] != [end]:
+        seen = [*ids, *drawn]
+        seen = seen if len(seen) < window else seen[-max(1, window // 2) :]
+        drawn += draw_ids(
+            engine,
+            tokenizer,
+            seen,
+            tokens=max(1, min(train.sample_tokens - len(drawn), window - len(seen))),
+            temperature=train.sample_temperature,
+            top_k=train.sample_top_k,
+            top_p=1.0,
+            seed=train.seed + len(drawn),
+        )
+    said = drawn[:-1] if drawn[-1:] == [end] else drawn
+    return Sampled(step, train.sample_prompt, str(tokenizer.decode(said)))
 
 
 def _nonfinite_limit(train: TrainSection, engine: Engine) -> int:
@@ -272,22 +311,20 @@ def _nonfinite_limit(train: TrainSection, engine: Engine) -> int:
 # After training ----------------------------------------------------------------------------------------------------
 
 
-def _save(engine: Engine, tokenizer: Tokenizer, target: Path) -> Path:
-    """Write model and tokenizer beside `target` and move them there when they are whole."""
-    staging, old = target.with_name(".model.part"), target.with_name(".model.old")
-    try:
-        for leftover in (staging, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        engine.save_pretrained(staging)
-        tokenizer.save_pretrained(staging)
-        if target.exists():
-            target.rename(old)
-        staging.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
-        what = f"cannot be written ({error.strerror or error})"
-        raise ExportError(what, where=str(target), fix="check space and permissions") from error
-    return target
+def _save(config: Config, engine: Engine, tokenizer: Tokenizer, target: Path) -> Path:
+    """Write model, tokenizer and model card; the folder appears when it is whole."""
+    train = config.train
+    facts = {
+        "steps": f"{train.steps:,}",
+        "tokens per step": f"{train.rows * config.data.window:,}",
+        "data": ", ".join(config.data.sources),
+        "optimizer": f"AdamW, learning rate {train.lr:g} ({train.lr_schedule}), weight decay {train.weight_decay:g}",
+        "precision": f"{train.precision} with exact float32 masters",
+        "trained with": f"megatrain {version('megatrain')}",
+    }
+    return engine.save_pretrained(
+        target, precision=config.output.precision, facts=facts, write_more=tokenizer.save_pretrained
+    )
 
 
 def _verify(config: Config, engine: Engine, batch: Batch, saved: Path, console: Console) -> None:

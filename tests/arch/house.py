@@ -27,7 +27,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("memory", "plan"),
     ("engine", "checkpoint"),
     ("train",),
-    ("config", "run", "cli", "api", "testing", "__init__", "__main__"),
+    (
+        *("config", "preflight", "run", "conversion", "generation", "planning", "probe", "verification"),
+        *("cli", "api", "testing", "__init__", "__main__"),
+    ),
 )
 TORCH_FREE = ("errors", "spec", "layout", "schedule", "plan", "optim")
 
@@ -43,7 +46,7 @@ HOMES: dict[str, tuple[tuple[str, ...], str]] = {
     "yaml": (("config",), "the user's file ends there; beyond it are typed values"),
     "pydantic": (("config",), "the user's file ends there; beyond it are typed values"),
     "typer": (("cli",), "arguments end there"),
-    "rich": (("cli", "run", "train.progress"), "the terminal: tables and the live line"),
+    "rich": (("cli", "planning", "run", "train.progress", "verification"), "the terminal: tables and the live line"),
     "tensorboard": (("train",), "metrics leave there"),
     "torch.utils.tensorboard": (("train",), "metrics leave there"),
     "safetensors": (("model", "checkpoint"), "weights come in and go out"),

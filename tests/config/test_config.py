@@ -183,8 +183,9 @@ def test_every_key_has_a_meaning_and_a_default_that_is_its_own() -> None:
 
 
 def test_the_policy_section_mirrors_the_policy() -> None:
-    """Precision and shared memory are not pinned there: `train.precision` and the device decide them."""
-    assert set(PolicySection.model_fields) == {field.name for field in fields(Policy)} - {"precision", "shares_memory"}
+    """But for what `train.precision` and the device decide, and what only describes other systems."""
+    elsewhere = {"precision", "shares_memory", "masters"}
+    assert set(PolicySection.model_fields) == {field.name for field in fields(Policy)} - elsewhere
 
 
 def test_every_schedule_of_the_learning_rate_can_be_chosen() -> None:
