@@ -16,7 +16,7 @@ from megatrain.errors import PlanError
 Precision = Literal["bf16", "fp32"]
 UnitKind = Literal["prologue", "layer", "epilogue"]
 ActivationPlan = Literal["keep", "recompute"]
-UpdateTime = Literal["next_forward", "during_backward"]
+UpdateTime = Literal["next_forward", "during_backward", "after_backward"]
 
 WEIGHT_NBYTES: dict[Precision, int] = {"bf16": 2, "fp32": 4}
 """Bytes per parameter of what the device streams, and of a gradient that crosses the bus in the compute dtype."""
@@ -201,6 +201,8 @@ class Hardware:
     attention: tuple[AttentionRate, ...] = ()
     device_bandwidth: float | None = None
     """Bytes per second, read plus written, of a copy within device memory."""
+    elementwise_bandwidth: float | None = None
+    """Bytes that autograd keeps of a layer over the seconds that its forward takes besides products and attention."""
     launch_seconds: float | None = None
     """What the smallest op costs when many follow each other."""
     duplex_fetch_bandwidth: float | None = None
@@ -237,10 +239,16 @@ class Work:
     """What one step has to do: the token count (batch x length, padding included) of each micro-batch."""
 
     tokens: tuple[int, ...]
+    length: int | None = None
+    """Tokens of a sequence; `None` where a micro-batch is one sequence. It matters for prices, not for ops."""
+    repeats: float = 1
+    """How many micro-batches each stands for: 1 but in the planner's first look, where fewer ops do."""
 
     def __post_init__(self) -> None:
         if not self.tokens or min(self.tokens) < 1:
             raise PlanError(f"a step needs micro-batches of at least one token, not {self.tokens}")
+        if self.repeats < 1:
+            raise PlanError(f"a micro-batch cannot stand for {self.repeats}", where="work.repeats", fix="use 1")
 
     @property
     def micro_batches(self) -> int:
@@ -263,7 +271,10 @@ class Policy:
     grad_precision: Precision | None = None
     """What gradients cross the bus in; `None` is the compute precision."""
     update: UpdateTime = "next_forward"
-    """Apply each unit's update during the next forward (needed for an exact global norm), or as its gradient lands."""
+    """Apply each unit's update during the next forward (needed for an exact global norm), or as its gradient lands; or
+    all of them when the backward pass has ended, as other systems do (for comparison only)."""
+    masters: Literal["split", "whole"] = "split"
+    """Weights as the upper halves of their masters, 4 bytes in all; or both side by side, 6 (for comparison only)."""
     loss_chunk_tokens: int = 512
     """Target tokens whose logits exist at one time."""
     shares_memory: bool = False
@@ -277,7 +288,9 @@ class Policy:
         self._require("precision", self.precision in WEIGHT_NBYTES, "bf16 or fp32")
         self._require("grad_precision", self.grad_precision in (None, *WEIGHT_NBYTES), "bf16, fp32 or None")
         self._require("activations", self.activations in ("keep", "recompute"), "keep or recompute")
-        self._require("update", self.update in ("next_forward", "during_backward"), "next_forward or during_backward")
+        times = ("next_forward", "during_backward", "after_backward")
+        self._require("update", self.update in times, "next_forward or during_backward")
+        self._require("masters", self.masters in ("split", "whole"), "split")
         for key in ("weight_slots", "grad_slots", "shard_nbytes", "loss_chunk_tokens"):
             self._require(key, getattr(self, key) >= 1, "at least 1")
         self._require("host_threads", self.host_threads >= 0, "0 or more")

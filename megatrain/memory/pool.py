@@ -17,6 +17,9 @@ from megatrain.errors import DeviceError
 from megatrain.memory.ledger import Ledger
 from megatrain.schedule import Buffer, Op
 
+STATE = ("host/hi/", "host/state/")
+"""Buffers that hold more than passes through."""
+
 Held = Mapping[str, Tensor]
 """Buffer name -> uint8[nbytes], for the time of one lease."""
 
@@ -70,6 +73,12 @@ class Pool:
     def leases(self) -> int:
         """Leases that are out now; zero between steps."""
         return self._leases
+
+    def keep_state(self) -> None:
+        """Give back everything but the state: slots are provided again, at the size that the next schedule wants."""
+        for name in list(self._buffers):
+            if not name.startswith(STATE):
+                self._give_back(name)
 
     def release(self) -> None:
         """Give all memory back."""

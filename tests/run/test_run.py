@@ -264,3 +264,21 @@ def test_a_trace_is_written_when_asked_for_and_refused_where_it_cannot_be(tmp_pa
     blocked = configuration(tmp_path / "again").model_copy(update={"trace": tmp_path / "corpus.txt" / "run.json"})
     with pytest.raises(ConfigError, match=r"trace .*corpus.txt/run.json: cannot be written"):
         train(blocked)
+
+
+def test_a_sample_longer_than_the_window_goes_on_from_the_windows_second_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[list[int], int]] = []
+
+    def counting(engine: Engine, tokenizer: Any, ids: list[int], *, tokens: int, **_: Any) -> list[int]:
+        seen.append((list(ids), tokens))
+        return [65 + (len(seen) - 1) % 26] * tokens
+
+    monkeypatch.setattr("megatrain.run.draw_ids", counting)
+    train(configuration(tmp_path, train={"sample_tokens": 50, "sample_prompt": "x" * 7, "steps": 1}))
+    assert [(len(ids), tokens) for ids, tokens in seen] == [(8, 24), (16, 16), (16, 10)]
+    assert seen[0][0] == [256, *b"xxxxxxx"]
+    assert seen[1][0] == [65] * 16
+    texts = [line["text"] for line in lines(tmp_path / "run") if line["event"] == "sampled"]
+    assert texts == ["A" * 24 + "B" * 16 + "C" * 10]
