@@ -38,7 +38,7 @@ KNOBS: dict[str, tuple[Any, ...]] = {
     "weight_slots": (1, 2, 3, 4),
     "grad_slots": (1, 2, 3),
     "shard_nbytes": (16 << 20, 64 << 20, 256 << 20, 1 << 30),
-    "loss_chunk_tokens": (256, 512, 1024, 2048, 4096),
+    "loss_chunk_tokens": (64, 128, 256, 512, 1024, 2048, 4096),
 }
 """What is tried one at a time, and which values."""
 
@@ -141,24 +141,24 @@ def examine(question: Question, policy: Policy, micro_batch: int) -> Plan:
 
 
 def _examine(question: Question, policy: Policy, work: Work) -> Plan:
-    return _replayed(question, policy, work, _built(question.model, policy, work))
+    return _replayed(question, policy, work, *_built(question.model, policy, work))
 
 
-def _built(model: ModelSpec, policy: Policy, work: Work) -> Schedule:
+def _built(model: ModelSpec, policy: Policy, work: Work) -> tuple[Schedule, dict[str, int]]:
+    """The step, and its peak bytes by tier of the schedule."""
     pending: Pending = "all" if policy.update == "next_forward" else "none"
-    return build_step(model, policy, work, pending)
+    schedule = build_step(model, policy, work, pending)
+    return schedule, {"device": schedule.peak_nbytes("device"), "host": schedule.peak_nbytes("host")}
 
 
 _remembered = lru_cache(maxsize=256)(_built)
 """For shallow models: what changes between two questions is often the machine or a budget, and no schedule."""
 
 
-def _replayed(question: Question, policy: Policy, work: Work, schedule: Schedule) -> Plan:
+def _replayed(question: Question, policy: Policy, work: Work, schedule: Schedule, peaks: dict[str, int]) -> Plan:
     price = op_seconds(question.model, policy, work, question.hardware, question.calibration)
     timeline = replay(schedule, price, one_processor=question.hardware.shares_memory)
-    nbytes = {tier: schedule.peak_nbytes(tier) for tier in ("device", "host")}
-    if question.hardware.shares_memory:
-        nbytes = {"host": sum(nbytes.values())}
+    nbytes = {"host": sum(peaks.values())} if question.hardware.shares_memory else peaks
     return Plan(question, policy, work, timeline, nbytes)
 
 
@@ -167,7 +167,7 @@ def estimate(question: Question, policy: Policy, micro_batch: int) -> Estimate:
     work = coarse(question, micro_batch)
     seconds, nbytes = 0.0, Counter[str]()
     for weight, model in shallow(question.model):
-        plan = _replayed(replace(question, model=model), policy, work, _remembered(model, policy, work))
+        plan = _replayed(replace(question, model=model), policy, work, *_remembered(model, policy, work))
         seconds += weight * plan.seconds
         for tier, count in plan.nbytes.items():
             nbytes[tier] += weight * count  # type: ignore[assignment]
@@ -282,12 +282,24 @@ class _Search:
         )
 
     def best(self) -> tuple[Policy, int] | None:
-        """The quickest candidate that fits, or `None`."""
-        starts = [(policy, rows) for rows in self._micro_batches() for policy in self._activations(self._start)]
+        """The quickest candidate that fits, or `None`.
+
+        Where device memory is short, a policy with as little of it as possible is a second place to start from: what
+        slots give up may pay for a larger micro-batch, and one knob at a time would not find that.
+        """
+        small = replace(self._start, **self._free({"weight_slots": 1, "grad_slots": 1, "loss_chunk_tokens": 64}))
+        usual = self._every_size(self._start)
+        found = [self._climb(usual)]
+        if not all(self.price(*candidate).fits(self.budgets) for candidate in usual):
+            found.append(self._climb(self._every_size(small)))
+        return self._least(candidate for candidate in found if candidate is not None)
+
+    def _every_size(self, policy: Policy) -> list[tuple[Policy, int]]:
+        return [(one, rows) for rows in self._micro_batches() for one in self._activations(policy)]
+
+    def _climb(self, starts: list[tuple[Policy, int]]) -> tuple[Policy, int] | None:
+        """From the best of these, the best move of one knob, until none is better."""
         best = self._least(starts)
-        if best is None:  # nothing fits: with as little device memory as possible, perhaps
-            small = replace(self._start, **self._free({"weight_slots": 1, "grad_slots": 1, "loss_chunk_tokens": 256}))
-            best = self._least((policy, rows) for policy in self._activations(small) for rows in self._micro_batches())
         while best is not None:
             better = self._least([best, *self._moves(*best)])
             if better == best:
@@ -297,7 +309,7 @@ class _Search:
 
     def refusal(self) -> DoesNotFit:
         """What is short, by how much, and the nearest change that would fit."""
-        policy = replace(self._start, **self._free({"weight_slots": 1, "grad_slots": 1, "loss_chunk_tokens": 256}))
+        policy = replace(self._start, **self._free({"weight_slots": 1, "grad_slots": 1, "loss_chunk_tokens": 64}))
         rows = min(self._micro_batches())
         found = self.price(replace(policy, **self._free({"activations": "recompute"})), rows)
         short = {tier: found.nbytes[tier] - budget for tier, budget in self.budgets.items()}
