@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -80,6 +80,50 @@ Attention = Annotated[str, typer.Option(help="Attention kernel: auto, sdpa, eage
 DeviceName = Annotated[str, typer.Option(help="cpu, cuda:0 or sim:SEED.")]
 
 
+@app.command("plan")
+def _plan(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder, hub name, config.json or a saved plan.")],
+    hardware: Annotated[str | None, typer.Option(help="A described machine (h200, rtx-4090, ...) or a file.")] = None,
+    tokens_per_step: Annotated[int | None, typer.Option(min=1, help="Of all sequences of a step.")] = None,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")] = None,
+    precision: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+    clip: Annotated[bool, typer.Option(help="Clip by the global norm.")] = True,
+    device_memory: Annotated[str | None, typer.Option(help="Budget, 24GB say.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Budget, 512GB say.")] = None,
+    token_budget: Annotated[float, typer.Option(help="Tokens to train on, for days and energy.")] = 1e12,
+    compare: Annotated[bool, typer.Option("--compare", help="Replay other systems' schedules beside ours.")] = False,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Heat map of tokens/s over memory budgets.")] = False,
+    html: Annotated[str | None, typer.Option(help="Page to write, with the timeline of a step.")] = None,
+    json: Annotated[str | None, typer.Option(help="File to write the numbers to.")] = None,
+    attention: Attention = "auto",
+    trust_remote_code: Remote = False,
+) -> None:
+    """What a step would take: memory, time, what limits it, and what would help. Reads no weights."""
+    _quiet_threads()
+    from rich.console import Console
+
+    from megatrain.planning import run_plan
+
+    run_plan(
+        model,
+        Console(highlight=False),
+        hardware=hardware,
+        tokens_per_step=tokens_per_step,
+        length=length,
+        precision=_precision(precision),
+        clips=clip,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        token_budget=token_budget,
+        compares=compare,
+        sweeps=sweep,
+        html=html,
+        json_file=json,
+        attention=attention,
+        trust_remote_code=trust_remote_code,
+    )
+
+
 @app.command("verify")
 def _verify(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder, hub name or config.json.")],
@@ -116,15 +160,13 @@ def _generate(
     from megatrain.generation import run_generation
     from megatrain.train.progress import loading
 
-    if precision not in ("bf16", "fp32"):
-        raise ConfigError(f"{precision!r} is no precision", where="--precision", fix="use bf16 or fp32")
     with loading(Console(stderr=True), "loading the model") as progress:
         spoken = run_generation(
             folder,
             prompt,
             lambda text: typer.echo(text, nl=False),
             device=device,
-            precision="bf16" if precision == "bf16" else "fp32",
+            precision=_precision(precision),
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_k=top_k,
@@ -151,13 +193,11 @@ def _export(
     from megatrain.conversion import run_export
     from megatrain.train.progress import loading
 
-    if precision not in ("bf16", "fp32"):
-        raise ConfigError(f"{precision!r} is no precision", where="--precision", fix="use bf16 or fp32")
     with loading(Console(stderr=True), "writing the model") as progress:
         written = run_export(
             source,
             target,
-            precision="bf16" if precision == "bf16" else "fp32",
+            precision=_precision(precision),
             trust_remote_code=trust_remote_code,
             progress=progress,
         )
@@ -187,6 +227,12 @@ def _probe(
         opened.close()
     save_hardware(hardware, target)
     typer.echo(f"{target}: {hardware.name}")
+
+
+def _precision(name: str) -> Literal["bf16", "fp32"]:
+    if name not in ("bf16", "fp32"):
+        raise ConfigError(f"{name!r} is no precision", where="--precision", fix="use bf16 or fp32")
+    return "bf16" if name == "bf16" else "fp32"
 
 
 def _quiet_threads() -> None:

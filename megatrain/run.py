@@ -247,6 +247,7 @@ def _show(config: Config, engine: Engine, corpus: _Corpus, plan: Plan, console: 
     facts = [
         ("model", describe_model(engine.spec)),
         ("attention", engine.spec.attention),
+        ("verified", "no: " + engine.checked.why if engine.checked.state == "unchecked" else "against the stock code"),
         *corpus.facts,
         ("step", f"{batches} of {plan.micro_batch} windows, {sum(plan.work.tokens):,} tokens"),
         ("device", f"{train.device}, {engine.peak_flops() / 1e12:.2f} TFLOP/s measured in {train.precision}"),

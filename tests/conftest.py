@@ -41,6 +41,14 @@ def pytest_collection_finish() -> None:
         torch.set_num_threads(2)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What tests find to be right is remembered for the session, and not in the user's home."""
+    from megatrain.train import vetted
+
+    vetted.CACHE = tmp_path_factory.mktemp("verified")
+
+
 @pytest.fixture(autouse=True)
 def _same_seeds() -> None:
     """Each test starts from the same random state, whichever ran before it."""

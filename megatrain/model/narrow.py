@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 Fields = dict[str, Any]
@@ -188,9 +189,10 @@ def _new_hidden(hidden: int, heads: int, size: int, new_heads: int, new_size: in
     """The hidden size that is to `new_heads` x `new_size` what `hidden` is to `heads` x `size` (0: unknown)."""
     if not size:
         return new_heads * new_size
-    for times, parts in ((1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (1, 3), (1, 4)):
-        if hidden * parts == heads * size * times and new_heads * new_size * times % parts == 0:
-            return new_heads * new_size * times // parts
+    common = gcd(hidden, heads * size)
+    times, parts = hidden // common, heads * size // common
+    if max(times, parts) <= 8 and new_heads * new_size * times % parts == 0:
+        return new_heads * new_size * times // parts
     return new_heads * new_size * 3 // 2
 
 

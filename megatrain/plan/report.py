@@ -1,9 +1,38 @@
-"""A plan as a person reads it: bytes by tier and owner."""
+"""A plan as a person reads it: bytes by tier and owner, and what follows from it, in rows of words.
+
+Amounts are decimal (1 GB is 1e9 bytes), as machines are described. It leaves out colours, columns and files: the
+terminal has `planning`, a page has `page`.
+"""
 
 from __future__ import annotations
 
-from megatrain.schedule import build_step, nbytes_by_owner
+from collections import Counter
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from megatrain.schedule import Schedule, build_step, nbytes_by_owner
 from megatrain.spec import ModelSpec, Policy, Work
+
+if TYPE_CHECKING:  # they price plans with the table above all
+    from megatrain.plan.compare import Row
+    from megatrain.plan.outlook import Outlook, Sweep, Upgrade
+    from megatrain.plan.search import Plan
+
+OWNER_WORDS = {
+    "hidden": "inputs of layers",
+    "dhidden": "gradients of inputs",
+    "graph": "graphs of layers",
+    "loss": "loss workspace",
+    "partial": "gradient workspace",
+    "again": "inputs computed again",
+    "grads": "gradient slots",
+    "grad": "gradients on their way",
+    "args": "arguments of layers",
+}
+"""Owner of a buffer -> what it holds, to a person; an owner that is not here says it itself."""
+
+SMALLEST_SHARE = 10_000
+"""Of a tier's bytes, an owner with less than one in so many is not shown."""
 
 
 def memory_table(model: ModelSpec, policy: Policy, work: Work) -> dict[tuple[str, str], int]:
@@ -12,3 +41,249 @@ def memory_table(model: ModelSpec, policy: Policy, work: Work) -> dict[tuple[str
     Activations inside a layer are not in it: they depend on the model's code.
     """
     return nbytes_by_owner(build_step(model, policy, work).buffers.values())
+
+
+def peak_table(plan: Plan) -> dict[tuple[str, str], int]:
+    """(tier, owner) -> bytes at the moment when most of the tier is in use, by tier, largest first.
+
+    Activations, graphs and workspaces included; each tier adds up to its peak. A device that shares memory with the
+    host has no tier of its own.
+    """
+    schedule, shares = plan.timeline.schedule, plan.question.hardware.shares_memory
+    table: Counter[tuple[str, str]] = Counter()
+    for tier in dict.fromkeys(buffer.tier for buffer in schedule.buffers.values()):
+        for owner, nbytes in _at_peak(schedule, tier).items():
+            words = "weight slots" if (tier, owner) == ("device", "weights") else OWNER_WORDS.get(owner, owner)
+            table["host" if shares else tier, words] += nbytes
+    return dict(sorted(table.items(), key=lambda item: (item[0][0], -item[1], item[0][1])))
+
+
+def _at_peak(schedule: Schedule, tier: str) -> Counter[str]:
+    """Owner -> bytes of one tier where the sum is largest, in schedule order."""
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for index, op in enumerate(schedule.ops):
+        for access in (*op.reads, *op.writes):
+            first.setdefault(access.buffer, index)
+            last[access.buffer] = index
+    held: Counter[str] = Counter()
+    changes: list[tuple[int, int, str]] = []  # index of an op, bytes from there on, owner
+    for buffer in schedule.buffers.values():
+        if buffer.tier != tier:
+            continue
+        if buffer.arena:
+            held[buffer.owner] += buffer.nbytes
+        elif buffer.name in first:
+            changes += [(first[buffer.name], buffer.nbytes, buffer.owner)]
+            changes += [(last[buffer.name] + 1, -buffer.nbytes, buffer.owner)]
+    peak, total = held.copy(), held.total()
+    most = total
+    for _, nbytes, owner in sorted(changes):  # of one op, what is given up comes first
+        held[owner] += nbytes
+        total += nbytes
+        if total > most:
+            most, peak = total, held.copy()
+    return +peak
+
+
+def owner_rows(plan: Plan) -> dict[str, list[tuple[str, int]]]:
+    """Tier -> owners and bytes at the peak, but for those too small to be seen."""
+    table = peak_table(plan)
+    tiers: dict[str, list[tuple[str, int]]] = {}
+    for (tier, owner), nbytes in table.items():
+        if nbytes * SMALLEST_SHARE >= plan.nbytes[tier]:
+            tiers.setdefault(tier, []).append((owner, nbytes))
+    return tiers
+
+
+# Amounts -----------------------------------------------------------------------------------------------------------
+
+
+def _three(number: float) -> str:
+    """About three digits, thousands marked."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"
+
+
+def _scaled(number: float, units: tuple[tuple[float, str], ...]) -> str:
+    size, unit = next(((size, unit) for size, unit in units if number >= size * 0.9995), units[-1])
+    return f"{_three(number / size)} {unit}"
+
+
+def amount(nbytes: float) -> str:
+    """`1.47 TB`"""
+    if nbytes < 1000:
+        return f"{nbytes:,.0f} B"
+    return _scaled(nbytes, ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")))
+
+
+def duration(seconds: float) -> str:
+    """`7.28 s`, `94.0 s`, `41.0 days`: a larger unit from two of it on."""
+    for size, unit in ((31_557_600.0, "years"), (86_400.0, "days"), (3_600.0, "hours"), (60.0, "minutes")):
+        if seconds >= 2 * size:
+            return f"{_three(seconds / size)} {unit}"
+    return _scaled(seconds, ((1.0, "s"), (1e-3, "ms")))
+
+
+def tokens(count: float) -> str:
+    """`1T`, `65,536`"""
+    for size, unit in ((1e12, "T"), (1e9, "B")):
+        if count >= size:
+            return f"{count / size:,.4g}{unit}"
+    return f"{count:,.0f}"
+
+
+def flops(per_second: float) -> str:
+    return f"{_three(per_second / 1e12)} TFLOP/s" if per_second >= 1e10 else f"{_three(per_second / 1e9)} GFLOP/s"
+
+
+# Rows --------------------------------------------------------------------------------------------------------------
+
+
+def summary_rows(outlook: Outlook) -> list[tuple[str, str]]:
+    """Name and fact: speed, limit, hiding, run, energy, disk."""
+    plan = outlook.plan
+    hardware = plan.question.hardware
+    peak = "the maker's peak" if outlook.peak_flops != hardware.flops else "what large products reach"
+    rows = [
+        ("step", f"{duration(plan.seconds)} for {sum(plan.work.tokens):,} tokens in {_cut(plan)}"),
+        ("speed", f"{plan.tokens_per_second:,.0f} tokens/s, {flops(outlook.flops_per_second)} useful"),
+        ("MFU", f"{outlook.mfu:.1%} of {peak} ({flops(outlook.peak_flops)})"),
+        ("limit", _limit(outlook)),
+        ("hiding", _hiding(outlook)),
+        ("run", f"{tokens(outlook.token_budget)} tokens take {duration(outlook.run_seconds)}{_energy(outlook)}"),
+    ]
+    return [*rows, ("disk", _disk(outlook))]
+
+
+def _cut(plan: Plan) -> str:
+    count, size = plan.work.micro_batches, plan.micro_batch
+    batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
+    return f"{batches} of {size} x {plan.question.length:,}"
+
+
+def _limit(outlook: Outlook) -> str:
+    first, *others = outlook.loads
+    share = first.chain_seconds / outlook.plan.seconds
+    text = f"{first.name}, {share:.1%} of the step; compute waits {outlook.stall_share:.1%}"
+    if not others:
+        return text
+    second = max(others, key=lambda load: load.busy_seconds)
+    return f"{text}; next is {second.name}, busy {second.busy_seconds / outlook.plan.seconds:.1%}"
+
+
+def _hiding(outlook: Outlook) -> str:
+    found = outlook.hiding
+    if outlook.plan.question.hardware.shares_memory:
+        return "nothing to hide: the device computes in host memory"
+    if found is None:
+        return "no number of tokens per step hides the transfers"
+    fits = "" if found.fits else ", more than fits here"
+    return f"transfers and updates hide from {found.tokens_per_step:,} tokens per step on{fits}"
+
+
+def _energy(outlook: Outlook) -> str:
+    energy = outlook.kilowatt_hours
+    if energy is None:
+        return "; its energy is not known: the machine states no power"
+    return f" and {_three(energy)} kWh (the device at its full {outlook.plan.question.hardware.watts:,.0f} W)"
+
+
+def _disk(outlook: Outlook) -> str:
+    written = outlook.written_nbytes_per_day
+    if not written:
+        return "nothing is written to disk"
+    days = outlook.drive_days
+    wear = "its endurance is not known" if days is None else f"the drive's endurance lasts {duration(days * 86_400)}"
+    return f"{amount(written)} written per day; {wear}"
+
+
+def load_rows(outlook: Outlook) -> list[tuple[str, str, str, str, str]]:
+    """Stream, share of the step's length, busy share, busy seconds, slack."""
+    total = outlook.plan.seconds
+    return [
+        (
+            load.name,
+            f"{load.chain_seconds / total:.1%}",
+            f"{load.busy_seconds / total:.1%}",
+            duration(load.busy_seconds),
+            f"{load.slack_seconds / total:.1%}",
+        )
+        for load in outlook.loads
+    ]
+
+
+def upgrade_rows(upgrades: tuple[Upgrade, ...]) -> list[tuple[str, str, str]]:
+    """Name, tokens per second, gain."""
+    rows = []
+    for upgrade in upgrades:
+        if upgrade.tokens_per_second is None:
+            rows.append((upgrade.name, "does not fit", ""))
+        else:
+            gain = "makes it fit" if upgrade.ratio is None else f"{upgrade.ratio - 1:+.1%}"
+            rows.append((upgrade.name, f"{upgrade.tokens_per_second:,.0f}", gain))
+    return rows
+
+
+COMPARISON_HEADS = ("system", "choices", "step", "tokens/s", "TFLOP/s", "device", "host", "stall", "to ours")
+
+
+def comparison_rows(rows: tuple[Row, ...]) -> list[tuple[str, ...]]:
+    """As `COMPARISON_HEADS`; what does not fit is shown with the speed that it would have if it did."""
+    return [
+        (
+            row.name if row.fits else f"{row.name} (does not fit)",
+            row.choices,
+            duration(row.seconds),
+            f"{row.tokens_per_second:,.0f}",
+            _three(row.flops_per_second / 1e12),
+            amount(row.device_nbytes),
+            amount(row.host_nbytes),
+            f"{row.stall_share:.1%}",
+            f"{row.ratio:.2f}x",
+        )
+        for row in rows
+    ]
+
+
+# For programs ------------------------------------------------------------------------------------------------------
+
+
+def as_content(outlook: Outlook, comparison: tuple[Row, ...] = (), swept: Sweep | None = None) -> dict[str, Any]:
+    """Everything that is shown, and the model as a specification that can be planned for again; for `json.dump`."""
+    plan = outlook.plan
+    question = plan.question
+    return {
+        "model": asdict(question.model),
+        "hardware": asdict(question.hardware),
+        "question": {
+            "tokens_per_step": sum(plan.work.tokens),
+            "length": question.length,
+            "precision": question.precision,
+            "clips": question.clips,
+            "budgets": question.budgets(),
+        },
+        "policy": asdict(plan.policy),
+        "work": {"micro_batches": plan.work.micro_batches, "sequences": plan.micro_batch},
+        "seconds": plan.seconds,
+        "tokens_per_second": plan.tokens_per_second,
+        "useful_flops_per_second": outlook.flops_per_second,
+        "peak_flops_per_second": outlook.peak_flops,
+        "mfu": outlook.mfu,
+        "stall_share": outlook.stall_share,
+        "nbytes": dict(plan.nbytes),
+        "memory": [
+            {"tier": tier, "owner": owner, "nbytes": nbytes} for (tier, owner), nbytes in peak_table(plan).items()
+        ],
+        "loads": [{"name": load.name, **asdict(load)} for load in outlook.loads],
+        "hiding": None if outlook.hiding is None else asdict(outlook.hiding),
+        "run": {
+            "tokens": outlook.token_budget,
+            "seconds": outlook.run_seconds,
+            "kilowatt_hours": outlook.kilowatt_hours,
+            "disk_written_nbytes_per_day": outlook.written_nbytes_per_day,
+            "drive_days": outlook.drive_days,
+        },
+        "upgrades": [asdict(upgrade) for upgrade in outlook.upgrades],
+        "comparison": [asdict(row) for row in comparison],
+        "sweep": None if swept is None else asdict(swept),
+    }

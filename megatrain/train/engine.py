@@ -39,7 +39,7 @@ from megatrain.spec import ModelSpec, Policy, Precision, Work
 from megatrain.train.schedules import Kind, Schedules, budgets, refuse_contradictions
 from megatrain.train.sink import GradientCollector, OptimizerSink
 from megatrain.train.trace import Trace
-from megatrain.train.vetted import short_check
+from megatrain.train.vetted import NOT_ASKED, short_check
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,7 @@ class Engine:
         self._streamer = Streamer(ported, device, self._pool, policy, seed)
         self._steps = 0
         self._closed = False
+        self.checked = NOT_ASKED  # whether this architecture is known to be computed right
         self._trace: Trace | None = None
 
     @classmethod
@@ -182,12 +183,12 @@ class Engine:
         precision = options.get("precision", "bf16")
         if precision not in DTYPES:
             raise PlanError(f"precision must be bf16 or fp32, not {precision!r}", where="precision")
-        if options.get("verify", True):
-            short_check(source.model, unverified)
+        checked = short_check(source.model, unverified) if options.get("verify", True) else NOT_ASKED
         device = options.get("device", "cpu")
         opened = open_device(device) if isinstance(device, str) else device
         try:
             engine = cls._planned(source, opened, options)
+            engine.checked = checked
         except BaseException:
             if opened is not device:
                 opened.close()

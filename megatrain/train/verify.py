@@ -96,8 +96,8 @@ class Report:
 
     @property
     def worst(self) -> Finding:
-        """The finding with the largest error; one that is not a number is larger than any."""
-        return max(self.findings, key=lambda finding: math.inf if math.isnan(finding.error) else finding.error)
+        """The finding with the largest error, of those that do not agree if there are any."""
+        return max(self.findings, key=lambda finding: (not self.agrees(finding), finding.error))
 
     def agrees(self, finding: Finding) -> bool:
         return finding.error <= max(self.tolerance, SLACK * finding.rounding)

@@ -33,6 +33,8 @@ class Checked:
     why: str = ""
 
 
+NOT_ASKED = Checked("unchecked", "the check was switched off")
+
 CACHE = Path("~/.cache/megatrain/verified")
 
 

@@ -1,4 +1,4 @@
-"""What limits a step, when transfers hide, what a run takes, what an upgrade buys: on cases that can be done by hand."""
+"""What limits a step, when transfers hide, what a run takes, what an upgrade buys: cases that can be done by hand."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from bench.shapes import llama_shape
 from megatrain.errors import DoesNotFit
 from megatrain.plan import (
+    Outlook,
     Plan,
     Question,
     examine,
@@ -33,7 +34,7 @@ LENGTH = 128
 FLOPS, BUS = 1e12, 1e9
 
 
-def deep(layers: int = 64) -> ModelSpec:
+def deep(layers: int) -> ModelSpec:
     """Layers that are all products: no attention, no kept bytes, next to nothing around them."""
     model = llama_shape("deep", layers, 256, vocabulary=32)
     bare = [replace(unit, profile=LayerProfile()) for unit in model.units]
@@ -47,9 +48,17 @@ def computer(**changes: float) -> Hardware:
 
 
 @cache
-def planned(tokens_per_step: int, *, clips: bool = True, **changes: float) -> Plan:
-    question = Question(deep(), computer(**changes), tokens_per_step, LENGTH, clips=clips)
+def planned(tokens_per_step: int, *, layers: int = 16, clips: bool = True, **changes: float) -> Plan:
+    question = Question(deep(layers), computer(**changes), tokens_per_step, LENGTH, clips=clips)
     return find_plan(replace(question, pinned={"activations": "recompute"}))
+
+
+def without_upgrades(plan: Plan) -> Outlook:
+    return Outlook(plan, 1e12, 1.0, loads(plan), hiding(plan), ())
+
+
+def told(plan: Plan) -> dict[str, str]:
+    return dict(summary_rows(without_upgrades(plan)))
 
 
 # What limits -------------------------------------------------------------------------------------------------------
@@ -57,15 +66,15 @@ def planned(tokens_per_step: int, *, clips: bool = True, **changes: float) -> Pl
 
 def test_a_bus_that_is_ten_times_too_slow_is_what_limits() -> None:
     # a layer's forward of T tokens is 2 P T operations, its fetch 2 P bytes: even at T = flops / bandwidth
-    plan = planned(8 * LENGTH, fetch_bandwidth=FLOPS / (8 * LENGTH) / 10)
+    plan = planned(4 * LENGTH, layers=64, fetch_bandwidth=FLOPS / (4 * LENGTH) / 10)
     first, *_ = loads(plan)
     assert first.name == "bus up"
     assert first.busy_seconds > 0.95 * plan.seconds
     compute = next(load for load in loads(plan) if load.name == "compute")
     # 2 fetches of 10 each beside 2 P T of the forward and 6 P T of the backward
-    assert compute.busy_seconds / plan.seconds == pytest.approx(4 / 20, rel=0.05)
+    assert compute.busy_seconds / plan.seconds == pytest.approx(4 / 20, rel=0.06)
     assert compute.slack_seconds == pytest.approx(plan.seconds - compute.busy_seconds)
-    assert look(plan).stall_share == pytest.approx(0.8, abs=0.02)
+    assert without_upgrades(plan).stall_share == pytest.approx(0.8, abs=0.02)
 
 
 @pytest.mark.parametrize(
@@ -77,11 +86,11 @@ def test_a_bus_that_is_ten_times_too_slow_is_what_limits() -> None:
     ],
 )
 def test_the_slow_part_is_named(change: dict[str, float], limit: str) -> None:
-    plan = planned(8 * LENGTH, **change)
+    plan = planned(4 * LENGTH, **change)
     first, *others = loads(plan)
     assert first.name == limit
     assert first.busy_seconds == max(load.busy_seconds for load in (first, *others))
-    assert dict(summary_rows(look(plan)))["limit"].startswith(limit)
+    assert told(plan)["limit"].startswith(limit)
 
 
 @pytest.mark.parametrize("name", machine_names())
@@ -107,7 +116,7 @@ def test_on_one_processor_the_chain_is_everything() -> None:
 
 def test_transfers_hide_where_the_formula_says() -> None:
     # 2 P T operations of the forward hide 2 P bytes of weights from T = flops / bandwidth tokens on
-    found = hiding(planned(8 * LENGTH, fetch_bandwidth=BUS * 0.1, grad_bandwidth=BUS * 0.1))
+    found = hiding(planned(4 * LENGTH, layers=64, fetch_bandwidth=BUS * 0.1, grad_bandwidth=BUS * 0.1))
     assert found is not None
     assert found.tokens_per_step == pytest.approx(FLOPS / (BUS * 0.1), rel=0.1)
     assert found.tokens_per_step % LENGTH == 0
@@ -117,33 +126,34 @@ def test_transfers_hide_where_the_formula_says() -> None:
 
 def test_the_optimizer_hides_where_the_formula_says() -> None:
     # 26 P bytes of the update hide behind the same forward with clipping, and behind 6 P T of the backward without
-    deferred = hiding(planned(8 * LENGTH, host_bandwidth=BUS))
+    deferred = hiding(planned(4 * LENGTH, layers=64, host_bandwidth=BUS))
     assert deferred is not None
     assert deferred.tokens_per_step == pytest.approx(13 * FLOPS / BUS, rel=0.1)
-    direct = hiding(planned(8 * LENGTH, clips=False, host_bandwidth=BUS))
+    direct = hiding(planned(4 * LENGTH, layers=64, clips=False, host_bandwidth=BUS))
     assert direct is not None
     assert direct.tokens_per_step == pytest.approx(28 / 6 * FLOPS / BUS, rel=0.1)  # and 2 P bytes read for the norm
 
 
 def test_one_sequence_less_does_not_hide() -> None:
-    plan = planned(8 * LENGTH, fetch_bandwidth=BUS * 0.1)
+    plan = planned(4 * LENGTH, layers=64, fetch_bandwidth=BUS * 0.1, grad_bandwidth=BUS * 0.1)
     found = hiding(plan)
     assert found is not None
     fewer = replace(plan.question, tokens_per_step=found.tokens_per_step - LENGTH)
-    assert look(examine(fewer, plan.policy, plan.micro_batch)).stall_share > 0.015
+    timeline = examine(fewer, plan.policy, plan.micro_batch).timeline
+    assert timeline.stall_seconds() > 0.015 * timeline.seconds
 
 
 def test_what_never_hides_and_what_needs_no_hiding_is_said() -> None:
-    never = planned(8 * LENGTH, fetch_bandwidth=1.0)
+    never = planned(4 * LENGTH, fetch_bandwidth=1.0)
     assert hiding(never) is None
-    assert "no number of tokens" in dict(summary_rows(look(never)))["hiding"]
+    assert "no number of tokens" in told(never)["hiding"]
     shared = find_plan(Question(deep(4), replace(computer(), shares_memory=True), 4 * LENGTH, LENGTH))
     assert hiding(shared) is None
-    assert "nothing to hide" in dict(summary_rows(look(shared)))["hiding"]
+    assert "nothing to hide" in told(shared)["hiding"]
 
 
 def test_tokens_that_hide_but_do_not_fit_are_marked() -> None:
-    plan = planned(8 * LENGTH, fetch_bandwidth=BUS * 0.1)
+    plan = planned(4 * LENGTH, fetch_bandwidth=BUS * 0.1)
     small = replace(plan.question, device_budget_nbytes=2 * plan.nbytes["device"])
     found = hiding(find_plan(small))
     assert found is not None
@@ -154,14 +164,16 @@ def test_tokens_that_hide_but_do_not_fit_are_marked() -> None:
 
 
 def test_days_and_energy_of_a_run() -> None:
-    plan = planned(8 * LENGTH)
+    plan = planned(4 * LENGTH)
     hardware = replace(plan.question.hardware, watts=500.0, peak_flops=2e12)
     outlook = look(replace(plan, question=replace(plan.question, hardware=hardware)), token_budget=1e6)
     assert outlook.run_seconds == pytest.approx(1e6 / plan.tokens_per_second)
     assert outlook.kilowatt_hours == pytest.approx(0.5 * outlook.run_seconds / 3600)
-    useful = step_flops(plan.question.model, [(8, LENGTH)])
+    useful = step_flops(plan.question.model, [(4, LENGTH)])
     assert outlook.mfu == pytest.approx(useful / plan.seconds / 2e12)
-    assert outlook.mfu == pytest.approx(0.75 / 2, rel=0.01)  # 6 of 8 operations are useful where layers are computed again
+    assert outlook.mfu == pytest.approx(
+        0.75 / 2, rel=0.01
+    )  # 6 of 8 operations are useful where layers are computed again
     assert outlook.written_nbytes_per_day == 0
     assert outlook.drive_days is None
     unknown = replace(outlook, plan=plan)
@@ -170,7 +182,7 @@ def test_days_and_energy_of_a_run() -> None:
 
 
 def test_writes_to_disk_count_against_the_drive() -> None:
-    plan = planned(8 * LENGTH)
+    plan = planned(4 * LENGTH)
     access = Access("disk/m", 0, 1000, "m")
     write = Op("WRITE", "host", 1, writes=(access,))  # type: ignore[arg-type]
     buffers = {"disk/m": Buffer("disk/m", "host", 1000, "moments")}
@@ -192,27 +204,26 @@ def gains(plan: Plan) -> dict[str, float | None]:
 
 
 def test_what_limits_is_what_an_upgrade_helps() -> None:
-    slow_bus = gains(planned(8 * LENGTH, fetch_bandwidth=1e8, grad_bandwidth=1e8))
+    slow_bus = gains(planned(4 * LENGTH, fetch_bandwidth=1e8, grad_bandwidth=1e8))
     assert slow_bus["twice the bus"] == pytest.approx(2, rel=0.03)
     assert slow_bus["twice the device's flops"] == pytest.approx(1, rel=0.03)
-    slow_device = gains(planned(8 * LENGTH))
+    slow_device = gains(planned(4 * LENGTH))
     assert slow_device["twice the device's flops"] == pytest.approx(2, rel=0.01)
     assert slow_device["twice the bus"] == pytest.approx(1, rel=0.01)
-    slow_host = gains(planned(8 * LENGTH, host_bandwidth=1e8))
+    slow_host = gains(planned(4 * LENGTH, host_bandwidth=1e8))
     assert slow_host["twice the host's bandwidth"] == pytest.approx(2, rel=0.03)
     for found in (slow_bus, slow_device, slow_host):
         assert all(ratio is not None and ratio >= 1 - 1e-9 for ratio in found.values())
 
 
 def test_measured_products_and_threads_are_upgraded_too() -> None:
-    plan = find_plan(Question(deep(6), machine("laptop"), 8 * LENGTH, LENGTH))
+    plan = find_plan(Question(deep(6), machine("laptop"), 4 * LENGTH, LENGTH))
     assert (gains(plan)["twice the host's bandwidth"] or 0) > 1.05
 
 
 def test_where_nothing_fits_the_upgrade_that_helps_is_found() -> None:
-    model = deep()
-    host = computer()
-    question = Question(model, replace(host, host_nbytes=8 * model.numel), 8 * LENGTH, LENGTH)  # 14 bytes each needed
+    model, host = deep(8), computer()
+    question = Question(model, replace(host, host_nbytes=8 * model.numel), 4 * LENGTH, LENGTH)  # 14 bytes each needed
     with pytest.raises(DoesNotFit):
         find_plan(question)
     helped = {upgrade.name: upgrade.tokens_per_second for upgrade in upgrades(question, None)}
@@ -225,7 +236,7 @@ def test_where_nothing_fits_the_upgrade_that_helps_is_found() -> None:
 
 
 def test_more_memory_is_never_slower() -> None:
-    plan = find_plan(Question(llama_shape("1B", 16, 2048, vocabulary=32_000), machine("rtx-4090"), 98_304, 8192))
+    plan = find_plan(Question(llama_shape("1B", 16, 2048, vocabulary=32_000), machine("rtx-4090"), 98_304, 24_576))
     swept = sweep(plan)
     rates = [[rate or 0.0 for rate in row] for row in swept.tokens_per_second]
     assert all(row == sorted(row) for row in rates)
@@ -265,13 +276,13 @@ def test_amounts_are_said_in_about_three_digits() -> None:
     assert [amount(n) for n in (0, 999, 1e6, 1.4689e12, 141e9, 1e9 - 1)] == [
         *("0 B", "999 B", "1.00 MB", "1.47 TB", "141 GB", "1.00 GB")
     ]
-    assert [duration(s) for s in (0.0, 7.2822, 86_400 * 41, 1e-3, 3600)] == [
-        *("0.00 ms", "7.28 s", "41.0 days", "1.00 ms", "1.00 hours")
+    assert [duration(s) for s in (0.0, 7.2822, 86_400 * 41, 1e-3, 7200, 94)] == [
+        *("0.00 ms", "7.28 s", "41.0 days", "1.00 ms", "2.00 hours", "94.0 s")
     ]
     assert [tokens(n) for n in (65_536, 1e12, 1.5e13, 2.5e9)] == ["65,536", "1T", "15T", "2.5B"]
 
 
 def test_an_empty_timeline_has_no_chain() -> None:
-    plan = planned(8 * LENGTH)
+    plan = planned(4 * LENGTH)
     empty = Timeline(Schedule((), {}, ()), (), ())
     assert loads(replace(plan, timeline=empty)) == ()

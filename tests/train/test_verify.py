@@ -18,7 +18,16 @@ from megatrain.errors import ModelError
 from megatrain.model import Call, PortedModel
 from megatrain.model.twin import shrink, twin_from, with_dropout
 from megatrain.train import cases, verify
-from megatrain.train.verify import ROUTERS, MakeEngine, Report, compare, full_report, replay_finding, verify_rows
+from megatrain.train.verify import (
+    ROUTERS,
+    Finding,
+    MakeEngine,
+    Report,
+    compare,
+    full_report,
+    replay_finding,
+    verify_rows,
+)
 from megatrain.train.vetted import short_check
 from tests.tiny import stock_gradients, tiny_model, unequal_batches
 
@@ -125,6 +134,19 @@ def test_rounding_is_told_from_a_mistake_by_moving_the_last_bit() -> None:
     report = compare(model, lambda *how: Off(make(*how)), asked_once, settings)
     assert not report.ok
     assert report.worst.error == pytest.approx(1e-4, rel=0.1)
+
+
+def test_the_worst_is_a_mistake_before_it_is_rounding() -> None:
+    shaky = Finding("a.*", 3e-5, "a.1", "case", "cpu", rounding=2e-5)
+    mistaken = Finding("b", 2e-5, "b", "case", "cpu", rounding=1e-6)
+    fine = Finding("loss", 1e-8, "loss")
+    assert Report("Model", "sdpa", 1e-5, (fine, shaky)).ok
+    assert Report("Model", "sdpa", 1e-5, (fine, shaky)).worst is shaky
+    report = Report("Model", "sdpa", 1e-5, (fine, shaky, mistaken))
+    assert report.worst is mistaken
+    assert [verdict for _, _, verdict in verify_rows(report)] == ["equal", "equal", "differs: case; cpu"]
+    with pytest.raises(ModelError, match="gradient of b would be wrong by 2e-05"):
+        report.raise_if_wrong()
 
 
 # What is wrong -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,351 @@
+"""What a plan means: what limits the step, when transfers hide, what a run takes, and what an upgrade would buy.
+
+Everything is read off the plan's own timeline, or found by pricing the same question again with one thing changed.
+Seconds of the *chain* are those of the ops that follow each other without a gap from the start of the step to its end:
+they add up to the step, so they say what it is made of, where busy seconds only say what each stream has to do. It
+leaves out how any of it is shown (`report`, `page`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from math import inf
+
+from megatrain.plan.cost import step_flops
+from megatrain.plan.machines import machine, machine_names
+from megatrain.plan.search import Estimate, Plan, Question, estimate, survey, usable_nbytes
+from megatrain.schedule import Timeline
+from megatrain.spec import Hardware, Policy, Precision
+
+HIDDEN_STALL = 0.02
+"""Share of a step that compute may wait while transfers still count as hidden."""
+
+MOST_TOKENS = 1 << 26
+"""Tokens per step beyond which nobody trains; what is not hidden there never is."""
+
+SECONDS_PER_DAY = 86_400.0
+
+DISK_KINDS: tuple[str, ...] = ("READ", "WRITE")
+"""Kinds of ops that use the disk tier."""
+
+STREAM_WORDS = {"compute": "compute", "fetch": "bus up", "grad": "bus down", "host": "optimizer", "disk": "disk"}
+"""Stream -> what it is to a person."""
+
+GB = 1_000_000_000
+DEVICE_SIZES = tuple(size * GB for size in (8, 12, 16, 24, 32, 48, 80, 96, 141, 192))
+HOST_SIZES = tuple(size * GB for size in (16, 32, 64, 128, 192, 256, 384, 512, 768, 1000, 1500, 2000, 3000, 4000))
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one stream has to do in a step, and how much of the step's length is its own."""
+
+    stream: str
+    busy_seconds: float
+    chain_seconds: float
+    slack_seconds: float
+    """Of the step in which the stream has nothing to do."""
+
+    @property
+    def name(self) -> str:
+        return STREAM_WORDS.get(self.stream, self.stream)
+
+
+@dataclass(frozen=True, slots=True)
+class Hiding:
+    """The fewest tokens per step with which compute waits for less than `HIDDEN_STALL` of it; whether they fit."""
+
+    tokens_per_step: int
+    stall_share: float
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Upgrade:
+    """What one change of the machine would buy; `None` where the model does not fit with it either."""
+
+    name: str
+    tokens_per_second: float | None
+    ratio: float | None
+    """To what the machine does today; `None` where it does nothing today."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Tokens per second by memory budgets in bytes: a row per host budget, a column per device budget."""
+
+    device_nbytes: tuple[int, ...]
+    host_nbytes: tuple[int, ...]
+    tokens_per_second: tuple[tuple[float | None, ...], ...]
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """A plan, and what follows from it for a run of `token_budget` tokens."""
+
+    plan: Plan
+    token_budget: float
+    flops_per_second: float
+    """Useful: what is recomputed does not count."""
+    loads: tuple[Load, ...]
+    """By their share of the chain, largest first: the first is what limits."""
+    hiding: Hiding | None
+    upgrades: tuple[Upgrade, ...]
+
+    @property
+    def peak_flops(self) -> float:
+        return peak_flops(self.plan.question.hardware, self.plan.question.precision)
+
+    @property
+    def mfu(self) -> float:
+        """Useful operations over what the device could do at its peak."""
+        return self.flops_per_second / self.peak_flops
+
+    @property
+    def stall_share(self) -> float:
+        """Of the step, in which compute waits."""
+        return self.plan.timeline.stall_seconds() / self.plan.seconds
+
+    @property
+    def run_seconds(self) -> float:
+        return self.token_budget / self.plan.tokens_per_second
+
+    @property
+    def kilowatt_hours(self) -> float | None:
+        """Energy of the device at full load for the whole run; `None` where its power is not known."""
+        watts = self.plan.question.hardware.watts
+        return None if watts is None else watts * self.run_seconds / 3.6e6
+
+    @property
+    def written_nbytes_per_day(self) -> float:
+        """Bytes written to disk."""
+        written = sum(op.nbytes for op in self.plan.timeline.schedule.ops if op.kind in DISK_KINDS[1:])
+        return written / self.plan.seconds * SECONDS_PER_DAY
+
+    @property
+    def drive_days(self) -> float | None:
+        """Days until the drive has been written as often as its maker promises; `None` where nothing tells."""
+        endurance, per_day = self.plan.question.hardware.disk_endurance_nbytes, self.written_nbytes_per_day
+        return None if endurance is None or not per_day else endurance / per_day
+
+
+def look(plan: Plan, token_budget: float = 1e12) -> Outlook:
+    """What follows from a plan for a run of `token_budget` tokens."""
+    question = plan.question
+    useful = step_flops(question.model, [(question.rows, question.length)])
+    return Outlook(plan, token_budget, useful / plan.seconds, loads(plan), hiding(plan), upgrades(question, plan))
+
+
+def peak_flops(hardware: Hardware, precision: Precision) -> float:
+    """What the maker states of the device, or what it achieves where nothing is stated."""
+    if precision == "fp32":
+        return hardware.peak_flops_fp32 or hardware.flops_fp32 or hardware.peak_flops or hardware.flops
+    return hardware.peak_flops or hardware.flops
+
+
+# What limits -------------------------------------------------------------------------------------------------------
+
+
+def loads(plan: Plan) -> tuple[Load, ...]:
+    """Every stream with something to do, by its share of the chain, largest first."""
+    timeline = plan.timeline
+    busy: dict[str, float] = defaultdict(float)
+    for op, start, end in zip(timeline.schedule.ops, timeline.starts, timeline.ends, strict=True):
+        busy[op.stream] += end - start
+    chain = _chain_seconds(timeline)
+    found = [
+        Load(stream, seconds, chain.get(stream, 0.0), timeline.seconds - seconds) for stream, seconds in busy.items()
+    ]
+    return tuple(sorted(found, key=lambda load: (-load.chain_seconds, -load.busy_seconds, load.stream)))
+
+
+def _chain_seconds(timeline: Timeline) -> dict[str, float]:
+    """Stream -> its seconds of the chain, walked from the last op back to whatever each op had to wait for."""
+    ops = timeline.schedule.ops
+    before: list[int] = []
+    last: dict[str, int] = {}
+    for index, op in enumerate(ops):
+        before.append(last.get(op.stream, -1))
+        last[op.stream] = index
+    seconds: dict[str, float] = defaultdict(float)
+    index = max(range(len(ops)), key=lambda each: timeline.ends[each], default=-1)
+    while index >= 0:
+        start = timeline.starts[index]
+        seconds[ops[index].stream] += timeline.ends[index] - start
+        # one of these ended when the op began; the op before in order, where all streams share the processor
+        causes = (before[index], *reversed(timeline.schedule.waits[index]), index - 1)
+        index = next((each for each in causes if each >= 0 and timeline.ends[each] == start), -1)
+    return dict(seconds)
+
+
+# When transfers hide -----------------------------------------------------------------------------------------------
+
+
+def hiding(plan: Plan) -> Hiding | None:
+    """The smallest step, in whole sequences, that hides every transfer and the optimizer behind compute.
+
+    `None` where none does, and on a device that shares memory, where nothing overlaps. The policy is the plan's; where
+    kept graphs no longer fit, it recomputes.
+    """
+    question = plan.question
+    if question.hardware.shares_memory:
+        return None
+
+    @cache
+    def at(rows: int) -> Hiding:
+        tokens = rows * question.length
+        asked = replace(question, tokens_per_step=tokens)
+        micro_batch = min(plan.micro_batch, rows)
+        policy, found = _fitting(asked, plan.policy, micro_batch)
+        instant = estimate(replace(asked, hardware=_instant(question.hardware)), policy, micro_batch)
+        return Hiding(tokens, max(0.0, 1.0 - instant.seconds / found.seconds), found.fits(asked.budgets()))
+
+    rows = 1
+    while at(rows).stall_share >= HIDDEN_STALL:
+        if rows * question.length >= MOST_TOKENS:
+            return None
+        rows *= 2
+    low = rows // 2  # not hidden, or no step at all
+    while rows - low > 1:
+        middle = (low + rows) // 2
+        low, rows = (low, middle) if at(middle).stall_share < HIDDEN_STALL else (middle, rows)
+    return at(rows)
+
+
+def _fitting(question: Question, policy: Policy, micro_batch: int) -> tuple[Policy, Estimate]:
+    """The policy if it fits, else the same with recomputation, and what it takes."""
+    found = estimate(question, policy, micro_batch)
+    if policy.activations == "keep" and not found.fits(question.budgets()):
+        policy = replace(policy, activations="recompute")
+        found = estimate(question, policy, micro_batch)
+    return policy, found
+
+
+def _instant(hardware: Hardware) -> Hardware:
+    """The machine with a bus, a host and a disk that take no time."""
+    return replace(
+        hardware,
+        fetch_bandwidth=inf,
+        grad_bandwidth=inf,
+        host_bandwidth=inf,
+        norm_bandwidth=inf,
+        optimizer_bandwidth=(),
+        disk_read_bandwidth=inf,
+        disk_write_bandwidth=inf,
+    )
+
+
+# Upgrades ----------------------------------------------------------------------------------------------------------
+
+
+def upgrades(question: Question, plan: Plan | None) -> tuple[Upgrade, ...]:
+    """What each single change of the machine would buy at the same question; `plan` is `None` where nothing fits."""
+    today = None if plan is None else estimate(question, plan.policy, plan.micro_batch)
+    found = []
+    for name, change in _changes(question.hardware, _uses_disk(plan)).items():
+        asked = change(question)
+        (best,) = survey(asked, [asked.budgets()])
+        seconds = [] if best is None else [best.seconds]
+        if plan is not None:
+            seconds.append(estimate(asked, plan.policy, plan.micro_batch).seconds)  # what fits, fits a better machine
+        rate = question.rows * question.length / min(seconds) if seconds else None
+        found.append(Upgrade(name, rate, None if today is None or not seconds else today.seconds / min(seconds)))
+    return tuple(found)
+
+
+def _uses_disk(plan: Plan | None) -> bool:
+    return plan is not None and any(op.kind in DISK_KINDS for op in plan.timeline.schedule.ops)
+
+
+def _changes(hardware: Hardware, uses_disk: bool) -> dict[str, Callable[[Question], Question]]:
+    """Name of an upgrade -> the question with it."""
+    changes: dict[str, Callable[[Question], Question]] = {"twice the host memory": _twice_the_host}
+    if not hardware.shares_memory:
+        changes["twice the bus"] = _faster(
+            "fetch_bandwidth", "grad_bandwidth", "duplex_fetch_bandwidth", "duplex_grad_bandwidth"
+        )
+    changes["twice the host's bandwidth"] = _faster("host_bandwidth", "norm_bandwidth", "host_copy_bandwidth")
+    if not hardware.shares_memory:
+        bigger = _next_device_size(hardware.device_nbytes)
+        changes[f"{bigger / GB:,.0f} GB of device memory"] = lambda question: _with_device_memory(question, bigger)
+    changes["twice the device's flops"] = _faster("flops", "flops_fp32", "peak_flops", "peak_flops_fp32")
+    if uses_disk:
+        changes["twice the disk"] = _faster("disk_read_bandwidth", "disk_write_bandwidth")
+    return changes
+
+
+def _twice_the_host(question: Question) -> Question:
+    budget = question.host_budget_nbytes
+    hardware = replace(question.hardware, host_nbytes=2 * question.hardware.host_nbytes)
+    return replace(question, hardware=hardware, host_budget_nbytes=None if budget is None else 2 * budget)
+
+
+def _with_device_memory(question: Question, nbytes: int) -> Question:
+    """A budget of the user's was for the device as it is."""
+    hardware = replace(question.hardware, device_nbytes=nbytes)
+    return replace(question, hardware=hardware, device_budget_nbytes=None)
+
+
+def _faster(*fields: str) -> Callable[[Question], Question]:
+    """The question on a machine on which each of these rates that is known is twice what it was."""
+
+    def change(question: Question) -> Question:
+        hardware = question.hardware
+        known = {field: getattr(hardware, field) for field in fields}
+        hardware = replace(hardware, **{field: 2 * rate for field, rate in known.items() if rate is not None})
+        if "host_bandwidth" in fields:
+            rows = tuple((threads, 2 * rate) for threads, rate in hardware.optimizer_bandwidth)
+            hardware = replace(hardware, optimizer_bandwidth=rows)
+        if "flops" in fields:
+            products = tuple(replace(row, flops=2 * row.flops) for row in hardware.products)
+            attention = tuple(
+                replace(row, forward_flops=2 * row.forward_flops, backward_flops=2 * row.backward_flops)
+                for row in hardware.attention
+            )
+            hardware = replace(hardware, products=products, attention=attention)
+        return replace(question, hardware=hardware)
+
+    return change
+
+
+def _next_device_size(nbytes: int) -> int:
+    """Of the devices of the library, the next that is bigger by more than a few percent; else twice as much."""
+    sizes = sorted({machine(name).device_nbytes for name in machine_names()})
+    return next((size for size in sizes if size > 1.05 * nbytes), 2 * nbytes)
+
+
+# Budgets -----------------------------------------------------------------------------------------------------------
+
+
+def sweep(plan: Plan) -> Sweep:
+    """Tokens per second with as much memory as the plan takes, the machine has, and the usual sizes around.
+
+    A plan that fits into less fits into more, so a larger budget is never slower.
+    """
+    question = plan.question
+    budgets, given = question.budgets(), question.device_budget_nbytes
+    hosts = _sizes_around(HOST_SIZES, plan.nbytes["host"], budgets["host"])
+    devices: tuple[int, ...] = (0,)
+    if "device" in budgets:
+        devices = _sizes_around(DEVICE_SIZES, plan.nbytes["device"], given or question.hardware.device_nbytes)
+    usable = {size: size if size == given else usable_nbytes(size) for size in devices}
+    pairs = [{"host": host, "device": usable[device]} for host in hosts for device in devices]
+    cells = survey(question, [{tier: pair[tier] for tier in budgets} for pair in pairs])
+    tokens = question.rows * question.length
+    rates: list[list[float | None]] = []
+    for row in range(len(hosts)):
+        rates.append([])
+        for column in range(len(devices)):
+            cell = cells[row * len(devices) + column]
+            known = [tokens / cell.seconds] if cell is not None else []
+            less = [rates[row - 1][column] if row else None, rates[row][column - 1] if column else None]
+            rates[row].append(max([*known, *(rate for rate in less if rate is not None)], default=None))
+    return Sweep(devices, hosts, tuple(tuple(row) for row in rates))
+
+
+def _sizes_around(sizes: tuple[int, ...], taken: int, there: int) -> tuple[int, ...]:
+    """The usual sizes from a quarter of what a plan takes to four times as much, and what is there."""
+    return tuple(sorted({there, *(size for size in sizes if taken / 4 <= size <= 4 * taken)}))

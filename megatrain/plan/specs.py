@@ -1,0 +1,76 @@
+"""Model specifications that were saved with a plan: `megatrain plan MODEL --json FILE`, then `megatrain plan FILE`.
+
+So a plan for another machine needs neither the model's files nor the library that reads them. A file is taken apart
+with care: what is missing or absurd in it is refused by name. It leaves out writing (`report.as_content`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatrain.errors import MegaTrainError, ModelError
+from megatrain.spec import LayerProfile, ModelSpec, ParamSpec, UnitSpec
+
+
+def read_model(content: Any, where: str) -> ModelSpec:
+    """The model of a saved plan's content. Raises `ModelError` for what is no specification."""
+    try:
+        fields = dict(content["model"])
+        units = tuple(_unit(unit) for unit in fields["units"])
+        return ModelSpec(
+            _text(fields["name"]),
+            units,
+            _count(fields["hidden_size"]),
+            _count(fields["vocab_size"]),
+            None if fields.get("max_positions") is None else _count(fields["max_positions"]),
+            _text(fields.get("attention", "sdpa")),
+        )
+    except (KeyError, TypeError, ValueError, MegaTrainError) as error:
+        detail = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ModelError(
+            f"holds no model that can be planned for: {detail:.120}",
+            where=where,
+            fix="write one with `megatrain plan MODEL --json FILE`",
+        ) from error
+
+
+def _unit(fields: Mapping[str, Any]) -> UnitSpec:
+    params = tuple(
+        ParamSpec(
+            _text(each["name"]),
+            tuple(_count(size) for size in each["shape"]),
+            _number(each.get("active", 1.0), most=1.0),
+            bool(each.get("trainable", True)),
+        )
+        for each in fields["params"]
+    )
+    given = fields.get("profile", {})
+    window = given.get("window")
+    profile = LayerProfile(
+        _number(given.get("attention_flops", 0.0)),
+        None if window is None else _count(window),
+        _number(given.get("kept_nbytes", 0.0)),
+        _number(given.get("kept_nbytes_by_length", 0.0)),
+    )
+    return UnitSpec(
+        _text(fields["name"]), fields["kind"], params, tuple(map(_text, fields.get("borrows", ()))), profile
+    )
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.40} is no name")
+    return value
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1 << 40:
+        raise ValueError(f"{value!r:.40} is no count")
+    return value
+
+
+def _number(value: Any, most: float = 1e15) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        raise ValueError(f"{value!r:.40} is not a number from 0 to {most:g}")
+    return float(value)

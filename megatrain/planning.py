@@ -1,0 +1,345 @@
+"""`megatrain plan`: a model, a machine and a question in; tables, a page and a file out.
+
+Wires what reads models (`model`), what describes machines (`plan.machines`) and what plans (`plan`), and prints. The
+model's structure is read without its weights, on the meta device, and not at all where a saved plan brings its
+specification; so a laptop can plan for a machine it has never seen. A probed machine, where there is a file of one, is
+the default. It leaves out the arithmetic (`plan`) and the arguments (`cli`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megatrain.errors import ConfigError, DeviceError, DoesNotFit, ModelError, PlanError
+from megatrain.plan import (
+    Outlook,
+    Plan,
+    Question,
+    Row,
+    Sweep,
+    available_host_nbytes,
+    available_threads,
+    compare,
+    find_plan,
+    load_hardware,
+    look,
+    read_model,
+    render_page,
+    survey,
+    sweep,
+    upgrades,
+)
+from megatrain.plan.hardware import processor_name
+from megatrain.plan.machines import machine_of_device
+from megatrain.plan.report import (
+    COMPARISON_HEADS,
+    amount,
+    as_content,
+    comparison_rows,
+    load_rows,
+    owner_rows,
+    summary_rows,
+    upgrade_rows,
+)
+from megatrain.spec import Hardware, ModelSpec, Precision
+
+PROBED = Path("~/.cache/megatrain/hardware.json")
+"""Where `megatrain probe` leaves its file."""
+
+LENGTH, TOKENS_PER_STEP = 4096, 65_536
+"""What is taken where the user says nothing; fewer tokens where so many do not fit."""
+
+THREAD_FLOPS, THREAD_BANDWIDTH, MOST_BANDWIDTH = 4e10, 8e9, 6e10
+"""Of a processor that nobody has measured: operations and bytes per second of a thread, and of all of them."""
+
+SHADES = " ░▒▓█"
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
+    f"{letter}I": 1 << 10 * power for power, letter in enumerate("KMGT", 1)
+}
+
+
+def run_plan(
+    model: str,
+    console: Console,
+    *,
+    hardware: str | None = None,
+    tokens_per_step: int | None = None,
+    length: int | None = None,
+    precision: Precision = "bf16",
+    clips: bool = True,
+    device_memory: str | None = None,
+    host_memory: str | None = None,
+    token_budget: float = 1e12,
+    compares: bool = False,
+    sweeps: bool = False,
+    html: str | None = None,
+    json_file: str | None = None,
+    attention: str = "auto",
+    trust_remote_code: bool = False,
+) -> Outlook:
+    """Plan, print, and write what was asked for.
+
+    model: hub name, folder, config.json, or a file that `json_file` of an earlier plan names. hardware: a machine of
+    the library or a hardware file; `None` is this machine. Memories are texts such as `24GB`. Raises a `MegaTrainError`
+    for whatever is wrong: `DoesNotFit` with the nearest change that fits.
+    """
+    if precision not in ("bf16", "fp32"):
+        raise ConfigError(f"{precision!r} is no precision", where="--precision", fix="use bf16 or fp32")
+    if not 0 < token_budget <= 1e18:
+        raise ConfigError(f"{token_budget:g} tokens", where="--token-budget", fix="give a number such as 1e12")
+    targets = {option: Path(file).expanduser() for option, file in (("--html", html), ("--json", json_file)) if file}
+    for option, path in targets.items():
+        _refuse_unwritable(option, path)
+    device, host = parse_nbytes(device_memory, "--device-memory"), parse_nbytes(host_memory, "--host-memory")
+    machine = find_hardware(hardware)
+    spec = find_model(model, precision, attention=attention, trust_remote_code=trust_remote_code)
+    length = _length(spec, length, tokens_per_step)
+    question = Question(spec, machine, tokens_per_step or max(length, TOKENS_PER_STEP), length, precision, clips)
+    question = replace(question, device_budget_nbytes=device, host_budget_nbytes=host)
+    plan = _planned(question, may_shrink=tokens_per_step is None)
+    outlook = look(plan, token_budget)
+    comparison = compare(plan) if compares else ()
+    swept = sweep(plan) if sweeps else None
+    facts = _facts(plan)
+    show(console, outlook, facts, comparison, swept)
+    if "--html" in targets:
+        _write(targets["--html"], render_page(outlook, facts, comparison, swept))
+    if "--json" in targets:
+        _write(targets["--json"], json.dumps(as_content(outlook, comparison, swept), indent=1) + "\n")
+    return outlook
+
+
+# The question ------------------------------------------------------------------------------------------------------
+
+
+def find_model(
+    source: str, precision: Precision, *, attention: str = "auto", trust_remote_code: bool = False
+) -> ModelSpec:
+    """The specification of a model, by hub name, folder, config.json, or saved plan; no weight is read."""
+    path = Path(source).expanduser()
+    where = f"model {source}"
+    if path.is_file():
+        content = _content(path, where)
+        if isinstance(content, dict) and "model" in content:
+            return read_model(content, where)
+    import torch
+
+    from megatrain.model import port_model
+    from megatrain.model.architecture import read_config
+    from megatrain.model.blueprint import blueprint
+
+    try:
+        config = read_config(str(path) if path.exists() else source, where=where, trust_remote_code=trust_remote_code)
+    except ModelError as error:
+        if path.exists() or not (near := _nearest_models(source)):
+            raise
+        raise ModelError(error.what, where=where, fix=f"did you mean {' or '.join(near)}?") from error
+    structure = blueprint(config, attention=attention, trust_remote_code=trust_remote_code)
+    spec = port_model(structure, torch.bfloat16 if precision == "bf16" else torch.float32).spec
+    named = path.resolve() if path.exists() else path
+    return replace(spec, name=named.parent.name if path.is_file() else named.name)
+
+
+def find_hardware(source: str | None) -> Hardware:
+    """A described machine or a hardware file; `None` is the probed machine, or else this one, roughly."""
+    if source is not None:
+        return load_hardware(source)
+    probed = PROBED.expanduser()
+    return load_hardware(probed) if probed.exists() else this_machine()
+
+
+def this_machine() -> Hardware:
+    """This machine by what it is called and what is free. Raises `PlanError` for a GPU that nobody has described."""
+    from megatrain.device import open_device
+
+    host = available_host_nbytes()
+    try:
+        device = open_device("cuda:0")
+    except DeviceError:
+        return _processor(host)
+    try:
+        name = str(getattr(device, "model", device.name))
+    finally:
+        device.close()
+    if (known := machine_of_device(name)) is None:
+        raise PlanError(f"nobody has described a {name}", where="hardware", fix="run `megatrain probe --device cuda:0`")
+    return replace(known, name=f"{name}, not measured", host_nbytes=host)
+
+
+def _processor(host_nbytes: int) -> Hardware:
+    threads = available_threads()
+    bandwidth = min(threads * THREAD_BANDWIDTH, MOST_BANDWIDTH)
+    assumed = "assumed from the number of threads; `megatrain probe` measures it"
+    return Hardware(
+        name=f"{threads} threads of {processor_name()}, not measured",
+        device_nbytes=host_nbytes,
+        host_nbytes=host_nbytes,
+        fetch_bandwidth=bandwidth / 2,
+        grad_bandwidth=bandwidth / 2,
+        flops=threads * THREAD_FLOPS,
+        host_bandwidth=bandwidth,
+        shares_memory=True,
+        device_bandwidth=bandwidth,
+        sources=tuple((field, assumed) for field in ("flops", "host_bandwidth", "device_bandwidth")),
+    )
+
+
+def parse_nbytes(text: str | None, where: str) -> int | None:
+    """`24GB`, `1.5 TB` or `80GiB` in bytes; raises `ConfigError` for anything else."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMGT]?I?)B?\s*", text.upper())
+    unit = UNITS.get(match[2]) if match else None
+    if match is None or unit is None or not 1 << 20 <= (nbytes := float(match[1]) * unit) <= 1e18:
+        raise ConfigError(f"{text!r} is no amount of memory", where=where, fix="give one such as 24GB or 1.5TB")
+    return int(nbytes)
+
+
+def _length(spec: ModelSpec, length: int | None, tokens_per_step: int | None) -> int:
+    most = spec.max_positions
+    if length is None:
+        return max(1, min(LENGTH, most or LENGTH, tokens_per_step or LENGTH))
+    if most is not None and length > most:
+        what = f"sequences of {length:,} tokens, and the model has {most:,} positions"
+        raise ConfigError(what, where="--length", fix=f"give {most} or less")
+    return length
+
+
+def _planned(question: Question, *, may_shrink: bool) -> Plan:
+    """The plan; with fewer tokens per step where the user left them open and so many do not fit."""
+    while may_shrink and question.rows > 1 and survey(question, [question.budgets()]) == [None]:
+        question = replace(question, tokens_per_step=question.rows // 2 * question.length)
+    try:
+        return find_plan(question)
+    except DoesNotFit as error:
+        helps = [upgrade for upgrade in upgrades(question, None) if upgrade.tokens_per_second is not None]
+        words = [f"{upgrade.name} would make it fit ({upgrade.tokens_per_second:,.0f} tokens/s)" for upgrade in helps]
+        fix = f"{error.fix}; {' or '.join(words) or 'no single upgrade makes it fit'}"
+        raise DoesNotFit(error.what, where=error.where, fix=fix) from error
+
+
+def _content(path: Path, where: str) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        what = f"cannot be read ({getattr(error, 'strerror', None) or 'not JSON'})"
+        raise ModelError(what, where=where, fix="give a folder, a config.json or a saved plan") from error
+
+
+def _nearest_models(source: str) -> list[str]:
+    """Folders and configs beside where `source` would be, and models that the hub's cache holds."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    parent = Path(source).expanduser().parent
+    names = [str(each) for each in parent.iterdir()] if parent.is_dir() else []
+    hub = Path(HF_HUB_CACHE)
+    cached = sorted(hub.glob("models--*")) if hub.is_dir() else []
+    names += [each.name.removeprefix("models--").replace("--", "/") for each in cached]
+    return difflib.get_close_matches(source, sorted(set(names)), n=3, cutoff=0.6)
+
+
+# What is shown -----------------------------------------------------------------------------------------------------
+
+
+def _facts(plan: Plan) -> list[tuple[str, str]]:
+    from megatrain.train.progress import describe_model, describe_policy
+
+    hardware = plan.question.hardware
+    device = "" if hardware.shares_memory else f"{amount(hardware.device_nbytes)} device, "
+    return [
+        ("model", describe_model(plan.question.model)),
+        ("machine", f"{hardware.name}: {device}{amount(hardware.host_nbytes)} host"),
+        ("policy", "; ".join(describe_policy(plan.policy))),
+    ]
+
+
+def show(
+    console: Console,
+    outlook: Outlook,
+    facts: Sequence[tuple[str, str]],
+    comparison: tuple[Row, ...] = (),
+    swept: Sweep | None = None,
+) -> None:
+    """Print a plan with everything that follows from it."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    for name, fact in (*facts, *summary_rows(outlook)):
+        grid.add_row(name, Text(fact))
+    console.print(grid)
+    console.print(_memory(outlook.plan))
+    heads = ("stream", "share of the step", "busy", "busy for", "slack")
+    console.print(_table("what limits", heads, load_rows(outlook)))
+    console.print(_table("one upgrade", ("upgrade", "tokens/s", "gain"), upgrade_rows(outlook.upgrades)))
+    if comparison:
+        console.print(_table("other systems, by replay", COMPARISON_HEADS, comparison_rows(comparison), texts=2))
+    if swept is not None:
+        console.print(_heat_map(swept))
+
+
+def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) -> Table:
+    """The first `texts` columns hold words, the others numbers."""
+    table = Table(box=box.SIMPLE, pad_edge=False, title=title, title_justify="left", title_style="bold")
+    for place, head in enumerate(heads):
+        table.add_column(head, justify="left" if place < texts else "right")
+    for row in rows:
+        table.add_row(*(Text(text) for text in row))
+    return table
+
+
+def _memory(plan: Plan) -> Table:
+    rows: list[tuple[str, str, str, str]] = []
+    budgets = plan.question.budgets()
+    for tier, owners in owner_rows(plan).items():
+        total, budget = plan.nbytes[tier], budgets[tier]
+        rows += [(tier, owner, amount(nbytes), f"{nbytes / budget:.1%}") for owner, nbytes in owners]
+        rows.append((tier, f"total of {amount(budget)}", amount(total), f"{total / budget:.1%}"))
+    return _table("memory at its peak", ("tier", "what for", "bytes", "of the budget"), rows, texts=2)
+
+
+def _heat_map(swept: Sweep) -> Table:
+    """Shades for a terminal without colours; numbers for one with narrow shades."""
+    most = max((rate for row in swept.tokens_per_second for rate in row if rate is not None), default=1.0)
+    heads = ["host \\ device", *(amount(nbytes) if nbytes else "shared" for nbytes in swept.device_nbytes)]
+    rows = []
+    for host, rates in zip(swept.host_nbytes, swept.tokens_per_second, strict=True):
+        cells = []
+        for rate in rates:
+            if rate is None:
+                cells.append("-")
+            else:
+                cells.append(f"{SHADES[max(1, round(rate / most * (len(SHADES) - 1)))] * 2} {rate:,.0f}")
+        rows.append([amount(host), *cells])
+    return _table("tokens per second by memory; - does not fit", heads, rows)
+
+
+# Files -------------------------------------------------------------------------------------------------------------
+
+
+def _refuse_unwritable(option: str, path: Path) -> None:
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder", where=option, fix="give a file")
+    if not path.parent.is_dir():
+        raise ConfigError(f"there is no folder {path.parent}", where=option, fix="make it, or choose another file")
+
+
+def _write(path: Path, text: str) -> None:
+    """The whole file, or the one that was there."""
+    staged = path.with_name(f".{path.name}.part")
+    try:
+        staged.write_text(text, encoding="utf-8")
+        staged.replace(path)
+    except OSError as error:
+        staged.unlink(missing_ok=True)
+        what = f"cannot be written ({error.strerror})"
+        raise ConfigError(what, where=str(path), fix="choose a file in a folder of yours") from error
