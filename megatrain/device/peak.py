@@ -9,16 +9,19 @@ import torch
 from megatrain.device.base import Device
 
 SIZES = {"cpu": 2048, "cuda": 8192}
-ROUNDS = 20
+ROUNDS, LEAST_ROUNDS, SECONDS = 20, 2, 0.5
+"""Products that are timed: fewer where a device is so slow that they would take longer than that."""
 
 
 def matmul_flops(device: Device, dtype: torch.dtype) -> float:
     """Floating-point operations per second of a square product of random matrices; the best of a few rounds."""
     size = SIZES[device.torch_device.type]
     left, right = (torch.randn(size, size, device=device.torch_device).to(dtype) for _ in range(2))
-    best = float("inf")
-    for _ in range(ROUNDS):
+    best, started = float("inf"), time.perf_counter()
+    for done in range(ROUNDS):
         began = time.perf_counter()
+        if done >= LEAST_ROUNDS and began - started > SECONDS:
+            break
         (left @ right)[0, 0].item()
         best = min(best, time.perf_counter() - began)
     return 2.0 * size**3 / best
