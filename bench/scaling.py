@@ -136,7 +136,7 @@ def tokens(counts: Sequence[int] = TOKENS) -> dict[str, str]:
                 points.append((float(count), 100 * useful / hardware.flops))
         lines.append(Line(words, points, mark=min(max(formula(hardware)), float(counts[-1]))))
     across = Axis("tokens per step", [float(count) for count in counts], log=True, show=_kilo)
-    title = f"8B, sequences of {TOKENS_LENGTH}, enough host memory; dashed: the formula's knee"
+    title = f"8B, sequences of {TOKENS_LENGTH}; dashed: the formula's knee"
     return {"tokens": plot(title, across, linear("useful, % of large products", 80), lines)}
 
 
@@ -184,7 +184,7 @@ def sizes(names: Sequence[str] = SIZES) -> tuple[dict[str, str], list[str]]:
     rows += [f"| {shape(name).name} | " + " | ".join(each) + " |" for name, each in cells.items()]
     ticks = [5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0]
     across = Axis("parameters (billions)", ticks, log=True)
-    title = f"At most {SIZES_TOKENS:,} tokens per step, sequences of {LENGTH:,}, enough host memory"
+    title = f"At most {SIZES_TOKENS:,} tokens per step, sequences of {LENGTH:,}"
     return {"sizes": plot(title, across, linear("MFU (%)", 60), lines)}, rows
 
 

@@ -241,12 +241,13 @@ def _nearest_models(source: str) -> list[str]:
     """Folders and configs beside where `source` would be, and models that the hub's cache holds."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    parent = Path(source).expanduser().parent
-    names = [str(each) for each in parent.iterdir()] if parent.is_dir() else []
+    path = Path(source).expanduser()
+    beside = sorted(each.name for each in path.parent.iterdir()) if path.parent.is_dir() else []
+    near = [str(path.parent / name) for name in difflib.get_close_matches(path.name, beside, n=2, cutoff=0.7)]
     hub = Path(HF_HUB_CACHE)
     cached = sorted(hub.glob("models--*")) if hub.is_dir() else []
-    names += [each.name.removeprefix("models--").replace("--", "/") for each in cached]
-    return difflib.get_close_matches(source, sorted(set(names)), n=3, cutoff=0.6)
+    names = [each.name.removeprefix("models--").replace("--", "/") for each in cached]
+    return [*near, *difflib.get_close_matches(source, names, n=2, cutoff=0.6)]
 
 
 # What is shown -----------------------------------------------------------------------------------------------------

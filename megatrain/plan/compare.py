@@ -4,8 +4,8 @@ Each system is a schedule of our own builder, priced like ours, at the best choi
 
 * *ZeRO-3 offload*: one micro-batch after the other through the whole model, recomputing, with gradients summed in host
   memory in float32 and the optimizer at the end; 18 bytes per parameter in the host.
-* *MegaTrain as published*: layer-major, boundaries kept at an interval, three loads of every weight, the optimizer at
-  the end; 12 bytes per parameter, without float32 masters (whose traffic is not charged to it).
+* *MegaTrain as published* (arXiv 2604.05091): layer-major, boundaries kept at an interval, three loads of every weight,
+  the optimizer at the end; 12 bytes per parameter, without float32 masters (whose traffic is not charged to it).
 * *in memory*: weights, gradients and optimizer state (16 to 18 bytes per parameter) lie on the device, and so does the
   optimizer's work. Where that does not fit, its speed is still shown: that of a model that fits.
 
