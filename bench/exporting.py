@@ -26,6 +26,7 @@ from bench.step import _resident
 from megatrain.checkpoint import export_model
 from megatrain.device import open_device
 from megatrain.memory import Ledger, Pool, Store
+from megatrain.memory.pool import is_state
 from megatrain.model import PortedModel, port_model
 from megatrain.model.blueprint import blueprint
 from megatrain.optim import warm_up
@@ -62,10 +63,10 @@ def filled_store(ported: PortedModel, pool: Pool) -> Store:
     """The state of a model that has trained, as far as memory can tell: no page of it is left untouched."""
     policy = Policy("bf16", shares_memory=True)
     buffers = build_step(ported.spec, policy, Work((1,))).buffers.values()
-    pool.provide(buffer for buffer in buffers if buffer.name.startswith(("host/hi/", "host/state/")))
+    pool.provide(buffer for buffer in buffers if is_state(buffer))
     store = Store(ported.spec, policy, pool)
     for unit in range(len(ported.spec.units)):
-        state = store.unit(unit)
+        state = store.change(unit)
         assert state.lo is not None
         for array, value in ((state.hi, 0x3F80), (state.lo, 1), (state.m, 1), (state.v, 1)):
             array.fill(value)  # in place, so that nothing but the store is in memory

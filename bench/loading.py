@@ -28,6 +28,7 @@ from bench.exporting import ALLOWANCE, config_of
 from bench.step import _resident
 from megatrain.device import open_device
 from megatrain.memory import Ledger, Pool, Store
+from megatrain.memory.pool import is_state
 from megatrain.model import FreshSource, PretrainedSource, Source, port_model
 from megatrain.model.blueprint import blueprint
 from megatrain.optim import warm_up
@@ -65,10 +66,10 @@ def empty_store(spec: ModelSpec, pool: Pool) -> Store:
     """The state of a model before its weights: the moments, two thirds of it, are resident already."""
     policy = Policy("bf16", shares_memory=True)
     buffers = build_step(spec, policy, Work((1,))).buffers.values()
-    pool.provide(buffer for buffer in buffers if buffer.name.startswith(("host/hi/", "host/state/")))
+    pool.provide(buffer for buffer in buffers if is_state(buffer))
     store = Store(spec, policy, pool)
     for unit in range(len(spec.units)):
-        state = store.unit(unit)
+        state = store.change(unit)
         state.m.fill(0)
         state.v.fill(0)
     return store

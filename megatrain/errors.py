@@ -4,6 +4,7 @@
       ConfigError          a key, a value or a command-line argument
       ModelError           a model that cannot be trained here, or not by this engine
       DataError            a source, a tokenizer or a dataset
+        SampleError        one sample: a missing field, a role that the template refuses
         BatchError         one micro-batch: ids outside the vocabulary, no target token
       PlanError            a policy that contradicts itself
         DoesNotFit         a policy that needs more memory than a tier has
@@ -14,14 +15,42 @@
         Deadlock           work that can never start, or never ends
         RaceDetected       two accesses of the same bytes that nothing orders
         BrokenPromise      an op that touched memory which it had not declared
+        DiskError          scratch files that cannot be made, read or written
+          DiskFull         more bytes than a disk has left
+          CorruptRegion    bytes on a disk that are not the ones that were written
       NonFinite            a loss or a gradient that is not finite
       ExportError          a folder that could not be written
+      CheckpointError      a checkpoint that could not be written, read or removed
+        DamagedCheckpoint  one that is not whole, or not what was written
 
 Each says what is wrong, where, and what to do. The command line prints exactly that, on one line, and exits with 2;
-a traceback means a defect of ours. The module leaves out logging and exit codes: see `cli.py`.
+a traceback means a defect of ours. What others raise is told in a line too (`first_line`, `typed_line`). The module
+leaves out logging and exit codes: see `cli.py`.
 """
 
 from __future__ import annotations
+
+_NAMED = (KeyError, TypeError, AttributeError, IndexError, ZeroDivisionError, RuntimeError)
+"""Exceptions of code that trips over something; what they say means little without their names."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception of another library says, in one line without a full stop; its type's name where it is silent.
+
+    That is its first line, with the second one where the first only introduces it, and with the type's name before it
+    where the text means little alone.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    said = (" ".join(lines[:2]) if lines[0].endswith(":") else lines[0]).rstrip(".")
+    return f"{type(error).__name__}: {said}" if isinstance(error, _NAMED) else said
+
+
+def typed_line(error: BaseException) -> str:
+    """As `first_line`, with the type's name before it whatever the type."""
+    said, name = first_line(error), type(error).__name__
+    return said if said == name or said.startswith(f"{name}: ") else f"{name}: {said}"
 
 
 class MegaTrainError(Exception):
@@ -46,6 +75,14 @@ class ModelError(MegaTrainError):
 
 class DataError(MegaTrainError):
     """A data source, a tokenizer or a dataset is missing, empty or malformed."""
+
+
+class SampleError(DataError):
+    """One sample is unusable. `reason`: the few words under which such samples are counted where they are left out."""
+
+    def __init__(self, what: str, *, reason: str, where: str = "", fix: str = "") -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.reason = reason
 
 
 class BatchError(DataError):
@@ -107,9 +144,29 @@ class BrokenPromise(DeviceError):
     """An op read or wrote memory outside what it declares."""
 
 
+class DiskError(DeviceError):
+    """A folder for scratch files is missing or refused, or a drive failed to read or write."""
+
+
+class DiskFull(DiskError):
+    """A disk has less space left than is needed."""
+
+
+class CorruptRegion(DiskError):
+    """What a disk holds of a region is not what was written, or was never written whole."""
+
+
 class NonFinite(MegaTrainError):
     """A loss or a gradient is not finite. The text says which units, if any, had been updated already."""
 
 
 class ExportError(MegaTrainError):
     """A model folder could not be written; nothing half-written is left behind."""
+
+
+class CheckpointError(MegaTrainError):
+    """A checkpoint could not be written, read or removed; others are as they were, and nothing is left half-written."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint is unfinished, or its files are not those that were written; or a newer version wrote it."""

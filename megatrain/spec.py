@@ -17,6 +17,7 @@ Precision = Literal["bf16", "fp32"]
 UnitKind = Literal["prologue", "layer", "epilogue"]
 ActivationPlan = Literal["keep", "recompute"]
 UpdateTime = Literal["next_forward", "during_backward", "after_backward"]
+Tier = Literal["device", "host", "disk"]
 
 WEIGHT_NBYTES: dict[Precision, int] = {"bf16": 2, "fp32": 4}
 """Bytes per parameter of what the device streams, and of a gradient that crosses the bus in the compute dtype."""
@@ -256,6 +257,38 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
+class Home:
+    """The tier of each part of a unit's state between steps. What is on the disk passes through host memory.
+
+    The weights may be on the device beside a copy in host memory, which the optimizer updates: then they are fetched
+    once per step. With all parts on the device nothing of the unit crosses the bus, and it is updated there.
+    """
+
+    weights: Tier = "host"
+    low_bits: Tier = "host"
+    """The other half of each master, in bf16."""
+    moments: Tier = "host"
+    """AdamW's m and v."""
+
+    def __post_init__(self) -> None:
+        aside = self.low_bits == "device", self.moments == "device"
+        if any(aside) and not (all(aside) and self.weights == "device"):
+            raise PlanError(
+                f"a unit is updated where its whole state is, not with {self}",
+                where="policy.homes",
+                fix="put all parts on the device, or the weights alone, or none",
+            )
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the whole state is there, and the unit is updated there."""
+        return self.moments == "device"
+
+
+IN_HOST = Home()
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     """How a model is streamed. The numbers that come out of a step never depend on it, only time and memory do."""
 
@@ -281,8 +314,13 @@ class Policy:
     """The device computes in host memory: weights need no fetch, and gradients of the right dtype are born at home."""
     host_threads: int = 0
     """Threads of the optimizer pass; 0 is one per available core."""
+    homes: tuple[Home, ...] = ()
+    """Of each unit, in order; empty keeps everything in host memory."""
+    stage_slots: int = 2
+    """Host buffers that each kind of state passes through on its way from and to the disk: how far reads run ahead."""
     device_budget_nbytes: int | None = None
     host_budget_nbytes: int | None = None
+    disk_budget_nbytes: int | None = None
 
     def __post_init__(self) -> None:
         self._require("precision", self.precision in WEIGHT_NBYTES, "bf16 or fp32")
@@ -291,7 +329,7 @@ class Policy:
         times = ("next_forward", "during_backward", "after_backward")
         self._require("update", self.update in times, "next_forward or during_backward")
         self._require("masters", self.masters in ("split", "whole"), "split")
-        for key in ("weight_slots", "grad_slots", "shard_nbytes", "loss_chunk_tokens"):
+        for key in ("weight_slots", "grad_slots", "shard_nbytes", "loss_chunk_tokens", "stage_slots"):
             self._require(key, getattr(self, key) >= 1, "at least 1")
         self._require("host_threads", self.host_threads >= 0, "0 or more")
         if self.precision == "fp32" and self.grad_precision == "bf16":
@@ -301,9 +339,19 @@ class Policy:
                 fix="leave it unset or use precision bf16",
             )
 
+        if self.shares_memory and any(home.weights == "device" for home in self.homes):
+            raise PlanError("the device has no memory of its own", where="policy.homes", fix="use host or disk")
+
     def _require(self, key: str, holds: bool, expected: str) -> None:
         if not holds:
             raise PlanError(f"{getattr(self, key)!r} is not valid", where=f"policy.{key}", fix=f"use {expected}")
+
+    def home(self, unit: int) -> Home:
+        """Where the state of a unit lives. Raises `PlanError` for one that has no home."""
+        if self.homes and unit >= len(self.homes):
+            what = f"names homes for {len(self.homes)} units, and the model has more"
+            raise PlanError(what, where="policy.homes", fix="give one for each unit, or none")
+        return self.homes[unit] if self.homes else IN_HOST
 
     @property
     def weight_nbytes(self) -> int:

@@ -1,8 +1,8 @@
 """The cpu as a device: compute in the foreground, host work on a worker thread, one memory for both.
 
-Matrix products already use every core, so compute and copies run at once where they are submitted; only the `host`
-stream (the optimizer pass, later disk) has a thread. Since compute reads host memory, a policy with `shares_memory`
-needs no fetch at all. It leaves out NUMA and pinning, which mean nothing to a cpu.
+Matrix products already use every core, so compute and copies run at once where they are submitted; the `host` stream
+(the optimizer pass) has a thread, and so have `read` and `write` (the disk). Since compute reads host memory, a policy
+with `shares_memory` needs no fetch at all. It leaves out NUMA and pinning, which mean nothing to a cpu.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from megatrain.device.base import Event, Interval, Stream, Task, Work, declared
-from megatrain.device.worker import WorkerStream, as_foreground_error
+from megatrain.device.worker import WorkerStream, as_foreground_error, close_workers, raise_first, worker_of
 from megatrain.errors import DeviceError
 
 MOST_KEPT = 1 << 20
@@ -85,14 +85,16 @@ class CpuDevice:
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
         self._inline = {name: InlineStream(name) for name in ("compute", "fetch", "grad")}
-        self._host: WorkerStream | None = WorkerStream("host")
+        self._workers = {"host": WorkerStream("host")}
+        """Streams with a thread: host work, and reading and writing the disk once there is any."""
+        self._closed = False
         self._mappings: dict[int, mmap.mmap] = {}
-        self._finalizer = weakref.finalize(self, self._host.close)  # a device that is dropped leaves no thread
+        self._finalizer = weakref.finalize(self, close_workers, self._workers)  # one that is dropped leaves no thread
 
     def stream(self, name: str) -> Stream:
-        if self._host is None:
+        if self._closed:
             raise DeviceError("the device is closed", where="cpu")
-        return self._inline.get(name, self._host)
+        return self._inline.get(name) or worker_of(self._workers, name)
 
     def allocate(self, nbytes: int, owner: str) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
@@ -143,12 +145,11 @@ class CpuDevice:
         return seconds
 
     def synchronize(self) -> None:
-        failure = self._host.drain() if self._host else None
-        if failure is not None:
-            raise failure
+        if not self._closed:
+            raise_first([worker.drain() for worker in list(self._workers.values())])
 
     def close(self) -> None:
-        if self._host is not None:
+        if not self._closed:
+            self._closed = True
             self._finalizer()
-            self._host = None
             self._mappings.clear()

@@ -24,7 +24,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 import torch
 
 from megatrain.device.base import Event, Interval, Stream, Task, Work, declared
-from megatrain.device.worker import HostEvent, WorkerStream, as_foreground_error, raise_first
+from megatrain.device.worker import (
+    HostEvent,
+    WorkerStream,
+    as_foreground_error,
+    close_workers,
+    raise_first,
+    worker_of,
+)
 from megatrain.errors import DeviceError, MegaTrainError, OutOfDeviceMemory
 
 MOST_STALLS = 4096
@@ -169,11 +176,11 @@ class CudaDevice:
         """Host memory that could not be page-locked; copies from it are slower and hold up their stream's thread."""
         self._compute = ComputeStream(torch.cuda.Stream(self.torch_device))
         self._copies = {name: CopyStream(name, torch.cuda.Stream(self.torch_device)) for name in ("fetch", "grad")}
-        self._host = WorkerStream("host")
+        self._workers = {"host": WorkerStream("host")}
         self._mappings: dict[int, HostMapping] = {}
         self._closed = False
-        workers: list[WorkerStream | CopyStream] = [self._host, *self._copies.values()]
-        self._finalizer = weakref.finalize(self, _shut, workers, self._mappings, self.torch_device)
+        copies = list(self._copies.values())
+        self._finalizer = weakref.finalize(self, _shut, self._workers, copies, self._mappings, self.torch_device)
 
     @property
     def timed(self) -> bool:
@@ -188,7 +195,8 @@ class CudaDevice:
             origin = torch.cuda.Event(enable_timing=True)
             origin.record(torch.cuda.current_stream(self.torch_device))
             origin.synchronize()
-        self._host.origin = time.perf_counter() if value else 0.0
+        for worker in self._workers.values():
+            worker.origin = time.perf_counter() if value else 0.0
         self._compute.origin = origin
         for copies in self._copies.values():
             copies.origin = origin
@@ -198,7 +206,7 @@ class CudaDevice:
             raise DeviceError("the device is closed", where=self.name)
         if name == "compute":
             return self._compute
-        return self._copies.get(name, self._host)
+        return self._copies.get(name) or worker_of(self._workers, name)
 
     # Memory ---------------------------------------------------------------------------------------------------------
 
@@ -277,7 +285,8 @@ class CudaDevice:
         return self._compute.stalled_seconds()
 
     def synchronize(self) -> None:
-        failures = [self._host.drain(), *(copies.drain() for copies in self._copies.values())]
+        streams: list[WorkerStream | CopyStream] = [*self._workers.values(), *self._copies.values()]
+        failures = [stream.drain() for stream in streams]
         try:
             torch.cuda.synchronize(self.torch_device)
         except RuntimeError as failure:  # an asynchronous error of the GPU itself
@@ -289,10 +298,16 @@ class CudaDevice:
         self._finalizer()
 
 
-def _shut(workers: Sequence[WorkerStream | CopyStream], mappings: dict[int, HostMapping], device: torch.device) -> None:
+def _shut(
+    workers: dict[str, WorkerStream],
+    copies: Sequence[CopyStream],
+    mappings: dict[int, HostMapping],
+    device: torch.device,
+) -> None:
     """Stop the threads, let the GPU come to rest, and only then unlock memory; also for a device that is dropped."""
-    for worker in workers:
-        worker.close()
+    close_workers(workers)
+    for stream in copies:
+        stream.close()
     with suppress(RuntimeError):  # a GPU beyond recovery; its memory must be unlocked all the same
         torch.cuda.synchronize(device)
     for _, memory, pinned in mappings.values():

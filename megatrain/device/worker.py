@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatrain.device.base import Event, Interval, Task, Work
-from megatrain.errors import DeviceError, MegaTrainError, OutOfDeviceMemory, StreamFailed
+from megatrain.errors import DeviceError, MegaTrainError, OutOfDeviceMemory, StreamFailed, typed_line
 
 
 @dataclass(slots=True, eq=False)
@@ -58,8 +58,7 @@ def as_foreground_error(failure: BaseException, op: str, stream: str) -> MegaTra
         )
         error.__cause__ = failure
         return error
-    first_line = (str(failure).strip().splitlines() or [""])[0]
-    error = StreamFailed(f"{type(failure).__name__}: {first_line}", where=f"op {op} on stream {stream}")
+    error = StreamFailed(typed_line(failure), where=f"op {op} on stream {stream}")
     error.__cause__ = failure
     return error
 
@@ -72,6 +71,20 @@ def raise_first(failures: Sequence[MegaTrainError | None]) -> None:
             found[0].add_note(f"and also: {other}")
     if found:
         raise found[0]
+
+
+def worker_of(workers: dict[str, WorkerStream], name: str) -> WorkerStream:
+    """The worker of that name, started at the first call; its times count from where those of `host` do."""
+    if name not in workers:
+        workers[name] = WorkerStream(name)
+        workers[name].origin = workers["host"].origin
+    return workers[name]
+
+
+def close_workers(workers: dict[str, WorkerStream]) -> None:
+    """Stop the threads, each when it has done what is queued."""
+    for worker in workers.values():
+        worker.close()
 
 
 def _nothing() -> None:

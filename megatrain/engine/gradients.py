@@ -7,7 +7,7 @@ buffer is right.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -20,13 +20,17 @@ class GradSink(Protocol):
     """Receives finished gradients. Called on the host stream, one unit at a time."""
 
     def norm(self, unit: int, gradient: Tensor) -> None:
-        """A unit's gradient has landed: flat host tensor [layout.trained.size], bfloat16 or float32.
+        """A unit's gradient has landed: flat tensor [layout.trained.size], bfloat16 or float32, on the host or, for a
+        unit that is updated there, on the device.
 
         Raises `NonFinite`.
         """
 
-    def update(self, unit: int, gradient: Tensor) -> None:
-        """The time to use a unit's gradient, which may be that of the last step."""
+    def update(self, unit: int, gradient: Tensor, parts: Mapping[str, Tensor]) -> None:
+        """The time to use a unit's gradient, which may be that of the last step.
+
+        `parts` are those of the unit's state by name (`memory.PARTS`), uint8, where the gradient is: on host or device.
+        """
 
 
 class UnitSum:

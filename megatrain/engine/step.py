@@ -31,6 +31,8 @@ from megatrain.spec import Policy, Precision
 
 DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DTYPE_OF_NBYTES = {2: torch.bfloat16, 4: torch.float32}
+PART_LETTERS = {"w": "hi", "l": "low", "m": "moments"}
+"""First letter of a content -> the part of a unit's state that it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,14 @@ class Streamer:
         self._running = schedule
         with self.device.preserved_random_state():
             self.timeline = self._executor.run(schedule, act)
+
+    # Disk -----------------------------------------------------------------------------------------------------------
+
+    def _read(self, now: _Current, op: Op, held: Held) -> None:
+        self._executor.pool.read(op, held)
+
+    def _write(self, now: _Current, op: Op, held: Held) -> None:
+        self._executor.pool.write(op, held)
 
     # Copies ---------------------------------------------------------------------------------------------------------
 
@@ -310,7 +320,12 @@ class Streamer:
 
     def _update(self, now: _Current, op: Op, held: Held) -> None:
         assert now.sink is not None
-        now.sink.update(op.unit, self._landed(op, held))
+        parts = {}
+        for access in op.writes:
+            if access.content[0] in PART_LETTERS:
+                parts[PART_LETTERS[access.content[0]]] = _part(held, access)
+        now.sink.update(op.unit, self._landed(op, held), parts)
+        self._executor.pool.changed(op, held)
         self.device.discard(held[op.reads[0].buffer])
 
     def _landed(self, op: Op, held: Held) -> Tensor:
@@ -335,7 +350,7 @@ class Streamer:
 
     def _locate(self, buffer: str, start: int, content: str) -> str:
         """The unit, and for weights and gradients the parameter, that lie at byte `start` of a buffer."""
-        digits = content.lstrip("wgsnhdak").partition(".")[0].partition("~")[0]
+        digits = content.lstrip("wglmnhdak").partition(".")[0].partition("~")[0]
         if not digits.isdigit() or int(digits) >= len(self.spec.units):
             return buffer
         unit = int(digits)
@@ -369,6 +384,8 @@ def _access_of(accesses: Sequence[Access], content: str) -> Access:
 
 
 ACTIONS = {
+    "READ": Streamer._read,
+    "WRITE": Streamer._write,
     "FETCH": Streamer._copy,
     "GRAD": Streamer._copy,
     "FORWARD": Streamer._forward,

@@ -1,7 +1,8 @@
-"""Who holds which byte: the ledger, the pool of buffers behind leases, and the store of the training state."""
+"""Who holds which byte: the ledger, the pool of buffers behind leases, the disk, and the store of the state."""
 
+from megatrain.memory.disk import Disk
 from megatrain.memory.ledger import Ledger
 from megatrain.memory.pool import Held, Pool
-from megatrain.memory.store import Store, UnitState
+from megatrain.memory.store import PARTS, Store, UnitState, unit_state
 
-__all__ = ["Held", "Ledger", "Pool", "Store", "UnitState"]
+__all__ = ["PARTS", "Disk", "Held", "Ledger", "Pool", "Store", "UnitState", "unit_state"]

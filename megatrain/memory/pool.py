@@ -2,35 +2,48 @@
 
 A lease covers the buffers of one op for as long as it runs: acquire, use, release. The pool counts them, so a leak is a
 number that is not zero. Buffers only ever change between steps, when a new schedule needs larger ones.
+
+Buffers of the disk are regions of its files. READ and WRITE move them to and from staging buffers, and what an update
+has left in a staging buffer is *unsaved* until its WRITE has succeeded: a failure in between loses nothing, since
+`save` writes it again.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from megatrain.device import Device
-from megatrain.errors import DeviceError
+from megatrain.device import Device, Errand
+from megatrain.errors import DeviceError, PlanError
+from megatrain.memory.disk import Disk
 from megatrain.memory.ledger import Ledger
-from megatrain.schedule import Buffer, Op
+from megatrain.schedule import Access, Buffer, Op
+from megatrain.spec import Tier
 
-STATE = ("host/hi/", "host/state/")
-"""Buffers that hold more than passes through."""
+PART_NAMES = {"hi": "weights", "low": "low bits", "moments": "moments"}
+"""What users call the parts of a unit's state."""
+
+COPIES = "resident weights"
+"""Owner of weights on the device whose truth is in host memory."""
 
 Held = Mapping[str, Tensor]
 """Buffer name -> uint8[nbytes], for the time of one lease."""
 
 
 class Pool:
-    """Buffers by name, on one device and the host beside it."""
+    """Buffers by name, on one device, the host beside it, and the disk. `units` are names, for messages."""
 
-    def __init__(self, device: Device, ledger: Ledger) -> None:
-        self.device, self.ledger = device, ledger
+    def __init__(self, device: Device, ledger: Ledger, disk: Disk | None = None, units: Sequence[str] = ()) -> None:
+        self.device, self.ledger, self.disk, self.units = device, ledger, disk, units
         self._memory: dict[str, Tensor] = {}
         self._buffers: dict[str, Buffer] = {}
+        self._unsaved: dict[str, Tensor] = {}
+        """Region of the disk -> the bytes that belong there, in a staging buffer."""
         self._leases = 0
         self._lock = threading.Lock()
 
@@ -40,16 +53,28 @@ class Pool:
         A buffer that grows loses its content, so only slots may; the state's size never changes. When an allocation
         fails, what has been allocated stays, and the next call tries again.
         """
-        missing = [b for b in buffers if b.arena and (b.name not in self._memory or self._size(b.name) < b.nbytes)]
+        missing = [b for b in buffers if b.arena and self._size(b.name) < b.nbytes]
         if missing and self._leases:
             raise DeviceError(f"{self._leases} leases are out while buffers change", where="memory pool")
         self.ledger.require(missing)
         for buffer in missing:
-            self._give_back(buffer.name)
+            self._allocate(buffer)
+
+    def _allocate(self, buffer: Buffer) -> None:
+        self._give_back(buffer.name)
+        if buffer.tier == "disk":
+            self._disk.provide({buffer.name: (buffer.nbytes, self._label(buffer.name))})
+        else:
             allocate = self.device.allocate if buffer.tier == "device" else self.device.allocate_host
             self._memory[buffer.name] = allocate(buffer.nbytes, buffer.owner)
-            self._buffers[buffer.name] = buffer
-            self.ledger.enter(buffer)
+        self._buffers[buffer.name] = buffer
+        self.ledger.enter(buffer)
+        if buffer.tier == "device" and is_state(buffer):
+            self._copy(buffer.name, lambda inside: inside.zero_(), writes=True)  # as the other tiers begin
+
+    def has(self, name: str) -> bool:
+        """Whether there is an arena buffer of that name."""
+        return name in self._buffers
 
     def memory(self, name: str) -> Tensor:
         """A whole host buffer between steps, uint8[nbytes]: for loading, reading and writing the state."""
@@ -76,9 +101,100 @@ class Pool:
 
     def keep_state(self) -> None:
         """Give back everything but the state: slots are provided again, at the size that the next schedule wants."""
+        self.save()
         for name in list(self._buffers):
-            if not name.startswith(STATE):
+            if not is_state(self._buffers[name]):
                 self._give_back(name)
+
+    # The disk, during a step ----------------------------------------------------------------------------------------
+
+    def read(self, op: Op, held: Held) -> None:
+        """READ: a region of the disk into a staging buffer. Raises `DiskError`."""
+        (region,), (slot,) = op.reads, op.writes
+        self._disk.read(region.buffer, held[slot.buffer][slot.start : slot.stop])
+
+    def write(self, op: Op, held: Held) -> None:
+        """WRITE: a staging buffer to its region. Raises `DiskError`; the bytes stay unsaved then."""
+        (slot,), (region,) = op.reads, op.writes
+        self._disk.write(region.buffer, held[slot.buffer][slot.start : slot.stop])
+        self._unsaved.pop(region.buffer, None)
+
+    def changed(self, op: Op, held: Held) -> None:
+        """UPDATE: what the op has written into staging buffers is not on the disk yet."""
+        for access in op.writes:
+            if access.buffer.startswith("host/stage/"):
+                region = f"disk/{access.buffer.split('/')[2]}/{op.unit}"
+                self._unsaved[region] = held[access.buffer][access.start : access.stop]
+
+    def save(self) -> None:
+        """Write what a step that failed has left unsaved. Raises `DiskError`; what is still unsaved stays so."""
+        for region, memory in list(self._unsaved.items()):
+            self._disk.write(region, memory)
+            del self._unsaved[region]
+
+    # State, between steps -------------------------------------------------------------------------------------------
+
+    def get(self, name: str, staging: str) -> Tensor:
+        """A copy of a buffer of the device or the disk in host memory: in the buffer `staging`, if there is one."""
+        nbytes = self._buffers[name].nbytes
+        there = self._memory.get(staging)
+        memory = torch.empty(nbytes, dtype=torch.uint8) if there is None else there[:nbytes]
+        if self._buffers[name].tier == "disk":
+            self._disk.read(name, memory)
+        else:
+            self._copy(name, lambda inside: memory.copy_(inside), writes=False)
+        return memory
+
+    def put(self, name: str, memory: Tensor) -> None:
+        """Set a whole buffer of any tier from host memory, uint8[nbytes]."""
+        tier = self._buffers[name].tier
+        if tier == "disk":
+            self._disk.write(name, memory)
+        elif tier == "host":
+            self._memory[name].copy_(memory)
+        else:
+            self._copy(name, lambda inside: inside.copy_(memory), writes=True)
+
+    def move(self, before: str, after: str, staging: str) -> None:
+        """Give a buffer another name in another tier, with its content. Raises `DoesNotFit`, `DiskError`; it then
+        stays where it is."""
+        old = self._buffers[before]
+        tier: Tier = "device" if after.startswith("device/") else "disk" if after.startswith("disk/") else "host"
+        self.provide([replace(old, name=after, tier=tier)])
+        try:
+            if tier == "host" and old.tier == "disk":
+                self._disk.read(before, self._memory[after])
+            else:
+                self.put(after, self._memory[before] if old.tier == "host" else self.get(before, staging))
+        except BaseException:
+            self._give_back(after)
+            raise
+        self._give_back(before)
+
+    def _copy(self, name: str, work: Callable[[Tensor], object], *, writes: bool) -> None:
+        """Have `work` done on a device buffer, as a task like any other."""
+        span = (Access(name, 0, self._buffers[name].nbytes, name),)
+        task = Errand(f"copy of {name}", reads=() if writes else span, writes=span if writes else ())
+
+        def run() -> None:
+            with self.device.lend(task, self._memory) as held:
+                work(held[name])
+
+        self.device.stream("fetch").submit(task, run)
+        self.device.synchronize()
+
+    @property
+    def _disk(self) -> Disk:
+        if self.disk is None:
+            raise PlanError(
+                "state lives on the disk, but no folder is given", where="policy.homes", fix="name a folder as `disk`"
+            )
+        return self.disk
+
+    def _label(self, name: str) -> str:
+        _, part, unit = name.split("/")
+        known = int(unit) < len(self.units)
+        return f"{PART_NAMES.get(part, part)} of {self.units[int(unit)] if known else f'unit {unit}'}"
 
     def release(self) -> None:
         """Give all memory back."""
@@ -90,9 +206,17 @@ class Pool:
         buffer = self._buffers.pop(name, None)
         if buffer is None:
             return
-        free = self.device.free if buffer.tier == "device" else self.device.free_host
-        free(self._memory.pop(name), buffer.owner)
+        if buffer.tier == "disk":
+            self._disk.forget(name)
+        else:
+            free = self.device.free if buffer.tier == "device" else self.device.free_host
+            free(self._memory.pop(name), buffer.owner)
         self.ledger.strike(name)
 
     def _size(self, name: str) -> int:
-        return self._memory[name].numel()
+        return self._buffers[name].nbytes if name in self._buffers else -1
+
+
+def is_state(buffer: Buffer) -> bool:
+    """Whether a buffer holds more than passes through: a part of a unit's state, and no copy of it."""
+    return buffer.name.split("/")[1] in PART_NAMES and buffer.owner != COPIES

@@ -1,10 +1,12 @@
-"""The store: the whole truth about each unit, in host memory.
+"""The store: the whole truth about each unit, in the tiers that the policy names.
 
 In `bf16` a unit holds hi (the upper half of each float32 master, which is the bfloat16 weight that streams), lo (the
 other 16 bits), and float32 m and v: 12 bytes per parameter. In `fp32` hi is the float32 weight itself and there is no
-lo: 12 bytes again. hi has a buffer of its own because it is what the device fetches; the rest, `host/state/U`, is m,
-v, lo in this order, so that each array stays aligned. Frozen parameters
-have no m and v.
+lo: 12 bytes again. Frozen parameters have no m and v. Each part has a buffer of its own, `TIER/hi/U`, `TIER/low/U` and
+`TIER/moments/U` (m, then v), since each may live elsewhere.
+
+During a step, ops find state in the memory that they lease (`unit_state`). Between steps the store brings the parts of
+one unit at a time to where the host can read and write them, and `settle` puts back what has changed.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from torch import Tensor
 from megatrain.layout import Field, Layout, layout_of
 from megatrain.memory.pool import Pool
 from megatrain.optim.split import join, split_into
-from megatrain.spec import ModelSpec, Policy
+from megatrain.spec import Home, ModelSpec, Policy, Precision, Tier
+
+PARTS = ("hi", "low", "moments")
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,25 +41,53 @@ class UnitState:
     v: np.ndarray
 
 
+def unit_state(parts: Mapping[str, Tensor], layout: Layout, precision: Precision) -> UnitState:
+    """The arrays of a unit inside `parts`: name of `PARTS` -> uint8 host memory of at least its size."""
+    size, trained = layout.size, layout.trained.size
+    hi = parts["hi"].numpy()
+    moments = parts.get("moments", _NOTHING).numpy()
+    m, v = moments[: 4 * trained].view(np.float32), moments[4 * trained : 8 * trained].view(np.float32)
+    if precision == "fp32":
+        return UnitState(hi[: 4 * size].view(np.float32), None, m, v)
+    low = parts["low"].numpy()
+    return UnitState(hi[: 2 * size].view(np.uint16), low[: 2 * size].view(np.uint16), m, v)
+
+
 class Store:
-    """The state of all units, inside buffers of the pool."""
+    """The state of all units, in the tiers of `policy`, reached through the pool."""
 
     def __init__(self, model: ModelSpec, policy: Policy, pool: Pool) -> None:
-        self.model, self.pool = model, pool
-        self.split = policy.precision == "bf16"
+        self.model, self.precision, self.pool = model, policy.precision, pool
+        self._units = range(len(model.units))
         self.layouts: list[Layout] = [layout_of(unit) for unit in model.units]
         self._owner = {field.name: (unit, field) for unit, layout in enumerate(self.layouts) for field in layout.fields}
+        self._tiers = {(unit, part): _tier(policy.home(unit), part) for unit in self._units for part in PARTS}
+        self._open: int | None = None
+        """The unit whose parts have been brought to the host, in `_brought`."""
+        self._brought: dict[str, Tensor] = {}
+        self._changed = False
 
     def unit(self, unit: int) -> UnitState:
-        """The arrays of one unit; writing to them changes the state."""
-        size = self.layouts[unit].trained.size
-        hi = self.pool.memory(f"host/hi/{unit}").numpy()
-        name = f"host/state/{unit}"
-        state = self.pool.memory(name).numpy() if self.split or size else np.empty(0, np.uint8)
-        m, v = state[: 4 * size].view(np.float32), state[4 * size : 8 * size].view(np.float32)
-        if not self.split:
-            return UnitState(hi.view(np.float32), None, m, v)
-        return UnitState(hi.view(np.uint16), state[8 * size :].view(np.uint16), m, v)
+        """The arrays of one unit, to read; until the next unit is asked for, or the store settles."""
+        return unit_state(self._parts(unit), self.layouts[unit], self.precision)
+
+    def change(self, unit: int) -> UnitState:
+        """As `unit`, to write too; what is elsewhere than in host memory is put back when the store settles."""
+        state = self.unit(unit)
+        self._changed = True
+        return state
+
+    def settle(self) -> None:
+        """Put back what has been changed, and hold nothing open. Before ops run, and when reading has ended.
+
+        Raises `DiskError` where the disk refuses; the next call tries again.
+        """
+        self.pool.save()
+        if self._open is not None and self._changed:
+            for part, memory in self._brought.items():
+                self.pool.put(self._buffer(self._open, part), memory)
+        self._open, self._changed = None, False
+        self._brought = {}
 
     def names(self) -> Iterator[str]:
         """Parameter names, unit by unit."""
@@ -64,7 +97,7 @@ class Store:
         """Set the float32 master of one parameter, exactly. `value` has the parameter's shape, on the host."""
         unit, field = self._owner[name]
         flat = value.detach().to(device="cpu", dtype=torch.float32).reshape(-1).contiguous().numpy()
-        state = self.unit(unit)
+        state = self.change(unit)
         if state.lo is None:
             state.hi[field.start : field.stop] = flat
         else:
@@ -82,10 +115,62 @@ class Store:
         """Set all masters from a name -> tensor mapping that holds every parameter."""
         for name in self._owner:
             self.write_master(name, parameters[name])
+        self.settle()
 
     def field(self, name: str) -> tuple[int, Field]:
         """The unit and place of a parameter."""
         return self._owner[name]
+
+    def move(self, policy: Policy) -> None:
+        """Bring every part to the tier that `policy` names; what goes to the disk goes first, and makes room.
+
+        Raises what a tier refuses. The state is whole then: the parts that had their turn are in their new place, the
+        others where they were, and another call goes on from there.
+        """
+        self.settle()
+        moves = [
+            (unit, part, target)
+            for unit in self._units
+            for part in PARTS
+            if (target := _tier(policy.home(unit), part)) != self._tiers[unit, part]
+        ]
+        for unit, part, target in sorted(moves, key=lambda move: ("disk", "device", "host").index(move[2])):
+            before = self._buffer(unit, part)
+            if self.pool.has(before):
+                self.pool.move(before, f"{target}/{part}/{unit}", self._staging(unit, part))
+            self._tiers[unit, part] = target
+
+    def _parts(self, unit: int) -> dict[str, Tensor]:
+        """Each part of a unit where the host can use it."""
+        if self._open != unit:
+            self.settle()
+        parts: dict[str, Tensor] = {}
+        for part in PARTS:
+            name = self._buffer(unit, part)
+            if self.pool.has(name):
+                parts[part] = self.pool.memory(name) if name.startswith("host/") else self._bring(unit, part, name)
+        self._open = unit
+        return parts
+
+    def _bring(self, unit: int, part: str, name: str) -> Tensor:
+        """The bytes of a part that is not in host memory, fetched once: into a staging buffer if there is one."""
+        if part not in self._brought:
+            self._brought[part] = self.pool.get(name, self._staging(unit, part))
+        return self._brought[part]
+
+    def _staging(self, unit: int, part: str) -> str:
+        kind = self.model.units[unit].kind
+        return f"host/stage/{part}/{'layer0' if kind == 'layer' else kind if self.model.tied else 'ends'}"
+
+    def _buffer(self, unit: int, part: str) -> str:
+        return f"{self._tiers[unit, part]}/{part}/{unit}"
+
+
+def _tier(home: Home, part: str) -> Tier:
+    """Where the truth about a part is: weights on the device alone have a copy in host memory, which rules."""
+    if part == "hi":
+        return "host" if home.weights == "device" and not home.on_device else home.weights
+    return home.low_bits if part == "low" else home.moments
 
 
 def _tensor(flat: np.ndarray, field: Field) -> Tensor:

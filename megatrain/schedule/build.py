@@ -18,10 +18,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatrain.layout import Layout, layout_of
-from megatrain.schedule.ops import USED, Access, Buffer, Op, Schedule, Tier
+from megatrain.schedule.ops import USED, Access, Buffer, Op, Schedule, Stream
 from megatrain.schedule.order import derive_waits
-from megatrain.spec import ModelSpec, Policy, Work
+from megatrain.schedule.staging import Staged, stage
+from megatrain.spec import Home, ModelSpec, Policy, Tier, Work
 
+MOMENTS_NBYTES = 8
+"""Per trained parameter: float32 m and v."""
 LOSS_PARTIAL_SUMS = 2
 """The head's gradient is summed over token chunks, so it always counts as more than one term."""
 
@@ -64,11 +67,14 @@ class Builder:
         self.trained: list[Layout] = [layout.trained for layout in self.layouts]
         self.units = range(len(model.units))
         self.micros = range(work.micro_batches)
+        self.homes: list[Home] = [policy.home(unit) for unit in self.units]
         self.buffers: dict[str, Buffer] = {}
+        self.staged: dict[str, Staged] = {}
+        """Names of host memory that stand for state on the disk."""
         self.contributions = [0] * len(model.units)
         self.lowest = model.lowest_trained
         """What lies below has no backward pass: nothing in it trains."""
-        self._declare_host()
+        self._declare_state()
 
     # Whole schedules ------------------------------------------------------------------------------------------------
 
@@ -88,13 +94,26 @@ class Builder:
     def _emit(self, visits: list[Visit]) -> Schedule:
         if not self.policy.shares_memory:
             self._place_fetches(visits)
-        ops = [self._update(unit) for unit in self.units if self.trained[unit].size] if self.pending == "all" else []
-        for visit in visits:
+        updates = [unit for unit in self.units if self.trained[unit].size] if self.pending == "all" else []
+        ops: list[Op] = []
+        for index, visit in enumerate(visits):
+            ops += [self._update(unit) for unit in updates if self._updated_at(unit) == index]
             ops += [*visit.fetches, *visit.compute, *visit.after]
+        if not visits:
+            ops = [self._update(unit) for unit in updates]
         if self.policy.update == "after_backward" and self.trains:
             ops += [self._update(unit) for unit in reversed(self.units) if self.trained[unit].size]
         names = tuple(unit.name for unit in self.model.units)
-        return derive_waits(Schedule(tuple(ops), self.buffers, names))
+        return derive_waits(Schedule(tuple(stage(ops, self.staged)), self.buffers, names))
+
+    def _updated_at(self, unit: int) -> int:
+        """The visit in front of which a pending update stands: as early as its weights have a place until their use."""
+        if self.homes[unit].on_device:
+            return unit
+        if all(home.weights != "disk" for home in self.homes):
+            return 0
+        earliest = int(unit == self.model.epilogue)  # not before the prologue has left the slot that both use
+        return max(earliest, unit - self.policy.stage_slots + 1)
 
     # Compute --------------------------------------------------------------------------------------------------------
 
@@ -170,7 +189,7 @@ class Builder:
             uses.setdefault(visit.unit, []).append(index)
             if self.model.tied and visit.unit == self.model.epilogue:
                 uses[0].append(index)
-        content: dict[str, int] = {}
+        content = {f"device/hi/{unit}": unit for unit in self.units if self.homes[unit].on_device}
         last_visit: dict[str, int] = {}
         earliest = 0
         for index, visit in enumerate(visits):
@@ -188,6 +207,8 @@ class Builder:
             )
             if not held:
                 earliest = max(earliest, last_visit.get(visit.slot, -1) + 1)
+                if self.pending == "all":
+                    earliest = max(earliest, self._updated_at(visit.unit))
                 visits[earliest].fetches += self._fetches(visit.unit, visit.slot)
                 content[visit.slot] = visit.unit
             last_visit[visit.slot] = index
@@ -204,6 +225,8 @@ class Builder:
         return Op(op.kind, op.stream, op.unit, op.micro, op.shard, tuple(reads), op.writes)
 
     def _weight_slots(self, unit: int) -> list[str]:
+        if self.homes[unit].weights == "device":
+            return [f"device/hi/{unit}"]
         return self._slots("weights", unit, self.policy.weight_slots, self.policy.weight_nbytes, "device")
 
     def _slots(self, kind: str, unit: int, count: int, nbytes_per_element: int, tier: Tier) -> list[str]:
@@ -253,10 +276,11 @@ class Builder:
         return slots[unit % len(slots)], self.trained[unit].size * each
 
     def _gradient_home(self, unit: int) -> str:
-        """The host buffer that the update reads: one per unit while it waits for the norm, else a ring."""
+        """The buffer that the update reads: one per unit while it waits for the norm, else a ring."""
+        tier: Tier = "device" if self.homes[unit].on_device else "host"
         if self.policy.update != "during_backward":
-            return f"host/grad/{unit}"
-        slots = self._slots("grad", unit, self.policy.grad_slots, self.policy.grad_nbytes, "host")
+            return f"{tier}/grad/{unit}"
+        slots = self._slots("grad", unit, self.policy.grad_slots, self.policy.grad_nbytes, tier)
         return slots[unit % len(slots)]
 
     def _gradient_out(self, unit: int) -> list[Op]:
@@ -273,7 +297,8 @@ class Builder:
                 ops.append(Op("GRAD", "grad", unit, shard=shard.index, reads=(read,), writes=(write,)))
         landed = Access(home, 0, self.trained[unit].size * out, f"g{unit}")
         norm = Access("host/norms", 8 * unit, 8 * unit + 8, f"n{unit}")
-        ops.append(Op("NORM", "host", unit, reads=(landed,), writes=(norm,)))
+        stream: Stream = "grad" if self.homes[unit].on_device else "host"
+        ops.append(Op("NORM", stream, unit, reads=(landed,), writes=(norm,)))
         if self.policy.update == "during_backward":
             ops.append(self._update(unit))
         return ops
@@ -281,42 +306,75 @@ class Builder:
     def _update(self, unit: int) -> Op:
         """The optimizer pass over one unit: pending from the last step, or right behind its gradient."""
         before, after, gradient = ("old", "", f"g{unit}.old") if self.pending == "all" else ("", "new", f"g{unit}")
-        size = self.trained[unit].size
-        whole = self.layouts[unit].size * self.policy.weight_nbytes  # what is frozen counts as written: one version
-        weights = Access(f"host/hi/{unit}", 0, whole, _version(f"w{unit}", before))
-        state = Access(f"host/state/{unit}", 0, self.buffers[f"host/state/{unit}"].nbytes, _version(f"s{unit}", before))
+        on_device, size = self.homes[unit].on_device, self.trained[unit].size
+        # What is frozen counts as written, so that each part has one version.
+        parts = [
+            (f"{'device' if on_device else 'host'}/{part}/{unit}", nbytes, f"{letter}{unit}")
+            for part, letter, nbytes in self._parts(unit)
+        ]
         home = Access(self._gradient_home(unit), 0, size * self.policy.grad_nbytes, gradient)
-        reads = [home, weights, state]
+        reads = [home, *(Access(name, 0, nbytes, _version(what, before)) for name, nbytes, what in parts)]
         if self.pending == "none":
             reads.append(Access("host/norms", 8 * unit, 8 * unit + 8, f"n{unit}"))
-        writes = (
-            Access(weights.buffer, weights.start, weights.stop, _version(f"w{unit}", after)),
-            Access(state.buffer, state.start, state.stop, _version(f"s{unit}", after)),
-            Access(home.buffer, home.start, home.stop, USED),
-        )
-        return Op("UPDATE", "host", unit, reads=tuple(reads), writes=writes)
+        writes = [Access(name, 0, nbytes, _version(what, after)) for name, nbytes, what in parts]
+        writes.append(Access(home.buffer, home.start, home.stop, USED))
+        return Op("UPDATE", "compute" if on_device else "host", unit, reads=tuple(reads), writes=tuple(writes))
 
     # Buffers --------------------------------------------------------------------------------------------------------
 
-    def _declare_host(self) -> None:
+    def _parts(self, unit: int) -> list[tuple[str, str, int]]:
+        """(name, letter of its contents, bytes) of the parts of a unit's state: weights, low bits, moments."""
+        layout = self.layouts[unit]
+        parts = (
+            ("hi", "w", layout.size * self.policy.weight_nbytes),
+            ("low", "l", low_nbytes(layout, self.policy)),
+            ("moments", "m", MOMENTS_NBYTES * layout.trained.size),
+        )
+        return [part for part in parts if part[2]]
+
+    def _declare_state(self) -> None:
         old = "old" if self.pending == "all" else ""
         for unit, layout in enumerate(self.layouts):
             if not layout.size:
                 continue  # an epilogue that only borrows
             trains = self.trained[unit].size > 0
-            version = old if trains else ""
-            weights, state = layout.size * self.policy.weight_nbytes, state_nbytes(layout, self.policy)
-            self._declare(f"host/hi/{unit}", weights, "weights", _version(f"w{unit}", version))
-            if state:
-                self._declare(f"host/state/{unit}", state, "optimizer state", _version(f"s{unit}", version))
+            for part, letter, nbytes in self._parts(unit):
+                self._declare_part(unit, part, nbytes, _version(f"{letter}{unit}", old if trains else ""))
             if trains and self.policy.update != "during_backward":
                 pending = f"g{unit}.old" if old else None
                 nbytes = self.trained[unit].size * self.policy.grad_nbytes
-                self._declare(f"host/grad/{unit}", nbytes, "gradients", pending)
+                self._declare(self._gradient_home(unit), nbytes, "gradients", pending)
         self._declare("host/norms", 8 * len(self.layouts), "norms", None)
 
+    def _declare_part(self, unit: int, part: str, nbytes: int, content: str) -> None:
+        """The memory of a part of a unit's state, in its tier."""
+        home = self.homes[unit]
+        tier: Tier = {"hi": home.weights, "low": home.low_bits, "moments": home.moments}[part]
+        owner = "weights" if part == "hi" else "optimizer state"
+        if part == "hi" and tier == "device" and not home.on_device:
+            self._declare(f"device/hi/{unit}", nbytes, "resident weights", None)
+            tier = "host"
+        self._declare(f"{tier}/{part}/{unit}", nbytes, owner, content)
+        if tier == "disk":
+            slots = self._stages(unit, part, nbytes)
+            self.staged[f"host/{part}/{unit}"] = Staged(unit, f"disk/{part}/{unit}", nbytes, content, slots)
+
+    def _stages(self, unit: int, part: str, nbytes: int) -> tuple[str, ...]:
+        """Staging buffers that a part of a unit may pass through, large enough; as for slots, the ends share one."""
+        is_layer, tied, count = self.model.units[unit].kind == "layer", self.model.tied, self.policy.stage_slots
+        if part == "hi" and self.policy.update == "during_backward" and not self.policy.shares_memory:
+            count = max(count, self.policy.weight_slots)  # from a layer's fetch to its update others are fetched
+        names = [f"host/stage/{part}/layer{k}" for k in range(min(count, len(self.model.layers)))]
+        if not is_layer:
+            names = [f"host/stage/{part}/{self.model.units[unit].kind if tied else 'ends'}"]
+        for name in names:
+            known = self.buffers.get(name)
+            self._declare(name, max(nbytes, known.nbytes if known else 0), "staging", None)
+        return tuple(names)
+
     def _declare(self, name: str, nbytes: int, owner: str, initial: str | None) -> None:
-        self.buffers[name] = Buffer(name, "host", nbytes, owner, initial)
+        tier: Tier = "device" if name.startswith("device/") else "disk" if name.startswith("disk/") else "host"
+        self.buffers[name] = Buffer(name, tier, nbytes, owner, initial)
 
     def _transient(self, name: str, nbytes: int, content: str) -> Access:
         buffer = f"device/{name}"
@@ -369,10 +427,9 @@ def accumulator_nbytes(model: ModelSpec, policy: Policy, work: Work, unit: int) 
     return policy.accumulator_nbytes(max(terms, LOSS_PARTIAL_SUMS if through_head else 1))
 
 
-def state_nbytes(layout: Layout, policy: Policy) -> int:
-    """Bytes of a unit beside its weights: float32 m and v of what trains; and low bits, or masters, in bf16."""
-    masters = 0 if policy.precision == "fp32" else 2 if policy.masters == "split" else 4
-    return 8 * layout.trained.size + masters * layout.size
+def low_nbytes(layout: Layout, policy: Policy) -> int:
+    """Bytes of a unit that complete its weights to masters: low bits in bf16, or whole masters beside them."""
+    return layout.size * (0 if policy.precision == "fp32" else 2 if policy.masters == "split" else 4)
 
 
 def _version(content: str, suffix: str) -> str:

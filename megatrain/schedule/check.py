@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from megatrain.errors import ScheduleError
-from megatrain.schedule.ops import Access, Op, Schedule, Tier
+from megatrain.schedule.ops import Access, Op, Schedule
 from megatrain.schedule.order import unordered
 from megatrain.schedule.show import show_schedule
+from megatrain.spec import Tier
 
 
 def check(schedule: Schedule, capacity: Mapping[Tier, int] | None = None) -> None:

@@ -13,13 +13,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-Kind = Literal["FETCH", "FORWARD", "LOSS", "BACKWARD", "GRAD", "ADD", "NORM", "UPDATE"]
-Stream = Literal["compute", "fetch", "grad", "host"]
-Tier = Literal["device", "host"]
+from megatrain.spec import Tier
+
+Kind = Literal["READ", "WRITE", "FETCH", "FORWARD", "LOSS", "BACKWARD", "GRAD", "ADD", "NORM", "UPDATE"]
+Stream = Literal["compute", "fetch", "grad", "host", "read", "write"]
 USED = "used"
 """Content of memory that an op has given up: nobody may read it, and its pages may go back to the system."""
 
-STREAMS: tuple[Stream, ...] = ("compute", "fetch", "grad", "host")
+STREAMS: tuple[Stream, ...] = ("compute", "fetch", "grad", "host", "read", "write")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class Op:
 
     @property
     def nbytes(self) -> int:
-        """Bytes written; for a copy, what crosses the bus."""
+        """Bytes written; for a copy, what crosses the bus or reaches the disk."""
         return sum(access.stop - access.start for access in self.writes)
 
 

@@ -11,7 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatrain.schedule.ops import STREAMS, Op, Schedule, Stream, Tier
+from megatrain.schedule.ops import STREAMS, Op, Schedule, Stream
+from megatrain.spec import Tier
+
+DISK_STREAMS: tuple[Stream, ...] = ("read", "write")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
 def replay(schedule: Schedule, cost: Callable[[Op], float], *, one_processor: bool = False) -> Timeline:
     """Price each op with `cost` (seconds) and walk the schedule.
 
-    `one_processor`: all streams run on the same cores, so that what overlaps gains nothing, as on a cpu.
+    `one_processor`: all streams but the disk's run on the same cores, so that what overlaps gains nothing, as on a cpu.
     """
     starts: list[float] = []
     ends: list[float] = []
@@ -121,8 +124,8 @@ def replay(schedule: Schedule, cost: Callable[[Op], float], *, one_processor: bo
         end = start + cost(op)
         starts.append(start)
         ends.append(end)
-        if one_processor:
-            free = dict.fromkeys(STREAMS, end)
+        if one_processor and op.stream not in DISK_STREAMS:
+            free |= dict.fromkeys((stream for stream in STREAMS if stream not in DISK_STREAMS), end)
         else:
             free[op.stream] = end
     return Timeline(schedule, tuple(starts), tuple(ends))

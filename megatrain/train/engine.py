@@ -7,19 +7,18 @@ kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, Unpack
 
 from torch import Tensor, nn
 
-from megatrain.checkpoint import export_model
+from megatrain.checkpoint import ExportOptions, export_model
 from megatrain.device import Device, matmul_flops, open_device
 from megatrain.engine import DTYPES, MicroBatch, Streamer, check_inputs, check_micro_batches
 from megatrain.errors import DeviceError, ModelError, PlanError
-from megatrain.memory import Ledger, Pool, Store
+from megatrain.memory import Disk, Ledger, Pool, Store
 from megatrain.model import (
     FreshSource,
     ModelSource,
@@ -33,10 +32,11 @@ from megatrain.model import (
     speak,
 )
 from megatrain.optim import AdamW, warm_up
-from megatrain.plan import available_threads, choose_policy, step_flops
+from megatrain.plan import available_threads, step_flops
 from megatrain.schedule import Schedule, Timeline
 from megatrain.spec import ModelSpec, Policy, Precision, Work
-from megatrain.train.schedules import Kind, Schedules, budgets, refuse_contradictions
+from megatrain.train.options import EngineOptions, disk_of, policy_of
+from megatrain.train.schedules import Kind, Schedules, budgets
 from megatrain.train.sink import GradientCollector, OptimizerSink
 from megatrain.train.trace import Trace
 from megatrain.train.vetted import NOT_ASKED, short_check
@@ -56,18 +56,6 @@ class StepOutput:
     stall_seconds: float
 
 
-class EngineOptions(TypedDict, total=False):
-    """Keyword arguments that every way to make an engine takes; `Engine.from_model` explains them."""
-
-    device: str | Device
-    precision: Precision
-    optimizer: AdamW | None
-    max_grad_norm: float | None
-    policy: Policy | Literal["auto"]
-    seed: int
-    verify: bool
-
-
 class Engine:
     """Trains one causal language model whose state lives in host memory. Make it with `Engine.from_model`."""
 
@@ -78,6 +66,7 @@ class Engine:
         policy: Policy,
         optimizer: AdamW,
         max_grad_norm: float | None,
+        disk: Disk | None,
         *,
         fits_activations: bool,
         owns_device: bool,
@@ -86,17 +75,18 @@ class Engine:
         self.spec: ModelSpec = ported.spec
         self.optimizer, self.max_grad_norm = optimizer, max_grad_norm
         self._ported, self._device = ported, device
-        self._owns_device = owns_device
-        self._pool = Pool(device, Ledger(budgets(policy, device), one_memory=policy.shares_memory))
-        self._schedules = Schedules(self.spec, policy, device, self._pool, fits_activations=fits_activations)
+        self._owns_device, self._disk = owns_device, disk
+        ledger = Ledger(budgets(policy, device, disk), one_memory=policy.shares_memory)
+        self._pool = Pool(device, ledger, disk, [unit.name for unit in self.spec.units])
+        self._store = Store(self.spec, policy, self._pool)
+        self._schedules = Schedules(self._store, policy, device, fits_activations=fits_activations)
         try:
             self._schedules.get(self._main_kind, Work((1,)))
         except BaseException:
             self._pool.release()
             raise
-        self._store = Store(self.spec, policy, self._pool)
         threads = policy.host_threads or available_threads()
-        self._sink = OptimizerSink(self.spec, policy, self._store, optimizer, max_grad_norm, threads)
+        self._sink = OptimizerSink(self.spec, policy, optimizer, max_grad_norm, threads)
         self._streamer = Streamer(ported, device, self._pool, policy, seed)
         self._steps = 0
         self._closed = False
@@ -114,6 +104,7 @@ class Engine:
         policy: Policy | Literal["auto"] = "auto",
         seed: int = 0,
         verify: bool = True,
+        disk: Sequence[str | Path] | Disk = (),
     ) -> Engine:
         """An engine that starts from a copy of the weights of a Hugging Face causal language model.
 
@@ -123,14 +114,15 @@ class Engine:
         exact float32 masters; `fp32` does everything in float32. max_grad_norm: clip by the exact global norm, or
         `None` not to. policy: `auto`, or a `Policy` whose precision and clipping agree with the arguments. seed:
         decides all randomness inside layers. verify: at the first meeting of an architecture, compare a small model
-        of its kind with the stock code, and refuse to go on with one that is computed wrong.
+        of its kind with the stock code, and refuse to go on with one that is computed wrong. disk: folders, on quick
+        drives, for the state that the policy puts there.
 
         Raises `ModelError` for a model that cannot be streamed exactly, `PlanError` for a policy that contradicts
         the other arguments, `DoesNotFit` before anything is allocated, `DeviceError` for an absent device.
         """
         refuse_other_kinds(model)
         options: EngineOptions = {"device": device, "precision": precision, "optimizer": optimizer, "policy": policy}
-        options |= {"max_grad_norm": max_grad_norm, "seed": seed, "verify": verify}
+        options |= {"max_grad_norm": max_grad_norm, "seed": seed, "verify": verify, "disk": disk}
         source = ModelSource(model)  # type: ignore[arg-type]  # everything but a PreTrainedModel has been refused
         return cls.from_source(source, **options)
 
@@ -177,9 +169,19 @@ class Engine:
 
     @classmethod
     def from_source(
-        cls, source: Source, *, progress: Progress | None = None, **options: Unpack[EngineOptions]
+        cls,
+        source: Source,
+        *,
+        ported: PortedModel | None = None,
+        progress: Progress | None = None,
+        **options: Unpack[EngineOptions],
     ) -> Engine:
-        """An engine over any source of structure and weights; options and errors as for `from_model`."""
+        """An engine over any source of structure and weights; options and errors as for `from_model`.
+
+        ported: the source's model as `port_model` has taken it apart in the same precision, if it has been already.
+        """
+        if unknown := options.keys() - EngineOptions.__annotations__.keys():
+            raise TypeError(f"an engine takes no option {sorted(unknown)[0]!r}")
         precision = options.get("precision", "bf16")
         if precision not in DTYPES:
             raise PlanError(f"precision must be bf16 or fp32, not {precision!r}", where="precision")
@@ -187,7 +189,7 @@ class Engine:
         device = options.get("device", "cpu")
         opened = open_device(device) if isinstance(device, str) else device
         try:
-            engine = cls._planned(source, opened, options)
+            engine = cls._planned(source, ported, opened, options)
             engine.checked = checked
         except BaseException:
             if opened is not device:
@@ -195,6 +197,7 @@ class Engine:
             raise
         try:
             source.fill(engine._store, [[param.name for param in unit.params] for unit in engine.spec.units], progress)
+            engine._store.settle()
             warm_up()
         except BaseException:
             engine.close()
@@ -202,28 +205,18 @@ class Engine:
         return engine
 
     @classmethod
-    def _planned(cls, source: Source, opened: Device, options: EngineOptions) -> Engine:
+    def _planned(cls, source: Source, ported: PortedModel | None, opened: Device, options: EngineOptions) -> Engine:
         """The engine, its memory allocated and nothing in it yet."""
-        precision, max_grad_norm = options.get("precision", "bf16"), options.get("max_grad_norm", 1.0)
-        policy, device = options.get("policy", "auto"), options.get("device", "cpu")
-        if policy == "auto":
-            chosen = choose_policy(
-                precision,
-                shares_memory=opened.shares_memory,
-                clips=max_grad_norm is not None,
-                host_threads=available_threads(),
-            )
-        else:
-            chosen = policy
-            refuse_contradictions(policy, precision, max_grad_norm, opened)
+        policy, precision = policy_of(options, opened), options.get("precision", "bf16")
         return cls(
-            port_model(source.model, DTYPES[precision]),
+            ported or port_model(source.model, DTYPES[precision]),
             opened,
-            chosen,
+            policy,
             options.get("optimizer") or AdamW(),
-            max_grad_norm,
-            fits_activations=policy == "auto",
-            owns_device=opened is not device,
+            options.get("max_grad_norm", 1.0),
+            disk_of(options, policy),
+            fits_activations=options.get("policy", "auto") == "auto",
+            owns_device=opened is not options.get("device", "cpu"),
             seed=options.get("seed", 0),
         )
 
@@ -287,24 +280,19 @@ class Engine:
         self.flush()
         return {name: self._store.master(name) for name in self._store.names()}
 
-    def save_pretrained(
-        self,
-        folder: str | Path,
-        *,
-        precision: Precision = "fp32",
-        facts: Mapping[str, str] | None = None,
-        write_more: Callable[[Path], object] | None = None,
-        progress: Progress | None = None,
-    ) -> Path:
+    def save_pretrained(self, folder: str | Path, **options: Unpack[ExportOptions]) -> Path:
         """Write a Hugging Face folder, streamed unit by unit; it appears whole or not at all.
 
         precision: of the weights, the exact float32 masters or those rounded to bfloat16. facts: name -> what the
         model card tells about the training. write_more: called with the folder before it appears, for a tokenizer.
-        Raises `ExportError` when it cannot be written; a model that stood there then stays.
+        progress: called with (done, total) bytes. Returns the folder, absolute. Raises `ExportError` when it cannot be
+        written; a model that stood there then stays.
         """
         self._settle()
-        more: dict[str, Any] = {"facts": facts or {}, "write_more": write_more, "progress": progress}
-        return export_model(self._ported, self._store.master, folder, precision=precision, **more)
+        try:
+            return export_model(self._ported, self._store.master, folder, **options)
+        finally:
+            self._store.settle()
 
     def generate(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, *, seed: int = 0, **options: Any
@@ -360,11 +348,13 @@ class Engine:
     def adopt(self, policy: Policy) -> None:
         """Stream by another policy from now on; no number changes. What is pending is applied first.
 
-        Raises `PlanError` for one that differs in more than slots, shards and activations.
+        State moves to the tiers that the policy names. Raises `PlanError` for one that differs in what numbers depend
+        on, `DoesNotFit` and `DiskError` where a tier refuses; the state is whole then, and the old policy holds.
         """
         self._settle()
         self._schedules.adopt(policy)
         self._streamer.policy = policy
+        self._sink.adopt(policy)
 
     def prepare(self, work: Work) -> Schedule:
         """Choose, build and prove what a step over such work needs, and allocate it; run nothing.
@@ -390,10 +380,6 @@ class Engine:
 
     def peak_flops(self) -> float:
         """Floating-point operations per second of a large matrix product on the device, measured once."""
-        return self._measured_flops
-
-    @cached_property
-    def _measured_flops(self) -> float:
         return matmul_flops(self._device, self._streamer.dtype)
 
     def trace(self, path: str | Path, steps: int = 3) -> None:
@@ -412,6 +398,8 @@ class Engine:
         try:
             self._pool.release()
         finally:
+            if self._disk is not None:
+                self._disk.close()
             if self._owns_device:
                 self._device.close()
         self._schedules.clear()

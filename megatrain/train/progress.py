@@ -22,7 +22,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from megatrain.spec import ModelSpec, Policy
+from megatrain.spec import Home, ModelSpec, Policy
 from megatrain.train.events import Ended, Evaluated, Event, Replanned, Sampled, Skipped, Stepped
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -43,7 +43,7 @@ def show_plan(
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     for name, fact in (*facts, ("policy", "; ".join(describe_policy(policy)))):
-        grid.add_row(name, fact)
+        grid.add_row(name, Text(fact))
     console.print(grid)
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("memory")
@@ -90,10 +90,31 @@ def describe_policy(policy: Policy) -> list[str]:
         f"loss in chunks of {policy.loss_chunk_tokens:,} tokens",
         "1 host thread" if policy.host_threads == 1 else f"{policy.host_threads or 'all'} host threads",
     ]
-    for tier, budget in (("device", policy.device_budget_nbytes), ("host", policy.host_budget_nbytes)):
+    if policy.homes:
+        phrases += describe_homes(policy.homes)
+    if any("disk" in (home.weights, home.low_bits, home.moments) for home in policy.homes) or policy.stage_slots != 2:
+        phrases.append(f"the disk is read up to {policy.stage_slots} units ahead")
+    budgets = {"device": policy.device_budget_nbytes, "host": policy.host_budget_nbytes}
+    for tier, budget in (budgets | {"disk": policy.disk_budget_nbytes}).items():
         if budget is not None:
             phrases.append(f"at most {binary(budget)} of {tier} memory")
     return phrases
+
+
+def describe_homes(homes: Sequence[Home]) -> list[str]:
+    """Where state lives but for host memory: `moments of 4 of 6 units on the disk`."""
+    phrases = []
+    whole = sum(home.on_device for home in homes)
+    if whole:
+        phrases.append(f"{whole} of {len(homes)} units live on the device")
+    kept = sum(home.weights == "device" and not home.on_device for home in homes)
+    if kept:
+        phrases.append(f"weights of {kept} of {len(homes)} units stay on the device")
+    for field, words in (("weights", "weights"), ("low_bits", "low bits"), ("moments", "moments")):
+        count = sum(getattr(home, field) == "disk" for home in homes)
+        if count:
+            phrases.append(f"{words} of {count} of {len(homes)} units on the disk")
+    return phrases or ["all state in host memory"]
 
 
 # The line ----------------------------------------------------------------------------------------------------------
@@ -227,13 +248,13 @@ def printable(text: str) -> str:
 
 
 def metric(number: float) -> str:
-    """Three significant digits with a decimal prefix: 950, 12.3k, 1.50M, 2.00T."""
+    """A count in three significant digits: 950, 12.3k, 1.50M, 70.6B, 2.00T."""
     power = 0
     while abs(number) >= 999.5 and power < 4:
         number /= 1000
         power += 1
     digits = 0 if power == 0 or abs(number) >= 99.95 else 1 if abs(number) >= 9.995 else 2
-    return f"{number:.{digits}f}{' kMGT'[power].strip()}"
+    return f"{number:.{digits}f}{' kMBT'[power].strip()}"
 
 
 def binary(nbytes: int) -> str:

@@ -12,12 +12,12 @@ from typing import Literal
 
 from megatrain.device import Device
 from megatrain.errors import DoesNotFit, PlanError
-from megatrain.memory import Pool
+from megatrain.memory import Disk, Store
 from megatrain.plan import available_host_nbytes, fit_activations, nearest_that_fits
 from megatrain.schedule import Schedule, build_flush, build_forward, build_step, check
 from megatrain.spec import ModelSpec, Policy, Precision, Work
 
-FREE = ("weight_slots", "grad_slots", "shard_nbytes", "activations", "host_threads")
+FREE = ("weight_slots", "grad_slots", "shard_nbytes", "activations", "host_threads", "homes", "stage_slots")
 """Fields of a policy that no number depends on, and that may change between steps."""
 
 Kind = Literal["step", "pending step", "forward", "flush"]
@@ -26,16 +26,18 @@ Kind = Literal["step", "pending step", "forward", "flush"]
 class Schedules:
     """What an engine walks, by kind of run and number of micro-batches. `policy` is that of the last one asked for."""
 
-    def __init__(self, spec: ModelSpec, policy: Policy, device: Device, pool: Pool, *, fits_activations: bool) -> None:
-        self.spec, self.policy = spec, policy
+    def __init__(self, store: Store, policy: Policy, device: Device, *, fits_activations: bool) -> None:
+        self.spec, self.policy = store.model, policy
         self.known: dict[tuple[Kind, int, Policy], Schedule] = {}
-        self._device, self._pool, self._fits_activations = device, pool, fits_activations
+        self._store, self._pool, self._device = store, store.pool, device
+        self._fits_activations = fits_activations
 
     def get(self, kind: Kind, work: Work) -> Schedule:
-        """The schedule for this kind of run over this work, its memory allocated.
+        """The schedule for this kind of run over this work, its memory allocated and all state in its place.
 
-        Raises `DoesNotFit`, before anything is allocated, with the nearest policy that would fit.
+        Raises `DoesNotFit`, before anything is allocated, with the nearest policy that would fit, and `DiskError`.
         """
+        self._store.settle()
         if self._fits_activations and kind in ("step", "pending step"):
             self.policy = fit_activations(self.spec, self.policy, work, self._memory_for_activations)
         key = (kind, work.micro_batches, self.policy)
@@ -53,14 +55,20 @@ class Schedules:
     def adopt(self, policy: Policy) -> None:
         """Another policy from now on, whose memory is provided with its first schedule; the old slots are given back.
 
-        Raises `PlanError` for a difference that would change numbers or the state's place.
+        Raises `PlanError` for a difference that would change numbers, and what a tier refuses; the old one then holds.
         """
         for field in fields(Policy):
             before, after = getattr(self.policy, field.name), getattr(policy, field.name)
             if before != after and field.name not in FREE:
                 raise PlanError(f"cannot be changed under way ({before} to {after})", where=f"policy.{field.name}")
-        self.policy, self._fits_activations = policy, False
+        self._store.settle()
         self._pool.keep_state()
+        try:
+            self._store.move(policy)
+        except BaseException:
+            self._store.move(self.policy)
+            raise
+        self.policy, self._fits_activations = policy, False
 
     def clear(self) -> None:
         """Forget all of them."""
@@ -72,7 +80,7 @@ class Schedules:
         return available_host_nbytes() if self.policy.shares_memory else self._device.free_nbytes()
 
 
-def budgets(policy: Policy, device: Device) -> dict[str, int]:
+def budgets(policy: Policy, device: Device, disk: Disk | None = None) -> dict[str, int]:
     """Bytes by tier: what the policy allows, else what the machine has now."""
     device_nbytes, host_nbytes = policy.device_budget_nbytes, policy.host_budget_nbytes
     found = {"host": available_host_nbytes() if host_nbytes is None else host_nbytes}
@@ -80,6 +88,10 @@ def budgets(policy: Policy, device: Device) -> dict[str, int]:
         found["device"] = device_nbytes
     elif not device.shares_memory:
         found["device"] = device.free_nbytes()
+    if policy.disk_budget_nbytes is not None:
+        found["disk"] = policy.disk_budget_nbytes
+    elif disk is not None:
+        found["disk"] = disk.free_nbytes()
     return found
 
 

@@ -9,6 +9,7 @@ way a gradient that is not finite stops the step before it is used.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -16,19 +17,19 @@ from torch import Tensor
 
 from megatrain.errors import ConfigError, NonFinite
 from megatrain.layout import layout_of
-from megatrain.memory import Store
+from megatrain.memory import unit_state
 from megatrain.optim import AdamW, StepScalars, clip_scale, sum_of_squares, update_fp32, update_split
 from megatrain.spec import ModelSpec, Policy, UnitSpec
+from megatrain.train.resident import sum_of_squares_on_device, update_on_device
 
 
 class OptimizerSink:
-    """A `GradSink` that trains: one AdamW over all units of the store."""
+    """A `GradSink` that trains: one AdamW over all units."""
 
     def __init__(
         self,
         model: ModelSpec,
         policy: Policy,
-        store: Store,
         optimizer: AdamW,
         max_grad_norm: float | None,
         threads: int,
@@ -42,9 +43,11 @@ class OptimizerSink:
         """Updates applied or pending; the step number of the newest."""
         self.pending: set[int] = set()
         """Units whose gradient of the last step waits in host memory."""
-        self._store = store
+        self._precision = policy.precision
+        self._on_device = [policy.home(unit).on_device for unit in range(len(model.units))]
         self._deferred = policy.update == "next_forward"
         self._names = [unit.name for unit in model.units]
+        self._layouts = [layout_of(unit) for unit in model.units]
         self._segments = [self._cut(unit) for unit in model.units]
         self.trained = [unit for unit, ranges in enumerate(self._segments) if ranges]
         """Units with anything to update."""
@@ -73,29 +76,46 @@ class OptimizerSink:
 
     def norm(self, unit: int, gradient: Tensor) -> None:
         """Sum the squares of a unit's gradient. Raises `NonFinite`."""
-        squares = sum_of_squares(_as_numpy(gradient), self.threads)
+        squares = self._squared(unit, gradient)
         if not math.isfinite(squares):
             raise self._refusal(unit)
         self._squares[unit] = squares
 
-    def update(self, unit: int, gradient: Tensor) -> None:
-        """Apply AdamW to a unit, with the scalars of the step that the gradient belongs to.
+    def _squared(self, unit: int, gradient: Tensor) -> float:
+        if self._on_device[unit]:
+            return sum_of_squares_on_device(gradient)
+        return sum_of_squares(_as_numpy(gradient), self.threads)
+
+    def update(self, unit: int, gradient: Tensor, parts: Mapping[str, Tensor]) -> None:
+        """Apply AdamW to a unit, where its state is, with the scalars of the step that the gradient belongs to.
 
         A deferred update that an interrupted step has applied already is not applied again.
         """
         if unit not in (self.pending if self._deferred else self.trained):
             return
         assert self._scalars is not None
-        state, grad, segments = self._store.unit(unit), _as_numpy(gradient), self._segments[unit]
+        if self._on_device[unit]:
+            update_on_device(parts, gradient, self._precision, self._scalars, self._segments[unit])
+        else:
+            self._update_on_host(unit, gradient, parts)
+        self.pending.discard(unit)
+        self._updated.add(unit)
+        self.applied[unit] += 1
+
+    def _update_on_host(self, unit: int, gradient: Tensor, parts: Mapping[str, Tensor]) -> None:
+        assert self._scalars is not None
+        state, segments = unit_state(parts, self._layouts[unit], self._precision), self._segments[unit]
+        grad = _as_numpy(gradient)
         hi = state.hi[: state.m.size]  # what is frozen comes after
         if state.lo is None:
             update_fp32(hi, state.m, state.v, grad, self._scalars, segments, self.threads)
         else:
             lo = state.lo[: state.m.size]
             update_split(hi, lo, state.m, state.v, grad, self._scalars, segments, self.threads)
-        self.pending.discard(unit)
-        self._updated.add(unit)
-        self.applied[unit] += 1
+
+    def adopt(self, policy: Policy) -> None:
+        """Units live elsewhere from now on. Nothing may be pending."""
+        self._on_device = [policy.home(unit).on_device for unit in range(len(self._names))]
 
     def finish(self) -> float:
         """All gradients of the step have landed: fix the clipping factor. Returns the global norm before clipping."""
@@ -152,13 +172,13 @@ class GradientCollector:
         self.gradients: dict[str, Tensor] = {}
 
     def norm(self, unit: int, gradient: Tensor) -> None:
-        if not math.isfinite(sum_of_squares(_as_numpy(gradient))):
+        if not bool(gradient.isfinite().all()):
             raise NonFinite("the gradient is not finite", where=self._names[unit])
         for field in self._fields[unit]:
-            part = gradient[field.start : field.stop].to(torch.float32, copy=True)
+            part = gradient[field.start : field.stop].to("cpu", torch.float32, copy=True)
             self.gradients[field.name] = part.view(field.shape)
 
-    def update(self, unit: int, gradient: Tensor) -> None:
+    def update(self, unit: int, gradient: Tensor, parts: Mapping[str, Tensor]) -> None:
         """Nothing: the weights stay as they are."""
 
 

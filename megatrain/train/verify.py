@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.engine import MicroBatch
-from megatrain.errors import ModelError
+from megatrain.errors import ModelError, typed_line
 from megatrain.model.twin import StockConfig, StockModel, dropout_rates, shrink, twin_from, with_dropout
 from megatrain.spec import Policy
 from megatrain.train.cases import Case, Setting, full_cases, full_settings, short_cases
@@ -201,7 +201,7 @@ def compare(
         try:
             loss, gradients = _true_answers(model, case)
         except Exception as error:  # the library's own code, on inputs that not every model takes
-            left_out.append(f"{case.name}: {first_line(error)}")
+            left_out.append(f"{case.name}: {typed_line(error)}")
             continue
         if math.isfinite(loss) and all(bool(torch.isfinite(each).all()) for each in gradients.values()):
             known.append((case, loss, gradients))
@@ -350,8 +350,3 @@ def full_report(
         except ModelError as refusal:
             left_out.append(f"{ROUTERS}: {refusal.what}")
     return replace(report, findings=(*report.findings, *extra), left_out=(*report.left_out, *left_out))
-
-
-def first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

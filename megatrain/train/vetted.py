@@ -19,10 +19,10 @@ from typing import Literal
 import torch
 from torch import nn
 
-from megatrain.errors import ModelError
+from megatrain.errors import ModelError, typed_line
 from megatrain.model.twin import StockConfig, StockModel, dropout_rates, shrink, twin_from, with_dropout
 from megatrain.train.cases import short_cases, short_settings
-from megatrain.train.verify import MakeEngine, compare, first_line, replay_finding
+from megatrain.train.verify import MakeEngine, compare, replay_finding
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def _compared(model: StockModel, small: StockConfig, make_engine: MakeEngine) ->
     except ModelError as refusal:
         return Checked("unchecked", refusal.what)
     except Exception as error:  # of the model's own code, in the engine's hands
-        what = f"a small model of its kind fails in the engine: {first_line(error)}"
+        what = f"a small model of its kind fails in the engine: {typed_line(error)}"
         raise ModelError(what, where=f"model {kind.__name__}", fix="please report it") from error
     report.raise_if_wrong()
     return Checked("checked")

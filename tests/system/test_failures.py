@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 from torch import Tensor
@@ -114,11 +116,11 @@ def test_a_failure_in_a_background_op_surfaces_with_its_cause_and_the_next_step_
         update = OptimizerSink.update
         calls = []
 
-        def failing(self: OptimizerSink, unit: int, gradient: Tensor) -> None:
+        def failing(self: OptimizerSink, unit: int, gradient: Tensor, parts: Mapping[str, Tensor]) -> None:
             calls.append(unit)
             if len(calls) == 3:
                 raise RuntimeError("the third update fails")
-            update(self, unit, gradient)
+            update(self, unit, gradient, parts)
 
         monkeypatch.setattr(OptimizerSink, "update", failing)
         with pytest.raises(StreamFailed, match=r"op UPDATE u\d on stream host.*the third update fails") as caught:

@@ -267,6 +267,15 @@ def test_a_closed_engine_refuses_everything_in_words() -> None:
             call()
 
 
+def test_a_misspelt_option_is_refused_and_not_passed_over(tmp_path: Path) -> None:
+    config = tiny_model().config
+    with pytest.raises(TypeError, match="no option 'precison'"):
+        Engine.from_config(config.to_dict(), precison="fp32")  # type: ignore[call-arg]
+    with Engine.from_model(tiny_model()) as engine, pytest.raises(TypeError, match="precison"):
+        engine.save_pretrained(tmp_path / "model", precison="fp32")  # type: ignore[call-arg]
+    assert not (tmp_path / "model").exists()
+
+
 def test_one_batch_instead_of_a_list_and_odd_integer_types_are_refused() -> None:
     with Engine.from_model(tiny_model()) as engine:
         with pytest.raises(BatchError, match="expected a list"):

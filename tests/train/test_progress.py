@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from megatrain.spec import Policy
+from megatrain.spec import Home, Policy
 from megatrain.train.events import Ended, Evaluated, Sampled, Skipped, Stepped
 from megatrain.train.progress import (
     SPARK_COUNT,
@@ -142,6 +142,9 @@ OTHER: dict[str, Any] = {
     "loss_chunk_tokens": 77,
     "shares_memory": True,
     "host_threads": 3,
+    "homes": (Home(moments="disk"),),
+    "stage_slots": 4,
+    "disk_budget_nbytes": 1 << 41,
     "device_budget_nbytes": 1 << 30,
     "host_budget_nbytes": 1 << 40,
 }
@@ -173,6 +176,7 @@ def test_the_plan_shows_every_owner_and_the_sum_of_a_tier() -> None:
         (1234, "1.23k"),
         (99_950, "100k"),
         (14_359_680, "14.4M"),
+        (70_553_706_496, "70.6B"),
         (5e15, "5000T"),
     ],
 )

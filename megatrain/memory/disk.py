@@ -1,0 +1,272 @@
+"""Scratch storage below host memory: named regions (a unit's moments, say) that are written and read back whole.
+
+It lives as long as the process, in files without names, and is no checkpoint. Space is allocated when a region is
+provided, so that a full disk is known before a step and not within one. What was written is told from what was not: a
+region reads as zeros until its first write, a write that fails leaves its region *torn* until all of it has been
+written, and a checksum of each block, kept in memory, is compared whenever the block comes back. So a read gives the
+bytes of the last write, or zeros, or raises. Regions share nothing but files: what happens to one leaves the others.
+
+One region belongs to one caller at a time, which the schedule sees to; different regions, and reads beside writes, may
+be under way together. It leaves out caching (every byte here is used once a step) and retrying what a drive refuses.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatrain.errors import CorruptRegion, DiskError, DiskFull
+from megatrain.memory.disk_faults import DiskFault, FaultPlan
+from megatrain.memory.scratch import ScratchFile, as_disk_error
+from megatrain.memory.striped import SECTOR, Block, Space, lay_out
+from megatrain.memory.traffic import Bytes, Reads, Region, Traffic, Writes
+
+BLOCK_NBYTES = 4 << 20
+DEPTH = 4
+
+
+class Disk:
+    """Regions in `folders`, split between them by `shares`: their bandwidths, or any numbers in proportion.
+
+    Each read or write moves blocks of `block_nbytes` (a multiple of 4096), `depth` of them at a time in each folder.
+    `direct` says whether that goes past the page cache, in all folders. `faults` are for tests.
+
+    Raises `DiskError` for a folder that is missing or that cannot be written.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        *,
+        shares: Sequence[float] | None = None,
+        block_nbytes: int = BLOCK_NBYTES,
+        depth: int = DEPTH,
+        checksums: bool = True,
+        faults: Sequence[DiskFault] = (),
+    ) -> None:
+        self._shares = list(shares) if shares is not None else [1.0] * len(folders)
+        _check_arguments(folders, self._shares, block_nbytes, depth)
+        self._block_nbytes, self._checksums = block_nbytes, checksums
+        self._files = _open_all(folders)
+        self.direct = all(file.direct for file in self._files)
+        self._spaces = [Space() for _ in folders]
+        self._regions: dict[str, Region] = {}
+        self._lock = threading.Lock()
+        plan = FaultPlan(faults)
+        self._reads = Reads(self._files, block_nbytes, depth, plan)
+        self._writes = Writes(self._files, block_nbytes, depth, plan)
+        self._finalizer = weakref.finalize(self, _let_go, self._files, (self._reads, self._writes))
+
+    def provide(self, regions: Mapping[str, tuple[int, str]]) -> None:
+        """Make room for regions: name -> (bytes, what messages call it). Those that there are keep place and content.
+
+        Raises `DiskFull` before anything is allocated if the disks have less free space than it takes, and `DiskError`
+        for a known region of another size.
+        """
+        with self._lock:
+            self._require_open()
+            new = {name: wanted for name, wanted in regions.items() if not self._is_known(name, *wanted)}
+            spaces = [space.copy() for space in self._spaces]
+            laid = {
+                name: lay_out(nbytes, spaces, self._shares, self._block_nbytes) for name, (nbytes, _) in new.items()
+            }
+            self._require_space(spaces, [label for _, label in new.values()])
+            self._resize(spaces)
+            self._spaces = spaces
+            for name, (nbytes, label) in new.items():
+                self._regions[name] = Region(name, label, nbytes, laid[name], self._no_sums(laid[name]))
+
+    def read(self, name: str, memory: Tensor | NDArray[np.uint8]) -> None:
+        """Fill `memory`, uint8[the region's bytes], with what was last written, or with zeros if nothing ever was.
+
+        Blocks until it is done. Raises `CorruptRegion` for a region that is torn or comes back changed, and `DiskError`
+        where the drive fails; `memory` then holds anything.
+        """
+        region = self._region(name)
+        target = _flat(memory, region)
+        if not target.flags.writeable:
+            raise DiskError("cannot be read into memory that is read-only", where=region.label)
+        if region.torn:
+            raise CorruptRegion(region.torn, where=region.label, fix="write all of it, or go on from a checkpoint")
+        if region.written:
+            self._reads.carry(region, target)
+        else:
+            target.fill(0)
+
+    def write(self, name: str, memory: Tensor | NDArray[np.uint8]) -> None:
+        """Put `memory`, uint8[the region's bytes], on the disk. It must not change meanwhile.
+
+        Blocks until the drive has taken it. Raises `DiskError`, or `DiskFull` where space could not be allocated in
+        advance; the region is torn then.
+        """
+        region = self._region(name)
+        source = _flat(memory, region)
+        region.torn = f"was not written to its end in {self._where(region)}"
+        try:
+            self._writes.carry(region, source)
+        except DiskError as error:
+            region.torn = f"is torn, since its last write failed: it {error.what}"
+            raise
+        region.written, region.torn = True, ""
+
+    def forget(self, name: str) -> None:
+        """The region is no more, and its space may be used by others."""
+        region = self._region(name)
+        with self._lock:
+            del self._regions[name]
+            for block in region.blocks:
+                self._spaces[block.file].give(block.place, block.nbytes)
+
+    def nbytes(self) -> int:
+        """Of all regions."""
+        with self._lock:
+            return sum(region.nbytes for region in self._regions.values())
+
+    def free_nbytes(self) -> int:
+        """About how many bytes of further regions there is room for, split as they would be."""
+        with self._lock:
+            self._require_open()
+            total = sum(self._shares)
+            room = {file.device: file.free_nbytes() for file in self._files}
+            part = dict.fromkeys(room, 0.0)
+            for file, space, share in zip(self._files, self._spaces, self._shares, strict=True):
+                room[file.device] += space.unused_nbytes
+                part[file.device] += share / total
+            return int(min(room[device] / part[device] for device in room))
+
+    def capacity_nbytes(self) -> int:
+        """About how many bytes of regions there is room for, these included."""
+        return self.nbytes() + self.free_nbytes()
+
+    @property
+    def read_nbytes(self) -> int:
+        """What the drives have given so far, in whole sectors."""
+        return self._reads.nbytes
+
+    @property
+    def written_nbytes(self) -> int:
+        """What the drives have taken so far, in whole sectors; it counts against their endurance."""
+        return self._writes.nbytes
+
+    @property
+    def read_seconds(self) -> float:
+        """The time during which at least one read was under way."""
+        return self._reads.seconds
+
+    @property
+    def write_seconds(self) -> float:
+        """The time during which at least one write was under way."""
+        return self._writes.seconds
+
+    def close(self) -> None:
+        """Give the space back, after what is under way. Again is fine; any other use raises `DiskError`."""
+        if self._finalizer.alive:
+            self._reads.close()
+            self._writes.close()
+            self._finalizer()
+
+    def _region(self, name: str) -> Region:
+        with self._lock:
+            self._require_open()
+            if name not in self._regions:
+                raise DiskError("no such region", where=name, fix="provide it first")
+            return self._regions[name]
+
+    def _require_open(self) -> None:
+        if not self._finalizer.alive:
+            raise DiskError("is closed", where="disk", fix="open another")
+
+    def _is_known(self, name: str, nbytes: int, label: str) -> bool:
+        there = self._regions.get(name)
+        if there is not None and there.nbytes != nbytes:
+            raise DiskError(f"has {there.nbytes:,} bytes, not {nbytes:,}", where=label, fix="forget it first")
+        return there is not None
+
+    def _no_sums(self, blocks: Sequence[Block]) -> list[int] | None:
+        return [0] * len(blocks) if self._checksums else None
+
+    def _where(self, region: Region) -> str:
+        return ", ".join(str(self._files[number].folder) for number in sorted({block.file for block in region.blocks}))
+
+    def _require_space(self, spaces: Sequence[Space], labels: Sequence[str]) -> None:
+        """Raise `DiskFull` unless each device has what its files would grow by."""
+        growth = Counter[int]()
+        for file, before, after in zip(self._files, self._spaces, spaces, strict=True):
+            growth[file.device] += after.nbytes - before.nbytes
+            if growth[file.device] and growth[file.device] > (free := file.free_nbytes()):
+                more = f" and {len(labels) - 1} more" if labels[1:] else ""
+                raise DiskFull(
+                    f"{labels[0]}{more} need {growth[file.device]:,} bytes of disk, of which {free:,} are free",
+                    where=str(file.folder),
+                    fix="free space there, give a folder on another drive, or keep less on the disk",
+                )
+
+    def _resize(self, spaces: Sequence[Space]) -> None:
+        """Make each file as long as its space; if one refuses, all are as before."""
+        grown: list[tuple[ScratchFile, int, int]] = []
+        for file, before, after in zip(self._files, self._spaces, spaces, strict=True):
+            if after.nbytes == before.nbytes:
+                continue
+            grown.append((file, before.nbytes, after.nbytes))
+            try:
+                file.resize(before.nbytes, after.nbytes)
+            except OSError as error:
+                for each, length, longer in grown:
+                    with suppress(OSError):
+                        each.resize(longer, length)
+                what = f"cannot allocate {after.nbytes - before.nbytes:,} bytes more"
+                raise as_disk_error(error, what, str(file.folder)) from error
+
+
+def _let_go(files: Sequence[ScratchFile], traffic: Sequence[Traffic]) -> None:
+    for each in traffic:
+        each.abandon()
+    for file in files:
+        file.close()
+
+
+def _open_all(folders: Sequence[Path]) -> list[ScratchFile]:
+    """A file in each folder, or none at all."""
+    files: list[ScratchFile] = []
+    try:
+        for folder in folders:
+            files.append(ScratchFile(Path(folder)))
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
+    return files
+
+
+def _check_arguments(folders: Sequence[Path], shares: Sequence[float], block_nbytes: int, depth: int) -> None:
+    what = ""
+    if not folders:
+        what = "no folder is given"
+    elif len(shares) != len(folders) or not all(np.isfinite(share) and share > 0 for share in shares):
+        what = f"shares are {list(shares)} for {len(folders)} folders, where each needs one above zero"
+    elif block_nbytes < SECTOR or block_nbytes % SECTOR:
+        what = f"blocks are of {block_nbytes:,} bytes, which is no multiple of {SECTOR:,}"
+    elif depth < 1:
+        what = f"{depth} blocks at a time is less than one"
+    if what:
+        raise DiskError(what, where="disk")
+
+
+def _flat(memory: Tensor | NDArray[np.uint8], region: Region) -> Bytes:
+    """Host memory of the region's size as one array that shares it."""
+    if isinstance(memory, Tensor) and memory.device.type != "cpu":
+        raise DiskError(f"memory is on {memory.device}, not on the host", where=region.label)
+    array = memory.numpy() if isinstance(memory, Tensor) else memory
+    if array.dtype != np.uint8 or array.nbytes != region.nbytes or not array.flags.c_contiguous:
+        found = f"{array.dtype}{list(array.shape)}" + ("" if array.flags.c_contiguous else ", not contiguous")
+        raise DiskError(f"memory is {found}, not uint8[{region.nbytes}]", where=region.label)
+    flat: Bytes = array.reshape(-1)
+    return flat

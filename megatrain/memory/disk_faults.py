@@ -1,0 +1,145 @@
+"""Failures on demand for the disk room: the system call of one request, as it would go wrong on a bad day.
+
+A request is one block on its way. Only the call to the system is replaced, so everything around it (the transfer that
+is continued, the checksum, the error that is raised, the state that is left) is what runs in earnest.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+DiskFaultKind = Literal["read", "write", "short", "full", "flip", "slow"]
+Direction = Literal["read", "write"]
+DISK_FAULTS: tuple[DiskFaultKind, ...] = ("read", "write", "short", "full", "flip", "slow")
+
+Call = Callable[[int, Sequence[memoryview], int, int], int]
+"""`os.preadv` or `os.pwritev`: (file, views, place, flags) -> bytes transferred."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskFault:
+    """One failure of one request, once.
+
+    kind: `read` and `write` (an input/output error before anything moved), `short` (half of it, and then no more),
+    `full` (no space left on the device), `flip` (one bit changed on its way), `slow` (`seconds` of delay).
+    at: the name of a region, or the number of a request among all of its direction, counted from 0.
+    on: the direction, for the kinds that do not say it themselves.
+    after: of the requests of that region, how many are let pass.
+    """
+
+    kind: DiskFaultKind
+    at: str | int
+    on: Direction = "read"
+    after: int = 0
+    seconds: float = 0.05
+
+    @property
+    def direction(self) -> Direction:
+        match self.kind:
+            case "read":
+                return "read"
+            case "write" | "full":
+                return "write"
+            case _:
+                return self.on
+
+
+class FaultPlan:
+    """Counts the requests, and says which of them fails."""
+
+    def __init__(self, faults: Sequence[DiskFault] = ()) -> None:
+        self._left = list(faults)
+        self._requests: dict[tuple[Direction, str | None], int] = {}
+        self._lock = threading.Lock()
+
+    def call(self, direction: Direction, region: str, call: Call) -> Call:
+        """The system call for the next request of that region: `call`, or what takes its place."""
+        if not self._left:
+            return call
+        with self._lock:
+            number, of_region = (self._count(direction, name) for name in (None, region))
+            for fault in self._left:
+                now = number if isinstance(fault.at, int) else (region, of_region)
+                due = fault.at if isinstance(fault.at, int) else (fault.at, fault.after)
+                if due == now and fault.direction == direction:
+                    self._left.remove(fault)
+                    return _faulty(fault, call)
+        return call
+
+    def _count(self, direction: Direction, region: str | None) -> int:
+        """How many requests there have been before this one; None stands for any region."""
+        number = self._requests.get((direction, region), 0)
+        self._requests[direction, region] = number + 1
+        return number
+
+
+def _faulty(fault: DiskFault, call: Call) -> Call:
+    match fault.kind:
+        case "read" | "write":
+            return _failing(OSError(errno.EIO, f"injected: {fault.kind} error"))
+        case "full":
+            return _failing(OSError(errno.ENOSPC, "injected: no space left on device"))
+        case "short":
+            return _Short(call)
+        case "flip" if fault.direction == "read":
+            return _flipped_read(call)
+        case "flip":
+            return _flipped_write(call)
+        case "slow":
+            return _slow(call, fault.seconds)
+
+
+def _failing(error: OSError) -> Call:
+    def fail(file: int, views: Sequence[memoryview], place: int, flags: int) -> int:
+        raise error
+
+    return fail
+
+
+def _slow(call: Call, seconds: float) -> Call:
+    def wait(file: int, views: Sequence[memoryview], place: int, flags: int) -> int:
+        time.sleep(seconds)
+        return call(file, views, place, flags)
+
+    return wait
+
+
+class _Short:
+    """Transfers half of the first view, and nothing when asked to go on."""
+
+    def __init__(self, call: Call) -> None:
+        self._call, self._asked = call, False
+
+    def __call__(self, file: int, views: Sequence[memoryview], place: int, flags: int) -> int:
+        half = len(views[0]) // 2 // mmap.PAGESIZE * mmap.PAGESIZE
+        if self._asked or not half:
+            return 0
+        self._asked = True
+        return self._call(file, [views[0][:half]], place, flags)
+
+
+def _flipped_read(call: Call) -> Call:
+    def flip(file: int, views: Sequence[memoryview], place: int, flags: int) -> int:
+        done = call(file, views, place, flags)
+        views[0][0] ^= 1
+        return done
+
+    return flip
+
+
+def _flipped_write(call: Call) -> Call:
+    def flip(file: int, views: Sequence[memoryview], place: int, flags: int) -> int:
+        damaged = memoryview(mmap.mmap(-1, sum(len(view) for view in views)))  # at a page, as direct I/O wants it
+        damaged[:] = np.concatenate(views).data
+        damaged[0] ^= 1
+        return call(file, [damaged], place, flags)
+
+    return flip

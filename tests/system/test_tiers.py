@@ -1,0 +1,145 @@
+"""Where state lives changes no number: host, disk and device, moved between steps, on the cpu and on the simulator."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain import AdamW, Engine, Policy
+from megatrain.schedule import Schedule
+from megatrain.spec import Home, Precision, Work
+from tests.tiny import batch, equal, tiny_model, unequal_batches
+
+UNITS = 5  # of the tiny model: prologue, three layers, epilogue
+ON_DEVICE, CACHED = Home("device", "device", "device"), Home("device")
+SPLITS: dict[str, tuple[Home, ...]] = {
+    "moments": (Home(moments="disk"),) * UNITS,
+    "moments of one layer": (Home(), Home(moments="disk"), Home(), Home(), Home()),
+    "low bits": (Home(low_bits="disk"),) * UNITS,
+    "weights": (Home(weights="disk"),) * UNITS,
+    "weights of the ends": (Home(weights="disk"), Home(), Home(), Home(), Home(weights="disk")),
+    "everything": (Home("disk", "disk", "disk"),) * UNITS,
+    "all but one": (Home("disk", "disk", "disk"), Home(), *(Home("disk", "disk", "disk"),) * 3),
+    "moments and low bits": (Home(low_bits="disk", moments="disk"),) * UNITS,
+    "a different one each": (Home("disk"), Home(low_bits="disk"), Home(moments="disk"), Home(), Home("disk")),
+    "weights and moments": (Home("disk", "host", "disk"),) * UNITS,
+}
+RESIDENT: dict[str, tuple[Home, ...]] = {
+    "weights kept": (CACHED,) * UNITS,
+    "weights kept, moments on disk": (Home("device", "host", "disk"),) * UNITS,
+    "all resident": (ON_DEVICE,) * UNITS,
+    "one layer resident": (Home(), ON_DEVICE, Home("disk", "disk", "disk"), Home(), Home()),
+    "ends resident": (ON_DEVICE, Home(), CACHED, Home(), ON_DEVICE),
+}
+
+
+def results(engine: Engine, steps: int = 3) -> dict[str, Tensor]:
+    """Gradients, losses and weights after a few steps, as one mapping."""
+    found = {f"gradient {name}": g for name, g in engine.gradients(unequal_batches(3)).items()}
+    losses = [engine.step(unequal_batches(3)).loss for _ in range(steps)]
+    found["losses"] = torch.tensor([*losses, engine.evaluate(unequal_batches(2))], dtype=torch.float64)
+    return found | engine.master_weights()
+
+
+def engine(device: str, policy: Policy, disk: Path, family: str = "llama") -> Engine:
+    clip = None if policy.update == "during_backward" else 0.5
+    optimizer = AdamW(lr=1e-2)
+    return Engine.from_model(
+        tiny_model(family), device, policy.precision, optimizer, clip, policy, seed=4, verify=False, disk=[disk]
+    )
+
+
+def run(device: str, policy: Policy, disk: Path, family: str = "llama") -> dict[str, Tensor]:
+    with engine(device, policy, disk, family) as made:
+        return results(made)
+
+
+def usual(precision: Precision, update: str, **fields: object) -> Policy:
+    return Policy(precision, update=update, loss_chunk_tokens=5, shard_nbytes=3000, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("update", ["next_forward", "during_backward"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("family", "part"),
+    [
+        ("llama", slice(0, None, 2)),
+        ("llama-tied", slice(1, None, 2)),
+        pytest.param("llama", slice(None), marks=pytest.mark.slow),
+        pytest.param("llama-tied", slice(None), marks=pytest.mark.slow),
+    ],
+)
+def test_ten_splits_between_host_and_disk_give_the_same_bits(
+    family: str, part: slice, precision: Precision, update: str, tmp_path: Path
+) -> None:
+    """Each on both devices; in the quick suite on the cpu or the simulator, and with one of the two families."""
+    expected = run("cpu", usual(precision, update, shares_memory=True), tmp_path, family)
+    for number, homes in list(enumerate(SPLITS.values()))[part]:
+        fields = {"homes": homes, "stage_slots": 1 + number % 3}
+        if part == slice(None) or number % 4 < 2:
+            shared = usual(precision, update, shares_memory=True, **fields)
+            assert equal(run("cpu", shared, tmp_path, family), expected), homes
+        if part == slice(None) or number % 4 > 1:
+            assert equal(run(f"sim:{number}", usual(precision, update, **fields), tmp_path, family), expected), homes
+
+
+@pytest.mark.parametrize(("precision", "update"), [("bf16", "next_forward"), ("fp32", "during_backward")])
+def test_what_is_resident_is_updated_with_the_same_arithmetic(
+    precision: Precision, update: str, tmp_path: Path
+) -> None:
+    """On the simulator, whose arithmetic is the cpu's, to the bit; the norm's sum has another order, in float64."""
+    expected = run("cpu", usual(precision, update, shares_memory=True), tmp_path)
+    for number, homes in enumerate(RESIDENT.values()):
+        assert equal(run(f"sim:{number}", usual(precision, update, homes=homes), tmp_path), expected), homes
+
+
+def test_state_moves_between_tiers_while_training(tmp_path: Path) -> None:
+    """Twenty moves between random splits, a step after each: the same losses and weights as if nothing had moved."""
+    plain = usual("bf16", "next_forward")
+    with engine("cpu", plain, tmp_path) as still:
+        expected = [still.step(unequal_batches(2)).loss for _ in range(20)]
+        weights = still.master_weights()
+    draw = random.Random(5)
+    with engine("sim:3", plain, tmp_path) as moving:
+        found = []
+        for _ in range(20):
+            homes = tuple(draw.choice([ON_DEVICE, CACHED, _random_home(draw)]) for _ in range(UNITS))
+            moving.adopt(usual("bf16", "next_forward", homes=homes, stage_slots=draw.randint(1, 3)))
+            found.append(moving.step(unequal_batches(2)).loss)
+        assert found == expected
+        assert equal(moving.master_weights(), weights)
+
+
+def _random_home(draw: random.Random) -> Home:
+    tiers = ("host", "disk")
+    return Home(draw.choice(tiers), draw.choice(tiers), draw.choice(tiers))  # type: ignore[arg-type]
+
+
+def copies(schedule: Schedule, kind: str) -> Mapping[str, int]:
+    """Buffer outside -> how often the schedule moves it."""
+    counts: dict[str, int] = {}
+    for op in schedule.ops:
+        if op.kind == kind:
+            (access,) = op.writes if kind == "WRITE" else op.reads
+            counts[access.buffer] = counts.get(access.buffer, 0) + 1
+    return counts
+
+
+@pytest.mark.parametrize("micro_batches", [1, 5])
+def test_state_is_read_and_written_once_a_step_and_weights_read_twice_at_most(
+    micro_batches: int, tmp_path: Path
+) -> None:
+    policy = usual("bf16", "next_forward", shares_memory=True, homes=SPLITS["everything"])
+    with engine("cpu", policy, tmp_path) as made:
+        made.step([batch(1, 6, 0)])
+        schedule = made._schedules.get("pending step", Work((6,) * micro_batches))
+    reads, writes = copies(schedule, "READ"), copies(schedule, "WRITE")
+    assert {count for name, count in reads.items() if "/hi/" not in name} == {1}
+    assert max(reads.values()) <= 2
+    assert set(writes.values()) == {1}
+    assert len(writes) == 3 * UNITS
