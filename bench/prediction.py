@@ -3,9 +3,9 @@
     python -m bench.prediction [--seconds 30] [--json FILE]
 
 The machine is probed first, in the same process, so that both sides see the same machine. Each case is a fresh
-Llama-shaped model on the cpu; its step is predicted by replaying the very schedule that runs, then measured (median
-of several steps after two that warm up). Exits 1 where
-a prediction of time is off by more than `--tolerance`. It leaves out GPUs (`bench.gpu`).
+Llama-shaped model on the cpu; its step is predicted by replaying the very schedule that runs, then measured (median of
+several steps after two that warm up). Exits 1 where a prediction of time is off by more than `--tolerance`. It leaves
+out GPUs (`bench.gpu`).
 """
 
 from __future__ import annotations

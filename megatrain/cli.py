@@ -78,6 +78,7 @@ def _train(
 Remote = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 Attention = Annotated[str, typer.Option(help="Attention kernel: auto, sdpa, eager, flash_attention_2, ...")]
 DeviceName = Annotated[str, typer.Option(help="cpu, cuda:0 or sim:SEED.")]
+PrecisionName = Annotated[str, typer.Option(help="bf16 or fp32.")]
 
 
 @app.command("plan")
@@ -86,7 +87,7 @@ def _plan(
     hardware: Annotated[str | None, typer.Option(help="A described machine (h200, rtx-4090, ...) or a file.")] = None,
     tokens_per_step: Annotated[int | None, typer.Option(min=1, help="Of all sequences of a step.")] = None,
     length: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")] = None,
-    precision: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+    precision: PrecisionName = "bf16",
     clip: Annotated[bool, typer.Option(help="Clip by the global norm.")] = True,
     device_memory: Annotated[str | None, typer.Option(help="Budget, 24GB say.")] = None,
     host_memory: Annotated[str | None, typer.Option(help="Budget, 512GB say.")] = None,
@@ -145,7 +146,7 @@ def _generate(
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Model folder or hub name.")],
     prompt: Annotated[str, typer.Option(help="Text to continue; empty starts a new one.")] = "",
     device: DeviceName = "cpu",
-    precision: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+    precision: PrecisionName = "bf16",
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens to draw; 200 by default.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = None,
     top_k: Annotated[int | None, typer.Option(min=0, help="Draw among this many likeliest tokens.")] = None,
@@ -174,6 +175,7 @@ def _generate(
             seed=seed,
             trust_remote_code=trust_remote_code,
             progress=progress,
+            notice=_tell,
         )
     typer.echo("")
     typer.echo(spoken.summary(), err=True)
@@ -183,7 +185,7 @@ def _generate(
 def _export(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="Model folder, run folder or hub name.")],
     target: Annotated[str, typer.Argument(metavar="TARGET", help="Folder to write.")],
-    precision: Annotated[str, typer.Option(help="Of the weights: bf16 or fp32.")] = "bf16",
+    precision: PrecisionName = "bf16",
     trust_remote_code: Remote = False,
 ) -> None:
     """Write a model as a Hugging Face folder, unit by unit; it appears whole or not at all."""
@@ -200,6 +202,7 @@ def _export(
             precision=_precision(precision),
             trust_remote_code=trust_remote_code,
             progress=progress,
+            notice=_tell,
         )
     typer.echo(str(written))
 
@@ -208,7 +211,7 @@ def _export(
 def _probe(
     device: DeviceName = "cpu",
     path: Annotated[str, typer.Option(help="Folder on the disk to measure, a run's own say.")] = ".",
-    output: Annotated[str, typer.Option(help="Hardware file to write.")] = "~/.cache/megatrain/hardware.json",
+    output: Annotated[str | None, typer.Option(help="File to write, not the one that plan and train look for.")] = None,
     seconds: Annotated[float, typer.Option(min=1.0, help="Time to take.")] = 45.0,
 ) -> None:
     """Measure this machine in under a minute; `plan` and `train` use what is found."""
@@ -216,10 +219,11 @@ def _probe(
     from pathlib import Path
 
     from megatrain.device import open_device
+    from megatrain.machine import PROBED
     from megatrain.plan import save_hardware
     from megatrain.probe import probe
 
-    target = Path(output).expanduser()
+    target = Path(output or PROBED).expanduser()
     opened = open_device(device)
     try:
         hardware = probe(opened, Path(path).expanduser(), seconds, say=typer.echo)
@@ -227,6 +231,10 @@ def _probe(
         opened.close()
     save_hardware(hardware, target)
     typer.echo(f"{target}: {hardware.name}")
+
+
+def _tell(line: str) -> None:
+    typer.echo(line, err=True)
 
 
 def _precision(name: str) -> Literal["bf16", "fp32"]:

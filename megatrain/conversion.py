@@ -13,6 +13,7 @@ from megatrain.data import load_tokenizer
 from megatrain.errors import DataError
 from megatrain.model import PretrainedSource, Progress, port_model
 from megatrain.spec import Precision, UnitSpec
+from megatrain.train.progress import printable
 
 
 def run_export(
@@ -22,15 +23,19 @@ def run_export(
     precision: Precision = "bf16",
     trust_remote_code: bool = False,
     progress: Progress | None = None,
+    notice: Callable[[str], object] = lambda line: None,
 ) -> Path:
     """Write the model of `source` (model folder, run folder or hub name) to `target`, its tokenizer with it.
 
-    precision: of the weights. progress: called with (done, total) bytes. Raises `ModelError` for a model that cannot
-    be read, `ExportError` for a folder that cannot be written.
+    precision: of the weights. progress: called with (done, total) bytes. notice: told, in a line each, what a person
+    should know about the source. Raises `ModelError` for a model that cannot be read, `ExportError` for a folder that
+    cannot be written.
     """
     run = Path(source).expanduser() / "model"
     name = str(run) if (run / "config.json").exists() else source
     pretrained = PretrainedSource(name, trust_remote_code=trust_remote_code, attention="auto")
+    if left_out := pretrained.left_out():
+        notice(f"left out: {printable(left_out)}")
     ported = port_model(pretrained.model, torch.float32)
     units = (_masters(pretrained, unit) for unit in ported.spec.units)
     return export_units(

@@ -17,7 +17,7 @@ import torch
 
 from megatrain.data import Tokenizer, load_tokenizer, vocabulary_size
 from megatrain.errors import BatchError, DataError
-from megatrain.model import Progress, TextStream
+from megatrain.model import PretrainedSource, Progress, TextStream, freeze_parameters
 from megatrain.model.architecture import read_config
 from megatrain.spec import Precision
 from megatrain.train.engine import Engine
@@ -57,6 +57,7 @@ def run_generation(
     seed: int = 0,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
+    notice: Callable[[str], object] = lambda line: None,
 ) -> Spoken:
     """Continue `prompt` with the model and the tokenizer in `folder`, telling `heard` each piece of new text.
 
@@ -64,7 +65,7 @@ def run_generation(
     steer no terminal. max_new_tokens: `None` for 200, or for what the model has room for. temperature, top_k, top_p:
     `None` as the model's own generation config has them; temperature 0 takes the likeliest token each time. seed:
     decides what is drawn. trust_remote_code: let the model bring code of its own. progress: called with (done, total)
-    while weights are loaded.
+    while weights are loaded. notice: told, in a line each, what a person should know about the model beforehand.
 
     Raises a `MegaTrainError` for whatever is wrong: `ModelError` for the model, `DataError` for the tokenizer,
     `BatchError` for a prompt that is too long, `ConfigError` for a setting.
@@ -80,14 +81,11 @@ def run_generation(
         pieces.append(printable(text))
         heard(pieces[-1])
 
-    with Engine.from_pretrained(
-        folder,
-        freeze=("*",),
-        trust_remote_code=trust_remote_code,
-        progress=progress,
-        device=device,
-        precision=precision,
-    ) as engine:
+    source = PretrainedSource(folder, trust_remote_code=trust_remote_code)
+    freeze_parameters(source.model, ("*",))
+    if left_out := source.left_out():
+        notice(f"left out: {printable(left_out)}")
+    with Engine.from_source(source, progress=progress, device=device, precision=precision) as engine:
         began = time.perf_counter()
         new = draw_ids(
             engine,

@@ -22,14 +22,13 @@ from rich.table import Table
 from rich.text import Text
 
 from megatrain.errors import ConfigError, DeviceError, DoesNotFit, ModelError, PlanError
+from megatrain.machine import described_machine, probed_machine, this_machine
 from megatrain.plan import (
     Outlook,
     Plan,
     Question,
     Row,
     Sweep,
-    available_host_nbytes,
-    available_threads,
     compare,
     find_plan,
     load_hardware,
@@ -40,8 +39,6 @@ from megatrain.plan import (
     sweep,
     upgrades,
 )
-from megatrain.plan.hardware import processor_name
-from megatrain.plan.machines import machine_of_device
 from megatrain.plan.report import (
     COMPARISON_HEADS,
     amount,
@@ -54,14 +51,8 @@ from megatrain.plan.report import (
 )
 from megatrain.spec import Hardware, ModelSpec, Precision
 
-PROBED = Path("~/.cache/megatrain/hardware.json")
-"""Where `megatrain probe` leaves its file."""
-
 LENGTH, TOKENS_PER_STEP = 4096, 65_536
 """What is taken where the user says nothing; fewer tokens where so many do not fit."""
-
-THREAD_FLOPS, THREAD_BANDWIDTH, MOST_BANDWIDTH = 4e10, 8e9, 6e10
-"""Of a processor that nobody has measured: operations and bytes per second of a thread, and of all of them."""
 
 SHADES = " ░▒▓█"
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
@@ -102,7 +93,7 @@ def run_plan(
     for option, path in targets.items():
         _refuse_unwritable(option, path)
     device, host = parse_nbytes(device_memory, "--device-memory"), parse_nbytes(host_memory, "--host-memory")
-    machine = find_hardware(hardware)
+    machine = find_hardware(hardware, precision)
     spec = find_model(model, precision, attention=attention, trust_remote_code=trust_remote_code)
     length = _length(spec, length, tokens_per_step)
     question = Question(spec, machine, tokens_per_step or max(length, TOKENS_PER_STEP), length, precision, clips)
@@ -151,48 +142,30 @@ def find_model(
     return replace(spec, name=named.parent.name if path.is_file() else named.name)
 
 
-def find_hardware(source: str | None) -> Hardware:
-    """A described machine or a hardware file; `None` is the probed machine, or else this one, roughly."""
+def find_hardware(source: str | None, precision: Precision = "bf16") -> Hardware:
+    """A described machine or a hardware file; `None` is the probed machine, or else this one, roughly.
+
+    Raises `PlanError` for a GPU that nobody has described or probed, and for a name or a file that is wrong.
+    """
     if source is not None:
         return load_hardware(source)
-    probed = PROBED.expanduser()
-    return load_hardware(probed) if probed.exists() else this_machine()
+    return probed_machine() or _unprobed_machine(precision)
 
 
-def this_machine() -> Hardware:
-    """This machine by what it is called and what is free. Raises `PlanError` for a GPU that nobody has described."""
+def _unprobed_machine(precision: Precision) -> Hardware:
     from megatrain.device import open_device
 
-    host = available_host_nbytes()
     try:
         device = open_device("cuda:0")
     except DeviceError:
-        return _processor(host)
+        device = open_device("cpu")
     try:
-        name = str(getattr(device, "model", device.name))
+        if not device.shares_memory and described_machine(device) is None:
+            what = f"nobody has described a {getattr(device, 'model', device.name)}"
+            raise PlanError(what, where="hardware", fix="run `megatrain probe --device cuda:0`")
+        return this_machine(device, precision)
     finally:
         device.close()
-    if (known := machine_of_device(name)) is None:
-        raise PlanError(f"nobody has described a {name}", where="hardware", fix="run `megatrain probe --device cuda:0`")
-    return replace(known, name=f"{name}, not measured", host_nbytes=host)
-
-
-def _processor(host_nbytes: int) -> Hardware:
-    threads = available_threads()
-    bandwidth = min(threads * THREAD_BANDWIDTH, MOST_BANDWIDTH)
-    assumed = "assumed from the number of threads; `megatrain probe` measures it"
-    return Hardware(
-        name=f"{threads} threads of {processor_name()}, not measured",
-        device_nbytes=host_nbytes,
-        host_nbytes=host_nbytes,
-        fetch_bandwidth=bandwidth / 2,
-        grad_bandwidth=bandwidth / 2,
-        flops=threads * THREAD_FLOPS,
-        host_bandwidth=bandwidth,
-        shares_memory=True,
-        device_bandwidth=bandwidth,
-        sources=tuple((field, assumed) for field in ("flops", "host_bandwidth", "device_bandwidth")),
-    )
 
 
 def parse_nbytes(text: str | None, where: str) -> int | None:
@@ -261,6 +234,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     return [
         ("model", describe_model(plan.question.model)),
         ("machine", f"{hardware.name}: {device}{amount(hardware.host_nbytes)} host"),
+        ("attention", plan.question.model.attention),
         ("policy", "; ".join(describe_policy(plan.policy))),
     ]
 
@@ -283,7 +257,7 @@ def show(
     console.print(_table("what limits", heads, load_rows(outlook)))
     console.print(_table("one upgrade", ("upgrade", "tokens/s", "gain"), upgrade_rows(outlook.upgrades)))
     if comparison:
-        console.print(_table("other systems, by replay", COMPARISON_HEADS, comparison_rows(comparison), texts=2))
+        console.print(*_comparison(comparison), sep="\n")
     if swept is not None:
         console.print(_heat_map(swept))
 
@@ -292,10 +266,22 @@ def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], text
     """The first `texts` columns hold words, the others numbers."""
     table = Table(box=box.SIMPLE, pad_edge=False, title=title, title_justify="left", title_style="bold")
     for place, head in enumerate(heads):
-        table.add_column(head, justify="left" if place < texts else "right")
+        table.add_column(head, justify="left" if place < texts else "right", no_wrap=place >= texts)
     for row in rows:
         table.add_row(*(Text(text) for text in row))
     return table
+
+
+def _comparison(comparison: tuple[Row, ...]) -> tuple[Table, Table]:
+    """The numbers, and below them the choices in words, so that both can be read on a terminal of 80 columns."""
+    heads, *rows = ((name, *numbers) for name, _, *numbers in (COMPARISON_HEADS, *comparison_rows(comparison)))
+    table = _table("other systems, by replay", heads, rows)
+    table.collapse_padding = True
+    words = Table.grid(padding=(0, 2))
+    words.add_column(no_wrap=True)
+    for row in comparison:
+        words.add_row(Text(row.name), Text(row.choices))
+    return table, words
 
 
 def _memory(plan: Plan) -> Table:

@@ -1,79 +1,20 @@
-"""Planning a run before it starts: this machine, the run's question, and the plan again once times are measured.
+"""A run's plan, made again once times are measured.
 
-The machine is what `megatrain probe` found, with the memory that is free now; without a probe, the described machine
-that has this device, or a rough description from one measured product. What a run then measures corrects the prices
-(`Replanner`), and a better plan is taken up between two steps. It changes no result: only what no number depends on
-may differ.
+What a run measures corrects the prices that it was planned with (`Replanner`), and a better plan is taken up between
+two steps. It changes no result: only what no number depends on may differ. It leaves out the first plan (`run`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from megatrain.device import Device, matmul_flops
-from megatrain.engine import DTYPES
-from megatrain.errors import MegaTrainError
-from megatrain.plan import (
-    Plan,
-    available_host_nbytes,
-    calibrate,
-    examine,
-    find_plan,
-    load_hardware,
-    op_seconds,
-)
-from megatrain.plan.machines import machine_of_device
-from megatrain.spec import Hardware, Policy, Precision
+from megatrain.plan import Plan, calibrate, examine, find_plan, op_seconds
+from megatrain.spec import Policy
 from megatrain.train.engine import Engine
 from megatrain.train.events import Replanned
 
-PROBED = Path("~/.cache/megatrain/hardware.json")
-
-ROUGH_BANDWIDTH = 1e10
-"""Bytes per second of a memory or a bus of which nothing is known."""
-
 WORTH_IT = 0.03
 """Predicted gain below which a plan is not exchanged for another."""
-
-
-def this_machine(device: Device, precision: Precision, hardware: str | None = None) -> Hardware:
-    """This machine with the memory that is free now. `hardware`: a probe's file or a described machine's name.
-
-    Raises `PlanError` for a name or file that is wrong.
-    """
-    if hardware is not None:
-        known: Hardware | None = load_hardware(hardware)
-    else:
-        known = _probed(device) or machine_of_device(str(getattr(device, "model", "")))
-    host = available_host_nbytes()
-    if known is None:
-        flops = matmul_flops(device, DTYPES[precision])
-        known = Hardware(
-            "this machine, roughly",
-            device_nbytes=host,
-            host_nbytes=host,
-            fetch_bandwidth=ROUGH_BANDWIDTH,
-            grad_bandwidth=ROUGH_BANDWIDTH,
-            flops=flops,
-            host_bandwidth=ROUGH_BANDWIDTH,
-            flops_fp32=flops,
-            device_bandwidth=ROUGH_BANDWIDTH,
-        )
-    nbytes = host if device.shares_memory else device.free_nbytes()
-    return replace(known, host_nbytes=host, device_nbytes=nbytes, shares_memory=device.shares_memory)
-
-
-def _probed(device: Device) -> Hardware | None:
-    """What the last probe saved, if it was of a device of this kind."""
-    path = PROBED.expanduser()
-    if not path.is_file():
-        return None
-    try:
-        found = load_hardware(path)
-    except MegaTrainError:  # of another version: as if there were none
-        return None
-    return found if found.shares_memory == device.shares_memory else None
 
 
 @dataclass

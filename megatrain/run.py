@@ -44,14 +44,16 @@ from megatrain.device import Device, open_device
 from megatrain.engine import DTYPES
 from megatrain.errors import ConfigError, ExportError
 from megatrain.generation import draw_ids
+from megatrain.machine import this_machine
 from megatrain.model import FreshSource, PretrainedSource, Source, freeze_parameters, load_causal_lm, port_model
 from megatrain.optim import AdamW, lr_schedule
 from megatrain.plan import Plan, Question, available_threads, find_plan
-from megatrain.preflight import Replanner, this_machine
+from megatrain.preflight import Replanner
+from megatrain.spec import ModelSpec
 from megatrain.train.engine import Engine
 from megatrain.train.events import Evaluated, Sampled, Watcher
 from megatrain.train.metrics import JsonLines, TensorBoard
-from megatrain.train.progress import Progress, describe_model, loading, show_plan
+from megatrain.train.progress import Progress, describe_model, loading, printable, show_plan
 from megatrain.train.stop import StopSignals
 from megatrain.train.trainer import Task, train
 
@@ -79,13 +81,16 @@ def run_training(config: Config, console: Console) -> Path:
         tokenizer = load_tokenizer(config.tokenizer)
         source = _source(config)
         vocabulary = _check_limits(config, tokenizer, source.model)
-        plan = _plan(config, source, device, console)
+        with console.status("planning"):
+            ported = port_model(source.model, DTYPES[config.train.precision])
+            plan = _plan(config, ported.spec, device)
         config = _resolved(config, plan)
         corpus = _corpus(config, plan, tokenizer, vocabulary, console)
         with loading(console, "loading the model") as progress:
             engine = stack.enter_context(
                 Engine.from_source(
                     source,
+                    ported=ported,
                     progress=progress,
                     device=device,
                     precision=config.train.precision,
@@ -98,7 +103,7 @@ def run_training(config: Config, console: Console) -> Path:
             )
         if config.trace is not None:
             engine.trace(config.trace)
-        _show(config, engine, corpus, plan, console)
+        _show(config, engine, source, corpus, plan, console)
         watchers = _watchers(config, folder, stack, console)
         stop = stack.enter_context(StopSignals())
         train(
@@ -208,29 +213,27 @@ def _check_limits(config: Config, tokenizer: Tokenizer, model: Any) -> int:
     return vocabulary
 
 
-def _plan(config: Config, source: Source, device: Device, console: Console) -> Plan:
+def _plan(config: Config, spec: ModelSpec, device: Device) -> Plan:
     """How to run it on this machine. Raises `DoesNotFit` before anything is allocated."""
     train = config.train
-    with console.status("planning"):
-        spec = port_model(source.model, DTYPES[train.precision]).spec
-        if not spec.trained_numel:
-            raise ConfigError("freezes every parameter", where="train.freeze", fix="freeze fewer of them")
-        pinned = dict(config.policy.pinned)
-        budgets = {name: pinned.pop(name, None) for name in ("device_budget_nbytes", "host_budget_nbytes")}
-        pinned.setdefault("host_threads", available_threads())
-        if train.pinned_micro_batch is not None:
-            pinned["micro_batch"] = train.pinned_micro_batch
-        question = Question(
-            spec,
-            this_machine(device, train.precision, train.hardware),
-            tokens_per_step=train.rows * config.data.window,
-            length=config.data.window,
-            precision=train.precision,
-            clips=train.max_grad_norm is not None,
-            pinned=pinned,
-            **budgets,
-        )
-        plan = find_plan(question)
+    if not spec.trained_numel:
+        raise ConfigError("freezes every parameter", where="train.freeze", fix="freeze fewer of them")
+    pinned = dict(config.policy.pinned)
+    budgets = {name: pinned.pop(name, None) for name in ("device_budget_nbytes", "host_budget_nbytes")}
+    pinned.setdefault("host_threads", available_threads())
+    if train.pinned_micro_batch is not None:
+        pinned["micro_batch"] = train.pinned_micro_batch
+    question = Question(
+        spec,
+        this_machine(device, train.precision, train.hardware),
+        tokens_per_step=train.rows * config.data.window,
+        length=config.data.window,
+        precision=train.precision,
+        clips=train.max_grad_norm is not None,
+        pinned=pinned,
+        **budgets,
+    )
+    plan = find_plan(question)
     return replace(plan, policy=replace(plan.policy, **budgets))
 
 
@@ -240,12 +243,14 @@ def _resolved(config: Config, plan: Plan) -> Config:
     return config.model_copy(update={"train": config.train.model_copy(update=sizes)})
 
 
-def _show(config: Config, engine: Engine, corpus: _Corpus, plan: Plan, console: Console) -> None:
+def _show(config: Config, engine: Engine, source: Source, corpus: _Corpus, plan: Plan, console: Console) -> None:
     train, count = config.train, plan.work.micro_batches
     batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
     speed = f"{plan.seconds:.3g} s a step, {plan.tokens_per_second:,.0f} tokens/s"
+    left_out = source.left_out() if isinstance(source, PretrainedSource) else ""
     facts = [
         ("model", describe_model(engine.spec)),
+        *([("left out", printable(left_out))] if left_out else []),
         ("attention", engine.spec.attention),
         ("verified", "no: " + engine.checked.why if engine.checked.state == "unchecked" else "against the stock code"),
         *corpus.facts,

@@ -43,10 +43,12 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What tests find to be right is remembered for the session, and not in the user's home."""
+    """What tests find to be right is remembered for the session, and nothing in the user's home is read or written."""
+    from megatrain import machine
     from megatrain.train import vetted
 
     vetted.CACHE = tmp_path_factory.mktemp("verified")
+    machine.PROBED = vetted.CACHE / "hardware.json"
 
 
 @pytest.fixture(autouse=True)

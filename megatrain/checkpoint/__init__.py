@@ -1,5 +1,33 @@
-"""Folders that hold a model."""
+"""Folders that hold a model: exports, and the checkpoints that a run goes on from."""
 
-from megatrain.checkpoint.export import SHARD_NBYTES, export_model, export_units
+from megatrain.checkpoint.appear import put_all_right
+from megatrain.checkpoint.export import SHARD_NBYTES, ExportOptions, export_model, export_units
+from megatrain.checkpoint.folder import Newest, Retention, checkpoints, newest_sound, prune, step_of
+from megatrain.checkpoint.manifest import Check, Damage, Manifest, full_check, quick_check
+from megatrain.checkpoint.restore import Checkpoint, open_checkpoint
+from megatrain.checkpoint.save import ParamState, PlannedCheckpoint, step_folder, write_checkpoint
 
-__all__ = ["SHARD_NBYTES", "export_model", "export_units"]
+__all__ = [
+    "SHARD_NBYTES",
+    "Check",
+    "Checkpoint",
+    "Damage",
+    "ExportOptions",
+    "Manifest",
+    "Newest",
+    "ParamState",
+    "PlannedCheckpoint",
+    "Retention",
+    "checkpoints",
+    "export_model",
+    "export_units",
+    "full_check",
+    "newest_sound",
+    "open_checkpoint",
+    "prune",
+    "put_all_right",
+    "quick_check",
+    "step_folder",
+    "step_of",
+    "write_checkpoint",
+]

@@ -1,10 +1,10 @@
-"""A folder that appears whole or not at all.
+"""A folder that appears whole or not at all, and goes whole.
 
-It is written beside its place, under a hidden name that holds the process id, forced to the disk, and renamed. What a
-killed process has left is put right by the next one with the same target: half folders are deleted, and a folder that
-was moved aside when its successor did not get there is put back. A reader may find no folder between two renames, never
-half of one. Two machines that share a file system must not write to the same target at the same time: a process id
-says nothing about the other machine.
+It is written beside its place, under a hidden name that holds the process id, forced to the disk, and renamed; one that
+is to go is renamed to such a name before it is deleted. What a killed process has left is put right by the next one
+with the same target: half folders are deleted, and a folder that was moved aside when its successor did not get there
+is put back. A reader may find no folder between two renames, never half of one. Two machines that share a file system
+must not write to the same target at the same time: a process id says nothing about the other machine.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+_LEFT = re.compile(r"\.(.+)\.(\d+)\.(part|old|gone)", re.DOTALL)
+"""The hidden names: of the target, of the process, and whether it is half there, moved aside, or to be deleted."""
 
 
 @contextmanager
@@ -38,6 +41,12 @@ def appearing(target: Path) -> Iterator[Path]:
         if target.exists():
             target.rename(aside)
         staging.rename(target)
+        try:
+            for parent in (target.parent, *(parent.parent for parent in missing)):
+                _sync(parent)  # what names the folder
+        except OSError:
+            target.rename(staging)
+            raise
         arrived = True
     finally:
         if aside.exists() and not target.exists():
@@ -50,18 +59,51 @@ def appearing(target: Path) -> Iterator[Path]:
                     parent.rmdir()
 
 
+def vanish(target: Path) -> None:
+    """Delete a folder that nobody will see half-deleted. Raises `OSError` for what the file system refuses."""
+    going = target.with_name(f".{target.name}.{os.getpid()}.gone")
+    target.rename(going)
+    _sync(target.parent)
+    shutil.rmtree(going)
+
+
 def put_right(target: Path) -> None:
     """Clean up what processes that no longer run have left of their writing to `target`. Failures are passed over."""
-    pattern = re.compile(rf"\.{re.escape(target.name)}\.(\d+)\.(part|old)")
+    for path, kind, name in _left_in(target.parent):
+        if name == target.name:
+            _settle(path, kind, target)
+
+
+def put_all_right(folder: Path) -> None:
+    """As `put_right`, for every target in `folder`. To be called before any thread of this process writes there."""
+    for path, kind, name in _left_in(folder):
+        _settle(path, kind, folder / name)
+
+
+def finish_vanishing(folder: Path) -> None:
+    """Delete what processes that no longer run, or failures in this one, have left of folders that were to vanish."""
+    for path, kind, name in _left_in(folder):
+        if kind == "gone":
+            _settle(path, kind, folder / name)
+
+
+def _left_in(folder: Path) -> list[tuple[Path, str, str]]:
+    """What others than living processes have left in `folder`: path, kind, and the name of the target."""
+    found: list[tuple[Path, str, str]] = []
     with contextlib.suppress(OSError):
-        for path in list(target.parent.iterdir()):
-            match = pattern.fullmatch(path.name)
-            if match is None or _runs_elsewhere(int(match[1])):
-                continue
-            if match[2] == "old" and not target.exists():
-                path.rename(target)
-            else:
-                shutil.rmtree(path, ignore_errors=True)
+        for path in list(folder.iterdir()):
+            match = _LEFT.fullmatch(path.name)
+            if match is not None and not _runs_elsewhere(int(match[2])):
+                found.append((path, match[3], match[1]))
+    return found
+
+
+def _settle(path: Path, kind: str, target: Path) -> None:
+    if kind == "old" and not target.exists():
+        with contextlib.suppress(OSError):
+            path.rename(target)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _runs_elsewhere(process: int) -> bool:
@@ -80,8 +122,12 @@ def _runs_elsewhere(process: int) -> bool:
 def _force_to_disk(folder: Path) -> None:
     """Force every file, and the folder itself, to the disk before a rename makes them visible."""
     for path in (*folder.rglob("*"), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

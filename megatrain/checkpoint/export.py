@@ -13,7 +13,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import MappingProxyType
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -35,42 +35,38 @@ MODEL_SUFFIXES = (*_LIBRARY_SUFFIXES, *_TOKENIZER_SUFFIXES)
 MODEL_FOLDERS = ("additional_chat_templates",)
 
 _WRITTEN_DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
-_NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+class ExportOptions(TypedDict, total=False):
+    """Keyword arguments of everything that writes a model, as `export_units` takes them."""
+
+    precision: Precision
+    """`fp32`, the default, writes the masters, `bf16` rounds them to nearest even; buffers keep their dtype."""
+    shard_nbytes: int
+    """Most bytes of tensors in one file."""
+    facts: Mapping[str, str] | None
+    """Rows of the model card's table of training facts."""
+    write_more: Callable[[Path], object] | None
+    """Called with the folder before it appears, to add a tokenizer, say; its README.md, if any, replaces our card."""
+    progress: Callable[[int, int], None] | None
+    """Called with (bytes written, bytes in all) after each tensor."""
 
 
 def export_model(
     ported: PortedModel,
     masters: Callable[[str], Tensor],
     folder: str | Path,
-    *,
-    precision: Precision = "fp32",
-    shard_nbytes: int = SHARD_NBYTES,
-    facts: Mapping[str, str] = _NOTHING,
-    write_more: Callable[[Path], object] | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    **options: Unpack[ExportOptions],
 ) -> Path:
     """Write a Hugging Face folder that `from_pretrained` loads, replacing a model that is there.
 
     masters: the float32 master of a parameter, by name and in its shape; asked unit by unit, for each once.
-    precision: `fp32` writes the masters, `bf16` rounds them to nearest even; buffers keep their dtype. shard_nbytes:
-    most bytes of tensors in one file. facts: rows of the model card's table of training facts. write_more: called with
-    the folder before it appears, to add a tokenizer, say; a README.md of its own replaces our card. progress: called
-    with (bytes written, bytes in all) after each tensor.
 
     Returns the folder, absolute and with symbolic links resolved. Raises `ExportError` when it cannot be written, has
     too little space, or holds anything that does not belong to a model; what was there is then there as before.
     """
     units = ({param.name: masters(param.name) for param in unit.params} for unit in ported.spec.units)
-    return export_units(
-        ported,
-        units,
-        folder,
-        precision=precision,
-        shard_nbytes=shard_nbytes,
-        facts=facts,
-        write_more=write_more,
-        progress=progress,
-    )
+    return export_units(ported, units, folder, **options)
 
 
 def export_units(
@@ -80,7 +76,7 @@ def export_units(
     *,
     precision: Precision = "fp32",
     shard_nbytes: int = SHARD_NBYTES,
-    facts: Mapping[str, str] = _NOTHING,
+    facts: Mapping[str, str] | None = None,
     write_more: Callable[[Path], object] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
@@ -97,9 +93,10 @@ def export_units(
             written.write_small_files(staging)
             _write_weights(written, units, staging, shards, progress or _unwatched)
             if write_more is not None:
-                _add(write_more, staging)
+                add_files(write_more, staging)
             if not (staging / "README.md").exists():
-                (staging / "README.md").write_text(_card(written, target.name, staging, precision, facts))
+                card = _card(written, target.name, staging, precision, facts or {})
+                (staging / "README.md").write_text(card)
     except OSError as error:
         raise ExportError(
             f"cannot be written ({error.strerror or error})", where=str(target), fix=_advice(error)
@@ -127,7 +124,7 @@ def _write_weights(
     write_index(folder, shards, every, written.numel)
 
 
-def _add(write_more: Callable[[Path], object], folder: Path) -> None:
+def add_files(write_more: Callable[[Path], object], folder: Path) -> None:
     """Call `write_more`. The tokenizers library reports what the file system refuses as a plain `Exception`."""
     try:
         write_more(folder)

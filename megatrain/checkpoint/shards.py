@@ -11,10 +11,10 @@ Format: 8 bytes little-endian length of the header, the header (JSON, padded wit
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -58,6 +58,22 @@ def plan_shards(tensors: Iterable[WrittenTensor], shard_nbytes: int) -> list[Sha
 
     A tensor larger than that has a file of its own. Raises `ExportError` for a dtype that the format lacks.
     """
+    return _named([sorted(each, key=_place) for each in _dealt(tensors, shard_nbytes)], "model")
+
+
+def plan_front_to_back(tensors: Sequence[WrittenTensor], shard_nbytes: int, stem: str) -> list[Shard]:
+    """As `plan_shards`, for files that are called `stem` and written without going back.
+
+    Within a file, tensors lie in the order in which they come. Those that are not float32 come after all others, in
+    files of their own, so that each tensor is aligned. No tensor, no file.
+    """
+    floats = [tensor for tensor in tensors if tensor.dtype == torch.float32]
+    others = sorted((tensor for tensor in tensors if tensor.dtype != torch.float32), key=_place)
+    dealt = [*_dealt(floats, shard_nbytes), *_dealt(others, shard_nbytes)]
+    return _named([each for each in dealt if each], stem)
+
+
+def _dealt(tensors: Iterable[WrittenTensor], shard_nbytes: int) -> list[list[WrittenTensor]]:
     dealt: list[list[WrittenTensor]] = [[]]
     room = shard_nbytes
     for tensor in tensors:
@@ -68,17 +84,26 @@ def plan_shards(tensors: Iterable[WrittenTensor], shard_nbytes: int) -> list[Sha
             room = shard_nbytes
         dealt[-1].append(tensor)
         room -= tensor.nbytes
+    return dealt
+
+
+def _named(dealt: Sequence[Sequence[WrittenTensor]], stem: str) -> list[Shard]:
     if len(dealt) == 1:
-        return [_shard("model.safetensors", dealt[0])]
+        return [_shard(f"{stem}.safetensors", dealt[0])]
     count = len(dealt)
-    return [_shard(f"model-{1 + at:05d}-of-{count:05d}.safetensors", each) for at, each in enumerate(dealt)]
+    return [_shard(f"{stem}-{1 + at:05d}-of-{count:05d}.safetensors", each) for at, each in enumerate(dealt)]
+
+
+def _place(tensor: WrittenTensor) -> tuple[int, str]:
+    """Where a tensor lies in its file, among others: as the library has it."""
+    return -_RANK[tensor.dtype], tensor.name
 
 
 def _shard(name: str, tensors: Sequence[WrittenTensor]) -> Shard:
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str, int] = {}
     end = 0
-    for tensor in sorted(tensors, key=lambda tensor: (-_RANK[tensor.dtype], tensor.name)):
+    for tensor in tensors:
         offsets[tensor.name], end = end, end + tensor.nbytes
         fields[tensor.name] = {
             "dtype": DTYPES[tensor.dtype],
@@ -91,13 +116,31 @@ def _shard(name: str, tensors: Sequence[WrittenTensor]) -> Shard:
     return Shard(name, header, {name: len(header) + offset for name, offset in offsets.items()}, len(header) + end)
 
 
-class ShardWriter:
-    """Writes shards into a folder, one open at a time; tensors come in the order in which they were planned."""
+class ShardFile(Protocol):
+    """What a shard is written into."""
 
-    def __init__(self, folder: Path, shards: Sequence[Shard]) -> None:
-        self._folder = folder
+    def write(self, data: memoryview | bytes, /) -> object: ...
+
+    def seek(self, position: int, /) -> object: ...
+
+    def close(self) -> None: ...
+
+
+def _create(path: Path) -> ShardFile:
+    return path.open("wb")
+
+
+class ShardWriter:
+    """Writes shards into a folder, one open at a time; tensors come in the order in which they were planned.
+
+    create: makes the file at a path, an ordinary one if nothing else is said. If it cannot `seek` back, the shards must
+    have been planned for that.
+    """
+
+    def __init__(self, folder: Path, shards: Sequence[Shard], create: Callable[[Path], ShardFile] = _create) -> None:
+        self._folder, self._create = folder, create
         self._shards = iter(shards)
-        self._file: BinaryIO | None = None
+        self._file: ShardFile | None = None
         self._open: Shard | None = None
 
     def write(self, planned: WrittenTensor, tensor: Tensor) -> None:
@@ -114,8 +157,8 @@ class ShardWriter:
     def close(self) -> None:
         """Flush and close the file that is open."""
         if self._file is not None:
-            self._file.close()
-            self._file = None
+            file, self._file = self._file, None
+            file.close()
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -126,7 +169,7 @@ class ShardWriter:
     def _advance(self) -> None:
         self.close()
         self._open = next(self._shards)
-        self._file = (self._folder / self._open.name).open("wb")
+        self._file = self._create(self._folder / self._open.name)
         self._file.write(self._open.header)
 
 

@@ -7,7 +7,8 @@ fast path of `encode_texts`; the tokenizer called as it is, is the slow twin.
 
 A document is encoded as plain text: special tokens are not added, and one spelled out in a document stays
 text, so no document can forge an end of text. The libraries are imported on first use, because they take
-seconds. Left out: chat templates, and tokenizers that bring their own Python code (`trust_remote_code`).
+seconds. Left out: which parts of a chat are trained (`chat.py`), and tokenizers that bring their own Python
+code (`trust_remote_code`).
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from megatrain.data.missing import missing, nearest_path
 from megatrain.data.tokens import TokenArray
-from megatrain.errors import DataError
+from megatrain.errors import DataError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -85,6 +87,68 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[TokenArray]
     except UnicodeEncodeError as error:
         raise DataError(f"text that is not Unicode ({error.reason})", fix="remove the lone surrogate") from error
     return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
+
+
+def encode_with_offsets(
+    tokenizer: Tokenizer, texts: Sequence[str], *, special_tokens: Literal["read", "text"]
+) -> list[tuple[TokenArray, npt.NDArray[np.int64]]]:
+    """(ids, offsets) of each text; offsets (tokens, 2) are the characters [start, stop) that a token stands for.
+
+    No special token is added; one that a text spells out is read as such, or stays text. Raises `DataError` where the
+    tokenizer cannot tell offsets.
+    """
+    if not tokenizer.is_fast:
+        what = "the tokenizer does not tell which characters a token stands for"
+        raise DataError(what, where=str(tokenizer.name_or_path), fix="use one with a tokenizer.json")
+    if not texts:
+        return []
+    encoded = tokenizer(
+        list(texts),
+        add_special_tokens=False,
+        split_special_tokens=special_tokens == "text",
+        return_offsets_mapping=True,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )
+    return [
+        (np.asarray(ids, dtype=np.int64), np.asarray(offsets, dtype=np.int64).reshape(-1, 2))
+        for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+    ]
+
+
+def marked_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    *,
+    template: str,
+    values: Mapping[str, Any],
+) -> tuple[str, list[tuple[int, int]]]:
+    """(text, the characters [start, stop) between its `{% generation %}` marks), as the library renders a chat.
+
+    `apply_chat_template` gives these marks by token only, and wrongly where a mark falls on white space that no token
+    stands for; so this is the function beneath it, called as it does.
+    """
+    from transformers.utils import chat_template_utils
+
+    render: Any = chat_template_utils.render_jinja_template  # declared to return a string, which it does not
+    texts, marks = render(
+        conversations=[[{key: value for key, value in message.items() if value is not None} for message in messages]],
+        tools=tools,
+        chat_template=template,
+        return_assistant_tokens_mask=True,
+        **{**tokenizer.special_tokens_map, **values},
+    )
+    return texts[0], [(start, stop) for start, stop in marks[0]]
+
+
+def leading_ids(tokenizer: Tokenizer) -> list[int]:
+    """What the tokenizer itself puts before a text: a beginning of text, or nothing."""
+    bare: list[int] = tokenizer("x", add_special_tokens=False)["input_ids"]
+    full: list[int] = tokenizer("x", add_special_tokens=True)["input_ids"]
+    starts = (at for at in range(len(full) - len(bare) + 1) if full[at : at + len(bare)] == bare)
+    return full[: next(starts, 0)]
 
 
 def end_of_text_id(tokenizer: Tokenizer) -> int:
@@ -173,7 +237,7 @@ def _from_pretrained(name: str, *, local: bool) -> Tokenizer:
     try:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever its parsers and optional packages raise
-        raise DataError(f"no tokenizer could be loaded ({_first_line(error)})", where=name, fix=fix) from error
+        raise DataError(f"no tokenizer could be loaded ({first_line(error)})", where=name, fix=fix) from error
     # Where a folder has a model configuration only, transformers builds an empty vocabulary without a word.
     if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():
         raise DataError("holds no tokenizer, or an empty one", where=name, fix=fix)
@@ -190,9 +254,4 @@ def _require_reachable(name: str) -> None:
         nearest = "bytes" if difflib.get_close_matches(name.lower(), ["bytes"]) else nearest_path(Path(name))
         fix = f"did you mean {nearest}?" if nearest else "name a local tokenizer folder, or `bytes`"
         what = "neither a local folder nor in the local cache, and the Hugging Face hub did not give it"
-        raise DataError(f"{what} ({_first_line(error)})", where=name, fix=fix) from error
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].strip() if lines else type(error).__name__
+        raise DataError(f"{what} ({first_line(error)})", where=name, fix=fix) from error

@@ -1,9 +1,9 @@
 """Head and cross-entropy in token chunks: full logits never exist.
 
 For each chunk of target tokens the epilogue runs, the loss and its gradient with respect to the logits are formed in
-float32, and the chunk's backward runs at once. Positions without a target are never sent through the head. The
-arithmetic is that of `torch.nn.functional.cross_entropy` on float32 logits, step for step, so that one chunk of
-everything gives the very numbers of the stock model.
+float32, and the chunk's backward runs at once. Positions without a target are never sent through the head. With the
+same chunks the numbers are the same bit for bit whatever else the plan says, also on the simulated device; those of the
+stock model, which goes backward through `torch.nn.functional.cross_entropy`, they equal to rounding.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """A 64-bit sum over a block, to tell whether what came back from the disk is what went there.
 
 Words of 64 bits are mixed into a sum h by h ^= word, h ^= h >> 32, h *= an odd number: the loop of FNV-1a (Fowler,
-Noll, Vo) around the step of MurmurHash3's finalizer (Appleby). That is a bijection of h for any word and of the word for any
-h, so a single changed word always changes the sum. The shift takes upper bits down to where the product carries them
-on; a product alone would keep a changed top bit at the top, where that of a later word cancels it. What else goes wrong
-stays unseen with a chance of about 2**-64. Words go to LANES sums side by side, which a processor takes as vectors, and
-these are mixed into one at the end.
+Noll, Vo) around the step of MurmurHash3's finalizer (Appleby). That is a bijection of h for any word and of the word
+for any h, so a single changed word always changes the sum. The shift takes upper bits down to where the product
+carries them on; a product alone would keep a changed top bit at the top, where that of a later word cancels it. What
+else goes wrong stays unseen with a chance of about 2**-64. Words go to LANES sums side by side, which a processor
+takes as vectors, and these are mixed into one at the end.
 
 It guards against drives, cables and lost writes, not against an adversary.
 """

@@ -28,8 +28,8 @@ class Ledger:
         """Raise `DoesNotFit`, with the table, if these arena buffers would take a tier over its budget."""
         after = self._buffers | {buffer.name: buffer for buffer in buffers if buffer.arena}
         for tier, budget in self.budgets.items():
-            shared = self.one_memory and tier == "host"
-            needed = sum(buffer.nbytes for buffer in after.values() if shared or buffer.tier == tier)
+            counted = ("host", "device") if self.one_memory and tier == "host" else (tier,)
+            needed = sum(buffer.nbytes for buffer in after.values() if buffer.tier in counted)
             if needed > budget:
                 raise DoesNotFit(
                     f"needs {needed:,} bytes of {tier} memory, {needed - budget:,} more than its budget of {budget:,}",

@@ -49,16 +49,27 @@ class Region:
     """Why not all of it is what was last written; empty if it is."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Passage:
-    """How a block gets between `part` of the caller's memory and the disk: as `pieces`, of which some are `through`."""
+    """How a block gets between `part` of the caller's memory and the disk."""
 
     part: Bytes
-    through: Bytes
-    """The thread's own buffer, in whole sectors."""
-    copied: slice
-    """What of `part` passes through the buffer: all of it, or its last bytes, or nothing."""
     pieces: list[Bytes]
+    """What is transferred: of `part` or of the thread's buffer."""
+    through: Bytes
+    """The thread's buffer as far as it is used, in whole sectors, for the bytes of `part` from `first` on."""
+    first: int
+
+    def load(self) -> None:
+        """Copy in what passes through the buffer, zeros behind it."""
+        rest = self.part[self.first :]
+        self.through[: rest.size] = rest
+        self.through[rest.size :] = 0
+
+    def unload(self) -> None:
+        """Copy out what passed through the buffer."""
+        rest = self.part[self.first :]
+        rest[:] = self.through[: rest.size]
 
     @property
     def views(self) -> list[memoryview]:
@@ -98,12 +109,16 @@ class Traffic(ABC):
             queues[block.file].append(index)
 
         def work(queue: deque[int]) -> None:
+            nbytes = 0
             try:
                 while (index := _next(queue)) is not None:
-                    self._carry_block(region, index, memory)
+                    nbytes += self._carry_block(region, index, memory)
             except BaseException:
                 _empty(queues)
                 raise
+            finally:
+                with self._lock:
+                    self._nbytes += nbytes
 
         futures: list[Future[None]] = []
         with self._busy():
@@ -131,21 +146,25 @@ class Traffic(ABC):
     def _transfer(self, region: Region, index: int, passage: _Passage) -> None:
         """One block. Raises OSError and `CorruptRegion`."""
 
-    def _carry_block(self, region: Region, index: int, memory: Bytes) -> None:
+    def _carry_block(self, region: Region, index: int, memory: Bytes) -> int:
+        """Transfer one block; the bytes of its sectors."""
         block = region.blocks[index]
-        part = memory[block.start : block.start + block.nbytes]
-        through = self._buffer()[: whole_sectors(block.nbytes)]
-        whole = block.nbytes - block.nbytes % SECTOR
-        straight = memory.ctypes.data % SECTOR == 0
-        pieces = [part[:whole] if straight else through[:whole], through[whole:]]
-        copied = slice(whole if straight else 0, block.nbytes)
+        passage = self._passage(memory[block.start : block.start + block.nbytes])
         try:
-            self._transfer(region, index, _Passage(part, through, copied, [piece for piece in pieces if piece.size]))
+            self._transfer(region, index, passage)
         except OSError as error:
             what = f"cannot be {self.direction} in {self._files[block.file].folder}"
             raise as_disk_error(error, what, region.label) from error
-        with self._lock:
-            self._nbytes += through.size
+        return whole_sectors(block.nbytes)
+
+    def _passage(self, part: Bytes) -> _Passage:
+        whole = part.size - part.size % SECTOR
+        first = 0 if part.ctypes.data % SECTOR else whole
+        if first == part.size:
+            return _Passage(part, [part], part[first:], first)
+        through = self._buffer()[: whole_sectors(part.size)]
+        pieces = [part[:first], through[first:whole], through[whole:]]
+        return _Passage(part, [piece for piece in pieces if piece.size], through[first:], first)
 
     def _buffer(self) -> Bytes:
         """The calling thread's own, at a sector; pages of it exist once they are touched."""
@@ -181,8 +200,8 @@ class Writes(Traffic):
 
     def _transfer(self, region: Region, index: int, passage: _Passage) -> None:
         block = region.blocks[index]
-        passage.through[passage.copied] = passage.part[passage.copied]
-        passage.through[block.nbytes :] = 0
+        if passage.through.size:
+            passage.load()
         if region.sums is not None:
             region.sums[index] = checksum(passage.pieces)
         call = self._faults.call("write", region.name, os.pwritev)
@@ -204,7 +223,8 @@ class Reads(Traffic):
                 where=region.label,
                 fix="look for errors of the drive in the system's log, and go on from a checkpoint",
             )
-        passage.part[passage.copied] = passage.through[passage.copied]
+        if passage.through.size:
+            passage.unload()
 
 
 def _next(queue: deque[int]) -> int | None:

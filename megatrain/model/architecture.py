@@ -22,7 +22,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from megatrain.errors import ModelError
+from megatrain.errors import ModelError, first_line
+from megatrain.model.hub import is_local, refuse_absent
 
 COMMON_FIELDS = (
     "attn_implementation",
@@ -59,12 +60,9 @@ def read_config(
                 raise ModelError("has no model_type", where=where, fix="add model_type: llama, say")
             _refuse_unknown_fields(kind, fields, where)
             return AutoConfig.for_model(kind, **fields)
-        path = Path(source)
-        if not path.exists() and (path.is_absolute() or len(path.parts) > 2 or str(source).startswith(".")):
-            raise ModelError("no such folder", where=where, fix=SOURCES)
-        local = path.exists()
+        refuse_absent(source, where=where)
         config: PreTrainedConfig = AutoConfig.from_pretrained(
-            str(source), local_files_only=local, trust_remote_code=trust_remote_code
+            str(source), local_files_only=is_local(source), trust_remote_code=trust_remote_code
         )
         return config
 
@@ -110,7 +108,7 @@ def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 
 _MALFORMED = (KeyError, TypeError, AttributeError, IndexError, ZeroDivisionError, RuntimeError)
-"""What the library trips over in a config that contradicts itself; their texts mean nothing without their names."""
+"""What the library trips over in a config that contradicts itself."""
 
 
 @contextmanager
@@ -124,15 +122,6 @@ def plain_errors(where: str) -> Iterator[None]:
         if "trust_remote_code" in str(error):
             raise ModelError("needs code from its own repository", where=where, fix=TRUST) from error
         raise ModelError(first_line(error), where=where, fix=SOURCES) from error
-
-
-def first_line(error: BaseException) -> str:
-    """What an exception says in its first line; the second is added where the first only introduces it."""
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    if not lines:
-        return type(error).__name__
-    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    return (f"{type(error).__name__}: {text}" if isinstance(error, _MALFORMED) else text).rstrip(".")
 
 
 def _refuse_unknown_fields(kind: str, fields: Mapping[str, Any], where: str) -> None:

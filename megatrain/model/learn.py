@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from megatrain.errors import MegaTrainError, ModelError
+from megatrain.errors import MegaTrainError, ModelError, typed_line
 from megatrain.model.blueprint import meta_twin, registering
 from megatrain.model.load import quiet
 from megatrain.model.look import FirstLook
@@ -74,9 +74,8 @@ def _foreign_errors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None
     except MegaTrainError:
         raise
     except Exception as error:
-        text = (str(error).strip().splitlines() or [""])[0]
         raise ModelError(
-            f"cannot be run layer by layer in {str(dtype).removeprefix('torch.')} ({type(error).__name__}: {text})",
+            f"cannot be run layer by layer in {str(dtype).removeprefix('torch.')} ({typed_line(error)})",
             where=f"model {type(model).__name__}",
             fix="" if dtype == torch.float32 else "precision=fp32 may work",
         ) from error

@@ -6,7 +6,6 @@ slow, obviously right twin that lean loading is tested against, and for sampling
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from megatrain.model.architecture import plain_errors, read_config
+from megatrain.model.hub import is_local, refuse_absent
 
 
 def load_causal_lm(source: str) -> PreTrainedModel:
@@ -22,9 +22,8 @@ def load_causal_lm(source: str) -> PreTrainedModel:
     Raises `ModelError` when it is missing, unreadable, or not a causal language model.
     """
     with quiet(), plain_errors(f"model {source}"):
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=torch.float32, local_files_only=Path(source).exists()
-        )
+        refuse_absent(source, where=f"model {source}")
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, local_files_only=is_local(source))
     loaded: PreTrainedModel = model.train()
     return loaded
 

@@ -32,9 +32,10 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from megatrain.errors import ModelError
-from megatrain.model.architecture import first_line, plain_errors, read_config
+from megatrain.errors import ModelError, first_line
+from megatrain.model.architecture import plain_errors, read_config
 from megatrain.model.blueprint import blueprint
+from megatrain.model.hub import is_local
 from megatrain.model.load import quiet
 from megatrain.model.shards import DTYPES, Shards
 from megatrain.model.sources import Masters, Progress, Report, listed, require_all
@@ -62,10 +63,17 @@ class PretrainedSource:
                 transform.force_cpu = False  # only ever the cpu here, but for the check, which has no values to move
         self._keys = _keys_by_target(self.model, self._mapping, self._shards.headers)
         self.unexpected: list[str] = self._check()
-        """Tensors of the checkpoint that the model has no place for, for the caller to show."""
+        """Tensors of the checkpoint that the model has no place for; `left_out` tells a person."""
         self._untie()
         self._load_buffers()
         self._load_generation_config(source)
+
+    def left_out(self) -> str:
+        """A phrase that names what of the checkpoint the model does not use, empty where it uses everything."""
+        if not self.unexpected:
+            return ""
+        count = "1 tensor" if len(self.unexpected) == 1 else f"{len(self.unexpected):,} tensors"
+        return f"{count} in its files that the model does not use: {listed(self.unexpected)}"
 
     def fill(self, masters: Masters, units: Sequence[Sequence[str]], progress: Progress | None = None) -> None:
         """Write every parameter of every unit (see `Source`)."""
@@ -190,7 +198,7 @@ class PretrainedSource:
         with quiet(), plain_errors(self._where):
             try:
                 self.model.generation_config = GenerationConfig.from_pretrained(
-                    str(source), local_files_only=Path(source).exists()
+                    str(source), local_files_only=is_local(source)
                 )
             except OSError:
                 return

@@ -20,8 +20,9 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import _get_resolved_checkpoint_files
 
-from megatrain.errors import ModelError
-from megatrain.model.architecture import first_line, plain_errors
+from megatrain.errors import ModelError, first_line
+from megatrain.model.architecture import plain_errors
+from megatrain.model.hub import is_local
 from megatrain.model.pages import float32_pages
 
 Unread = Any
@@ -113,7 +114,7 @@ def _files(source: str, config: PreTrainedConfig, where: str) -> list[Path]:
             user_agent=None,
             is_remote_code=True,  # keeps the library from asking the hub to convert the files
             transformers_explicit_filename=getattr(config, "transformers_weights", None),
-            download_kwargs={"local_files_only": Path(source).exists()},
+            download_kwargs={"local_files_only": is_local(source)},
         )
     files = [Path(file) for file in found or ()]
     for file in files:

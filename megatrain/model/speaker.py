@@ -25,8 +25,7 @@ from torch import Tensor
 from transformers import Cache, GenerationConfig, PreTrainedModel, TextStreamer
 from transformers.utils.generic import ModelOutput
 
-from megatrain.errors import BatchError, ConfigError, ModelError, NonFinite, OutOfDeviceMemory
-from megatrain.model.architecture import first_line
+from megatrain.errors import BatchError, ConfigError, ModelError, NonFinite, OutOfDeviceMemory, first_line
 from megatrain.model.load import quiet
 from megatrain.model.ported import PortedModel
 

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from megatrain.errors import ModelError
+from megatrain.errors import ModelError, typed_line
 from megatrain.model.load import quiet
 from megatrain.model.narrow import EFFORTS, TOKEN, Effort, Fields, items, narrowed
 
@@ -32,6 +32,9 @@ MAX_PARAMETERS = 50_000_000
 TRIAL_TOKENS = 9
 MAX_PREFIX = 16
 """Most layers of a prefix that is tried where no shorter choice shows every kind."""
+
+MOST_SAID = 160
+"""Characters of what the library says about a config that it cannot build."""
 
 CPU_KERNELS = ("eager", "sdpa")
 CHECKPOINT = (
@@ -61,7 +64,7 @@ def shrink(config: PreTrainedConfig, kind: type[PreTrainedModel] | None = None) 
         except Exception as error:  # whatever foreign code raises on sizes that it cannot take
             if not failures:
                 _refuse_unbuildable(config, kind)
-            failures.append(_one_line(error))
+            failures.append(typed_line(error)[:MOST_SAID])
     raise ModelError(f"no small twin of it builds and runs ({failures[0]})", where=f"model {type(config).__name__}")
 
 
@@ -71,11 +74,7 @@ def _refuse_unbuildable(config: PreTrainedConfig, kind: type[PreTrainedModel] | 
         _skeleton(config, kind)
     except Exception as error:
         where = f"model {type(config).__name__}"
-        raise ModelError(f"the library cannot build it ({_one_line(error)})", where=where) from error
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:160]
+        raise ModelError(f"the library cannot build it ({typed_line(error)[:MOST_SAID]})", where=where) from error
 
 
 def twin_of(

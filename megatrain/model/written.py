@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from megatrain.errors import ExportError
+from megatrain.errors import ExportError, first_line
 from megatrain.model.load import quiet
 from megatrain.model.ported import PortedModel, Weights
 
@@ -87,9 +87,8 @@ class WrittenModel:
             try:
                 self._whole.save_pretrained(folder, state_dict={})  # no tensor, hence no file of weights
             except ValueError as error:
-                what = str(error).strip().splitlines()[0].rstrip(".:")
                 fix = "mend model.generation_config, or the generation_config.json that the model came with"
-                raise ExportError(what, where=f"model {self.spec.name}", fix=fix) from error
+                raise ExportError(first_line(error), where=f"model {self.spec.name}", fix=fix) from error
 
     def _saved_buffers(self, ported: PortedModel) -> list[dict[str, Tensor]]:
         """Buffers that belong in a checkpoint, on the host, by unit; those of no layer go with the prologue."""

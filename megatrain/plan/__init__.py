@@ -1,5 +1,6 @@
 """What a policy costs, on paper. Imports no torch, so that a laptop can plan for a machine it has never seen."""
 
+from megatrain.plan.advice import nearest_that_fits
 from megatrain.plan.compare import Row, compare
 from megatrain.plan.cost import Calibration, calibrate, op_seconds, step_flops
 from megatrain.plan.hardware import available_host_nbytes, available_threads
@@ -17,7 +18,6 @@ from megatrain.plan.search import (
     estimate,
     examine,
     find_plan,
-    nearest_that_fits,
     survey,
 )
 from megatrain.plan.specs import read_model

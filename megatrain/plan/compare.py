@@ -285,7 +285,7 @@ def _less_masters(price: Price, model: ModelSpec, bandwidth: float) -> Price:
     """The price of each op but for the low bits that an update would read and write."""
 
     def seconds(op: Op) -> float:
-        spared = 2 * LOW_BITS_NBYTES * layout_of(model.units[op.unit]).size if op.kind == "UPDATE" else 0
+        spared = 2 * LOW_BITS_NBYTES * layout_of(model.units[op.unit]).trained.size if op.kind == "UPDATE" else 0
         return price(op) - spared / bandwidth
 
     return seconds

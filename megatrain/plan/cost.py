@@ -3,9 +3,9 @@
 An op costs the products that its unit's real parameters make at its number of tokens, its attention, what passes
 through memory on the way, and the kernels that it launches. Copies cost bytes over a bandwidth. `Calibration` corrects
 the prices by measured times, by kind of op and of unit, where there are any. Useful operations (`step_flops`) are the
-*necessary* ones: two per parameter and token in the forward and four in the backward; what a policy recomputes costs
-time but is no useful work. Left out: contention between streams, but for cores that compute and the optimizer share
-(`replay`).
+*necessary* ones: two per parameter and token in the forward and four in the backward, less where parameters are frozen;
+what a policy recomputes costs time but is no useful work. Left out: contention between streams, but for cores that
+compute and the optimizer share (`replay`).
 """
 
 from __future__ import annotations
@@ -14,16 +14,20 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import prod
 
-from megatrain.layout import layout_of
+from megatrain.layout import Layout, layout_of
 from megatrain.plan.rates import attention_seconds, optimizer_bandwidth, product_seconds
-from megatrain.schedule import USED, Op, Timeline
+from megatrain.schedule import Op, Timeline
 from megatrain.schedule.build import accumulator_nbytes
 from megatrain.spec import Hardware, ModelSpec, ParamSpec, Policy, UnitSpec, Work
 
 KERNELS, KERNELS_PER_PARAM = 12, 3
 """Kernels that a layer's forward launches: a round number, and so many for each parameter. It matters where kernels are
 tiny."""
+
+ASSUMED_DISK = 1e9
+"""Bytes per second of a drive that has not been measured."""
 
 SOFTMAX_PASSES = 6
 """Times that the float32 logits of a chunk are read or written for loss and gradient."""
@@ -34,16 +38,23 @@ def step_flops(model: ModelSpec, sequences: Sequence[tuple[int, int]]) -> float:
 
     Per token 6 for each parameter of a matrix product (Kaplan et al. 2020), and three times the forward operations of
     causal attention. A parameter of experts counts by its active share. An embedding is looked up, not multiplied; a
-    tied one counts, once, for the head.
+    tied one counts, once, for the head. What is frozen needs no gradient: 4, and 2 below all that trains, where there
+    is no backward pass.
     """
-    multiplied = sum(param.numel * param.active for unit in model.units for param in _multiplied(model, unit))
+    each = 0.0
+    for index, unit in enumerate(model.units):
+        for param in _multiplied(model, unit):
+            passes = 1 + (index >= model.lowest_trained) + param.trainable
+            each += 2.0 * passes * param.numel * param.active
     flops = 0.0
     for count, length in sequences:
         attention = sum(
-            model.units[layer].profile.attention_flops * model.units[layer].profile.attended(length)
+            (3.0 if layer >= model.lowest_trained else 1.0)
+            * model.units[layer].profile.attention_flops
+            * model.units[layer].profile.attended(length)
             for layer in model.layers
         )
-        flops += 3.0 * count * length * (2.0 * multiplied + attention)
+        flops += count * length * (each + attention)
     return flops
 
 
@@ -104,15 +115,20 @@ class _Prices:
                 return self._launch + op.nbytes / self.hardware.fetch_bandwidth
             case "GRAD":
                 return self._launch + op.nbytes / self.hardware.grad_bandwidth
+            case "READ":
+                return self._launch + op.nbytes / (self.hardware.disk_read_bandwidth or ASSUMED_DISK)
+            case "WRITE":
+                return self._launch + op.nbytes / (self.hardware.disk_write_bandwidth or ASSUMED_DISK)
             case "ADD":
                 return sum(a.stop - a.start for a in (*op.reads, *op.writes)) / self.hardware.host_bandwidth
             case "NORM":
                 read = sum(access.stop - access.start for access in op.reads)
                 return read / (self.hardware.norm_bandwidth or self.hardware.host_bandwidth)
             case "UPDATE":
-                touched = [access for access in (*op.reads, *op.writes) if access.content != USED]
-                rate = optimizer_bandwidth(self.hardware, self.policy.host_threads)
-                return sum(access.stop - access.start for access in touched) / rate
+                touched = update_nbytes(layout_of(self.model.units[op.unit]), self.policy)
+                if op.stream == "compute":  # where the whole state is on the device
+                    return touched / self._copies
+                return touched / optimizer_bandwidth(self.hardware, self.policy.host_threads)
         kept = op.kind == "BACKWARD" and any("/graph/" in access.buffer for access in op.reads)
         unit, tokens = self.model.units[op.unit], self.work.tokens[op.micro]
         key = op.kind, unit.kind, shape_of(unit), tokens, kept, op.unit > self.model.lowest_trained
@@ -122,7 +138,7 @@ class _Prices:
 
     def _compute(self, op: Op, unit: UnitSpec, tokens: int, kept: bool) -> float:
         if op.kind == "LOSS":
-            return self._loss(op.unit, unit, tokens)
+            return self._loss(unit, tokens)
         if unit.kind == "prologue":
             return self._lookup(op, tokens)
         forward = self._forward(unit, tokens)
@@ -148,13 +164,12 @@ class _Prices:
     def _product(self, param: ParamSpec, tokens: int, *, inner: bool = False, outer: bool = False) -> float:
         """Seconds of tokens x weight; with `inner` of the gradient of its input, with `outer` of the weight's."""
         *experts, n, k = param.shape
-        count = 1
-        for size in experts:
-            count *= size
-        each = tokens
-        if param.active < 1:
-            each = max(1, round(tokens * param.active))
+        count, each = 1, tokens
+        if param.active < 1:  # by expert
+            count, each = prod(experts), max(1, round(tokens * param.active))
             count = min(count, tokens * max(1, round(count * param.active)))
+        else:  # one kernel for all, as a convolution is
+            n *= prod(experts)
         shape = (n, each, k) if outer else (each, n, k) if inner else (each, k, n)
         return count * product_seconds(self.hardware, self.policy.precision, *shape)
 
@@ -181,9 +196,13 @@ class _Prices:
         each = accumulator_nbytes(self.model, self.policy, self.work, index)
         return numel * (2 * self.policy.weight_nbytes + 2 * each) / self._copies
 
-    def _loss(self, index: int, unit: UnitSpec, tokens: int) -> float:
-        """Head and cross-entropy, chunk by chunk, with each chunk's backward."""
-        chunk = min(self.policy.loss_chunk_tokens, tokens)
+    def _loss(self, unit: UnitSpec, tokens: int) -> float:
+        """Head and cross-entropy, chunk by chunk, with each chunk's backward; the last chunk may be smaller."""
+        chunks, rest = divmod(tokens, min(self.policy.loss_chunk_tokens, tokens))
+        seconds = chunks * self._chunk(unit, min(self.policy.loss_chunk_tokens, tokens))
+        return seconds + (self._chunk(unit, rest) if rest else 0.0)
+
+    def _chunk(self, unit: UnitSpec, chunk: int) -> float:
         products = added = 0.0
         for param in _multiplied(self.model, unit):
             products += self._product(param, chunk) + self._product(param, chunk, inner=True)
@@ -192,7 +211,7 @@ class _Prices:
                 each = 2 * self.policy.weight_nbytes + 2 * 4
                 added += param.numel * each / self._copies
         softmax = SOFTMAX_PASSES * 4 * chunk * self.model.vocab_size / self._elementwise
-        return -(-tokens // chunk) * (products + added + softmax + 3 * self._kernels(unit))
+        return products + added + softmax + 3 * self._kernels(unit)
 
     def _lookup(self, op: Op, tokens: int) -> float:
         """An embedding reads a row per token; its gradient is as large as the table."""
@@ -200,6 +219,12 @@ class _Prices:
         if op.kind == "FORWARD":
             return rows + self._launch * KERNELS
         return 2 * rows + self._adding(op.unit, self.model.units[op.unit]) + 2 * self._launch * KERNELS
+
+
+def update_nbytes(layout: Layout, policy: Policy) -> int:
+    """Read and written by the optimizer pass over what trains in a unit: gradient, weights, low bits, m and v."""
+    masters = 0 if policy.precision == "fp32" else 2 if policy.masters == "split" else 4
+    return layout.trained.size * (policy.grad_nbytes + 2 * (policy.weight_nbytes + masters + 8))
 
 
 @lru_cache(maxsize=4096)

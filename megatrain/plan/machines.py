@@ -138,13 +138,13 @@ def load_hardware(source: str | Path) -> Hardware:
 
     Raises `PlanError` for an unknown name, a file that cannot be read, and any value in it that cannot be.
     """
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))  # unlike the method, it leaves a home that is not there alone
     may_be_a_name = isinstance(source, str) and os.sep not in source and path.suffix != ".json"
-    if may_be_a_name and (_named(str(source)) is not None or not path.exists()):
+    if may_be_a_name and (_named(str(source)) is not None or not os.path.exists(path)):
         return machine(str(source))
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         what = f"cannot be read ({getattr(error, 'strerror', None) or 'not text'})"
         raise PlanError(what, where=str(path), fix="run `megatrain probe`, or name a described machine") from error
     return _read(_parsed(text, str(path)), str(path))
@@ -180,8 +180,8 @@ def _read(content: Any, where: str) -> Hardware:
     needed = ["name", *(key for key, (field, _) in _NUMBERS.items() if field in without_default)]
     if missing := [key for key in needed if key not in content]:
         raise PlanError("is missing", where=f"{where}: {missing[0]}", fix="run `megatrain probe`, or add it")
-    if not isinstance(content["name"], str) or not content["name"].strip():
-        raise PlanError(f"{content['name']!r} is no name", where=f"{where}: name", fix="give a text")
+    if not isinstance(content["name"], str) or not content["name"].strip() or not content["name"].isprintable():
+        raise PlanError(f"{content['name']!r} is no name", where=f"{where}: name", fix="give a text of one line")
     if not isinstance(content.get("shares_memory", False), bool):
         raise PlanError(
             f"{content['shares_memory']!r} is not valid", where=f"{where}: shares_memory", fix="use true or false"

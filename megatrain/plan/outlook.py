@@ -12,26 +12,31 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from math import inf
 
 from megatrain.plan.cost import step_flops
 from megatrain.plan.machines import machine, machine_names
-from megatrain.plan.search import Estimate, Plan, Question, estimate, survey, usable_nbytes
+from megatrain.plan.search import MOST_TOKENS, Estimate, Plan, Question, estimate, survey, usable_nbytes
 from megatrain.schedule import Timeline
 from megatrain.spec import Hardware, Policy, Precision
 
 HIDDEN_STALL = 0.02
 """Share of a step that compute may wait while transfers still count as hidden."""
 
-MOST_TOKENS = 1 << 26
-"""Tokens per step beyond which nobody trains; what is not hidden there never is."""
-
 SECONDS_PER_DAY = 86_400.0
 
 DISK_KINDS: tuple[str, ...] = ("READ", "WRITE")
 """Kinds of ops that use the disk tier."""
 
-STREAM_WORDS = {"compute": "compute", "fetch": "bus up", "grad": "bus down", "host": "optimizer", "disk": "disk"}
+STREAM_WORDS = {
+    "compute": "compute",
+    "fetch": "bus up",
+    "grad": "bus down",
+    "host": "optimizer",
+    "read": "disk in",
+    "write": "disk out",
+}
 """Stream -> what it is to a person."""
 
 GB = 1_000_000_000
@@ -155,9 +160,9 @@ def loads(plan: Plan) -> tuple[Load, ...]:
     busy: dict[str, float] = defaultdict(float)
     for op, start, end in zip(timeline.schedule.ops, timeline.starts, timeline.ends, strict=True):
         busy[op.stream] += end - start
-    chain = _chain_seconds(timeline)
+    chained = _chain_seconds(timeline)
     found = [
-        Load(stream, seconds, chain.get(stream, 0.0), timeline.seconds - seconds) for stream, seconds in busy.items()
+        Load(stream, seconds, chained.get(stream, 0.0), timeline.seconds - seconds) for stream, seconds in busy.items()
     ]
     return tuple(sorted(found, key=lambda load: (-load.chain_seconds, -load.busy_seconds, load.stream)))
 
@@ -175,8 +180,8 @@ def _chain_seconds(timeline: Timeline) -> dict[str, float]:
     while index >= 0:
         start = timeline.starts[index]
         seconds[ops[index].stream] += timeline.ends[index] - start
-        # one of these ended when the op began; the op before in order, where all streams share the processor
-        causes = (before[index], *reversed(timeline.schedule.waits[index]), index - 1)
+        # one of these ended when the op began; some op before in order, where streams share the processor
+        causes = chain((before[index],), reversed(timeline.schedule.waits[index]), range(index - 1, -1, -1))
         index = next((each for each in causes if each >= 0 and timeline.ends[each] == start), -1)
     return dict(seconds)
 
@@ -187,8 +192,8 @@ def _chain_seconds(timeline: Timeline) -> dict[str, float]:
 def hiding(plan: Plan) -> Hiding | None:
     """The smallest step, in whole sequences, that hides every transfer and the optimizer behind compute.
 
-    `None` where none does, and on a device that shares memory, where nothing overlaps. The policy is the plan's; where
-    kept graphs no longer fit, it recomputes.
+    `None` where none of up to `MOST_TOKENS` does, and on a device that shares memory, where nothing overlaps. The
+    policy is the plan's; where kept graphs no longer fit, it recomputes.
     """
     question = plan.question
     if question.hardware.shares_memory:
@@ -205,7 +210,7 @@ def hiding(plan: Plan) -> Hiding | None:
 
     rows = 1
     while at(rows).stall_share >= HIDDEN_STALL:
-        if rows * question.length >= MOST_TOKENS:
+        if 2 * rows * question.length > MOST_TOKENS:
             return None
         rows *= 2
     low = rows // 2  # not hidden, or no step at all
@@ -245,7 +250,7 @@ def upgrades(question: Question, plan: Plan | None) -> tuple[Upgrade, ...]:
     """What each single change of the machine would buy at the same question; `plan` is `None` where nothing fits."""
     today = None if plan is None else estimate(question, plan.policy, plan.micro_batch)
     found = []
-    for name, change in _changes(question.hardware, _uses_disk(plan)).items():
+    for name, change in _changes(question, _uses_disk(plan)).items():
         asked = change(question)
         (best,) = survey(asked, [asked.budgets()])
         seconds = [] if best is None else [best.seconds]
@@ -260,8 +265,9 @@ def _uses_disk(plan: Plan | None) -> bool:
     return plan is not None and any(op.kind in DISK_KINDS for op in plan.timeline.schedule.ops)
 
 
-def _changes(hardware: Hardware, uses_disk: bool) -> dict[str, Callable[[Question], Question]]:
+def _changes(question: Question, uses_disk: bool) -> dict[str, Callable[[Question], Question]]:
     """Name of an upgrade -> the question with it."""
+    hardware = question.hardware
     changes: dict[str, Callable[[Question], Question]] = {"twice the host memory": _twice_the_host}
     if not hardware.shares_memory:
         changes["twice the bus"] = _faster(
@@ -269,7 +275,7 @@ def _changes(hardware: Hardware, uses_disk: bool) -> dict[str, Callable[[Questio
         )
     changes["twice the host's bandwidth"] = _faster("host_bandwidth", "norm_bandwidth", "host_copy_bandwidth")
     if not hardware.shares_memory:
-        bigger = _next_device_size(hardware.device_nbytes)
+        bigger = _next_device_size(max(hardware.device_nbytes, question.device_budget_nbytes or 0))
         changes[f"{bigger / GB:,.0f} GB of device memory"] = lambda question: _with_device_memory(question, bigger)
     changes["twice the device's flops"] = _faster("flops", "flops_fp32", "peak_flops", "peak_flops_fp32")
     if uses_disk:
@@ -326,14 +332,18 @@ def sweep(plan: Plan) -> Sweep:
     A plan that fits into less fits into more, so a larger budget is never slower.
     """
     question = plan.question
-    budgets, given = question.budgets(), question.device_budget_nbytes
-    hosts = _sizes_around(HOST_SIZES, plan.nbytes["host"], budgets["host"])
+    hardware, tiers = question.hardware, question.budgets()
+    given = {"host": question.host_budget_nbytes, "device": question.device_budget_nbytes}
+    hosts = _sizes_around(HOST_SIZES, plan.nbytes["host"], given["host"] or hardware.host_nbytes)
     devices: tuple[int, ...] = (0,)
-    if "device" in budgets:
-        devices = _sizes_around(DEVICE_SIZES, plan.nbytes["device"], given or question.hardware.device_nbytes)
-    usable = {size: size if size == given else usable_nbytes(size) for size in devices}
-    pairs = [{"host": host, "device": usable[device]} for host in hosts for device in devices]
-    cells = survey(question, [{tier: pair[tier] for tier in budgets} for pair in pairs])
+    if "device" in tiers:
+        devices = _sizes_around(DEVICE_SIZES, plan.nbytes["device"], given["device"] or hardware.device_nbytes)
+    pairs = [{"host": host, "device": device} for host in hosts for device in devices]
+
+    def usable(tier: str, nbytes: int) -> int:
+        return nbytes if nbytes == given[tier] else usable_nbytes(nbytes)
+
+    cells = survey(question, [{tier: usable(tier, pair[tier]) for tier in tiers} for pair in pairs])
     tokens = question.rows * question.length
     rates: list[list[float | None]] = []
     for row in range(len(hosts)):

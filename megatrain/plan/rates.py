@@ -36,7 +36,9 @@ def product_seconds(hardware: Hardware, precision: Precision, m: int, k: int, n:
 
 def product_flops(hardware: Hardware, precision: Precision) -> float:
     """Floating-point operations per second of large products."""
-    return hardware.flops if precision == "bf16" else hardware.flops_fp32 or hardware.flops
+    if precision == "bf16":
+        return hardware.flops
+    return hardware.flops_fp32 or min(hardware.flops, hardware.peak_flops_fp32 or hardware.flops)
 
 
 def attention_seconds(

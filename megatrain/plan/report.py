@@ -143,7 +143,8 @@ def summary_rows(outlook: Outlook) -> list[tuple[str, str]]:
     """Name and fact: speed, limit, hiding, run, energy, disk."""
     plan = outlook.plan
     hardware = plan.question.hardware
-    peak = "the maker's peak" if outlook.peak_flops != hardware.flops else "what large products reach"
+    stated = (hardware.peak_flops, hardware.peak_flops_fp32)
+    peak = "the maker's peak" if outlook.peak_flops in stated else "what large products reach"
     rows = [
         ("step", f"{duration(plan.seconds)} for {sum(plan.work.tokens):,} tokens in {_cut(plan)}"),
         ("speed", f"{plan.tokens_per_second:,.0f} tokens/s, {flops(outlook.flops_per_second)} useful"),

@@ -1,23 +1,24 @@
 """Choosing how to stream: candidates, each built and replayed at this machine's prices, and the quickest that fits.
 
 A step is linear in the number of layers of each kind once the pipeline is filled, so candidates are replayed on
-shallow versions of the model and extrapolated; only the winner is replayed whole. The search goes through every
-micro-batch size and activation plan, then moves one knob at a time from the best of them until nothing improves. It
-draws nothing at random: the same question has the same answer.
+shallow versions of the model and extrapolated; only the winner is replayed whole, which also decides whether it fits.
+The search goes through every micro-batch size and activation plan, then moves one knob at a time from the best of them
+until nothing improves; where memory is short, from the leanest policy of each size that could be quicker too. It draws
+nothing at random: the same question has the same answer.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from math import log2
+from math import isqrt, log2
 from typing import Any
 
 from megatrain.errors import DoesNotFit, PlanError
+from megatrain.plan.advice import changes
 from megatrain.plan.cost import Calibration, op_seconds, shape_of
-from megatrain.plan.report import memory_table
 from megatrain.schedule import Schedule, Timeline, build_step, replay
 from megatrain.schedule.build import Pending
 from megatrain.spec import Hardware, ModelSpec, Policy, Precision, Work
@@ -25,14 +26,23 @@ from megatrain.spec import Hardware, ModelSpec, Policy, Precision, Work
 SHALLOW, MORE = 6, 2
 """Layers of the shallowest version that candidates are replayed on, and how many of one kind are added to price it."""
 
-MOST_KINDS = 4
-"""Of kinds of layers that are told apart; where there are more, all count as one, and the estimate is rough."""
+MOST_TOKENS = 1 << 26
+"""Tokens per step beyond which nobody trains."""
 
 MOST_MICRO_BATCHES, MOST_SHARDS = 4, 8
 """Ops that candidates are replayed with: of more micro-batches several are taken for one, smaller shards not tried."""
 
+MOST_SIZES = 8
+"""Of a micro-batch that are all tried; where there are more, about every power of two."""
+
 RESERVE_NBYTES = 1 << 30
-"""Device memory that is left to the driver, to kernels and to fragmentation."""
+"""Memory of each tier that is left to the driver, to kernels, to fragmentation and to the process itself."""
+
+LEAN: dict[str, Any] = {"weight_slots": 1, "grad_slots": 1, "loss_chunk_tokens": 64}
+"""What takes least memory."""
+
+WORTH_A_CLIMB = 0.99
+"""Of the seconds of the best that was found; a size that would not be that much quicker is not looked at again."""
 
 KNOBS: dict[str, tuple[Any, ...]] = {
     "weight_slots": (1, 2, 3, 4),
@@ -49,7 +59,7 @@ class Question:
 
     tokens_per_step: of all sequences of a step together. length: tokens of a sequence. clips: by the global norm.
     pinned: fields of `Policy`, and `micro_batch` (sequences), that the user has decided. Budgets are in bytes; `None`
-    is what the machine has.
+    is what the machine has, less a reserve. Raises `PlanError` for tokens or pinned fields that cannot be.
     """
 
     model: ModelSpec
@@ -67,6 +77,12 @@ class Question:
         if not 1 <= self.length <= self.tokens_per_step:
             what = f"{self.tokens_per_step:,} tokens per step of sequences of {self.length:,}"
             raise PlanError(what, where="tokens_per_step", fix="give at least one sequence's tokens")
+        if self.tokens_per_step > MOST_TOKENS:
+            what = f"{self.tokens_per_step:,} tokens per step are more than anyone trains with"
+            raise PlanError(what, where="tokens_per_step", fix=f"give {MOST_TOKENS:,} or less")
+        size = self.pinned.get("micro_batch", 1)
+        if not isinstance(size, int) or size < 1:
+            raise PlanError(f"{size!r} is no number of sequences", where="pinned.micro_batch", fix="give 1 or more")
 
     @property
     def rows(self) -> int:
@@ -75,10 +91,11 @@ class Question:
 
     def budgets(self) -> dict[str, int]:
         """Tier -> bytes that a run may take. A device that shares memory has none of its own."""
-        host = self.hardware.host_nbytes if self.host_budget_nbytes is None else self.host_budget_nbytes
+        device, host = self.device_budget_nbytes, self.host_budget_nbytes
+        if host is None:
+            host = usable_nbytes(self.hardware.host_nbytes)
         if self.hardware.shares_memory:
             return {"host": host}
-        device = self.device_budget_nbytes
         if device is None:
             device = usable_nbytes(self.hardware.device_nbytes)
         return {"device": device, "host": host}
@@ -93,6 +110,10 @@ class Estimate:
 
     def fits(self, budgets: Mapping[str, int]) -> bool:
         return all(self.nbytes[tier] <= budget for tier, budget in budgets.items())
+
+    def short(self, budgets: Mapping[str, int]) -> dict[str, int]:
+        """Tier -> bytes that are missing; negative where some are left."""
+        return {tier: self.nbytes[tier] - budget for tier, budget in budgets.items()}
 
 
 @dataclass(frozen=True)
@@ -120,19 +141,14 @@ class Plan:
         return sum(self.work.tokens) / self.seconds
 
 
-def usable_nbytes(device_nbytes: int) -> int:
-    """What a run may take of a device of that size."""
-    return device_nbytes - min(RESERVE_NBYTES, device_nbytes // 8)
+def usable_nbytes(nbytes: int) -> int:
+    """What a run may take of a tier of that size."""
+    return nbytes - min(RESERVE_NBYTES, nbytes // 8)
 
 
 def find_plan(question: Question) -> Plan:
     """The quickest plan that fits. Raises `DoesNotFit` naming what is short, by how much, and the nearest that fits."""
-    search = _Search(question)
-    candidate = search.best()
-    if candidate is None:
-        raise search.refusal()
-    policy, rows = candidate
-    return examine(question, policy, rows)
+    return _Search(question).answer()
 
 
 def examine(question: Question, policy: Policy, micro_batch: int) -> Plan:
@@ -195,29 +211,11 @@ def cut(question: Question, micro_batch: int) -> Work:
     return Work(tuple(size * question.length for size in sizes), question.length)
 
 
-def nearest_that_fits(model: ModelSpec, policy: Policy, work: Work, budgets: Mapping[str, int]) -> str:
-    """In words: the smallest change of the policy that keeps every tier within its budget (bytes), if there is one."""
-    changes: dict[str, dict[str, Any]] = {
-        "one weight slot and one gradient slot would fit": {"weight_slots": 1, "grad_slots": 1},
-        "no clipping (max_grad_norm=None) would fit": {"update": "during_backward"},
-        "no clipping, and one slot each, would fit": {"update": "during_backward", "weight_slots": 1, "grad_slots": 1},
-    }
-    for words, change in changes.items():
-        table = memory_table(model, replace(policy, **change), work)
-        needed = {tier: sum(n for (of, _), n in table.items() if of == tier) for tier in ("device", "host")}
-        if policy.shares_memory:
-            needed["host"] += needed.pop("device")
-        if all(needed.get(tier, 0) <= nbytes for tier, nbytes in budgets.items()):
-            return words
-    return "no other policy of this model fits"
-
-
 def coarse(question: Question, micro_batch: int) -> Work:
     """`cut` with a few micro-batches of the same size that each stand for several: the same total, what is left over
     included."""
-    exact = cut(question, micro_batch)
-    if exact.micro_batches <= MOST_MICRO_BATCHES:
-        return exact
+    if question.rows <= micro_batch * MOST_MICRO_BATCHES:
+        return cut(question, micro_batch)
     repeats = question.rows / micro_batch / MOST_MICRO_BATCHES
     return Work((micro_batch * question.length,) * MOST_MICRO_BATCHES, question.length, repeats)
 
@@ -227,13 +225,12 @@ def shallow(model: ModelSpec) -> tuple[tuple[float, ModelSpec], ...]:
     """Models with few of its layers, and weights: the weighted sum of what they take is what the model takes.
 
     The first has some layers of each kind, each other one `MORE` of one kind. What is linear in the number of layers of
-    each kind, bytes above all, is exact.
+    each kind is exact; the largest of several such sums, as peak bytes are, is not always. Where they would have as
+    many layers together as the model has, it is the model itself.
     """
     kinds: dict[object, list[int]] = {}
     for index in model.layers:
         kinds.setdefault(shape_of(model.units[index]), []).append(index)
-    if len(kinds) > MOST_KINDS:
-        kinds = {None: list(model.layers)}
     few = {kind: min(len(places), max(MORE, SHALLOW // len(kinds))) for kind, places in kinds.items()}
     base = _with_layers(model, kinds, few)
     weights: list[tuple[float, ModelSpec]] = []
@@ -241,6 +238,8 @@ def shallow(model: ModelSpec) -> tuple[tuple[float, ModelSpec], ...]:
         if added := min(MORE, len(places) - few[kind]):
             more = _with_layers(model, kinds, {**few, kind: few[kind] + added})
             weights.append(((len(places) - few[kind]) / added, more))
+    if sum(len(each.layers) for each in (base, *(more for _, more in weights))) >= len(model.layers):
+        return ((1.0, model),)
     return ((1.0 - sum(weight for weight, _ in weights), base), *weights)
 
 
@@ -258,97 +257,124 @@ def _powers(most: int) -> list[int]:
     return [*(1 << power for power in range((most - 1).bit_length())), most]
 
 
+Moves = Callable[[Policy, int], Iterator[tuple[Policy, int]]]
+"""Candidates near one."""
+
+
 class _Search:
     """One search: remembers what it has priced."""
 
     def __init__(self, question: Question) -> None:
-        self.question = question
-        self.budgets = question.budgets()
+        self.question, self.budgets = question, question.budgets()
         self._known: dict[tuple[Policy, int], Estimate] = {}
         pinned = dict(question.pinned)
         self._micro_batch: int | None = pinned.pop("micro_batch", None)
         self._pinned = pinned
-        deferred = question.clips
         largest = max(unit.numel for unit in question.model.units)
         self._largest = largest * (2 if question.precision == "bf16" else 4)
         self._start = replace(
             Policy(
                 precision=question.precision,
                 shares_memory=question.hardware.shares_memory,
-                update="next_forward" if deferred else "during_backward",
+                update="next_forward" if question.clips else "during_backward",
                 shard_nbytes=max(64 << 20, self._largest // MOST_SHARDS),
             ),
             **pinned,
         )
+        most = {knob: values[-1] for knob, values in KNOBS.items() if knob != "shard_nbytes"}
+        self._lean = replace(self._start, **LEAN | pinned)
+        self._rich = replace(self._start, **most | pinned)
+
+    def answer(self) -> Plan:
+        """The quickest candidate that fits. Raises `DoesNotFit`.
+
+        Whether a candidate fits is decided by replaying it whole; where that differs from the estimate, it is known
+        from then on, and the search goes on.
+        """
+        while True:
+            found = self.best()
+            candidate = found or self.leanest()
+            plan = examine(self.question, *candidate)
+            exact = Estimate(plan.seconds, plan.nbytes)
+            fits = exact.fits(self.budgets)
+            if fits and found:
+                return plan
+            if not fits and not found:
+                raise self._refusal(exact)
+            self._known[candidate] = exact
 
     def best(self) -> tuple[Policy, int] | None:
         """The quickest candidate that fits, or `None`.
 
-        Where device memory is short, a policy with as little of it as possible is a second place to start from: what
-        slots give up may pay for a larger micro-batch, and one knob at a time would not find that.
+        Where memory is short, a policy with as little of it as possible is a second place to start from, and again for
+        every size that would be quicker if there were more: what slots give up may pay for a larger micro-batch, what a
+        smaller one leaves for slots, and one knob at a time would not find that.
         """
-        small = replace(self._start, **self._free({"weight_slots": 1, "grad_slots": 1, "loss_chunk_tokens": 64}))
         usual = self._every_size(self._start)
-        found = [self._climb(usual)]
-        if not all(self.price(*candidate).fits(self.budgets) for candidate in usual):
-            found.append(self._climb(self._every_size(small)))
-        return self._least(candidate for candidate in found if candidate is not None)
+        if all(self._fits(*candidate) for candidate in usual):
+            return self._climb(usual, self._moves)
+        lean, rich = self._every_size(self._lean), self._every_size(self._rich)
+        found = self._least([*filter(None, (self._climb(starts, self._moves) for starts in (lean, usual)))])
+        for start, bound in zip(lean, rich, strict=True):
+            if found is None or not self._fits(*start):
+                continue
+            if self.price(*bound).seconds < WORTH_A_CLIMB * self.price(*found).seconds:
+                found = self._least([found, *filter(None, [self._climb([start], self._knobs)])])
+        return found
+
+    def leanest(self) -> tuple[Policy, int]:
+        """Of the policies with as little memory as possible, the one that is least short of the budgets.
+
+        That is one with the smallest micro-batches, or with all sequences in one, whose gradients need no wide sum.
+        """
+        sizes = self._micro_batches()
+        ends = [(policy, rows) for rows in sorted({sizes[0], sizes[-1]}) for policy in self._activations(self._lean)]
+        return min(ends, key=lambda each: max(self.price(*each).short(self.budgets).values()))
 
     def _every_size(self, policy: Policy) -> list[tuple[Policy, int]]:
         return [(one, rows) for rows in self._micro_batches() for one in self._activations(policy)]
 
-    def _climb(self, starts: list[tuple[Policy, int]]) -> tuple[Policy, int] | None:
-        """From the best of these, the best move of one knob, until none is better."""
+    def _climb(self, starts: list[tuple[Policy, int]], moves: Moves) -> tuple[Policy, int] | None:
+        """From the best of these, the best move, until none is better."""
         best = self._least(starts)
         while best is not None:
-            better = self._least([best, *self._moves(*best)])
+            better = self._least([best, *moves(*best)])
             if better == best:
                 return best
             best = better
         return None
 
-    def refusal(self) -> DoesNotFit:
+    def _refusal(self, least: Estimate) -> DoesNotFit:
         """What is short, by how much, and the nearest change that would fit."""
-        policy = replace(self._start, **self._free({"weight_slots": 1, "grad_slots": 1, "loss_chunk_tokens": 64}))
-        rows = min(self._micro_batches())
-        found = self.price(replace(policy, **self._free({"activations": "recompute"})), rows)
-        short = {tier: found.nbytes[tier] - budget for tier, budget in self.budgets.items()}
+        short = least.short(self.budgets)
         tier = max(short, key=lambda name: short[name])
         return DoesNotFit(
-            f"needs {found.nbytes[tier]:,} bytes of {tier} memory at the least, {short[tier]:,} more than there are",
+            f"needs {least.nbytes[tier]:,} bytes of {tier} memory at the least, {short[tier]:,} more than there are",
             where=f"plan for {self.question.model.name} on {self.question.hardware.name}",
-            fix=self._nearest(policy, rows),
+            fix=self._nearest(least),
         )
 
-    def _nearest(self, policy: Policy, rows: int) -> str:
+    def _nearest(self, least: Estimate) -> str:
         """The first of a few changes of the question, least painful first, that makes it fit."""
-        question = self.question
-        changes: list[tuple[str, Question, Policy]] = []
-        half = question.rows // 2
-        while half >= 1:
-            tokens = half * question.length
-            fewer = replace(question, tokens_per_step=tokens)
-            changes.append((f"{tokens:,} tokens per step would fit", fewer, policy))
-            half //= 2
-        length = question.length // 2
-        while length >= 256:
-            shorter = replace(question, tokens_per_step=length, length=length)
-            changes.append((f"sequences of {length:,} tokens would fit", shorter, policy))
-            length //= 2
-        unclipped = replace(policy, update="during_backward")
-        changes.append(("no clipping (max_grad_norm=null) would fit", replace(question, clips=False), unclipped))
-        for words, other, changed in changes:
-            if estimate(other, changed, 1).fits(self.budgets):
-                return words
-        need = self.price(policy, rows).nbytes
-        words = ", ".join(f"{need[tier]:,} bytes of {tier} memory" for tier in self.budgets)
-        return f"it takes {words}, or a smaller model"
+        for words, other in changes(self.question):
+            search = _Search(other)
+            candidate = search.leanest()
+            if search._fits(*candidate):
+                plan = examine(other, *candidate)
+                if Estimate(plan.seconds, plan.nbytes).fits(search.budgets):
+                    return f"{words} would fit"
+        needed = ", ".join(f"{least.nbytes[tier]:,} bytes of {tier} memory" for tier in self.budgets)
+        return f"it takes {needed}, or a smaller model"
 
     def _micro_batches(self) -> list[int]:
-        if self._micro_batch is not None:
-            return [min(self._micro_batch, self.question.rows)]
+        """The sizes that cut the step evenly, where there are many those near a power of two; or what is pinned."""
         rows = self.question.rows
-        sizes = [size for size in range(1, rows + 1) if rows % size == 0]
+        if self._micro_batch is not None:
+            return [min(self._micro_batch, rows)]
+        low = [size for size in range(1, isqrt(rows) + 1) if rows % size == 0]
+        sizes = sorted({*low, *(rows // size for size in low)})
+        if len(sizes) <= MOST_SIZES:
+            return sizes
         wanted = {min(sizes, key=lambda size: (abs(log2(size / target)), size)) for target in _powers(rows)}
         return sorted(wanted)
 
@@ -360,19 +386,24 @@ class _Search:
         yield replace(policy, activations="keep")
 
     def _moves(self, policy: Policy, rows: int) -> Iterator[tuple[Policy, int]]:
-        """Candidates that differ in one knob."""
+        """Candidates that differ in one knob, or in the size of a micro-batch."""
+        yield from self._knobs(policy, rows)
+        sizes = self._micro_batches()
+        place = sizes.index(rows)
+        for near in (place - 1, place + 1):
+            if 0 <= near < len(sizes):
+                for other in self._activations(policy):
+                    leanest = replace(self._lean, activations=other.activations), sizes[near]
+                    if leanest not in self._known or self._fits(*leanest):  # else this one cannot
+                        yield other, sizes[near]
+
+    def _knobs(self, policy: Policy, rows: int) -> Iterator[tuple[Policy, int]]:
         for knob, values in KNOBS.items():
             if knob not in self._pinned:
                 for value in values:
                     small = knob == "shard_nbytes" and self._largest > MOST_SHARDS * value
                     if value != getattr(policy, knob) and not small:
                         yield replace(policy, **{knob: value}), rows
-        sizes = self._micro_batches()
-        place = sizes.index(rows)
-        for near in (place - 1, place + 1):
-            if 0 <= near < len(sizes):
-                for other in self._activations(policy):
-                    yield other, sizes[near]
 
     def _least(self, candidates: Any) -> tuple[Policy, int] | None:
         """The quickest that fits; of equally quick ones, the first that takes least memory."""
@@ -385,11 +416,11 @@ class _Search:
                     best, best_cost = (policy, rows), cost
         return best
 
+    def _fits(self, policy: Policy, rows: int) -> bool:
+        return self.price(policy, rows).fits(self.budgets)
+
     def price(self, policy: Policy, rows: int) -> Estimate:
         key = policy, rows
         if key not in self._known:
             self._known[key] = estimate(self.question, policy, rows)
         return self._known[key]
-
-    def _free(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in fields.items() if name not in self._pinned}

@@ -19,7 +19,7 @@ def read_model(content: Any, where: str) -> ModelSpec:
         fields = dict(content["model"])
         units = tuple(_unit(unit) for unit in fields["units"])
         return ModelSpec(
-            _text(fields["name"]),
+            _line(fields["name"]),
             units,
             _count(fields["hidden_size"]),
             _count(fields["vocab_size"]),
@@ -41,11 +41,11 @@ def _unit(fields: Mapping[str, Any]) -> UnitSpec:
             _text(each["name"]),
             tuple(_count(size) for size in each["shape"]),
             _number(each.get("active", 1.0), most=1.0),
-            bool(each.get("trainable", True)),
+            _flag(each.get("trainable", True)),
         )
         for each in fields["params"]
     )
-    given = fields.get("profile", {})
+    given = dict(fields.get("profile", {}))
     window = given.get("window")
     profile = LayerProfile(
         _number(given.get("attention_flops", 0.0)),
@@ -61,6 +61,18 @@ def _unit(fields: Mapping[str, Any]) -> UnitSpec:
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r:.40} is no name")
+    return value
+
+
+def _line(value: Any) -> str:
+    if not _text(value).isprintable():
+        raise ValueError(f"{value!r:.40} is no name")
+    return str(value)
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{value!r:.40} is neither true nor false")
     return value
 
 

@@ -207,9 +207,10 @@ class Engine:
     @classmethod
     def _planned(cls, source: Source, ported: PortedModel | None, opened: Device, options: EngineOptions) -> Engine:
         """The engine, its memory allocated and nothing in it yet."""
-        policy, precision = policy_of(options, opened), options.get("precision", "bf16")
+        taken = ported or port_model(source.model, DTYPES[options.get("precision", "bf16")])
+        policy = policy_of(options, opened, taken.spec)
         return cls(
-            ported or port_model(source.model, DTYPES[precision]),
+            taken,
             opened,
             policy,
             options.get("optimizer") or AdamW(),

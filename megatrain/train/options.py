@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Literal, TypedDict
 
 from megatrain.device import Device
-from megatrain.errors import PlanError
+from megatrain.errors import DoesNotFit, PlanError
 from megatrain.memory import Disk
 from megatrain.optim import AdamW
-from megatrain.plan import available_threads, choose_policy
-from megatrain.spec import Policy, Precision
+from megatrain.plan import available_host_nbytes, available_threads, choose_policy, memory_table
+from megatrain.plan.homes import state_nbytes, to_disk
+from megatrain.spec import IN_HOST, ModelSpec, Policy, Precision, Work
 from megatrain.train.schedules import refuse_contradictions
 
 
@@ -28,11 +29,33 @@ class EngineOptions(TypedDict, total=False):
     disk: Sequence[str | Path] | Disk
 
 
-def policy_of(options: EngineOptions, device: Device) -> Policy:
+def policy_of(options: EngineOptions, device: Device, spec: ModelSpec) -> Policy:
     """The policy that is given, if it agrees with the other options, or the usual one for the device.
 
-    Raises `PlanError` for one that contradicts them.
+    With folders for the disk, and no homes given, as little state goes there as the host's budget asks for.
+    Raises `PlanError` for a policy that contradicts the other options, and `DoesNotFit`.
     """
+    policy = _without_homes(options, device)
+    if not options.get("disk") or policy.homes:
+        return policy
+    budget = available_host_nbytes() if policy.host_budget_nbytes is None else policy.host_budget_nbytes
+    room = budget - _beside_state(spec, policy)
+    placed = to_disk(spec, policy, room)
+    if placed is None:
+        least = "even with all of the model's state on the disk"
+        raise DoesNotFit(f"needs more than {budget:,} bytes of host memory {least}", where="policy.host_budget_nbytes")
+    return policy if all(home == IN_HOST for home in placed.homes) else placed
+
+
+def _beside_state(spec: ModelSpec, policy: Policy) -> int:
+    """Host memory of the slots that gradients and, where memory is shared, weights pass through."""
+    table = memory_table(spec, policy, Work((1, 1)))  # sums of several micro-batches are the wider ones
+    tiers = ("host", "device") if policy.shares_memory else ("host",)
+    state = state_nbytes(spec, policy)
+    return sum(nbytes for (tier, _), nbytes in table.items() if tier in tiers) - sum(state[tier] for tier in tiers)
+
+
+def _without_homes(options: EngineOptions, device: Device) -> Policy:
     policy, precision = options.get("policy", "auto"), options.get("precision", "bf16")
     max_grad_norm = options.get("max_grad_norm", 1.0)
     if policy == "auto":

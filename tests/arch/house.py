@@ -28,7 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("engine", "checkpoint"),
     ("train",),
     (
-        *("config", "preflight", "run", "conversion", "generation", "planning", "probe", "verification"),
+        *("config", "machine", "preflight", "run", "conversion", "generation", "planning", "probe", "verification"),
         *("cli", "api", "testing", "__init__", "__main__"),
     ),
 )

@@ -100,6 +100,46 @@ def test_how_a_run_ends_decides_the_exit_code(
     assert (found[0], found[2]) == (code, err)
 
 
+def test_what_a_model_leaves_out_of_its_files_is_told_beside_the_answer(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from megatrain.data import load_tokenizer
+    from tests.tiny import tiny_model
+
+    source, target = tmp_path / "model", tmp_path / "written"
+    tiny_model(vocab_size=300, eos_token_id=256).save_pretrained(source)
+    load_tokenizer("bytes").save_pretrained(source)
+    tensors = load_file(source / "model.safetensors")
+    save_file({**tensors, "vision.proj": torch.zeros(1)}, source / "model.safetensors", {"format": "pt"})
+    capsys.readouterr()  # the library's own bar
+    notice = "left out: 1 tensor in its files that the model does not use: vision.proj\n"
+    code, out, err = run(capsys, "export", str(source), str(target))
+    assert (code, out, err) == (0, f"{target}\n", notice)
+    code, out, err = run(capsys, "generate", str(source), "--max-new-tokens", "2")
+    assert code == 0
+    assert "left out" not in out
+    assert err.startswith(notice)
+    assert run(capsys, "generate", str(target), "--max-new-tokens", "2")[2].count("\n") == 1
+
+
+def test_a_probe_is_written_where_plan_and_train_look_for_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatrain import machine, probe
+    from megatrain.plan import machine as described
+
+    monkeypatch.setattr(machine, "PROBED", tmp_path / "found" / "hardware.json")
+    monkeypatch.setattr(probe, "probe", lambda *_, **__: described("laptop"))
+    assert run(capsys, "probe")[0] == 0
+    assert machine.probed_machine() == described("laptop")
+    other = tmp_path / "other.json"
+    assert str(other) in run(capsys, "probe", "--output", str(other))[1]
+    assert other.exists()
+
+
 def test_a_defect_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatrain import config
 

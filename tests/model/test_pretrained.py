@@ -144,7 +144,18 @@ def test_unexpected_tensors_are_listed_and_ignored_ones_are_not(tmp_path: Path) 
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
 
     rewrite(tmp_path, more)
-    assert assert_loaded_as_stock(tmp_path).unexpected == ["model.layers.7.extra.weight"]
+    source = assert_loaded_as_stock(tmp_path)
+    assert source.unexpected == ["model.layers.7.extra.weight"]
+    assert source.left_out() == "1 tensor in its files that the model does not use: model.layers.7.extra.weight"
+
+
+def test_many_unexpected_tensors_are_named_shortly(tmp_path: Path) -> None:
+    saved(tmp_path)
+    assert PretrainedSource(tmp_path).left_out() == ""
+    rewrite(tmp_path, lambda tensors: tensors.update({f"vision.{index}": torch.zeros(1) for index in range(9)}))
+    said = PretrainedSource(tmp_path).left_out()
+    assert said.startswith("9 tensors in its files that the model does not use: vision.0, vision.1,")
+    assert said.endswith(" and 4 more")
 
 
 def test_the_caller_is_left_alone(tmp_path: Path) -> None:

@@ -8,29 +8,15 @@ from itertools import product
 
 import pytest
 
+from bench.shapes import llama_shape
 from megatrain.errors import DoesNotFit, PlanError
 from megatrain.plan import Plan, Question, examine, find_plan
 from megatrain.plan.search import KNOBS
-from megatrain.spec import Hardware, LayerProfile, ModelSpec, ParamSpec, Policy, UnitSpec
+from megatrain.spec import Hardware, ModelSpec, Policy
 
 
-def llama(layers: int = 4, hidden: int = 64, vocabulary: int = 512) -> ModelSpec:
-    """A Llama shape with a 3.5x MLP; about 34 bytes of hidden size and token are kept by a graph in bfloat16."""
-
-    def layer(index: int) -> UnitSpec:
-        prefix = f"model.layers.{index}"
-        square = [ParamSpec(f"{prefix}.{name}", (hidden, hidden)) for name in ("q", "o")]
-        narrow = [ParamSpec(f"{prefix}.{name}", (hidden // 4, hidden)) for name in ("k", "v")]
-        wide = [ParamSpec(f"{prefix}.{name}", (hidden * 7 // 2, hidden)) for name in ("gate", "up")]
-        down = ParamSpec(f"{prefix}.down", (hidden, hidden * 7 // 2))
-        norms = [ParamSpec(f"{prefix}.{name}", (hidden,)) for name in ("norm1", "norm2")]
-        profile = LayerProfile(attention_flops=4.0 * hidden, kept_nbytes=34.0 * hidden)
-        return UnitSpec(prefix, "layer", (*square, *narrow, *wide, down, *norms), (), profile)
-
-    prologue = UnitSpec("prologue", "prologue", (ParamSpec("embed", (vocabulary, hidden)),))
-    epilogue = UnitSpec("epilogue", "epilogue", (ParamSpec("norm", (hidden,)), ParamSpec("head", (vocabulary, hidden))))
-    units = (prologue, *(layer(index) for index in range(layers)), epilogue)
-    return ModelSpec("llama", units, hidden, vocabulary)
+def llama(layers: int = 4) -> ModelSpec:
+    return llama_shape("llama", layers, width=64, vocabulary=512)
 
 
 BALANCED = Hardware("balanced", 1 << 40, 1 << 40, 1e9, 1e9, 2e10, 1e10, device_bandwidth=1e10, launch_seconds=1e-6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -13,8 +14,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import megatrain.machine
 from bench.shapes import llama_shape
-from megatrain import planning
+from megatrain.device import peak
 from megatrain.errors import ConfigError, DoesNotFit, MegaTrainError, ModelError, PlanError
 from megatrain.plan import machine, save_hardware
 from megatrain.planning import find_hardware, find_model, parse_nbytes, run_plan
@@ -56,18 +58,37 @@ def shown(model: str, **options: Any) -> str:
 
 def test_a_config_is_planned_for_and_every_part_is_shown(config: str, tmp_path: Path) -> None:
     html, content = tmp_path / "plan.html", tmp_path / "plan.json"
-    text = shown(config, length=512, compares=True, sweeps=True, html=str(html), json_file=str(content))
+    text = shown(
+        config, attention="eager", length=512, compares=True, sweeps=True, html=str(html), json_file=str(content)
+    )
     for words in (
         *("tiny-llama", "NVIDIA RTX 4090", "optimizer state", "tokens/s", "MFU", "what limits", "one upgrade", "kWh"),
         *("ZeRO-3 offload", "tokens per second by memory", "hide from", "nothing is written to disk"),
+        "eager",
     ):
         assert words in text, words
     assert html.read_text().startswith("<!doctype html>")
+    assert "eager" in html.read_text()
     written = json.loads(content.read_text())
+    assert written["model"]["attention"] == "eager"
     assert f"{written['tokens_per_second']:,.0f} tokens/s" in text
     assert len(written["comparison"]) == 4
     assert written["sweep"]["tokens_per_second"]
     assert sorted(each.name for each in tmp_path.iterdir()) == ["plan.html", "plan.json", "tiny-llama"]
+
+
+def test_a_comparison_can_be_read_on_80_columns(saved: str) -> None:
+    console = Console(file=io.StringIO(), width=80, highlight=False)
+    run_plan(saved, console, hardware="rtx-4090", compares=True)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    lines = [line.strip() for line in text.split("other systems, by replay")[1].splitlines()]
+    assert lines[2].split() == ["system", "step", "tokens/s", "TFLOP/s", "device", "host", "stall", "to", "ours"]
+    for whole in (
+        r"MegaTrain as published  .*, a boundary kept every \d+ layers",
+        r"in memory  .*sequences.*",
+    ):
+        assert any(re.fullmatch(whole, line) for line in lines)
 
 
 def test_what_was_not_asked_for_is_not_shown(saved: str) -> None:
@@ -134,11 +155,12 @@ def test_options_reach_the_plan(saved: str) -> None:
 def test_this_machine_is_the_probed_one_or_roughly_described(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: str
 ) -> None:
-    monkeypatch.setattr(planning, "PROBED", tmp_path / "hardware.json")
+    monkeypatch.setattr(megatrain.machine, "PROBED", tmp_path / "hardware.json")
+    monkeypatch.setitem(peak.SIZES, "cpu", 64)
     rough = find_hardware(None)
-    assert "not measured" in rough.name
+    assert "not probed" in rough.name
     text = shown(config, hardware=None, length=128, tokens_per_step=256, compares=True)
-    assert "not measured" in text
+    assert "not probed" in text
     probed = replace(machine("laptop"), name="my own")
     save_hardware(probed, tmp_path / "hardware.json")
     assert find_hardware(None) == probed

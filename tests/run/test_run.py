@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 from megatrain.config import Config, load_config
+from megatrain.device import peak
 from megatrain.errors import ConfigError, DeviceError, ExportError, NonFinite
-from megatrain.model import load_causal_lm
+from megatrain.model import learn, load_causal_lm
 from megatrain.run import run_training
 from megatrain.train.engine import Engine, StepOutput
 
@@ -60,9 +62,9 @@ def configuration(tmp_path: Path, **changed: dict[str, Any]) -> Config:
 
 
 @pytest.fixture(autouse=True)
-def _peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measuring it would take longer than the rest of a tiny run."""
-    monkeypatch.setattr(Engine, "peak_flops", lambda engine: 1e11)
+def _peak_is_soon_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring it with large products would take longer than the rest of a tiny run."""
+    monkeypatch.setitem(peak.SIZES, "cpu", 64)
 
 
 def train(config: Config) -> str:
@@ -132,6 +134,34 @@ def test_a_trained_model_can_be_trained_on_with_its_own_tokenizer(tmp_path: Path
     )
     train(config)
     assert losses(tmp_path / "more")[0] < losses(tmp_path / "run")[0]
+
+
+def test_what_a_run_leaves_out_of_its_files_is_shown_by_name(tmp_path: Path) -> None:
+    train(configuration(tmp_path, train={"steps": 1}))
+    folder = tmp_path / "run" / "model"
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "vision.[bold]proj\x1b": torch.zeros(1)}, folder / "model.safetensors", {"format": "pt"})
+    more = {"folder": str(tmp_path / "more")}
+    config = configuration(tmp_path, model={"config": None, "path": str(folder)}, train={"steps": 1}, output=more)
+    said = train(config)
+    assert "left out" in said
+    assert "1 tensor in its files that the model does not use: vision.[bold]proj\N{REPLACEMENT CHARACTER}" in said
+
+
+def test_a_model_is_taken_apart_once_and_the_device_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    for name, place in (("_ported", learn), ("_best_of_a_few", peak)):
+        honest = getattr(place, name)
+
+        def counted(*given: Any, name: str = name, honest: Any = honest) -> Any:
+            calls.append(name)
+            return honest(*given)
+
+        monkeypatch.setattr(place, name, counted)
+    train(configuration(tmp_path, model={"verify": False}))
+    assert sorted(calls) == ["_best_of_a_few", "_ported"]
 
 
 def test_pinned_fields_reach_the_policy_and_change_no_number(tmp_path: Path) -> None:

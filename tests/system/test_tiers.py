@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatrain import AdamW, Engine, Policy
+from megatrain.errors import DoesNotFit
 from megatrain.schedule import Schedule
 from megatrain.spec import Home, Precision, Work
 from tests.tiny import batch, equal, tiny_model, unequal_batches
@@ -143,3 +145,24 @@ def test_state_is_read_and_written_once_a_step_and_weights_read_twice_at_most(
     assert max(reads.values()) <= 2
     assert set(writes.values()) == {1}
     assert len(writes) == 3 * UNITS
+
+
+def test_with_a_folder_the_disk_takes_what_the_host_has_no_room_for(tmp_path: Path) -> None:
+    """Two thirds of the bytes in host memory: the same losses and weights, within the budget."""
+    plain = usual("bf16", "during_backward", shares_memory=True)
+
+    def deep(policy: Policy) -> Engine:
+        model = tiny_model(num_hidden_layers=12)
+        return Engine.from_model(model, "cpu", "bf16", AdamW(lr=1e-2), None, policy, verify=False, disk=[tmp_path])
+
+    with deep(plain) as made:
+        assert made.policy.homes == ()
+        everything = sum(made.memory_table().values())
+        expected = results(made)
+    with deep(replace(plain, host_budget_nbytes=everything * 2 // 3)) as made:
+        table = made.memory_table()
+        assert sum(nbytes for (tier, _), nbytes in table.items() if tier != "disk") <= everything * 2 // 3
+        assert table["disk", "optimizer state"] > 0
+        assert equal(results(made), expected)
+    with pytest.raises(DoesNotFit, match="even with all of the model's state on the disk"):
+        deep(replace(plain, host_budget_nbytes=1000))

@@ -1,0 +1,110 @@
+"""The checkpoints of a run: which there are, the newest that is sound, and which are kept.
+
+A checkpoint is a folder `step-00001200` that lies with the others of its run. What is kept is decided by a value
+(`Retention`); what a crash has left between two renames is put right by `put_all_right` when a run starts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatrain.checkpoint.appear import finish_vanishing, vanish
+from megatrain.checkpoint.manifest import Check, full_check, quick_check, read_manifest
+from megatrain.checkpoint.restore import Checkpoint, open_checkpoint
+from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
+
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which checkpoints are kept: the last ones, those of every so many steps, and the best."""
+
+    keep_last: int = 3
+    keep_every: int | None = None
+    keep_best: int = 0
+
+    def __post_init__(self) -> None:
+        if self.keep_last < 1 or self.keep_best < 0 or (self.keep_every is not None and self.keep_every < 1):
+            raise ConfigError(
+                f"{self.keep_last}, {self.keep_every} and {self.keep_best} cannot be kept",
+                where="keep_last, keep_every and keep_best",
+                fix="keep at least the last one, and no negative number",
+            )
+
+    def kept(self, scores: Mapping[int, float | None]) -> set[int]:
+        """Of these steps, with the score of each (lower is better, `None` is no score), those that are kept."""
+        last = sorted(scores)[-self.keep_last :]
+        every = [step for step in scores if self.keep_every and step % self.keep_every == 0]
+        ranked = sorted((score, -step) for step, score in scores.items() if score is not None)
+        return {*last, *every, *(-step for _, step in ranked[: self.keep_best])}
+
+
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """The newest sound checkpoint, if there is one, and a line for each newer one that was skipped."""
+
+    checkpoint: Checkpoint | None
+    skipped: tuple[str, ...]
+
+
+def checkpoints(folder: str | Path) -> list[Path]:
+    """The folders of checkpoints in `folder`, the newest first, sound or not; none where there is no such folder."""
+    try:
+        inside = list(Path(folder).iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"cannot be read ({error.strerror or error})", where=str(folder)) from error
+    found = [path for path in inside if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in the name of a checkpoint's folder."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def newest_sound(folder: str | Path, check: Check = full_check) -> Newest:
+    """Look for the newest checkpoint in which `check` finds nothing wrong."""
+    skipped: list[str] = []
+    for each in checkpoints(folder):
+        try:
+            return Newest(open_checkpoint(each, check), tuple(skipped))
+        except DamagedCheckpoint as error:
+            skipped.append(f"{each.name}: {error.what}")
+    return Newest(None, tuple(skipped))
+
+
+def prune(folder: str | Path, retention: Retention) -> list[Path]:
+    """Remove the checkpoints in `folder` that are not to be kept, and return where they were.
+
+    The newest one that looks sound (`quick_check`) always stays, and so does everything newer. One that is damaged
+    counts for nothing and goes. What has no sound manifest was not written here, or nobody can tell, and stays. Each
+    goes whole; what an earlier call has left half-deleted goes too. By one thread at a time.
+
+    Raises `CheckpointError` for what cannot be removed.
+    """
+    finish_vanishing(Path(folder))
+    scores: dict[int, float | None] = {}
+    ours: dict[int, Path] = {}
+    for each in checkpoints(folder):
+        try:
+            manifest = read_manifest(each)
+        except DamagedCheckpoint:
+            continue
+        ours[step_of(each)] = each
+        if not quick_check(each):
+            scores[step_of(each)] = manifest.score
+    kept = retention.kept(scores)
+    going = [path for step, path in ours.items() if step not in kept and step < max(scores, default=0)]
+    for path in going:
+        try:
+            vanish(path)
+        except OSError as error:
+            what = f"cannot be removed ({error.strerror or error})"
+            raise CheckpointError(what, where=str(path), fix="check permissions") from error
+    return going

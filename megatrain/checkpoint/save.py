@@ -1,0 +1,255 @@
+"""Checkpoints written unit by unit: a Hugging Face folder with float32 masters, and what else it takes to go on.
+
+    step-00001200/
+      config.json, model.safetensors ...      a model that `from_pretrained` loads, tokenizer and all
+      optimizer/moments.safetensors ...       m and v of each trained parameter, `NAME.m` and `NAME.v`, in its shape
+      training.json                           everything that is not a tensor (`training`)
+      manifest.json                           sizes and checksums (`manifest`)
+
+Masters and moments of a unit are written in one pass, so that a unit is gathered once and none is in memory but the one
+that is being written. It appears whole or not at all. What needs the library, names and small files, is done when a
+checkpoint is planned, since that must not happen beside a training step; writing may. It leaves out where the state
+comes from.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.checkpoint.appear import appearing
+from megatrain.checkpoint.direct import DirectWriter
+from megatrain.checkpoint.export import SHARD_NBYTES, add_files
+from megatrain.checkpoint.manifest import MANIFEST, Manifest
+from megatrain.checkpoint.shards import ShardWriter, plan_front_to_back, write_index
+from megatrain.checkpoint.sums import FileSum, sum_of
+from megatrain.checkpoint.training import TRAINING, write_training
+from megatrain.errors import CheckpointError
+from megatrain.model import PortedModel, WrittenModel, WrittenTensor
+from megatrain.spec import ParamSpec
+
+OPTIMIZER = "optimizer"
+"""The folder of moments inside a checkpoint."""
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes written, bytes in all)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParamState:
+    """The state of one parameter, float32 in its shape, on the host. A frozen parameter has no moments."""
+
+    master: Tensor
+    m: Tensor | None = None
+    v: Tensor | None = None
+
+
+class PlannedCheckpoint:
+    """All that is known of a model's checkpoints before any is written; good for as many as wanted.
+
+    Buffers, config and generation config are written as they are now. Made by the thread that runs the model, while it
+    does not run. Raises `ExportError` for a model whose checkpoint cannot be made from one unit at a time.
+    """
+
+    def __init__(self, ported: PortedModel, *, shard_nbytes: int = SHARD_NBYTES) -> None:
+        self.spec = ported.spec
+        self.written = WrittenModel(ported, torch.float32)
+        self.weights = plan_front_to_back(self.tensors, shard_nbytes, "model")
+        self.moments = plan_front_to_back(self.moment_tensors, shard_nbytes, f"{OPTIMIZER}/moments")
+        self.small_files = _small_files(self.written)
+
+    @property
+    def tensors(self) -> list[WrittenTensor]:
+        """The tensors of the model's files, in the order in which units give them."""
+        return [tensor for unit in self.written.units for tensor in unit]
+
+    @property
+    def moment_tensors(self) -> list[WrittenTensor]:
+        """The tensors of the optimizer's files, in the order in which units give them."""
+        return [tensor for unit in self.spec.units for param in unit.params for tensor in moments_of(param)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files of weights and moments; the others are small."""
+        return sum(shard.nbytes for shard in (*self.weights, *self.moments))
+
+
+def write_checkpoint(
+    folder: str | Path,
+    step: int,
+    planned: PlannedCheckpoint,
+    units: Iterable[Mapping[str, ParamState]],
+    training: Mapping[str, Any],
+    *,
+    score: float | None = None,
+    write_more: Callable[[Path], object] | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Write the checkpoint `step-STEP` into `folder`, in the place of one that is there, and return its path.
+
+    units: the state of each parameter by name, unit after unit as in the specification; advanced once the unit before
+    has been written, so whatever makes units may reuse memory. training: see `write_training`. score: what checkpoints
+    are ranked by, lower is better. write_more: called with the folder before it appears, to add a tokenizer, say.
+
+    May run in a thread beside training, as may `units`, one call at a time. Raises `CheckpointError` when it cannot be
+    written, for lack of space among others; what was there is then there as before. What `units` raises comes through.
+    """
+    target = step_folder(Path(folder).resolve(), step)
+    _refuse_foreign(target)
+    try:
+        with appearing(target) as staging:
+            _refuse_too_little_space(target, planned.nbytes)
+            for name, content in planned.small_files.items():
+                (staging / name).parent.mkdir(parents=True, exist_ok=True)
+                (staging / name).write_bytes(content)
+            write_training(staging, training)
+            if write_more is not None:
+                add_files(write_more, staging)
+            sums = _write_arrays(planned, iter(units), staging, progress or _unwatched)
+            files = {name: sums.get(name) or sum_of(path) for name, path in _files_in(staging).items()}
+            score = score if score is not None and math.isfinite(score) else None
+            (staging / MANIFEST).write_text(Manifest(step, score, version("megatrain"), files).text())
+    except OSError as error:
+        fix = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check the disk and permissions"
+        raise CheckpointError(f"cannot be written ({error.strerror or error})", where=str(target), fix=fix) from error
+    return target
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies in the folder of checkpoints."""
+    return folder / f"step-{step:08d}"
+
+
+def moments_of(param: ParamSpec) -> list[WrittenTensor]:
+    """The tensors of a parameter's optimizer state, none where it is frozen."""
+    if not param.trainable:
+        return []
+    return [WrittenTensor(f"{param.name}.{each}", param.shape, torch.float32) for each in ("m", "v")]
+
+
+def _write_arrays(
+    planned: PlannedCheckpoint, units: Iterator[Mapping[str, ParamState]], folder: Path, progress: Progress
+) -> dict[str, FileSum]:
+    """Write the files of weights and moments, and return their sums."""
+    if planned.moments:
+        (folder / OPTIMIZER).mkdir()
+    with (
+        DirectWriter(folder) as files,
+        ShardWriter(folder, planned.weights, files.open) as weights,
+        ShardWriter(folder, planned.moments, files.open) as moments,
+    ):
+        arrays = _Arrays(planned, weights, moments, progress)
+        for unit in range(len(planned.spec.units)):
+            arrays.write_unit(unit, units)
+        arrays.finish(units)
+    write_index(folder, planned.weights, planned.tensors, planned.written.numel)
+    return files.sums
+
+
+class _Arrays:
+    """Takes the state of unit after unit apart, and writes each tensor to its place."""
+
+    def __init__(
+        self, planned: PlannedCheckpoint, weights: ShardWriter, moments: ShardWriter, progress: Progress
+    ) -> None:
+        self._planned, self._weights, self._moments, self._progress = planned, weights, moments, progress
+        self._last: dict[str, tuple[WrittenTensor, Tensor]] = {}  # what lies in the last files, and is in memory anyway
+        self._total = sum(tensor.nbytes for tensor in (*planned.tensors, *planned.moment_tensors))
+        self._done = 0
+
+    def write_unit(self, unit: int, units: Iterator[Mapping[str, ParamState]]) -> None:
+        """Ask for the next unit and write it. Nothing of it is held afterwards."""
+        state = next(units, None)
+        params = self._planned.spec.units[unit].params
+        if state is None:
+            raise CheckpointError(f"only {unit} of {len(self._planned.spec.units)} units were given")
+        _refuse_inexact(params, state)
+        tensors = self._planned.written.tensors(unit, {param.name: state[param.name].master for param in params})
+        for tensor in self._planned.written.units[unit]:
+            value = tensors.pop(tensor.name)  # popped: where it is a copy, it goes as soon as it is written
+            if tensor.dtype == torch.float32:
+                self._write(self._weights, tensor, value)
+            else:
+                self._last[tensor.name] = tensor, value
+        for param in params:
+            both = state[param.name].m, state[param.name].v
+            for tensor, moment in zip(moments_of(param), both, strict=False):
+                assert moment is not None
+                self._write(self._moments, tensor, moment)
+
+    def finish(self, units: Iterator[Mapping[str, ParamState]]) -> None:
+        """Write what lies in the last files, and let whatever makes units come to its end."""
+        for name in (name for shard in self._planned.weights for name in shard.starts):
+            if name in self._last:
+                self._write(self._weights, *self._last[name])
+        if next(units, None) is not None:
+            raise CheckpointError(f"more than {len(self._planned.spec.units)} units were given")
+
+    def _write(self, writer: ShardWriter, tensor: WrittenTensor, value: Tensor) -> None:
+        writer.write(tensor, value)
+        self._done += tensor.nbytes
+        self._progress(self._done, self._total)
+
+
+def _refuse_inexact(params: Iterable[ParamSpec], state: Mapping[str, ParamState]) -> None:
+    """Raise `CheckpointError` for a state that is not what a parameter has: nothing is rounded or left out here."""
+    for param in params:
+        where = f"parameter {param.name}"
+        if param.name not in state:
+            raise CheckpointError("its state was not given", where=where)
+        given: dict[str, Tensor] = {
+            name: tensor for name in ("master", "m", "v") if (tensor := getattr(state[param.name], name)) is not None
+        }
+        due = ["master", "m", "v"] if param.trainable else ["master"]
+        if list(given) != due:
+            raise CheckpointError(f"its state is {', '.join(given)}, not {', '.join(due)}", where=where)
+        for name, tensor in given.items():
+            if tensor.dtype != torch.float32 or tuple(tensor.shape) != param.shape:
+                found = f"{tensor.dtype} {list(tensor.shape)}"
+                raise CheckpointError(f"its {name} is {found}, not torch.float32 {list(param.shape)}", where=where)
+
+
+def _small_files(written: WrittenModel) -> dict[str, bytes]:
+    """Config, generation config and custom code: name -> content. A checkpoint has no model card."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            written.write_small_files(Path(folder))
+            return {name: path.read_bytes() for name, path in _files_in(Path(folder)).items()}
+    except OSError as error:
+        what = f"the config cannot be written ({error.strerror or error})"
+        raise CheckpointError(what, where=tempfile.gettempdir(), fix="check space and permissions there") from error
+
+
+def _files_in(folder: Path) -> dict[str, Path]:
+    return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def _unwatched(done: int, total: int) -> None:
+    pass
+
+
+def _refuse_foreign(target: Path) -> None:
+    """A checkpoint replaces a whole folder, so that must be one, or empty."""
+    try:
+        inside = {path.name for path in target.iterdir()} if target.exists() else set()
+    except OSError as error:
+        raise CheckpointError(f"cannot be replaced ({error.strerror or error})", where=str(target)) from error
+    if inside and not inside & {MANIFEST, TRAINING, "config.json"}:
+        raise CheckpointError("is a folder of something else", where=str(target), fix="move it out of the way")
+
+
+def _refuse_too_little_space(target: Path, needed: int) -> None:
+    """A checkpoint that is there stays until the new one is whole, so its space does not count as free."""
+    free = shutil.disk_usage(target.parent).free
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"needs {needed:,} bytes, and {free:,} are free")

@@ -1,0 +1,66 @@
+"""What would make it fit: changes of a question that a user may agree to, and of a policy that an engine was given.
+
+Least painful first; whoever asks tries one after the other. It leaves out trying changes of a question (`search`), and
+what could be bought instead (`outlook.upgrades`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megatrain.plan.report import memory_table
+from megatrain.spec import ModelSpec, Policy, Work
+
+if TYPE_CHECKING:  # it tries the changes
+    from megatrain.plan.search import Question
+
+KEPT_PINNED = ("micro_batch", "host_threads")
+"""What is pinned for other reasons than how the model is streamed."""
+
+SHORTEST = 256
+"""Tokens of a sequence below which nobody is advised to go."""
+
+
+def changes(question: Question) -> Iterator[tuple[str, Question]]:
+    """In words, and as a question: what a user may give up, least painful first."""
+    length, unclipped = question.length, replace(question, clips=False)
+    fewer = [rows * length for rows in _halves(question.rows)]
+    if set(question.pinned) - set(KEPT_PINNED):
+        pinned = {name: value for name, value in question.pinned.items() if name in KEPT_PINNED}
+        yield "a policy with nothing pinned", replace(question, pinned=pinned)
+    if (size := question.pinned.get("micro_batch", 1)) > 1:
+        for rows in _halves(size):
+            yield f"a micro-batch of {rows:,}", replace(question, pinned={**question.pinned, "micro_batch": rows})
+    for tokens in fewer:
+        yield f"{tokens:,} tokens per step", replace(question, tokens_per_step=tokens)
+    for shorter in _halves(length):
+        if shorter >= SHORTEST:
+            yield f"one sequence of {shorter:,} tokens", replace(question, tokens_per_step=shorter, length=shorter)
+    if question.clips:
+        yield "no clipping (max_grad_norm=null)", unclipped
+        for tokens in fewer:
+            yield f"{tokens:,} tokens per step without clipping", replace(unclipped, tokens_per_step=tokens)
+
+
+def _halves(number: int) -> Iterator[int]:
+    while number := number // 2:
+        yield number
+
+
+def nearest_that_fits(model: ModelSpec, policy: Policy, work: Work, budgets: Mapping[str, int]) -> str:
+    """In words: the smallest change of the policy that keeps every tier within its budget (bytes), if there is one."""
+    tried: dict[str, dict[str, Any]] = {
+        "one weight slot and one gradient slot would fit": {"weight_slots": 1, "grad_slots": 1},
+        "no clipping (max_grad_norm=None) would fit": {"update": "during_backward"},
+        "no clipping, and one slot each, would fit": {"update": "during_backward", "weight_slots": 1, "grad_slots": 1},
+    }
+    for words, change in tried.items():
+        table = memory_table(model, replace(policy, **change), work)
+        needed = {tier: sum(n for (of, _), n in table.items() if of == tier) for tier in ("device", "host")}
+        if policy.shares_memory:
+            needed["host"] += needed.pop("device")
+        if all(needed.get(tier, 0) <= nbytes for tier, nbytes in budgets.items()):
+            return words
+    return "no other policy of this model fits"

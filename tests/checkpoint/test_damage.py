@@ -1,0 +1,212 @@
+"""No damage goes unseen: every file of a checkpoint deleted, cut, grown, and flipped byte by byte."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatrain.checkpoint import PlannedCheckpoint, full_check, open_checkpoint, quick_check, sums
+from megatrain.errors import DamagedCheckpoint
+from tests.saved import ported, save
+
+EXHAUSTIVE_NBYTES = 4096
+"""Of a file up to this size, every byte is flipped; of a larger one, those at its ends and some between."""
+SAMPLED = 60
+
+
+class OneThread:
+    """Does the work of a pool of threads on the spot, which for a thousand tiny checks is ten times faster."""
+
+    def __init__(self, *_: object) -> None:
+        self.map = map
+
+    def __enter__(self) -> OneThread:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with several files of each kind."""
+    planned = PlannedCheckpoint(ported(num_hidden_layers=1, vocab_size=16), shard_nbytes=30_000)
+    return save(
+        tmp_path_factory.mktemp("sound"),
+        planned=planned,
+        training={"step": 1, "rng": bytes(range(64))},
+        write_more=lambda folder: (folder / "tokenizer.json").write_text('{"model": {}}'),
+    )
+
+
+@pytest.fixture
+def checkpoint(sound: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sound, tmp_path / sound.name))
+
+
+def files_of(checkpoint: Path) -> list[Path]:
+    return sorted(path for path in checkpoint.rglob("*") if path.is_file())
+
+
+def damaged_files(check: Callable[[Path], list[object]], checkpoint: Path) -> list[str]:
+    return [str(damage).split()[0] for damage in check(checkpoint)]
+
+
+def test_it_has_files_of_every_kind_and_they_are_sound(checkpoint: Path) -> None:
+    names = {path.relative_to(checkpoint).as_posix() for path in files_of(checkpoint)}
+    assert names >= {"config.json", "training.json", "manifest.json", "tokenizer.json", "model.safetensors.index.json"}
+    assert len([name for name in names if name.startswith("model-")]) > 1
+    assert len([name for name in names if name.startswith("optimizer/moments-")]) > 1
+    assert quick_check(checkpoint) == full_check(checkpoint) == []
+
+
+def changes(content: bytes) -> Iterator[tuple[str, bytes]]:
+    """Contents of another size."""
+    for size in {0, len(content) // 2, len(content) - 1}:
+        yield f"cut to {size}", content[:size]
+    for extra in (b"\0", b"\n", b" "):
+        yield f"grown by {extra!r}", content + extra
+
+
+def test_every_file_that_is_missing_or_of_another_size_is_found_by_both_checks(checkpoint: Path) -> None:
+    for path in files_of(checkpoint):
+        name, content = path.relative_to(checkpoint).as_posix(), path.read_bytes()
+        path.unlink()
+        for check in (quick_check, full_check):
+            assert damaged_files(check, checkpoint) == [name], f"{name} deleted"
+        path.mkdir()
+        for check in (quick_check, full_check):
+            assert damaged_files(check, checkpoint) == [name], f"{name} made a folder"
+        path.rmdir()
+        for what, changed in changes(content):
+            path.write_bytes(changed)
+            for check in (quick_check, full_check):
+                assert damaged_files(check, checkpoint) == [name], f"{name} {what}"
+        path.write_bytes(content)
+        assert full_check(checkpoint) == []
+
+
+def places_in(nbytes: int, draw: random.Random) -> list[int]:
+    """Which bytes of a file are flipped, in any order."""
+    if nbytes <= EXHAUSTIVE_NBYTES:
+        return list(range(nbytes))
+    return [0, 7, 8, nbytes - 1, *draw.sample(range(nbytes), SAMPLED)]
+
+
+def flip(path: Path, place: int, bits: int) -> None:
+    """Change bits of one byte, or change them back."""
+    with path.open("r+b", buffering=0) as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ bits]))
+
+
+def test_every_byte_of_the_manifest_that_is_flipped_is_found(checkpoint: Path) -> None:
+    draw = random.Random(0)
+    manifest = checkpoint / "manifest.json"
+    for place in range(manifest.stat().st_size):
+        bits = draw.randrange(1, 256)
+        flip(manifest, place, bits)
+        assert damaged_files(quick_check, checkpoint) == ["manifest.json"], f"byte {place}"
+        flip(manifest, place, bits)
+    assert full_check(checkpoint) == []
+
+
+def test_every_byte_of_every_other_file_that_is_flipped_is_found(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One byte in each file at a time, and each file must be named."""
+    monkeypatch.setattr(sums, "ThreadPoolExecutor", OneThread)
+    draw = random.Random(0)
+    paths = [path for path in files_of(checkpoint) if path.name != "manifest.json"]
+    places = {path: places_in(path.stat().st_size, draw) for path in paths}
+    while places:
+        flips = [(path, left.pop(), draw.randrange(1, 256)) for path, left in places.items()]
+        for each in flips:
+            flip(*each)
+        names = [path.relative_to(checkpoint).as_posix() for path in places]
+        assert sorted(damaged_files(full_check, checkpoint)) == names, [(str(path), place) for path, place, _ in flips]
+        for each in flips:
+            flip(*each)
+        places = {path: left for path, left in places.items() if left}
+    assert full_check(checkpoint) == []
+
+
+def test_bytes_that_changed_places_are_found(checkpoint: Path) -> None:
+    for path in files_of(checkpoint):
+        content = path.read_bytes()
+        middle = len(content) // 2
+        for changed in (content[middle:] + content[:middle], content[::-1], bytes(len(content))):
+            path.write_bytes(changed)
+            assert damaged_files(full_check, checkpoint) == [path.relative_to(checkpoint).as_posix()]
+        path.write_bytes(content)
+
+
+def test_a_file_of_another_checkpoint_is_found(checkpoint: Path, tmp_path: Path) -> None:
+    planned = PlannedCheckpoint(ported(num_hidden_layers=1, vocab_size=16), shard_nbytes=30_000)
+    other = save(tmp_path / "other", 2, planned=planned)
+    for path in files_of(other):
+        if "safetensors" in path.name and not path.name.endswith(".json"):
+            content = (checkpoint / path.relative_to(other)).read_bytes()
+            shutil.copyfile(path, checkpoint / path.relative_to(other))
+            assert quick_check(checkpoint) == []
+            assert damaged_files(full_check, checkpoint) == [path.relative_to(other).as_posix()]
+            (checkpoint / path.relative_to(other)).write_bytes(content)
+
+
+def test_every_damaged_file_is_named(checkpoint: Path) -> None:
+    nbytes = (checkpoint / "config.json").stat().st_size
+    (checkpoint / "training.json").unlink()
+    (checkpoint / "config.json").write_text("{}")
+    first = checkpoint / "model-00001-of-00002.safetensors"
+    first.write_bytes(first.read_bytes().replace(b"weight", b"weighs", 1))
+    assert [str(damage) for damage in full_check(checkpoint)] == [
+        f"config.json has 2 bytes, and was written with {nbytes:,}",
+        "training.json is missing",
+        f"model-00001-of-00002.safetensors is damaged between byte 0 and byte {first.stat().st_size:,}",
+    ]
+    with pytest.raises(
+        DamagedCheckpoint, match=r"config.json has 2 bytes.*\(and 2 more\); go on from an older one"
+    ) as caught:
+        open_checkpoint(checkpoint)
+    assert str(checkpoint) in str(caught.value)
+
+
+def test_weights_that_were_not_written_with_it_are_found_and_other_files_are_not(checkpoint: Path) -> None:
+    (checkpoint / "results.json").write_text("{}")
+    (checkpoint / ".DS_Store").write_text("")
+    (checkpoint / "notes").mkdir()
+    assert full_check(checkpoint) == []
+    shutil.copyfile(checkpoint / "model-00001-of-00002.safetensors", checkpoint / "model.safetensors")
+    for check in (quick_check, full_check):
+        assert [str(damage) for damage in check(checkpoint)] == [
+            "model.safetensors was not there when the checkpoint was written"
+        ]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is damaged"),
+        ("[]", "is damaged"),
+        ("{}", "is damaged"),
+        ('{"format": 1}', "is damaged"),
+        ('{"format": 1, "files": [], "step": 0, "score": null, "version": ""}', "is damaged"),
+        ('{"format": 2}', "has format 2, and this MegaTrain reads up to 1"),
+    ],
+)
+def test_a_manifest_that_is_none_or_newer_says_so(text: str, said: str, checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").write_text(text)
+    assert [str(damage) for damage in quick_check(checkpoint)] == [f"manifest.json {said}"]
+
+
+def test_a_manifest_with_the_same_content_in_another_text_is_damaged(checkpoint: Path) -> None:
+    path = checkpoint / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text())))
+    assert [str(damage) for damage in quick_check(checkpoint)] == ["manifest.json is damaged"]

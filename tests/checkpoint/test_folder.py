@@ -1,0 +1,313 @@
+"""The newest sound checkpoint is found whatever has happened; what goes was to go, and is never the last one."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.checkpoint import (
+    PlannedCheckpoint,
+    Retention,
+    checkpoints,
+    full_check,
+    newest_sound,
+    prune,
+    put_all_right,
+    quick_check,
+    step_of,
+    sums,
+)
+from megatrain.errors import CheckpointError, ConfigError
+from tests.saved import bits, expected, loaded, ported, save
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process.*is multi-threaded, use of fork:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def planned() -> PlannedCheckpoint:
+    return PlannedCheckpoint(ported(num_hidden_layers=1, vocab_size=16))
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [step_of(path) for path in checkpoints(folder)]
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+# Finding -------------------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_are_listed_newest_first_whatever_else_lies_there(
+    planned: PlannedCheckpoint, tmp_path: Path
+) -> None:
+    assert checkpoints(tmp_path / "none") == []
+    for step in (2, 100_000_000, 10, 123_456_789):
+        (tmp_path / f"step-{step:08d}").mkdir()
+    for name in ("step-1", "step-00000001x", ".step-00000003.77.part", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000004").write_text("")
+    assert steps_in(tmp_path) == [123_456_789, 100_000_000, 10, 2]
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        checkpoints(tmp_path / "step-00000004")
+
+
+def test_damaged_and_unfinished_ones_are_skipped_with_a_line_each(planned: PlannedCheckpoint, tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, planned=planned)
+    (tmp_path / "step-00000004" / "manifest.json").unlink()
+    flip(tmp_path / "step-00000003" / "optimizer" / "moments.safetensors")
+    found = newest_sound(tmp_path)
+    assert found.checkpoint is not None
+    assert found.checkpoint.step == 2
+    size = (tmp_path / "step-00000003" / "optimizer" / "moments.safetensors").stat().st_size
+    assert found.skipped == (
+        "step-00000004: manifest.json is missing: the folder is unfinished, or no checkpoint",
+        f"step-00000003: optimizer/moments.safetensors is damaged between byte 0 and byte {size:,}",
+    )
+    assert bits(loaded(found.checkpoint, planned)) == expected(planned, 2)
+    quickly = newest_sound(tmp_path, quick_check)
+    assert quickly.checkpoint is not None
+    assert quickly.checkpoint.step == 3, "nothing was read"
+
+
+def test_where_none_is_sound_there_is_none(planned: PlannedCheckpoint, tmp_path: Path) -> None:
+    assert newest_sound(tmp_path / "none").checkpoint is None
+    flip(save(tmp_path, planned=planned) / "config.json")
+    found = newest_sound(tmp_path)
+    assert found.checkpoint is None
+    assert len(found.skipped) == 1
+
+
+# Keeping -------------------------------------------------------------------------------------------------------------
+
+SCORES = st.dictionaries(st.integers(0, 40), st.none() | st.integers(0, 5).map(float), max_size=12)
+
+
+@given(SCORES, st.integers(1, 4), st.none() | st.integers(1, 7), st.integers(0, 3))
+def test_what_is_kept(scores: dict[int, float | None], last: int, every: int | None, best: int) -> None:
+    kept = Retention(last, every, best).kept(scores)
+    assert kept <= scores.keys()
+    assert kept >= set(sorted(scores)[-last:])
+    if every:
+        assert kept >= {step for step in scores if step % every == 0}
+    scored = {step: score for step, score in scores.items() if score is not None}
+    chosen = sorted(scored, key=lambda step: (scored[step], -step))[:best]
+    assert kept >= set(chosen)
+    assert len(kept) <= last + best + len([step for step in scores if every and step % every == 0])
+
+
+@pytest.mark.parametrize("wrong", [{"keep_last": 0}, {"keep_every": 0}, {"keep_best": -1}])
+def test_a_retention_that_keeps_nothing_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="keep at least the last one"):
+        Retention(**wrong)
+
+
+def test_the_last_every_so_many_and_the_best_stay(planned: PlannedCheckpoint, tmp_path: Path) -> None:
+    for step, score in {10: 3.0, 20: None, 30: 1.0, 40: 2.0, 50: 2.5, 60: None}.items():
+        save(tmp_path, step, planned=planned, score=score)
+    gone = prune(tmp_path, Retention(keep_last=1, keep_every=20, keep_best=1))
+    assert sorted(map(step_of, gone)) == [10, 50]
+    assert names_in(tmp_path) == [f"step-{step:08d}" for step in (20, 30, 40, 60)]
+    assert prune(tmp_path, Retention(keep_last=1, keep_every=20, keep_best=1)) == []
+    prune(tmp_path, Retention(keep_last=2))
+    assert steps_in(tmp_path) == [60, 40]
+
+
+def test_the_newest_sound_one_stays_and_nothing_that_is_not_ours_goes(
+    planned: PlannedCheckpoint, tmp_path: Path
+) -> None:
+    for step in range(1, 7):
+        save(tmp_path, step, planned=planned)
+    (tmp_path / "step-00000006" / "training.json").unlink()
+    flip(tmp_path / "step-00000005" / "manifest.json")
+    (tmp_path / "step-00000002" / "config.json").unlink()
+    (tmp_path / "step-00000000").mkdir()
+    (tmp_path / "step-00000000" / "thesis.txt").write_text("years of work")
+    flip(tmp_path / "step-00000001" / "manifest.json")
+    gone = prune(tmp_path, Retention(keep_last=1))
+    assert sorted(map(step_of, gone)) == [2, 3], "2 is damaged, and 3 is not the newest sound one"
+    assert steps_in(tmp_path) == [6, 5, 4, 1, 0]
+
+
+def test_where_none_is_sound_nothing_goes(planned: PlannedCheckpoint, tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4, 5):
+        (save(tmp_path, step, planned=planned) / "config.json").unlink()
+    assert prune(tmp_path, Retention(keep_last=1)) == []
+    assert len(checkpoints(tmp_path)) == 5
+
+
+def test_what_cannot_be_removed_is_one_clear_error(
+    planned: PlannedCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        save(tmp_path, step, planned=planned)
+
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "rename", denied)
+    with pytest.raises(CheckpointError, match=r"step-00000001: cannot be removed \(Permission denied\)"):
+        prune(tmp_path, Retention(keep_last=1))
+    monkeypatch.undo()
+    assert full_check(tmp_path / "step-00000001") == []
+    monkeypatch.setattr(shutil, "rmtree", denied)
+    with pytest.raises(CheckpointError, match="cannot be removed"):
+        prune(tmp_path, Retention(keep_last=1))
+    monkeypatch.undo()
+    assert steps_in(tmp_path) == [2], "renamed already, so nobody sees half of it"
+    assert len(names_in(tmp_path)) == 2
+    prune(tmp_path, Retention(keep_last=1))
+    assert names_in(tmp_path) == ["step-00000002"]
+
+
+# Killed --------------------------------------------------------------------------------------------------------------
+
+
+def die(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(work: Callable[[], object]) -> None:
+    """Do it in a child process, which is to kill itself on the way."""
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.alarm(60)
+            work()
+        finally:
+            os._exit(1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+
+
+def die_at_call(owner: Any, name: str, when: Callable[..., bool]) -> None:
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: die() if when(*args) else original(*args, **kwargs))
+
+
+def nth(number: int) -> Callable[..., bool]:
+    calls = iter(range(1_000_000))
+    return lambda *_: next(calls) == number
+
+
+KILLS: dict[str, Callable[[], object]] = {
+    "at the first block": lambda: die_at_call(os, "pwrite", nth(0)),
+    "at a later block": lambda: die_at_call(os, "pwrite", nth(9)),
+    "as a file gets its size": lambda: die_at_call(os, "ftruncate", nth(1)),
+    "at the first small file": lambda: die_at_call(Path, "write_bytes", nth(0)),
+    "at the manifest": lambda: die_at_call(Path, "write_text", lambda path, *_: path.name == "manifest.json"),
+    "as files are forced to the disk": lambda: die_at_call(os, "fsync", nth(3)),
+    "before the old one moves": lambda: die_at_call(Path, "rename", lambda path, _: path.name.startswith("step-")),
+    "between the renames": lambda: die_at_call(Path, "rename", lambda path, _: path.name.endswith(".part")),
+    "before the old one goes": lambda: die_at_call(shutil, "rmtree", lambda path, *_, **__: path.name.endswith(".old")),
+}
+
+
+@pytest.mark.parametrize(
+    ("kill", "replaces"), [*((kill, True) for kill in KILLS), *((kill, False) for kill in KILLS if "old" not in kill)]
+)
+def test_a_kill_at_any_moment_leaves_a_whole_one(
+    kill: str, replaces: bool, planned: PlannedCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sums, "BLOCK_NBYTES", 4096)
+    for step in (1, 2) if replaces else (1,):
+        save(tmp_path, step, planned=planned)
+
+    def work() -> None:
+        KILLS[kill]()
+        save(tmp_path, 2, seed=7, planned=planned)
+
+    killed(work)
+    assert len(names_in(tmp_path)) > 1, "it was killed with work left behind"
+    found = newest_sound(tmp_path)
+    assert found.checkpoint is not None
+    assert found.skipped == (), "there is nothing half-written to skip"
+    put_all_right(tmp_path)
+    assert [name for name in names_in(tmp_path) if name.startswith(".")] == []
+    found = newest_sound(tmp_path)
+    assert found.checkpoint is not None
+    seed = {"before the old one goes": 7}.get(kill, 2) if replaces else 1
+    assert bits(loaded(found.checkpoint, planned)) == expected(planned, seed)
+    save(tmp_path, 3, planned=planned)
+    assert steps_in(tmp_path) == ([3, 2, 1] if replaces else [3, 1])
+
+
+@pytest.mark.parametrize("kill", ["rename", "rmtree"])
+def test_a_prune_that_was_killed_is_ended_by_the_next(kill: str, planned: PlannedCheckpoint, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step, planned=planned)
+
+    def work() -> None:
+        if kill == "rename":
+            die_at_call(Path, "rename", nth(1))
+        else:
+            die_at_call(os, "unlink", nth(2))
+            die_at_call(os, "rmdir", nth(0))
+        prune(tmp_path, Retention(keep_last=1))
+
+    killed(work)
+    assert all(full_check(path) == [] for path in checkpoints(tmp_path)), "what is seen is whole"
+    assert [name for name in names_in(tmp_path) if name.endswith(".gone")] or kill == "rename"
+    prune(tmp_path, Retention(keep_last=1))
+    assert names_in(tmp_path) == ["step-00000003"]
+
+
+def test_kills_at_random_moments_of_saving_and_pruning(planned: PlannedCheckpoint, tmp_path: Path) -> None:
+    save(tmp_path, 1, planned=planned)
+    draw = random.Random(0)
+    newest = 1
+    for _ in range(10):
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.alarm(60)
+                put_all_right(tmp_path)
+                for step in range(newest + 1, newest + 1_000):
+                    save(tmp_path, step, planned=planned)
+                    prune(tmp_path, Retention(keep_last=2))
+            finally:
+                os._exit(1)
+        time.sleep(draw.uniform(0.005, 0.15))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        found = newest_sound(tmp_path)
+        assert found.checkpoint is not None
+        assert found.skipped == ()
+        assert found.checkpoint.step >= newest
+        newest = found.checkpoint.step
+        assert bits(loaded(found.checkpoint, planned)) == expected(planned, newest)
+        assert found.checkpoint.training == {"step": newest}
+    assert newest > 1, "some were written"
+    put_all_right(tmp_path)
+    prune(tmp_path, Retention(keep_last=1))
+    assert names_in(tmp_path) == [f"step-{newest:08d}"]
+
+
+def test_what_living_processes_have_under_way_is_left_alone(planned: PlannedCheckpoint, tmp_path: Path) -> None:
+    save(tmp_path, 1, planned=planned)
+    living = [f".step-00000002.{os.getppid()}.{kind}" for kind in ("part", "old", "gone")]
+    own = f".step-00000002.{os.getpid()}.part"
+    dead = [f".step-00000002.4194999.{kind}" for kind in ("part", "gone")]  # beyond the largest process id of Linux
+    for name in (*living, own, *dead):
+        (tmp_path / name).mkdir()
+    prune(tmp_path, Retention(keep_last=1))
+    assert names_in(tmp_path) == sorted([*living, own, dead[0], "step-00000001"]), "a thread may be writing our own"
+    put_all_right(tmp_path)
+    assert names_in(tmp_path) == sorted([*living, "step-00000001"])

@@ -1,0 +1,398 @@
+"""A checkpoint gives back every bit that it was given, by name, is a Hugging Face model, and is written by unit."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megatrain.checkpoint import (
+    Checkpoint,
+    ParamState,
+    PlannedCheckpoint,
+    checkpoints,
+    full_check,
+    open_checkpoint,
+    write_checkpoint,
+)
+from megatrain.checkpoint import direct as direct_module
+from megatrain.checkpoint import save as save_module
+from megatrain.checkpoint import sums as sums_module
+from megatrain.errors import CheckpointError, DamagedCheckpoint
+from megatrain.model import freeze_parameters, port_model
+from tests.saved import State, any_bits, bits, expected, loaded, ported, save, units_of
+from tests.tiny import batch, tiny_model
+
+
+@pytest.fixture(scope="module")
+def llama() -> PlannedCheckpoint:
+    return PlannedCheckpoint(ported())
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+# What comes back -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-tied", "gemma2", "gpt2", "mixtral", "qwen3-moe"])
+def test_every_bit_of_masters_and_moments_comes_back(family: str, tmp_path: Path) -> None:
+    planned = PlannedCheckpoint(ported(family), shard_nbytes=30_000)
+    folder = save(tmp_path, 7, planned=planned)
+    assert len(list(folder.glob("model-*-of-*.safetensors"))) > 1
+    assert len(list(folder.glob("optimizer/moments-*-of-*.safetensors"))) > 1
+    checkpoint = open_checkpoint(folder)
+    assert bits(loaded(checkpoint, planned)) == expected(planned, 7)
+    assert (checkpoint.step, checkpoint.training) == (7, {"step": 7})
+
+
+def test_gaussian_masters_make_a_model_that_the_stock_loader_takes(tmp_path: Path) -> None:
+    model = tiny_model("mixtral").eval()
+    planned = PlannedCheckpoint(port_model(model, torch.bfloat16))
+    masters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    units = (
+        {param.name: ParamState(masters[param.name], *torch.zeros(2, *param.shape)) for param in unit.params}
+        for unit in planned.spec.units
+    )
+    folder = write_checkpoint(tmp_path, 3, planned, units, {})
+    found, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()), report
+    assert found.dtype == torch.float32
+    inputs = batch(2, 9, 0)["input_ids"]
+    with torch.no_grad():
+        assert torch.equal(found.eval()(inputs).logits, model(inputs).logits)
+
+
+def test_it_is_what_the_stock_model_saves_but_for_the_order_inside_the_files(tmp_path: Path) -> None:
+    model = tiny_model("qwen3-moe")
+    planned = PlannedCheckpoint(port_model(model, torch.bfloat16))
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    units = (
+        {param.name: ParamState(*[weights[param.name]] * 3) for param in unit.params} for unit in planned.spec.units
+    )
+    folder = write_checkpoint(tmp_path / "run", 1, planned, units, {})
+    model.save_pretrained(tmp_path / "stock")
+    for name in ("config.json", "generation_config.json"):
+        assert (folder / name).read_bytes() == (tmp_path / "stock" / name).read_bytes()
+    ours, stock = load_file(folder / "model.safetensors"), load_file(tmp_path / "stock" / "model.safetensors")
+    assert ours.keys() == stock.keys()
+    assert all(torch.equal(ours[name], stock[name]) for name in ours)
+    with safe_open(folder / "model.safetensors", "pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+
+
+def test_frozen_parameters_have_no_moments(tmp_path: Path) -> None:
+    model = tiny_model()
+    freeze_parameters(model, ["model.layers.0.*", "*embed*"])
+    planned = PlannedCheckpoint(port_model(model, torch.bfloat16))
+    checkpoint = open_checkpoint(save(tmp_path, planned=planned))
+    params = [param for unit in planned.spec.units for param in unit.params]
+    assert checkpoint.moment_shapes == {param.name: param.shape for param in params if param.trainable}
+    assert 0 < len(checkpoint.moment_shapes) < len(params)
+    assert bits(loaded(checkpoint, planned)) == expected(planned, 1)
+    with pytest.raises(CheckpointError, match=r"step-00000001: has no model.layers.0.*\.m; train the parameters that"):
+        list(checkpoint.moments(["model.layers.0.mlp.up_proj.weight"]))
+
+
+def test_where_all_is_frozen_there_is_no_optimizer(tmp_path: Path) -> None:
+    model = tiny_model()
+    freeze_parameters(model, ["*"])
+    planned = PlannedCheckpoint(port_model(model, torch.bfloat16))
+    checkpoint = open_checkpoint(save(tmp_path, planned=planned))
+    assert not (checkpoint.folder / "optimizer").exists()
+    assert checkpoint.moment_shapes == {}
+    assert bits(loaded(checkpoint, planned)) == expected(planned, 1)
+
+
+def test_buffers_of_other_dtypes_lie_in_a_file_of_their_own(tmp_path: Path) -> None:
+    model = tiny_model()
+    model.model.layers[1].mlp.register_buffer("seen", torch.tensor([3, 4]))
+    model.model.layers[0].mlp.register_buffer("flag", torch.tensor(True))
+    model.model.register_buffer("scale", torch.tensor([0.5], dtype=torch.float64))
+    planned = PlannedCheckpoint(port_model(model, torch.bfloat16))
+    folder = save(tmp_path, planned=planned)
+    found = load_file(folder / "model-00002-of-00002.safetensors")
+    assert {name.rpartition(".")[2]: tensor.tolist() for name, tensor in found.items()} == {
+        "seen": [3, 4],
+        "flag": True,
+        "scale": [0.5],
+    }
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {path.name for path in folder.glob("*.safetensors")}
+    assert full_check(folder) == []
+
+
+def test_moments_are_read_from_the_file_as_they_are_asked_for(llama: PlannedCheckpoint, tmp_path: Path) -> None:
+    """In any order, any number of times, each by its name."""
+    checkpoint = open_checkpoint(save(tmp_path, planned=llama))
+    wanted = expected(llama, 1)
+    names = sorted(wanted, reverse=True)[:4] * 2
+    assert [(name, [m.numpy().tobytes(), v.numpy().tobytes()]) for name, m, v in checkpoint.moments(names)] == [
+        (name, wanted[name][1:]) for name in names
+    ]
+
+
+def test_a_second_save_of_a_step_takes_the_place_of_the_first(llama: PlannedCheckpoint, tmp_path: Path) -> None:
+    folder = save(tmp_path, 5, planned=llama)
+    (folder / "model.safetensors").write_text("damaged")
+    assert save(tmp_path, 5, seed=9, planned=llama) == folder
+    assert bits(loaded(open_checkpoint(folder), llama)) == expected(llama, 9)
+    assert names_in(tmp_path)[0] == "step-00000005"
+    assert not [name for name in names_in(tmp_path) if name.startswith(".")]
+
+
+def test_what_the_caller_adds_is_under_the_manifest_too(llama: PlannedCheckpoint, tmp_path: Path) -> None:
+    def more(folder: Path) -> None:
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "short.jinja").write_text("{{ x }}")
+        (folder / "tokenizer.json").write_text("{}")
+        (folder / "empty.txt").write_text("")
+
+    folder = save(tmp_path, planned=llama, write_more=more, score=float("nan"))
+    assert full_check(folder) == []
+    manifest = open_checkpoint(folder).manifest
+    assert set(manifest.files) | {"manifest.json"} == {name for name in names_in(folder) if (folder / name).is_file()}
+    assert manifest.files["empty.txt"].crc32 == ""
+    assert manifest.score is None
+    assert manifest.nbytes == sum(
+        path.stat().st_size for path in folder.rglob("*.*") if path.is_file() and path.name != "manifest.json"
+    )
+
+
+def test_progress_ends_at_the_bytes_of_all_tensors(llama: PlannedCheckpoint, tmp_path: Path) -> None:
+    said: list[tuple[int, int]] = []
+    save(tmp_path, planned=llama, progress=lambda done, total: said.append((done, total)))
+    total = 12 * llama.spec.numel
+    assert said[-1] == (total, total)
+    assert said == sorted(said)
+    assert total < llama.nbytes < total + 30_000
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_unit_is_let_go_before_the_next_is_asked_for(llama: PlannedCheckpoint, tmp_path: Path) -> None:
+    given: list[weakref.ref[Any]] = []
+    ended: list[bool] = []
+
+    def units() -> Iterator[State]:
+        for unit in llama.spec.units:
+            assert [each for each in given if each() is not None] == []
+            state = {p.name: ParamState(*(any_bits(p.shape, torch.Generator()) for _ in range(3))) for p in unit.params}
+            given.extend(weakref.ref(tensor) for each in state.values() for tensor in (each.master, each.m, each.v))
+            assert any(each() is not None for each in given)
+            yield state
+            del state
+        ended.append(True)
+
+    save(tmp_path, planned=llama, units=units())
+    assert len(given) == 3 * sum(len(unit.params) for unit in llama.spec.units)
+    assert ended == [True], "what makes units comes to its end"
+
+
+def test_the_memory_of_a_unit_may_be_used_again(llama: PlannedCheckpoint, tmp_path: Path) -> None:
+    memory: dict[tuple[str, int], Tensor] = {}
+
+    def units() -> Iterator[State]:
+        for unit in units_of(llama, 4):
+            for tensor in memory.values():
+                tensor.fill_(torch.nan)
+            state: State = {}
+            for name, each in unit.items():
+                copies = []
+                for index, tensor in enumerate((each.master, each.m, each.v)):
+                    key = str(tensor.shape) + name.rpartition(".layers.")[2][2:], index
+                    copies.append(memory.setdefault(key, torch.empty_like(tensor)).copy_(tensor))
+                state[name] = ParamState(*copies)
+            yield state
+
+    folder = save(tmp_path, planned=llama, units=units())
+    assert bits(loaded(open_checkpoint(folder), llama)) == expected(llama, 4)
+
+
+def test_no_buffer_and_no_thread_is_left(llama: PlannedCheckpoint, tmp_path: Path) -> None:
+    before = threading.active_count(), len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+    save(tmp_path, planned=llama)
+    after = threading.active_count(), len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+    assert after == before
+
+
+# Whole or not at all -------------------------------------------------------------------------------------------------
+
+
+def refuse(*_: object, **__: object) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def refuse_as_tokenizers_do(_: Path) -> None:
+    raise Exception("No space left on device (os error 28)")
+
+
+def fail_in(place: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Make a save fail at some place; options to call it with."""
+    if place == "space":
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000))
+    elif place == "config":
+        monkeypatch.setattr(Path, "write_bytes", refuse)
+    elif place == "training":
+        monkeypatch.setattr(save_module, "write_training", refuse)
+    elif place == "tokenizer":
+        return {"write_more": refuse_as_tokenizers_do}
+    elif place in ("first block", "later block"):
+        written = os.pwrite
+        count = iter(range(1_000))
+
+        def full(file: int, data: memoryview, start: int) -> int:
+            if next(count) >= (0 if place == "first block" else 20):
+                refuse()
+            return written(file, data, start)
+
+        monkeypatch.setattr(os, "pwrite", full)
+    elif place == "no progress":
+        monkeypatch.setattr(os, "pwrite", lambda *_: 0)
+    elif place == "disk":
+        monkeypatch.setattr(os, "fsync", refuse)
+    elif place == "last rename":
+        renamed = Path.rename
+        monkeypatch.setattr(
+            Path, "rename", lambda self, to: refuse() if self.name.endswith(".part") else renamed(self, to)
+        )
+    elif place == "folder":
+        forced = os.fsync
+
+        def after_the_rename(file: int) -> None:
+            return refuse() if Path(os.readlink(f"/proc/self/fd/{file}")).name == "run" else forced(file)
+
+        monkeypatch.setattr(os, "fsync", after_the_rename)
+    return {}
+
+
+PLACES = ["space", "config", "training", "tokenizer", "first block", "later block", "no progress", "disk"]
+
+
+@pytest.mark.parametrize("place", [*PLACES, "last rename", "folder"])
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_failed_save_leaves_nothing_and_keeps_what_was_there(
+    place: str, replaces: bool, llama: PlannedCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if place == "folder" and not Path("/proc/self/fd").exists():
+        pytest.skip("nothing tells which folder is forced to the disk")
+    monkeypatch.setattr(sums_module, "BLOCK_NBYTES", 4096)
+    run = tmp_path / "run"
+    older = save(run, 1, planned=llama)
+    if replaces:
+        older = save(run, 2, seed=8, planned=llama)
+    before = names_in(tmp_path)
+    options = fail_in(place, monkeypatch)
+    with pytest.raises(
+        CheckpointError, match=r"No space left on device|needs [\d,]+ bytes, and 1,000 are free"
+    ) as caught:
+        save(run, 2, planned=llama, **options)
+    monkeypatch.undo()
+    monkeypatch.setattr(sums_module, "BLOCK_NBYTES", 4096)
+    assert str(run / "step-00000002") in str(caught.value)
+    assert str(caught.value).endswith("free some space")
+    assert "\n" not in str(caught.value)
+    assert names_in(tmp_path) == before
+    assert full_check(older) == []
+    save(run, 2, planned=llama)
+    assert len(checkpoints(run)) == 2
+
+
+def test_what_makes_units_may_fail_and_says_so_itself(llama: PlannedCheckpoint, tmp_path: Path) -> None:
+    def units(how_many: int) -> Iterator[State]:
+        for place, unit in enumerate(units_of(llama, 1)):
+            if place == how_many:
+                raise KeyboardInterrupt
+            yield unit
+
+    for how_many in (0, 2):
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path / "run", planned=llama, units=units(how_many))
+    assert names_in(tmp_path) == []
+
+
+def drop(name: str) -> Callable[[State], State]:
+    return lambda state: {key: each for key, each in state.items() if key != name}
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+WRONG: dict[str, tuple[Callable[[State], State], str]] = {
+    "none": (drop(NORM), "its state was not given"),
+    "no moments": (lambda s: {**s, NORM: ParamState(s[NORM].master)}, "its state is master, not master, m, v"),
+    "rounded": (
+        lambda s: {**s, NORM: replace(s[NORM], m=s[NORM].master.bfloat16())},
+        r"its m is torch.bfloat16 \[32\], not torch.float32 \[32\]",
+    ),
+    "other shape": (
+        lambda s: {**s, NORM: replace(s[NORM], master=torch.zeros(1, 32))},
+        r"its master is torch.float32 \[1, 32\], not torch.float32 \[32\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_state_that_is_not_exact_is_refused(wrong: str, llama: PlannedCheckpoint, tmp_path: Path) -> None:
+    change, said = WRONG[wrong]
+    units = [change(state) if NORM in state else state for state in units_of(llama, 1)]
+    with pytest.raises(CheckpointError, match=f"parameter {NORM}: {said}"):
+        save(tmp_path, planned=llama, units=units)
+    assert names_in(tmp_path) == []
+
+
+def test_too_few_and_too_many_units_are_refused(llama: PlannedCheckpoint, tmp_path: Path) -> None:
+    units = list(units_of(llama, 1))
+    with pytest.raises(CheckpointError, match="only 4 of 5 units were given"):
+        save(tmp_path, planned=llama, units=units[:-1])
+    with pytest.raises(CheckpointError, match="more than 5 units were given"):
+        save(tmp_path, planned=llama, units=[*units, units[0]])
+    assert names_in(tmp_path) == []
+
+
+def test_a_folder_of_something_else_is_not_replaced(llama: PlannedCheckpoint, tmp_path: Path) -> None:
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "step-00000001" / "thesis.txt").write_text("years of work")
+    with pytest.raises(CheckpointError, match="is a folder of something else"):
+        save(tmp_path, planned=llama)
+    (tmp_path / "step-00000002").write_text("years of work")
+    with pytest.raises(CheckpointError, match="cannot be replaced"):
+        save(tmp_path, 2, planned=llama)
+    assert names_in(tmp_path) == ["step-00000001", "step-00000001/thesis.txt", "step-00000002"]
+
+
+def test_without_direct_writes_the_files_are_the_same(
+    llama: PlannedCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = save(tmp_path / "one", planned=llama)
+    monkeypatch.setattr(direct_module, "_set_direct", lambda file, flag: None)
+    other = save(tmp_path / "other", planned=llama)
+    assert {n: (one / n).read_bytes() for n in names_in(one) if (one / n).is_file()} == {
+        n: (other / n).read_bytes() for n in names_in(other) if (other / n).is_file()
+    }
+
+
+def test_a_checkpoint_opens_wherever_it_is_moved(llama: PlannedCheckpoint, tmp_path: Path) -> None:
+    folder = save(tmp_path / "run", 3, planned=llama, score=2.5)
+    shutil.copytree(folder, tmp_path / "best")
+    found: Checkpoint = open_checkpoint(tmp_path / "best")
+    assert (found.step, found.manifest.score) == (3, 2.5)
+    with pytest.raises(
+        DamagedCheckpoint, match=r"manifest.json is missing: the folder is unfinished, or no checkpoint"
+    ):
+        open_checkpoint(tmp_path)

@@ -1,0 +1,421 @@
+"""Regions on the disk: what is written comes back, nothing is left behind, and space is known before it is used."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.errors import DiskError, DiskFull
+from megatrain.memory import scratch
+from megatrain.memory.disk import Disk
+from megatrain.memory.striped import SECTOR
+
+BLOCK = 2 * SECTOR
+
+
+def aligned(nbytes: int, skip: int = 0) -> np.ndarray:
+    """Random bytes, `skip` behind the beginning of a page."""
+    memory = np.frombuffer(mmap.mmap(-1, nbytes + skip + 1), np.uint8)[skip : skip + nbytes]
+    memory[:] = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
+    return memory
+
+
+def folders(parent: Path, count: int) -> list[Path]:
+    made = [parent / str(number) for number in range(count)]
+    for folder in made:
+        folder.mkdir(exist_ok=True)
+    return made
+
+
+@pytest.fixture(params=["direct", "cached"])
+def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Past the page cache where the machine can, and through it."""
+    if request.param == "cached":
+        monkeypatch.setattr(scratch, "_DIRECT", 0)
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("disk")
+
+
+@given(
+    sizes=st.lists(st.integers(0, 6 * BLOCK) | st.sampled_from([SECTOR, BLOCK, 3 * BLOCK]), min_size=1, max_size=3),
+    skip=st.sampled_from([0, 1, 8, 512]),
+    shares=st.lists(st.floats(0.1, 10), min_size=1, max_size=3),
+    checksums=st.booleans(),
+    direct=st.booleans(),
+)
+def test_what_is_written_comes_back(
+    sizes: list[int], skip: int, shares: list[float], checksums: bool, direct: bool, place: Path
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if not direct:
+            patch.setattr(scratch, "_DIRECT", 0)
+        disk = Disk(folders(place, len(shares)), shares=shares, block_nbytes=BLOCK, depth=2, checksums=checksums)
+    disk.provide({str(number): (size, f"region {number}") for number, size in enumerate(sizes)})
+    written = [aligned(size, skip) for size in sizes]
+    for turn in range(2):
+        for number, memory in enumerate(written):
+            memory += np.uint8(turn)
+            disk.write(str(number), memory)
+        for number, memory in enumerate(written):
+            back = aligned(memory.size, 0 if turn else skip)  # the alignment of writer and reader may differ
+            disk.read(str(number), back)
+            assert np.array_equal(back, memory)
+    assert disk.nbytes() == sum(sizes)
+    disk.close()
+
+
+def test_tensors_are_memory_too(tmp_path: Path, mode: str) -> None:
+    disk = Disk([tmp_path])
+    disk.provide({"a": (1000, "a")})
+    value = torch.randint(0, 256, (10, 100), dtype=torch.uint8)
+    disk.write("a", value)
+    back = torch.zeros(2000, dtype=torch.uint8)[500:1500]
+    disk.read("a", back)
+    assert torch.equal(back, value.view(-1))
+    disk.close()
+
+
+def test_a_region_is_zeros_until_it_is_written_and_costs_no_reading(tmp_path: Path) -> None:
+    disk = Disk([tmp_path], block_nbytes=SECTOR)
+    disk.provide({"a": (3 * SECTOR, "a")})
+    disk.write("a", aligned(3 * SECTOR))
+    disk.forget("a")
+    disk.provide({"b": (2 * SECTOR, "b")})  # where the bytes of a still are
+    back = aligned(2 * SECTOR)
+    disk.read("b", back)
+    assert not back.any()
+    assert disk.read_nbytes == 0
+    assert disk.written_nbytes == 3 * SECTOR
+    disk.close()
+
+
+def test_bytes_and_busy_seconds_are_counted(tmp_path: Path) -> None:
+    disk = Disk([tmp_path], block_nbytes=BLOCK)
+    disk.provide({"a": (BLOCK + 1, "a")})
+    memory = aligned(BLOCK + 1)
+    disk.write("a", memory)
+    disk.write("a", memory)
+    disk.read("a", memory)
+    assert (disk.written_nbytes, disk.read_nbytes) == (2 * (BLOCK + SECTOR), BLOCK + SECTOR)
+    assert 0 < disk.read_seconds < 10
+    idle = disk.write_seconds
+    time.sleep(0.01)
+    assert 0 < disk.write_seconds == idle
+    disk.close()
+
+
+def test_known_regions_keep_their_content_and_their_size(tmp_path: Path) -> None:
+    disk = Disk([tmp_path])
+    disk.provide({"a": (500, "moments of layer 3")})
+    memory, back = aligned(500), aligned(500, 1)
+    disk.write("a", memory)
+    disk.provide({"a": (500, "moments of layer 3"), "b": (9000, "b")})
+    disk.write("b", aligned(9000))
+    disk.read("a", back)
+    assert np.array_equal(back, memory)
+    with pytest.raises(DiskError, match="moments of layer 3: has 500 bytes, not 501; forget it first"):
+        disk.provide({"a": (501, "moments of layer 3")})
+    disk.close()
+
+
+def test_reads_and_writes_go_on_at_the_same_time(tmp_path: Path, mode: str) -> None:
+    disk = Disk(folders(tmp_path, 2), block_nbytes=BLOCK, depth=3)
+    names = [str(number) for number in range(6)]
+    disk.provide({name: (40 * SECTOR + 100 * int(name), name) for name in names})
+    values = {name: aligned(40 * SECTOR + 100 * int(name), int(name) % 2) for name in names}
+
+    def visit(name: str) -> None:
+        for turn in range(6):
+            values[name][turn] ^= 1
+            disk.write(name, values[name])
+            back = aligned(values[name].size)
+            disk.read(name, back)
+            assert np.array_equal(back, values[name])
+
+    with ThreadPoolExecutor(len(names)) as threads:
+        list(threads.map(visit, names))
+    disk.close()
+
+
+def test_what_the_system_transfers_in_parts_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_parts(call: Callable[..., int]) -> Callable[..., int]:
+        def some(file: int, views: Sequence[memoryview], place: int, flags: int = 0) -> int:
+            return call(file, [views[0][:SECTOR]], place, flags)
+
+        return some
+
+    disk = Disk([tmp_path], block_nbytes=3 * SECTOR)
+    monkeypatch.setattr(os, "pwritev", in_parts(os.pwritev))
+    monkeypatch.setattr(os, "preadv", in_parts(os.preadv))
+    disk.provide({"a": (5 * SECTOR + 9, "a")})
+    memory, back = aligned(5 * SECTOR + 9), aligned(5 * SECTOR + 9, 4)
+    back[:] = 0
+    disk.write("a", memory)
+    disk.read("a", back)
+    assert np.array_equal(back, memory)
+    disk.close()
+
+
+def test_the_page_cache_is_asked_to_forget_what_went_through_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scratch, "_DIRECT", 0)
+    disk = Disk([tmp_path], block_nbytes=BLOCK)
+    assert not disk.direct
+    disk.provide({"a": (3 * BLOCK, "a")})
+    forgotten, flags, write = [], [], os.pwritev
+
+    def forget(file: int, place: int, nbytes: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_DONTNEED
+        forgotten.append((place, nbytes))
+
+    def through(file: int, views: Sequence[memoryview], place: int, flag: int) -> int:
+        flags.append(flag)
+        return write(file, views, place, flag)
+
+    monkeypatch.setattr(os, "posix_fadvise", forget)
+    monkeypatch.setattr(os, "pwritev", through)
+    disk.write("a", aligned(3 * BLOCK))
+    assert sorted(forgotten) == [(0, BLOCK), (BLOCK, BLOCK), (2 * BLOCK, BLOCK)]
+    assert set(flags) == {os.RWF_DSYNC}, "a page that is not on the drive yet cannot be forgotten"
+    disk.read("a", aligned(3 * BLOCK))
+    assert len(forgotten) == 6
+    disk.close()
+
+
+# Space --------------------------------------------------------------------------------------------------------------
+
+
+def has_free(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=nbytes // 512, f_frsize=512))
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_allocated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(folders(tmp_path, 2))  # both on one device
+    has_free(monkeypatch, 1 << 20)
+    monkeypatch.setattr(scratch, "_ALLOCATE", lambda *_: pytest.fail("something was allocated"))
+    with pytest.raises(DiskFull) as raised:
+        disk.provide({"a": (800_000, "moments of layer 0"), "b": (300_000, "moments of layer 1")})
+    assert str(raised.value) == (
+        f"{tmp_path / '1'}: moments of layer 0 and 1 more need 1,105,920 bytes of disk, of which 1,048,576 are free; "
+        "free space there, give a folder on another drive, or keep less on the disk"
+    )
+    assert disk.nbytes() == 0
+    monkeypatch.undo()
+    disk.provide({"a": (800_000, "moments of layer 0"), "b": (300_000, "moments of layer 1")})
+    assert disk.nbytes() == 1_100_000
+    disk.close()
+
+
+def test_forgotten_space_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk([tmp_path], block_nbytes=BLOCK)
+    disk.provide({"a": (10 * SECTOR, "a"), "b": (10 * SECTOR, "b")})
+    has_free(monkeypatch, 0)
+    assert disk.free_nbytes() == 0
+    with pytest.raises(DiskFull):
+        disk.provide({"c": (10 * SECTOR, "c")})
+    disk.forget("a")
+    assert disk.free_nbytes() == 10 * SECTOR
+    assert disk.capacity_nbytes() == 20 * SECTOR
+    memory, back = aligned(10 * SECTOR), aligned(10 * SECTOR, 1)
+    disk.write("b", memory)
+    disk.provide({"c": (6 * SECTOR, "c"), "d": (4 * SECTOR, "d")})
+    for name, sectors in (("c", 6), ("d", 4)):
+        disk.write(name, aligned(sectors * SECTOR))
+    disk.read("b", back)
+    assert np.array_equal(back, memory)
+    disk.close()
+
+
+def test_free_space_is_what_the_tightest_drive_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(folders(tmp_path, 2), shares=[3, 1])
+    has_free(monkeypatch, 1 << 20)
+    assert disk.free_nbytes() == 1 << 20, "one device"
+    for number, file in enumerate(disk._files):
+        file.device = number
+    assert disk.free_nbytes() == pytest.approx((1 << 20) * 4 / 3, abs=1), "two devices, three quarters on the first"
+    disk.close()
+
+
+def test_an_allocation_that_fails_half_way_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(folders(tmp_path, 2))
+    disk.provide({"a": (2 * SECTOR, "a")})
+    memory, back = aligned(2 * SECTOR), aligned(2 * SECTOR, 1)
+    disk.write("a", memory)
+    allocate = os.posix_fallocate
+
+    def refuse(file: int, start: int, nbytes: int) -> None:
+        if file == disk._files[1].number:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        allocate(file, start, nbytes)
+
+    monkeypatch.setattr(scratch, "_ALLOCATE", refuse)
+    with pytest.raises(DiskFull, match=r"1: cannot allocate 4,096 bytes more \(No space left"):
+        disk.provide({"b": (2 * SECTOR, "b")})
+    assert [os.fstat(file.number).st_size for file in disk._files] == [SECTOR, SECTOR]
+    assert disk.nbytes() == 2 * SECTOR
+    disk.read("a", back)
+    assert np.array_equal(back, memory)
+    monkeypatch.undo()
+    disk.provide({"b": (2 * SECTOR, "b")})
+    disk.close()
+
+
+def test_a_file_system_that_allocates_nothing_in_advance_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(file: int, start: int, nbytes: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "not here")
+
+    monkeypatch.setattr(scratch, "_ALLOCATE", refuse)
+    disk = Disk([tmp_path])
+    disk.provide({"a": (9000, "a")})
+    memory, back = aligned(9000), aligned(9000, 1)
+    disk.write("a", memory)
+    disk.read("a", back)
+    assert np.array_equal(back, memory)
+    disk.close()
+
+
+# Opening and closing ------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_missing_is_named_with_what_exists(tmp_path: Path) -> None:
+    with pytest.raises(DiskError) as raised:
+        Disk([tmp_path, tmp_path / "no" / "such"])
+    assert str(raised.value) == f"{tmp_path / 'no' / 'such'}: no such folder; make it in {tmp_path}, which exists"
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [(errno.EACCES, "that you may write to"), (errno.EROFS, "not read-only"), (errno.ENOSPC, "free space there")],
+)
+def test_a_folder_that_cannot_be_written_is_refused(
+    number: int, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    with pytest.raises(DiskError, match=f"cannot be written .{os.strerror(number)}.; .*{advice}") as raised:
+        Disk([tmp_path])
+    assert raised.value.where == str(tmp_path)
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DiskError, match="give a folder, not a file"):
+        Disk([tmp_path / "file"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"folders": []}, "no folder"),
+        ({"shares": [1.0, 2.0]}, "each needs one above zero"),
+        ({"shares": [0.0]}, "each needs one above zero"),
+        ({"block_nbytes": 1000}, "no multiple of 4,096"),
+        ({"depth": 0}, "less than one"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments: dict[str, object], problem: str, tmp_path: Path) -> None:
+    with pytest.raises(DiskError, match=problem):
+        Disk(**({"folders": [tmp_path]} | arguments))  # type: ignore[arg-type]
+
+
+def test_memory_must_be_the_regions_size_and_flat(tmp_path: Path) -> None:
+    disk = Disk([tmp_path])
+    disk.provide({"a": (16, "moments of layer 3")})
+    for wrong in (np.zeros(15, np.uint8), np.zeros(4, np.float32), np.zeros((16, 2), np.uint8)[:, 0]):
+        with pytest.raises(DiskError, match=r"moments of layer 3: memory is .*, not uint8\[16\]"):
+            disk.write("a", wrong)
+    frozen = np.zeros(16, np.uint8)
+    frozen.flags.writeable = False
+    disk.write("a", frozen)
+    with pytest.raises(DiskError, match="read-only"):
+        disk.read("a", frozen)
+    with pytest.raises(DiskError, match="b: no such region"):
+        disk.read("b", np.zeros(16, np.uint8))
+    disk.close()
+
+
+def _open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("megatrain-disk")]
+
+
+def _used(folder: Path) -> Disk:
+    disk = Disk(folders(folder, 2), block_nbytes=SECTOR)
+    disk.provide({"a": (20 * SECTOR, "a")})
+    disk.write("a", aligned(20 * SECTOR))
+    disk.read("a", aligned(20 * SECTOR))
+    return disk
+
+
+@pytest.mark.parametrize("unnamed", [True, False])
+def test_nothing_is_left_after_closing(unnamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not unnamed:  # a file system without O_TMPFILE
+        monkeypatch.setattr(tempfile, "_O_TMPFILE_WORKS", False)
+    before = _open_files()
+    disk = _used(tmp_path)
+    assert _threads()
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    disk.close()
+    disk.close()
+    assert (_open_files(), _threads()) == (before, [])
+    for use in (lambda: disk.provide({}), lambda: disk.write("a", aligned(20 * SECTOR)), disk.free_nbytes):
+        with pytest.raises(DiskError, match="is closed"):
+            use()
+    assert disk.written_nbytes == 20 * SECTOR
+
+
+def test_a_disk_that_is_dropped_closes_itself(tmp_path: Path) -> None:
+    before = _open_files()
+    disk = _used(tmp_path)
+    del disk
+    gc.collect()
+    assert _open_files() == before
+    deadline = time.monotonic() + 10
+    while _threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not _threads()
+
+
+def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
+    code = (
+        "import sys, numpy as np; from pathlib import Path; from megatrain.memory.disk import Disk\n"
+        "disk = Disk([Path(sys.argv[1])]); disk.provide({'a': (1 << 20, 'a')})\n"
+        "disk.write('a', np.ones(1 << 20, np.uint8)); print('ready', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "ready\n"
+        process.kill()
+    assert list(tmp_path.iterdir()) == []

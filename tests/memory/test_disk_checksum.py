@@ -1,0 +1,73 @@
+"""The checksum of a block: what it is, and that it changes whenever a word does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.memory.checksum import LANES, ODD, checksum
+
+WORD = 1 << 64
+
+
+def reference(pieces: list[np.ndarray]) -> int:
+    """The same in plain integers."""
+
+    def mix(h: int, word: int) -> int:
+        x = h ^ word
+        return (x ^ x >> 32) * int(ODD) % WORD
+
+    total = 0
+    for piece in pieces:
+        words = [int(word) for word in piece.view(np.uint64)]
+        lanes = [(k + 1) * int(ODD) % WORD for k in range(LANES)]
+        whole = len(words) // LANES * LANES
+        for index, word in enumerate(words[:whole]):
+            lanes[index % LANES] = mix(lanes[index % LANES], word)
+        total = mix(total, len(words))
+        for word in [*lanes, *words[whole:]]:
+            total = mix(total, word)
+    return total
+
+
+def noise(nbytes: int) -> np.ndarray:
+    return np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
+
+
+@given(sizes=st.lists(st.integers(0, 300).map(lambda words: 8 * words), max_size=3))
+def test_it_is_what_plain_integers_give(sizes: list[int]) -> None:
+    pieces = [noise(size) for size in sizes]
+    assert checksum(pieces) == reference(pieces)
+
+
+@pytest.mark.parametrize("filled", [noise(4096), np.zeros(4096, np.uint8)], ids=["noise", "zeros"])
+def test_every_single_bit_of_a_sector_counts(filled: np.ndarray) -> None:
+    before = checksum([filled])
+    sums = set()
+    for bit in range(8 * filled.size):
+        filled[bit // 8] ^= 1 << bit % 8
+        sums.add(checksum([filled]))
+        filled[bit // 8] ^= 1 << bit % 8
+    assert before not in sums
+    assert len(sums) == 8 * filled.size, "and each flip gives a sum of its own"
+
+
+def test_upper_bits_that_change_together_are_seen() -> None:
+    """Without the shift, the top bits of two words of one lane would cancel out: signs that all flip, say."""
+    block = noise(1 << 16)
+    before = checksum([block])
+    for stride in (1, 2, LANES, 2 * LANES):
+        changed = block.copy()
+        changed.view(np.uint64)[::stride] ^= np.uint64(1 << 63)
+        assert checksum([changed]) != before
+
+
+def test_places_and_lengths_count() -> None:
+    block = noise(1 << 14)
+    sectors = block.reshape(-1, 4096)
+    assert checksum([sectors[[1, 0, 2, 3]].reshape(-1)]) != checksum([block])
+    assert checksum([np.zeros(4096, np.uint8)]) != checksum([np.zeros(8192, np.uint8)])
+    for size in (0, 8, 4096):
+        assert checksum([block[:size]]) != checksum([block[: size + 8]])

@@ -1,0 +1,141 @@
+"""What the disk room does on a bad day: typed errors, torn regions, and no harm to any other region."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatrain.errors import CorruptRegion, DiskError, DiskFull
+from megatrain.memory import traffic
+from megatrain.memory.disk import Disk
+from megatrain.memory.disk_faults import DISK_FAULTS, DiskFault
+from megatrain.memory.striped import SECTOR
+
+NBYTES = 7 * SECTOR + 100
+OTHER, VALUE, NEW = (np.full(NBYTES, value, np.uint8) for value in (1, 2, 3))
+
+
+def disk_with(folder: Path, *faults: DiskFault) -> Disk:
+    """Two regions, of which only `other` is written; 4 requests each."""
+    disk = Disk([folder], block_nbytes=2 * SECTOR, depth=2, faults=faults)
+    disk.provide({"other": (NBYTES, "moments of layer 2"), "region": (NBYTES, "moments of layer 3")})
+    disk.write("other", OTHER)
+    return disk
+
+
+def content(disk: Disk, name: str) -> np.ndarray:
+    memory = np.full(NBYTES, 77, np.uint8)
+    disk.read(name, memory)
+    return memory
+
+
+WRITE_FAILURES = [
+    (DiskFault("write", "region"), DiskError, "injected: write error"),
+    (DiskFault("full", "region", after=5), DiskFull, "injected: no space left"),
+    (DiskFault("short", "region", on="write"), DiskError, "4,096 of 8,192 bytes were transferred"),
+    (DiskFault("write", 10), DiskError, "injected: write error"),
+]
+
+
+@pytest.mark.parametrize(("fault", "kind", "cause"), WRITE_FAILURES, ids=str)
+def test_a_failed_write_tears_its_region_until_it_is_written_whole(
+    fault: DiskFault, kind: type[DiskError], cause: str, tmp_path: Path
+) -> None:
+    disk = disk_with(tmp_path, fault)
+    with pytest.raises(kind, match=cause) as raised:
+        for value in (VALUE, NEW):  # a fault that lets the first write pass fails the second
+            disk.write("region", value)
+    assert str(raised.value).startswith(f"moments of layer 3: cannot be written in {tmp_path} (")
+    assert raised.value.fix
+    with pytest.raises(CorruptRegion, match=f"moments of layer 3: is torn, .*{tmp_path}.*{cause}"):
+        content(disk, "region")
+    assert np.array_equal(content(disk, "other"), OTHER)
+    disk.write("region", NEW)
+    assert np.array_equal(content(disk, "region"), NEW)
+    assert np.array_equal(content(disk, "other"), OTHER)
+    disk.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "cause"),
+    [
+        (DiskFault("read", "region"), DiskError, "cannot be read in .*injected: read error"),
+        (DiskFault("read", 2), DiskError, "cannot be read in .*injected: read error"),
+        (DiskFault("short", "region", after=1), DiskError, "cannot be read in .*bytes were transferred"),
+        (DiskFault("flip", "region", after=3), CorruptRegion, "are not what was written in"),
+    ],
+    ids=str,
+)
+def test_a_failed_read_leaves_the_region_as_it_is(
+    fault: DiskFault, kind: type[DiskError], cause: str, tmp_path: Path
+) -> None:
+    disk = disk_with(tmp_path, fault)
+    disk.write("region", VALUE)
+    with pytest.raises(kind, match=f"moments of layer 3: .*{cause}"):
+        content(disk, "region")
+    assert np.array_equal(content(disk, "region"), VALUE)
+    assert np.array_equal(content(disk, "other"), OTHER)
+    disk.close()
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_a_bit_that_changes_on_its_way_to_the_disk_is_noticed_until_it_is_written_again(
+    block: int, tmp_path: Path
+) -> None:
+    disk = disk_with(tmp_path, DiskFault("flip", "region", on="write", after=block))
+    disk.write("region", VALUE)
+    assert VALUE.min() == VALUE.max() == 2, "the caller's memory is as it was"
+    for _ in range(2):
+        with pytest.raises(CorruptRegion, match=r"layer 3: bytes [\d,]+ to [\d,]+ are not what was written in"):
+            content(disk, "region")
+    disk.write("region", NEW)
+    assert np.array_equal(content(disk, "region"), NEW)
+    disk.close()
+
+
+def test_without_checksums_a_changed_bit_goes_unnoticed(tmp_path: Path) -> None:
+    disk = Disk([tmp_path], checksums=False, faults=[DiskFault("flip", "region")])
+    disk.provide({"region": (NBYTES, "x")})
+    disk.write("region", VALUE)
+    assert np.count_nonzero(content(disk, "region") != VALUE) == 1
+    disk.close()
+
+
+@pytest.mark.parametrize("on", ["read", "write"])
+def test_a_slow_request_is_waited_for(on: str, tmp_path: Path) -> None:
+    disk = disk_with(tmp_path, DiskFault("slow", "region", on=on, seconds=0.1))  # type: ignore[arg-type]
+    began = time.perf_counter()
+    disk.write("region", VALUE)
+    assert np.array_equal(content(disk, "region"), VALUE)
+    assert time.perf_counter() - began >= 0.1
+    disk.close()
+
+
+def test_an_interrupted_write_has_ended_when_it_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = disk_with(tmp_path, DiskFault("slow", "region", on="write", seconds=0.2))
+    wait, running = traffic.wait, []
+
+    def interrupted(futures: object) -> None:
+        if not running:  # Ctrl-C while the foreground waits
+            running.append(True)
+            time.sleep(0.05)
+            raise KeyboardInterrupt
+        wait(futures)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(traffic, "wait", interrupted)
+    began = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt):
+        disk.write("region", VALUE)
+    assert time.perf_counter() - began >= 0.19, "a thread may still be using the caller's memory"
+    with pytest.raises(CorruptRegion, match="layer 3: was not written to its end in"):
+        content(disk, "region")
+    disk.write("region", NEW)
+    assert np.array_equal(content(disk, "region"), NEW)
+    disk.close()
+
+
+def test_every_kind_of_fault_is_tried_here() -> None:
+    assert set(DISK_FAULTS) == {"read", "write", "full", "short", "flip", "slow"}

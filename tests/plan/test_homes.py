@@ -1,0 +1,85 @@
+"""Which units' state lives where."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from megatrain.plan.homes import ON_DEVICE, residents, spread, state_nbytes, thinned, to_disk
+from megatrain.schedule import build_step
+from megatrain.spec import IN_HOST, Home, Policy, Precision, Work
+from tests.small import small_spec
+
+MODEL = small_spec(layers=12)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("shares", [False, True])
+def test_the_disk_takes_as_little_as_the_host_asks_for(precision: Precision, shares: bool) -> None:
+    policy = Policy(precision, shares_memory=shares)
+    everything = state_nbytes(MODEL, policy)["host"]
+    before = -1
+    for budget in range(everything, everything * 6 // 10, -everything // 40):
+        found = to_disk(MODEL, policy, budget)
+        assert found is not None
+        nbytes = state_nbytes(MODEL, found)
+        assert nbytes["host"] <= budget
+        assert nbytes["disk"] >= before
+        before = nbytes["disk"]
+        assert nbytes["disk"] <= everything - budget + everything // 3, "staging buffers and one layer's part, no more"
+    assert to_disk(MODEL, policy, 1000) is None
+
+
+def test_the_coldest_goes_first() -> None:
+    policy = Policy("bf16")
+    everything = state_nbytes(MODEL, policy)["host"]
+    seen: list[str] = []
+    for budget in range(everything, 0, -everything // 200):
+        found = to_disk(MODEL, policy, budget)
+        if found is None:
+            break
+        for field in ("moments", "low_bits", "weights"):
+            if any(getattr(home, field) == "disk" for home in found.homes) and field not in seen:
+                seen.append(field)
+    assert seen == ["moments", "low_bits", "weights"]
+
+
+def test_bytes_are_those_of_the_schedule() -> None:
+    homes = to_disk(MODEL, Policy("bf16"), state_nbytes(MODEL, Policy("bf16"))["host"] * 2 // 3)
+    assert homes is not None
+    step = build_step(MODEL, homes, Work((8,)))
+    assert state_nbytes(MODEL, homes)["disk"] == step.arena_nbytes("disk")
+    slots = sum(b.nbytes for b in step.buffers.values() if b.tier == "host" and b.arena and b.owner == "grad")
+    assert state_nbytes(MODEL, homes)["host"] == step.arena_nbytes("host") - slots
+
+
+def test_homes_are_spread_evenly() -> None:
+    assert spread(list(range(12)), 3) == [3, 7, 11]
+    for count in range(1, 13):
+        chosen = spread(list(range(12)), count)
+        assert len(chosen) == count
+        gaps = [b - a for a, b in pairwise([-1, *chosen])]
+        assert max(gaps) - min(gaps) <= 1
+
+
+def test_more_eighths_of_the_layers_take_more_of_the_device() -> None:
+    policy = Policy("bf16")
+    taken = [
+        [state_nbytes(MODEL, replace(policy, homes=residents(MODEL, whole, kept)))["device"] for kept in range(9)]
+        for whole in range(9)
+    ]
+    assert all(row == sorted(row) for row in taken)
+    assert [row[0] for row in taken] == sorted(row[0] for row in taken)
+    assert residents(MODEL, 8, 0) == (ON_DEVICE,) * 14
+
+
+def test_a_shallow_version_has_homes_in_the_same_shares() -> None:
+    homes = (ON_DEVICE, *((Home(moments="disk"), IN_HOST, IN_HOST) * 4), Home("device"))
+    shallow = thinned(homes, MODEL, small_spec(layers=6))
+    assert shallow[0] == ON_DEVICE
+    assert shallow[-1] == Home("device")
+    assert Counter(shallow[1:-1]) == {Home(moments="disk"): 2, IN_HOST: 4}
+    assert thinned((), MODEL, small_spec(layers=6)) == ()

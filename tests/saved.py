@@ -1,0 +1,79 @@
+"""Checkpoints of tiny models with states of arbitrary bits: not-a-numbers, infinities, zeros of both signs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.checkpoint import Checkpoint, ParamState, PlannedCheckpoint, write_checkpoint
+from megatrain.model import PortedModel, PretrainedSource, port_model
+from tests.tiny import tiny_model
+
+State = dict[str, ParamState]
+"""Parameter name -> its state, of one unit or of a whole model."""
+
+
+class MasterDict(dict[str, Tensor]):
+    """Masters by name, copied; what a source fills."""
+
+    def master(self, name: str) -> Tensor:
+        return self[name].clone()
+
+    def write_master(self, name: str, value: Tensor) -> None:
+        self[name] = value.detach().clone()
+
+
+def ported(family: str = "llama", **changes: Any) -> PortedModel:
+    return port_model(tiny_model(family, **changes), torch.bfloat16)
+
+
+def any_bits(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """float32 of which every pattern of bits is as likely."""
+    bits = torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int64)
+    return bits.to(torch.int32).view(torch.float32)
+
+
+def units_of(planned: PlannedCheckpoint, seed: int) -> Iterator[State]:
+    """The state of unit after unit."""
+    generator = torch.Generator().manual_seed(seed)
+    for unit in planned.spec.units:
+        yield {
+            param.name: ParamState(*(any_bits(param.shape, generator) for _ in range(3 if param.trainable else 1)))
+            for param in unit.params
+        }
+
+
+def save(folder: Path, step: int = 1, seed: int | None = None, **options: Any) -> Path:
+    """A checkpoint of a tiny Llama whose state follows from the seed, which is the step if none is given."""
+    planned = options.pop("planned", None) or PlannedCheckpoint(ported())
+    training = options.pop("training", {"step": step})
+    units = options.pop("units", None) or units_of(planned, step if seed is None else seed)
+    return write_checkpoint(folder, step, planned, units, training, **options)
+
+
+def loaded(checkpoint: Checkpoint, planned: PlannedCheckpoint) -> State:
+    """All that is in a checkpoint, its masters by way of the library."""
+    masters = MasterDict()
+    names = [[param.name for param in unit.params] for unit in planned.spec.units]
+    source = PretrainedSource(checkpoint.folder)
+    assert source.unexpected == []
+    source.fill(masters, names)
+    moments = {name: (m.clone(), v.clone()) for name, m, v in checkpoint.moments(checkpoint.moment_shapes)}
+    return {name: ParamState(master, *moments.get(name, (None, None))) for name, master in masters.items()}
+
+
+def expected(planned: PlannedCheckpoint, seed: int) -> dict[str, list[bytes]]:
+    """The bits of the state that follows from the seed."""
+    return bits({name: each for unit in units_of(planned, seed) for name, each in unit.items()})
+
+
+def bits(state: Mapping[str, ParamState]) -> dict[str, list[bytes]]:
+    """What can be compared: master, m and v of each parameter."""
+    return {
+        name: [tensor.numpy().tobytes() for tensor in (each.master, each.m, each.v) if tensor is not None]
+        for name, each in state.items()
+    }
