@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megatrain.errors import DoesNotFit, OutOfDeviceMemory
 from megatrain.plan import Plan, calibrate, examine, find_plan, op_seconds
 from megatrain.spec import Policy
 from megatrain.train.engine import Engine
@@ -15,6 +16,9 @@ from megatrain.train.events import Replanned
 
 WORTH_IT = 0.03
 """Predicted gain below which a plan is not exchanged for another."""
+
+MAY_CHANGE = ("activations", "weight_slots", "grad_slots", "shard_nbytes")
+"""Fields of a policy that a plan chooses anew: no number and no place of state depends on them."""
 
 
 @dataclass
@@ -42,11 +46,16 @@ class Replanner:
         gain = 1 - better.seconds / now.seconds
         if gain < WORTH_IT:
             return None
-        self.engine.adopt(replace(better.policy, host_threads=policy.host_threads))
-        return Replanned(step, now.seconds, better.seconds, _changes(policy, better.policy))
+        adopted = replace(policy, **{name: getattr(better.policy, name) for name in MAY_CHANGE})
+        try:
+            self.engine.adopt(adopted)
+            self.engine.prepare(work)
+        except (DoesNotFit, OutOfDeviceMemory):  # others may have taken memory since; the state is whole
+            self.engine.adopt(policy)
+            return None
+        return Replanned(step, now.seconds, better.seconds, _changes(policy, adopted))
 
 
 def _changes(before: Policy, after: Policy) -> str:
-    names = ("activations", "weight_slots", "grad_slots", "shard_nbytes")
-    changed = [name for name in names if getattr(before, name) != getattr(after, name)]
+    changed = [name for name in MAY_CHANGE if getattr(before, name) != getattr(after, name)]
     return ", ".join(f"{name} {getattr(before, name)} -> {getattr(after, name)}" for name in changed)

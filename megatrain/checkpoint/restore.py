@@ -41,13 +41,8 @@ class Checkpoint:
     @cached_property
     def moment_shapes(self) -> dict[str, tuple[int, ...]]:
         """Parameter name -> the shape of its moments, of those that were trained."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for key, file in self._files.items():
-            name, _, kind = key.rpartition(".")
-            if kind == "m":
-                with self._open(file) as opened:
-                    shapes[name] = tuple(opened.get_slice(key).get_shape())
-        return shapes
+        found = {key.rpartition("."): shape for key, (_, shape) in self._tensors.items()}
+        return {name: shape for (name, _, kind), shape in found.items() if kind == "m"}
 
     def moments(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor, Tensor]]:
         """(name, m, v) of each of these parameters, float32 in its shape.
@@ -59,20 +54,20 @@ class Checkpoint:
             yield name, self._tensor(f"{name}.m"), self._tensor(f"{name}.v")
 
     def _tensor(self, key: str) -> Tensor:
-        if key not in self._files:
+        if key not in self._tensors:
             raise CheckpointError(f"has no {key}", where=str(self.folder), fix="train the parameters that it trained")
-        with self._open(self._files[key]) as opened:
+        with self._open(self._tensors[key][0]) as opened:
             tensor: Tensor = opened.get_tensor(key)
             return tensor
 
     @cached_property
-    def _files(self) -> dict[str, str]:
-        """Tensor -> the file that holds it."""
-        found: dict[str, str] = {}
+    def _tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Tensor of the optimizer -> the file that holds it, and its shape."""
+        found: dict[str, tuple[str, tuple[int, ...]]] = {}
         for file in self.manifest.files:
             if file.startswith(f"{OPTIMIZER}/"):
                 with self._open(file) as opened:
-                    found.update(dict.fromkeys(opened.keys(), file))
+                    found |= {key: (file, tuple(opened.get_slice(key).get_shape())) for key in opened.keys()}  # noqa: SIM118
         return found
 
     def _open(self, file: str) -> Any:

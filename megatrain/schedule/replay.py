@@ -99,9 +99,11 @@ class Timeline:
 
 def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """Several steps, one after the other, as an object for `json.dump` that Perfetto and chrome://tracing open."""
+    busy = {op.stream for timeline in timelines for op in timeline.schedule.ops}
     events: list[dict[str, Any]] = [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": stream}}
         for tid, stream in enumerate(STREAMS)
+        if stream in busy or stream not in DISK_STREAMS
     ]
     origin = 0.0
     for step, timeline in enumerate(timelines):

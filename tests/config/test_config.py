@@ -183,8 +183,8 @@ def test_every_key_has_a_meaning_and_a_default_that_is_its_own() -> None:
 
 
 def test_the_policy_section_mirrors_the_policy() -> None:
-    """But for what `train.precision` and the device decide, and what only describes other systems."""
-    elsewhere = {"precision", "shares_memory", "masters"}
+    """But for what `train.precision` and the device decide, what only describes other systems, and the disk tier."""
+    elsewhere = {"precision", "shares_memory", "masters", "homes", "stage_slots", "disk_budget_nbytes"}
     assert set(PolicySection.model_fields) == {field.name for field in fields(Policy)} - elsewhere
 
 

@@ -98,7 +98,7 @@ NBYTES = st.integers(2**20, 10**18)
 PRECISIONS = st.sampled_from(["bf16", "fp32"])
 MACHINES = st.builds(
     Hardware,
-    name=st.text(min_size=1).filter(lambda text: bool(text.strip())),
+    name=st.text(min_size=1).filter(lambda text: bool(text.strip()) and text.isprintable()),
     device_nbytes=NBYTES,
     host_nbytes=NBYTES,
     fetch_bandwidth=BANDWIDTHS,

@@ -223,7 +223,7 @@ def test_measured_products_and_threads_are_upgraded_too() -> None:
 
 def test_where_nothing_fits_the_upgrade_that_helps_is_found() -> None:
     model, host = deep(8), computer()
-    question = Question(model, replace(host, host_nbytes=8 * model.numel), 4 * LENGTH, LENGTH)  # 14 bytes each needed
+    question = Question(model, replace(host, host_nbytes=9 * model.numel), 4 * LENGTH, LENGTH)  # 14 bytes each needed
     with pytest.raises(DoesNotFit):
         find_plan(question)
     helped = {upgrade.name: upgrade.tokens_per_second for upgrade in upgrades(question, None)}

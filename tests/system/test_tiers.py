@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from megatrain import AdamW, Engine, Policy
-from megatrain.errors import DoesNotFit
+from megatrain.errors import CorruptRegion, DiskError, DoesNotFit
+from megatrain.memory import Disk
+from megatrain.memory.disk_faults import DiskFault
 from megatrain.schedule import Schedule
 from megatrain.spec import Home, Precision, Work
 from tests.tiny import batch, equal, tiny_model, unequal_batches
@@ -166,3 +168,74 @@ def test_with_a_folder_the_disk_takes_what_the_host_has_no_room_for(tmp_path: Pa
         assert equal(results(made), expected)
     with pytest.raises(DoesNotFit, match="even with all of the model's state on the disk"):
         deep(replace(plain, host_budget_nbytes=1000))
+
+
+OTHER_WAYS = [("short", "read"), ("short", "write"), ("flip", "read")]
+
+
+def _storm(seeds: range, folder: Path) -> int:
+    """A disk that fails once at a random request: a typed error, and the step done again as if nothing had been."""
+    homes = SPLITS["everything"]
+    policy = usual("bf16", "next_forward", homes=homes)
+    with engine("cpu", usual("bf16", "next_forward", shares_memory=True), folder) as calm:
+        expected = [calm.step(unequal_batches(2)).loss for _ in range(3)]
+        weights = calm.master_weights()
+    struck = 0
+    for seed in seeds:
+        draw = random.Random(seed)
+        kind, on = draw.choice([("read", "read"), ("write", "write"), ("full", "write"), *OTHER_WAYS])
+        part, unit = draw.choice(["hi", "low", "moments"]), draw.randrange(UNITS)
+        fault = DiskFault(kind, f"disk/{part}/{unit}", on, after=draw.randint(1, 5))  # type: ignore[arg-type]
+        shared = replace(policy, shares_memory=True)
+        device = "cpu" if seed % 2 else f"sim:{seed}"
+        with Engine.from_model(
+            tiny_model(),
+            device,
+            "bf16",
+            AdamW(lr=1e-2),
+            0.5,
+            shared if device == "cpu" else policy,
+            seed=4,
+            verify=False,
+            disk=Disk([folder], faults=[fault]),
+        ) as made:
+            found: list[float] = []
+            while len(found) < 3:
+                try:
+                    found.append(made.step(unequal_batches(2)).loss)
+                except DiskError:
+                    struck += 1
+                assert made._pool.leases == 0
+            assert found == expected, fault
+            try:
+                last = made.master_weights()
+            except DiskError:
+                struck += 1
+                last = made.master_weights()
+            assert equal(last, weights), fault
+    return struck
+
+
+@pytest.mark.timeout(120)
+def test_a_disk_that_fails_once_costs_an_error_and_no_number(tmp_path: Path) -> None:
+    assert _storm(range(12), tmp_path) >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_three_hundred_failures_of_the_disk(tmp_path: Path) -> None:
+    assert _storm(range(300), tmp_path) >= 100
+
+
+def test_what_was_damaged_on_its_way_to_the_disk_is_never_computed_with(tmp_path: Path) -> None:
+    fault = DiskFault("flip", "disk/moments/2", "write", after=1)
+    policy = usual("bf16", "next_forward", shares_memory=True, homes=SPLITS["moments"])
+    model, optimizer = tiny_model(), AdamW(lr=1e-2)
+    with Engine.from_model(
+        model, "cpu", "bf16", optimizer, 0.5, policy, verify=False, disk=Disk([tmp_path], faults=[fault])
+    ) as made:
+        with pytest.raises(CorruptRegion, match=r"moments of .*layers\.1"):
+            for _ in range(4):
+                made.step(unequal_batches(2))
+        with pytest.raises(CorruptRegion):  # and it stays refused
+            made.step(unequal_batches(2))
