@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,14 +91,19 @@ def run_plan(
         raise ConfigError(f"{precision!r} is no precision", where="--precision", fix="use bf16 or fp32")
     if not 0 < token_budget <= 1e18:
         raise ConfigError(f"{token_budget:g} tokens", where="--token-budget", fix="give a number such as 1e12")
-    targets = {option: Path(file).expanduser() for option, file in (("--html", html), ("--json", json_file)) if file}
+    files = {"--html": html, "--json": json_file}
+    targets = {option: Path(os.path.expanduser(file)) for option, file in files.items() if file}
     for option, path in targets.items():
         _refuse_unwritable(option, path)
     device, host = parse_nbytes(device_memory, "--device-memory"), parse_nbytes(host_memory, "--host-memory")
     machine = find_hardware(hardware, precision)
     spec = find_model(model, precision, attention=attention, trust_remote_code=trust_remote_code)
     length = _length(spec, length, tokens_per_step)
-    question = Question(spec, machine, tokens_per_step or max(length, TOKENS_PER_STEP), length, precision, clips)
+    if device is not None and machine.shares_memory:
+        what = f"{machine.name} computes in host memory"
+        raise ConfigError(what, where="--device-memory", fix="give --host-memory alone")
+    tokens = max(length, TOKENS_PER_STEP) if tokens_per_step is None else tokens_per_step
+    question = Question(spec, machine, tokens, length, precision, clips)
     question = replace(question, device_budget_nbytes=device, host_budget_nbytes=host)
     plan = _planned(question, may_shrink=tokens_per_step is None)
     outlook = look(plan, token_budget)
@@ -118,9 +125,9 @@ def find_model(
     source: str, precision: Precision, *, attention: str = "auto", trust_remote_code: bool = False
 ) -> ModelSpec:
     """The specification of a model, by hub name, folder, config.json, or saved plan; no weight is read."""
-    path = Path(source).expanduser()
-    where = f"model {source}"
-    if path.is_file():
+    path = Path(os.path.expanduser(source))  # these two take any text for a name, and do not raise
+    where, exists = f"model {source}", os.path.exists(path)
+    if exists and path.is_file():
         content = _content(path, where)
         if isinstance(content, dict) and "model" in content:
             return read_model(content, where)
@@ -131,15 +138,15 @@ def find_model(
     from megatrain.model.blueprint import blueprint
 
     try:
-        config = read_config(str(path) if path.exists() else source, where=where, trust_remote_code=trust_remote_code)
+        config = read_config(str(path) if exists else source, where=where, trust_remote_code=trust_remote_code)
     except ModelError as error:
-        if path.exists() or not (near := _nearest_models(source)):
+        if exists or not (near := _nearest_models(source)):
             raise
         raise ModelError(error.what, where=where, fix=f"did you mean {' or '.join(near)}?") from error
     structure = blueprint(config, attention=attention, trust_remote_code=trust_remote_code)
     spec = port_model(structure, torch.bfloat16 if precision == "bf16" else torch.float32).spec
-    named = path.resolve() if path.exists() else path
-    return replace(spec, name=named.parent.name if path.is_file() else named.name)
+    named = path.resolve() if exists else path
+    return replace(spec, name=named.parent.name if named.is_file() else named.name)
 
 
 def find_hardware(source: str | None, precision: Precision = "bf16") -> Hardware:
@@ -182,7 +189,7 @@ def parse_nbytes(text: str | None, where: str) -> int | None:
 def _length(spec: ModelSpec, length: int | None, tokens_per_step: int | None) -> int:
     most = spec.max_positions
     if length is None:
-        return max(1, min(LENGTH, most or LENGTH, tokens_per_step or LENGTH))
+        return max(1, min(LENGTH, most or LENGTH, LENGTH if tokens_per_step is None else tokens_per_step))
     if most is not None and length > most:
         what = f"sequences of {length:,} tokens, and the model has {most:,} positions"
         raise ConfigError(what, where="--length", fix=f"give {most} or less")
@@ -196,6 +203,8 @@ def _planned(question: Question, *, may_shrink: bool) -> Plan:
     try:
         return find_plan(question)
     except DoesNotFit as error:
+        if may_shrink and question.rows > 1:  # it had been estimated to fit
+            return _planned(replace(question, tokens_per_step=question.rows // 2 * question.length), may_shrink=True)
         helps = [upgrade for upgrade in upgrades(question, None) if upgrade.tokens_per_second is not None]
         words = [f"{upgrade.name} would make it fit ({upgrade.tokens_per_second:,.0f} tokens/s)" for upgrade in helps]
         fix = f"{error.fix}; {' or '.join(words) or 'no single upgrade makes it fit'}"
@@ -205,7 +214,7 @@ def _planned(question: Question, *, may_shrink: bool) -> Plan:
 def _content(path: Path, where: str) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         what = f"cannot be read ({getattr(error, 'strerror', None) or 'not JSON'})"
         raise ModelError(what, where=where, fix="give a folder, a config.json or a saved plan") from error
 
@@ -214,8 +223,8 @@ def _nearest_models(source: str) -> list[str]:
     """Folders and configs beside where `source` would be, and models that the hub's cache holds."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    path = Path(source).expanduser()
-    beside = sorted(each.name for each in path.parent.iterdir()) if path.parent.is_dir() else []
+    path = Path(os.path.expanduser(source))
+    beside = sorted(os.listdir(path.parent)) if os.path.isdir(path.parent) else []
     near = [str(path.parent / name) for name in difflib.get_close_matches(path.name, beside, n=2, cutoff=0.7)]
     hub = Path(HF_HUB_CACHE)
     cached = sorted(hub.glob("models--*")) if hub.is_dir() else []
@@ -314,9 +323,9 @@ def _heat_map(swept: Sweep) -> Table:
 
 
 def _refuse_unwritable(option: str, path: Path) -> None:
-    if path.is_dir():
+    if os.path.isdir(path):
         raise ConfigError(f"{path} is a folder", where=option, fix="give a file")
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         raise ConfigError(f"there is no folder {path.parent}", where=option, fix="make it, or choose another file")
 
 
@@ -327,6 +336,7 @@ def _write(path: Path, text: str) -> None:
         staged.write_text(text, encoding="utf-8")
         staged.replace(path)
     except OSError as error:
-        staged.unlink(missing_ok=True)
+        with suppress(OSError):
+            staged.unlink(missing_ok=True)
         what = f"cannot be written ({error.strerror})"
         raise ConfigError(what, where=str(path), fix="choose a file in a folder of yours") from error

@@ -126,18 +126,20 @@ class ShardFile(Protocol):
     def close(self) -> None: ...
 
 
-def _create(path: Path) -> ShardFile:
+def _create(path: Path, nbytes: int) -> ShardFile:
     return path.open("wb")
 
 
 class ShardWriter:
     """Writes shards into a folder, one open at a time; tensors come in the order in which they were planned.
 
-    create: makes the file at a path, an ordinary one if nothing else is said. If it cannot `seek` back, the shards must
-    have been planned for that.
+    create: makes the file at a path, for so many bytes; an ordinary one if nothing else is said. If it cannot `seek`
+    back, the shards must have been planned for that.
     """
 
-    def __init__(self, folder: Path, shards: Sequence[Shard], create: Callable[[Path], ShardFile] = _create) -> None:
+    def __init__(
+        self, folder: Path, shards: Sequence[Shard], create: Callable[[Path, int], ShardFile] = _create
+    ) -> None:
         self._folder, self._create = folder, create
         self._shards = iter(shards)
         self._file: ShardFile | None = None
@@ -169,7 +171,7 @@ class ShardWriter:
     def _advance(self) -> None:
         self.close()
         self._open = next(self._shards)
-        self._file = self._create(self._folder / self._open.name)
+        self._file = self._create(self._folder / self._open.name, self._open.nbytes)
         self._file.write(self._open.header)
 
 

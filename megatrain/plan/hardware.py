@@ -24,6 +24,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 _MEMORY_FILES = (  # limit, used, and the key in memory.stat of what could be dropped at once
     ("memory.max", "memory.current", "inactive_file"),
+    ("memory.high", "memory.current", "inactive_file"),  # beyond it a process crawls
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 _CAP_IPC_LOCK = 14

@@ -68,6 +68,7 @@ class Builder:
         self.units = range(len(model.units))
         self.micros = range(work.micro_batches)
         self.homes: list[Home] = [policy.home(unit) for unit in self.units]
+        self._weights_on_disk = any(home.weights == "disk" for home in self.homes)
         self.buffers: dict[str, Buffer] = {}
         self.staged: dict[str, Staged] = {}
         """Names of host memory that stand for state on the disk."""
@@ -110,7 +111,7 @@ class Builder:
         """The visit in front of which a pending update stands: as early as its weights have a place until their use."""
         if self.homes[unit].on_device:
             return unit
-        if all(home.weights != "disk" for home in self.homes):
+        if not self._weights_on_disk:
             return 0
         earliest = int(unit == self.model.epilogue)  # not before the prologue has left the slot that both use
         return max(earliest, unit - self.policy.stage_slots + 1)

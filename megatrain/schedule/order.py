@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from megatrain.schedule.ops import Access, Op, Schedule
+from megatrain.schedule.ops import Op, Schedule
 
 Clock = dict[str, int]
 """Stream -> index of the last op of that stream known to have finished; absent means none."""
@@ -38,8 +38,9 @@ class Conflicts:
         found: set[int] = set()
         for accesses, writes in ((op.reads, False), (op.writes, True)):
             for access in accesses:
+                start, stop = access.start, access.stop
                 for record in self._records[access.buffer]:
-                    if record.start < access.stop and access.start < record.stop and (writes or record.writes):
+                    if (writes or record.writes) and record.start < stop and start < record.stop:
                         found.add(record.index)
         return found
 
@@ -49,19 +50,19 @@ class Conflicts:
         A read hides earlier reads of its own stream that it covers: whoever follows it follows them too.
         """
         for access in op.writes:
-            kept = [r for r in self._records[access.buffer] if not _covers(access, r)]
-            kept.append(_Record(access.start, access.stop, index, op.stream, True))
+            start, stop = access.start, access.stop
+            kept = [r for r in self._records[access.buffer] if r.start < start or stop < r.stop]
+            kept.append(_Record(start, stop, index, op.stream, True))
             self._records[access.buffer] = kept
         for access in op.reads:
+            start, stop, stream = access.start, access.stop, op.stream
             kept = [
-                r for r in self._records[access.buffer] if r.writes or r.stream != op.stream or not _covers(access, r)
+                r
+                for r in self._records[access.buffer]
+                if r.writes or r.stream != stream or r.start < start or stop < r.stop
             ]
-            kept.append(_Record(access.start, access.stop, index, op.stream, False))
+            kept.append(_Record(start, stop, index, stream, False))
             self._records[access.buffer] = kept
-
-
-def _covers(access: Access, record: _Record) -> bool:
-    return access.start <= record.start and record.stop <= access.stop
 
 
 def conflicts(ops: Sequence[Op]) -> list[set[int]]:

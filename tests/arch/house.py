@@ -26,9 +26,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("schedule", "device", "optim", "model", "data", "dist"),
     ("memory", "plan"),
     ("engine", "checkpoint"),
-    ("train",),
+    ("train", "config"),
     (
-        *("config", "machine", "preflight", "run", "conversion", "generation", "planning", "probe", "verification"),
+        *("machine", "preflight", "run", "conversion", "generation", "planning", "probe", "verification"),
         *("cli", "api", "testing", "__init__", "__main__"),
     ),
 )

@@ -168,7 +168,7 @@ def test_what_the_caller_adds_is_under_the_manifest_too(llama: PlannedCheckpoint
     assert full_check(folder) == []
     manifest = open_checkpoint(folder).manifest
     assert set(manifest.files) | {"manifest.json"} == {name for name in names_in(folder) if (folder / name).is_file()}
-    assert manifest.files["empty.txt"].crc32 == ""
+    assert manifest.files["empty.txt"].blocks == ""
     assert manifest.score is None
     assert manifest.nbytes == sum(
         path.stat().st_size for path in folder.rglob("*.*") if path.is_file() and path.name != "manifest.json"

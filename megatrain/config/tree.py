@@ -1,24 +1,14 @@
-"""What steers a run: a YAML file and `key=value` overrides, checked into one frozen tree.
+"""The keys of a run: one frozen tree of sections.
 
 The tree is the reference: every key has a type, a default where there is a sensible one, and a docstring, which is
-what `megatrain train --keys` prints. A key that does not exist is an error that names the nearest one that does; a key
-given twice and a value of the wrong type are errors too, each with its line. Paths start at the working directory.
-
-YAML is read with the floats of YAML 1.2, because PyYAML takes `3e-4` for text. Of the environment, only a default for
-OpenMP is set, here too. Left out: including one file in another.
+what `megatrain train --keys` prints. Left out: files (`load`), and what is said about a wrong value (`complaints`).
 """
 
 from __future__ import annotations
 
-import difflib
-import os
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -29,11 +19,8 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     Strict,
-    ValidationError,
     model_validator,
 )
-
-from megatrain.errors import ConfigError
 
 
 def _as_list(value: object) -> object:
@@ -240,210 +227,3 @@ class Config(Section):
     def tokenizer(self) -> str:
         """Name of the tokenizer, the model's own unless one was named."""
         return self.data.tokenizer or self.model.path or "bytes"
-
-
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in the YAML file `path`, with dotted `key=value` overrides applied in order: the last one wins.
-
-    Raises `ConfigError`, with file and line, for whatever is wrong with any of them.
-    """
-    path = Path(path).expanduser()
-    tree, places = _read(path)
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not all(key.split(".")):
-            raise ConfigError("is not KEY=VALUE", where=repr(override), fix="write train.steps=100, say")
-        place = f"override {override!r}"
-        _set(tree, key.split("."), _load(text, place, {}))
-        for inner in [one for one in places if one.startswith(f"{key}.")]:
-            del places[inner]
-        places[key] = place
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as error:
-        raise _config_error(error, path, places) from None
-
-
-def save_config(config: Config, path: Path) -> None:
-    """Write the resolved configuration; `load_config` gives it back equal.
-
-    Raises `ConfigError` where the disk refuses.
-    """
-    text = yaml.dump(config.model_dump(mode="json"), Dumper=_YamlDumper, sort_keys=False, allow_unicode=True)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("# Every key of this run, defaults included. `megatrain train --keys` explains them.\n" + text)
-    except OSError as error:
-        what = f"cannot be written ({error.strerror or error})"
-        raise ConfigError(what, where=str(path), fix="free some space, or choose another output.folder") from error
-
-
-def let_idle_threads_sleep() -> None:
-    """Make idle OpenMP threads sleep, unless the user's environment says otherwise; to be called before torch loads.
-
-    By default they spin, and take the core from the very thread that they wait for as soon as anything else runs. With
-    three other processes on two cores the quickstart came to 170 tokens/s so, and to 2,500 with sleeping threads.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
-def describe_keys() -> list[tuple[str, str, str]]:
-    """(dotted key, default, meaning) of every key, in order; the default of a required key is empty."""
-    return list(_keys(Config, ""))
-
-
-def _keys(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str]]:
-    for name, field in section.model_fields.items():
-        nested = _section_of(field.annotation)
-        if nested is None:
-            default = "" if field.is_required() else _flow(field.default)
-            yield f"{prefix}{name}", default, " ".join((field.description or "").split())
-        else:
-            yield from _keys(nested, f"{prefix}{name}.")
-
-
-def _flow(value: object) -> str:
-    """A default on one line, as YAML."""
-    plain = list(value) if isinstance(value, tuple) else value
-    return str(yaml.safe_dump(plain, default_flow_style=True, width=1000)).removesuffix("\n").removesuffix("\n...")
-
-
-def _section_of(annotation: Any) -> type[Section] | None:
-    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
-
-
-# YAML --------------------------------------------------------------------------------------------------------------
-
-
-class _Yaml(yaml.SafeLoader):
-    """Safe YAML whose floats need no dot (`3e-4`), as in YAML 1.2."""
-
-    close = yaml.SafeLoader.dispose
-
-
-class _YamlDumper(yaml.SafeDumper):
-    """Writes text that `_Yaml` would read as a float in quotes."""
-
-
-for _kind in (_Yaml, _YamlDumper):  # tried after the rules of YAML 1.1, so this takes only what those leave as text
-    _kind.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-    )
-
-
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """The file as nested dicts, and for each dotted key the place where it stands, `file:line`."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise _missing(path) from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.reason if isinstance(error, UnicodeDecodeError) else error.strerror
-        raise ConfigError(f"cannot be read ({reason})", where=str(path), fix="give a YAML file") from error
-    places: dict[str, str] = {}
-    tree = _load(text, f"{path}:{{line}}", places)
-    if not isinstance(tree, dict):
-        raise ConfigError("holds no keys", where=str(path), fix="start from configs/quickstart.yaml")
-    return tree, places
-
-
-def _load(text: str, where: str, places: dict[str, str]) -> Any:
-    """`text` as YAML. `where` says where it stands; `{line}` in it becomes the number of the line in question."""
-    try:
-        with closing(_Yaml(text)) as loader:
-            root = loader.get_single_node()
-            if root is None:
-                return None
-            _note_places(root, "", where, places)
-            return loader.construct_document(root)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = where.replace("{line}", str(mark.line + 1 if mark else 1))
-        raise ConfigError(f"malformed YAML ({error.problem})", where=place, fix="correct the line") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason, place = str(error).splitlines()[0], where.replace(":{line}", "")
-        raise ConfigError(f"malformed YAML ({reason})", where=place, fix="correct it") from None
-
-
-def _note_places(node: yaml.Node, prefix: str, where: str, places: dict[str, str]) -> None:
-    if not isinstance(node, yaml.MappingNode):
-        return
-    seen: set[str] = set()
-    for key, value in node.value:
-        place = where.replace("{line}", str(key.start_mark.line + 1))
-        name = f"{prefix}{key.value}"
-        if name in seen:
-            raise ConfigError(f"key {name} is given twice", where=place, fix="remove one of them")
-        seen.add(name)
-        places[name] = place
-        _note_places(value, f"{name}.", where, places)
-
-
-def _set(tree: dict[str, Any], keys: list[str], value: Any) -> None:
-    for key in keys[:-1]:
-        if not isinstance(tree.get(key), dict):
-            tree[key] = {}
-        tree = tree[key]
-    tree[keys[-1]] = value
-
-
-# Errors ------------------------------------------------------------------------------------------------------------
-
-
-def _missing(path: Path) -> ConfigError:
-    folder = path.parent
-    names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
-    nearest = difflib.get_close_matches(path.name, names, n=1)
-    fix = f"did you mean {folder / nearest[0]}?" if nearest else "name a YAML file, configs/quickstart.yaml say"
-    return ConfigError("no such file", where=str(path), fix=fix)
-
-
-def _config_error(error: ValidationError, path: Path, places: dict[str, str]) -> ConfigError:
-    """The first of what pydantic found, in one line. An unknown key comes first: other errors may follow from it."""
-    found = sorted(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
-    first = found[0]
-    key, kind, message = _dotted(first["loc"]), first["type"], first["msg"]
-    where = next((places[part] for part in _prefixes(key) if part in places), str(path))
-    keys = {_dotted(one["loc"]) for one in found}
-    more = f" ({len(keys) - 1} more to correct)" if len(keys) > 1 else ""
-    if kind == "extra_forbidden":
-        return ConfigError(f"unknown key {key}{more}", where=where, fix=_nearest(key))
-    if kind == "missing" and isinstance(first["loc"][-1], str):
-        return ConfigError(f"{key} is missing{more}", where=where, fix=f"set it in the file or as {key}=VALUE")
-    if kind == "missing":
-        message = "has too few values"
-    if kind == "model_type":
-        message = "needs keys below it"
-    for prefix in ("Value error, ", "Input ", "Value ", "Tuple "):
-        message = message.removeprefix(prefix)
-    given = "" if kind in ("value_error", "missing", "too_long", "too_short") else f", not {first['input']!r}"
-    return ConfigError(f"{key}{': ' if key else ''}{message}{given}{more}", where=where)
-
-
-def _dotted(loc: tuple[int | str, ...]) -> str:
-    """The key, without what pydantic adds to it: positions in a list, names of the types of a union."""
-    keys: list[str] = []
-    section: type[Section] | None = Config
-    for part in loc:
-        if section is None or not isinstance(part, str):
-            break
-        keys.append(part)
-        section = _section_of(section.model_fields[part].annotation) if part in section.model_fields else None
-    return ".".join(keys)
-
-
-def _prefixes(key: str) -> Iterator[str]:
-    parts = key.split(".")
-    return (".".join(parts[:count]) for count in range(len(parts), 0, -1))
-
-
-def _nearest(key: str) -> str:
-    """What to do about an unknown key: the nearest one of its own section, else of all."""
-    section, _, name = key.rpartition(".")
-    known = [known for known, _, _ in describe_keys()] + list(Config.model_fields)
-    siblings = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == section}
-    elsewhere = {one.rpartition(".")[2]: one for one in known}
-    for names in (siblings, elsewhere):
-        if nearest := difflib.get_close_matches(name, names, n=1):
-            return f"did you mean {names[nearest[0]]}?"
-    return f"the keys of {section or 'the file'} are {', '.join(siblings)}"

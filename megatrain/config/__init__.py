@@ -1,0 +1,24 @@
+"""What steers a run: a YAML file and `key=value` overrides, checked into one frozen tree.
+
+A key that does not exist is an error that names the nearest one that does; a key given twice and a value of the wrong
+type are errors too, each with its line. Of the environment, only a default for OpenMP is set, here too.
+"""
+
+from megatrain.config.environment import let_idle_threads_sleep
+from megatrain.config.keys import describe_keys
+from megatrain.config.load import load_config, save_config
+from megatrain.config.tree import Config, DataSection, ModelSection, OutputSection, PolicySection, Section, TrainSection
+
+__all__ = [
+    "Config",
+    "DataSection",
+    "ModelSection",
+    "OutputSection",
+    "PolicySection",
+    "Section",
+    "TrainSection",
+    "describe_keys",
+    "let_idle_threads_sleep",
+    "load_config",
+    "save_config",
+]

@@ -1,0 +1,98 @@
+"""YAML as nested dicts, with the line of each key.
+
+It is read with the floats of YAML 1.2, because PyYAML takes `3e-4` for text. A key given twice is an error. Left out:
+which keys there are (`tree`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatrain.errors import ConfigError
+
+
+class _Yaml(yaml.SafeLoader):
+    """Safe YAML whose floats need no dot (`3e-4`), as in YAML 1.2."""
+
+    close = yaml.SafeLoader.dispose
+
+
+class YamlDumper(yaml.SafeDumper):
+    """Writes text that `_Yaml` would read as a float in quotes."""
+
+
+for _kind in (_Yaml, YamlDumper):  # tried after the rules of YAML 1.1, so this takes only what those leave as text
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+    )
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The file as nested dicts, and for each dotted key the place where it stands, `file:line`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise _missing(path) from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.reason if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise ConfigError(f"cannot be read ({reason})", where=str(path), fix="give a YAML file") from error
+    places: dict[str, str] = {}
+    tree = parse(text, f"{path}:{{line}}", places)
+    if not isinstance(tree, dict):
+        raise ConfigError("holds no keys", where=str(path), fix="start from configs/quickstart.yaml")
+    return tree, places
+
+
+def parse(text: str, where: str, places: dict[str, str]) -> Any:
+    """`text` as YAML. `where` says where it stands; `{line}` in it becomes the number of the line in question."""
+    try:
+        with closing(_Yaml(text)) as loader:
+            root = loader.get_single_node()
+            if root is None:
+                return None
+            _note_places(root, "", where, places)
+            return loader.construct_document(root)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = where.replace("{line}", str(mark.line + 1 if mark else 1))
+        raise ConfigError(f"malformed YAML ({error.problem})", where=place, fix="correct the line") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason, place = str(error).splitlines()[0], where.replace(":{line}", "")
+        raise ConfigError(f"malformed YAML ({reason})", where=place, fix="correct it") from None
+
+
+def _note_places(node: yaml.Node, prefix: str, where: str, places: dict[str, str]) -> None:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: set[str] = set()
+    for key, value in node.value:
+        place = where.replace("{line}", str(key.start_mark.line + 1))
+        name = f"{prefix}{key.value}"
+        if name in seen:
+            raise ConfigError(f"key {name} is given twice", where=place, fix="remove one of them")
+        seen.add(name)
+        places[name] = place
+        _note_places(value, f"{name}.", where, places)
+
+
+def put(tree: dict[str, Any], keys: list[str], value: Any) -> None:
+    """Set a nested key, in place of whatever stands in its way."""
+    for key in keys[:-1]:
+        if not isinstance(tree.get(key), dict):
+            tree[key] = {}
+        tree = tree[key]
+    tree[keys[-1]] = value
+
+
+def _missing(path: Path) -> ConfigError:
+    folder = path.parent
+    names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    nearest = difflib.get_close_matches(path.name, names, n=1)
+    fix = f"did you mean {folder / nearest[0]}?" if nearest else "name a YAML file, configs/quickstart.yaml say"
+    return ConfigError("no such file", where=str(path), fix=fix)
