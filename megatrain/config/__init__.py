@@ -7,11 +7,25 @@ type are errors too, each with its line. Of the environment, only a default for 
 from megatrain.config.environment import let_idle_threads_sleep
 from megatrain.config.keys import describe_keys
 from megatrain.config.load import load_config, save_config
-from megatrain.config.tree import Config, DataSection, ModelSection, OutputSection, PolicySection, Section, TrainSection
+from megatrain.config.tree import (
+    CheckpointSection,
+    Config,
+    DataSection,
+    DiskSection,
+    MemorySection,
+    ModelSection,
+    OutputSection,
+    PolicySection,
+    Section,
+    TrainSection,
+)
 
 __all__ = [
+    "CheckpointSection",
     "Config",
     "DataSection",
+    "DiskSection",
+    "MemorySection",
     "ModelSection",
     "OutputSection",
     "PolicySection",

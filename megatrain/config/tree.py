@@ -37,6 +37,13 @@ Betas = Annotated[tuple[Fraction, Fraction], Strict(False)]
 Names = Annotated[tuple[str, ...], Strict(False), BeforeValidator(_as_list)]
 
 
+Rows = Annotated[
+    tuple[Annotated[tuple[Literal["graph", "input", "offload", "drop"], ...], Strict(False)], ...], Strict(False)
+]
+Amount = Annotated[PositiveInt | str, Field(union_mode="left_to_right")]
+Weights = Annotated[tuple[PositiveFloat, ...], Strict(False)]
+
+
 USUAL_ROWS = 8
 """Windows of a step where the user names no number."""
 
@@ -70,7 +77,34 @@ class ModelSection(Section):
 
 class DataSection(Section):
     sources: Annotated[Names, Field(min_length=1)]
-    """Text files, folders, JSONL, one file of token ids, or `python-stdlib`, the code of Python's own library."""
+    """Text, or samples in JSON, JSON lines, Parquet or Arrow: files, folders, hub names, dataset_info.json#NAME; a file
+    of token ids; or `python-stdlib`, the code of Python's own library."""
+    weights: Weights | None = None
+    """Share of each source in what is trained on, 3 or 0.3 say; without them, each is seen as often as another."""
+    format: Literal["auto", "text", "chat", "sharegpt", "alpaca", "completion", "tokens"] = "auto"
+    """What the sources hold; auto finds out, file by file."""
+    columns: dict[str, str] = {}
+    """What fields are called where not as usual, {messages: dialog} say."""
+    tags: dict[str, str] = {}
+    """What ShareGPT files call roles and keys, {role_tag: who, user_tag: human} say."""
+    split: str = "train"
+    """Which split of a hub or saved data set is read."""
+    subset: str | None = None
+    """Which configuration of a hub data set is read."""
+    template: str = "model"
+    """How a chat becomes text: the model's own template, `chatml`, `none` (contents on lines of their own), a file."""
+    template_values: dict[str, Any] = {}
+    """What the template is handed beside the messages, {enable_thinking: false} say."""
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """What of a sample is trained: every answer, the last one, or everything."""
+    packing: Literal["auto", "windows", "best_fit", "grouped"] = "auto"
+    """windows: text runs on from one to the next; best_fit: whole samples, several to a window, none of which sees
+    another; grouped: one to a row, with others of like length. auto: windows for text; for samples best_fit where the
+    model keeps them apart, else grouped."""
+    too_long: Literal["cut", "drop"] = "cut"
+    """What happens to a sample that is longer than the window; it is counted."""
+    bad_samples: Literal["stop", "leave_out"] = "stop"
+    """What happens to a sample that cannot be used: end with its place, or leave it out and count it."""
     pattern: str = "*"
     """Which files of a folder are read, `*.md` say."""
     tokenizer: str | None = None
@@ -81,6 +115,14 @@ class DataSection(Section):
     """Share of the text, from its end, that is held out to measure the loss on; 0 holds out nothing."""
     cache: str = "~/.cache/megatrain/tokens"
     """Folder that keeps tokenised text for the next run."""
+    workers: Annotated[int, Field(ge=0, le=64)] = 1
+    """Threads that read ahead; they change nothing about what is read."""
+
+    @model_validator(mode="after")
+    def _a_weight_each(self) -> DataSection:
+        if self.weights is not None and len(self.weights) != len(self.sources):
+            raise ValueError(f"has {len(self.weights)} weights for {len(self.sources)} sources")
+        return self
 
 
 class TrainSection(Section):
@@ -92,6 +134,8 @@ class TrainSection(Section):
     """Windows that the device computes at once; null is for the plan to choose."""
     micro_batches: PositiveInt | None = None
     """Micro-batches of a step, which sees micro_batch x micro_batches windows; null is for the plan to choose."""
+    targets_per_step: PositiveInt | None = None
+    """Target tokens that a step has at least: it takes micro-batches until it has them, whatever is said above."""
     lr: NonNegativeFloat = 3e-4
     """Peak learning rate."""
     lr_schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
@@ -138,8 +182,13 @@ class TrainSection(Section):
     """Draw among this many likeliest tokens; 0 draws among all."""
     log_every: PositiveInt = 10
     """Steps between lines of progress where the output is not a terminal, and what speeds are averaged over."""
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "skip"
+    """After a loss or gradient that is not finite: stop; go on with the next step, this one not applied; or go back to
+    the last checkpoint and on from there without the data of that step."""
     nonfinite_limit: PositiveInt = 3
-    """Steps in a row with a loss or gradient that is not finite, each skipped, after which the run stops."""
+    """Steps in a row that are not finite, each skipped or gone back from, after which the run stops."""
+    stall_seconds: PositiveFloat = 600.0
+    """An operation, or a checkpoint, that stands still for longer is reported, with its name and age."""
 
     @model_validator(mode="after")
     def _agreeing_sizes(self) -> TrainSection:
@@ -174,6 +223,13 @@ class PolicySection(Section):
     """Largest piece of a unit that one copy moves, in bytes."""
     activations: Literal["keep", "recompute"] | None = None
     """Keep each layer's graph until its backward, or keep its input and compute the layer again."""
+    activation_rows: Rows | None = None
+    """In place of `activations`, a row per layer of an entry per micro-batch, graph, input, offload or drop; both start
+    over at their end."""
+    offload_slots: PositiveInt | None = None
+    """Device buffers that offloaded inputs pass through."""
+    recompute_slots: PositiveInt | None = None
+    """Device buffers per micro-batch for inputs that are computed again; null takes as many as they are."""
     grad_precision: Literal["bf16", "fp32"] | None = None
     """What gradients cross the bus in."""
     update: Literal["next_forward", "during_backward"] | None = None
@@ -182,15 +238,55 @@ class PolicySection(Section):
     """Target tokens whose logits exist at one time."""
     host_threads: PositiveInt | None = None
     """Threads of the optimizer pass."""
-    device_budget_nbytes: PositiveInt | None = None
-    """Device memory that the run may take, in bytes."""
-    host_budget_nbytes: PositiveInt | None = None
-    """Host memory that the run may take, in bytes."""
+    stage_slots: PositiveInt | None = None
+    """Host buffers that each kind of state passes through on its way from and to the disk."""
 
     @property
     def pinned(self) -> dict[str, Any]:
         """The fields that are given, by name."""
         return self.model_dump(exclude_none=True)
+
+
+class MemorySection(Section):
+    """What a run may take: bytes, `24GB`, or a share of what is free, `80%`. Null is all, but for a reserve."""
+
+    device: Amount | None = None
+    """Of the device's own memory."""
+    host: Amount | None = None
+    """Of host memory, pinned or not."""
+    disk: Amount | None = None
+    """Of the folders of the disk tier."""
+
+
+class DiskSection(Section):
+    """The disk tier, which holds what the host has no room for, the coldest first."""
+
+    folders: Names = ()
+    """Folders on fast drives; several share the load. Without one, no state leaves memory."""
+    max_write_per_day: Amount | None = None
+    """What may be written to the drives in a day, 500GB say; a plan that writes more is refused."""
+    checksums: bool = True
+    """Whether what comes back from the drives is compared with what was written."""
+
+    @property
+    def paths(self) -> list[Path]:
+        return [Path(folder).expanduser() for folder in self.folders]
+
+
+class CheckpointSection(Section):
+    every: NonNegativeInt = 500
+    """Steps between checkpoints, written while training goes on, with one when the run ends or is stopped; 0: none."""
+    keep_last: PositiveInt = 2
+    """How many of the newest are kept."""
+    keep_every: PositiveInt | None = None
+    """Keep those of every so many steps too, for good."""
+    keep_best: NonNegativeInt = 0
+    """Keep so many with the lowest validation loss too."""
+    folder: str | None = None
+    """Where they go; null is `checkpoints` in the run folder."""
+    deadline_seconds: PositiveFloat | None = None
+    """Time from a stop signal until the machine is taken away: a step that leaves none for the checkpoint is broken
+    off, and done again when the run goes on."""
 
 
 class OutputSection(Section):
@@ -213,9 +309,28 @@ class Config(Section):
     data: DataSection
     train: TrainSection
     policy: Annotated[PolicySection, BeforeValidator(_as_section)] = PolicySection()
+    memory: MemorySection = MemorySection()
+    disk: DiskSection = DiskSection()
+    checkpoint: CheckpointSection = CheckpointSection()
     output: OutputSection
+    resume: str | None = None
+    """auto: go on from this run's newest sound checkpoint, if it has any; or a checkpoint, or a run folder with some.
+    With more train.steps than a finished run had, it goes on behind its end."""
+    accept_changes: bool = False
+    """Whether to go on although model, data or precision have changed since in a way that a resumed run refuses."""
     trace: Path | None = None
     """File for a trace of three early steps, op by op, which Perfetto and chrome://tracing open."""
+
+    @model_validator(mode="after")
+    def _can_go_back(self) -> Config:
+        if self.train.on_nonfinite == "rollback" and not self.checkpoint.every:
+            raise ValueError("train.on_nonfinite=rollback needs checkpoints; set checkpoint.every")
+        return self
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the run's checkpoints."""
+        return Path(self.checkpoint.folder or f"{self.output.folder}/checkpoints").expanduser()
 
     @model_validator(mode="after")
     def _has_tokenizer(self) -> Config:

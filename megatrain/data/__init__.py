@@ -1,30 +1,73 @@
-"""From a user's text to batches of token ids.
+"""From a user's text to batches of token ids, and from a user's samples to token ids with their targets.
 
     sources --prepare_tokens--> TokenFile --pack--> Windows --split_windows--> Windows --Loader--> steps
+    sources --prepare_samples--> SampleFile --PackedRows or SampleRows--> Loader
 
 Each arrow takes a value and gives the next. All that can be wrong with data is a `DataError`, raised before
-training starts wherever it can be known by then. Left out: chat data and fine-tuning formats.
+training starts wherever it can be known by then.
 """
 
+from megatrain.data.cache import example_of, holds_chats, holds_text_only, prepare_samples, statistics_of
+from megatrain.data.encode import (
+    EncodedSample,
+    EncodeOptions,
+    Encoder,
+    Statistics,
+    encode_sample,
+    encode_samples,
+    render_example,
+)
+from megatrain.data.formats import Sample, Schema
+from megatrain.data.left_out import LeftOut
 from megatrain.data.loader import Batch, Loader, evaluation_batches
 from megatrain.data.pack import Windows, pack, split_windows, unused_tokens
 from megatrain.data.prepare import describe_tokens, prepare_tokens
+from megatrain.data.recognise import begins_with_text, holds_samples, source_called
+from megatrain.data.rows import PackedRows, Row, Rows, SampleRows, split_samples
+from megatrain.data.sample_file import SampleFile
+from megatrain.data.samples import Source, read_samples
 from megatrain.data.tokenizer import Tokenizer, load_tokenizer, vocabulary_size
 from megatrain.data.tokens import TokenFile, open_tokens, write_tokens
 
 __all__ = [
     "Batch",
+    "EncodeOptions",
+    "EncodedSample",
+    "Encoder",
+    "LeftOut",
     "Loader",
+    "PackedRows",
+    "Row",
+    "Rows",
+    "Sample",
+    "SampleFile",
+    "SampleRows",
+    "Schema",
+    "Source",
+    "Statistics",
     "TokenFile",
     "Tokenizer",
     "Windows",
+    "begins_with_text",
     "describe_tokens",
+    "encode_sample",
+    "encode_samples",
     "evaluation_batches",
+    "example_of",
+    "holds_chats",
+    "holds_samples",
+    "holds_text_only",
     "load_tokenizer",
     "open_tokens",
     "pack",
+    "prepare_samples",
     "prepare_tokens",
+    "read_samples",
+    "render_example",
+    "source_called",
+    "split_samples",
     "split_windows",
+    "statistics_of",
     "unused_tokens",
     "vocabulary_size",
     "write_tokens",

@@ -1,121 +1,211 @@
-"""Batches for training in a seeded order, from a position that one integer describes.
+"""Batches for training in a seeded order, from a position that a few integers describe.
 
-The order of an epoch is a permutation that (seed, epoch) alone decides, and epochs follow one another without
-a seam: a batch may hold the last windows of one and the first of the next, so nothing is dropped. Hence the
-position, counted in windows, is the whole state, and the micro-batch size may change between a save and a
-resume.
+The order of an epoch is a permutation that (seed, epoch) alone decides, and epochs follow one another without a seam: a
+batch may hold the last rows of one and the first of the next, so nothing is dropped. Several sources are mixed by their
+weights (`order.source_behind`), each through epochs of its own. Hence the rows drawn from each source are the whole
+state, and the micro-batch size may change between a save and a resume (but for grouped lengths, which depend on it).
 
-The order comes from Philox's raw output, which NumPy never changes, and not from `Generator.permutation`,
-which it may: a run resumes bit-exactly under a later NumPy. It takes 8 bytes per window.
-Left out: a prefetch thread (a step of 65,536 tokens is copied out of a cached file in 0.2 ms), and the
-division of a step between ranks.
+What a step holds is decided in the foreground, in order; workers only read and collate it, so they change nothing, and
+at most `workers` + 1 steps are under way. A step is divided between ranks by its micro-batches: each rank draws the
+whole step and reads its own part, so the state is the same on all, and also fits another number of ranks.
+
+Left out: worker processes, since reading a step of 65,536 tokens of a cached file takes milliseconds at most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from megatrain.data.pack import Windows
+from megatrain.data.order import epoch_order, source_behind
+from megatrain.data.rows import Row, Rows, SampleRows, collate
 from megatrain.errors import DataError
 
-# "input_ids" and "labels", which are one and the same int64 tensor of shape (windows, tokens)
+__all__ = ["Batch", "Loader", "epoch_order", "evaluation_batches"]
+
+# "input_ids" and "labels", int64 tensors of shape (rows, tokens) and of plain text one and the same; see `rows.collate`
 Batch: TypeAlias = dict[str, torch.Tensor]
 
 STATE_VERSION = 1
 
 
-def epoch_order(seed: int, epoch: int, count: int) -> npt.NDArray[np.int64]:
-    """A permutation of `count` windows: what sorts the first numbers of Philox under key (seed, epoch).
+class _Drawn(NamedTuple):
+    """A step before it is read: (source, row) of its micro-batches, and the rows drawn from each source once it is."""
 
-    Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
-    """
-    key = np.array([seed, epoch], dtype=np.uint64)
-    return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
+    micro_batches: list[list[tuple[int, int]]]
+    positions: list[int]
 
 
 class Loader:
-    """Endless steps: each `next` is a list of `micro_batches` batches of `micro_batch` windows."""
+    """Endless steps: each `next` is a list of micro-batches of `micro_batch` rows.
 
-    def __init__(self, windows: Windows, *, micro_batch: int, micro_batches: int, seed: int) -> None:
+    A step has `micro_batches` of them; or, where `targets` is given, as many as it takes until all ranks together have
+    that many target tokens. `weights` are the shares of several sources; without them each is seen as often as another.
+    """
+
+    def __init__(
+        self,
+        rows: Rows | Sequence[Rows],
+        *,
+        micro_batch: int,
+        micro_batches: int,
+        seed: int,
+        weights: Sequence[float] | None = None,
+        targets: int | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+        workers: int = 0,
+    ) -> None:
+        self.sources: list[Rows] = list(rows) if isinstance(rows, Sequence) else [rows]
+        self.weights = [float(len(one)) for one in self.sources] if weights is None else list(weights)
         if micro_batch < 1 or micro_batches < 1:
             what = f"a step of {micro_batches} micro-batches of {micro_batch} windows"
             raise DataError(what, fix="both must be 1 or more")
         if not 0 <= seed < 1 << 63:
             raise DataError(f"a data seed of {seed}", fix="use 0 or more, below 2**63")
-        self.windows = windows
-        self.micro_batch = micro_batch
-        self.micro_batches = micro_batches
-        self.seed = seed
-        self.position = 0  # windows handed out since the first epoch began
-        self._order = (-1, np.empty(0, dtype=np.int64))  # (epoch, its order): the last one used
+        if not 0 <= rank < ranks:
+            raise DataError(f"rank {rank} of {ranks}", fix="ranks count from 0")
+        if len(self.weights) != len(self.sources) or not all(0 < weight < float("inf") for weight in self.weights):
+            what = f"weights {self.weights} for {len(self.sources)} sources"
+            raise DataError(what, fix="give each source a weight above 0")
+        if targets is not None and targets < 1:
+            raise DataError(f"{targets} target tokens a step", fix="use 1 or more")
+        self.micro_batch, self.micro_batches = micro_batch, micro_batches
+        self.seed, self.targets, self.rank, self.ranks = seed, targets, rank, ranks
+        self.positions = [0] * len(self.sources)  # rows handed out from each since its first epoch began
+        self._orders = [(-1, np.empty(0, dtype=np.int64))] * len(self.sources)  # (epoch, its order): the last one used
+        self._pool = ThreadPoolExecutor(workers, "loader") if workers else None
+        self._ahead: deque[tuple[_Drawn, Future[list[Batch]]]] = deque()
+        self._most_ahead = workers + 1
+
+    @property
+    def position(self) -> int:
+        """Rows handed out since the beginning, of all sources."""
+        return sum(self.positions)
 
     @property
     def epochs(self) -> float:
-        """How many times the data has been seen."""
-        return self.position / len(self.windows)
+        """How many times the data has been seen; of several sources the one that has been seen least."""
+        return min(position / len(source) for position, source in zip(self.positions, self.sources, strict=True))
 
     def __iter__(self) -> Iterator[list[Batch]]:
         return self
 
     def __next__(self) -> list[Batch]:
-        size = self.micro_batch
-        chosen = self._choose(self.position, size * self.micro_batches)
-        step = [_batch(self.windows, chosen[i : i + size]) for i in range(0, len(chosen), size)]
-        self.position += len(chosen)  # last: a step that could not be read has not been handed out
+        if self._pool is None:
+            drawn = self._draw(self.positions)
+            step = self._read(drawn)
+        else:
+            while len(self._ahead) < self._most_ahead:
+                before = self._ahead[-1][0].positions if self._ahead else self.positions
+                drawn = self._draw(before)
+                self._ahead.append((drawn, self._pool.submit(self._read, drawn)))
+            drawn, future = self._ahead.popleft()
+            try:
+                step = future.result()
+            except BaseException:
+                self._forget()
+                raise
+        self.positions = drawn.positions  # last: a step that could not be read has not been handed out
         return step
+
+    def close(self) -> None:
+        """End the workers; the loader goes on without them."""
+        self._forget()
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what it is a position in: small, and JSON."""
-        return {
-            "version": STATE_VERSION,
-            "seed": self.seed,
-            "position": self.position,
-            **self.windows.identity,
-        }
+        state = {"version": STATE_VERSION, "seed": self.seed, "position": self.position}
+        if len(self.sources) == 1:
+            return {**state, **self.sources[0].identity}
+        sources = [dict(source.identity) for source in self.sources]
+        return {**state, "positions": list(self.positions), "weights": list(self.weights), "sources": sources}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state` was saved: the same windows in the same order.
+        """Goes on where `state` was saved: the same rows in the same order.
 
-        Raises `DataError`, and changes nothing, where it was saved with other data, window, split or seed.
+        Raises `DataError`, and changes nothing, where it was saved with other data, window, split, weights or seed.
         """
         for key, value in self.state_dict().items():
-            if key != "position" and state.get(key) != value:
+            if key not in ("position", "positions") and state.get(key) != value:
                 what = f"was saved with {key} = {state.get(key)!r}, and this run has {value!r}"
                 fix = "resume with the data, window, split and seed of the saved run, or start a new one"
                 raise DataError(what, where="loader state", fix=fix)
-        position = state.get("position")
-        if not isinstance(position, int) or position < 0:
-            what = f"position {position!r} is not a number of windows"
+        positions: Any = state.get("positions") if len(self.sources) > 1 else [state.get("position")]
+        wrong = [one for one in positions or [None] if not isinstance(one, int) or one < 0]
+        if wrong or not positions or len(positions) != len(self.sources):
+            what = f"position {wrong[0] if wrong else positions!r} is not a number of windows"
             raise DataError(what, where="loader state", fix="resume from another checkpoint")
-        self.position = position
+        self._forget()
+        self.positions = list(positions)
 
-    def _choose(self, position: int, count: int) -> npt.NDArray[np.int64]:
-        """The windows at `position`, `position` + 1, ... of the endless order, `count` of them."""
-        parts: list[npt.NDArray[np.int64]] = []
-        while count > 0:
-            epoch, offset = divmod(position, len(self.windows))
-            if self._order[0] != epoch:
-                self._order = epoch, epoch_order(self.seed, epoch, len(self.windows))
-            parts.append(self._order[1][offset : offset + count])
-            position += len(parts[-1])
-            count -= len(parts[-1])
-        return np.concatenate(parts)
+    def _draw(self, positions: Sequence[int]) -> _Drawn:
+        """The step that follows after `positions`, as this rank sees it."""
+        after = list(positions)
+        micro_batches: list[list[tuple[int, int]]] = []
+        targets = 0
+        while len(micro_batches) < self.ranks * self.micro_batches if self.targets is None else targets < self.targets:
+            for _ in range(self.ranks):
+                chosen = self._choose(after)
+                micro_batches.append(chosen)
+                if self.targets is not None:
+                    targets += sum(self.sources[source].targets(row) for source, row in chosen)
+        return _Drawn(micro_batches[self.rank :: self.ranks], after)
+
+    def _choose(self, positions: list[int]) -> list[tuple[int, int]]:
+        """One micro-batch, whose rows are counted in `positions`. Where like lengths go together, so do sources."""
+        grouped = any(isinstance(source, SampleRows) for source in self.sources)
+        size = self.micro_batch if grouped or len(self.sources) == 1 else 1
+        chosen: list[tuple[int, int]] = []
+        while len(chosen) < self.micro_batch:
+            behind = source_behind(positions, self.weights) if len(self.sources) > 1 else 0
+            chosen += [(behind, row) for row in self._rows_at(behind, positions[behind], size)]
+            positions[behind] += size
+        return chosen
+
+    def _rows_at(self, source: int, position: int, count: int) -> list[int]:
+        """The rows at `position`, `position` + 1, ... of the endless order of a source, `count` of them."""
+        rows: list[int] = []
+        while len(rows) < count:
+            epoch, offset = divmod(position + len(rows), len(self.sources[source]))
+            if self._orders[source][0] != epoch:
+                # A source that is named twice is seen in two orders.
+                self._orders[source] = epoch, self.sources[source].order(_seed_of(self.seed, source), epoch)
+            rows += self._orders[source][1][offset : offset + count - len(rows)].tolist()
+        return rows
+
+    def _read(self, drawn: _Drawn) -> list[Batch]:
+        return [_batch([self.sources[source].row(row) for source, row in chosen]) for chosen in drawn.micro_batches]
+
+    def _forget(self) -> None:
+        """Drop what is under way; it will be drawn again."""
+        for _, future in self._ahead:
+            future.cancel()
+        self._ahead.clear()
 
 
-def evaluation_batches(windows: Windows, micro_batch: int, limit: int | None = None) -> Iterator[Batch]:
-    """The first `limit` windows (None: all) in their own order; the last batch may be smaller."""
+def evaluation_batches(rows: Rows, micro_batch: int, limit: int | None = None) -> Iterator[Batch]:
+    """The first `limit` rows (None: all) in their own order; the last batch may be smaller."""
     if micro_batch < 1:
         raise DataError(f"a micro-batch of {micro_batch} windows", fix="use 1 or more")
-    stop = len(windows) if limit is None else min(limit, len(windows))
+    stop = len(rows) if limit is None else min(limit, len(rows))
     for start in range(0, stop, micro_batch):
-        yield _batch(windows, np.arange(start, min(start + micro_batch, stop)))
+        yield _batch([rows.row(row) for row in range(start, min(start + micro_batch, stop))])
 
 
-def _batch(windows: Windows, indices: npt.NDArray[np.int64]) -> Batch:
-    ids = torch.from_numpy(windows.read(indices))
-    return {"input_ids": ids, "labels": ids}
+def _seed_of(seed: int, source: int) -> int:
+    return (seed + source * 0x9E3779B97F4A7C15) % (1 << 63)
+
+
+def _batch(rows: Sequence[Row]) -> Batch:
+    arrays = collate(rows)
+    tensors: dict[int, torch.Tensor] = {id(array): torch.from_numpy(array) for array in arrays.values()}
+    return {name: tensors[id(array)] for name, array in arrays.items()}

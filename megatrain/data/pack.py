@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from megatrain.data.order import epoch_order
+from megatrain.data.rows import Row
 from megatrain.data.tokens import TokenFile, require_ids_below
 from megatrain.errors import DataError
 
@@ -42,6 +44,19 @@ class Windows:
             row[:] = self.file.ids[start : start + self.window]
             require_ids_below(row, self.vocab_size, start, self.file.path)
         return batch
+
+    def row(self, index: int) -> Row:
+        """Window `index`, all of it to be predicted."""
+        (ids,) = self.read(np.array([index]))
+        return Row(ids, ids)
+
+    def order(self, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+        """A permutation."""
+        return epoch_order(seed, epoch, self.count)
+
+    def targets(self, index: int) -> int:
+        """All but the first token, whatever `index` is."""
+        return self.window - 1
 
     @property
     def identity(self) -> dict[str, str | int]:

@@ -163,6 +163,12 @@ def end_of_text_id(tokenizer: Tokenizer) -> int:
     return eos
 
 
+def special_tokens(tokenizer: Tokenizer) -> list[str]:
+    """The tokens that are read as such wherever a text spells them out, those among them that have no role."""
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return sorted({*tokenizer.all_special_tokens, *added})
+
+
 def vocabulary_size(tokenizer: Tokenizer) -> int:
     """One more than the largest id, added tokens included: the least vocabulary a model needs for it."""
     return 1 + max(tokenizer.get_vocab().values())

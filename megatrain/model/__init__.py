@@ -5,6 +5,7 @@ from megatrain.model.freeze import freeze_parameters
 from megatrain.model.fresh import FreshSource
 from megatrain.model.learn import port_model, refuse_other_kinds
 from megatrain.model.load import causal_lm_from_config, load_causal_lm
+from megatrain.model.packable import only_single_rows, why_not_packable
 from megatrain.model.ported import PortedModel, Sides
 from megatrain.model.ports import Call
 from megatrain.model.pretrained import PretrainedSource
@@ -28,7 +29,9 @@ __all__ = [
     "causal_lm_from_config",
     "freeze_parameters",
     "load_causal_lm",
+    "only_single_rows",
     "port_model",
     "refuse_other_kinds",
     "speak",
+    "why_not_packable",
 ]

@@ -1,0 +1,112 @@
+"""LLaMA-Factory's `dataset_info.json`: its entries as sources.
+
+An entry names a file or a hub dataset, a formatting (`alpaca`, the default, or `sharegpt`), columns, tags, a split and
+a number of samples (the first ones are taken; LLaMA-Factory draws them). They mean what LLaMA-Factory's own
+`data/README.md` says. Refused by name, not passed over: preferences, pictures, sound, scripts, and hosts other than
+the hub.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatrain.data.formats import Format, Schema
+from megatrain.data.missing import missing
+from megatrain.data.samples import Source
+from megatrain.errors import DataError
+
+# LLaMA-Factory's name of a column -> ours, by formatting
+COLUMNS: dict[str, dict[str, str]] = {
+    "alpaca": {"prompt": "instruction", "query": "input", "response": "output", "history": "history"},
+    "sharegpt": {"messages": "conversations", "tools": "tools"},
+}
+REFUSED_COLUMNS = ("images", "videos", "audios", "chosen", "rejected", "kto_tag")
+REFUSED_HOSTS = ("script_url", "cloud_file_name", "ms_hub_url", "om_hub_url")
+KNOWN = frozenset(
+    {"hf_hub_url", "file_name", "formatting", "ranking", "subset", "split", "folder", "num_samples", "columns", "tags"}
+)
+
+
+def read_dataset_info(path: str | Path, names: Sequence[str]) -> list[Source]:
+    """The sources that entries `names` of the file `path` describe; files are looked for beside it.
+
+    Raises `DataError` for an entry that does not exist, and for what it asks that is not done here.
+    """
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise missing(path)
+    try:
+        entries = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise DataError(error.strerror or str(error), where=str(path)) from error
+    except json.JSONDecodeError as error:
+        raise DataError(f"not JSON ({error.msg})", where=f"{path}:{error.lineno}", fix="correct the file") from error
+    except ValueError as error:
+        raise DataError(f"not JSON ({error})", where=str(path), fix="correct the file") from error
+    if not isinstance(entries, dict):
+        raise DataError(f"{type(entries).__name__} in place of an object of data sets", where=str(path))
+    sources = []
+    for name in names:
+        entry, where = entries.get(name), f"{path}#{name}"
+        if entry is None:
+            nearest = difflib.get_close_matches(name, entries, n=1)
+            fix = f"did you mean {nearest[0]!r}?" if nearest else f"it has {', '.join(entries) or 'none'}"
+            raise DataError("no data set of that name", where=where, fix=fix)
+        if not isinstance(entry, dict):
+            raise DataError(f"{type(entry).__name__} in place of the description of a data set", where=where)
+        sources.append(_source(entry, path.parent, where))
+    return sources
+
+
+def _source(entry: Mapping[str, Any], folder: Path, where: str) -> Source:
+    columns = _names(entry, "columns", where)
+    tags = _names(entry, "tags", where)
+    if entry.get("ranking"):
+        raise DataError("holds preferences, which are not trained on here", where=where, fix="name another data set")
+    for column in REFUSED_COLUMNS:
+        if column in columns:
+            raise DataError(f"asks for the column {column!r}, which is not trained on here", where=where)
+    place = entry.get("hf_hub_url") or entry.get("file_name")
+    if not isinstance(place, str):
+        hosts = [key for key in REFUSED_HOSTS if key in entry]
+        what = f"is to be had by {hosts[0]!r} only" if hosts else "names neither 'file_name' nor 'hf_hub_url'"
+        raise DataError(what, where=where, fix="download it, and name its file in 'file_name'")
+    if unknown := sorted(entry.keys() - KNOWN - set(REFUSED_HOSTS)):
+        raise DataError(f"has a key {unknown[0]!r} of no known meaning", where=where, fix="remove it")
+    limit = entry.get("num_samples")
+    if limit is not None and (not isinstance(limit, int) or limit < 1):
+        raise DataError(f"'num_samples' is {limit!r}", where=where, fix="write 1 or more")
+    return Source(
+        place if entry.get("hf_hub_url") else str(folder / place),
+        schema=_schema(entry.get("formatting", "alpaca"), columns, tags, where),
+        split=entry.get("split", "train"),
+        subset=entry.get("subset"),
+        folder=entry.get("folder"),
+        limit=limit,
+    )
+
+
+def _schema(formatting: object, columns: Mapping[str, str], tags: Mapping[str, str], where: str) -> Schema:
+    if formatting not in COLUMNS:
+        what = f"'formatting' is {formatting!r}"
+        raise DataError(what, where=where, fix=f"known are {', '.join(COLUMNS)}")
+    if formatting == "alpaca" and "prompt" in columns and "response" not in columns:
+        return Schema("text", {"text": columns["prompt"]})  # how its pre-training sets are described
+    known = {**COLUMNS[str(formatting)], "system": "system"}
+    for column in columns:
+        if column not in known:
+            what = f"a column {column!r}, which {formatting} data has not"
+            raise DataError(what, where=where, fix=f"known are {', '.join(known)}")
+    chosen: Format = "alpaca" if formatting == "alpaca" else "sharegpt"
+    return Schema(chosen, {known[column]: name for column, name in columns.items()}, tags)
+
+
+def _names(entry: Mapping[str, Any], key: str, where: str) -> dict[str, str]:
+    names = entry.get(key) or {}
+    if not isinstance(names, dict) or not all(isinstance(name, str | None) for name in names.values()):
+        raise DataError(f"{key!r} is not an object of names", where=where)
+    return {ours: name for ours, name in names.items() if name is not None}

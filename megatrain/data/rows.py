@@ -1,0 +1,199 @@
+"""Rows, which training sequences are made of, and micro-batches of them.
+
+    Windows        plain text, which runs on from window to window (`pack.py`)
+    PackedRows     several whole samples in a row, each for itself: positions start again at 0
+    SampleRows     one sample in a row, in an order that brings like lengths together
+
+`collate` turns rows into what a Hugging Face model's forward takes. Packed rows bring `position_ids`, and no attention
+mask: that is how the library is told that a row holds several sequences, and padding is one more of them. Whether a
+model heeds it is another question (`model/packable.py`). Rows of one sample bring a mask.
+
+The first token of a sample is never a target, so none is predicted from another sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from megatrain.data.bins import best_fit
+from megatrain.data.formats import NOT_A_TARGET
+from megatrain.data.order import epoch_order, grouped_order
+from megatrain.data.sample_file import SampleFile
+
+Indices = npt.NDArray[np.int64]
+Arrays: TypeAlias = dict[str, npt.NDArray[np.int64]]
+
+MULTIPLE = 8
+"""Padded lengths are multiples of it, which matrix units like."""
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One row, all int64[tokens]. `labels` is `ids` itself where every token is a target."""
+
+    ids: Indices
+    labels: Indices
+    positions: Indices | None = None
+
+
+class Rows(Protocol):
+    """Numbered rows that can be read in any order, from several threads."""
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> Row:
+        """Row `index`, from 0 on."""
+
+    def order(self, seed: int, epoch: int) -> Indices:
+        """In which order an epoch sees them."""
+
+    def targets(self, index: int) -> int:
+        """Tokens of row `index` that the loss is a mean over."""
+
+    @property
+    def identity(self) -> Mapping[str, str | int]:
+        """What makes these rows these and no others, as JSON: for the state of a loader."""
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """Samples `chosen` of a file, packed best-fit into rows of at most `window` tokens."""
+
+    file: SampleFile
+    chosen: Indices
+    window: int
+    seed: int
+
+    @cached_property
+    def _bins(self) -> tuple[Indices, Indices]:
+        members, starts = best_fit(self.file.lengths[self.chosen].astype(np.int64), self.window, self.seed)
+        return self.chosen[members], starts
+
+    def __len__(self) -> int:
+        return len(self._bins[1]) - 1
+
+    @property
+    def efficiency(self) -> float:
+        """The share of the tokens of all rows that samples fill, 0 to 1."""
+        return float(self.file.lengths[self.chosen].sum() / (len(self) * self.window)) if len(self) else 0.0
+
+    def members(self, index: int) -> Indices:
+        """The samples in row `index`."""
+        members, starts = self._bins
+        return members[starts[index] : starts[index + 1]]
+
+    def row(self, index: int) -> Row:
+        """Its samples one after another, each with positions from 0 on."""
+        samples = [self.file.sample(int(number)) for number in self.members(index)]
+        return Row(
+            np.concatenate([ids for ids, _ in samples]),
+            np.concatenate([_labels(ids, trained) for ids, trained in samples]),
+            np.concatenate([np.arange(len(ids)) for ids, _ in samples]),
+        )
+
+    def order(self, seed: int, epoch: int) -> Indices:
+        """A permutation."""
+        return epoch_order(seed, epoch, len(self))
+
+    def targets(self, index: int) -> int:
+        """Of all its samples."""
+        return int(self.file.targets[self.members(index)].sum())
+
+    @property
+    def identity(self) -> dict[str, str | int]:
+        """The samples and how they are packed."""
+        return {**_identity(self.file, self.chosen), "packing": "best_fit", "window": self.window, "packed": self.seed}
+
+
+@dataclass(frozen=True, eq=False)
+class SampleRows:
+    """Samples `chosen` of a file, each a row; `together` rows that follow one another have like lengths."""
+
+    file: SampleFile
+    chosen: Indices
+    together: int
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def row(self, index: int) -> Row:
+        """The sample."""
+        ids, trained = self.file.sample(int(self.chosen[index]))
+        return Row(ids, _labels(ids, trained))
+
+    def order(self, seed: int, epoch: int) -> Indices:
+        """See `grouped_order`."""
+        return grouped_order(seed, epoch, self.file.lengths[self.chosen].astype(np.int64), self.together)
+
+    def targets(self, index: int) -> int:
+        """Of the sample."""
+        return int(self.file.targets[self.chosen[index]])
+
+    @property
+    def efficiency(self) -> float:
+        """The share of the tokens of all micro-batches of an epoch that samples fill, 0 to 1."""
+        lengths = self.file.lengths[self.chosen].astype(np.int64)[self.order(0, 0)]
+        parts = np.split(lengths, range(self.together, len(lengths), self.together))
+        padded = sum(_rounded(int(part.max())) * len(part) for part in parts)
+        return float(lengths.sum() / padded)
+
+    @property
+    def identity(self) -> dict[str, str | int]:
+        """The samples and how many go together, which their order depends on."""
+        return {**_identity(self.file, self.chosen), "packing": "grouped", "together": self.together}
+
+
+def split_samples(file: SampleFile, validation_fraction: float) -> tuple[Indices, Indices]:
+    """(training, validation): evenly spaced samples are held out, at least one where the fraction is above 0.
+
+    Evenly, because files are often sorted by subject. All are trained on where there is one sample only.
+    """
+    count = len(file)
+    every = np.arange(count)
+    held = min(count - 1, max(1, round(count * validation_fraction))) if validation_fraction else 0
+    chosen = np.unique(((np.arange(held) + 0.5) * count / max(1, held)).astype(np.int64))
+    return np.setdiff1d(every, chosen, assume_unique=True), chosen
+
+
+def collate(rows: Sequence[Row]) -> Arrays:
+    """`input_ids` and `labels`, int64[rows, tokens], and `position_ids` or `attention_mask` where they are needed.
+
+    Rows of plain text are of one length and one array is both ids and labels. Others are padded on the right.
+    """
+    if all(row.labels is row.ids for row in rows) and len({len(row.ids) for row in rows}) == 1:
+        ids = np.stack([row.ids for row in rows])
+        return {"input_ids": ids, "labels": ids}
+    width = _rounded(max(len(row.ids) for row in rows))
+    shape = (len(rows), width)
+    arrays = {"input_ids": np.zeros(shape, np.int64), "labels": np.full(shape, NOT_A_TARGET, np.int64)}
+    packed = any(row.positions is not None for row in rows)
+    more = np.zeros(shape, np.int64)
+    for number, row in enumerate(rows):
+        size = len(row.ids)
+        arrays["input_ids"][number, :size] = row.ids
+        arrays["labels"][number, :size] = row.labels
+        if packed:
+            more[number, :size] = np.arange(size) if row.positions is None else row.positions
+            more[number, size:] = np.arange(width - size)
+        else:
+            more[number, :size] = 1
+    arrays["position_ids" if packed else "attention_mask"] = more
+    return arrays
+
+
+def _labels(ids: Indices, trained: npt.NDArray[np.bool_]) -> Indices:
+    return np.where(trained, ids, NOT_A_TARGET)
+
+
+def _rounded(length: int) -> int:
+    return -(-length // MULTIPLE) * MULTIPLE
+
+
+def _identity(file: SampleFile, chosen: Indices) -> dict[str, str | int]:
+    return {"dataset": file.fingerprint, "samples": len(chosen), "of": len(file)}

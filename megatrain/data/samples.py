@@ -1,0 +1,83 @@
+"""A source of samples, and reading it: rows, their schema, and what is left out.
+
+The first row of a file decides an `auto` format for that file. A row of another format in the same file is an error
+that names it, because half a file read with the wrong eyes would train on the wrong tokens. Left out: mixing of
+sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatrain.data.formats import Sample, Schema, detect_schema, read_sample
+from megatrain.data.left_out import LeftOut
+from megatrain.data.records import Row, read_rows
+from megatrain.errors import DataError, SampleError
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file, a folder, or a dataset on the hub, and how it is read."""
+
+    name: str
+    schema: Schema = field(default_factory=Schema)
+    split: str = "train"  # of a saved dataset or one on the hub, as the two below
+    subset: str | None = None
+    folder: str | None = None
+    limit: int | None = None  # samples taken, from the first on
+
+    @property
+    def is_local(self) -> bool:
+        """Whether its name is that of a file or folder that exists."""
+        return Path(self.name).expanduser().exists()
+
+
+def read_samples(sources: Sequence[Source], left_out: LeftOut) -> Iterator[Sample]:
+    """The samples of `sources`, one source after another.
+
+    Raises `DataError` for a source that is missing, unreadable or malformed, or where none holds a sample; asks
+    `left_out` about single samples.
+    """
+    found = False
+    for source in sources:
+        for sample in _read_source(source, left_out):
+            found = True
+            yield sample
+    if not found:
+        reasons = "; ".join(left_out.lines()) or "they are empty"
+        where = ", ".join(source.name for source in sources)
+        raise DataError(f"no sample (left out: {reasons})", where=where, fix="name a source with samples in it")
+
+
+def _read_source(source: Source, left_out: LeftOut) -> Iterator[Sample]:
+    schema, file, taken = source.schema, None, 0
+    rows = read_rows(source.name, left_out, split=source.split, subset=source.subset, folder=source.folder)
+    for row in rows:
+        if source.limit is not None and taken >= source.limit:
+            reason = f"beyond the first {source.limit:,}"
+            if source.is_local:
+                left_out.add(reason, row.place, 1 + sum(1 for _ in rows))
+            else:  # nothing is fetched to be counted
+                left_out.add(f"{reason} or more", row.place)
+            return
+        try:
+            if row.file != file:
+                schema = detect_schema(row, source.schema)
+                file = row.file
+            sample = _read_row(row, schema, source.schema)
+        except SampleError as error:
+            left_out.refuse(error)
+            continue
+        taken += 1
+        yield sample
+
+
+def _read_row(row: Row, schema: Schema, asked: Schema) -> Sample:
+    if not schema.fits(row.fields) and asked.format == "auto":
+        other = detect_schema(row, asked)  # raises where it is of no format at all
+        what = f"a {other.format} sample in a file that began with {schema.format} samples"
+        fix = "give each format a file of its own"
+        raise SampleError(what, reason="of another format than its file", where=row.place, fix=fix)
+    return read_sample(row, schema)

@@ -1,0 +1,379 @@
+"""Claims about chats: on real templates exactly the tokens of the assistant's turns are trained, or a reason is given.
+
+The independent method: for each template a pattern, written by hand from the template's text, that finds the turns in
+the rendered conversation. The code under test knows no pattern and no mark.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatrain.data.chat import MarkedText, choose_template, mark_chat
+from megatrain.data.encode import EncodeOptions, Encoder, Statistics, encode_sample, trained_tokens
+from megatrain.data.formats import Sample
+from megatrain.data.tokenizer import Tokenizer, encode_with_offsets
+from megatrain.data.turns import Span
+from megatrain.errors import DataError, SampleError
+from tests.data.chats import (
+    TOOL,
+    answer,
+    assistant,
+    byte_tokenizer,
+    call,
+    chat,
+    special_tokens,
+    template_text,
+    user,
+)
+
+CHATML = r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)"
+LLAMA3 = r"<\|start_header_id\|>assistant<\|end_header_id\|>\n\n(.*?<\|eot_id\|>)"
+TURNS = {
+    "chatml": CHATML,
+    "cohere": r"<\|CHATBOT_TOKEN\|>(.*?<\|END_OF_TURN_TOKEN\|>)",
+    "deepseek_r1": r"(?:<\uff5cAssistant\uff5c>|<\uff5ctool▁outputs▁end\uff5c>)(.*?<\uff5cend▁of▁sentence\uff5c>)",
+    "exaone": r"\[\|assistant\|\](.*?\[\|endofturn\|\])",
+    "gemma": r"<start_of_turn>model\n(.*?<end_of_turn>)",
+    "glm4moe": r"<\|assistant\|>(.*?)\s*(?=<\|user\|>|<\|assistant\|>|<\|observation\|>|\Z)",  # nothing ends a turn
+    "gptoss": r"<\|start\|>assistant((?:<\|channel\|>analysis.*?<\|end\|><\|start\|>assistant)?"
+    r".*?(?:<\|return\|>|<\|call\|>|<\|end\|>))",
+    "lfm2_5": r"<\|im_start\|>assistant\n(.*?<\|im_end\|>\n)",  # its own marks say so
+    "llama2": r"\[/INST\](.*?</s>)",
+    "llama3": LLAMA3,
+    "llama3_1": LLAMA3,
+    "mistral_v3": r"\[/(?:INST|TOOL_RESULTS)\](.*?</s>)",
+    "phi3": r"<\|assistant\|>\n(.*?<\|end\|>(?:\n<\|endoftext\|>\Z)?)",
+    "phi4": r"<\|im_start\|>assistant<\|im_sep\|>(.*?<\|im_end\|>)",
+    "qwen2_5": CHATML,
+    "qwen3": CHATML,
+    "zephyr": r"<\|assistant\|>\n(.*?</s>)",
+}
+TOKENIZERS = {name: byte_tokenizer(name) for name in TURNS}
+SYSTEM_REFUSED = {"gemma", "mistral_v3"}
+TOOLS_KNOWN = ("glm4moe", "gptoss", "lfm2_5", "llama3_1", "mistral_v3", "qwen2_5", "qwen3")
+
+system = {"role": "system", "content": "Be brief."}
+CONVERSATIONS = {
+    "one turn": [user("q"), assistant("a")],
+    "three turns": [user("q1"), assistant("a1"), user("q2"), assistant("a2"), user("q3"), assistant("a3")],
+    "same words": [user("assistant"), assistant("assistant"), user("assistant"), assistant("assistant")],
+    "a question at the end": [user("q1"), assistant("a1"), user("q2")],
+    "empty": [user("q"), assistant(""), user(""), assistant("x"), user("y"), assistant("")],
+    "unicode": [user("🎉 e\u0301"), assistant("漢字 \u202eאבג 🏳️\u200d🌈"), user("\ue000"), assistant("\ue001é")],
+    "white space": [
+        user("  q\n\n"),
+        assistant("\n  a \t\n"),
+        user(" "),
+        assistant("   "),
+        user("r"),
+        assistant(" b\n"),
+    ],
+    "thoughts": [
+        user("q"),
+        assistant("<think>\nfirst\n</think>\n\na1"),
+        user("r"),
+        assistant("<think>\nsecond\n</think>\n\na2"),
+    ],
+    "thoughts apart": [user("q"), assistant("a1", thinking="first"), user("r"), assistant("a2", thinking="second")],
+}
+TOOL_USE = {
+    "one call": [user("q"), call(), answer(), assistant("a")],
+    "a call and more": [system, user("q"), call(), answer(), assistant("a"), user("r"), assistant("b")],
+    "calls in each turn": [
+        user("q"),
+        call(),
+        answer(),
+        assistant("a"),
+        user("r"),
+        call("Zürich"),
+        answer(),
+        assistant("b"),
+    ],
+    "a call at the end": [user("q"), assistant("a"), user("r"), call()],
+    "thoughts before calls": [
+        user("q"),
+        {**call(), "reasoning_content": "first"},
+        answer(),
+        assistant("a", reasoning_content="second"),
+        user("r"),
+        assistant("b", reasoning_content="third"),
+    ],
+}
+
+
+def expected(name: str, sample: Sample) -> tuple[list[int], list[bool]]:
+    """Ids and targets by the independent method: the text cut at the turns, each piece tokenised by itself."""
+    tokenizer = TOKENIZERS[name]
+    text = tokenizer.apply_chat_template(list(sample.messages), tools=list(sample.tools) or None, tokenize=False)
+    ids: list[int] = []
+    trained: list[bool] = []
+    place = 0
+    for match in re.finditer(TURNS[name], text, re.DOTALL):
+        for piece, target in ((text[place : match.start(1)], False), (match[1], True)):
+            tokens = tokenizer(piece, add_special_tokens=False)["input_ids"]
+            ids += tokens
+            trained += [target] * len(tokens)
+        place = match.end(1)
+    rest = tokenizer(text[place:], add_special_tokens=False)["input_ids"]
+    return [*ids, *rest], [*trained, *[False] * len(rest)]
+
+
+def encoded(name: str, sample: Sample, **options: Any) -> tuple[list[int], list[bool]]:
+    result = encode_sample(sample, Encoder(TOKENIZERS[name], EncodeOptions(**options)), Statistics())
+    assert result is not None
+    return result.ids.tolist(), result.trained.tolist()
+
+
+def marked(name: str, sample: Sample, **options: Any) -> MarkedText:
+    return mark_chat(sample, choose_template(TOKENIZERS[name]), options.get("train_on", "assistant"))
+
+
+def turns_of(name: str, sample: Sample, **options: Any) -> list[str]:
+    found = marked(name, sample, **options)
+    return [found.text[start:stop] for start, stop in found.spans]
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("name", TURNS)
+def test_the_turns_of_the_assistant_are_trained(name: str, conversation: str) -> None:
+    sample = chat(*CONVERSATIONS[conversation])
+    assert encoded(name, sample) == expected(name, sample)
+
+
+@pytest.mark.parametrize("name", sorted(TURNS.keys() - SYSTEM_REFUSED))
+def test_a_system_message_is_not_trained(name: str) -> None:
+    sample = chat(system, user("q1"), assistant("a1"), user("q2"), assistant("a2"))
+    assert encoded(name, sample) == expected(name, sample)
+    assert len(turns_of(name, sample)) == 2
+
+
+@pytest.mark.parametrize("conversation", TOOL_USE)
+@pytest.mark.parametrize("name", TOOLS_KNOWN)
+def test_calls_are_trained_and_their_answers_are_not(name: str, conversation: str) -> None:
+    messages = TOOL_USE[conversation]
+    if name == "mistral_v3" and messages[0]["role"] == "system":
+        messages = messages[1:]
+    sample = chat(*messages, tools=(TOOL,))
+    assert encoded(name, sample) == expected(name, sample)
+    turns = turns_of(name, sample)
+    assert len(turns) == sum(message["role"] == "assistant" for message in messages)
+    assert sum("look_up" in turn for turn in turns) == sum("tool_calls" in message for message in messages)
+    assert not any("sun" in turn for turn in turns)
+
+
+WORDS = st.text(alphabet="a bé\n🎉\t'\"{}", max_size=6)
+
+
+@settings(max_examples=120)
+@given(st.sampled_from(sorted(TURNS)), st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4), st.booleans())
+def test_any_words_are_trained_where_the_assistant_says_them(
+    name: str, pairs: list[tuple[str, str]], ends: bool
+) -> None:
+    messages = [message for said, reply in pairs for message in (user(said), assistant(reply))]
+    sample = chat(*messages, *([] if ends else [user("and?")]))
+    ids, trained = expected(name, sample)
+    assert encoded(name, sample) == (ids, trained)
+    assert encoded(name, sample, train_on="all") == (ids, [False, *[True] * (len(ids) - 1)])
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_the_ids_are_those_of_the_library(name: str) -> None:
+    sample = chat(user("q1"), assistant("a1"), user("q2"), assistant("a2"))
+    ids = TOKENIZERS[name].apply_chat_template(list(sample.messages), return_dict=False)
+    assert encoded(name, sample)[0] == ids
+
+
+@pytest.mark.parametrize("conversation", ["three turns", "empty", "a question at the end", "thoughts"])
+@pytest.mark.parametrize("name", TURNS)
+def test_of_the_last_turn_alone_the_same_tokens_are_trained(name: str, conversation: str) -> None:
+    sample = chat(*CONVERSATIONS[conversation])
+    assert turns_of(name, sample, train_on="last") == turns_of(name, sample)[-1:]
+    assert marked(name, sample, train_on="last").spans == marked(name, sample).spans[-1:]
+
+
+@pytest.mark.parametrize("name", ["chatml", "qwen3", "lfm2_5"])  # the last one has marks
+def test_messages_that_are_context_are_not_trained(name: str) -> None:
+    sample = chat(user("q1"), assistant("a1"), user("q2"), assistant("a2"), user("q3"), assistant("a3"))
+    partly = Sample(sample.origin, sample.messages, untrained=frozenset({0, 1, 2, 5}))
+    assert marked(name, partly).spans == marked(name, sample).spans[1:2]
+    assert marked(name, partly, train_on="last").spans == marked(name, sample).spans[1:2]
+
+
+@pytest.mark.parametrize("conversation", ["three turns", "empty", "white space", "a question at the end"])
+@pytest.mark.parametrize("name", ["phi4", "lfm2_5"])
+def test_without_its_marks_a_template_gives_the_turns_that_its_marks_give(name: str, conversation: str) -> None:
+    sample = chat(*CONVERSATIONS[conversation])
+    bare = byte_tokenizer(name)
+    bare.chat_template = re.sub(r"(\{%-?) generation", r"\1 if true", template_text(name)).replace(
+        "endgeneration", "endif"
+    )
+    found = mark_chat(sample, choose_template(bare), "assistant")
+    theirs = marked(name, sample)
+    assert found.text == theirs.text
+    assert [span.start for span in found.spans] == [span.start for span in theirs.spans]
+    assert [found.text[a:b] for a, b in found.spans] == [turn.rstrip() for turn in turns_of(name, sample)]
+    mask = TOKENIZERS[name].apply_chat_template(
+        list(sample.messages), return_dict=True, return_assistant_tokens_mask=True
+    )["assistant_masks"]
+    assert [int(target) for target in encoded(name, sample)[1]] == mask
+
+
+def test_a_conversation_may_begin_with_the_assistant() -> None:
+    sample = chat(assistant("hello"), user("q"), assistant("a"))
+    for name in ("chatml", "exaone", "glm4moe", "llama3", "llama3_1", "qwen2_5", "qwen3", "zephyr"):
+        assert encoded(name, sample) == expected(name, sample)
+    assert "begins with an assistant turn" in refusal("gptoss", sample)
+
+
+def test_turns_may_follow_one_another() -> None:
+    sample = chat(user("q"), assistant("a"), assistant("b"), user("r"), assistant("c"))
+    for name in sorted(TURNS.keys() - {"cohere", "gemma", "mistral_v3", "llama2", "deepseek_r1"}):
+        assert encoded(name, sample) == expected(name, sample)
+
+
+def test_a_value_for_the_template_counts() -> None:
+    messages = chat(user("q"), assistant("a"), user("r"), assistant("b"))
+    template = choose_template(TOKENIZERS["qwen3"], values={"enable_thinking": False})
+    found = mark_chat(messages, template, "assistant")
+    assert [found.text[a:b] for a, b in found.spans] == ["a<|im_end|>", "b<|im_end|>"]  # thoughts are given, and empty
+
+
+@pytest.mark.parametrize("name", ["llama3_1", "qwen3", "mistral_v3", "gemma"])
+def test_tokens_that_join_words_are_trained_where_they_reach_into_a_turn(name: str) -> None:
+    """A BPE with merges: the ids stay the library's, and a token is trained exactly if a character of it is."""
+    text = template_text(name)
+    rules = tokenizers.Tokenizer(tokenizers.models.BPE())
+    rules.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rules.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=special_tokens(text),
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    rules.train_from_iterator([text, "user\n\n\nassistant\n\n  the words of the turn 🎉🎉 é"] * 3, trainer)
+    tokenizer: Tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=rules, bos_token="<s>", eos_token="</s>", chat_template=text
+    )
+    sample = chat(user("the user\n"), assistant(" the  words\n\n 🎉é "), user("of"), assistant("turn"))
+    result = encode_sample(sample, Encoder(tokenizer), Statistics())
+    assert result is not None
+    assert result.ids.tolist() == tokenizer.apply_chat_template(list(sample.messages), return_dict=False)
+    assert len(result) < len(marked(name, sample).text.encode()) / 1.5  # it does merge
+    spans = marked(name, sample).spans
+    ((_, offsets),) = encode_with_offsets(tokenizer, [marked(name, sample).text], special_tokens="read")
+    inside = [any(start < b and a < stop for start, stop in spans) for a, b in offsets.tolist()]
+    wide = offsets[:, 0] < offsets[:, 1]
+    assert result.trained[wide].tolist() == np.array(inside)[wide].tolist()
+
+
+def test_a_header_that_swallows_white_space_is_not_trained() -> None:
+    text, spans = "<|a|>\n  x<|e|>\n", [Span(6, 14)]
+    offsets = np.array([[0, 8], [8, 9], [9, 15]])  # `<|a|>` takes the space behind it, and so does `<|e|>`
+    added = np.array([True, False, True])
+    assert trained_tokens(text, offsets, spans, added).tolist() == [False, True, True]
+    before = np.array([[0, 5], [5, 8], [8, 9], [9, 15]])  # an added token that takes the space before it
+    assert trained_tokens(text, before, spans, np.array([True, True, False, True])).tolist() == [
+        False,
+        True,
+        True,
+        True,
+    ]
+
+
+def test_tokens_without_width_belong_to_the_space_before_them() -> None:
+    text, spans = "ab  cd ", [Span(2, 4), Span(6, 7)]
+    offsets = np.array([[0, 2], [4, 4], [4, 6], [7, 7]])  # byte-level: spaces are trimmed away
+    assert trained_tokens(text, offsets, spans, np.zeros(4, bool)).tolist() == [False, True, False, True]
+
+
+def refusal(name: str, sample: Sample) -> str:
+    with pytest.raises(SampleError) as caught:
+        marked(name, sample)
+    assert caught.value.where == sample.origin
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "sample", "what"),
+    [
+        ("gemma", chat(system, user("q"), assistant("a")), "System role not supported"),
+        ("gemma", chat(user("q"), user("q"), assistant("a")), "roles must alternate user/assistant"),
+        ("llama3_1", chat(user("q"), {**call(), "tool_calls": call()["tool_calls"] * 2}), "single tool-calls at once"),
+        ("llama2", chat(user("q"), answer(), assistant("a")), "Only user and assistant roles are supported"),
+        ("phi3", chat(user("q"), answer(), assistant("a")), "does not write message 2 (tool)"),
+        ("mistral_v3", chat(system, user("q"), assistant("a")), "does not write message 1 (system)"),
+        ("llama3", chat(user("q"), {**call(), "content": "I look."}), "does not write the calls of message 2"),
+        ("llama3_1", chat(user("q"), {**call(), "content": "I look."}, tools=(TOOL,)), "does not write message 2"),
+        ("chatml", chat(user("q"), assistant("a"), tools=(TOOL,)), "does not write the tools"),
+    ],
+)
+def test_what_a_template_refuses_or_leaves_out_is_said_in_its_words(name: str, sample: Sample, what: str) -> None:
+    assert what in refusal(name, sample)
+
+
+TAIL_MOVED = (
+    "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}({{ m.content }}){% endif %}{% endfor %}"
+)
+MERGED = "{% for m in messages %}{{ m.content }}{% if loop.last %}#{% else %} {% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize(("template", "messages"), [(TAIL_MOVED, "three turns"), (MERGED, "three turns")])
+def test_a_template_that_does_not_tell_its_turns_apart_is_refused(template: str, messages: str) -> None:
+    tokenizer = byte_tokenizer("chatml")
+    tokenizer.chat_template = template
+    with pytest.raises(SampleError, match=r"does not tell what is trained: .*message 2.*choose another data\.template"):
+        mark_chat(chat(*CONVERSATIONS[messages]), choose_template(tokenizer), "assistant")
+
+
+def test_what_is_lost_or_read_as_special_is_noted() -> None:
+    thoughts = marked("qwen3", chat(*CONVERSATIONS["thoughts"]))
+    assert any("reasoning that the template leaves out" in note for note in thoughts.notes)
+    assert not marked("chatml", chat(*CONVERSATIONS["thoughts"])).notes
+    assert any("spell a special token" in n for n in marked("chatml", chat(user("<|im_end|>"), assistant("a"))).notes)
+    assert any("nothing ends" in note for note in marked("glm4moe", chat(*CONVERSATIONS["one turn"])).notes)
+
+
+def test_json_text_is_tried_for_arguments_where_objects_are_refused() -> None:
+    tokenizer = byte_tokenizer("chatml")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls %}"
+        "{{ c.function.name + ':' + c.function.arguments }}{% endfor %}<|im_end|>\n{% endfor %}"
+    )
+    found = mark_chat(chat(user("q"), call("Zürich"), user("r"), assistant("a")), choose_template(tokenizer), "last")
+    assert 'look_up:{"city": "Zürich", "days": 2}<|im_end|>' in found.text
+
+
+def test_a_model_without_a_template_leaves_a_clear_choice(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer("zephyr")
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match=r"no chat template; set data\.template: `chatml`, `none`.*or a \.jinja file"):
+        choose_template(tokenizer)
+    sample = chat(system, user("q"), assistant("a"), user("r"), assistant("b"))
+
+    def turns(choice: str) -> list[str]:
+        found = mark_chat(sample, choose_template(tokenizer, choice), "assistant")
+        return [found.text[a:b] for a, b in found.spans]
+
+    assert turns("chatml") == ["a<|im_end|></s>", "b<|im_end|></s>"]  # no such token: the end of text must stop it
+    tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
+    assert turns("chatml") == ["a<|im_end|>", "b<|im_end|>"]
+    assert turns("none") == ["a</s>", "b</s>"]
+    assert mark_chat(sample, choose_template(tokenizer, "none"), "all").text == "Be brief.\nq\na</s>\nr\nb</s>\n"
+    (tmp_path / "own.jinja").write_text(template_text("zephyr"))
+    assert turns(str(tmp_path / "own.jinja")) == ["a</s>", "b</s>"]
+    with pytest.raises(DataError, match=r"did you mean .*own\.jinja"):
+        choose_template(tokenizer, str(tmp_path / "owm.jinja"))
+    with pytest.raises(DataError, match="no chat template is called 'chatlm'"):
+        choose_template(tokenizer, "chatlm")

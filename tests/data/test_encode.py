@@ -1,0 +1,222 @@
+"""Claims about encoding: ids and targets of every kind of sample, limits, and that all that is left out is counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.data.encode import (
+    EncodedSample,
+    EncodeOptions,
+    Encoder,
+    Statistics,
+    encode_sample,
+    encode_samples,
+    render_example,
+)
+from megatrain.data.formats import Sample
+from megatrain.data.left_out import LeftOut
+from megatrain.data.tokenizer import END_OF_TEXT, load_tokenizer
+from megatrain.errors import DataError, SampleError
+from tests.data.chats import assistant, byte_tokenizer, chat, user
+
+CHATML = byte_tokenizer("chatml")
+BYTES = load_tokenizer("bytes")
+EOS = 256
+
+
+def encode(sample: Sample, tokenizer: Any = CHATML, **options: Any) -> tuple[EncodedSample | None, Statistics]:
+    statistics = Statistics()
+    return encode_sample(sample, Encoder(tokenizer, EncodeOptions(**options)), statistics), statistics
+
+
+def tokens(sample: Sample, tokenizer: Any = CHATML, **options: Any) -> tuple[list[int], list[bool]]:
+    encoded, _ = encode(sample, tokenizer, **options)
+    assert encoded is not None
+    assert (encoded.ids.dtype, encoded.trained.dtype) == (np.int32, np.bool_)
+    return encoded.ids.tolist(), encoded.trained.tolist()
+
+
+def test_a_plain_text_is_trained_with_its_end() -> None:
+    assert tokens(Sample("x", text="abc"), BYTES) == ([97, 98, 99, EOS], [False, True, True, True])
+
+
+@pytest.mark.parametrize(("train_on", "prompt"), [("assistant", False), ("last", False), ("all", True)])
+def test_of_a_completion_the_prompt_is_context(train_on: str, prompt: bool) -> None:
+    expected = [False, prompt, True, True, True]
+    assert tokens(Sample("x", prompt="ab", text="cd"), BYTES, train_on=train_on) == ([97, 98, 99, 100, EOS], expected)
+
+
+def test_a_prompt_begins_as_the_tokenizer_begins_a_text() -> None:
+    import tokenizers
+
+    tokenizer = load_tokenizer("bytes")
+    tokenizer.add_tokens(["<s>"], special_tokens=True)
+    start = tokenizer.convert_tokens_to_ids("<s>")
+    tokenizer.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", start)]
+    )
+    assert tokens(Sample("x", prompt="a", text="b"), tokenizer) == ([start, 97, 98, EOS], [False, False, True, True])
+    spelled = tokens(Sample("x", prompt="<s>a", text="b"), tokenizer, special_tokens="read")
+    assert spelled == ([start, 97, 98, EOS], [False, False, True, True])
+
+
+def test_special_tokens_in_a_plain_text_are_text_unless_asked_otherwise() -> None:
+    sample = Sample("x", text=f"a{END_OF_TEXT}")
+    assert tokens(sample, BYTES)[0] == [*f"a{END_OF_TEXT}".encode(), EOS]
+    assert tokens(sample, BYTES, special_tokens="read")[0] == [97, EOS]
+    assert list(encode(sample, BYTES)[1].notes) == ["spell a special token, which stays text"]
+    assert not encode(Sample("x", text="a"), BYTES)[1].notes
+
+
+def test_ids_are_taken_as_they_are_and_checked() -> None:
+    ids, trained = np.array([1, 2, 3]), np.array([True, False, True])
+    assert tokens(Sample("x", ids=ids, trained=trained), BYTES) == ([1, 2, 3], [False, False, True])
+    assert tokens(Sample("x", ids=ids, trained=trained), BYTES, train_on="all")[1] == [False, True, True]
+    for wrong in (-1, 257):
+        with pytest.raises(SampleError, match=f"x: id {wrong} at position 1 is outside the vocabulary of 257"):
+            encode(Sample("x", ids=np.array([1, wrong]), trained=np.ones(2, bool)), BYTES)
+
+
+def test_labels_are_the_ids_of_what_is_trained() -> None:
+    encoded, _ = encode(Sample("x", prompt="a", text="b"), BYTES)
+    assert encoded is not None
+    assert encoded.labels.tolist() == [-100, 98, EOS]
+    assert encoded.labels.dtype == np.int32
+
+
+LONG = chat(user("12345"), assistant("abcde"), user("6"), assistant("f"))
+
+
+def test_a_long_sample_is_cut_at_its_right_and_counted() -> None:
+    whole, trained = tokens(LONG)
+    for limit in range(len(whole) + 2):
+        encoded, statistics = encode(LONG, max_tokens=limit)
+        if encoded is None:
+            assert not any(trained[:limit])
+            assert statistics.left_out.counts == {f"without a target in the first {limit} tokens": 1}
+        else:
+            assert (encoded.ids.tolist(), encoded.trained.tolist()) == (whole[:limit], trained[:limit])
+            lost = max(0, len(whole) - limit)
+            assert (statistics.cut_samples, statistics.cut_tokens) == (int(lost > 0), lost)
+            assert (statistics.samples, statistics.tokens, statistics.trained) == (
+                1,
+                len(encoded),
+                sum(trained[:limit]),
+            )
+
+
+def test_a_long_sample_may_be_dropped_whole() -> None:
+    encoded, statistics = encode(LONG, max_tokens=20, too_long="drop")
+    assert encoded is None
+    assert statistics.left_out.counts == {"longer than 20 tokens": 1}
+    assert encode(LONG, max_tokens=len(tokens(LONG)[0]), too_long="drop")[0] is not None
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        chat(user("q")),
+        Sample("x", chat(user("q"), assistant("a")).messages, untrained=frozenset({1})),
+        Sample("x", ids=np.array([1, 2]), trained=np.zeros(2, bool)),
+        Sample("x", ids=np.array([1, 2]), trained=np.array([True, False])),  # nothing stands before the first
+        Sample("x", ids=np.array([], np.int64), trained=np.array([], bool)),
+    ],
+)
+def test_a_sample_without_a_target_is_counted(sample: Sample) -> None:
+    encoded, statistics = encode(sample)
+    assert encoded is None
+    assert statistics.left_out.counts == {"without a target": 1}
+    assert statistics.left_out.first == {"without a target": sample.origin}
+
+
+def test_an_empty_text_is_counted() -> None:
+    assert encode(Sample("x", text=""))[1].left_out.counts == {"empty text": 1}
+
+
+def test_bad_samples_end_the_run_or_are_counted() -> None:
+    samples = [LONG, chat(user("q"), assistant("\ud800")), Sample("x", text="abc"), chat(user("q")), LONG]
+    with pytest.raises(SampleError, match=r"here\.jsonl:1: text that holds a lone surrogate"):
+        list(encode_samples(samples, Encoder(CHATML), Statistics()))
+    statistics = Statistics(LeftOut("leave_out"))
+    encoded = list(encode_samples(samples, Encoder(CHATML), statistics))
+    assert [sample.origin for sample in encoded] == [LONG.origin, "x", LONG.origin]
+    assert statistics.left_out.counts == {"not Unicode": 1, "without a target": 1}
+    assert statistics.lines()[1:] == [
+        "left out: 1 not Unicode (first: here.jsonl:1)",
+        "left out: 1 without a target (first: here.jsonl:1)",
+    ]
+
+
+def test_statistics_say_what_became_of_the_samples() -> None:
+    statistics = Statistics()
+    list(encode_samples([LONG, LONG], Encoder(CHATML, EncodeOptions(max_tokens=30)), statistics))
+    trained = 2 * sum(tokens(LONG, max_tokens=30)[1])
+    assert statistics.lines() == [
+        f"2 samples, 60 tokens, {trained} of them trained ({trained / 60:.1%})",
+        f"2 samples cut, {2 * (len(tokens(LONG)[0]) - 30)} tokens lost",
+    ]
+
+
+def test_batches_do_not_change_what_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = [
+        LONG,
+        Sample("x", text="abc"),
+        Sample("x", ids=np.array([1, 2]), trained=np.ones(2, bool)),
+        chat(user("q")),
+    ]
+    samples = kinds * 3
+    whole = list(encode_samples(samples, Encoder(CHATML), Statistics()))
+    monkeypatch.setattr("megatrain.data.encode.BATCH_CHARACTERS", 300)
+    parts = list(encode_samples(samples, Encoder(CHATML), Statistics()))
+    assert len(whole) == 9
+    assert [(s.ids.tolist(), s.trained.tolist()) for s in whole] == [
+        (s.ids.tolist(), s.trained.tolist()) for s in parts
+    ]
+
+
+SPOKEN = st.text(alphabet="aé🎉 \n", max_size=5)
+
+
+@given(st.lists(st.tuples(SPOKEN, SPOKEN), min_size=1, max_size=3))
+def test_a_rendered_example_is_the_text_in_runs(pairs: list[tuple[str, str]]) -> None:
+    sample = chat(*(message for said, reply in pairs for message in (user(said), assistant(reply))))
+    runs = render_example(sample, Encoder(CHATML))
+    assert "".join(text for text, _ in runs) == CHATML.apply_chat_template(list(sample.messages), tokenize=False)
+    assert [text for text, trained in runs if trained] == [reply + "<|im_end|>" for _, reply in pairs]
+
+
+def test_examples_of_other_kinds_are_rendered_too() -> None:
+    encoder = Encoder(BYTES)
+    assert render_example(Sample("x", prompt="é", text="ö"), encoder) == [("é", False), ("ö" + END_OF_TEXT, True)]
+    ids = Sample("x", ids=np.array([97, 98, 99]), trained=np.array([False, True, True]))
+    assert render_example(ids, encoder) == [("a", False), ("bc", True)]
+
+
+def test_a_model_without_a_template_is_refused_at_the_first_chat_only() -> None:
+    assert encode(Sample("x", text="abc"), BYTES)[0] is not None
+    with pytest.raises(DataError, match=r"no chat template; set data\.template"):
+        encode(LONG, BYTES)
+    assert encode(LONG, BYTES, template="chatml")[0] is not None
+
+
+def test_the_identity_of_an_encoder_follows_all_that_decides_its_tokens() -> None:
+    def identity(tokenizer: Any = CHATML, **options: Any) -> str:
+        return Encoder(tokenizer, EncodeOptions(**options)).identity
+
+    others = [
+        identity(BYTES, template="chatml"),
+        identity(byte_tokenizer("zephyr")),
+        identity(train_on="last"),
+        identity(max_tokens=5),
+        identity(too_long="drop"),
+        identity(template="none"),
+        identity(template_values={"x": 1}),
+        identity(special_tokens="read"),
+    ]
+    assert identity() == identity(byte_tokenizer("chatml"))
+    assert len({identity(), *others}) == 1 + len(others)

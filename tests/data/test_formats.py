@@ -1,0 +1,195 @@
+"""Claims about formats: each means what its users mean by it, and what does not fit is named with its place."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatrain.data.formats import Sample, Schema, detect_schema, read_sample
+from megatrain.data.records import Row
+from megatrain.errors import ConfigError, SampleError
+
+HELLO = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+SYSTEM = {"role": "system", "content": "s"}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+def read(fields: dict[str, Any], **schema: Any) -> Sample:
+    row = Row(fields, "x.jsonl", "x.jsonl:3")
+    return read_sample(row, detect_schema(row, Schema(**schema)))
+
+
+def refused(fields: dict[str, Any], **schema: Any) -> str:
+    with pytest.raises(SampleError) as caught:
+        read(fields, **schema)
+    assert caught.value.where == "x.jsonl:3"
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "messages"),
+    [
+        ({"messages": HELLO}, HELLO),
+        ({"messages": HELLO, "system": "s"}, [SYSTEM, *HELLO]),
+        ({"messages": HELLO, "prompt": "p", "text": "t"}, HELLO),
+        ({"conversations": HELLO}, HELLO),
+        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, HELLO),
+        (
+            {
+                "conversations": [
+                    {"from": "system", "value": "s"},
+                    {"from": "user", "value": "q"},
+                    {"from": "bot", "value": "a"},
+                ]
+            },
+            [SYSTEM, *HELLO],
+        ),
+        ({"instruction": "q", "output": "a"}, HELLO),
+        ({"instruction": "q", "input": "", "output": "a", "text": "all of it again"}, HELLO),
+        ({"instruction": "q", "input": "more", "output": "a"}, [{"role": "user", "content": "q\nmore"}, HELLO[1]]),
+        ({"instruction": "", "input": "q", "output": "a", "system": "s", "history": []}, [SYSTEM, *HELLO]),
+        ({"instruction": "q", "output": "a", "history": [["q", "a"], ["q", "a"]]}, [*HELLO, *HELLO, *HELLO]),
+        ({"prompt": HELLO[:1], "completion": HELLO[1:]}, HELLO),
+        ({"prompt": "q", "completion": HELLO[1:]}, HELLO),
+        ({"prompt": HELLO[:1], "completion": "a", "system": "s"}, [SYSTEM, *HELLO]),
+    ],
+)
+def test_a_conversation_is_recognised_in_each_of_its_forms(
+    fields: dict[str, Any], messages: list[dict[str, Any]]
+) -> None:
+    assert list(read(fields).messages) == messages
+
+
+def test_the_messages_of_a_prompt_are_context() -> None:
+    prompt = [SYSTEM, *HELLO, HELLO[0]]
+    assert read({"prompt": prompt, "completion": HELLO[1:]}).untrained == {0, 1, 2, 3}
+    assert read({"prompt": HELLO[:1], "completion": "a", "system": "s"}).untrained == {0, 1}
+    assert read({"messages": HELLO}).untrained == frozenset()
+
+
+def test_a_weight_of_zero_makes_context_of_a_message() -> None:
+    sample = read({"messages": [HELLO[0], {**HELLO[1], "weight": 0}, HELLO[0], {**HELLO[1], "weight": 1}]})
+    assert (list(sample.messages), sample.untrained) == ([*HELLO, *HELLO], {1})
+    assert "weight of 0.5" in refused({"messages": [HELLO[0], {**HELLO[1], "weight": 0.5}]})
+
+
+def test_texts_and_a_prompt_before_one() -> None:
+    assert read({"text": "t", "id": 1}).text == "t"
+    sample = read({"prompt": "p", "completion": "c"})
+    assert (sample.prompt, sample.text, sample.messages) == ("p", "c", ())
+
+
+def test_ids_are_taken_with_their_labels_and_without_their_padding() -> None:
+    sample = read({"input_ids": [5, 6, 7]})
+    assert sample.ids is not None
+    assert sample.trained is not None
+    assert (sample.ids.tolist(), sample.trained.tolist()) == ([5, 6, 7], [True] * 3)
+    padded = read(
+        {"input_ids": [0, 0, 5, 6, 0], "labels": [-100, -100, -100, 6, -100], "attention_mask": [0, 0, 1, 1, 0]}
+    )
+    assert padded.ids is not None
+    assert padded.trained is not None
+    assert (padded.ids.tolist(), padded.trained.tolist()) == ([5, 6], [False, True])
+    assert read({"input_ids": np.array([1, 2], np.uint16)}).ids is not None
+
+
+def test_contents_in_parts_become_one_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": " b"}]
+    assert read({"messages": [{"role": "user", "content": parts}]}).messages[0]["content"] == "a b"
+
+
+@pytest.mark.parametrize("arguments", [{"x": 1}, '{"x": 1}'])
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_calls_and_tools_come_in_one_shape(arguments: object, wrapped: bool) -> None:
+    function = {"name": "f", "arguments": arguments}
+    asked = {"type": "function", "id": "i", "function": function} if wrapped else function
+    tools = [TOOL] if wrapped else json.dumps([TOOL["function"]])
+    sample = read(
+        {"messages": [HELLO[0], {"role": "assistant", "content": None, "tool_calls": [asked]}], "tools": tools}
+    )
+    assert sample.messages[1] == {"role": "assistant", "tool_calls": [{**CALL, "id": "i"} if wrapped else CALL]}
+    assert sample.tools == (TOOL,)
+
+
+def test_sharegpt_knows_calls_observations_and_tags_of_its_own() -> None:
+    turns = [
+        {"from": "human", "value": "q"},
+        {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+        {"from": "observation", "value": "1"},
+        {"from": "gpt", "value": "a"},
+    ]
+    sample = read({"conversations": turns, "tools": "[]"})
+    assert sample.messages[1] == {"role": "assistant", "tool_calls": [CALL]}
+    assert [message["role"] for message in sample.messages] == ["user", "assistant", "tool", "assistant"]
+    tagged = {"dialog": [{"who": "U", "says": "q"}, {"who": "A", "says": "a"}]}
+    tags = {"role_tag": "who", "content_tag": "says", "user_tag": "U", "assistant_tag": "A"}
+    assert list(read(tagged, format="sharegpt", columns={"conversations": "dialog"}, tags=tags).messages) == HELLO
+
+
+def test_columns_may_have_other_names() -> None:
+    columns = {"instruction": "question", "output": "answer"}
+    assert list(read({"question": "q", "answer": "a"}, columns=columns).messages) == HELLO
+    assert list(read({"dialog": HELLO}, columns={"messages": "dialog"}).messages) == HELLO
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"question": "q", "answer": "a"}, "none of the known formats: it holds 'question', 'answer'; set data.format"),
+        ({"instruction": "q"}, "none of the known formats: it holds 'instruction'"),
+        ({}, "it holds nothing"),
+        ({"messages": []}, "an empty list in place of messages"),
+        ({"messages": "q"}, "str in place of messages"),
+        ({"messages": ["q"]}, "message 1 is str, not an object"),
+        ({"messages": [HELLO[0], {"content": "a"}]}, "message 2 has no 'role'; it holds 'content'"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "message 1 has the role 'robot'; known are system"),
+        ({"messages": [HELLO[0], {"role": "assistant"}]}, "message 2 (assistant) has no content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "the content of message 1 is int, not text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "message 1 holds a part of kind 'image'"),
+        ({"messages": [{**HELLO[0], "tool_calls": [CALL]}]}, "message 1 (user) calls tools"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"name": 1}]}]}, "a function call without a name"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]}, "not JSON"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "5"}]}]},
+            "arguments of a call of f are int",
+        ),
+        ({"messages": HELLO, "tools": 5}, "tools are int, not a list of objects"),
+        ({"messages": [SYSTEM, *HELLO], "system": "s"}, "a system message beside the column 'system'"),
+        ({"messages": HELLO, "system": 5}, "'system' is int, not str"),
+        ({"conversations": [{"from": "human"}]}, "message 1 has no 'value'; set data.tags"),
+        ({"conversations": [{"from": "robot", "value": "a"}]}, "message 1 has the role 'robot'; known are human"),
+        ({"conversations": "q"}, "'conversations' is str, not a list of turns"),
+        ({"instruction": " ", "output": "a"}, "an empty instruction"),
+        ({"instruction": "q", "output": 5}, "'output' is int, not str"),
+        ({"instruction": "q", "output": "a", "history": [["q"]]}, "'history' is not a list of pairs"),
+        ({"text": 5}, "'text' is int, not str"),
+        ({"input_ids": "5"}, "'input_ids' is str, not list"),
+        ({"input_ids": [0.5]}, "'input_ids' is not a list of integers"),
+        ({"input_ids": [[1], [2, 3]]}, "'input_ids' is not a list of integers"),
+        ({"input_ids": [1, 2], "labels": [1]}, "1 labels for 2 ids"),
+        ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "label 2 at position 0 is neither -100 nor the id there, 1"),
+        ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "a hole"),
+    ],
+)
+def test_what_does_not_fit_is_named(fields: dict[str, Any], what: str) -> None:
+    assert what in refused(fields)
+
+
+def test_a_missing_field_is_named_with_what_is_there() -> None:
+    message = refused({"instruction": "q", "out": "a"}, format="alpaca")
+    assert message.startswith("x.jsonl:3: no 'output', which alpaca samples have; it holds 'instruction', 'out'")
+    assert "no 'reply'" in refused({"instruction": "q"}, format="alpaca", columns={"output": "reply"})
+
+
+def test_a_schema_of_unknown_names_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data\.columns: unknown name 'mesages'; did you mean 'messages'"):
+        Schema(columns={"mesages": "x"})
+    with pytest.raises(ConfigError, match=r"data\.tags: unknown name 'user'; did you mean 'user_tag'"):
+        Schema(tags={"user": "x"})
+    with pytest.raises(ConfigError, match=r"data\.format: unknown name 'sharegtp'; did you mean 'sharegpt'"):
+        Schema(format="sharegtp")  # type: ignore[arg-type]

@@ -1,0 +1,281 @@
+"""Claims about rows of samples, and about the loader over several sources, ranks and workers."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatrain.data import EncodedSample, Loader, PackedRows, Rows, SampleFile, SampleRows, pack, write_tokens
+from megatrain.data.order import grouped_order, source_behind
+from megatrain.data.rows import split_samples
+from megatrain.data.sample_file import are_samples, open_samples, write_samples
+from megatrain.errors import DataError
+
+WINDOW = 32
+VOCABULARY = 20_000
+
+
+def encoded(count: int, first: int, longest: int = WINDOW) -> list[EncodedSample]:
+    """Samples whose every token tells which one it is."""
+    generator = np.random.default_rng(first)
+    samples = []
+    for number in range(count):
+        length = int(generator.integers(2, longest + 1))
+        trained = generator.random(length) < 0.5
+        trained[0], trained[-1] = False, True
+        samples.append(EncodedSample(np.full(length, first + number, np.int32), trained, f"{number}"))
+    return samples
+
+
+def samples_at(folder: Path, count: int, first: int) -> SampleFile:
+    return write_samples(folder / f"samples{first}.bin", encoded(count, first), VOCABULARY, {})
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Rows]:
+    """Packed samples, windows of text, and packed samples of another file."""
+    return sources_in(tmp_path_factory.mktemp("rows"))
+
+
+def sources_in(folder: Path) -> list[Rows]:
+    chats, more = samples_at(folder, 90, 0), samples_at(folder, 40, 1000)
+    text = write_tokens(folder / "text.bin", [np.repeat(np.arange(2000, 2070), WINDOW)], VOCABULARY)
+    return [
+        PackedRows(chats, np.arange(len(chats)), WINDOW, 3),
+        pack(text, window=WINDOW, vocab_size=VOCABULARY),
+        PackedRows(more, np.arange(len(more)), WINDOW, 3),
+    ]
+
+
+def told(step: list[dict[str, torch.Tensor]]) -> str:
+    """A hash of all that a step holds."""
+    digest = hashlib.sha256()
+    for batch in step:
+        for name, tensor in sorted(batch.items()):
+            digest.update(f"{name}{list(tensor.shape)}".encode() + tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def loader_of(sources: list[Rows], **changed: Any) -> Loader:
+    options = {"micro_batch": 3, "micro_batches": 2, "seed": 5, "weights": [5.0, 3.0, 1.0], **changed}
+    return Loader(sources, **options)
+
+
+def test_samples_come_back_as_they_were_written(tmp_path: Path) -> None:
+    written = encoded(50, 7)
+    file = write_samples(tmp_path / "x.bin", written, VOCABULARY, {"note": 1})
+    assert are_samples(tmp_path / "x.bin")
+    assert len(file) == 50
+    for number, sample in enumerate(written):
+        ids, trained = file.sample(number)
+        assert (ids.tolist(), trained.tolist()) == (sample.ids.tolist(), sample.trained.tolist())
+        assert file.targets[number] == sample.trained.sum()
+    assert not list(tmp_path.glob("*.tmp"))
+    other = [EncodedSample(sample.ids, ~sample.trained, sample.origin) for sample in written]
+    assert write_samples(tmp_path / "y.bin", other, VOCABULARY, {}).fingerprint != file.fingerprint
+
+
+def test_files_of_several_data_sets_are_refused(tmp_path: Path) -> None:
+    for name, count in (("x", 5), ("y", 6)):
+        write_samples(tmp_path / f"{name}.bin", encoded(count, 0), VOCABULARY, {})
+    (tmp_path / "x.lengths").write_bytes((tmp_path / "y.lengths").read_bytes())
+    with pytest.raises(DataError, match="not of one data set"):
+        open_samples(tmp_path / "x.bin")
+    (tmp_path / "y.lengths").unlink()
+    assert not are_samples(tmp_path / "y.bin")
+    with pytest.raises(DataError, match="does not hold samples"):
+        open_samples(tmp_path / "y.bin")
+
+
+def test_an_encoding_that_fails_leaves_no_samples(tmp_path: Path) -> None:
+    def fails() -> Any:
+        yield from encoded(3, 0)
+        raise DataError("broken")
+
+    with pytest.raises(DataError, match="broken"):
+        write_samples(tmp_path / "x.bin", fails(), VOCABULARY, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_packed_row_is_whole_samples_whose_positions_start_again(tmp_path: Path) -> None:
+    file = samples_at(tmp_path, 60, 0)
+    rows = PackedRows(file, np.arange(10, 60), WINDOW, 0)
+    seen: Counter[int] = Counter()
+    for number in range(len(rows)):
+        row = rows.row(number)
+        assert row.positions is not None
+        starts = np.flatnonzero(row.positions == 0)
+        for start, stop in itertools.pairwise([*starts, len(row.ids)]):
+            (sample,) = set(row.ids[start:stop].tolist())
+            ids, trained = file.sample(sample)
+            assert stop - start == len(ids)
+            assert row.positions[start:stop].tolist() == list(range(len(ids)))
+            assert (row.labels[start:stop] != -100).tolist() == trained.tolist()
+            seen[sample] += 1
+        assert rows.targets(number) == (row.labels != -100).sum()
+    assert seen == Counter(range(10, 60))
+    assert 0.9 < rows.efficiency <= 1
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_batch_is_padded_with_nothing_to_learn_and_apart(tmp_path: Path, packed: bool) -> None:
+    file, every = samples_at(tmp_path, 30, 1), np.arange(30)
+    rows = PackedRows(file, every, WINDOW, 0) if packed else SampleRows(file, every, 4)
+    for batch in next(Loader(rows, micro_batch=4, micro_batches=3, seed=1)):
+        assert set(batch) == {"input_ids", "labels", "position_ids" if packed else "attention_mask"}
+        assert all(tensor.dtype == torch.int64 for tensor in batch.values())
+        padding = batch["input_ids"] == 0  # no sample holds it
+        assert bool((batch["labels"][padding] == -100).all())
+        if packed:
+            first = padding & ~torch.nn.functional.pad(padding, (1, 0))[:, :-1]
+            assert bool((batch["position_ids"][first] == 0).all())
+        else:
+            assert torch.equal(batch["attention_mask"] == 0, padding)
+
+
+def test_like_lengths_go_together_in_a_random_order() -> None:
+    lengths = np.random.default_rng(0).integers(2, 500, 4000)
+    order = grouped_order(1, 0, lengths, 8)
+    assert sorted(order.tolist()) == list(range(4000))
+    assert order.tolist() != grouped_order(1, 1, lengths, 8).tolist()
+    groups = lengths[order].reshape(-1, 8)
+    assert groups.sum() / (groups.max(axis=1) * 8).sum() > 0.97
+    means = groups.mean(axis=1)
+    assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 0.2  # batches of all lengths, not from short to long
+
+
+@given(st.lists(st.floats(0.01, 10), min_size=1, max_size=5), st.integers(1, 300))
+def test_sources_keep_close_to_their_shares(weights: list[float], draws: int) -> None:
+    positions = [0] * len(weights)
+    for _ in range(draws):
+        positions[source_behind(positions, weights)] += 1
+    for position, weight in zip(positions, weights, strict=True):
+        assert abs(position - draws * weight / sum(weights)) < len(weights)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.01, 0.3])
+def test_held_out_samples_are_evenly_spaced_and_no_others(tmp_path: Path, fraction: float) -> None:
+    file = samples_at(tmp_path, 50, 0)
+    training, held_out = split_samples(file, fraction)
+    assert sorted([*training, *held_out]) == list(range(50))
+    assert len(held_out) == (max(1, round(50 * fraction)) if fraction else 0)
+    assert len(held_out) < 2 or np.ptp(np.diff(held_out)) <= 1
+
+
+@pytest.mark.parametrize("workers", [1, 2, 7])
+def test_workers_change_nothing(sources: list[Rows], workers: int) -> None:
+    alone = [told(step) for step in itertools.islice(loader_of(sources), 30)]
+    loader = loader_of(sources, workers=workers)
+    assert [told(step) for step in itertools.islice(loader, 30)] == alone
+    state = loader.state_dict()
+    ahead = told(next(loader))
+    loader.load_state_dict(state)
+    assert told(next(loader)) == ahead
+    loader.close()
+    assert told(next(loader)) == told(next(itertools.islice(loader_of(sources), 31, None)))
+
+
+def test_no_more_is_read_ahead_than_was_said(sources: list[Rows], monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    monkeypatch.setattr(
+        PackedRows, "row", lambda self, index, row=PackedRows.row: read.append(index) or row(self, index)
+    )
+    loader = Loader(sources[0], micro_batch=2, micro_batches=2, seed=0, workers=3)
+    next(loader)
+    time.sleep(0.2)
+    assert len(read) <= 4 * (3 + 1)
+    loader.close()
+
+
+@settings(max_examples=15, deadline=None)
+@given(ranks=st.integers(1, 4), steps=st.integers(1, 12), targets=st.none() | st.integers(1, 200))
+def test_ranks_share_a_step_without_overlap_or_loss(
+    sources: list[Rows], ranks: int, steps: int, targets: int | None
+) -> None:
+    loaders = [loader_of(sources, ranks=ranks, rank=rank, targets=targets, micro_batches=2) for rank in range(ranks)]
+    single = loader_of(sources, micro_batches=2 * ranks)
+    for _ in range(steps):
+        parts = [next(loader) for loader in loaders]
+        assert len({len(part) for part in parts}) == 1
+        whole = [batch for batches in zip(*parts, strict=True) for batch in batches]
+        if targets is not None:
+            single.micro_batches = len(whole)
+            assert sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in whole) >= targets
+        assert told(next(single)) == told(whole)
+    assert all(loader.state_dict() == single.state_dict() for loader in loaders)
+
+
+def test_a_state_fits_another_number_of_ranks(sources: list[Rows]) -> None:
+    one = loader_of(sources, micro_batches=4)
+    next(one)
+    two = [loader_of(sources, ranks=2, rank=rank) for rank in range(2)]
+    for loader in two:
+        loader.load_state_dict(one.state_dict())
+    parts = [next(loader) for loader in two]
+    assert told([batch for pair in zip(*parts, strict=True) for batch in pair]) == told(next(one))
+
+
+def test_a_state_of_other_sources_or_weights_is_refused(sources: list[Rows]) -> None:
+    state = json.loads(json.dumps(loader_of(sources).state_dict()))
+    for other in (
+        loader_of(sources, weights=[1.0, 1.0, 1.0]),
+        loader_of(sources[::-1]),
+        loader_of(sources[:1], weights=None),
+    ):
+        with pytest.raises(DataError, match=r"loader state: was saved with"):
+            other.load_state_dict(state)
+
+
+CHILD = """
+    import json, sys
+    from pathlib import Path
+    from tests.data.test_rows import loader_of, sources_in, told
+
+    loader = loader_of(sources_in(Path(sys.argv[1])), workers=3)
+    for step in loader:
+        print(json.dumps([told(step), loader.state_dict()]), flush=True)
+"""
+
+
+def test_a_killed_run_goes_on_with_the_same_stream(tmp_path: Path) -> None:
+    """Mixed, packed, shuffled, with workers, and killed in the middle of an epoch."""
+    code = [sys.executable, "-c", textwrap.dedent(CHILD), str(tmp_path / "child")]
+    (tmp_path / "child").mkdir()
+    with subprocess.Popen(code, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as child:
+        assert child.stdout is not None
+        printed = list(itertools.islice(child.stdout, 9))
+        os.kill(child.pid, signal.SIGKILL)
+    hashes, states = zip(*map(json.loads, printed), strict=True)
+    rows = sources_in(tmp_path)
+    whole = [told(step) for step in itertools.islice(loader_of(rows), 40)]
+    assert list(hashes) == whole[:9]
+    assert 0 < states[-1]["positions"][0] % len(rows[0]) < len(rows[0])
+    resumed = loader_of(rows, workers=2)
+    resumed.load_state_dict(states[-1])
+    assert [told(step) for step in itertools.islice(resumed, 31)] == whole[9:]
+    resumed.close()
+
+
+def test_a_loader_is_far_quicker_than_a_step(tmp_path: Path) -> None:
+    """A step of the cpu takes thousands of tokens a second; `bench.loader` has the ratio."""
+    file = write_samples(tmp_path / "x.bin", encoded(2000, 0, longest=500), VOCABULARY, {})
+    loader = Loader(PackedRows(file, np.arange(2000), 1024, 0), micro_batch=4, micro_batches=4, seed=0)
+    began = time.perf_counter()
+    tokens = sum(batch["input_ids"].numel() for step in itertools.islice(loader, 20) for batch in step)
+    assert tokens / (time.perf_counter() - began) > 1e6

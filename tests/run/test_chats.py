@@ -1,0 +1,172 @@
+"""Whole runs on samples: chats are recognised, packed and trained on by their answers, and all is said and counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.config import Config
+from megatrain.errors import ConfigError, DataError, ModelError
+from tests.run.test_run import configuration, losses, train
+
+
+def chats(path: Path, count: int = 60) -> Path:
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{n}?"},
+                {"role": "assistant", "content": f"{n % 7}!" * (1 + n % 3)},
+            ]
+        }
+        for n in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def chat_run(
+    tmp_path: Path, model: dict[str, Any] | None = None, train: dict[str, Any] | None = None, **data: Any
+) -> Config:
+    data = {"sources": [str(chats(tmp_path / "chats.jsonl"))], "template": "none", "window": 48, **data}
+    return configuration(tmp_path, data=data, train=train or {}, **({"model": model} if model else {}))
+
+
+def test_a_run_on_chats_says_what_it_trains(tmp_path: Path) -> None:
+    said = train(chat_run(tmp_path))
+    for part in (
+        "60 samples",
+        "of them trained (",
+        "best fit: ",
+        "of them filled; 1 samples held out",
+        "the first sample; what is trained is green",
+        "0?",
+        "loaded with from_pretrained",
+    ):
+        assert part in said
+    found = losses(tmp_path / "run")
+    assert found[-1] < found[0]
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "grouped"])
+def test_the_cache_gives_the_same_run(tmp_path: Path, packing: str) -> None:
+    train(chat_run(tmp_path, packing=packing, workers=0))
+    first = losses(tmp_path / "run")
+    config = chat_run(tmp_path, packing=packing, workers=3)
+    (tmp_path / "chats.jsonl").touch()
+    said = train(config.model_copy(update={"output": config.output.model_copy(update={"overwrite": True})}))
+    assert losses(tmp_path / "run") == first
+    assert "60 samples" in said
+    assert ("like lengths together" in said) == (packing == "grouped")
+
+
+def test_text_and_chats_are_mixed_by_weight(tmp_path: Path) -> None:
+    config = chat_run(tmp_path)
+    data = config.data.model_copy(
+        update={"sources": (str(tmp_path / "corpus.txt"), str(tmp_path / "chats.jsonl")), "weights": (3.0, 1.0)}
+    )
+    said = train(config.model_copy(update={"data": data}))
+    assert "windows" in said
+    assert "best fit" in said
+
+
+def test_a_step_takes_as_many_target_tokens_as_asked(tmp_path: Path) -> None:
+    from tests.run.test_run import lines
+
+    train(chat_run(tmp_path, train={"targets_per_step": 40, "micro_batch": 1, "micro_batches": None}))
+    steps = [line for line in lines(tmp_path / "run") if line["event"] == "stepped"]
+    assert all(step["tokens"] >= 40 for step in steps)
+
+
+MAMBA = {
+    "config": {
+        "model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 257,
+        "bos_token_id": 0, "eos_token_id": 256, "pad_token_id": 0,
+    }
+}  # fmt: skip
+
+
+def test_a_model_that_would_mix_packed_samples_is_refused_or_gets_groups(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"data\.packing: cannot be trained on packed samples.*data\.packing=grouped"):
+        train(chat_run(tmp_path, model=MAMBA, packing="best_fit"))
+    assert "like lengths together" in train(chat_run(tmp_path, model=MAMBA, train={"steps": 1, "sample_tokens": 0}))
+
+
+@pytest.mark.parametrize(
+    ("content", "data", "what"),
+    [
+        ('{"messages": []}\n', {}, r"bad\.jsonl:1: an empty list in place of messages"),
+        ('{"messages": [{"role": "user", "content": "q"}]}\n{"messages"\n', {}, r"bad\.jsonl:2: not a line of JSON"),
+        ('{"messages": [{"role": "user", "content": "q"}]}\n', {}, "no sample is left to train on.*1 without a target"),
+        (
+            '{"messages": [{"role": "user", "content": "q"}]}\n{"text": "x"}\n',
+            {},
+            r":2: a text sample in a file that began",
+        ),
+        ('{"a": "b"}\n', {"format": "chat"}, r"bad\.jsonl:1: no 'messages', which chat samples have; it holds 'a'"),
+        ("", {"format": "chat"}, r"no sample \(left out: 1 empty file"),
+    ],
+)
+def test_bad_samples_end_the_run_before_it_starts(
+    tmp_path: Path, content: str, data: dict[str, Any], what: str
+) -> None:
+    (tmp_path / "bad.jsonl").write_text(content)
+    with pytest.raises(DataError, match=what):
+        train(chat_run(tmp_path, sources=[str(tmp_path / "bad.jsonl")], **data))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_hub_name_without_a_network_is_refused_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError("no route")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", fails)
+    with pytest.raises(DataError, match="the Hugging Face hub did not give it"):
+        train(chat_run(tmp_path, sources=["someone/some-data"]))
+
+
+def test_samples_are_not_run_together(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.packing: .*more than plain text"):
+        train(chat_run(tmp_path, packing="windows"))
+
+
+def test_a_table_of_text_is_cut_into_windows(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.Dataset.from_list([{"text": "some words " * 40}] * 9).to_parquet(str(tmp_path / "text.parquet"))
+    said = train(chat_run(tmp_path, sources=[str(tmp_path / "text.parquet")], train={"steps": 1}))
+    assert "windows" in said
+    assert "9 samples" in said
+
+
+def test_nothing_is_trained_but_the_answers(tmp_path: Path) -> None:
+    """The loss of a whole step, from the texts themselves and the stock model."""
+    from megatrain.corpus import open_corpus
+    from megatrain.data import load_tokenizer
+
+    config = chat_run(tmp_path)
+    tokenizer = load_tokenizer("bytes")
+    from types import SimpleNamespace
+
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = dict(config.model.config)  # type: ignore[arg-type]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    plan: Any = SimpleNamespace(micro_batch=4, work=SimpleNamespace(micro_batches=2))
+    corpus = open_corpus(config, plan, tokenizer, 257, model)
+    seen: list[str] = []
+    for _ in range(3):
+        for batch in next(corpus.loader):
+            labels = batch["labels"]
+            spoken = labels.masked_fill(labels == -100, 257)
+            for row in spoken.tolist():
+                seen += bytes(token if token < 256 else 0 for token in row).decode().replace("\0", " ").split()
+            assert torch.equal(labels[labels != -100], batch["input_ids"][labels != -100])
+    corpus.loader.close()
+    assert set(seen) <= {f"{n % 7}!" * k for n in range(60) for k in (1, 2, 3)}
+    assert len(seen) > 30
