@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Literal, get_args
 
 from megatrain.errors import PlanError
 
 Precision = Literal["bf16", "fp32"]
 UnitKind = Literal["prologue", "layer", "epilogue"]
 ActivationPlan = Literal["keep", "recompute"]
+Keep = Literal["graph", "input", "offload", "drop"]
+"""What is left of a layer's forward for its backward: its autograd graph; its input; its input in host memory, brought
+back in time; or nothing, and the input is computed again from the nearest one below that was not dropped."""
 UpdateTime = Literal["next_forward", "during_backward", "after_backward"]
 Tier = Literal["device", "host", "disk"]
 
@@ -165,6 +168,15 @@ class AttentionRate:
 
 
 @dataclass(frozen=True, slots=True)
+class ElementwiseRate:
+    """How fast a layer goes besides products and attention: bytes that autograd keeps of it, per second of each way."""
+
+    precision: Precision
+    forward_bandwidth: float
+    backward_bandwidth: float
+
+
+@dataclass(frozen=True, slots=True)
 class DiskRate:
     """Bytes per second of reads and writes of `block_nbytes` each, `depth` of them under way at any time."""
 
@@ -202,8 +214,12 @@ class Hardware:
     attention: tuple[AttentionRate, ...] = ()
     device_bandwidth: float | None = None
     """Bytes per second, read plus written, of a copy within device memory."""
+    elementwise: tuple[ElementwiseRate, ...] = ()
     elementwise_bandwidth: float | None = None
-    """Bytes that autograd keeps of a layer over the seconds that its forward takes besides products and attention."""
+    """The same of the forward alone, in whatever precision, where `elementwise` has no row."""
+    fresh_bandwidth: float | None = None
+    """Bytes per second of host memory that is touched for the first time since it was allocated: what the system takes
+    to hand out its pages. It counts where the device computes in host memory."""
     launch_seconds: float | None = None
     """What the smallest op costs when many follow each other."""
     duplex_fetch_bandwidth: float | None = None
@@ -221,6 +237,9 @@ class Hardware:
     disk_nbytes: int | None = None
     disk_read_bandwidth: float | None = None
     disk_write_bandwidth: float | None = None
+    disk_duplex_read_bandwidth: float | None = None
+    """As `disk_read_bandwidth`, while `disk_duplex_write_bandwidth` is written."""
+    disk_duplex_write_bandwidth: float | None = None
     disk_block_nbytes: int | None = None
     """The block and the depth that the two disk bandwidths are for."""
     disk_depth: int | None = None
@@ -269,8 +288,12 @@ class Home:
     """The other half of each master, in bf16."""
     moments: Tier = "host"
     """AdamW's m and v."""
+    gradients: Tier = "host"
+    """Where a gradient waits for the norm; with the whole state on the device, it waits there."""
 
     def __post_init__(self) -> None:
+        if self.gradients == "device":
+            raise PlanError("a gradient waits where its unit is updated", where="policy.homes", fix="use host or disk")
         aside = self.low_bits == "device", self.moments == "device"
         if any(aside) and not (all(aside) and self.weights == "device"):
             raise PlanError(
@@ -278,6 +301,11 @@ class Home:
                 where="policy.homes",
                 fix="put all parts on the device, or the weights alone, or none",
             )
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether any part is there."""
+        return "disk" in (self.weights, self.low_bits, self.moments, self.gradients)
 
     @property
     def on_device(self) -> bool:
@@ -301,6 +329,15 @@ class Policy:
     """Largest piece of a unit that one copy moves."""
     activations: ActivationPlan = "recompute"
     """Keep each layer's autograd graph until its backward, or keep its input and compute the layer again."""
+    activation_rows: tuple[tuple[Keep, ...], ...] = ()
+    """In place of `activations`, for each layer and micro-batch: a row per layer, an entry per micro-batch. Rows and
+    entries start over at their end, so `(("input",), ("drop",))` keeps every other input. The lowest layer that has a
+    backward pass keeps its input where it says `drop`; where memory is shared, `offload` is `input`."""
+    offload_slots: int = 2
+    """Device buffers that offloaded inputs pass through, out and back."""
+    recompute_slots: int | None = None
+    """Dropped inputs, computed again, that a micro-batch may hold at one time: with fewer, layers are computed more
+    often. `None` is as many as are dropped in a row, so that each layer is computed again once."""
     grad_precision: Precision | None = None
     """What gradients cross the bus in; `None` is the compute precision."""
     update: UpdateTime = "next_forward"
@@ -326,11 +363,18 @@ class Policy:
         self._require("precision", self.precision in WEIGHT_NBYTES, "bf16 or fp32")
         self._require("grad_precision", self.grad_precision in (None, *WEIGHT_NBYTES), "bf16, fp32 or None")
         self._require("activations", self.activations in ("keep", "recompute"), "keep or recompute")
+        for index, row in enumerate(self.activation_rows):
+            if not row or not set(row) <= set(get_args(Keep)):
+                fix = "give one or more of graph, input, offload and drop"
+                raise PlanError(f"row {index} is {row!r}", where="policy.activation_rows", fix=fix)
         times = ("next_forward", "during_backward", "after_backward")
         self._require("update", self.update in times, "next_forward or during_backward")
         self._require("masters", self.masters in ("split", "whole"), "split")
-        for key in ("weight_slots", "grad_slots", "shard_nbytes", "loss_chunk_tokens", "stage_slots"):
+        for key in ("weight_slots", "grad_slots", "shard_nbytes", "loss_chunk_tokens", "offload_slots", "stage_slots"):
             self._require(key, getattr(self, key) >= 1, "at least 1")
+        self._require(
+            "recompute_slots", self.recompute_slots is None or self.recompute_slots >= 1, "at least 1 or None"
+        )
         self._require("host_threads", self.host_threads >= 0, "0 or more")
         if self.precision == "fp32" and self.grad_precision == "bf16":
             raise PlanError(
@@ -352,6 +396,18 @@ class Policy:
             what = f"names homes for {len(self.homes)} units, and the model has more"
             raise PlanError(what, where="policy.homes", fix="give one for each unit, or none")
         return self.homes[unit] if self.homes else IN_HOST
+
+    def keep(self, layer: int, micro: int) -> Keep:
+        """What is left of the forward of a layer, counted from 0, and a micro-batch."""
+        if not self.activation_rows:
+            return "graph" if self.activations == "keep" else "input"
+        row = self.activation_rows[layer % len(self.activation_rows)]
+        return row[micro % len(row)]
+
+    @property
+    def offloads(self) -> bool:
+        """Whether inputs of layers leave the device."""
+        return not self.shares_memory and any("offload" in row for row in self.activation_rows)
 
     @property
     def weight_nbytes(self) -> int:

@@ -93,8 +93,11 @@ class Device(Protocol):
     def allocate_host(self, nbytes: int, owner: str) -> torch.Tensor:
         """Zeroed host memory, uint8[nbytes], page-locked where the device gains from it."""
 
+    def allocate_pageable(self, nbytes: int, owner: str) -> torch.Tensor:
+        """Zeroed host memory, uint8[nbytes], that nothing is copied to or from the device, but now and then."""
+
     def free_host(self, memory: torch.Tensor, owner: str) -> None:
-        """Host memory that `allocate_host` returned is given back."""
+        """Host memory that one of the two has returned is given back."""
 
     def discard(self, memory: torch.Tensor) -> None:
         """What this host memory holds is not needed any more; where it pays, its pages go back to the system."""

@@ -12,15 +12,17 @@ import mmap
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from megatrain.device.base import Event, Interval, Stream, Task, Work, declared
+from megatrain.device.pages import mapped
 from megatrain.device.worker import WorkerStream, as_foreground_error, close_workers, raise_first, worker_of
 from megatrain.errors import DeviceError
 
+COPIES = ("fetch", "grad", "offload", "reload")
 MOST_KEPT = 1 << 20
 """Bytes below which a discarded buffer is kept: giving pages back costs more than they are worth."""
 
@@ -84,7 +86,7 @@ class CpuDevice:
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
-        self._inline = {name: InlineStream(name) for name in ("compute", "fetch", "grad")}
+        self._inline = {name: InlineStream(name) for name in ("compute", *COPIES)}
         self._workers = {"host": WorkerStream("host")}
         """Streams with a thread: host work, and reading and writing the disk once there is any."""
         self._closed = False
@@ -103,14 +105,13 @@ class CpuDevice:
         return
 
     def allocate_host(self, nbytes: int, owner: str) -> torch.Tensor:
-        """Pages of our own, huge ones where the system has them, so that `discard` can give them back."""
-        mapping = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel without them
-                mapping.madvise(mmap.MADV_HUGEPAGE)
-        memory = torch.frombuffer(mapping, dtype=torch.uint8, count=max(nbytes, 1))[:nbytes]
+        """Pages of our own, so that `discard` can give them back."""
+        mapping, memory = mapped(nbytes)
         self._mappings[memory.data_ptr()] = mapping
         return memory
+
+    def allocate_pageable(self, nbytes: int, owner: str) -> torch.Tensor:
+        return self.allocate_host(nbytes, owner)
 
     def free_host(self, memory: torch.Tensor, owner: str) -> None:
         self._mappings.pop(memory.data_ptr(), None)

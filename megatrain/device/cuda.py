@@ -9,8 +9,8 @@ No streamed buffer comes from the caching allocator's free lists while in use, a
 time under derived waits, so `record_stream` is needed nowhere. What layers allocate while they compute lives and dies
 on the compute stream.
 
-Host memory is an exact-size anonymous mapping, page-locked with `cudaHostRegister`: PyTorch's pinned allocator rounds
-up to powers of two. Where locking is refused the mapping is used pageable, and `unpinned_nbytes` says how much.
+Host memory is an exact-size anonymous mapping. What crosses the bus is page-locked with `cudaHostRegister`: PyTorch's
+pinned allocator rounds up to powers of two. What only the host uses is not. Where locking is refused the mapping is used pageable, and `unpinned_nbytes` says how much.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 import torch
 
 from megatrain.device.base import Event, Interval, Stream, Task, Work, declared
+from megatrain.device.pages import mapped
 from megatrain.device.worker import (
     HostEvent,
     WorkerStream,
@@ -34,6 +35,7 @@ from megatrain.device.worker import (
 )
 from megatrain.errors import DeviceError, MegaTrainError, OutOfDeviceMemory
 
+COPIES = ("fetch", "grad", "offload", "reload")
 MOST_STALLS = 4096
 """Stall intervals that are kept as pairs of CUDA events before the finished ones are summed up."""
 
@@ -173,9 +175,11 @@ class CudaDevice:
         self.model: str = torch.cuda.get_device_name(self.torch_device)
         """What the driver calls it."""
         self.unpinned_nbytes = 0
+        self._refused: dict[int, int] = {}
+        """Address -> bytes that should have been page-locked."""
         """Host memory that could not be page-locked; copies from it are slower and hold up their stream's thread."""
         self._compute = ComputeStream(torch.cuda.Stream(self.torch_device))
-        self._copies = {name: CopyStream(name, torch.cuda.Stream(self.torch_device)) for name in ("fetch", "grad")}
+        self._copies = {name: CopyStream(name, torch.cuda.Stream(self.torch_device)) for name in COPIES}
         self._workers = {"host": WorkerStream("host")}
         self._mappings: dict[int, HostMapping] = {}
         self._closed = False
@@ -226,12 +230,17 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)  # then nothing uses it, and the caching allocator may have it back
 
     def allocate_host(self, nbytes: int, owner: str) -> torch.Tensor:
-        mapping = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory = torch.frombuffer(mapping, dtype=torch.uint8, count=max(nbytes, 1))[:nbytes]
+        mapping, memory = mapped(nbytes)
         pinned = nbytes > 0 and self._pin(memory)
         if not pinned:
             self.unpinned_nbytes += nbytes
+            self._refused[memory.data_ptr()] = nbytes
         self._mappings[memory.data_ptr()] = mapping, memory, pinned
+        return memory
+
+    def allocate_pageable(self, nbytes: int, owner: str) -> torch.Tensor:
+        mapping, memory = mapped(nbytes)
+        self._mappings[memory.data_ptr()] = mapping, memory, False
         return memory
 
     def free_host(self, memory: torch.Tensor, owner: str) -> None:
@@ -239,7 +248,7 @@ class CudaDevice:
         mapping = self._mappings.pop(memory.data_ptr(), None)
         if mapping is not None:
             _unpin(memory, mapping[2])
-            self.unpinned_nbytes -= 0 if mapping[2] else memory.numel()
+            self.unpinned_nbytes -= self._refused.pop(memory.data_ptr(), 0)
 
     def _pin(self, memory: torch.Tensor) -> bool:
         """Page-lock; where that is refused (a limit on locked memory, say) the memory is used as it is."""

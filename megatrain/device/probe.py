@@ -1,9 +1,10 @@
 """What a device does in a second: products, attention, copies within it and to and from the host, launches.
 
-Everything is submitted through the protocol and timed by its events, so that one code serves every device. Works take
-turns in rounds, and a result is the lower quartile over the rounds: what slows a machine for a while slows a round of
-each and does not count. Functions stay about within the seconds that they are given. They leave out the host (the
-optimizer pass, the disk), and what a device sustains once it is hot.
+Everything is submitted through the protocol and timed by its events, so that one code serves every device. Measurements
+take turns in rounds (`measure_in_turn`), and a result is the mean of the middle half of its rounds: what slows a
+machine for a while falls on all of them, as it will on a step, and what interrupts it for a moment does not count.
+Functions stay about within the seconds that they are given. They leave out the host (the optimizer pass, the disk), and
+what a device sustains once it is hot.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from statistics import median, quantiles
-from typing import TypeVar
+from statistics import fmean, median
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,9 +24,8 @@ from torch.nn import functional
 
 from megatrain.device.base import Device, Errand, Interval, Work
 from megatrain.errors import OutOfDeviceMemory
-from megatrain.spec import AttentionRate, Precision, ProductRate
+from megatrain.spec import AttentionRate, ElementwiseRate, Precision, ProductRate
 
-Key = TypeVar("Key")
 Made = TypeVar("Made")
 Job = Callable[[], object]
 Shape = tuple[int, int, int]
@@ -76,43 +76,67 @@ class CopyRates:
     pageable_grad: float
 
 
-def seconds_in_turn(
-    device: Device, jobs: Mapping[Key, Job], seconds: float, stream: str = "compute"
-) -> dict[Key, float]:
-    """Seconds of one run of each job on `stream`, measured in about `seconds` for all of them.
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Jobs by key, from quick to slow, and what follows from the seconds of those that were quick enough."""
 
-    `jobs` go from quick to slow: the first that takes more than its share of the time or of the memory, and all behind
-    it, are left out; but never the very first.
+    jobs: Mapping[Any, Job]
+    found: Callable[[Mapping[Any, float]], Any]
+    stream: str = "compute"
+
+
+def measure_in_turn(
+    device: Device, measurements: Mapping[str, Measurement], seconds: Mapping[str, float]
+) -> dict[str, Any]:
+    """What each measurement finds, in about the sum of `seconds` (by name): in rounds that go through all their jobs.
+
+    Of a measurement's jobs the first that takes more than its share of the time or of the memory, and all behind it,
+    are left out; but never the very first.
     """
     began = time.perf_counter()
-    share = seconds / len(jobs)
-    turn = min(share / ROUNDS, RUN_SECONDS[device.torch_device.type])
-    runs: dict[Key, int] = {}
-    samples: dict[Key, list[float]] = {}
+    samples: dict[str, dict[Any, list[float]]] = {}
+    runs: list[tuple[list[float], Job, int, str]] = []
     with _timed(device):
-        for key, job in jobs.items():
-            try:
-                once = _run(device, job, 1, stream)  # the first use of a kernel may take longer
-                if once <= share or not runs:
-                    once = min(once, _run(device, job, 1, stream))
-            except OutOfDeviceMemory:
-                if not runs:
-                    raise
-                break
-            if runs and (once > share or time.perf_counter() - began > seconds / 2):
-                break
-            runs[key] = max(1, min(MOST_RUNS, int(turn / max(once, 1e-9))))
-            samples[key] = [once]
-        rounds = 0
-        while rounds < 2 or time.perf_counter() - began < seconds:
+        for name, measurement in measurements.items():
+            samples[name] = {}
+            for key, (count, once) in _chosen(device, measurement, seconds[name]).items():
+                samples[name][key] = [once]
+                runs.append((samples[name][key], measurement.jobs[key], count, measurement.stream))
+        rounds, total = 0, sum(seconds[name] for name in measurements)
+        while rounds < 2 or time.perf_counter() - began < total:
             rounds += 1
-            for key, count in runs.items():
-                samples[key].append(_run(device, jobs[key], count, stream))
-    return {key: _lower_quartile(values) for key, values in samples.items()}
+            for values, job, count, stream in runs:
+                values.append(_run(device, job, count, stream))
+    middles = {name: {key: _middle(values) for key, values in each.items()} for name, each in samples.items()}
+    return {name: measurement.found(middles[name]) for name, measurement in measurements.items()}
 
 
-def product_rates(device: Device, precision: Precision, seconds: float) -> tuple[ProductRate, ...]:
-    """Rates of products as a linear layer runs them, at those of `PRODUCTS` that are quick and small enough."""
+def _chosen(device: Device, measurement: Measurement, seconds: float) -> dict[Any, tuple[int, float]]:
+    """The jobs that are quick enough: how often each runs in a round, and the seconds of one run."""
+    began = time.perf_counter()
+    share = seconds / len(measurement.jobs)
+    turn = min(share / ROUNDS, RUN_SECONDS[device.torch_device.type])
+    chosen: dict[Any, tuple[int, float]] = {}
+    for key, job in measurement.jobs.items():
+        try:
+            once = _run(device, job, 1, measurement.stream)  # the first use of a kernel may take longer
+            if once <= share or not chosen:
+                once = min(once, _run(device, job, 1, measurement.stream))
+        except OutOfDeviceMemory:
+            if not chosen:
+                raise
+            break
+        if chosen and (once > share or time.perf_counter() - began > seconds / 2):
+            break
+        chosen[key] = max(1, min(MOST_RUNS, int(turn / max(once, 1e-9)))), once
+    return chosen
+
+
+# Measurements ------------------------------------------------------------------------------------------------------
+
+
+def product_rates(device: Device, precision: Precision) -> Measurement:
+    """`ProductRate`s as a linear layer runs them, at those of `PRODUCTS` that are quick and small enough."""
     shapes = [shape for shape in PRODUCTS[device.torch_device.type] if _has_room(device, precision, shape)]
     left = _normal(device, precision, max(m * k for m, k, _ in shapes))
     right = _normal(device, precision, max(k * n for _, k, n in shapes))
@@ -121,13 +145,14 @@ def product_rates(device: Device, precision: Precision, seconds: float) -> tuple
         x, weight = left[: m * k].view(m, k), right[: k * n].view(n, k)
         return lambda: functional.linear(x, weight)
 
-    with torch.no_grad():
-        measured = seconds_in_turn(device, {shape: linear(*shape) for shape in shapes}, seconds)
-    return tuple(ProductRate(precision, *shape, 2.0 * prod(shape) / spent) for shape, spent in measured.items())
+    def found(spent: Mapping[Shape, float]) -> tuple[ProductRate, ...]:
+        return tuple(ProductRate(precision, *shape, 2.0 * prod(shape) / each) for shape, each in spent.items())
+
+    return Measurement({shape: linear(*shape) for shape in shapes}, found)
 
 
-def attention_rates(device: Device, precision: Precision, seconds: float) -> tuple[AttentionRate, ...]:
-    """Rates of PyTorch's own causal attention, forward and backward, at those of `LENGTHS` that are quick enough."""
+def attention_rates(device: Device, precision: Precision) -> Measurement:
+    """`AttentionRate`s of PyTorch's own causal attention, at those of `LENGTHS` that are quick enough."""
     kind = device.torch_device.type
     counts = {length: max(1, ATTENTION_TOKENS[kind] // length) for length in LENGTHS[kind]}
     numel = max(count * length for length, count in counts.items()) * HEADS[kind] * HEAD_SIZE
@@ -139,6 +164,7 @@ def attention_rates(device: Device, precision: Precision, seconds: float) -> tup
         if backward:
             inputs = [each.requires_grad_() for each in inputs]
 
+        @torch.enable_grad()
         def run() -> None:
             out = functional.scaled_dot_product_attention(inputs[0], inputs[1], inputs[2], is_causal=True)
             if backward:
@@ -146,33 +172,33 @@ def attention_rates(device: Device, precision: Precision, seconds: float) -> tup
 
         return run
 
-    jobs = {(length, way): attention(length, way) for length in counts for way in (1, 0)}
-    with torch.enable_grad():
-        measured = seconds_in_turn(device, jobs, seconds)
-    rows = []
-    for length, count in counts.items():
-        if (length, 1) in measured:
-            needed = 2.0 * count * length * length * HEADS[kind] * HEAD_SIZE
-            forward = measured.get((length, 0), measured[length, 1] / 3)
-            backward = max(measured[length, 1] - forward, forward)  # a difference of two measurements: not below that
-            rows.append(AttentionRate(precision, length, HEAD_SIZE, needed / forward, 2 * needed / backward))
-    return tuple(rows)
+    def found(spent: Mapping[tuple[int, int], float]) -> tuple[AttentionRate, ...]:
+        rows = []
+        for length, count in counts.items():
+            if (length, 1) in spent:
+                needed = 2.0 * count * length * length * HEADS[kind] * HEAD_SIZE
+                forward = spent.get((length, 0), spent[length, 1] / 3)
+                backward = _rest(spent[length, 1], forward)
+                rows.append(AttentionRate(precision, length, HEAD_SIZE, needed / forward, 2 * needed / backward))
+        return tuple(rows)
+
+    return Measurement({(length, way): attention(length, way) for length in counts for way in (1, 0)}, found)
 
 
-def copy_bandwidth(device: Device, seconds: float) -> float:
+def copy_bandwidth(device: Device) -> Measurement:
     """Bytes per second, read plus written, of a copy within device memory."""
     nbytes = COPIED_WITHIN[device.torch_device.type]
     if not device.shares_memory:
         nbytes = min(nbytes, device.free_nbytes() // 8)
     source, target = (_on_compute(device, lambda: _bytes(device, nbytes)) for _ in range(2))
-    return 2 * nbytes / seconds_in_turn(device, {0: lambda: target.copy_(source)}, seconds)[0]
+    return Measurement({0: lambda: target.copy_(source)}, lambda spent: 2 * nbytes / spent[0])
 
 
-def elementwise_bandwidth(device: Device, precision: Precision, seconds: float) -> float:
-    """Bytes that autograd keeps of a layer, per second of what its forward does besides products and attention.
+def elementwise_rates(device: Device, precision: Precision) -> Measurement:
+    """`ElementwiseRate` of what a layer like Llama's does besides products and attention.
 
-    The layer is like Llama's: two norms computed in float32, rotary positions, a gated activation three times as wide,
-    two residuals. What products and attention would keep (their inputs and outputs) counts among the bytes kept.
+    That is two norms computed in float32, rotary positions, a gated activation three times as wide, two residuals. What
+    products and attention would keep (their inputs and outputs) counts among the bytes kept.
     """
     tokens, width = LAYER[device.torch_device.type]
     hidden, up = (_normal(device, precision, tokens * n).view(tokens, n) for n in (width, 3 * width))
@@ -195,9 +221,28 @@ def elementwise_bandwidth(device: Device, precision: Precision, seconds: float) 
         activated = functional.silu(up) * up
         return [normed, query, key, middle, last, activated, middle + last]
 
+    @torch.enable_grad()
+    def forward() -> list[Tensor]:
+        return layer()
+
+    @torch.enable_grad()
+    def both() -> None:
+        outputs = layer()
+        torch.autograd.grad(outputs, [hidden, up], [each.detach() for each in outputs])
+
     with torch.enable_grad():
         kept = _on_compute(device, lambda: _kept_nbytes(layer))
-        return kept / seconds_in_turn(device, {0: layer}, seconds)[0]
+
+    def found(spent: Mapping[str, float]) -> ElementwiseRate:
+        seconds = spent.get("forward", spent["both"] / 3)
+        return ElementwiseRate(precision, kept / seconds, kept / _rest(spent["both"], seconds))
+
+    return Measurement({"both": both, "forward": forward}, found)
+
+
+def _rest(both: float, forward: float) -> float:
+    """Seconds of the backward of two measurements' difference: not below the forward's."""
+    return max(both - forward, forward)
 
 
 def _kept_nbytes(layer: Callable[[], list[Tensor]]) -> int:
@@ -216,10 +261,10 @@ def _kept_nbytes(layer: Callable[[], list[Tensor]]) -> int:
     return sum(sizes.values())
 
 
-def launch_seconds(device: Device, seconds: float) -> float:
+def launch_seconds(device: Device) -> Measurement:
     """Seconds that the smallest op takes when many follow each other."""
     one = _on_compute(device, lambda: torch.zeros(1, device=device.torch_device))
-    return seconds_in_turn(device, {0: lambda: one.add_(1.0)}, seconds)[0]
+    return Measurement({0: lambda: one.add_(1.0)}, lambda spent: spent[0])
 
 
 def copy_rates(device: Device, seconds: float, piece: int = PIECE) -> CopyRates:
@@ -351,5 +396,7 @@ def _has_room(device: Device, precision: Precision, shape: Shape) -> bool:
     return device.shares_memory or 4 * needed <= device.free_nbytes()
 
 
-def _lower_quartile(values: Sequence[float]) -> float:
-    return values[0] if len(values) == 1 else quantiles(values, n=4, method="inclusive")[0]
+def _middle(values: Sequence[float]) -> float:
+    """Mean of the middle half."""
+    ordered, aside = sorted(values), len(values) // 4
+    return fmean(ordered[aside : len(ordered) - aside])

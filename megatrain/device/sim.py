@@ -42,7 +42,7 @@ STATE = ("host/hi/", "host/low/", "host/moments/", "host/stage/", "device/hi/", 
 
 Temperament = Literal["uniform", "starve", "late", "eager"]
 TEMPERAMENTS: tuple[Temperament, ...] = ("uniform", "starve", "late", "eager")
-COPIES = ("fetch", "grad")
+COPIES = ("fetch", "grad", "offload", "reload")
 EAGERNESS = 0.9
 """How often the eager adversary takes what was submitted last; always would make all seeds alike."""
 
@@ -146,7 +146,7 @@ class SimDevice:
         self.now = 0.0
         """The foreground's time on the virtual clock, in seconds."""
         self._random = random.Random(seed)
-        self._starved = self._random.choice(("compute", "fetch", "grad", "host"))
+        self._starved = self._random.choice(("compute", "host", *COPIES))
         self._streams: dict[str, SimStream] = {}
         self._owners: dict[str, int] = {}
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
@@ -188,6 +188,9 @@ class SimDevice:
 
     def allocate_host(self, nbytes: int, owner: str) -> Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def allocate_pageable(self, nbytes: int, owner: str) -> Tensor:
+        return self.allocate_host(nbytes, owner)
 
     def free_host(self, memory: Tensor, owner: str) -> None:
         memory.fill_(POISON)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from megatrain.device import Device, Event
@@ -24,6 +25,10 @@ class Executor:
 
     def __init__(self, device: Device, pool: Pool, locate: Locate = lambda buffer, start, content: buffer) -> None:
         self.device, self.pool, self.locate = device, pool, locate
+        self.under_way: dict[str, tuple[str, float]] = {}
+        """Stream -> the op that it is at, and since when (`time.monotonic`), for a thread that watches."""
+        self.moved = time.monotonic()
+        """When an op last began or ended."""
 
     def run(self, schedule: Schedule, act: Act) -> Timeline | None:
         """Run the whole schedule and wait for its end. Returns when each op ran, if the device is `timed`.
@@ -55,8 +60,14 @@ class Executor:
 
     def _leased(self, op: Op, act: Act) -> Callable[[], None]:
         def work() -> None:
-            with self.pool.lease(op) as held:
-                act(op, held)
+            self.moved = time.monotonic()
+            self.under_way[op.stream] = op.name, self.moved
+            try:
+                with self.pool.lease(op) as held:
+                    act(op, held)
+            finally:
+                self.under_way.pop(op.stream, None)
+                self.moved = time.monotonic()
 
         return work
 

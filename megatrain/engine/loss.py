@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from megatrain.engine.batch import IGNORED
+from megatrain.schedule.workspace import LOSS_BLOCK_NUMEL
 
 Head = Callable[[Tensor], Tensor]
 """Hidden states [tokens, hidden size] -> logits [tokens, vocabulary]."""
 
 
-WORKSPACE_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Elements of the float32 workspace, by device type: a share of the cache on a cpu, few launches on a GPU."""
+WORKSPACE_NUMEL = LOSS_BLOCK_NUMEL
+"""Elements of the float32 workspace, by device type."""
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -8,15 +8,18 @@ micro-batch) alone, so a recomputed layer draws what it drew before, and no sche
 from __future__ import annotations
 
 import math
+import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from megatrain.device import Device
-from megatrain.engine.activations import Activations, Graph
+from megatrain.engine.activations import Activations, Graph, pack, unpack
 from megatrain.engine.batch import IGNORED, MicroBatch, model_inputs, shifted
 from megatrain.engine.executor import Executor
 from megatrain.engine.gradients import GradSink, UnitSum, send_to_sum
@@ -25,7 +28,7 @@ from megatrain.engine.weights import Bound, UnitBinder, names_weights
 from megatrain.errors import MegaTrainError, NonFinite
 from megatrain.layout import layout_of
 from megatrain.memory import Held, Pool
-from megatrain.model import PortedModel
+from megatrain.model import PortedModel, Sides
 from megatrain.schedule import Access, Op, Schedule, Timeline
 from megatrain.spec import Policy, Precision
 
@@ -95,6 +98,12 @@ class Streamer:
         self._execute(schedule, now)
         return StepResult(self._finite_loss(now) / max(tokens, 1), tokens)
 
+    def under_way(self) -> tuple[list[tuple[str, str, float]], float]:
+        """(op, stream, seconds) of each stream that is at one, and the seconds since any began or ended."""
+        now = time.monotonic()
+        at = [(op, stream, now - since) for stream, (op, since) in list(self._executor.under_way.items())]
+        return at, now - self._executor.moved
+
     def next_logits(self, schedule: Schedule, inputs: Mapping[str, Any], kept: int = 1) -> Tensor:
         """Execute a forward schedule on the arguments of a forward, `input_ids` int64[rows, length] among them.
 
@@ -118,8 +127,13 @@ class Streamer:
                 torch.autocast(self.device.torch_device.type, enabled=False),
             ):
                 ACTIONS[op.kind](self, now, op, held)
+            for name in ended.get(id(op), ()):
+                now.activations.inputs.pop(name, None)
 
         self._running = schedule
+        ended: dict[int, list[str]] = defaultdict(list)
+        for name, (_, last) in schedule.lifetimes.items():
+            ended[id(schedule.ops[last])].append(name)
         with self.device.preserved_random_state():
             self.timeline = self._executor.run(schedule, act)
 
@@ -134,7 +148,10 @@ class Streamer:
     # Copies ---------------------------------------------------------------------------------------------------------
 
     def _copy(self, now: _Current, op: Op, held: Held) -> None:
-        """FETCH: a shard of weights to its slot. GRAD: a shard of gradients home, in the dtype that crosses the bus."""
+        """FETCH: a shard of weights to its slot. GRAD: a shard of gradients home, in the dtype that crosses the bus.
+
+        OFFLOAD and RELOAD: the input of a layer, as it is.
+        """
         (read,), (write,) = op.reads, op.writes
         source, target = _part(held, read), _part(held, write)
         if source.numel() > target.numel():
@@ -149,41 +166,55 @@ class Streamer:
         unit, micro = op.unit, op.micro
         alive = now.activations
         self._reseed(now, unit, micro)
+        written = {access.content: access for access in op.writes}
+        output = written[f"h{unit + 1}.{micro}"].buffer
         if unit == 0:
             inputs = model_inputs(now.micro_batches[micro], self.device.torch_device)
             weights = self._binders[0].bind(self._weights(op, held, 0))
-            alive.inputs[1, micro], alive.calls[micro] = self.ported.prologue(weights, inputs)
+            alive.inputs[output], alive.calls[micro] = self.ported.prologue(weights, inputs)
             return
-        keeps = any(access.buffer.startswith("device/graph/") for access in op.writes)
-        hidden = alive.inputs[unit, micro]
-        if keeps:
-            graph = self._grown(now, op, held, hidden)
-            alive.graphs[unit, micro] = graph
-            alive.sides[unit, micro] = tuple(side.detach() for side in graph.sides)
-            alive.inputs[unit + 1, micro] = graph.output.detach()
+        hidden = self._input(now, op, held)
+        if f"k{unit}.{micro}" in written:
+            alive.graphs[unit, micro], found, sides = self._grown(now, op, held, hidden)
+            alive.inputs[output] = found.detach()
+            alive.sides[unit, micro] = tuple(side.detach() for side in sides)
         else:
             weights = self._binders[unit].bind(self._weights(op, held, unit))
             call = alive.calls[micro][unit - 1]
-            alive.inputs[unit + 1, micro], alive.sides[unit, micro] = self.ported.layer(unit - 1, weights, hidden, call)
-        if keeps or now.sink is None or unit < self.spec.lowest_trained:
-            del alive.inputs[unit, micro]
+            alive.inputs[output], sides = self.ported.layer(unit - 1, weights, hidden, call)
+            alive.sides.setdefault((unit, micro), sides)  # once only: after the loss they are gradients
+        if offloaded := written.get(f"h{unit}.{micro}"):
+            alive.forms[unit, micro] = pack(hidden, _part(held, offloaded), self.spec.units[unit].name)
 
-    def _grown(self, now: _Current, op: Op, held: Held, hidden: Tensor) -> Graph:
-        """Run a layer with its autograd graph; what autograd saves of the weights it saves by name."""
+    def _input(self, now: _Current, op: Op, held: Held) -> Tensor:
+        """The input of a layer, [batch, length, hidden size], from where this op reads it: also from a kept graph."""
+        alive, key = now.activations, (op.unit, op.micro)
+        for access in op.reads:
+            if access.content == f"h{op.unit}.{op.micro}":
+                there = access.buffer in held
+                return unpack(_part(held, access), alive.forms[key]) if there else alive.inputs[access.buffer]
+        return alive.graphs[key].input.detach()
+
+    def _grown(self, now: _Current, op: Op, held: Held, hidden: Tensor) -> tuple[Graph, Tensor, Sides]:
+        """Run a layer with its autograd graph; what autograd saves of the weights it saves by name.
+
+        Returns the graph, the output [batch, length, hidden size] and the sides.
+        """
         bound = Bound(self._weights(op, held, op.unit))
         leaves = self._binders[op.unit].leaves(bound.flat)
         leaf = hidden.detach().requires_grad_()
         call = now.activations.calls[op.micro][op.unit - 1]
         with torch.enable_grad(), names_weights(bound):
             output, sides = self.ported.layer(op.unit - 1, leaves, leaf, call)
-        return Graph(bound, leaves, leaf, output, sides)
+        edges = [get_gradient_edge(each) for each in (output, *sides)]
+        return Graph(bound, leaves, leaf, edges), output, sides
 
     def _loss(self, now: _Current, op: Op, held: Held) -> None:
         unit, micro = op.unit, op.micro
         if micro == 0:
             self.device.tidy()  # here memory peaks: what the layers' forward has freed lies about in pieces
         self._reseed(now, unit, micro)
-        hidden = now.activations.inputs.pop((unit, micro))
+        hidden = self._input(now, op, held)
         if now.sink is None:
             self._loss_only(now, op, held, hidden)
             return
@@ -263,18 +294,15 @@ class Streamer:
             graph = alive.graphs.pop((unit, micro), None)
             if graph is None:
                 self._reseed(now, unit, micro)
-                graph = self._grown(now, op, held, alive.inputs.pop((unit, micro)))
+                graph, _, _ = self._grown(now, op, held, self._input(now, op, held))
             else:
                 graph.bound.flat = self._weights(op, held, unit)
             trained = self._binders[unit].trained(graph.leaves)
             if trained:
                 send_to_sum(trained, self._sum(now, op, held, unit))
             inputs = [graph.input, *(leaf for _, leaf in trained)]
-            outputs, gradients = [graph.output], [alive.gradients.pop(micro)]
-            for side, gradient in zip(graph.sides, alive.sides.pop((unit, micro), ()), strict=True):
-                outputs.append(side)
-                gradients.append(gradient)
-            torch.autograd.backward(outputs, gradients, inputs=inputs)
+            gradients = [alive.gradients.pop(micro), *alive.sides.pop((unit, micro), ())]
+            torch.autograd.backward(graph.outputs, gradients, inputs=inputs)
             assert graph.input.grad is not None
             alive.gradients[micro] = graph.input.grad
         self._close_finished(now, op)
@@ -326,7 +354,9 @@ class Streamer:
                 parts[PART_LETTERS[access.content[0]]] = _part(held, access)
         now.sink.update(op.unit, self._landed(op, held), parts)
         self._executor.pool.changed(op, held)
-        self.device.discard(held[op.reads[0].buffer])
+        gradient = op.reads[0].buffer
+        if not gradient.startswith("host/stage/"):  # whose pages the next gradient needs
+            self.device.discard(held[gradient])
 
     def _landed(self, op: Op, held: Held) -> Tensor:
         access = op.reads[0]
@@ -388,6 +418,8 @@ ACTIONS = {
     "WRITE": Streamer._write,
     "FETCH": Streamer._copy,
     "GRAD": Streamer._copy,
+    "OFFLOAD": Streamer._copy,
+    "RELOAD": Streamer._copy,
     "FORWARD": Streamer._forward,
     "LOSS": Streamer._loss,
     "BACKWARD": Streamer._backward,

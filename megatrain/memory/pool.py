@@ -22,11 +22,17 @@ from megatrain.device import Device, Errand
 from megatrain.errors import DeviceError, PlanError
 from megatrain.memory.disk import Disk
 from megatrain.memory.ledger import Ledger
-from megatrain.schedule import Access, Buffer, Op
+from megatrain.schedule import USED, Access, Buffer, Op
 from megatrain.spec import Tier
 
 PART_NAMES = {"hi": "weights", "low": "low bits", "moments": "moments"}
 """What users call the parts of a unit's state."""
+
+REGION_NAMES = PART_NAMES | {"grad": "gradient"}
+"""What users call what lies on the disk."""
+
+HOST_ONLY = {"low", "moments"}
+"""Parts that only the optimizer uses, in host memory."""
 
 COPIES = "resident weights"
 """Owner of weights on the device whose truth is in host memory."""
@@ -65,12 +71,17 @@ class Pool:
         if buffer.tier == "disk":
             self._disk.provide({buffer.name: (buffer.nbytes, self._label(buffer.name))})
         else:
-            allocate = self.device.allocate if buffer.tier == "device" else self.device.allocate_host
+            allocate = self.device.allocate if buffer.tier == "device" else self._host_allocator(buffer.name)
             self._memory[buffer.name] = allocate(buffer.nbytes, buffer.owner)
         self._buffers[buffer.name] = buffer
         self.ledger.enter(buffer)
         if buffer.tier == "device" and is_state(buffer):
             self._copy(buffer.name, lambda inside: inside.zero_(), writes=True)  # as the other tiers begin
+
+    def _host_allocator(self, name: str) -> Callable[[int, str], Tensor]:
+        """Only what crosses the bus is page-locked: of the state, weights and gradients."""
+        stays = not HOST_ONLY.isdisjoint(name.split("/"))
+        return self.device.allocate_pageable if stays else self.device.allocate_host
 
     def has(self, name: str) -> bool:
         """Whether there is an arena buffer of that name."""
@@ -122,7 +133,7 @@ class Pool:
     def changed(self, op: Op, held: Held) -> None:
         """UPDATE: what the op has written into staging buffers is not on the disk yet."""
         for access in op.writes:
-            if access.buffer.startswith("host/stage/"):
+            if access.buffer.startswith("host/stage/") and access.content != USED:
                 region = f"disk/{access.buffer.split('/')[2]}/{op.unit}"
                 self._unsaved[region] = held[access.buffer][access.start : access.stop]
 
@@ -139,11 +150,20 @@ class Pool:
         nbytes = self._buffers[name].nbytes
         there = self._memory.get(staging)
         memory = torch.empty(nbytes, dtype=torch.uint8) if there is None else there[:nbytes]
+        self.fetch(name, memory)
+        return memory
+
+    def fetch(self, name: str, memory: Tensor) -> None:
+        """Copy a buffer of the device or the disk into host memory, uint8[nbytes]. One on the disk may be read beside a
+        step, by any thread, as long as no op writes it. Raises `DiskError`."""
         if self._buffers[name].tier == "disk":
             self._disk.read(name, memory)
         else:
             self._copy(name, lambda inside: memory.copy_(inside), writes=False)
-        return memory
+
+    def nbytes(self, name: str) -> int:
+        """Of a buffer that there is."""
+        return self._buffers[name].nbytes
 
     def put(self, name: str, memory: Tensor) -> None:
         """Set a whole buffer of any tier from host memory, uint8[nbytes]."""
@@ -194,7 +214,7 @@ class Pool:
     def _label(self, name: str) -> str:
         _, part, unit = name.split("/")
         known = int(unit) < len(self.units)
-        return f"{PART_NAMES.get(part, part)} of {self.units[int(unit)] if known else f'unit {unit}'}"
+        return f"{REGION_NAMES.get(part, part)} of {self.units[int(unit)] if known else f'unit {unit}'}"
 
     def release(self) -> None:
         """Give all memory back."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatrain.layout import Field, Layout, layout_of
 from megatrain.memory.pool import Pool
-from megatrain.optim.split import join, split_into
+from megatrain.optim.split import join, join_into, split_into
 from megatrain.spec import Home, ModelSpec, Policy, Precision, Tier
 
 PARTS = ("hi", "low", "moments")
@@ -88,6 +88,64 @@ class Store:
                 self.pool.put(self._buffer(self._open, part), memory)
         self._open, self._changed = None, False
         self._brought = {}
+
+    # Beside a step --------------------------------------------------------------------------------------------------
+
+    def on_device(self, unit: int) -> bool:
+        """Whether any part of a unit is on the device alone, where only the foreground reads it, between steps."""
+        return any(self._tiers[unit, part] == "device" for part in PARTS)
+
+    def spare_nbytes(self, unit: int) -> int:
+        """Host memory that `float32_state` takes: at most the unit, masters and moments, in float32."""
+        away = {part: nbytes for part, nbytes in self._sizes(unit).items() if not self._in_host(unit, part)}
+        halves = 0 if self.precision == "fp32" else away.get("hi", 0) + away.get("low", 0)
+        return self._made_nbytes(unit) + max(halves, away.get("moments", 0))
+
+    def float32_state(self, unit: int, spare: Tensor) -> UnitState:
+        """The unit with float32 masters as `hi`, to read: where it lies, or a copy in `spare`, uint8[spare_nbytes].
+
+        It may be asked for by any thread, also beside steps that do not change the unit, unless it is `on_device`.
+        Nothing of it is kept open. Raises `DiskError`.
+        """
+        sizes, made = self._sizes(unit), self._made_nbytes(unit)
+        if not sizes:  # an epilogue that only borrows
+            return unit_state({"hi": _NOTHING}, self.layouts[unit], "fp32")
+        masters, behind = spare[:made], spare[made:]
+        if self.precision == "fp32":
+            masters = self._at_hand(unit, "hi", masters)
+        else:
+            hi = self._at_hand(unit, "hi", behind[: sizes["hi"]])
+            rest = behind if self._in_host(unit, "hi") else behind[sizes["hi"] :]
+            low = self._at_hand(unit, "low", rest[: sizes["low"]])
+            halves = unit_state({"hi": hi, "low": low}, self.layouts[unit], "bf16")
+            assert halves.lo is not None
+            join_into(halves.hi, halves.lo, masters.numpy().view(np.float32))
+        parts = {"hi": masters}
+        if "moments" in sizes:  # in the place of the halves, which have been joined
+            parts["moments"] = self._at_hand(unit, "moments", behind[: sizes["moments"]])
+        return unit_state(parts, self.layouts[unit], "fp32")
+
+    def _at_hand(self, unit: int, part: str, memory: Tensor) -> Tensor:
+        name = self._buffer(unit, part)
+        if self._in_host(unit, part):
+            return self.pool.memory(name)
+        self.pool.fetch(name, memory)
+        return memory
+
+    def _sizes(self, unit: int) -> dict[str, int]:
+        """Bytes of the parts that a unit has."""
+        names = {part: self._buffer(unit, part) for part in PARTS}
+        return {part: self.pool.nbytes(name) for part, name in names.items() if self.pool.has(name)}
+
+    def _in_host(self, unit: int, part: str) -> bool:
+        return self._tiers[unit, part] == "host"
+
+    def _made_nbytes(self, unit: int) -> int:
+        """Bytes of the float32 masters, where they do not lie in host memory as such."""
+        at_hand = self.precision == "fp32" and self._in_host(unit, "hi")
+        return 0 if at_hand else 4 * self.layouts[unit].size
+
+    # Names ----------------------------------------------------------------------------------------------------------
 
     def names(self) -> Iterator[str]:
         """Parameter names, unit by unit."""

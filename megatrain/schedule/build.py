@@ -14,13 +14,16 @@ The module leaves out prices (`replay`), proofs (`check`) and the choice of the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from megatrain.layout import Layout, layout_of
+from megatrain.schedule.activations import Activations, Again
 from megatrain.schedule.ops import USED, Access, Buffer, Op, Schedule, Stream
 from megatrain.schedule.order import derive_waits
 from megatrain.schedule.staging import Staged, stage
+from megatrain.schedule.workspace import backward_nbytes, loss_nbytes
 from megatrain.spec import Home, ModelSpec, Policy, Tier, Work
 
 MOMENTS_NBYTES = 8
@@ -70,6 +73,7 @@ class Builder:
         self.homes: list[Home] = [policy.home(unit) for unit in self.units]
         self._weights_on_disk = any(home.weights == "disk" for home in self.homes)
         self.buffers: dict[str, Buffer] = {}
+        self.alive = Activations(model, policy, work, self.buffers, trains=trains)
         self.staged: dict[str, Staged] = {}
         """Names of host memory that stand for state on the disk."""
         self.contributions = [0] * len(model.units)
@@ -81,9 +85,7 @@ class Builder:
 
     def step(self) -> Schedule:
         visits = [self._forward_visit(unit) for unit in self.units[:-1]]
-        visits.append(self._loss_visit())
-        visits += [self._backward_visit(unit) for unit in reversed(self.units[self.lowest : -1])]
-        return self._emit(visits)
+        return self._emit([*visits, self._loss_visit(), *self._backward_visits()])
 
     def forward(self) -> Schedule:
         visits = [self._forward_visit(unit) for unit in self.units[:-1]]
@@ -105,7 +107,8 @@ class Builder:
         if self.policy.update == "after_backward" and self.trains:
             ops += [self._update(unit) for unit in reversed(self.units) if self.trained[unit].size]
         names = tuple(unit.name for unit in self.model.units)
-        return derive_waits(Schedule(tuple(stage(ops, self.staged)), self.buffers, names))
+        placed = stage(self.alive.travelling(ops), self.staged)
+        return derive_waits(Schedule(tuple(placed), self.buffers, names))
 
     def _updated_at(self, unit: int) -> int:
         """The visit in front of which a pending update stands: as early as its weights have a place until their use."""
@@ -122,13 +125,12 @@ class Builder:
         visit = Visit(unit)
         for micro in self.micros:
             reads = [self._weights(unit)] if self.layouts[unit].size else []
-            writes = [self._hidden(unit + 1, micro)]
+            writes = [self.alive.hidden(unit + 1, micro)]
             if unit == 0:
-                writes.append(self._transient(f"args/{micro}", 1, f"a{micro}"))
+                writes.append(self.alive.arguments(micro))
             else:
-                reads += [self._hidden(unit, micro), self._transient(f"args/{micro}", 1, f"a{micro}")]
-                if self.trains and unit >= self.lowest and self.policy.activations == "keep":
-                    writes.append(self._graph(unit, micro))
+                reads += [self.alive.hidden(unit, micro), self.alive.arguments(micro)]
+                writes += self.alive.left_by(unit, micro)
             visit.compute.append(Op("FORWARD", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))
         return visit
 
@@ -137,10 +139,11 @@ class Builder:
         visit = Visit(unit)
         for micro in self.micros:
             owners = [owner for owner in (unit, *((0,) if self.model.tied else ())) if self.layouts[owner].size]
-            reads = [self._hidden(unit, micro), *(self._weights(owner) for owner in owners)]
-            writes = [self._transient("loss", self._loss_nbytes(micro), "loss")]
+            reads = [self.alive.hidden(unit, micro), *(self._weights(owner) for owner in owners)]
+            nbytes = loss_nbytes(self.model, self.policy, self.work, micro, trains=self.trains)
+            writes = [self.alive.transient("loss", nbytes, "loss")]
             if self.trains:
-                writes.append(self._dhidden(micro, unit))
+                writes.append(self.alive.dhidden(unit, micro))
                 for owner in owners:
                     if self.trained[owner].size:
                         self._contribute(owner, reads, writes)
@@ -149,20 +152,36 @@ class Builder:
             visit.after = self._gradient_out(unit)
         return visit
 
+    def _backward_visits(self) -> list[Visit]:
+        """From the top down, each behind the visits that compute dropped inputs again."""
+        visits = []
+        for unit in reversed(self.units[self.lowest : -1]):
+            visits += [self._visit_again(steps) for steps in self.alive.again(unit, self.micros)]
+            visits.append(self._backward_visit(unit))
+        return visits
+
+    def _visit_again(self, steps: Sequence[Again]) -> Visit:
+        """The forward of one layer once more, for the input of the layer above it."""
+        unit = steps[0].layer
+        visit = Visit(unit)
+        for step in steps:
+            reads = [self._weights(unit)] if self.layouts[unit].size else []
+            reads += [step.source, self.alive.arguments(step.micro)]
+            visit.compute.append(Op("FORWARD", "compute", unit, step.micro, reads=tuple(reads), writes=(step.target,)))
+        return visit
+
     def _backward_visit(self, unit: int) -> Visit:
         visit = Visit(unit)
         for micro in reversed(self.micros):
-            reads = [self._dhidden(micro, unit + 1), *([self._weights(unit)] if self.layouts[unit].size else [])]
+            reads = [self.alive.dhidden(unit + 1, micro), *([self._weights(unit)] if self.layouts[unit].size else [])]
             writes = []
             if unit > 0:
-                reads.append(self._transient(f"args/{micro}", 1, f"a{micro}"))
-                if self.policy.activations == "keep":
-                    reads.append(self._graph(unit, micro))
-                else:
-                    reads.append(self._input(unit, micro))
-                    writes.append(self._graph(unit, micro))
-                writes.append(self._dhidden(micro, unit))
-            writes.append(self._transient("partial", self._largest_nbytes(unit), "partial"))
+                reads += [self.alive.arguments(micro), self.alive.found_by(unit, micro)]
+                if not self.alive.keeps_graph(unit, micro):
+                    writes.append(self.alive.graph(unit, micro))
+                writes.append(self.alive.dhidden(unit, micro))
+            nbytes = backward_nbytes(self.model, self.policy, self.work, unit, micro)
+            writes.append(self.alive.transient(f"partial/{unit}", nbytes, "partial"))
             if self.trained[unit].size:
                 self._contribute(unit, reads, writes)
             visit.compute.append(Op("BACKWARD", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))
@@ -344,7 +363,7 @@ class Builder:
             if trains and self.policy.update != "during_backward":
                 pending = f"g{unit}.old" if old else None
                 nbytes = self.trained[unit].size * self.policy.grad_nbytes
-                self._declare(self._gradient_home(unit), nbytes, "gradients", pending)
+                self._declare_gradient(unit, nbytes, pending)
         self._declare("host/norms", 8 * len(self.layouts), "norms", None)
 
     def _declare_part(self, unit: int, part: str, nbytes: int, content: str) -> None:
@@ -359,6 +378,15 @@ class Builder:
         if tier == "disk":
             slots = self._stages(unit, part, nbytes)
             self.staged[f"host/{part}/{unit}"] = Staged(unit, f"disk/{part}/{unit}", nbytes, content, slots)
+
+    def _declare_gradient(self, unit: int, nbytes: int, pending: str | None) -> None:
+        """Where a gradient waits for the norm."""
+        if self.homes[unit].gradients != "disk":
+            self._declare(self._gradient_home(unit), nbytes, "gradients", pending)
+            return
+        self._declare(f"disk/grad/{unit}", nbytes, "gradients", pending)
+        slots = self._stages(unit, "grad", nbytes)
+        self.staged[self._gradient_home(unit)] = Staged(unit, f"disk/grad/{unit}", nbytes, pending or "", slots)
 
     def _stages(self, unit: int, part: str, nbytes: int) -> tuple[str, ...]:
         """Staging buffers that a part of a unit may pass through, large enough; as for slots, the ends share one."""
@@ -376,49 +404,6 @@ class Builder:
     def _declare(self, name: str, nbytes: int, owner: str, initial: str | None) -> None:
         tier: Tier = "device" if name.startswith("device/") else "disk" if name.startswith("disk/") else "host"
         self.buffers[name] = Buffer(name, tier, nbytes, owner, initial)
-
-    def _transient(self, name: str, nbytes: int, content: str) -> Access:
-        buffer = f"device/{name}"
-        known = self.buffers.get(buffer)
-        if known is None or known.nbytes < nbytes:
-            self.buffers[buffer] = Buffer(buffer, "device", nbytes, name.split("/")[0], arena=False)
-        return Access(buffer, 0, nbytes, content)
-
-    def _hidden(self, unit: int, micro: int) -> Access:
-        """The input of a unit: batch x length x hidden size, in the compute dtype."""
-        return self._transient(f"hidden/{unit}.{micro}", self._boundary_nbytes(micro), f"h{unit}.{micro}")
-
-    def _input(self, unit: int, micro: int) -> Access:
-        """The input of a layer, as its backward finds it."""
-        return self._hidden(unit, micro)
-
-    def _dhidden(self, micro: int, unit: int) -> Access:
-        """The gradient of a unit's input; each unit overwrites that of the unit above it."""
-        return self._transient(f"dhidden/{micro}", self._boundary_nbytes(micro), f"d{unit}.{micro}")
-
-    def _graph(self, unit: int, micro: int) -> Access:
-        """What autograd keeps of a layer between its forward (or its recomputation) and its backward."""
-        tokens = self.work.tokens[micro]
-        length = min(self.work.length or tokens, tokens)
-        alike = self.work.repeats if self.policy.activations == "keep" else 1  # one at a time where recomputed
-        nbytes = max(1, round(alike * self.model.units[unit].profile.kept(tokens // length, length)))
-        return self._transient(f"graph/{unit}.{micro}", nbytes, f"k{unit}.{micro}")
-
-    def _loss_nbytes(self, micro: int) -> int:
-        """Logits of a chunk, their gradient, a float32 copy; and the head's gradient of one chunk where it trains."""
-        chunk = min(self.policy.loss_chunk_tokens, self.work.tokens[micro])
-        logits = chunk * self.model.vocab_size * (2 * self.policy.weight_nbytes + 4)
-        return logits + (self._largest_nbytes(self.model.epilogue) if self.trains else 0)
-
-    def _largest_nbytes(self, unit: int) -> int:
-        """The largest gradient of one parameter, which exists beside the sum for a moment."""
-        borrowed = [p for p in self.model.units[0].params if p.name in self.model.units[unit].borrows]
-        trained = [p.numel for p in (*self.model.units[unit].params, *borrowed) if p.trainable]
-        return max(1, max(trained, default=0) * self.policy.weight_nbytes)
-
-    def _boundary_nbytes(self, micro: int) -> int:
-        tokens = self.work.tokens[micro] * self.work.repeats
-        return round(tokens * self.model.hidden_size * self.policy.weight_nbytes)
 
 
 def accumulator_nbytes(model: ModelSpec, policy: Policy, work: Work, unit: int) -> int:

@@ -11,16 +11,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from megatrain.spec import Tier
 
-Kind = Literal["READ", "WRITE", "FETCH", "FORWARD", "LOSS", "BACKWARD", "GRAD", "ADD", "NORM", "UPDATE"]
-Stream = Literal["compute", "fetch", "grad", "host", "read", "write"]
+Kind = Literal[
+    "READ", "WRITE", "FETCH", "FORWARD", "LOSS", "BACKWARD", "GRAD", "ADD", "NORM", "UPDATE", "OFFLOAD", "RELOAD"
+]
+Stream = Literal["compute", "fetch", "grad", "host", "read", "write", "offload", "reload"]
 USED = "used"
 """Content of memory that an op has given up: nobody may read it, and its pages may go back to the system."""
 
-STREAMS: tuple[Stream, ...] = ("compute", "fetch", "grad", "host", "read", "write")
+STREAMS: tuple[Stream, ...] = ("compute", "fetch", "grad", "host", "read", "write", "offload", "reload")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,19 +106,22 @@ class Schedule:
         """Largest sum of arenas and of those transient buffers that are alive, in schedule order."""
         return self.arena_nbytes(tier) + max(self._transient_nbytes(tier), default=0)
 
-    def _transient_nbytes(self, tier: Tier) -> list[int]:
-        first: dict[str, int] = {}
-        last: dict[str, int] = {}
+    @cached_property
+    def lifetimes(self) -> dict[str, tuple[int, int]]:
+        """Transient buffer -> the first and the last op that mentions it; it exists from the one to the other."""
+        found: dict[str, tuple[int, int]] = {}
         for index, op in enumerate(self.ops):
             for access in (*op.reads, *op.writes):
-                first.setdefault(access.buffer, index)
-                last[access.buffer] = index
+                found[access.buffer] = found.get(access.buffer, (index,))[0], index
+        return {name: ends for name, ends in found.items() if not self.buffers[name].arena}
+
+    def _transient_nbytes(self, tier: Tier) -> list[int]:
         change = [0] * (len(self.ops) + 1)
-        for name, index in first.items():
+        for name, (first, last) in self.lifetimes.items():
             buffer = self.buffers[name]
-            if not buffer.arena and buffer.tier == tier:
-                change[index] += buffer.nbytes
-                change[last[name] + 1] -= buffer.nbytes
+            if buffer.tier == tier:
+                change[first] += buffer.nbytes
+                change[last + 1] -= buffer.nbytes
         total, totals = 0, []
         for delta in change:
             total += delta

@@ -12,7 +12,9 @@ replayed, not executed.
 
 from __future__ import annotations
 
-from megatrain.schedule.build import Builder, Visit
+from dataclasses import replace
+
+from megatrain.schedule.build import Builder, Visit, build_step
 from megatrain.schedule.ops import Access, Op, Schedule
 from megatrain.spec import ModelSpec, Policy, Work
 
@@ -24,9 +26,8 @@ def build_micro_major(model: ModelSpec, policy: Policy, work: Work) -> Schedule:
 
 def build_interval(model: ModelSpec, policy: Policy, work: Work, interval: int) -> Schedule:
     """A layer-major step that keeps every `interval`-th boundary and computes the others again."""
-    builder = _Interval(model, policy, work, "none", trains=True)
-    builder.interval = max(1, interval)
-    return builder.step()
+    dropped = min(max(1, interval), len(model.layers)) - 1
+    return build_step(model, replace(policy, activation_rows=(("input",), *(("drop",),) * dropped)), work)
 
 
 class _MicroMajor(Builder):
@@ -36,8 +37,7 @@ class _MicroMajor(Builder):
         for micro in everything:
             self.micros = range(micro, micro + 1)
             visits += [self._forward_visit(unit) for unit in self.units[:-1]]
-            visits.append(self._loss_visit())
-            visits += [self._backward_visit(unit) for unit in reversed(self.units[self.lowest : -1])]
+            visits += [self._loss_visit(), *self._backward_visits()]
         self.micros = everything
         return self._emit(visits)
 
@@ -76,36 +76,3 @@ class _MicroMajor(Builder):
             norm = Access("host/norms", 8 * unit, 8 * unit + 8, f"n{unit}")
             ops.append(Op("NORM", "host", unit, reads=(total,), writes=(norm,)))
         return ops
-
-
-class _Interval(Builder):
-    interval: int = 1
-
-    def step(self) -> Schedule:
-        visits = [self._forward_visit(unit) for unit in self.units[:-1]]
-        visits.append(self._loss_visit())
-        layers = list(self.model.layers)
-        for start in reversed(range(0, len(layers), self.interval)):
-            block = layers[start : start + self.interval]
-            visits += [self._again(unit) for unit in block[:-1]]
-            visits += [self._backward_visit(unit) for unit in reversed(block)]
-        return self._emit([*visits, *([self._backward_visit(0)] if self.lowest == 0 else [])])
-
-    def _is_kept(self, unit: int) -> bool:
-        return (unit - 1) % self.interval == 0 or unit == self.model.epilogue
-
-    def _again(self, unit: int) -> Visit:
-        """The forward of a layer once more, for the boundary above it."""
-        visit = Visit(unit)
-        for micro in self.micros:
-            reads = [self._weights(unit)] if self.layouts[unit].size else []
-            reads += [self._input(unit, micro), self._transient(f"args/{micro}", 1, f"a{micro}")]
-            writes = (self._input(unit + 1, micro),)
-            visit.compute.append(Op("FORWARD", "compute", unit, micro, reads=tuple(reads), writes=writes))
-        return visit
-
-    def _input(self, unit: int, micro: int) -> Access:
-        """A boundary as the backward pass finds it: the one that was kept, or the one that was computed again."""
-        if self._is_kept(unit):
-            return self._hidden(unit, micro)
-        return self._transient(f"again/{unit}.{micro}", self._boundary_nbytes(micro), f"h{unit}.{micro}")

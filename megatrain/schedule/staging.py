@@ -1,11 +1,12 @@
-"""State that lives on the disk passes through host memory: READ and WRITE ops, put into a schedule that lacks them.
+"""What lives a tier further away passes through buffers: copies there and back, put into a schedule that lacks them.
 
-The builder writes ops as if all state lay in host memory, under names that stand for no memory. `stage` walks them in
-program order and gives each such name a staging buffer when it is needed: of several, the one whose content is needed
-again last (Belady 1966). A READ stands as early as its buffer allows, so the read stream runs as far ahead as there are
-buffers; a WRITE stands right behind the op that changed the state, so a buffer that is taken over has nothing to lose.
-What must wait for what follows from the declared ranges, as for every op. It leaves out how many buffers there are
-(the policy) and how bytes get to the disk (`memory.disk`).
+The builder writes ops as if everything lay where it is used, under names that stand for no memory. `stage` walks them
+in program order and gives each such name a buffer when it is needed: of several, the one whose content is needed again
+last (Belady 1966). A copy in stands as early as its buffer allows, so its stream runs as far ahead as there are
+buffers; a copy out stands right behind the op that changed the bytes, so a buffer that is taken over has nothing to
+lose. What must wait for what follows from the declared ranges, as for every op. State on the disk passes through host
+memory by READ and WRITE; offloaded inputs of layers pass through the device by RELOAD and OFFLOAD (`activations`). It
+leaves out how many buffers there are (the policy) and how bytes get to the disk (`memory.disk`).
 """
 
 from __future__ import annotations
@@ -15,22 +16,38 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatrain.schedule.ops import Access, Op
+from megatrain.schedule.ops import USED, Access, Kind, Op, Stream
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The kind and the stream of copies in, and of copies out."""
+
+    inward: tuple[Kind, Stream]
+    outward: tuple[Kind, Stream]
+
+
+DISK = Route(("READ", "read"), ("WRITE", "write"))
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A part of a unit's state on the disk: its region and bytes, what it holds before the step, and its buffers."""
+    """What is kept elsewhere: its region there, its bytes, what they are before the step, and the buffers for them."""
 
     unit: int
     region: str
     nbytes: int
     content: str
     slots: tuple[str, ...]
+    micro: int = -1
+    route: Route = DISK
 
 
 def stage(ops: Sequence[Op], staged: Mapping[str, Staged]) -> list[Op]:
-    """`ops` with every access of a name in `staged` led to a staging buffer, and READ and WRITE ops where needed."""
+    """`ops` with every access of a name in `staged` led to one of its buffers, and copies where they are needed.
+
+    The names of one call take one route.
+    """
     return _Staging(ops, staged).ops() if staged else list(ops)
 
 
@@ -38,9 +55,13 @@ class _Staging:
     def __init__(self, ops: Sequence[Op], staged: Mapping[str, Staged]) -> None:
         self._ops, self._staged = ops, staged
         self._uses: dict[str, list[int]] = defaultdict(list)
+        self._changes: dict[str, set[int]] = defaultdict(set)
+        """Name -> the ops that write it."""
         for index, op in enumerate(ops):
             for name in self._names(op):
                 self._uses[name].append(index)
+            for access in op.writes:
+                self._changes[access.buffer].add(index)
         self._content = {name: part.content for name, part in staged.items()}
         self._holds: dict[str, str] = {}
         """Buffer -> the name whose bytes it has."""
@@ -62,34 +83,43 @@ class _Staging:
         if not names:
             return op
         slots = {name: slot for slot, name in self._holds.items() if name in names}
+        read = {access.buffer for access in op.reads}
         for name in names:
             if name not in slots:
-                slots[name] = self._read(index, name, taken=set(slots.values()))
+                slots[name] = slot = self._choose(index, name, taken=set(slots.values()))
+                if name in read:  # else its first content comes with this op
+                    self._before[self._earliest].append(self._copy(name, slot, inward=True))
         for slot in slots.values():
             self._last_use[slot] = index
         for access in op.writes:
             if access.buffer in slots:
                 self._content[access.buffer] = access.content
-                self._after[index].append(self._copy("WRITE", access.buffer, slots[access.buffer]))
+                if access.content != USED and self._is_whole(access.buffer, index):
+                    self._after[index].append(self._copy(access.buffer, slots[access.buffer], inward=False))
         reads, writes = ([self._led(access, slots) for access in side] for side in (op.reads, op.writes))
         return replace(op, reads=tuple(reads), writes=tuple(writes))
 
-    def _read(self, index: int, name: str, taken: set[str]) -> str:
-        """Choose a buffer for `name`, and have it filled before the op at `index`, as early as can be."""
+    def _is_whole(self, name: str, now: int) -> bool:
+        """Whether the op at `now` is the last of those that write the name one after the other."""
+        uses = self._uses[name]
+        following = bisect_right(uses, now)
+        return following == len(uses) or uses[following] not in self._changes[name]
+
+    def _choose(self, index: int, name: str, taken: set[str]) -> str:
+        """A buffer for `name` from the op at `index` on; `_earliest` is then where it may be filled."""
         free = [slot for slot in self._staged[name].slots if slot not in taken]
         slot = max(free, key=lambda slot: (self._next_use(slot, index), -self._last_use.get(slot, -1)))
         self._earliest = max(self._earliest, self._last_use.get(slot, -1) + 1)
         self._holds[slot] = name
-        self._before[self._earliest].append(self._copy("READ", name, slot))
         return slot
 
-    def _copy(self, kind: str, name: str, slot: str) -> Op:
+    def _copy(self, name: str, slot: str, *, inward: bool) -> Op:
         part = self._staged[name]
-        on_disk = Access(part.region, 0, part.nbytes, self._content[name])
-        in_host = Access(slot, 0, part.nbytes, self._content[name])
-        if kind == "READ":
-            return Op("READ", "read", part.unit, reads=(on_disk,), writes=(in_host,))
-        return Op("WRITE", "write", part.unit, reads=(in_host,), writes=(on_disk,))
+        there = Access(part.region, 0, part.nbytes, self._content[name])
+        here = Access(slot, 0, part.nbytes, self._content[name])
+        source, target = (there, here) if inward else (here, there)
+        kind, stream = part.route.inward if inward else part.route.outward
+        return Op(kind, stream, part.unit, part.micro, reads=(source,), writes=(target,))
 
     def _next_use(self, slot: str, now: int) -> float:
         """The next op that needs what the buffer holds; infinite for nothing, and for what is done with."""

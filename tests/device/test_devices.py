@@ -93,6 +93,18 @@ def test_randomness_is_a_function_of_the_seed(name: str) -> None:
     device.close()
 
 
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("nbytes", [0, 1, 4097])
+def test_both_kinds_of_host_memory_are_as_large_as_asked_for_and_zero(name: str, nbytes: int) -> None:
+    device = open_device(name)
+    for allocate in (device.allocate_host, device.allocate_pageable):
+        memory = allocate(nbytes, "x")
+        assert memory.numel() == nbytes
+        assert not memory.any()
+        device.free_host(memory, "x")
+    device.close()
+
+
 def test_host_memory_starts_as_zeros_and_device_memory_of_the_simulator_as_nan() -> None:
     device = open_device("sim:0")
     assert not device.allocate_host(64, "x").any()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +77,15 @@ def accelerator() -> Iterator[Accelerator]:
     device.close()
 
 
+def measured(jobs: dict[str, probe.Job]) -> probe.Measurement:
+    return probe.Measurement(jobs, dict)
+
+
+def take(device: Device, measurement: probe.Measurement, seconds: float) -> Any:
+    """What one measurement finds on its own."""
+    return probe.measure_in_turn(device, {"": measurement}, {"": seconds})[""]
+
+
 def test_jobs_take_turns_and_the_slow_are_left_out(cpu: Device) -> None:
     turns: list[str] = []
 
@@ -83,13 +93,20 @@ def test_jobs_take_turns_and_the_slow_are_left_out(cpu: Device) -> None:
         return lambda: (turns.append(name), time.sleep(seconds))
 
     jobs = {name: job(name, seconds) for name, seconds in (("a", 0.002), ("b", 0.004), ("slow", 0.5), ("last", 0.001))}
+    host = probe.Measurement({"c": job("c", 0.001)}, lambda spent: spent["c"], "host")
     began = time.perf_counter()
-    measured = probe.seconds_in_turn(cpu, jobs, 0.4)
+    found = probe.measure_in_turn(cpu, {"one": measured(jobs), "other": host}, {"one": 0.4, "other": 0.01})
     assert time.perf_counter() - began < 2
-    assert list(measured) == ["a", "b"]
-    assert 0.002 <= measured["a"] < measured["b"] < 0.1
-    assert "".join(turns).count("ab") >= 2
+    assert list(found["one"]) == ["a", "b"]
+    assert 0.002 <= found["one"]["a"] < found["one"]["b"] < 0.1
+    assert 0.001 <= found["other"] < 0.1
+    assert "".join(turns).count("abc") >= 2
     assert "last" not in turns
+
+
+def test_what_interrupts_a_job_for_a_moment_does_not_count() -> None:
+    assert probe._middle([1.0]) == 1.0
+    assert probe._middle([9.0, 1.0, 2.0, 2.0, 3.0, 2.0, 1.0, 2.0]) == 2.0
 
 
 def test_the_first_job_is_measured_however_slow_and_memory_that_runs_out_ends_the_list(cpu: Device) -> None:
@@ -97,10 +114,10 @@ def test_the_first_job_is_measured_however_slow_and_memory_that_runs_out_ends_th
         raise OutOfDeviceMemory("no room")
 
     sleepy = {"sleepy": lambda: time.sleep(0.05), "too large": too_large}
-    assert list(probe.seconds_in_turn(cpu, sleepy, 0.01)) == ["sleepy"]
-    assert list(probe.seconds_in_turn(cpu, {**sleepy, "last": too_large}, 0.5)) == ["sleepy"]
+    for jobs, seconds in ((sleepy, 0.01), ({**sleepy, "last": too_large}, 0.5)):
+        assert list(take(cpu, measured(jobs), seconds)) == ["sleepy"]
     with pytest.raises(OutOfDeviceMemory):
-        probe.seconds_in_turn(cpu, {"too large": too_large}, 0.01)
+        take(cpu, measured({"too large": too_large}), 0.01)
 
 
 def test_a_cpu_multiplies_attends_copies_and_launches(cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,9 +127,9 @@ def test_a_cpu_multiplies_attends_copies_and_launches(cpu: Device, monkeypatch: 
     monkeypatch.setitem(probe.LAYER, "cpu", (32, 64))
     before = torch.random.get_rng_state()
     for precision in ("bf16", "fp32"):
-        products = probe.product_rates(cpu, precision, 0.3)
+        products = take(cpu, probe.product_rates(cpu, precision), 0.3)
         assert [(row.m, row.k, row.n) for row in products] == probe.PRODUCTS["cpu"][: len(products)]
-        attention = probe.attention_rates(cpu, precision, 0.3)
+        attention = take(cpu, probe.attention_rates(cpu, precision), 0.3)
         assert [row.length for row in attention] == [16, 64][: len(attention)]
         assert products
         assert attention
@@ -120,9 +137,11 @@ def test_a_cpu_multiplies_attends_copies_and_launches(cpu: Device, monkeypatch: 
         rates = [row.flops for row in products]
         rates += [rate for row in attention for rate in (row.forward_flops, row.backward_flops)]
         assert all(isfinite(rate) and 1e5 < rate < 1e15 for rate in rates)
-        assert 1e6 < probe.elementwise_bandwidth(cpu, precision, 0.05) < 1e13
-    assert 1e7 < probe.copy_bandwidth(cpu, 0.05) < 1e13
-    assert 1e-8 < probe.launch_seconds(cpu, 0.05) < 1e-2
+        passing = take(cpu, probe.elementwise_rates(cpu, precision), 0.05)
+        assert passing.precision == precision
+        assert 1e6 < passing.backward_bandwidth <= passing.forward_bandwidth < 1e13
+    assert 1e7 < take(cpu, probe.copy_bandwidth(cpu), 0.05) < 1e13
+    assert 1e-8 < take(cpu, probe.launch_seconds(cpu), 0.05) < 1e-2
     assert torch.equal(torch.random.get_rng_state(), before)
 
 

@@ -91,6 +91,7 @@ def test_host_memory_is_pinned_in_its_exact_size() -> None:
     assert memory.numel() == 123_457
     assert not memory.any()
     assert memory.is_pinned()
+    assert not device.allocate_pageable(123_457, "x").is_pinned()
     device.close()
     with pytest.raises(DeviceError, match="closed"):
         device.stream("compute")

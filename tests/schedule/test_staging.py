@@ -42,7 +42,7 @@ def _home(draw: random.Random, shares: bool) -> Home:
     if not shares and draw.random() < 0.15:
         return ON_DEVICE
     weights = draw.choice(["host", "disk"] if shares else ["host", "disk", "device"])
-    return Home(weights, draw.choice(["host", "disk"]), draw.choice(["host", "disk"]))  # type: ignore[arg-type]
+    return Home(weights, *(draw.choice(["host", "disk"]) for _ in range(3)))  # type: ignore[arg-type]
 
 
 def schedules(model: ModelSpec, policy: Policy, work: Work) -> list[Schedule]:
@@ -85,6 +85,8 @@ def test_kept_weights_are_fetched_once() -> None:
 def test_homes_that_cannot_be_are_refused() -> None:
     with pytest.raises(PlanError, match="updated where its whole state is"):
         Home("host", "host", "device")
+    with pytest.raises(PlanError, match="waits where its unit is updated"):
+        Home(gradients="device")
     with pytest.raises(PlanError, match="no memory of its own"):
         Policy(shares_memory=True, homes=(ON_DEVICE,))
     with pytest.raises(PlanError, match="names homes for 2 units"):
