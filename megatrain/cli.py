@@ -75,6 +75,57 @@ def _train(
     run_training(checked, Console(highlight=False))
 
 
+@app.command("init")
+def _init(
+    file: Annotated[str, typer.Argument(metavar="[FILE]", help="YAML file to write.")] = "config.yaml",
+    model: Annotated[str | None, typer.Option(help="Folder or hub name; for a fresh model also a config.json.")] = None,
+    data: Annotated[list[str] | None, typer.Option(help="File, folder or hub name; may be given often.")] = None,
+    from_scratch: Annotated[bool, typer.Option("--from-scratch", help="Only the model's sizes are taken.")] = False,
+    hardware: Annotated[str | None, typer.Option(help="A described machine or a file; left out, this one.")] = None,
+    window: Annotated[int | None, typer.Option(min=2, help="Tokens of a training sequence.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 1000,
+    folder: Annotated[str, typer.Option(help="Run folder.")] = "runs/new",
+    disk: Annotated[list[str] | None, typer.Option(help="Folder on a fast drive for what memory cannot hold.")] = None,
+    precision: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
+) -> None:
+    """Write a configuration from a few answers, with what the plan says of it. Asks for what is not given."""
+    _quiet_threads()
+    from pathlib import Path
+
+    from megatrain.recipe import Answers, write_recipe
+
+    if model is None:
+        model = _asked("--model", "Which model (folder, hub name or config.json)?")
+    if not data:
+        data = (
+            _asked("--data", "Which data (files, folders or hub names, with commas between)?").replace(",", " ").split()
+        )
+    answers = Answers(
+        model=model,
+        data=tuple(data),
+        from_scratch=from_scratch,
+        hardware=hardware,
+        window=window,
+        steps=steps,
+        folder=folder,
+        disk=tuple(disk or ()),
+        precision=_precision(precision),
+        trust_remote_code=trust_remote_code,
+    )
+    target = Path(file).expanduser()
+    plan = write_recipe(answers, target)
+    typer.echo(f"{target}: {plan.tokens_per_second:,.0f} tokens/s on {plan.question.hardware.name}")
+    typer.echo(f"megatrain train {target}")
+
+
+def _asked(option: str, question: str) -> str:
+    """What the user answers; without anyone to ask it is an error."""
+    if not sys.stdin.isatty():
+        raise ConfigError(f"{option} is missing", where="megatrain init", fix=f"give it as {option} VALUE")
+    return str(typer.prompt(question))
+
+
 Remote = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 Attention = Annotated[str, typer.Option(help="Attention kernel: auto, sdpa, eager, flash_attention_2, ...")]
 DeviceName = Annotated[str, typer.Option(help="cpu, cuda:0 or sim:SEED.")]
@@ -89,8 +140,9 @@ def _plan(
     length: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")] = None,
     precision: PrecisionName = "bf16",
     clip: Annotated[bool, typer.Option(help="Clip by the global norm.")] = True,
-    device_memory: Annotated[str | None, typer.Option(help="Budget, 24GB say.")] = None,
+    device_memory: Annotated[str | None, typer.Option(help="Budget, 24GB or 80% say.")] = None,
     host_memory: Annotated[str | None, typer.Option(help="Budget, 512GB say.")] = None,
+    disk_memory: Annotated[str | None, typer.Option(help="Budget of the disk tier, 2TB say; 0 does without.")] = None,
     token_budget: Annotated[float, typer.Option(help="Tokens to train on, for days and energy.")] = 1e12,
     compare: Annotated[bool, typer.Option("--compare", help="Replay other systems' schedules beside ours.")] = False,
     sweep: Annotated[bool, typer.Option("--sweep", help="Heat map of tokens/s over memory budgets.")] = False,
@@ -115,6 +167,7 @@ def _plan(
         clips=clip,
         device_memory=device_memory,
         host_memory=host_memory,
+        disk_memory=disk_memory,
         token_budget=token_budget,
         compares=compare,
         sweeps=sweep,

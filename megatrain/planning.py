@@ -11,7 +11,6 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -41,6 +40,7 @@ from megatrain.plan import (
     sweep,
     upgrades,
 )
+from megatrain.plan.amounts import parse_nbytes
 from megatrain.plan.report import (
     COMPARISON_HEADS,
     amount,
@@ -57,9 +57,6 @@ LENGTH, TOKENS_PER_STEP = 4096, 65_536
 """What is taken where the user says nothing; fewer tokens where so many do not fit."""
 
 SHADES = " ░▒▓█"
-UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
-    f"{letter}I": 1 << 10 * power for power, letter in enumerate("KMGT", 1)
-}
 
 
 def run_plan(
@@ -73,6 +70,7 @@ def run_plan(
     clips: bool = True,
     device_memory: str | None = None,
     host_memory: str | None = None,
+    disk_memory: str | None = None,
     token_budget: float = 1e12,
     compares: bool = False,
     sweeps: bool = False,
@@ -84,7 +82,8 @@ def run_plan(
     """Plan, print, and write what was asked for.
 
     model: hub name, folder, config.json, or a file that `json_file` of an earlier plan names. hardware: a machine of
-    the library or a hardware file; `None` is this machine. Memories are texts such as `24GB`. Raises a `MegaTrainError`
+    the library or a hardware file; `None` is this machine. Memories are texts such as `24GB` or `80%`; `0` of the disk
+    leaves it alone. Raises a `MegaTrainError`
     for whatever is wrong: `DoesNotFit` with the nearest change that fits.
     """
     if precision not in ("bf16", "fp32"):
@@ -95,16 +94,12 @@ def run_plan(
     targets = {option: Path(os.path.expanduser(file)) for option, file in files.items() if file}
     for option, path in targets.items():
         _refuse_unwritable(option, path)
-    device, host = parse_nbytes(device_memory, "--device-memory"), parse_nbytes(host_memory, "--host-memory")
     machine = find_hardware(hardware, precision)
     spec = find_model(model, precision, attention=attention, trust_remote_code=trust_remote_code)
     length = _length(spec, length, tokens_per_step)
-    if device is not None and machine.shares_memory:
-        what = f"{machine.name} computes in host memory"
-        raise ConfigError(what, where="--device-memory", fix="give --host-memory alone")
     tokens = max(length, TOKENS_PER_STEP) if tokens_per_step is None else tokens_per_step
-    question = Question(spec, machine, tokens, length, precision, clips)
-    question = replace(question, device_budget_nbytes=device, host_budget_nbytes=host)
+    budgets = _budgets(machine, device_memory, host_memory, disk_memory)
+    question = Question(spec, machine, tokens, length, precision, clips, **budgets)  # type: ignore[arg-type]
     plan = _planned(question, may_shrink=tokens_per_step is None)
     outlook = look(plan, token_budget)
     comparison = compare(plan) if compares else ()
@@ -175,15 +170,18 @@ def _unprobed_machine(precision: Precision) -> Hardware:
         device.close()
 
 
-def parse_nbytes(text: str | None, where: str) -> int | None:
-    """`24GB`, `1.5 TB` or `80GiB` in bytes; raises `ConfigError` for anything else."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMGT]?I?)B?\s*", text.upper())
-    unit = UNITS.get(match[2]) if match else None
-    if match is None or unit is None or not 1 << 20 <= (nbytes := float(match[1]) * unit) <= 1e18:
-        raise ConfigError(f"{text!r} is no amount of memory", where=where, fix="give one such as 24GB or 1.5TB")
-    return int(nbytes)
+def _budgets(machine: Hardware, device: str | None, host: str | None, disk: str | None) -> dict[str, int | None]:
+    """Field of `Question` -> bytes, from texts such as `24GB` or `80%`; of the disk `0` too."""
+    if device is not None and machine.shares_memory:
+        what = f"{machine.name} computes in host memory"
+        raise ConfigError(what, where="--device-memory", fix="give --host-memory alone")
+    there = {"device": machine.device_nbytes, "host": machine.host_nbytes, "disk": machine.disk_nbytes or 0}
+    found: dict[str, int | None] = {}
+    for tier, text in (("device", device), ("host", host), ("disk", disk)):
+        none = tier == "disk" and text is not None and text.strip() == "0"
+        given = None if text is None else 0 if none else parse_nbytes(text, f"--{tier}-memory", there[tier])
+        found[f"{tier}_budget_nbytes"] = given
+    return found
 
 
 def _length(spec: ModelSpec, length: int | None, tokens_per_step: int | None) -> int:

@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 
 from megatrain.errors import DoesNotFit, OutOfDeviceMemory
 from megatrain.plan import Plan, calibrate, examine, find_plan, op_seconds
-from megatrain.spec import Policy
+from megatrain.spec import IN_HOST, Policy
 from megatrain.train.engine import Engine
 from megatrain.train.events import Replanned
 
 WORTH_IT = 0.03
 """Predicted gain below which a plan is not exchanged for another."""
 
-MAY_CHANGE = ("activations", "weight_slots", "grad_slots", "shard_nbytes")
-"""Fields of a policy that a plan chooses anew: no number and no place of state depends on them."""
+MAY_CHANGE = ("activations", "activation_rows", "weight_slots", "grad_slots", "shard_nbytes", "homes", "stage_slots")
+"""Fields of a policy that a plan chooses anew: no number depends on them. State moves where its home changes."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Replanner:
         fixed = {"micro_batch": self.plan.micro_batch, "loss_chunk_tokens": policy.loss_chunk_tokens}
         measured = replace(
             question,
-            calibration=calibrate(question.model, timeline, price),
+            calibration=calibrate(question.model, timeline, price, one_processor=question.hardware.shares_memory),
             pinned={**question.pinned, **fixed},
         )
         now = examine(measured, policy, self.plan.micro_batch)
@@ -58,4 +58,13 @@ class Replanner:
 
 def _changes(before: Policy, after: Policy) -> str:
     changed = [name for name in MAY_CHANGE if getattr(before, name) != getattr(after, name)]
-    return ", ".join(f"{name} {getattr(before, name)} -> {getattr(after, name)}" for name in changed)
+    return ", ".join(f"{name} {_word(getattr(before, name))} -> {_word(getattr(after, name))}" for name in changed)
+
+
+def _word(value: object) -> str:
+    """Rows by what layers keep, homes by how many units have one of their own."""
+    if not isinstance(value, tuple):
+        return str(value)
+    if value and isinstance(value[0], tuple):
+        return f"graphs of {value.count(('graph',))} of {len(value)} layers"
+    return f"{sum(home != IN_HOST for home in value)} units" if value else "none"

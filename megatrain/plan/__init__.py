@@ -3,23 +3,29 @@
 from megatrain.plan.advice import nearest_that_fits
 from megatrain.plan.compare import Row, compare
 from megatrain.plan.cost import Calibration, calibrate, op_seconds, step_flops
+from megatrain.plan.estimates import cut, estimate, examine
 from megatrain.plan.hardware import available_host_nbytes, available_threads
 from megatrain.plan.machines import load_hardware, machine, machine_names, save_hardware
-from megatrain.plan.outlook import Hiding, Load, Outlook, Sweep, Upgrade, hiding, loads, look, sweep, upgrades
+from megatrain.plan.outlook import (
+    Hiding,
+    Load,
+    Outlook,
+    Sweep,
+    Upgrade,
+    hiding,
+    loads,
+    look,
+    stalls,
+    sweep,
+    upgrades,
+    written_nbytes_per_day,
+)
 from megatrain.plan.page import render_page
+from megatrain.plan.question import Estimate, Plan, Question
 from megatrain.plan.rates import attention_seconds, duplex_bandwidths, optimizer_bandwidth, product_seconds
 from megatrain.plan.report import memory_table, peak_table
 from megatrain.plan.rules import choose_policy, fit_activations
-from megatrain.plan.search import (
-    Estimate,
-    Plan,
-    Question,
-    cut,
-    estimate,
-    examine,
-    find_plan,
-    survey,
-)
+from megatrain.plan.search import find_plan, survey
 from megatrain.plan.specs import read_model
 
 __all__ = [
@@ -60,8 +66,10 @@ __all__ = [
     "read_model",
     "render_page",
     "save_hardware",
+    "stalls",
     "step_flops",
     "survey",
     "sweep",
     "upgrades",
+    "written_nbytes_per_day",
 ]

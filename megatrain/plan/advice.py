@@ -14,7 +14,7 @@ from megatrain.plan.report import memory_table
 from megatrain.spec import ModelSpec, Policy, Work
 
 if TYPE_CHECKING:  # it tries the changes
-    from megatrain.plan.search import Question
+    from megatrain.plan.question import Question
 
 KEPT_PINNED = ("micro_batch", "host_threads")
 """What is pinned for other reasons than how the model is streamed."""
@@ -38,6 +38,8 @@ def changes(question: Question) -> Iterator[tuple[str, Question]]:
     for shorter in _halves(length):
         if shorter >= SHORTEST:
             yield f"one sequence of {shorter:,} tokens", replace(question, tokens_per_step=shorter, length=shorter)
+    if question.disk_budget_nbytes == 0 and question.hardware.disk_nbytes:
+        yield "state on the disk (disk.folders)", replace(question, disk_budget_nbytes=None)
     if question.clips:
         yield "no clipping (max_grad_norm=null)", unclipped
         for tokens in fewer:

@@ -21,8 +21,9 @@ from functools import partial
 
 from megatrain.layout import layout_of
 from megatrain.plan.cost import op_seconds, step_flops
+from megatrain.plan.estimates import coarse, cut, estimate, shallow
+from megatrain.plan.question import Plan, Question
 from megatrain.plan.rates import optimizer_bandwidth
-from megatrain.plan.search import Plan, Question, coarse, cut, estimate, shallow
 from megatrain.schedule import Op, Schedule, replay
 from megatrain.schedule.others import build_interval, build_micro_major
 from megatrain.spec import Hardware, ModelSpec, Policy, Work
@@ -71,7 +72,7 @@ class _Taken:
 
     def fits(self, budgets: Mapping[str, int]) -> bool:
         needed = {"device": self.device_nbytes, "host": self.host_nbytes}
-        return all(needed[tier] <= budget for tier, budget in budgets.items())
+        return all(nbytes <= budgets.get(tier, nbytes) for tier, nbytes in needed.items())
 
 
 def compare(plan: Plan) -> tuple[Row, ...]:
@@ -119,6 +120,9 @@ def _ours(plan: Plan) -> str:
 
 
 def _again(policy: Policy) -> str:
+    if policy.activation_rows:
+        kept = policy.activation_rows.count(("graph",)) / len(policy.activation_rows)
+        return f"keeps {kept:.0%} of the graphs" if kept else "inputs wait in the host"
     return "keeps graphs" if policy.activations == "keep" else "recomputes"
 
 
@@ -137,7 +141,7 @@ def _sizes(question: Question) -> list[int]:
 def _zero_offload(plan: Plan) -> list[_Taken]:
     question = plan.question
     policy = replace(
-        plan.policy,
+        replace(plan.policy, homes=(), activation_rows=()),
         activations="recompute",
         update="after_backward",
         masters="whole",
@@ -174,7 +178,9 @@ def _micro_major(question: Question, policy: Policy, rows: int, words: str) -> _
 def _published(plan: Plan) -> list[_Taken]:
     """For each micro-batch the closest interval that fits: it computes least again."""
     question = plan.question
-    policy = replace(plan.policy, activations="recompute", update="after_backward", grad_precision=None)
+    policy = replace(
+        plan.policy, homes=(), activation_rows=(), activations="recompute", update="after_backward", grad_precision=None
+    )
     found = []
     for rows in _sizes(question):
         for interval in INTERVALS:
@@ -220,7 +226,7 @@ def _in_memory(plan: Plan) -> Row:
     found: list[_Taken] = []
     for rows in _sizes(question):
         policy = replace(
-            plan.policy,
+            replace(plan.policy, homes=(), activation_rows=()),
             shares_memory=True,
             update="after_backward",
             masters="whole",

@@ -15,19 +15,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
+from statistics import median
 
 from megatrain.layout import Layout, layout_of
-from megatrain.plan.rates import attention_seconds, optimizer_bandwidth, product_seconds
+from megatrain.plan.rates import (
+    attention_seconds,
+    disk_bandwidths,
+    elementwise_seconds,
+    optimizer_bandwidth,
+    product_seconds,
+)
 from megatrain.schedule import Op, Timeline
 from megatrain.schedule.build import accumulator_nbytes
+from megatrain.schedule.replay import DISK_STREAMS
 from megatrain.spec import Hardware, ModelSpec, ParamSpec, Policy, UnitSpec, Work
 
 KERNELS, KERNELS_PER_PARAM = 12, 3
 """Kernels that a layer's forward launches: a round number, and so many for each parameter. It matters where kernels are
 tiny."""
 
-ASSUMED_DISK = 1e9
-"""Bytes per second of a drive that has not been measured."""
+PROLOGUE_KERNELS = 400
+"""Launches that a prologue is worth: the model's own code makes masks and positions before its first layer, by many
+small ops and more Python. A round number from Llama's."""
 
 SOFTMAX_PASSES = 6
 """Times that the float32 logits of a chunk are read or written for loss and gradient."""
@@ -76,17 +85,54 @@ class Calibration:
         return self.factors.get((op.kind, model.units[op.unit].kind), 1.0)
 
 
-def calibrate(model: ModelSpec, timeline: Timeline, price: Callable[[Op], float]) -> Calibration:
-    """Compare a measured timeline with the uncalibrated prices of the same ops."""
+def calibrate(
+    model: ModelSpec,
+    timeline: Timeline | Sequence[Timeline],
+    price: Callable[[Op], float],
+    *,
+    one_processor: bool = False,
+) -> Calibration:
+    """Compare a measured timeline with the uncalibrated prices of the same ops; of several, of one schedule, each op's
+    median.
+
+    `one_processor`: as in `replay`; ops that were under way at the same time then share it.
+    """
+    timelines = [timeline] if isinstance(timeline, Timeline) else list(timeline)
+    spent = [_own_seconds(each) if one_processor else _seconds(each) for each in timelines]
     measured: dict[tuple[str, str], float] = defaultdict(float)
     predicted: dict[tuple[str, str], float] = defaultdict(float)
-    for op, start, end in zip(timeline.schedule.ops, timeline.starts, timeline.ends, strict=True):
+    for op, *seconds in zip(timelines[0].schedule.ops, *spent, strict=True):
         key = op.kind, model.units[op.unit].kind
-        measured[key] += end - start
+        measured[key] += median(seconds)
         predicted[key] += price(op)
     return Calibration(
         {key: measured[key] / seconds for key, seconds in predicted.items() if seconds and measured[key]}
     )
+
+
+def _seconds(timeline: Timeline) -> list[float]:
+    return [end - start for start, end in zip(timeline.starts, timeline.ends, strict=True)]
+
+
+def _own_seconds(timeline: Timeline) -> list[float]:
+    """Seconds of each op; those in which several were under way are shared out evenly. The disk's are its own."""
+    own = _seconds(timeline)
+    changes = []
+    for index, op in enumerate(timeline.schedule.ops):
+        if op.stream not in DISK_STREAMS and own[index] > 0:
+            own[index] = 0.0
+            changes += [(timeline.starts[index], True, index), (timeline.ends[index], False, index)]
+    alive: set[int] = set()
+    before = 0.0
+    for when, starts, index in sorted(changes):  # what ends at a moment goes before what starts
+        for each in alive:
+            own[each] += (when - before) / len(alive)
+        before = when
+        if starts:
+            alive.add(index)
+        else:
+            alive.discard(index)
+    return own
 
 
 def op_seconds(
@@ -106,19 +152,20 @@ class _Prices:
         self.model, self.policy, self.work, self.hardware = model, policy, work, hardware
         self._known: dict[tuple[object, ...], float] = {}
         self._copies = hardware.device_bandwidth or float("inf")
-        self._elementwise = hardware.elementwise_bandwidth or self._copies
         self._launch = hardware.launch_seconds or 0.0
+        self._fresh = hardware.fresh_bandwidth if hardware.shares_memory and hardware.fresh_bandwidth else float("inf")
+        self._disk = disk_bandwidths(hardware)
 
     def seconds(self, op: Op) -> float:
         match op.kind:
-            case "FETCH":
+            case "FETCH" | "RELOAD":
                 return self._launch + op.nbytes / self.hardware.fetch_bandwidth
-            case "GRAD":
+            case "GRAD" | "OFFLOAD":
                 return self._launch + op.nbytes / self.hardware.grad_bandwidth
             case "READ":
-                return self._launch + op.nbytes / (self.hardware.disk_read_bandwidth or ASSUMED_DISK)
+                return self._launch + op.nbytes / self._disk[0]
             case "WRITE":
-                return self._launch + op.nbytes / (self.hardware.disk_write_bandwidth or ASSUMED_DISK)
+                return self._launch + op.nbytes / self._disk[1]
             case "ADD":
                 return sum(a.stop - a.start for a in (*op.reads, *op.writes)) / self.hardware.host_bandwidth
             case "NORM":
@@ -131,10 +178,31 @@ class _Prices:
                 return touched / optimizer_bandwidth(self.hardware, self.policy.host_threads)
         kept = op.kind == "BACKWARD" and any("/graph/" in access.buffer for access in op.reads)
         unit, tokens = self.model.units[op.unit], self.work.tokens[op.micro]
-        key = op.kind, unit.kind, shape_of(unit), tokens, kept, op.unit > self.model.lowest_trained
+        first = op.kind == "LOSS" and op.micro == 0
+        key = op.kind, unit.kind, shape_of(unit), tokens, kept, first, op.unit > self.model.lowest_trained
         if key not in self._known:
             self._known[key] = self.work.repeats * self._compute(op, unit, tokens, kept)
+            self._known[key] += self._fresh_nbytes(op, unit, tokens, kept) / self._fresh
         return self._known[key]
+
+    def _fresh_nbytes(self, op: Op, unit: UnitSpec, tokens: int, kept: bool) -> float:
+        """Memory that the op is the first to touch, in a device that computes in host memory.
+
+        The engine gives freed memory back ahead of the first loss, and a gradient's pages once it has been used. So the
+        first loss has a chunk's logits, their gradient and the head's to allocate; each gradient comes into new pages,
+        and what is recomputed does once a step.
+        """
+        if op.kind == "FORWARD":
+            return 0.0
+        micros = self.work.micro_batches * self.work.repeats
+        fresh = layout_of(unit).trained.size * self.policy.grad_nbytes / micros
+        if op.kind == "LOSS" and op.micro == 0:
+            logits = min(self.policy.loss_chunk_tokens, tokens) * self.model.vocab_size
+            head = max((param.numel for param in _multiplied(self.model, unit) if param.trainable), default=0)
+            fresh += (2 * logits + head) * self.policy.weight_nbytes
+        if op.kind == "BACKWARD" and unit.kind == "layer" and not kept:
+            fresh += self._kept(unit, tokens) / micros / len(self.model.layers)
+        return fresh
 
     def _compute(self, op: Op, unit: UnitSpec, tokens: int, kept: bool) -> float:
         if op.kind == "LOSS":
@@ -149,7 +217,7 @@ class _Prices:
     def _forward(self, unit: UnitSpec, tokens: int) -> float:
         products = sum(self._product(param, tokens) for param in _multiplied(self.model, unit))
         attention, _ = self._attention(unit, tokens)
-        return products + attention + self._passing(unit, tokens, 1) + self._kernels(unit)
+        return products + attention + self._passing(unit, tokens)[0] + self._kernels(unit)
 
     def _backward(self, index: int, unit: UnitSpec, tokens: int) -> float:
         """Twice the products (one of them only for what trains), attention's own, and the gradients added up."""
@@ -159,7 +227,7 @@ class _Prices:
             products += self._product(param, tokens, outer=True) if param.trainable else 0.0
         _, attention = self._attention(unit, tokens)
         added = self._adding(index, unit)
-        return products + attention + self._passing(unit, tokens, 2) + added + 2 * self._kernels(unit)
+        return products + attention + self._passing(unit, tokens)[1] + added + 2 * self._kernels(unit)
 
     def _product(self, param: ParamSpec, tokens: int, *, inner: bool = False, outer: bool = False) -> float:
         """Seconds of tokens x weight; with `inner` of the gradient of its input, with `outer` of the weight's."""
@@ -182,10 +250,14 @@ class _Prices:
         width = max(1, round(profile.attention_flops / 4))
         return attention_seconds(self.hardware, self.policy.precision, tokens, seen, width)
 
-    def _passing(self, unit: UnitSpec, tokens: int, times: int) -> float:
-        """What layers do besides products goes at memory's speed over about the bytes that autograd keeps."""
+    def _passing(self, unit: UnitSpec, tokens: int) -> tuple[float, float]:
+        """What layers do besides products and attention is about proportional to the bytes that autograd keeps."""
+        return elementwise_seconds(self.hardware, self.policy.precision, self._kept(unit, tokens))
+
+    def _kept(self, unit: UnitSpec, tokens: int) -> int:
+        """Bytes that autograd keeps of a unit."""
         length = self.work.length or tokens
-        return times * unit.profile.kept(max(1, tokens // length), length) / self._elementwise
+        return unit.profile.kept(max(1, tokens // length), length)
 
     def _kernels(self, unit: UnitSpec) -> float:
         return self._launch * (KERNELS + KERNELS_PER_PARAM * len(unit.params))
@@ -210,15 +282,16 @@ class _Prices:
                 products += self._product(param, chunk, outer=True)
                 each = 2 * self.policy.weight_nbytes + 2 * 4
                 added += param.numel * each / self._copies
-        softmax = SOFTMAX_PASSES * 4 * chunk * self.model.vocab_size / self._elementwise
+        softmax, _ = elementwise_seconds(self.hardware, "fp32", SOFTMAX_PASSES * 4 * chunk * self.model.vocab_size)
         return products + added + softmax + 3 * self._kernels(unit)
 
     def _lookup(self, op: Op, tokens: int) -> float:
         """An embedding reads a row per token; its gradient is as large as the table."""
         rows = 2 * tokens * self.model.hidden_size * self.policy.weight_nbytes / self._copies
         if op.kind == "FORWARD":
-            return rows + self._launch * KERNELS
-        return 2 * rows + self._adding(op.unit, self.model.units[op.unit]) + 2 * self._launch * KERNELS
+            return rows + self._launch * PROLOGUE_KERNELS
+        again = self._launch * (PROLOGUE_KERNELS + 2 * KERNELS)  # nothing of its forward has been kept
+        return 3 * rows + self._adding(op.unit, self.model.units[op.unit]) + again
 
 
 def update_nbytes(layout: Layout, policy: Policy) -> int:

@@ -1,27 +1,27 @@
 """Which units' state lives where: as little on the disk as memory asks for, the coldest first.
 
-What the step touches least often goes to the disk first: moments, then low bits, then weights, those of the layers
-before those of the ends. Layers with a home of their own are spread evenly over the depth, so that the disk and the
-bus are busy throughout. Spare device memory keeps weights, or whole layers with their optimizer state, by eighths of
-the layers: a fixed grid, so that more memory only ever adds to the choices. Left out: how good a choice is (`search`).
+What the step touches least often goes to the disk first: moments, low bits, waiting gradients, then weights, those of
+the layers before those of the ends. Layers with a home of their own are spread evenly over the depth, so that the disk and the
+bus are busy throughout. Spare device memory keeps weights, or whole layers with their optimizer state, by sixteenths
+of the layers: a fixed grid, so that more memory only adds to the choices. Left out: how good a choice is (`search`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 
 from megatrain.schedule.build import Builder
-from megatrain.spec import IN_HOST, Home, ModelSpec, Policy, Work
+from megatrain.spec import IN_HOST, Home, ModelSpec, Policy, Tier, Work
 
-EIGHTHS = 8
+PARTS = 16
 """Parts of the layers by which the device's spare memory is filled."""
 
 ON_DEVICE = Home("device", "device", "device")
 
-FIELDS = ("moments", "low_bits", "weights")
+FIELDS = ("moments", "low_bits", "gradients", "weights")
 """Of a `Home`, from the coldest."""
 
 
@@ -49,36 +49,59 @@ def to_disk(model: ModelSpec, policy: Policy, host_nbytes: int) -> Policy | None
     Slots and activations are not counted. What the policy has on the device stays there. `None` where nothing that
     lives on the disk is enough.
     """
-    for homes in _colder(model, policy):
-        if state_nbytes(model, replace(policy, homes=homes))["host"] <= host_nbytes:
-            return replace(policy, homes=homes)
+
+    def fits(homes: Sequence[Home]) -> bool:
+        return state_nbytes(model, replace(policy, homes=tuple(homes)))["host"] <= host_nbytes
+
+    homes = list(policy.homes or (IN_HOST,) * len(model.units))
+    if fits(homes):
+        return policy
+    for field, among in product(_fields(policy), (list(model.layers), [0, model.epilogue])):
+        free = [unit for unit in among if not homes[unit].on_device]
+        some = partial(_with_some, homes, free, field)
+        if fits(some(len(free))):
+            return replace(policy, homes=tuple(_fewest(some, fits, len(free))))
+        homes = some(len(free))
     return None
 
 
-def _colder(model: ModelSpec, policy: Policy) -> Iterator[tuple[Home, ...]]:
-    """Homes from all in host memory to all on the disk, one layer's part after the other."""
-    start = list(policy.homes or (IN_HOST,) * len(model.units))
-    yield tuple(start)
-    ends = [0, model.epilogue]
-    for field in FIELDS:
-        if field == "low_bits" and policy.precision == "fp32":
-            continue
-        for among in (list(model.layers), ends):
-            free = [unit for unit in among if not start[unit].on_device]
-            for count in range(1, len(free) + 1):
-                homes = list(start)
-                for unit in spread(free, count):
-                    homes[unit] = _on_disk(homes[unit], field)
-                yield tuple(homes)
-            for unit in free:
-                start[unit] = _on_disk(start[unit], field)
+def all_on_disk(model: ModelSpec, policy: Policy) -> Policy:
+    """The policy with all that may leave the host's memory on the disk."""
+    homes = list(policy.homes or (IN_HOST,) * len(model.units))
+    for field in _fields(policy):
+        homes = [home if home.on_device else _on_disk(home, field) for home in homes]
+    return replace(policy, homes=tuple(homes))
+
+
+def _fewest(some: Callable[[int], list[Home]], fits: Callable[[Sequence[Home]], bool], most: int) -> list[Home]:
+    """`some` of the smallest number up to `most` that fits, as `most` does."""
+    low, high = 1, most
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(some(middle)) else (middle + 1, high)
+    return some(low)
+
+
+def _with_some(homes: Sequence[Home], free: Sequence[int], field: str, count: int) -> list[Home]:
+    """Homes with that part of `count` of the free units on the disk."""
+    chosen = set(spread(free, count))
+    return [_on_disk(home, field) if unit in chosen else home for unit, home in enumerate(homes)]
+
+
+def _fields(policy: Policy) -> tuple[str, ...]:
+    """Those that the policy has at all."""
+    absent = {"low_bits"} if policy.precision == "fp32" else set()
+    if policy.update == "during_backward":
+        absent.add("gradients")
+    return tuple(field for field in FIELDS if field not in absent)
 
 
 def _on_disk(home: Home, field: str) -> Home:
     """Weights that stay on the device keep their copy in host memory, from which they are updated."""
     if field == "weights" and home.weights == "device":
         return home
-    return Home(*("disk" if name == field else getattr(home, name) for name in ("weights", "low_bits", "moments")))
+    tiers: dict[str, Tier] = {field: "disk"}
+    return replace(home, **tiers)
 
 
 def spread(units: Sequence[int], count: int) -> list[int]:
@@ -88,43 +111,18 @@ def spread(units: Sequence[int], count: int) -> list[int]:
 
 
 def residents(model: ModelSpec, whole: int, kept: int) -> tuple[Home, ...]:
-    """Homes with `whole` eighths of the layers on the device, and the weights of `kept` eighths of the others.
+    """Homes with `whole` sixteenths of the layers on the device, and the weights of `kept` sixteenths of the others.
 
-    The ends follow the last eighth.
+    The ends follow the last sixteenth.
     """
     homes = [IN_HOST] * len(model.units)
     layers = list(model.layers)
-    chosen = spread(layers, -(-whole * len(layers) // EIGHTHS)) if whole else []
+    chosen = spread(layers, -(-whole * len(layers) // PARTS)) if whole else []
     others = [unit for unit in layers if unit not in chosen]
     for unit in chosen:
         homes[unit] = ON_DEVICE
-    for unit in spread(others, -(-kept * len(others) // EIGHTHS)) if kept and others else []:
+    for unit in spread(others, -(-kept * len(others) // PARTS)) if kept and others else []:
         homes[unit] = Home("device")
-    if EIGHTHS in (whole, kept):
-        homes[0] = homes[-1] = ON_DEVICE if whole == EIGHTHS else Home("device")
+    if PARTS in (whole, kept):
+        homes[0] = homes[-1] = ON_DEVICE if whole == PARTS else Home("device")
     return tuple(homes)
-
-
-def grid() -> Iterator[tuple[int, int]]:
-    """Pairs of eighths, of whole layers and of kept weights, that are worth a look."""
-    return ((whole, kept) for whole, kept in product(range(EIGHTHS + 1), repeat=2) if whole or kept)
-
-
-def thinned(homes: Sequence[Home], model: ModelSpec, shallow: ModelSpec) -> tuple[Home, ...]:
-    """Homes for a version of the model with fewer layers, in about the same shares: each as likely among as many."""
-    if not homes:
-        return ()
-    layers = sorted((homes[unit] for unit in model.layers), key=_order)
-    count = len(shallow.layers)
-    picked = [layers[min(len(layers) - 1, (2 * place + 1) * len(layers) // (2 * count))] for place in range(count)]
-    placed: list[Home] = [IN_HOST] * count
-    free = list(range(count))
-    for home in dict.fromkeys(picked):
-        for place in spread(free, picked.count(home)):
-            placed[place] = home
-        free = [place for place in free if placed[place] is IN_HOST]
-    return (homes[0], *placed, homes[-1])
-
-
-def _order(home: Home) -> tuple[str, ...]:
-    return home.weights, home.low_bits, home.moments

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.errors import PlanError
-from megatrain.spec import WEIGHT_NBYTES, AttentionRate, DiskRate, Hardware, ProductRate
+from megatrain.spec import WEIGHT_NBYTES, AttentionRate, DiskRate, ElementwiseRate, Hardware, ProductRate
 
 _LIBRARY = "machines.json"
 _DEVICE_NAMES = "device_names"
@@ -65,6 +65,7 @@ _NUMBERS: dict[str, tuple[str, _Number]] = {  # key in a file -> field, and what
     "launch_seconds": ("launch_seconds", _Number(1e-9, 1.0)),
     "device_copy_bytes_per_second": ("device_bandwidth", _BANDWIDTH),
     "elementwise_bytes_per_second": ("elementwise_bandwidth", _BANDWIDTH),
+    "fresh_bytes_per_second": ("fresh_bandwidth", _BANDWIDTH),
     "fetch_bytes_per_second": ("fetch_bandwidth", _BANDWIDTH),
     "grad_bytes_per_second": ("grad_bandwidth", _BANDWIDTH),
     "duplex_fetch_bytes_per_second": ("duplex_fetch_bandwidth", _BANDWIDTH),
@@ -77,6 +78,8 @@ _NUMBERS: dict[str, tuple[str, _Number]] = {  # key in a file -> field, and what
     "disk_bytes": ("disk_nbytes", _Number(0, 1e18, whole=True)),
     "disk_read_bytes_per_second": ("disk_read_bandwidth", _BANDWIDTH),
     "disk_write_bytes_per_second": ("disk_write_bandwidth", _BANDWIDTH),
+    "disk_duplex_read_bytes_per_second": ("disk_duplex_read_bandwidth", _BANDWIDTH),
+    "disk_duplex_write_bytes_per_second": ("disk_duplex_write_bandwidth", _BANDWIDTH),
     "disk_block_bytes": ("disk_block_nbytes", _BLOCK),
     "disk_depth": ("disk_depth", _DEPTH),
     "disk_endurance_bytes": ("disk_endurance_nbytes", _CAPACITY),
@@ -95,6 +98,11 @@ _TABLES: dict[str, tuple[str, Any, dict[str, _Number]]] = {  # key -> field, row
             "backward_flops_per_second": _FLOPS,
         },
     ),
+    "elementwise": (
+        "elementwise",
+        ElementwiseRate,
+        {"forward_bytes_per_second": _BANDWIDTH, "backward_bytes_per_second": _BANDWIDTH},
+    ),
     "optimizer_by_threads": (
         "optimizer_bandwidth",
         lambda *row: row,
@@ -111,7 +119,7 @@ _TABLES: dict[str, tuple[str, Any, dict[str, _Number]]] = {  # key -> field, row
         },
     ),
 }
-_WITH_PRECISION = ("products", "attention")
+_WITH_PRECISION = ("products", "attention", "elementwise")
 _WORDS = ("name", "shares_memory", "sources")
 _KEYS = (*_WORDS, *_NUMBERS, *_TABLES)
 

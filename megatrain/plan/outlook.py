@@ -16,8 +16,10 @@ from itertools import chain
 from math import inf
 
 from megatrain.plan.cost import step_flops
+from megatrain.plan.estimates import estimate
 from megatrain.plan.machines import machine, machine_names
-from megatrain.plan.search import MOST_TOKENS, Estimate, Plan, Question, estimate, survey, usable_nbytes
+from megatrain.plan.question import MOST_TOKENS, Estimate, Plan, Question, usable_nbytes
+from megatrain.plan.search import survey
 from megatrain.schedule import Timeline
 from megatrain.spec import Hardware, Policy, Precision
 
@@ -34,6 +36,8 @@ STREAM_WORDS = {
     "fetch": "bus up",
     "grad": "bus down",
     "host": "optimizer",
+    "offload": "inputs out",
+    "reload": "inputs back",
     "read": "disk in",
     "write": "disk out",
 }
@@ -115,6 +119,12 @@ class Outlook:
         return self.plan.timeline.stall_seconds() / self.plan.seconds
 
     @property
+    def stalls(self) -> dict[str, float]:
+        """What compute waits for, in a person's words -> share of the step, largest first."""
+        found = stalls(self.plan.timeline)
+        return {STREAM_WORDS.get(stream, stream): seconds / self.plan.seconds for stream, seconds in found.items()}
+
+    @property
     def run_seconds(self) -> float:
         return self.token_budget / self.plan.tokens_per_second
 
@@ -127,14 +137,23 @@ class Outlook:
     @property
     def written_nbytes_per_day(self) -> float:
         """Bytes written to disk."""
-        written = sum(op.nbytes for op in self.plan.timeline.schedule.ops if op.kind in DISK_KINDS[1:])
-        return written / self.plan.seconds * SECONDS_PER_DAY
+        return written_nbytes_per_day(self.plan)
 
     @property
     def drive_days(self) -> float | None:
         """Days until the drive has been written as often as its maker promises; `None` where nothing tells."""
         endurance, per_day = self.plan.question.hardware.disk_endurance_nbytes, self.written_nbytes_per_day
         return None if endurance is None or not per_day else endurance / per_day
+
+
+def written_nbytes(plan: Plan) -> int:
+    """Bytes that a step writes to the disk."""
+    return sum(op.nbytes for op in plan.timeline.schedule.ops if op.kind in DISK_KINDS[1:])
+
+
+def written_nbytes_per_day(plan: Plan) -> float:
+    """Bytes that a day of steps writes to the disk."""
+    return written_nbytes(plan) / plan.seconds * SECONDS_PER_DAY
 
 
 def look(plan: Plan, token_budget: float = 1e12) -> Outlook:
@@ -167,23 +186,61 @@ def loads(plan: Plan) -> tuple[Load, ...]:
     return tuple(sorted(found, key=lambda load: (-load.chain_seconds, -load.busy_seconds, load.stream)))
 
 
+def stalls(timeline: Timeline) -> dict[str, float]:
+    """Stream -> seconds in which compute waited for it, largest first.
+
+    A wait is walked back: a product that waits for a fetch that waits for an update that waits for the disk waited for
+    each of them in turn.
+    """
+    ops, causes = timeline.schedule.ops, _Causes(timeline)
+    seconds: dict[str, float] = defaultdict(float)
+    free = 0.0
+    for index, op in enumerate(ops):
+        if op.stream != "compute":
+            continue
+        now, cause = timeline.starts[index], causes.of(index)
+        while now > free and cause >= 0:
+            began = max(free, timeline.starts[cause])
+            seconds[ops[cause].stream] += now - began
+            now, cause = began, causes.of(cause)
+        free = timeline.ends[index]
+    for index in range(len(ops)):  # what is left to do when compute is done
+        if timeline.ends[index] > free and ops[index].stream != "compute":
+            seconds[ops[index].stream] += timeline.ends[index] - free
+            free = timeline.ends[index]
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+
 def _chain_seconds(timeline: Timeline) -> dict[str, float]:
     """Stream -> its seconds of the chain, walked from the last op back to whatever each op had to wait for."""
-    ops = timeline.schedule.ops
-    before: list[int] = []
-    last: dict[str, int] = {}
-    for index, op in enumerate(ops):
-        before.append(last.get(op.stream, -1))
-        last[op.stream] = index
+    ops, causes = timeline.schedule.ops, _Causes(timeline)
     seconds: dict[str, float] = defaultdict(float)
     index = max(range(len(ops)), key=lambda each: timeline.ends[each], default=-1)
     while index >= 0:
-        start = timeline.starts[index]
-        seconds[ops[index].stream] += timeline.ends[index] - start
-        # one of these ended when the op began; some op before in order, where streams share the processor
-        causes = chain((before[index],), reversed(timeline.schedule.waits[index]), range(index - 1, -1, -1))
-        index = next((each for each in causes if each >= 0 and timeline.ends[each] == start), -1)
+        seconds[ops[index].stream] += timeline.ends[index] - timeline.starts[index]
+        index = causes.of(index)
     return dict(seconds)
+
+
+class _Causes:
+    """For each op, the one that it had to wait for."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._before: list[int] = []
+        last: dict[str, int] = {}
+        for index, op in enumerate(timeline.schedule.ops):
+            self._before.append(last.get(op.stream, -1))
+            last[op.stream] = index
+
+    def of(self, index: int) -> int:
+        """An op that ended when this one began, -1 where none did.
+
+        Some op before it in order, where streams share the processor.
+        """
+        start, waits = self._timeline.starts[index], self._timeline.schedule.waits[index]
+        candidates = chain((self._before[index],), reversed(waits), range(index - 1, -1, -1))
+        return next((each for each in candidates if each >= 0 and self._timeline.ends[each] == start), -1)
 
 
 # When transfers hide -----------------------------------------------------------------------------------------------
@@ -343,7 +400,7 @@ def sweep(plan: Plan) -> Sweep:
     def usable(tier: str, nbytes: int) -> int:
         return nbytes if nbytes == given[tier] else usable_nbytes(nbytes)
 
-    cells = survey(question, [{tier: usable(tier, pair[tier]) for tier in tiers} for pair in pairs])
+    cells = survey(question, [{tier: usable(tier, pair[tier]) for tier in pair if tier in tiers} for pair in pairs])
     tokens = question.rows * question.length
     rates: list[list[float | None]] = []
     for row in range(len(hosts)):

@@ -14,6 +14,9 @@ from math import exp, log, log2
 
 from megatrain.spec import WEIGHT_NBYTES, AttentionRate, Hardware, Precision
 
+ASSUMED_DISK = 1e9
+"""Bytes per second of a drive that has not been measured."""
+
 ATTENTION_SHARE = 0.5
 """Assumed rate of attention, as a share of that of large products, where it has not been measured."""
 
@@ -60,6 +63,19 @@ def attention_seconds(
     return operations / forward, 2 * operations / backward
 
 
+def elementwise_seconds(hardware: Hardware, precision: Precision, nbytes: float) -> tuple[float, float]:
+    """Seconds forward and backward of what a layer does besides products and attention.
+
+    `nbytes` is what autograd keeps of it. Where rates have not been measured it goes at memory's speed, and takes twice
+    as long backward.
+    """
+    for row in hardware.elementwise:
+        if row.precision == precision:
+            return nbytes / row.forward_bandwidth, nbytes / row.backward_bandwidth
+    forward = nbytes / (hardware.elementwise_bandwidth or hardware.device_bandwidth or float("inf"))
+    return forward, 2 * forward
+
+
 def optimizer_bandwidth(hardware: Hardware, threads: int) -> float:
     """Bytes per second, read plus written, of the optimizer pass on `threads` threads (0: all there are)."""
     known = hardware.optimizer_bandwidth
@@ -77,6 +93,12 @@ def duplex_bandwidths(hardware: Hardware) -> tuple[float, float]:
     """Bytes per second of fetches and of gradients while both are under way."""
     fetch = hardware.duplex_fetch_bandwidth or hardware.fetch_bandwidth
     return fetch, hardware.duplex_grad_bandwidth or hardware.grad_bandwidth
+
+
+def disk_bandwidths(hardware: Hardware) -> tuple[float, float]:
+    """Bytes per second that are read and written while both are under way, as in a step with state on the disk."""
+    read = hardware.disk_duplex_read_bandwidth or hardware.disk_read_bandwidth or ASSUMED_DISK
+    return read, hardware.disk_duplex_write_bandwidth or hardware.disk_write_bandwidth or ASSUMED_DISK
 
 
 def _estimated_seconds(hardware: Hardware, precision: Precision, m: int, k: int, n: int) -> float:

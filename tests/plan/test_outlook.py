@@ -21,6 +21,7 @@ from megatrain.plan import (
     machine,
     machine_names,
     peak_table,
+    stalls,
     step_flops,
     sweep,
     upgrades,
@@ -50,7 +51,7 @@ def computer(**changes: float) -> Hardware:
 @cache
 def planned(tokens_per_step: int, *, layers: int = 16, clips: bool = True, **changes: float) -> Plan:
     question = Question(deep(layers), computer(**changes), tokens_per_step, LENGTH, clips=clips)
-    return find_plan(replace(question, pinned={"activations": "recompute"}))
+    return find_plan(replace(question, pinned={"activations": "recompute", "homes": ()}))
 
 
 def without_upgrades(plan: Plan) -> Outlook:
@@ -217,7 +218,7 @@ def test_what_limits_is_what_an_upgrade_helps() -> None:
 
 
 def test_measured_products_and_threads_are_upgraded_too() -> None:
-    plan = find_plan(Question(deep(6), machine("laptop"), 4 * LENGTH, LENGTH))
+    plan = find_plan(Question(deep(48), machine("laptop"), LENGTH, LENGTH, pinned={"homes": ()}))
     assert (gains(plan)["twice the host's bandwidth"] or 0) > 1.05
 
 
@@ -286,3 +287,33 @@ def test_an_empty_timeline_has_no_chain() -> None:
     plan = planned(4 * LENGTH)
     empty = Timeline(Schedule((), {}, ()), (), ())
     assert loads(replace(plan, timeline=empty)) == ()
+
+
+# Stalls --------------------------------------------------------------------------------------------------------------
+
+
+def test_what_compute_waits_for_adds_up_to_what_it_waits() -> None:
+    for changes in ({}, {"fetch_bandwidth": 1e8}, {"grad_bandwidth": 1e8}, {"host_bandwidth": 1e9}):
+        plan = planned(LENGTH, **changes)
+        found = stalls(plan.timeline)
+        assert sum(found.values()) == pytest.approx(plan.timeline.stall_seconds(), rel=1e-6)
+        assert "compute" not in found
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [({"fetch_bandwidth": 1e8}, "fetch"), ({"grad_bandwidth": 1e8}, "grad"), ({"host_bandwidth": 1e9}, "host")],
+)
+def test_the_largest_cause_is_what_was_made_slow(changes: dict[str, float], cause: str) -> None:
+    plan = planned(LENGTH, **changes)
+    assert next(iter(stalls(plan.timeline))) == cause
+    assert "compute waits" in told(plan)["limit"]
+
+
+def test_a_slow_disk_is_a_cause_of_its_own() -> None:
+    hardware = replace(computer(host_bandwidth=1e12), disk_nbytes=10**13, disk_read_bandwidth=1e7)
+    question = Question(deep(16), hardware, LENGTH, LENGTH, pinned={"activations": "recompute"})
+    everything = find_plan(replace(question, pinned={"homes": ()})).nbytes["host"]
+    plan = find_plan(replace(question, host_budget_nbytes=everything // 2, device_budget_nbytes=10**7))
+    assert next(iter(stalls(plan.timeline))) == "read"
+    assert "for disk in" in told(plan)["limit"]

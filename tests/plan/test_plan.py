@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import pytest
 
 from megatrain.plan import (
     available_host_nbytes,
     available_threads,
+    calibrate,
     choose_policy,
     fit_activations,
     memory_table,
     op_seconds,
     step_flops,
 )
-from megatrain.schedule import build_step, nbytes_by_owner, replay
+from megatrain.plan.cost import KERNELS
+from megatrain.schedule import Schedule, Timeline, build_step, nbytes_by_owner, replay
 from megatrain.spec import Hardware, LayerProfile, ModelSpec, ParamSpec, Policy, UnitSpec, Work
+
+SLOW = Hardware("h", 1 << 40, 1 << 40, fetch_bandwidth=1e3, grad_bandwidth=1e3, flops=1e6, host_bandwidth=1e4)
+FORWARDS = "FORWARD u0 m0", "FORWARD u1 m0"
 
 
 def model(active: float = 1.0, tied: bool = False) -> ModelSpec:
@@ -46,6 +54,62 @@ def test_prices_are_bytes_over_bandwidth_and_operations_over_rate() -> None:
     backward = next(op for op in recomputing.ops if op.name == "BACKWARD u1 m0")
     assert price(backward) == pytest.approx(3 * costs["FORWARD u1 m0"])
     assert replay(schedule, price).seconds > 0
+
+
+def test_a_prologue_costs_the_calls_of_the_models_own_code() -> None:
+    hardware = replace(SLOW, launch_seconds=1.0)
+    schedule = build_step(model(), Policy(), Work((8,)))
+    price = op_seconds(model(), Policy(), Work((8,)), hardware)
+    prologue, layer = (price(next(op for op in schedule.ops if op.name == name)) for name in FORWARDS)
+    assert prologue > 5 * KERNELS
+    assert layer < prologue
+
+
+def test_new_pages_cost_time_where_the_device_computes_in_host_memory() -> None:
+    work = Work((8, 8))
+
+    def seconds(shares_memory: bool, fresh: float | None) -> dict[str, float]:
+        policy = Policy("fp32", shares_memory=shares_memory)
+        hardware = replace(SLOW, shares_memory=shares_memory, fresh_bandwidth=fresh)
+        price = op_seconds(model(), policy, work, hardware)
+        return {op.name: price(op) for op in build_step(model(), policy, work).ops}
+
+    without, with_them = seconds(True, None), seconds(True, 1e3)
+    extra = {name: with_them[name] - without[name] for name in without}
+    gradient, logits = 5000 * 4 / 1e3, 8 * 50 * 4 / 1e3
+    assert extra["LOSS u2 m0"] == pytest.approx(gradient / 2 + 2 * logits + gradient, rel=0.01)
+    assert extra["LOSS u2 m1"] == pytest.approx(gradient / 2, rel=0.01)
+    assert extra["BACKWARD u1 m0"] > 10_000 * 4 / 2 / 1e3
+    assert extra["FORWARD u1 m0"] == 0
+    assert seconds(False, 1e3) == seconds(False, None)
+
+
+def timeline_of(schedule: Schedule, seconds: Mapping[str, float]) -> Timeline:
+    """Each kind of op takes its seconds; the host stream starts with the compute stream."""
+    return replay(schedule, lambda op: seconds.get(op.kind, 1.0))
+
+
+def test_of_several_measured_steps_each_ops_median_counts() -> None:
+    schedule = build_step(model(), Policy(), Work((8,)))
+    steps = [timeline_of(schedule, {"FORWARD": each, "BACKWARD": 2.0}) for each in (3.0, 90.0, 2.0)]
+    found = calibrate(model(), steps, lambda op: 1.0)
+    assert found.factors["FORWARD", "layer"] == pytest.approx(3)
+    assert found.factors["BACKWARD", "layer"] == pytest.approx(2)
+    assert calibrate(model(), steps[0], lambda op: 1.0).factors["FORWARD", "layer"] == pytest.approx(3)
+
+
+def test_ops_that_ran_at_the_same_time_on_one_processor_share_it() -> None:
+    policy, work = Policy(shares_memory=True), Work((8,))
+    schedule = build_step(model(), policy, work, "all")
+    seconds = {"UPDATE": 4.0, "FORWARD": 6.0, "LOSS": 5.0, "BACKWARD": 8.0}
+    overlapped = timeline_of(schedule, seconds)
+    found = calibrate(model(), overlapped, lambda op: 1.0, one_processor=True)
+    price = lambda op: found.factor(op, model())  # noqa: E731
+    again = replay(schedule, price, one_processor=True)
+    assert overlapped.seconds < sum(seconds.get(op.kind, 1.0) for op in schedule.ops)
+    assert again.seconds == pytest.approx(overlapped.seconds)
+    apart = calibrate(model(), overlapped, lambda op: 1.0)
+    assert replay(schedule, lambda op: apart.factor(op, model()), one_processor=True).seconds > overlapped.seconds
 
 
 def test_the_memory_table_is_that_of_the_schedule() -> None:

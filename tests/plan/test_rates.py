@@ -18,7 +18,8 @@ from megatrain.plan import (
     optimizer_bandwidth,
     product_seconds,
 )
-from megatrain.spec import AttentionRate, Hardware, ProductRate
+from megatrain.plan.rates import elementwise_seconds
+from megatrain.spec import AttentionRate, ElementwiseRate, Hardware, ProductRate
 
 PLAIN = Hardware("plain", 1 << 40, 1 << 40, 1e10, 2e10, 1e15, 3e11, device_bandwidth=3e12, launch_seconds=5e-6)
 SIZES = st.integers(5, 15).map(lambda power: 1 << power)
@@ -89,6 +90,15 @@ def test_attention_is_interpolated_between_lengths_and_held_beyond() -> None:
     assert rate(2048) == pytest.approx((2560e12, 1280e12))
     assert rate(256) == pytest.approx(rate(1024))
     assert rate(16384) == pytest.approx(rate(4096))
+
+
+def test_what_a_layer_does_besides_products_is_priced_by_its_precision() -> None:
+    rows = ElementwiseRate("bf16", 4e9, 1e9), ElementwiseRate("fp32", 8e9, 2e9)
+    hardware = replace(PLAIN, elementwise=rows, elementwise_bandwidth=1e12)
+    assert elementwise_seconds(hardware, "bf16", 8e9) == (2, 8)
+    assert elementwise_seconds(hardware, "fp32", 8e9) == (1, 4)
+    assert elementwise_seconds(replace(hardware, elementwise=rows[:1]), "fp32", 8e9) == (0.008, 0.016)
+    assert elementwise_seconds(PLAIN, "bf16", 3e9) == (0.001, 0.002)
 
 
 def test_the_optimizer_pass_is_priced_by_its_threads() -> None:

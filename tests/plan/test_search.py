@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 
@@ -113,3 +113,82 @@ def test_what_does_not_fit_is_refused_with_the_number_and_a_way_out(tier: str) -
 def test_a_step_of_less_than_a_sequence_is_refused() -> None:
     with pytest.raises(PlanError, match="tokens per step"):
         question(BALANCED, tokens_per_step=10)
+
+
+# Homes ---------------------------------------------------------------------------------------------------------------
+
+DRIVE = replace(
+    BALANCED, flops=1e12, device_bandwidth=1e12, fetch_bandwidth=2e8, grad_bandwidth=2e8, disk_nbytes=1 << 40
+)
+
+
+@pytest.mark.parametrize("tokens", [128, 2048])
+def test_every_further_part_of_device_memory_never_makes_the_step_slower(tokens: int) -> None:
+    asked = question(DRIVE, model=llama(layers=12), tokens_per_step=tokens)
+    least = examine(asked, Policy(weight_slots=1, grad_slots=1, loss_chunk_tokens=64), 1).nbytes["device"]
+    budgets = range(round(1.01 * least), 20 * least, least // 2)
+    seconds = [find_plan(replace(asked, device_budget_nbytes=budget)).seconds for budget in budgets]
+    assert all(after <= 1.0001 * before for before, after in pairwise(seconds)), seconds
+    assert seconds[-1] < 0.8 * seconds[0]
+
+
+def test_spare_device_memory_holds_what_saves_most() -> None:
+    asked = question(DRIVE, model=llama(layers=12), tokens_per_step=128)
+    plan, streamed = find_plan(asked), find_plan(replace(asked, pinned={"homes": ()}))
+    assert sum(home.on_device for home in plan.policy.homes) > 6
+    assert plan.seconds < 0.7 * streamed.seconds
+
+
+def test_what_the_host_has_no_room_for_is_on_the_disk_and_no_more() -> None:
+    asked = question(replace(DRIVE, device_nbytes=3 << 20), model=llama(layers=12))
+    everything = find_plan(asked).nbytes["host"]
+    before = 0
+    for budget in range(everything, everything // 2, -everything // 10):
+        plan = find_plan(replace(asked, host_budget_nbytes=budget))
+        assert fits(plan)
+        assert plan.nbytes["disk"] >= before
+        before = plan.nbytes["disk"]
+    assert before > everything // 3
+    with pytest.raises(DoesNotFit, match=r"state on the disk \(disk.folders\) would fit"):
+        find_plan(replace(asked, host_budget_nbytes=budget, disk_budget_nbytes=0))
+    with pytest.raises(DoesNotFit, match="even with all of its state on the disk"):
+        find_plan(replace(asked, host_budget_nbytes=everything // 50))
+
+
+def test_reads_run_as_far_ahead_as_the_replay_asks_for() -> None:
+    """The chosen number of staging buffers is as quick as any that fits."""
+    slow = replace(DRIVE, device_nbytes=6 << 20, disk_read_bandwidth=2e8, disk_write_bandwidth=2e8)
+    asked = question(slow, model=llama(layers=40))
+    asked = replace(asked, host_budget_nbytes=int(0.8 * find_plan(asked).nbytes["host"]))
+    plan = find_plan(asked)
+    assert plan.nbytes["disk"]
+    for slots in (2, 3, 4, 6):
+        other = find_plan(replace(asked, pinned={"stage_slots": slots}))
+        assert plan.seconds <= 1.001 * other.seconds
+
+
+# Activations ---------------------------------------------------------------------------------------------------------
+
+
+def test_as_many_graphs_are_kept_as_fit() -> None:
+    asked = question(replace(BALANCED, device_bandwidth=1e13), model=llama(layers=16), tokens_per_step=2048)
+    none, every = (find_plan(replace(asked, pinned={"activations": kept})) for kept in ("recompute", "keep"))
+    seconds, kept = [none.seconds], []
+    for share in (0.25, 0.5, 0.75):
+        budget = round((1 - share) * none.nbytes["device"] + share * every.nbytes["device"])
+        plan = find_plan(replace(asked, device_budget_nbytes=budget))
+        assert fits(plan)
+        seconds.append(plan.seconds)
+        kept.append(plan.policy.activation_rows.count(("graph",)))
+    assert kept == sorted(kept)
+    assert 0 < kept[0] < kept[-1] < 16
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] < none.seconds - 0.5 * (none.seconds - every.seconds)
+
+
+def test_inputs_wait_in_the_host_where_nothing_else_fits() -> None:
+    asked = question(BALANCED, model=llama(layers=64), tokens_per_step=128)
+    least = examine(asked, Policy(weight_slots=1, grad_slots=1, loss_chunk_tokens=64), 1).nbytes["device"]
+    plan = find_plan(replace(asked, device_budget_nbytes=round(0.8 * least)))
+    assert plan.policy.offloads
+    assert fits(plan)

@@ -19,7 +19,8 @@ from bench.shapes import llama_shape
 from megatrain.device import peak
 from megatrain.errors import ConfigError, DoesNotFit, MegaTrainError, ModelError, PlanError
 from megatrain.plan import machine, save_hardware
-from megatrain.planning import find_hardware, find_model, parse_nbytes, run_plan
+from megatrain.plan.amounts import parse_nbytes
+from megatrain.planning import find_hardware, find_model, run_plan
 from tests.tiny import FAMILIES, tiny_model
 
 CONFIG = {
@@ -142,10 +143,11 @@ def test_options_reach_the_plan(saved: str) -> None:
         clips=False,
         device_memory="40GiB",
         host_memory="0.5TB",
+        disk_memory="2TB",
         token_budget=2e9,
     )
     plan = outlook.plan
-    assert plan.question.budgets() == {"device": 40 << 30, "host": 5 * 10**11}
+    assert plan.question.budgets() == {"device": 40 << 30, "host": 5 * 10**11, "disk": 2 * 10**12}
     assert (plan.policy.precision, plan.policy.update) == ("fp32", "during_backward")
     assert (plan.question.rows, plan.question.length) == (8, 2048)
     assert outlook.run_seconds == pytest.approx(2e9 / plan.tokens_per_second)
@@ -179,7 +181,6 @@ def test_this_machine_is_the_probed_one_or_roughly_described(
 )
 def test_amounts_of_memory_are_read(text: str, nbytes: int) -> None:
     assert parse_nbytes(text, "here") == nbytes
-    assert parse_nbytes(None, "here") is None
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-3GB", "24 gigs", "1e9", "nan", "0", "5", "9" * 40, "12XB", "inf TB"])
@@ -194,7 +195,7 @@ def test_what_is_no_amount_of_memory_is_refused(text: str) -> None:
         ({"hardware": "h20"}, PlanError, "no machine is called 'h20'; did you mean h200"),
         ({"hardware": "/no/such.json"}, PlanError, "cannot be read"),
         ({"device_memory": "40MB"}, DoesNotFit, "device memory"),
-        ({"host_memory": "10GB"}, DoesNotFit, "of host memory at the least"),
+        ({"host_memory": "10GB", "disk_memory": "0"}, DoesNotFit, "of host memory at the least"),
         ({"tokens_per_step": 100, "length": 200}, PlanError, "100 tokens per step of sequences of 200"),
         ({"length": 0}, PlanError, "sequences of 0"),
         ({"token_budget": 0.0}, ConfigError, "--token-budget: 0 tokens"),
@@ -220,9 +221,9 @@ def test_what_does_not_fit_names_the_upgrade_that_would_help(saved: str) -> None
     with pytest.raises(
         DoesNotFit, match=r"or a smaller model; twice the host memory would make it fit \(\S+ tokens/s\)"
     ):
-        shown(saved, host_memory="10GB")
+        shown(saved, host_memory="10GB", disk_memory="0")
     with pytest.raises(DoesNotFit, match="no single upgrade makes it fit"):
-        shown(saved, host_memory="5GB")
+        shown(saved, host_memory="5GB", disk_memory="0")
 
 
 def test_an_unknown_model_is_answered_with_the_nearest(config: str) -> None:

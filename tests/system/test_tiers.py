@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,32 +13,35 @@ import torch
 from torch import Tensor
 
 from megatrain import AdamW, Engine, Policy
+from megatrain.device.sim import SimDevice
 from megatrain.errors import CorruptRegion, DiskError, DoesNotFit
 from megatrain.memory import Disk
 from megatrain.memory.disk_faults import DiskFault
-from megatrain.schedule import Schedule
-from megatrain.spec import Home, Precision, Work
+from megatrain.plan import Question, find_plan, op_seconds
+from megatrain.schedule import Op, Schedule
+from megatrain.spec import Hardware, Home, Precision, Work
 from tests.tiny import batch, equal, tiny_model, unequal_batches
 
 UNITS = 5  # of the tiny model: prologue, three layers, epilogue
 ON_DEVICE, CACHED = Home("device", "device", "device"), Home("device")
+ON_DISK = Home("disk", "disk", "disk", "disk")
 SPLITS: dict[str, tuple[Home, ...]] = {
     "moments": (Home(moments="disk"),) * UNITS,
     "moments of one layer": (Home(), Home(moments="disk"), Home(), Home(), Home()),
     "low bits": (Home(low_bits="disk"),) * UNITS,
     "weights": (Home(weights="disk"),) * UNITS,
     "weights of the ends": (Home(weights="disk"), Home(), Home(), Home(), Home(weights="disk")),
-    "everything": (Home("disk", "disk", "disk"),) * UNITS,
-    "all but one": (Home("disk", "disk", "disk"), Home(), *(Home("disk", "disk", "disk"),) * 3),
+    "gradients": (Home(gradients="disk"),) * UNITS,
+    "everything": (ON_DISK,) * UNITS,
+    "all but one": (ON_DISK, Home(), *(ON_DISK,) * 3),
     "moments and low bits": (Home(low_bits="disk", moments="disk"),) * UNITS,
-    "a different one each": (Home("disk"), Home(low_bits="disk"), Home(moments="disk"), Home(), Home("disk")),
-    "weights and moments": (Home("disk", "host", "disk"),) * UNITS,
+    "a different one each": (Home("disk"), Home(low_bits="disk"), Home(moments="disk"), Home(gradients="disk"), Home()),
 }
 RESIDENT: dict[str, tuple[Home, ...]] = {
     "weights kept": (CACHED,) * UNITS,
     "weights kept, moments on disk": (Home("device", "host", "disk"),) * UNITS,
     "all resident": (ON_DEVICE,) * UNITS,
-    "one layer resident": (Home(), ON_DEVICE, Home("disk", "disk", "disk"), Home(), Home()),
+    "one layer resident": (Home(), ON_DEVICE, ON_DISK, Home(), Home()),
     "ends resident": (ON_DEVICE, Home(), CACHED, Home(), ON_DEVICE),
 }
 
@@ -121,7 +125,7 @@ def test_state_moves_between_tiers_while_training(tmp_path: Path) -> None:
 
 def _random_home(draw: random.Random) -> Home:
     tiers = ("host", "disk")
-    return Home(draw.choice(tiers), draw.choice(tiers), draw.choice(tiers))  # type: ignore[arg-type]
+    return Home(*(draw.choice(tiers) for _ in range(4)))  # type: ignore[arg-type]
 
 
 def copies(schedule: Schedule, kind: str) -> Mapping[str, int]:
@@ -146,26 +150,53 @@ def test_state_is_read_and_written_once_a_step_and_weights_read_twice_at_most(
     assert {count for name, count in reads.items() if "/hi/" not in name} == {1}
     assert max(reads.values()) <= 2
     assert set(writes.values()) == {1}
-    assert len(writes) == 3 * UNITS
+    assert len(writes) == 4 * UNITS
 
 
-def test_with_a_folder_the_disk_takes_what_the_host_has_no_room_for(tmp_path: Path) -> None:
-    """Two thirds of the bytes in host memory: the same losses and weights, within the budget."""
-    plain = usual("bf16", "during_backward", shares_memory=True)
+def test_more_device_memory_never_makes_an_executed_step_slower(tmp_path: Path) -> None:
+    """Planned for each budget, and run on the simulator's clock at the planner's prices; the numbers stay the same."""
+    machine = Hardware("sim", 1 << 30, 1 << 34, 2e7, 2e7, 1e11, 1e9, device_bandwidth=1e11, disk_nbytes=0)
+    model = tiny_model(num_hidden_layers=6)
+    with Engine.from_model(model, "sim:0", verify=False) as made:
+        spec = made.spec
+    question = Question(spec, machine, tokens_per_step=16, length=8)
+    least = find_plan(replace(question, pinned={"homes": (), "weight_slots": 1, "grad_slots": 1})).nbytes["device"]
+    seconds, losses = [], []
+    for budget in range(least, 4 * least, least // 2):
+        plan = find_plan(replace(question, device_budget_nbytes=budget))
+        price = op_seconds(spec, plan.policy, plan.work, machine)
+        device = SimDevice(3, cost=lambda task, price=price: price(task) if isinstance(task, Op) else 0.0)
+        policy = replace(plan.policy, device_budget_nbytes=budget)
+        batches = [batch(plan.micro_batch, 8, number) for number in range(plan.work.micro_batches)]
+        with Engine.from_model(model, device, policy=policy, verify=False) as made:
+            losses.append([made.step(batches).loss for _ in range(2)])
+            made.step(batches)
+            assert made.timeline is not None
+            seconds.append(made.timeline.seconds)
+        assert seconds[-1] == pytest.approx(plan.seconds, rel=0.02)
+    assert all(after <= 1.001 * before for before, after in pairwise(seconds)), seconds
+    assert seconds[-1] < 0.7 * seconds[0], "memory is good for something"
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim:5"])
+def test_a_third_of_the_memory_and_a_folder_give_the_same_numbers(device: str, tmp_path: Path) -> None:
+    """State three times as large as the host's budget: the same losses and weights, within the budget."""
+    plain = usual("bf16", "during_backward", shares_memory=device == "cpu")
 
     def deep(policy: Policy) -> Engine:
-        model = tiny_model(num_hidden_layers=12)
-        return Engine.from_model(model, "cpu", "bf16", AdamW(lr=1e-2), None, policy, verify=False, disk=[tmp_path])
+        model = tiny_model(num_hidden_layers=24)
+        return Engine.from_model(model, device, "bf16", AdamW(lr=1e-2), None, policy, verify=False, disk=[tmp_path])
 
     with deep(plain) as made:
         assert made.policy.homes == ()
-        everything = sum(made.memory_table().values())
-        expected = results(made)
-    with deep(replace(plain, host_budget_nbytes=everything * 2 // 3)) as made:
+        state = 12 * made.spec.numel
+        expected = results(made, steps=2)
+    with deep(replace(plain, host_budget_nbytes=state // 3)) as made:
         table = made.memory_table()
-        assert sum(nbytes for (tier, _), nbytes in table.items() if tier != "disk") <= everything * 2 // 3
+        tiers = ("host", "device") if device == "cpu" else ("host",)
+        assert sum(nbytes for (tier, _), nbytes in table.items() if tier in tiers) <= state // 3
         assert table["disk", "optimizer state"] > 0
-        assert equal(results(made), expected)
+        assert equal(results(made, steps=2), expected)
     with pytest.raises(DoesNotFit, match="even with all of the model's state on the disk"):
         deep(replace(plain, host_budget_nbytes=1000))
 

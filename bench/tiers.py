@@ -1,0 +1,188 @@
+"""A step with state on the disk: seconds, bytes moved, peak memory, and what drive and processor could do at best.
+
+    python -m bench.tiers --host 12GB [--hidden N --layers N] [--tokens N] [--steps N] [--folder FOLDER] [--json FILE]
+
+A fresh Llama shape trains in bf16 on the cpu with no more host memory than `--host`; what that has no room for goes to
+`--folder`. Without `--tokens`, the step has the fewest with which the plan is hardly longer than its busiest stream.
+Without `--clip`, units are updated as their gradients land, so that the disk is busy in both passes. The floor of a
+step is the larger of compute (what its ops took on the compute stream in the same steps) and of the bytes that it read
+and wrote at the drive's own speed, both ways at once, measured here through the disk room. Left out: the same step with
+all state in host memory, which has no room for it (the tests compare the numbers of both at small size).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from megatrain import AdamW, Engine
+from megatrain.config import let_idle_threads_sleep
+from megatrain.device.cpu import CpuDevice
+from megatrain.machine import this_machine
+from megatrain.memory import Disk
+from megatrain.model import FreshSource, port_model
+from megatrain.plan import Plan, Question, available_threads, find_plan, loads
+from megatrain.plan.amounts import parse_nbytes
+from megatrain.plan.hardware import available_disk_nbytes
+from megatrain.plan.question import RESERVE_NBYTES
+from megatrain.plan.report import amount, duration
+from megatrain.spec import ModelSpec
+
+LENGTH, VOCABULARY = 64, 32_000
+REGION_NBYTES = 256 << 20
+HARDLY_LONGER = 1.1
+"""Of a step, than its busiest stream, where the plan chooses its tokens."""
+
+
+def shape(hidden: int, layers: int) -> dict[str, Any]:
+    """The Hugging Face configuration; 2560 wide with 30 layers it has 2.5 billion parameters."""
+    return {
+        "model_type": "llama",
+        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": hidden * 27 // 10 // 64 * 64,
+        "num_hidden_layers": layers,
+        "num_attention_heads": max(1, hidden // 128),
+        "num_key_value_heads": max(1, hidden // 128),
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+    }
+
+
+def drive_bandwidth(folder: Path, seconds: float = 6.0) -> float:
+    """Bytes per second, read plus written, of the disk room while it does both at once."""
+    memory = [torch.zeros(REGION_NBYTES, dtype=torch.uint8) for _ in range(2)]
+    disk = Disk([folder])
+    disk.provide({name: (REGION_NBYTES, name) for name in ("read", "write")})
+    disk.write("read", memory[0])
+    disk.write("write", memory[1])
+    before, began = disk.read_nbytes + disk.written_nbytes, time.perf_counter()
+
+    def repeat(call: Callable[[str, torch.Tensor], None], name: str, memory: torch.Tensor) -> None:
+        while time.perf_counter() - began < seconds:
+            call(name, memory)
+
+    writer = threading.Thread(target=repeat, args=(disk.write, "write", memory[1]))
+    writer.start()
+    repeat(disk.read, "read", memory[0])
+    writer.join()
+    speed = (disk.read_nbytes + disk.written_nbytes - before) / (time.perf_counter() - began)
+    disk.close()
+    return speed
+
+
+def planned(spec: ModelSpec, device: CpuDevice, arguments: argparse.Namespace, host_nbytes: int) -> Plan:
+    """The plan for a budget, less what the process itself takes."""
+    folder, tokens, own = arguments.folder, arguments.tokens, peak_nbytes()
+    drive = drive_bandwidth(folder, 2.0) / 2
+    hardware = replace(
+        this_machine(device, "bf16"),
+        disk_nbytes=available_disk_nbytes(folder),
+        disk_duplex_read_bandwidth=drive,
+        disk_duplex_write_bandwidth=drive,
+    )
+    pinned = {"host_threads": available_threads()}
+    own += RESERVE_NBYTES  # what kernels and threads take beside the ledger
+    rows = [max(1, tokens // LENGTH)] if tokens else [1 << power for power in range(6)]
+    for count in rows:
+        question = Question(spec, hardware, count * LENGTH, LENGTH, clips=arguments.clip, pinned=pinned)
+        plan = find_plan(replace(question, host_budget_nbytes=host_nbytes - own))
+        if plan.seconds < HARDLY_LONGER * max(load.busy_seconds for load in loads(plan)):
+            break
+    return plan
+
+
+def peak_nbytes() -> int:
+    """The most memory that this process has had, mapped libraries included, the page cache not."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) << 10
+
+
+def main() -> None:
+    let_idle_threads_sleep()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--host", default="12GB", help="budget of host memory, of the whole process")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--hidden", type=int, default=2560)
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--tokens", type=int, help="of a step; by default what hides the disk")
+    parser.add_argument("--clip", action="store_true", help="by the global norm")
+    parser.add_argument("--steps", type=int, default=2, help="measured ones, after one that warms up")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    found = measure(arguments, parse_nbytes(arguments.host, "--host"))
+    text = json.dumps(found, indent=1)
+    print(text)
+    if arguments.json:
+        arguments.json.write_text(text + "\n")
+
+
+def measure(arguments: argparse.Namespace, host_nbytes: int) -> dict[str, Any]:
+    source = FreshSource(shape(arguments.hidden, arguments.layers), seed=0)
+    ported = port_model(source.model, torch.bfloat16)
+    device = CpuDevice()
+    device.timed = True
+    plan = planned(ported.spec, device, arguments, host_nbytes)
+    policy = replace(plan.policy, host_budget_nbytes=plan.question.host_budget_nbytes)
+    print(f"{plan.work.tokens} tokens, predicted {duration(plan.seconds)}, {amount(plan.nbytes['disk'])} on disk")
+    disk = Disk([arguments.folder])
+    began = time.perf_counter()
+    options: dict[str, Any] = {"optimizer": AdamW(lr=1e-4), "max_grad_norm": 1.0 if arguments.clip else None}
+    with Engine.from_source(
+        source, ported=ported, device=device, policy=policy, verify=False, disk=disk, **options
+    ) as engine:
+        loaded = time.perf_counter() - began
+        seconds, computing, losses, moved = [], [], [], 0
+        for step in range(arguments.steps + 2):  # the first has nothing pending, the second warms up
+            batches = _batches(plan, step)
+            before, began = disk.read_nbytes + disk.written_nbytes, time.perf_counter()
+            losses.append(engine.step(batches).loss)
+            seconds.append(time.perf_counter() - began)
+            moved = disk.read_nbytes + disk.written_nbytes - before
+            assert engine.timeline is not None
+            computing.append(engine.timeline.busy_seconds("compute"))
+            print(f"step {step}: {duration(seconds[-1])}, compute {duration(computing[-1])}, {amount(moved)} moved")
+        table = engine.memory_table()
+    speed = drive_bandwidth(arguments.folder)
+    took, compute = median(seconds[2:] or seconds), median(computing[2:] or computing)
+    floor = max(compute, moved / speed)
+    return {
+        "parameters": ported.spec.numel,
+        "tokens_per_step": sum(plan.work.tokens),
+        "state_nbytes": 14 * ported.spec.numel,
+        "host_budget_nbytes": host_nbytes,
+        "peak_process_nbytes": peak_nbytes(),
+        "ledger_nbytes": {tier: sum(n for (of, _), n in table.items() if of == tier) for tier in ("host", "disk")},
+        "seconds": took,
+        "predicted_seconds": plan.seconds,
+        "compute_seconds": compute,
+        "moved_nbytes": moved,
+        "drive_bandwidth_both_ways": speed,
+        "disk_seconds": moved / speed,
+        "to_floor": took / floor,
+        "all_seconds": seconds,
+        "loading_seconds": loaded,
+        "losses": losses,
+        "policy": {"micro_batches": plan.work.micro_batches, "stage_slots": policy.stage_slots},
+    }
+
+
+def _batches(plan: Plan, step: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(step)
+    shapes = [(tokens // LENGTH, LENGTH) for tokens in plan.work.tokens]
+    ids = [torch.randint(VOCABULARY, each, generator=generator) for each in shapes]
+    return [{"input_ids": each, "labels": each} for each in ids]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""What a policy takes: replayed whole, or extrapolated from shallow versions of the model.
+
+A step is linear in the number of layers of each kind once the pipeline is filled, so candidates are replayed on shallow
+versions of the model, with few micro-batches and shards. Where some of the state has a home of its own, the time of
+each stream is corrected by what that saves or adds to it; only a whole replay tells how well they then overlap.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+
+from megatrain.plan.cost import op_seconds, shape_of
+from megatrain.plan.homes import state_nbytes
+from megatrain.plan.question import Estimate, Plan, Question
+from megatrain.plan.traffic import home_seconds
+from megatrain.schedule import Schedule, Timeline, build_step, replay
+from megatrain.schedule.build import Pending
+from megatrain.schedule.replay import DISK_STREAMS
+from megatrain.spec import ModelSpec, Policy, Work
+
+SHALLOW, MORE = 6, 2
+"""Layers of the shallowest version that candidates are replayed on, and how many of one kind are added to price it."""
+
+MOST_MICRO_BATCHES = 4
+"""Ops that candidates are replayed with: of more micro-batches several are taken for one."""
+
+
+def examine(question: Question, policy: Policy, micro_batch: int) -> Plan:
+    """The plan of this very policy, replayed whole, whether or not it fits or is the best."""
+    work = cut(question, micro_batch)
+    return _replayed(question, policy, work, *_built(question.model, policy, work))
+
+
+def _built(model: ModelSpec, policy: Policy, work: Work) -> tuple[Schedule, dict[str, int]]:
+    """The step, and its peak bytes by tier of the schedule."""
+    pending: Pending = "all" if policy.update == "next_forward" else "none"
+    schedule = build_step(model, policy, work, pending)
+    peaks = {tier: schedule.peak_nbytes(tier) for tier in ("device", "host")}
+    return schedule, {**peaks, "disk": schedule.arena_nbytes("disk")}
+
+
+_remembered = lru_cache(maxsize=256)(_built)
+"""For shallow models: what changes between two questions is often the machine or a budget, and no schedule."""
+
+
+def _replayed(question: Question, policy: Policy, work: Work, schedule: Schedule, peaks: dict[str, int]) -> Plan:
+    price = op_seconds(question.model, policy, work, question.hardware, question.calibration)
+    timeline = replay(schedule, price, one_processor=question.hardware.shares_memory)
+    nbytes = dict(peaks)
+    if question.hardware.shares_memory:
+        nbytes["host"] += nbytes.pop("device")
+    return Plan(question, policy, work, timeline, nbytes)
+
+
+def estimate(question: Question, policy: Policy, micro_batch: int) -> Estimate:
+    """What `examine` would find, extrapolated from shallow versions of the model."""
+    if len(policy.activation_rows) > 1:
+        return _partly_kept(question, policy, micro_batch)
+    work = coarse(question, micro_batch)
+    plain = replace(policy, homes=()) if policy.homes else policy
+    seconds, nbytes, busy = 0.0, Counter[str](), Counter[str]()
+    for weight, model in shallow(question.model):
+        plan = _replayed(replace(question, model=model), plain, work, *_remembered(model, plain, work))
+        seconds += weight * plan.seconds
+        for tier, count in plan.nbytes.items():
+            nbytes[tier] += weight * count  # type: ignore[assignment]
+        for stream, spent in _busy(plan.timeline).items():
+            busy[stream] += weight * spent  # type: ignore[assignment]
+    found = Estimate(seconds, {tier: round(count) for tier, count in nbytes.items()}, dict(busy))
+    return moved(question, policy, found) if policy.homes else found
+
+
+def _partly_kept(question: Question, policy: Policy, micro_batch: int) -> Estimate:
+    """Between no graph and all of them, by how many layers keep theirs; all others do the same."""
+    rows = policy.activation_rows
+    share = rows.count(("graph",)) / len(rows)
+    others = next((row for row in rows if row != ("graph",)), ("graph",))
+    uniform = (replace(policy, activation_rows=(row,)) for row in (others, ("graph",)))
+    none, every = (estimate(question, each, micro_batch) for each in uniform)
+
+    def between(low: Mapping[str, float], high: Mapping[str, float]) -> dict[str, float]:
+        return {key: (1 - share) * low.get(key, 0) + share * high.get(key, 0) for key in {**low, **high}}
+
+    nbytes = {tier: round(count) for tier, count in between(none.nbytes, every.nbytes).items()}
+    seconds = (1 - share) * none.seconds + share * every.seconds
+    return Estimate(seconds, nbytes, between(none.busy, every.busy))
+
+
+def _busy(timeline: Timeline) -> Counter[str]:
+    """Stream -> seconds in which it has work."""
+    busy = Counter[str]()
+    for op, start, end in zip(timeline.schedule.ops, timeline.starts, timeline.ends, strict=True):
+        busy[op.stream] += end - start  # type: ignore[assignment]
+    return busy
+
+
+def moved(question: Question, policy: Policy, found: Estimate) -> Estimate:
+    """The estimate of a policy with homes, from the one of the same policy with all state in host memory.
+
+    Bytes are exact; of the seconds, what the step takes beyond its busiest stream is taken to stay.
+    """
+    model, shares = question.model, question.hardware.shares_memory
+    before, after = state_nbytes(model, replace(policy, homes=())), state_nbytes(model, policy)
+    nbytes = {tier: count + after[tier] - before[tier] for tier, count in found.nbytes.items()}
+    change = home_seconds(model, policy, question.hardware)
+    busy = {stream: found.busy.get(stream, 0.0) + change.get(stream, 0.0) for stream in {**found.busy, **change}}
+    if shares:
+        seconds = max(found.seconds, *(busy.get(stream, 0.0) for stream in DISK_STREAMS))
+    else:
+        seconds = max(busy.values()) + max(0.0, found.seconds - max(found.busy.values()))
+    return Estimate(seconds, nbytes, busy)
+
+
+def cut(question: Question, micro_batch: int) -> Work:
+    """A step's sequences in micro-batches of `micro_batch`; the last may be smaller."""
+    full, rest = divmod(question.rows, micro_batch)
+    sizes = [micro_batch] * full + ([rest] if rest else [])
+    return Work(tuple(size * question.length for size in sizes), question.length)
+
+
+def coarse(question: Question, micro_batch: int) -> Work:
+    """`cut` with a few micro-batches of the same size that each stand for several: the same total, what is left over
+    included."""
+    if question.rows <= micro_batch * MOST_MICRO_BATCHES:
+        return cut(question, micro_batch)
+    repeats = question.rows / micro_batch / MOST_MICRO_BATCHES
+    return Work((micro_batch * question.length,) * MOST_MICRO_BATCHES, question.length, repeats)
+
+
+@lru_cache(maxsize=16)
+def shallow(model: ModelSpec) -> tuple[tuple[float, ModelSpec], ...]:
+    """Models with few of its layers, and weights: the weighted sum of what they take is what the model takes.
+
+    The first has some layers of each kind, each other one `MORE` of one kind. What is linear in the number of layers of
+    each kind is exact; the largest of several such sums, as peak bytes are, is not always. Where they would have as
+    many layers together as the model has, it is the model itself.
+    """
+    kinds: dict[object, list[int]] = {}
+    for index in model.layers:
+        kinds.setdefault(shape_of(model.units[index]), []).append(index)
+    few = {kind: min(len(places), max(MORE, SHALLOW // len(kinds))) for kind, places in kinds.items()}
+    base = _with_layers(model, kinds, few)
+    weights: list[tuple[float, ModelSpec]] = []
+    for kind, places in kinds.items():
+        if added := min(MORE, len(places) - few[kind]):
+            more = _with_layers(model, kinds, {**few, kind: few[kind] + added})
+            weights.append(((len(places) - few[kind]) / added, more))
+    if sum(len(each.layers) for each in (base, *(more for _, more in weights))) >= len(model.layers):
+        return ((1.0, model),)
+    return ((1.0 - sum(weight for weight, _ in weights), base), *weights)
+
+
+def _with_layers(model: ModelSpec, kinds: Mapping[object, list[int]], counts: Mapping[object, int]) -> ModelSpec:
+    """The model with so many layers of each kind, evenly spread over those of the kind."""
+    chosen: list[int] = []
+    for kind, places in kinds.items():
+        last = max(1, counts[kind] - 1)
+        chosen += [places[round(place * (len(places) - 1) / last)] for place in range(counts[kind])]
+    return replace(model, units=(model.units[0], *(model.units[index] for index in sorted(chosen)), model.units[-1]))

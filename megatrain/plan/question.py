@@ -1,0 +1,122 @@
+"""What is asked of the planner, and what it answers.
+
+Left out: how an answer is found (`search`), and what follows from it (`outlook`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatrain.errors import PlanError
+from megatrain.plan.cost import Calibration
+from megatrain.schedule import Timeline
+from megatrain.spec import Hardware, ModelSpec, Policy, Precision, Work
+
+MOST_TOKENS = 1 << 26
+"""Tokens per step beyond which nobody trains."""
+
+RESERVE_NBYTES = 1 << 30
+"""Memory of each tier that is left to the driver, to kernels, to fragmentation and to the process itself."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a plan is wanted for.
+
+    tokens_per_step: of all sequences of a step together. length: tokens of a sequence. clips: by the global norm.
+    pinned: fields of `Policy`, and `micro_batch` (sequences), that the user has decided. Budgets are in bytes; `None`
+    is what the machine has, less a reserve; 0 of the disk leaves it alone. Raises `PlanError` for tokens or pinned
+    fields that cannot be.
+    """
+
+    model: ModelSpec
+    hardware: Hardware
+    tokens_per_step: int
+    length: int
+    precision: Precision = "bf16"
+    clips: bool = True
+    pinned: Mapping[str, Any] = field(default_factory=dict)
+    device_budget_nbytes: int | None = None
+    host_budget_nbytes: int | None = None
+    disk_budget_nbytes: int | None = None
+    calibration: Calibration | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.length <= self.tokens_per_step:
+            what = f"{self.tokens_per_step:,} tokens per step of sequences of {self.length:,}"
+            raise PlanError(what, where="tokens_per_step", fix="give at least one sequence's tokens")
+        if self.tokens_per_step > MOST_TOKENS:
+            what = f"{self.tokens_per_step:,} tokens per step are more than anyone trains with"
+            raise PlanError(what, where="tokens_per_step", fix=f"give {MOST_TOKENS:,} or less")
+        size = self.pinned.get("micro_batch", 1)
+        if not isinstance(size, int) or size < 1:
+            raise PlanError(f"{size!r} is no number of sequences", where="pinned.micro_batch", fix="give 1 or more")
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a step."""
+        return -(-self.tokens_per_step // self.length)
+
+    def budgets(self) -> dict[str, int]:
+        """Tier -> bytes that a run may take. A device that shares memory has none of its own."""
+        hardware = self.hardware
+        found = {
+            "device": _budget(self.device_budget_nbytes, hardware.device_nbytes),
+            "host": _budget(self.host_budget_nbytes, hardware.host_nbytes),
+            "disk": _budget(self.disk_budget_nbytes, hardware.disk_nbytes or 0),
+        }
+        if hardware.shares_memory:
+            del found["device"]
+        return found
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A candidate's price: seconds of a step in steady state, peak bytes by tier, busy seconds by stream."""
+
+    seconds: float
+    nbytes: Mapping[str, int]
+    busy: Mapping[str, float] = field(default_factory=dict)
+
+    def fits(self, budgets: Mapping[str, int]) -> bool:
+        return all(self.nbytes[tier] <= budget for tier, budget in budgets.items())
+
+    def short(self, budgets: Mapping[str, int]) -> dict[str, int]:
+        """Tier -> bytes that are missing; negative where some are left."""
+        return {tier: self.nbytes[tier] - budget for tier, budget in budgets.items()}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer: a policy and how a step is cut, with the replayed step and its peak memory by tier."""
+
+    question: Question
+    policy: Policy
+    work: Work
+    timeline: Timeline
+    nbytes: Mapping[str, int]
+
+    @property
+    def seconds(self) -> float:
+        """Of a step in steady state."""
+        return self.timeline.seconds
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences of a micro-batch."""
+        return self.work.tokens[0] // self.question.length
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(self.work.tokens) / self.seconds
+
+
+def usable_nbytes(nbytes: int) -> int:
+    """What a run may take of a tier of that size."""
+    return nbytes - min(RESERVE_NBYTES, nbytes // 8)
+
+
+def _budget(given: int | None, there: int) -> int:
+    return usable_nbytes(there) if given is None else given

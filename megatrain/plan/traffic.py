@@ -1,0 +1,54 @@
+"""What homes of their own add to the work of each stream, and what they save, as seconds of a step.
+
+Plain sums of bytes over bandwidths, compared with all state in host memory: enough to tell which homes are worth a
+replay. Left out: whether the streams overlap, which only a replay knows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from megatrain.layout import layout_of
+from megatrain.plan.cost import update_nbytes
+from megatrain.plan.rates import disk_bandwidths, optimizer_bandwidth
+from megatrain.spec import Hardware, ModelSpec, Policy
+
+MOMENTS_NBYTES = 8
+"""Per parameter: m and v in float32."""
+
+LOW_BITS_NBYTES = 2
+
+
+def home_seconds(model: ModelSpec, policy: Policy, hardware: Hardware) -> dict[str, float]:
+    """Stream -> seconds that the policy's homes add to it; negative where they save some."""
+    found: Counter[str] = Counter()
+    for index in range(len(model.units)):
+        for stream, seconds in _of_unit(model, policy, hardware, index).items():
+            found[stream] += seconds  # type: ignore[assignment]
+    return dict(found)
+
+
+def _of_unit(model: ModelSpec, policy: Policy, hardware: Hardware, index: int) -> dict[str, float]:
+    home, layout = policy.home(index), layout_of(model.units[index])
+    weights, trained = layout.size * policy.weight_nbytes, layout.trained.size
+    visits = 2 if index in model.layers and index >= model.lowest_trained else 1
+    if home.on_device:
+        touched = update_nbytes(layout, policy)
+        return {
+            "fetch": -visits * weights / hardware.fetch_bandwidth,
+            "grad": -trained * policy.grad_nbytes / hardware.grad_bandwidth,
+            "host": -touched / optimizer_bandwidth(hardware, policy.host_threads),
+            "compute": touched / (hardware.device_bandwidth or float("inf")),
+        }
+    fetched = -(visits - 1) * weights / hardware.fetch_bandwidth if home.weights == "device" else 0.0
+    reads = writes = 0
+    if home.moments == "disk":
+        reads, writes = MOMENTS_NBYTES * trained, MOMENTS_NBYTES * trained
+    if home.low_bits == "disk" and policy.precision == "bf16":
+        reads, writes = reads + LOW_BITS_NBYTES * trained, writes + LOW_BITS_NBYTES * trained
+    if home.gradients == "disk" and policy.update != "during_backward":
+        reads, writes = reads + trained * policy.grad_nbytes, writes + trained * policy.grad_nbytes
+    if home.weights == "disk":
+        reads, writes = reads + visits * weights, writes + trained * policy.weight_nbytes
+    reading, writing = disk_bandwidths(hardware)
+    return {"fetch": fetched, "read": reads / reading, "write": writes / writing}

@@ -1,0 +1,69 @@
+"""Runs within budgets of memory, with what the host has no room for on the disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from megatrain.errors import ConfigError, DoesNotFit
+from tests.run.test_run import configuration, lines, train
+
+DEEP: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 257,
+    "max_position_embeddings": 64,
+}
+HOST = 7 << 19
+"""Bytes: about half of what the state, gradients and activations of that model take."""
+
+
+def run(folder: Path, **changed: dict[str, Any]) -> tuple[str, list[float], dict[str, Any]]:
+    folder.mkdir(exist_ok=True)
+    config = configuration(folder, model={"config": DEEP}, **changed)
+    told = train(config)
+    losses = [line["loss"] for line in lines(folder / "run") if line["event"] == "step"]
+    return told, losses, load_file(folder / "run" / "model" / "model.safetensors")
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim:1"])
+def test_a_run_with_half_the_memory_has_the_same_numbers(tmp_path: Path, device: str) -> None:
+    plain_told, losses, weights = run(tmp_path / "plain", train={"device": device})
+    tight: dict[str, Any] = {"memory": {"host": HOST}, "disk": {"folders": [str(tmp_path)]}}
+    told, same_losses, same_weights = run(tmp_path / "tight", train={"device": device}, **tight)
+    assert same_losses == losses
+    assert all(weights[name].equal(same_weights[name]) for name in weights)
+    assert "disk" in told
+    assert "disk" not in plain_told
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plain", "tight"], "nothing stays on the drive"
+
+
+def test_without_a_disk_the_way_out_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DoesNotFit, match="host memory at the least"):
+        run(tmp_path, memory={"host": HOST})
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        ({"memory": {"host": HOST}, "disk": {"folders": ["."], "max_write_per_day": "2MB"}}, "writes .* per day"),
+        ({"disk": {"folders": ["/no/such/folder"]}}, "there is no folder"),
+        ({"disk": {"folders": ["/dev/shm"]}}, "lies in host memory"),
+        ({"memory": {"disk": "1GB"}}, "there is no disk tier"),
+        ({"memory": {"host": "lots"}}, "no amount of memory"),
+        ({"memory": {"host": "120%"}}, "no amount of memory"),
+        ({"memory": {"device": "1GB"}}, "none of its own"),
+    ],
+)
+def test_budgets_that_cannot_be_are_refused(tmp_path: Path, changed: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        run(tmp_path, **changed)
+    assert not (tmp_path / "run").exists()
