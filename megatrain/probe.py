@@ -2,14 +2,16 @@
 
 Wires what the rooms below can measure: the device (`device.probe`), the disk (`device.probe_disk`), the host's own
 passes (`optim`) and what the operating system grants (`plan.hardware`). The time is dealt out by weights; a stage that
-runs over takes it from those behind it. What was measured, and how, is in `Hardware.sources`. It leaves out saving
-(`plan.machines.save_hardware`), and what a machine sustains for hours.
+runs over takes it from those behind it. Computing and going through host memory are one stage, measured in turn, so
+that rates which a plan weighs against each other are of the same moments. What was measured, and how, is in
+`Hardware.sources`. It leaves out saving (`plan.machines.save_hardware`), and what a machine sustains for hours.
 """
 
 from __future__ import annotations
 
+import mmap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,14 @@ import torch
 
 from megatrain.device import Device
 from megatrain.device.probe import (
+    Measurement,
     attention_rates,
     copy_bandwidth,
     copy_rates,
-    elementwise_bandwidth,
+    elementwise_rates,
     launch_seconds,
+    measure_in_turn,
     product_rates,
-    seconds_in_turn,
 )
 from megatrain.device.probe_disk import disk_speed, refuse_unwritable
 from megatrain.errors import DeviceError
@@ -39,28 +42,37 @@ from megatrain.plan.hardware import (
     processor_name,
 )
 from megatrain.plan.machines import machine_of_device
-from megatrain.spec import Hardware, Precision
+from megatrain.spec import AttentionRate, Hardware, Precision, ProductRate
 
 SECONDS = 45.0
+PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")
 PASS_NBYTES_PER_PARAM = 26
 """Read plus written by the optimizer pass on a split master with bfloat16 gradients; 14 of them are held."""
 HELD_NBYTES_PER_PARAM = 14
 MOST_PARAMS = 32 << 20
 FILE_NBYTES = 256 << 20
+FRESH_NBYTES = 64 << 20
+"""More than the C library keeps of what is freed, so that each allocation has new pages."""
 LEAST_FREE_NBYTES = 64 << 20
 """With less than that free, a disk is left alone."""
 
-_WEIGHTS = {  # of the time
+_IN_TURN = {  # of the time of what is measured in turn
     "products bf16": 7.0,
     "products fp32": 7.0,
     "attention bf16": 5.0,
     "attention fp32": 5.0,
+    "elementwise bf16": 1.0,
+    "elementwise fp32": 1.0,
     "device memory": 1.0,
-    "elementwise": 1.0,
     "launches": 0.5,
-    "copies": 5.0,
-    "optimizer": 6.0,
+    "optimizer": 5.0,
+    "norm": 1.0,
     "host memory": 2.0,
+    "fresh memory": 0.5,
+}
+_WEIGHTS = {  # of the time
+    "in turn": sum(_IN_TURN.values()),
+    "copies": 5.0,
     "disk": 8.0,
 }
 
@@ -110,12 +122,7 @@ def probe(
     threads = available_threads()
     _identity(device, threads, found)
     _capacities(device, folder, found)
-    for precision in ("bf16", "fp32"):
-        _products(device, precision, clock, found)
-        _attention(device, precision, clock, found)
-    _device_memory(device, clock, found)
-    _passes(device, threads, seconds, clock, found)
-    _host_memory(device, clock, found)
+    _in_turn(device, threads, seconds, clock.deal("in turn"), found)
     if not device.shares_memory:
         _copies(device, clock, found)
     _disk(folder, seconds, clock, found)
@@ -153,8 +160,31 @@ def _capacities(device: Device, folder: Path, found: _Findings) -> None:
         found.say(f"{folder} lies in host memory, not on a disk: a disk tier there would gain nothing")
 
 
-def _products(device: Device, precision: Precision, clock: _Clock, found: _Findings) -> None:
-    rows = product_rates(device, precision, clock.deal(f"products {precision}"))
+def _in_turn(device: Device, threads: int, whole_seconds: float, seconds: float, found: _Findings) -> None:
+    """Computing, and passes over host memory; what is measured longer has more to pass over."""
+    most = min(MOST_PARAMS, available_host_nbytes() // 8 // HELD_NBYTES_PER_PARAM)
+    numel = max(1 << 16, int(most * min(1.0, whole_seconds / SECONDS)))
+    measurements = {
+        f"{what} {precision}": make(device, precision)
+        for precision in PRECISIONS
+        for what, make in (
+            ("products", product_rates),
+            ("attention", attention_rates),
+            ("elementwise", elementwise_rates),
+        )
+    }
+    measurements |= {"device memory": copy_bandwidth(device), "launches": launch_seconds(device)}
+    measurements |= {**_passes(numel, threads), "host memory": _host_memory(), "fresh memory": _fresh_memory()}
+    shares = {name: seconds * weight / sum(_IN_TURN.values()) for name, weight in _IN_TURN.items()}
+    results = measure_in_turn(device, measurements, shares)
+    for precision in PRECISIONS:
+        _products(precision, results[f"products {precision}"], found)
+        _attention(precision, results[f"attention {precision}"], found)
+    _device_memory(results, found)
+    _host(results, numel, device.shares_memory, found)
+
+
+def _products(precision: Precision, rows: tuple[ProductRate, ...], found: _Findings) -> None:
     best = max(row.flops for row in rows[len(rows) // 2 :])  # they go from small to large
     key = {"bf16": "flops", "fp32": "flops_fp32"}[precision]
     found.note(f"measured: the fastest of the larger half of {len(rows)} products", **{key: best})
@@ -164,62 +194,77 @@ def _products(device: Device, precision: Precision, clock: _Clock, found: _Findi
     found.say(f"products {precision}: {best / 1e12:.3g} TFLOP/s at best of {len(rows)} shapes{share}")
 
 
-def _attention(device: Device, precision: Precision, clock: _Clock, found: _Findings) -> None:
-    rows = attention_rates(device, precision, clock.deal(f"attention {precision}"))
+def _attention(precision: Precision, rows: tuple[AttentionRate, ...], found: _Findings) -> None:
     found.note("measured: PyTorch's own, causal", attention=(*found.values.get("attention", ()), *rows))
     for row in rows[-1:]:
         rates = f"{row.forward_flops / 1e12:.3g} forward, {row.backward_flops / 1e12:.3g} backward"
         found.say(f"attention {precision}: {rates} TFLOP/s at length {row.length}")
 
 
-def _device_memory(device: Device, clock: _Clock, found: _Findings) -> None:
-    bandwidth = copy_bandwidth(device, clock.deal("device memory"))
-    passing = elementwise_bandwidth(device, "bf16", clock.deal("elementwise"))
-    launch = launch_seconds(device, clock.deal("launches"))
+def _device_memory(results: Mapping[str, Any], found: _Findings) -> None:
+    bandwidth, launch = results["device memory"], results["launches"]
+    passing = tuple(results[f"elementwise {precision}"] for precision in PRECISIONS)
     found.note("measured: a copy within device memory", device_bandwidth=bandwidth)
-    found.note("measured: a layer like Llama's in bf16, without its products", elementwise_bandwidth=passing)
+    found.note("measured: a layer like Llama's, without its products", elementwise=passing)
     found.note("measured: the smallest op, many in a row", launch_seconds=launch)
-    rates = f"{bandwidth / 1e9:,.1f} GB/s copied, {passing / 1e9:,.1f} GB/s kept by elementwise ops"
-    found.say(f"device memory: {rates}; a launch: {launch * 1e6:.1f} us")
+    kept = ", ".join(f"{row.forward_bandwidth / 1e9:,.1f} in {row.precision}" for row in passing)
+    found.say(
+        f"device memory: {bandwidth / 1e9:,.1f} GB/s copied, kept by elementwise ops {kept}; "
+        f"a launch: {launch * 1e6:.1f} us"
+    )
 
 
-def _passes(device: Device, threads: int, seconds: float, clock: _Clock, found: _Findings) -> None:
-    """The optimizer pass by thread count, and the norm's."""
-    most = min(MOST_PARAMS, available_host_nbytes() // 8 // HELD_NBYTES_PER_PARAM)
-    numel = max(1 << 16, int(most * min(1.0, seconds / SECONDS)))
+def _passes(numel: int, threads: int) -> dict[str, Measurement]:
+    """The optimizer pass by thread count, and the norm's on all threads: bytes per second."""
     hi, lo, grad = (np.full(numel, bits, np.uint16) for bits in (0x3F00, 0, 0x3C00))
     m, v = (np.full(numel, value, np.float32) for value in (1e-4, 1e-6))
     scalars = AdamW().scalars(lr=1e-3, step=10)
     segments = [(0, numel, True)]
+    update_split(hi[:1], lo[:1], m[:1], v[:1], grad[:1], scalars, [(0, 1, True)])  # compiles, perhaps for seconds
+    sum_of_squares(grad[:1])
 
     def update(count: int) -> Callable[[], None]:
         return lambda: update_split(hi, lo, m, v, grad, scalars, segments, count)
 
-    update_split(hi[:1], lo[:1], m[:1], v[:1], grad[:1], scalars, [(0, 1, True)])  # compiles, perhaps for seconds
-    sum_of_squares(grad[:1])
+    def rates(spent: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
+        return tuple(sorted((count, PASS_NBYTES_PER_PARAM * numel / each) for count, each in spent.items()))
+
     counts = sorted({threads, *(1 << power for power in range(threads.bit_length()))}, reverse=True)
-    share = clock.deal("optimizer")
-    spent = seconds_in_turn(device, {count: update(count) for count in counts}, share * 0.8, stream="host")
-    rows = tuple(sorted((count, PASS_NBYTES_PER_PARAM * numel / each) for count, each in spent.items()))
-    norm = seconds_in_turn(device, {0: lambda: sum_of_squares(grad, threads)}, share * 0.2, stream="host")[0]
-    found.note(
-        f"measured: AdamW over {numel:,} parameters", optimizer_bandwidth=rows, host_bandwidth=dict(rows)[threads]
-    )
-    found.note(f"measured: {numel:,} bfloat16 gradients", norm_bandwidth=grad.nbytes / norm)
-    by_threads = ", ".join(f"{rate / 1e9:.1f} on {count}" for count, rate in rows)
-    found.say(f"optimizer pass: {by_threads} threads, in GB/s; norm: {grad.nbytes / norm / 1e9:.1f} GB/s")
+    return {
+        "optimizer": Measurement({count: update(count) for count in counts}, rates, "host"),
+        "norm": Measurement({0: lambda: sum_of_squares(grad, threads)}, lambda spent: grad.nbytes / spent[0], "host"),
+    }
 
 
-def _host_memory(device: Device, clock: _Clock, found: _Findings) -> None:
+def _host_memory() -> Measurement:
+    """Bytes per second that one thread copies."""
     source = np.ones(min(FILE_NBYTES, available_host_nbytes() // 16), np.uint8)
     target = np.ones_like(source)
-    share = clock.deal("host memory")
-    spent = seconds_in_turn(device, {0: lambda: np.copyto(target, source)}, share, stream="host")[0]
-    found.note("measured: numpy, one thread", host_copy_bandwidth=source.nbytes / spent)
-    if device.shares_memory:
+    return Measurement({0: lambda: np.copyto(target, source)}, lambda spent: source.nbytes / spent[0], "host")
+
+
+def _fresh_memory() -> Measurement:
+    """Bytes per second of new pages, each touched once."""
+
+    def touch() -> None:
+        torch.empty(FRESH_NBYTES, dtype=torch.uint8)[:: mmap.PAGESIZE].fill_(1)
+
+    return Measurement({0: touch}, lambda spent: FRESH_NBYTES / spent[0], "host")
+
+
+def _host(results: Mapping[str, Any], numel: int, shares_memory: bool, found: _Findings) -> None:
+    rows, norm, copied = results["optimizer"], results["norm"], results["host memory"]
+    fresh = results["fresh memory"]
+    found.note(f"measured: AdamW over {numel:,} parameters", optimizer_bandwidth=rows, host_bandwidth=rows[-1][1])
+    found.note(f"measured: {numel:,} bfloat16 gradients", norm_bandwidth=norm)
+    by_threads = ", ".join(f"{rate / 1e9:.1f} on {count}" for count, rate in rows)
+    found.say(f"optimizer pass: {by_threads} threads, in GB/s; norm: {norm / 1e9:.1f} GB/s")
+    found.note("measured: numpy, one thread", host_copy_bandwidth=copied)
+    found.note("measured: pages of new memory, each touched once", fresh_bandwidth=fresh)
+    if shares_memory:
         origin = "nothing crosses a bus: a copy within host memory"
-        found.note(origin, fetch_bandwidth=source.nbytes / spent, grad_bandwidth=source.nbytes / spent)
-    found.say(f"host memory: one thread copies {source.nbytes / spent / 1e9:.1f} GB/s")
+        found.note(origin, fetch_bandwidth=copied, grad_bandwidth=copied)
+    found.say(f"host memory: one thread copies {copied / 1e9:.1f} GB/s, new pages come at {fresh / 1e9:.1f} GB/s")
 
 
 def _copies(device: Device, clock: _Clock, found: _Findings) -> None:

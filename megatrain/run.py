@@ -6,65 +6,74 @@ once and kept), the model; the engine is built last. The run folder then holds
     config.yaml       every key as resolved; `megatrain train` takes it
     metrics.jsonl     one JSON object per event
     tensorboard/      the same for TensorBoard
+    status.json       how the run is: see `train.health`
+    checkpoints/      what a run goes on from; each appears whole
     model/            Hugging Face folder with the tokenizer; it appears whole, at the end
 
-A run that is told to stop saves like one that ends. A run that fails writes no model, and one that stood there stays.
+A run that is told to stop writes a checkpoint, or the model if there are to be no checkpoints. A run that fails writes
+no model, and one that stood there stays.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.text import Text
 
+from megatrain import resume
+from megatrain.budgets import budgets, open_disk, refuse_wear, with_disk
+from megatrain.checkpoint import Checkpoint, Retention
 from megatrain.config import Config, TrainSection, save_config
+from megatrain.corpus import Corpus, open_corpus, shortened
 from megatrain.data import (
-    Batch,
-    Loader,
     Tokenizer,
-    describe_tokens,
-    evaluation_batches,
     load_tokenizer,
-    pack,
-    prepare_tokens,
-    split_windows,
-    unused_tokens,
     vocabulary_size,
 )
 from megatrain.data.tokenizer import encode_text, end_of_text_id
 from megatrain.device import Device, open_device
 from megatrain.engine import DTYPES
-from megatrain.errors import ConfigError, ExportError
+from megatrain.errors import ConfigError, MegaTrainError, NonFinite
 from megatrain.generation import draw_ids
+from megatrain.layout import layout_of
 from megatrain.machine import this_machine
-from megatrain.model import FreshSource, PretrainedSource, Source, freeze_parameters, load_causal_lm, port_model
+from megatrain.model import (
+    FreshSource,
+    PortedModel,
+    PretrainedSource,
+    Source,
+    freeze_parameters,
+    port_model,
+)
+from megatrain.model import Progress as LoadingProgress
 from megatrain.optim import AdamW, lr_schedule
 from megatrain.plan import Plan, Question, available_threads, find_plan
 from megatrain.preflight import Replanner
 from megatrain.spec import ModelSpec
+from megatrain.train.checkpoints import Checkpoints
 from megatrain.train.engine import Engine
-from megatrain.train.events import Evaluated, Sampled, Watcher
+from megatrain.train.events import Ended, Evaluated, Event, Resumed, Sampled, Watcher
+from megatrain.train.feed import Feed
+from megatrain.train.health import STATUS, Health
 from megatrain.train.metrics import JsonLines, TensorBoard
+from megatrain.train.options import EngineOptions
 from megatrain.train.progress import Progress, describe_model, loading, printable, show_plan
+from megatrain.train.restored import NewMoments
 from megatrain.train.stop import StopSignals
 from megatrain.train.trainer import Task, train
+from megatrain.trained import save_trained, say_where, verify_trained
 
 VERIFIED_PARAMETERS = 10**9
 """A saved model below this size is loaded again and its loss compared."""
 
 WARM_UP = 3
 """Steps after which measured times are compared with the plan's."""
-
-TOLERANCE = {"bf16": 1e-2, "fp32": 1e-4}
-"""Relative difference of two losses that rounding explains: two programs sum in two orders."""
 
 
 def run_training(config: Config, console: Console) -> Path:
@@ -73,66 +82,64 @@ def run_training(config: Config, console: Console) -> Path:
     Raises a `MegaTrainError` for whatever is wrong, `NonFinite` for training that diverged among it.
     """
     folder = Path(config.output.folder).expanduser()
-    _refuse_finished(folder, config.output.overwrite)
-    optimizer, lr = _optimizer(config.train), _learning_rate(config.train)
+
+    def say(line: str) -> None:
+        console.print(Text(printable(line), "yellow"), soft_wrap=True)
+
+    if config.resume is None:
+        _refuse_finished(folder, config.output.overwrite)
+    taken = resume.find(config, say)
+    if taken is None:
+        _refuse_finished(folder, config.output.overwrite)
+    elif resume.facts_of(taken)["step"] >= config.train.steps and (folder / "model").exists():
+        say(f"{folder} is a finished run of {config.train.steps:,} steps; set train.steps to more to extend it")
+        return folder / "model"
+    else:
+        config = resume.as_begun(config, taken)
+        resume.refuse_changes(config, taken, say)
     with ExitStack() as stack:
         device = open_device(config.train.device)
         stack.callback(device.close)
         tokenizer = load_tokenizer(config.tokenizer)
-        source = _source(config)
+        source = _source(config, taken)
         vocabulary = _check_limits(config, tokenizer, source.model)
         with console.status("planning"):
             ported = port_model(source.model, DTYPES[config.train.precision])
             plan = _plan(config, ported.spec, device)
         config = _resolved(config, plan)
-        corpus = _corpus(config, plan, tokenizer, vocabulary, console)
+        with console.status("preparing the data"):
+            corpus = open_corpus(config, plan, tokenizer, vocabulary, source.model)
+        stack.callback(corpus.loader.close)
+        feed = Feed(corpus.loader)
+        if taken is not None:
+            resume.take_up_data(feed, taken, config, say)
         with loading(console, "loading the model") as progress:
-            engine = stack.enter_context(
-                Engine.from_source(
-                    source,
-                    ported=ported,
-                    progress=progress,
-                    device=device,
-                    precision=config.train.precision,
-                    optimizer=optimizer,
-                    max_grad_norm=config.train.max_grad_norm,
-                    policy=plan.policy,
-                    seed=config.train.seed,
-                    verify=config.model.verify,
-                )
-            )
+            engine = stack.enter_context(_engine(config, source, ported, plan, device, taken, progress))
         if config.trace is not None:
             engine.trace(config.trace)
+        checkpoints = _checkpoints(config, engine, feed, tokenizer, plan)
         _show(config, engine, source, corpus, plan, console)
-        watchers = _watchers(config, folder, stack, console)
-        stop = stack.enter_context(StopSignals())
-        train(
-            engine,
-            corpus.loader,
-            steps=config.train.steps,
-            lr=lr,
-            watchers=watchers,
-            tasks=[Task(0, Replanner(engine, plan), once=WARM_UP), *_tasks(config.train, engine, corpus, tokenizer)],
-            nonfinite_limit=_nonfinite_limit(config.train, engine),
-            should_stop=lambda: stop.requested,
-        )
-        saved = _save(config, engine, tokenizer, folder / "model")
+        ended = _train(config, _Run(engine, corpus, feed, checkpoints, tokenizer, plan), taken, stack, console)
+        if ended.step < config.train.steps and config.checkpoint.every:
+            say(f"not finished; `resume=auto` goes on after step {ended.step:,}")
+            return Path(checkpoints.newest)
+        saved = save_trained(config, engine, tokenizer, folder / "model")
         if config.output.verify_export and engine.spec.numel < VERIFIED_PARAMETERS:
-            _verify(config, engine, corpus.validation[0], saved, console)
-    _say_where(folder, console)
+            verify_trained(config, engine, corpus.validation[0], saved, console)
+    say_where(folder, console)
     return saved
 
 
 @dataclass(frozen=True)
-class _Corpus:
-    """Text as a run uses it."""
+class _Run:
+    """What a run is made of, once all is open."""
 
-    loader: Loader
-    validation: list[Batch]
-    """Micro-batches that the loss is measured on; without held-out text, one that is trained on too."""
-    holds_out: bool
-    facts: list[tuple[str, str]]
-    """What to tell the user about it: name and fact."""
+    engine: Engine
+    corpus: Corpus
+    feed: Feed
+    checkpoints: Checkpoints
+    tokenizer: Tokenizer
+    plan: Plan
 
 
 # Before training ---------------------------------------------------------------------------------------------------
@@ -164,27 +171,13 @@ def _learning_rate(train: TrainSection) -> Callable[[int], float]:
     return lambda step: train.lr * schedule.multiplier(step)
 
 
-def _corpus(config: Config, plan: Plan, tokenizer: Tokenizer, vocabulary: int, console: Console) -> _Corpus:
-    """The data, cut for the model and for the plan's micro-batches."""
-    data, size = config.data, plan.micro_batch
-    with console.status("preparing the text"):
-        file = prepare_tokens(data.sources, tokenizer, cache=Path(data.cache).expanduser(), pattern=data.pattern)
-    windows = pack(file, window=data.window, vocab_size=vocabulary)
-    training, held_out = split_windows(windows, data.validation_fraction)
-    batches = config.train.eval_batches if held_out else 1
-    validation = list(evaluation_batches(held_out or training, size, limit=batches * size))
-    loader = Loader(training, micro_batch=size, micro_batches=plan.work.micro_batches, seed=config.train.seed)
-    held = f"{len(held_out):,} held out" if held_out else "none held out"
-    cut = f"{len(windows):,} of {data.window:,} tokens, {held}; {unused_tokens(windows):,} tokens unused"
-    facts = [("data", describe_tokens(file)), ("windows", cut)]
-    return _Corpus(loader, validation, held_out is not None, facts)
-
-
-def _source(config: Config) -> Source:
+def _source(config: Config, taken: Checkpoint | None) -> Source:
     model = config.model
     how: dict[str, Any] = {"attention": model.attention, "trust_remote_code": model.trust_remote_code}
     source: Source
-    if model.path is not None:
+    if taken is not None:
+        source = PretrainedSource(taken.folder, **how)
+    elif model.path is not None:
         source = PretrainedSource(model.path, **how)
     else:
         assert model.config is not None  # `Config` has seen to it
@@ -219,22 +212,36 @@ def _plan(config: Config, spec: ModelSpec, device: Device) -> Plan:
     if not spec.trained_numel:
         raise ConfigError("freezes every parameter", where="train.freeze", fix="freeze fewer of them")
     pinned = dict(config.policy.pinned)
-    budgets = {name: pinned.pop(name, None) for name in ("device_budget_nbytes", "host_budget_nbytes")}
+    hardware = with_disk(this_machine(device, train.precision, train.hardware), config.disk)
+    allowed = budgets(config.memory, config.disk, hardware)
     pinned.setdefault("host_threads", available_threads())
     if train.pinned_micro_batch is not None:
         pinned["micro_batch"] = train.pinned_micro_batch
+    planned, spare = dict(allowed), _for_saves(config, spec)
+    if planned["host_budget_nbytes"] is None:
+        hardware = replace(hardware, host_nbytes=hardware.host_nbytes - spare)
+    else:
+        planned["host_budget_nbytes"] -= spare
     question = Question(
         spec,
-        this_machine(device, train.precision, train.hardware),
+        hardware,
         tokens_per_step=train.rows * config.data.window,
         length=config.data.window,
         precision=train.precision,
         clips=train.max_grad_norm is not None,
         pinned=pinned,
-        **budgets,
+        **planned,
     )
     plan = find_plan(question)
-    return replace(plan, policy=replace(plan.policy, **budgets))
+    refuse_wear(plan, config.disk)
+    return replace(plan, policy=replace(plan.policy, **allowed))
+
+
+def _for_saves(config: Config, spec: ModelSpec) -> int:
+    """Bytes of host memory that a plan leaves: a save takes the largest unit in float32 (`train.saver`)."""
+    masters = 4 if config.train.precision == "bf16" else 0
+    words = 12 if config.disk.folders else masters
+    return words * max(layout_of(unit).size for unit in spec.units) if config.checkpoint.every else 0
 
 
 def _resolved(config: Config, plan: Plan) -> Config:
@@ -243,7 +250,49 @@ def _resolved(config: Config, plan: Plan) -> Config:
     return config.model_copy(update={"train": config.train.model_copy(update=sizes)})
 
 
-def _show(config: Config, engine: Engine, source: Source, corpus: _Corpus, plan: Plan, console: Console) -> None:
+def _engine(
+    config: Config,
+    source: Source,
+    ported: PortedModel,
+    plan: Plan,
+    device: Device,
+    taken: Checkpoint | None,
+    progress: LoadingProgress,
+) -> Engine:
+    """The engine, with the state that it begins or goes on with."""
+    options: EngineOptions = {
+        "device": device,
+        "precision": config.train.precision,
+        "optimizer": _optimizer(config.train),
+        "max_grad_norm": config.train.max_grad_norm,
+        "policy": plan.policy,
+        "disk": open_disk(config.disk, plan.question.hardware) or (),
+        "seed": config.train.seed,
+        "verify": config.model.verify,
+    }
+    if taken is None:
+        return Engine.from_source(source, ported=ported, progress=progress, **options)
+    new: NewMoments = "zero" if config.accept_changes else "refuse"
+    return Engine.from_checkpoint(taken, source=source, new=new, ported=ported, progress=progress, **options)
+
+
+def _checkpoints(config: Config, engine: Engine, feed: Feed, tokenizer: Tokenizer, plan: Plan) -> Checkpoints:
+    """What saves the run. Raises `DoesNotFit` where there is no memory for it."""
+    how = config.checkpoint
+    if how.every:
+        engine.saver.reserve()
+    return Checkpoints(
+        engine,
+        config.checkpoints,
+        Retention(how.keep_last, how.keep_every, how.keep_best),
+        feed,
+        {"config": resume.with_numbers(config, plan.policy).model_dump(mode="json")},
+        write_more=tokenizer.save_pretrained,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def _show(config: Config, engine: Engine, source: Source, corpus: Corpus, plan: Plan, console: Console) -> None:
     train, count = config.train, plan.work.micro_batches
     batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
     speed = f"{plan.seconds:.3g} s a step, {plan.tokens_per_second:,.0f} tokens/s"
@@ -260,24 +309,97 @@ def _show(config: Config, engine: Engine, source: Source, corpus: _Corpus, plan:
     ]
     engine.prepare(plan.work)
     show_plan(console, facts, engine.memory_table(), engine.policy)
+    if corpus.example:
+        console.print(Text("the first sample; what is trained is green", "bold"))
+        styled = ((printable(text), "green" if trained else "dim") for text, trained in shortened(corpus.example))
+        console.print(Text.assemble(*styled), soft_wrap=True)
 
 
-def _watchers(config: Config, folder: Path, stack: ExitStack, console: Console) -> list[Watcher]:
+def _watchers(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack, console: Console) -> list[Watcher]:
     """Everything that reports, opened for as long as `stack`. This is the first to write into the run folder."""
-    if (folder / "metrics.jsonl").exists():
+    folder = Path(config.output.folder).expanduser()
+    goes_on = taken is not None and taken.folder.parent == config.checkpoints.resolve()
+    step = resume.facts_of(taken)["step"] if taken is not None and goes_on else None
+    if (folder / "metrics.jsonl").exists() and not goes_on:
         console.print(Text(f"replaces the metrics of an earlier run in {folder}", "yellow"), soft_wrap=True)
+    resume.remove_others(config, taken if goes_on else None)
     save_config(config, folder / "config.yaml")
-    watchers: list[Watcher] = [stack.enter_context(JsonLines(folder / "metrics.jsonl"))]
-    shutil.rmtree(folder / "tensorboard", ignore_errors=True)
+    watchers: list[Watcher] = [stack.enter_context(JsonLines(folder / "metrics.jsonl", step))]
+    if not goes_on:
+        shutil.rmtree(folder / "tensorboard", ignore_errors=True)
     if config.output.tensorboard:
-        watchers.append(stack.enter_context(TensorBoard(folder / "tensorboard")))
-    return [*watchers, stack.enter_context(Progress(console, config.train.log_every))]
+        watchers.append(stack.enter_context(TensorBoard(folder / "tensorboard", step)))
+    return [*watchers, stack.enter_context(Progress(console, config.train.log_every)), run.checkpoints]
 
 
 # During training ---------------------------------------------------------------------------------------------------
 
 
-def _tasks(train: TrainSection, engine: Engine, corpus: _Corpus, tokenizer: Tokenizer) -> list[Task]:
+def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack, console: Console) -> Ended:
+    """Train to the end, or until told to stop, and save what there is then."""
+    train_, checkpoints, engine = config.train, run.checkpoints, run.engine
+    stop = stack.enter_context(StopSignals(config.checkpoint.deadline_seconds, checkpoints.expected_seconds))
+    watchers = _watchers(config, run, taken, stack, console)
+    health = Health(
+        Path(config.output.folder).expanduser() / STATUS,
+        engine,
+        steps=train_.steps,
+        stall_seconds=train_.stall_seconds,
+        say=lambda line: console.print(Text(line, "yellow"), soft_wrap=True),
+        stopping=lambda: stop.requested,
+    )
+    watchers.append(stack.enter_context(health))
+    start = 0 if taken is None else int(resume.facts_of(taken)["step"])
+    if taken is not None:
+        _tell(watchers, Resumed(start, train_.steps, str(taken.folder)))
+    elif train_.on_nonfinite == "rollback":
+        _tell(watchers, *checkpoints.finish(0))
+    interruptible = stop.interruptible() if engine.policy.update == "next_forward" else nullcontext()
+    try:
+        with interruptible:
+            ended = train(
+                engine,
+                run.feed,
+                steps=train_.steps,
+                lr=_learning_rate(train_),
+                start=start,
+                watchers=watchers,
+                tasks=_tasks(config, run, start),
+                nonfinite_limit=_nonfinite_limit(train_, engine),
+                recover=checkpoints.roll_back if train_.on_nonfinite == "rollback" else _stays,
+                should_stop=lambda: stop.requested,
+                undo=run.feed.put_back,
+            )
+    except MegaTrainError:
+        _tell(watchers, *checkpoints.settle())
+        raise
+    if config.checkpoint.every:
+        _tell(watchers, *checkpoints.finish(ended.step, stop.remaining_seconds()))
+    return ended
+
+
+def _stays(error: NonFinite, step: int) -> None:
+    """The step that was not finite has not been applied, and the next one goes on from there."""
+
+
+def _tell(watchers: Sequence[Watcher], *events: Event) -> None:
+    for event in events:
+        for watch in watchers:
+            watch(event)
+
+
+def _tasks(config: Config, run: _Run, start: int) -> list[Task]:
+    train, checkpoints = config.train, run.checkpoints
+    tasks = []
+    if train.targets_per_step is None:  # else steps differ in their micro-batches, and no plan is of them all
+        tasks.append(Task(0, Replanner(run.engine, run.plan), once=start + WARM_UP))
+    tasks += _measurements(train, run.engine, run.corpus, run.tokenizer)
+    if config.checkpoint.every:
+        tasks += [Task(1, checkpoints.collect), Task(config.checkpoint.every, checkpoints.save)]
+    return tasks
+
+
+def _measurements(train: TrainSection, engine: Engine, corpus: Corpus, tokenizer: Tokenizer) -> list[Task]:
     tasks = []
     if corpus.holds_out:
         evaluate = lambda step: Evaluated(step, engine.evaluate(corpus.validation))  # noqa: E731
@@ -287,10 +409,13 @@ def _tasks(train: TrainSection, engine: Engine, corpus: _Corpus, tokenizer: Toke
     return tasks
 
 
-def _sample(train: TrainSection, engine: Engine, corpus: _Corpus, tokenizer: Tokenizer, step: int) -> Sampled:
-    """Text that the model continues. Where the window is full it goes on from its second half."""
-    end, window = end_of_text_id(tokenizer), corpus.loader.windows.window
-    ids = [end, *encode_text(tokenizer, train.sample_prompt).tolist()]
+def _sample(train: TrainSection, engine: Engine, corpus: Corpus, tokenizer: Tokenizer, step: int) -> Sampled:
+    """Text that the model continues, or its answer where it learns chats. A full window goes on from its middle."""
+    end, window = end_of_text_id(tokenizer), corpus.window
+    if corpus.chats is not None and train.sample_prompt:
+        ids = corpus.chats.prompt_ids(train.sample_prompt)
+    else:
+        ids = [end, *encode_text(tokenizer, train.sample_prompt).tolist()]
     drawn: list[int] = []
     while len(drawn) < train.sample_tokens and drawn[-1:] != [end]:
         seen = [*ids, *drawn]
@@ -310,56 +435,6 @@ def _sample(train: TrainSection, engine: Engine, corpus: _Corpus, tokenizer: Tok
 
 
 def _nonfinite_limit(train: TrainSection, engine: Engine) -> int:
-    """A step that updates as it goes may have been applied in part, so it cannot be skipped."""
-    return 1 if engine.policy.update == "during_backward" else train.nonfinite_limit
-
-
-# After training ----------------------------------------------------------------------------------------------------
-
-
-def _save(config: Config, engine: Engine, tokenizer: Tokenizer, target: Path) -> Path:
-    """Write model, tokenizer and model card; the folder appears when it is whole."""
-    train = config.train
-    facts = {
-        "steps": f"{train.steps:,}",
-        "tokens per step": f"{train.rows * config.data.window:,}",
-        "data": ", ".join(config.data.sources),
-        "optimizer": f"AdamW, learning rate {train.lr:g} ({train.lr_schedule}), weight decay {train.weight_decay:g}",
-        "precision": f"{train.precision} with exact float32 masters",
-        "trained with": f"megatrain {version('megatrain')}",
-    }
-    return engine.save_pretrained(
-        target, precision=config.output.precision, facts=facts, write_more=tokenizer.save_pretrained
-    )
-
-
-def _verify(config: Config, engine: Engine, batch: Batch, saved: Path, console: Console) -> None:
-    """Load the saved model as any user of it would, and compare its loss with the engine's.
-
-    Raises `ExportError` where they differ by more than rounding.
-    """
-    ours, theirs = _both_losses(config, engine, batch, saved)
-    say = f"on one batch the saved model, loaded with from_pretrained, has loss {theirs:.4f}, the engine {ours:.4f}"
-    if not abs(ours - theirs) <= TOLERANCE[config.train.precision] * abs(ours):
-        raise ExportError(say, where=str(saved), fix="they should agree: please report this defect")
-    console.print(Text(say, "green"), soft_wrap=True)
-
-
-def _both_losses(config: Config, engine: Engine, batch: Batch, saved: Path) -> tuple[float, float]:
-    """The loss of `batch` by the engine and by the stock model that `from_pretrained` makes of the saved folder."""
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[config.train.precision]
-    loaded = load_causal_lm(str(saved)).eval().to(dtype)
-    with torch.no_grad():
-        theirs = float(loaded(**batch).loss)
-    return engine.evaluate([batch]), theirs
-
-
-def _say_where(folder: Path, console: Console) -> None:
-    for name, what in (
-        ("model", "Hugging Face folder of the trained model, with its tokenizer"),
-        ("metrics.jsonl", "every step as a line of JSON"),
-        ("tensorboard", f"the same for `tensorboard --logdir {folder}`"),
-        ("config.yaml", "every key of this run, as resolved"),
-    ):
-        if (folder / name).exists():
-            console.print(Text.assemble((str(folder / name), "bold"), f"  {what}"), soft_wrap=True)
+    """A step that updates as it goes may have been applied in part, so it cannot be skipped, only gone back from."""
+    torn = engine.policy.update == "during_backward" and train.on_nonfinite != "rollback"
+    return 1 if torn or train.on_nonfinite == "stop" else train.nonfinite_limit

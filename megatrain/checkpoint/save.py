@@ -18,7 +18,7 @@ import errno
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -61,8 +61,12 @@ class PlannedCheckpoint:
     does not run. Raises `ExportError` for a model whose checkpoint cannot be made from one unit at a time.
     """
 
-    def __init__(self, ported: PortedModel, *, shard_nbytes: int = SHARD_NBYTES) -> None:
+    def __init__(
+        self, ported: PortedModel, *, shard_nbytes: int = SHARD_NBYTES, order: Sequence[int] | None = None
+    ) -> None:
         self.spec = ported.spec
+        self.order = tuple(range(len(self.spec.units)) if order is None else order)
+        """Units in the order in which they are written, every one once; as in the specification if not given."""
         self.written = WrittenModel(ported, torch.float32)
         self.weights = plan_front_to_back(self.tensors, shard_nbytes, "model")
         self.moments = plan_front_to_back(self.moment_tensors, shard_nbytes, f"{OPTIMIZER}/moments")
@@ -71,12 +75,13 @@ class PlannedCheckpoint:
     @property
     def tensors(self) -> list[WrittenTensor]:
         """The tensors of the model's files, in the order in which units give them."""
-        return [tensor for unit in self.written.units for tensor in unit]
+        return [tensor for unit in self.order for tensor in self.written.units[unit]]
 
     @property
     def moment_tensors(self) -> list[WrittenTensor]:
         """The tensors of the optimizer's files, in the order in which units give them."""
-        return [tensor for unit in self.spec.units for param in unit.params for tensor in moments_of(param)]
+        params = (param for unit in self.order for param in self.spec.units[unit].params)
+        return [tensor for param in params for tensor in moments_of(param)]
 
     @property
     def nbytes(self) -> int:
@@ -97,8 +102,8 @@ def write_checkpoint(
 ) -> Path:
     """Write the checkpoint `step-STEP` into `folder`, in the place of one that is there, and return its path.
 
-    units: the state of each parameter by name, unit after unit as in the specification; advanced once the unit before
-    has been written, so whatever makes units may reuse memory. training: see `write_training`. score: what checkpoints
+    units: the state of each parameter by name, unit after unit in `planned.order`; advanced once the unit before has
+    been written, so whatever makes units may reuse memory. training: see `write_training`. score: what checkpoints
     are ranked by, lower is better. write_more: called with the folder before it appears, to add a tokenizer, say.
 
     May run in a thread beside training, as may `units`, one call at a time. Raises `CheckpointError` when it cannot be
@@ -149,7 +154,7 @@ def _write_arrays(
         ShardWriter(folder, planned.moments, files.open) as moments,
     ):
         arrays = _Arrays(planned, weights, moments, progress)
-        for unit in range(len(planned.spec.units)):
+        for unit in planned.order:
             arrays.write_unit(unit, units)
         arrays.finish(units)
     write_index(folder, planned.weights, planned.tensors, planned.written.numel)
@@ -172,7 +177,8 @@ class _Arrays:
         state = next(units, None)
         params = self._planned.spec.units[unit].params
         if state is None:
-            raise CheckpointError(f"only {unit} of {len(self._planned.spec.units)} units were given")
+            given = self._planned.order.index(unit)
+            raise CheckpointError(f"only {given} of {len(self._planned.spec.units)} units were given")
         _refuse_inexact(params, state)
         tensors = self._planned.written.tensors(unit, {param.name: state[param.name].master for param in params})
         for tensor in self._planned.written.units[unit]:

@@ -171,7 +171,8 @@ class Builder:
         return visit
 
     def _backward_visit(self, unit: int) -> Visit:
-        visit = Visit(unit)
+        visit, kind, sizes = Visit(unit), self.model.units[unit].kind, set(self.work.tokens)
+        nbytes = {tokens: backward_nbytes(self.model, self.policy, self.work, unit, tokens) for tokens in sizes}
         for micro in reversed(self.micros):
             reads = [self.alive.dhidden(unit + 1, micro), *([self._weights(unit)] if self.layouts[unit].size else [])]
             writes = []
@@ -180,8 +181,7 @@ class Builder:
                 if not self.alive.keeps_graph(unit, micro):
                     writes.append(self.alive.graph(unit, micro))
                 writes.append(self.alive.dhidden(unit, micro))
-            nbytes = backward_nbytes(self.model, self.policy, self.work, unit, micro)
-            writes.append(self.alive.transient(f"partial/{unit}", nbytes, "partial"))
+            writes.append(self.alive.transient(f"partial/{kind}", nbytes[self.work.tokens[micro]], "partial"))
             if self.trained[unit].size:
                 self._contribute(unit, reads, writes)
             visit.compute.append(Op("BACKWARD", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))

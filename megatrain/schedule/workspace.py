@@ -19,9 +19,8 @@ HEAD_FLOATS = 5
 """Float32 values per token and channel that the norm in front of the head makes and keeps."""
 
 
-def arguments_nbytes(policy: Policy, work: Work, micro: int) -> int:
-    """What layers are called with besides the hidden state, of one micro-batch."""
-    tokens = work.tokens[micro]
+def arguments_nbytes(policy: Policy, work: Work, tokens: int) -> int:
+    """What layers are called with besides the hidden state, of a micro-batch of `tokens`."""
     return min(work.length or tokens, tokens) * ARGUMENT_CHANNELS * policy.weight_nbytes
 
 
@@ -36,14 +35,14 @@ def loss_nbytes(model: ModelSpec, policy: Policy, work: Work, micro: int, *, tra
     return made + HEAD_FLOATS * 4 * chunk * model.hidden_size
 
 
-def backward_nbytes(model: ModelSpec, policy: Policy, work: Work, unit: int, micro: int) -> int:
+def backward_nbytes(model: ModelSpec, policy: Policy, work: Work, unit: int, tokens: int) -> int:
     """Beside the graph: a parameter's gradient, which exists beside the sum for a moment, and gradients of the widest
     activation, of which a gate has two at a time. A prologue runs again, for it has no graph."""
-    largest, tokens = largest_nbytes(model, policy, unit), work.tokens[micro] * policy.weight_nbytes
+    largest = largest_nbytes(model, policy, unit)
     if unit == 0:
-        again = tokens * model.hidden_size + arguments_nbytes(policy, work, micro)
+        again = tokens * model.hidden_size * policy.weight_nbytes + arguments_nbytes(policy, work, tokens)
         return again + _product_nbytes(policy, largest)
-    widest = tokens * _widest(model.units[unit])
+    widest = tokens * _widest(model.units[unit]) * policy.weight_nbytes
     return max(_product_nbytes(policy, largest), largest + _product_nbytes(policy, widest), 2 * widest)
 
 

@@ -7,7 +7,7 @@ are unequal, so that a mean of means is not the mean; sequences are longer than 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
@@ -16,10 +16,11 @@ from torch import Tensor
 from megatrain.engine import MicroBatch
 from megatrain.model.ported import takes
 from megatrain.model.twin import StockModel, ordinary_tokens
-from megatrain.spec import ActivationPlan, Policy
+from megatrain.spec import ActivationPlan, Keep, Policy
 
 SIM = "sim:7"
 ACTIVATION_PLANS: tuple[ActivationPlan, ...] = get_args(ActivationPlan)
+MIXTURE: tuple[tuple[Keep, ...], ...] = (("offload", "graph"), ("drop",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +96,12 @@ def short_settings() -> list[Setting]:
 
 
 def full_settings() -> list[Setting]:
-    """Every activation plan on the cpu and on the simulated device, with few and many slots and pieces."""
+    """Every activation plan, and a mixture, on the cpu and the simulated device, with few and many slots and pieces."""
     each = [_setting("cpu", plan) for plan in ACTIVATION_PLANS]
     each += [_setting(SIM, plan, shard_nbytes=1 << 16) for plan in ACTIVATION_PLANS]
-    return [*each, _setting(SIM, "recompute", shard_nbytes=1 << 14, weight_slots=1, grad_slots=1)]
+    each.append(_setting(SIM, "recompute", shard_nbytes=1 << 14, weight_slots=1, grad_slots=1))
+    mixed = replace(each[-1].policy, activation_rows=MIXTURE, offload_slots=1, recompute_slots=1)
+    return [*each, Setting(f"{SIM}, a mixture of plans, 1 slot", SIM, mixed)]
 
 
 def _setting(device: str, activations: ActivationPlan, **changes: Any) -> Setting:

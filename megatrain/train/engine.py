@@ -14,10 +14,10 @@ from typing import Any, Literal, Unpack
 
 from torch import Tensor, nn
 
-from megatrain.checkpoint import ExportOptions, export_model
-from megatrain.device import Device, matmul_flops, open_device
-from megatrain.engine import DTYPES, MicroBatch, Streamer, check_inputs, check_micro_batches
-from megatrain.errors import DeviceError, ModelError, PlanError
+from megatrain.checkpoint import Checkpoint, ExportOptions, export_model, open_checkpoint
+from megatrain.device import Device, matmul_flops
+from megatrain.engine import MicroBatch, Streamer, check_inputs, check_micro_batches
+from megatrain.errors import DeviceError, ModelError
 from megatrain.memory import Disk, Ledger, Pool, Store
 from megatrain.model import (
     FreshSource,
@@ -27,19 +27,22 @@ from megatrain.model import (
     Progress,
     Source,
     freeze_parameters,
-    port_model,
     refuse_other_kinds,
     speak,
 )
-from megatrain.optim import AdamW, warm_up
+from megatrain.optim import AdamW
 from megatrain.plan import available_threads, step_flops
 from megatrain.schedule import Schedule, Timeline
 from megatrain.spec import ModelSpec, Policy, Precision, Work
-from megatrain.train.options import EngineOptions, disk_of, policy_of
+from megatrain.train.assembly import assemble
+from megatrain.train.options import EngineOptions
+from megatrain.train.restorable import Restorable
+from megatrain.train.restored import NewMoments, frozen_in, optimizer_in
+from megatrain.train.saver import Saver
 from megatrain.train.schedules import Kind, Schedules, budgets
 from megatrain.train.sink import GradientCollector, OptimizerSink
 from megatrain.train.trace import Trace
-from megatrain.train.vetted import NOT_ASKED, short_check
+from megatrain.train.vetted import NOT_ASKED
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +50,18 @@ class StepOutput:
     """What a training step did.
 
     loss: mean over all target tokens of the step. grad_norm: global 2-norm of the gradient before clipping.
-    tokens: target tokens. stall_seconds: time in which compute waited for copies or updates.
+    tokens: target tokens. stall_seconds: time in which compute waited for copies or updates. written_nbytes: what it
+    wrote to the disk tier.
     """
 
     loss: float
     grad_norm: float
     tokens: int
     stall_seconds: float
+    written_nbytes: int = 0
 
 
-class Engine:
+class Engine(Restorable):
     """Trains one causal language model whose state lives in host memory. Make it with `Engine.from_model`."""
 
     def __init__(
@@ -88,6 +93,8 @@ class Engine:
         threads = policy.host_threads or available_threads()
         self._sink = OptimizerSink(self.spec, policy, optimizer, max_grad_norm, threads)
         self._streamer = Streamer(ported, device, self._pool, policy, seed)
+        self._saver = Saver(ported, self._store)
+        self._sink.before_update = self._saver.before_update
         self._steps = 0
         self._closed = False
         self.checked = NOT_ASKED  # whether this architecture is known to be computed right
@@ -180,46 +187,42 @@ class Engine:
 
         ported: the source's model as `port_model` has taken it apart in the same precision, if it has been already.
         """
-        if unknown := options.keys() - EngineOptions.__annotations__.keys():
-            raise TypeError(f"an engine takes no option {sorted(unknown)[0]!r}")
-        precision = options.get("precision", "bf16")
-        if precision not in DTYPES:
-            raise PlanError(f"precision must be bf16 or fp32, not {precision!r}", where="precision")
-        checked = short_check(source.model, unverified) if options.get("verify", True) else NOT_ASKED
-        device = options.get("device", "cpu")
-        opened = open_device(device) if isinstance(device, str) else device
+        return assemble(cls, unverified, source, ported, progress, options)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        checkpoint: Checkpoint | str | Path,
+        *,
+        source: Source | None = None,
+        new: NewMoments = "refuse",
+        attention: str = "auto",
+        trust_remote_code: bool = False,
+        progress: Progress | None = None,
+        ported: PortedModel | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> Engine:
+        """An engine that goes on where `save` was called: the same bits whatever the policy, tiers and device memory.
+
+        checkpoint: a folder `step-...`, which is checked first, or an open one. What was frozen stays frozen; the
+        optimizer is that of the checkpoint unless one is given; clipping, device and policy are as for `from_model`.
+        source: the checkpoint as a source, if there is one, with what is to be frozen.
+        new: whether what trains now and did not is refused, or begins with moments of zero.
+
+        Raises `DamagedCheckpoint`, `CheckpointError`, and what `from_pretrained` raises.
+        """
+        opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+        options.setdefault("optimizer", optimizer_in(opened))
+        if source is None:
+            source = PretrainedSource(opened.folder, attention=attention, trust_remote_code=trust_remote_code)
+            freeze_parameters(source.model, frozen_in(opened, (name for name, _ in source.model.named_parameters())))
+        engine = cls.from_source(source, ported=ported, progress=progress, **options)
         try:
-            engine = cls._planned(source, ported, opened, options)
-            engine.checked = checked
-        except BaseException:
-            if opened is not device:
-                opened.close()
-            raise
-        try:
-            source.fill(engine._store, [[param.name for param in unit.params] for unit in engine.spec.units], progress)
-            engine._store.settle()
-            warm_up()
+            engine._take_up(opened, new)
         except BaseException:
             engine.close()
             raise
         return engine
-
-    @classmethod
-    def _planned(cls, source: Source, ported: PortedModel | None, opened: Device, options: EngineOptions) -> Engine:
-        """The engine, its memory allocated and nothing in it yet."""
-        taken = ported or port_model(source.model, DTYPES[options.get("precision", "bf16")])
-        policy = policy_of(options, opened, taken.spec)
-        return cls(
-            taken,
-            opened,
-            policy,
-            options.get("optimizer") or AdamW(),
-            options.get("max_grad_norm", 1.0),
-            disk_of(options, policy),
-            fits_activations=options.get("policy", "auto") == "auto",
-            owns_device=opened is not options.get("device", "cpu"),
-            seed=options.get("seed", 0),
-        )
 
     # Training -------------------------------------------------------------------------------------------------------
 
@@ -241,6 +244,7 @@ class Engine:
         schedule = self._schedules.get("pending step" if self._sink.pending else "step", work)
         self._sink.begin(self.optimizer.lr if lr is None else lr)
         self._device.stalled_seconds()
+        before = self._written_nbytes
         result = self._streamer.run(schedule, micro_batches, self._sink, self._steps)
         norm = self._sink.finish()
         self._steps += 1
@@ -248,7 +252,8 @@ class Engine:
         if trace is not None and timeline is not None and trace.add(timeline):
             self._trace = None
             self._device.timed = False
-        return StepOutput(result.loss, norm, result.tokens, self._device.stalled_seconds())
+        written = self._written_nbytes - before
+        return StepOutput(result.loss, norm, result.tokens, self._device.stalled_seconds(), written)
 
     def gradients(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
         """Parameter name -> float32 gradient of the step's loss, in the parameter's shape. Nothing is updated."""
@@ -353,6 +358,7 @@ class Engine:
         on, `DoesNotFit` and `DiskError` where a tier refuses; the state is whole then, and the old policy holds.
         """
         self._settle()
+        self._saver.wait()
         self._schedules.adopt(policy)
         self._streamer.policy = policy
         self._sink.adopt(policy)
@@ -396,6 +402,7 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        self._saver.abandon()
         try:
             self._pool.release()
         finally:
@@ -417,6 +424,10 @@ class Engine:
         """Apply what is pending, and refuse a state in which some units are ahead of others."""
         self.flush()
         self._sink.refuse_torn()
+
+    @property
+    def _written_nbytes(self) -> int:
+        return 0 if self._disk is None else self._disk.written_nbytes
 
     def _refuse_closed(self) -> None:
         if self._closed:

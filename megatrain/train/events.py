@@ -36,10 +36,19 @@ class Stepped:
     nbytes: Mapping[str, int]
     """Bytes held per tier."""
     elapsed_seconds: float
+    resumed_at: int = 0
+    """Steps that were done before this process took the run up."""
+    written_nbytes: int = 0
+    """Bytes that the step wrote to the disk tier."""
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
+
+    @property
+    def written_nbytes_per_day(self) -> float:
+        """Bytes that a day of such steps writes to the disk tier, to be compared with what its drives are made for."""
+        return self.written_nbytes / self.seconds * 86_400
 
     @property
     def flops_per_second(self) -> float:
@@ -98,6 +107,45 @@ class Replanned:
 
 
 @dataclass(frozen=True, slots=True)
+class Resumed:
+    """A run goes on after `step` steps that an earlier process has done."""
+
+    step: int
+    steps: int
+    checkpoint: str
+    """Its folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The checkpoint of the state after `step` steps is whole."""
+
+    step: int
+    seconds: float
+    """That it took, beside training."""
+    nbytes: int
+    checkpoint: str
+    """Its folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolledBack:
+    """Step `step` was not finite; the run goes on after step `to`, and without the data of that one."""
+
+    step: int
+    to: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """Something went wrong that training can go on without."""
+
+    step: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """Training ended after `step` of `steps` steps; fewer than asked for when it was told to stop."""
 
@@ -106,5 +154,5 @@ class Ended:
     elapsed_seconds: float
 
 
-Event = Stepped | Skipped | Evaluated | Sampled | Replanned | Ended
+Event = Stepped | Skipped | Evaluated | Sampled | Replanned | Resumed | Saved | RolledBack | Warned | Ended
 Watcher = Callable[[Event], None]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from megatrain.errors import ExportError
 from megatrain.train.events import Ended, Evaluated, Event, Sampled, Skipped, Stepped
 
-DERIVED = ("tokens_per_second", "flops_per_second", "light_share", "stall_share")
+DERIVED = ("tokens_per_second", "flops_per_second", "light_share", "stall_share", "written_nbytes_per_day")
 """What a step's record holds beyond the fields of the event."""
 
 
@@ -29,12 +30,19 @@ def record(event: Event) -> dict[str, Any]:
 
 
 class JsonLines:
-    """A watcher that writes each event to a file, which it starts anew. Raises `ExportError` where the disk refuses."""
+    """A watcher that writes each event to a file. Raises `ExportError` where the disk refuses.
 
-    def __init__(self, path: Path) -> None:
+    It starts the file anew; or, after `step` steps of an earlier process, goes on behind what was told up to there.
+    """
+
+    def __init__(self, path: Path, step: int | None = None) -> None:
         self.path = path
         try:
-            self._file = path.open("w", encoding="utf-8")
+            if step is not None and path.exists():
+                beside = path.with_name(f".{path.name}.part")
+                beside.write_text("".join(_told_until(path, step)), encoding="utf-8")
+                beside.replace(path)
+            self._file = path.open("w" if step is None else "a", encoding="utf-8")
         except OSError as error:
             raise self._refused(error) from error
 
@@ -57,12 +65,12 @@ class JsonLines:
 
 
 class TensorBoard:
-    """A watcher that writes TensorBoard events into a folder."""
+    """A watcher that writes TensorBoard events into a folder; what was told of steps after `step` is not shown."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, step: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter  # seconds to import, and not every run wants it
 
-        self._writer: Any = SummaryWriter(str(folder))
+        self._writer: Any = SummaryWriter(str(folder), purge_step=None if step is None else step + 1)
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -83,6 +91,17 @@ class TensorBoard:
         self._writer.close()
 
 
+def _told_until(path: Path, step: int) -> Iterator[str]:
+    """Lines about steps up to `step`, but for the end that an earlier process told; a torn line is none."""
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        try:
+            fields = json.loads(line)
+            if fields["step"] <= step and fields["event"] != "ended":
+                yield line + "\n"
+        except (ValueError, KeyError, TypeError):
+            continue
+
+
 def _scalars(event: Stepped) -> dict[str, float]:
     return {
         "loss/train": event.loss,
@@ -91,6 +110,7 @@ def _scalars(event: Stepped) -> dict[str, float]:
         "speed/tokens_per_second": event.tokens_per_second,
         "speed/light_share": event.light_share,
         "speed/stall_share": event.stall_share,
+        **({"disk/written_nbytes_per_day": event.written_nbytes_per_day} if event.written_nbytes else {}),
         **{f"memory/{tier}_nbytes": nbytes for tier, nbytes in event.nbytes.items()},
     }
 

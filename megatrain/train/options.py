@@ -75,7 +75,7 @@ def disk_of(options: EngineOptions, policy: Policy) -> Disk | None:
     if isinstance(folders, Disk):
         return folders
     if not folders:
-        if any("disk" in (home.weights, home.low_bits, home.moments) for home in policy.homes):
+        if any(home.uses_disk for home in policy.homes):
             raise PlanError("puts state on the disk", where="policy.homes", fix="give folders for it as `disk`")
         return None
     return Disk([Path(folder).expanduser() for folder in folders])

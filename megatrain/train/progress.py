@@ -7,7 +7,7 @@ what skipped steps cost is in the speeds. Left out: metrics for machines (`metri
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +23,19 @@ from rich.table import Table
 from rich.text import Text
 
 from megatrain.spec import Home, ModelSpec, Policy
-from megatrain.train.events import Ended, Evaluated, Event, Replanned, Sampled, Skipped, Stepped
+from megatrain.train.events import (
+    Ended,
+    Evaluated,
+    Event,
+    Replanned,
+    Resumed,
+    RolledBack,
+    Sampled,
+    Saved,
+    Skipped,
+    Stepped,
+    Warned,
+)
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_COUNT = 12
@@ -79,7 +91,7 @@ def describe_policy(policy: Policy) -> list[str]:
     exact = "computes in bfloat16 from exact float32 masters" if policy.precision == "bf16" else "float32 throughout"
     slots = f"{policy.weight_slots} slots in shards of {binary(policy.shard_nbytes)}"
     through = f"weights stream through {slots}, gradients through {policy.grad_slots}"
-    kept = "keeps each layer's graph" if policy.activations == "keep" else "recomputes each layer in the backward pass"
+    kept = describe_activations(policy)
     during = "the next forward pass" if policy.update == "next_forward" else "the backward pass"
     phrases = [
         exact,
@@ -90,15 +102,30 @@ def describe_policy(policy: Policy) -> list[str]:
         f"loss in chunks of {policy.loss_chunk_tokens:,} tokens",
         "1 host thread" if policy.host_threads == 1 else f"{policy.host_threads or 'all'} host threads",
     ]
+    if policy.offload_slots != 2 or policy.offloads:
+        phrases.append(f"inputs pass to the host through {policy.offload_slots} slots")
+    if policy.recompute_slots is not None:
+        phrases.append(f"inputs are computed again into {policy.recompute_slots} slots")
     if policy.homes:
         phrases += describe_homes(policy.homes)
-    if any("disk" in (home.weights, home.low_bits, home.moments) for home in policy.homes) or policy.stage_slots != 2:
+    if any(home.uses_disk for home in policy.homes) or policy.stage_slots != 2:
         phrases.append(f"the disk is read up to {policy.stage_slots} units ahead")
     budgets = {"device": policy.device_budget_nbytes, "host": policy.host_budget_nbytes}
     for tier, budget in (budgets | {"disk": policy.disk_budget_nbytes}).items():
-        if budget is not None:
+        if budget:  # without a disk tier, its budget is 0
             phrases.append(f"at most {binary(budget)} of {tier} memory")
     return phrases
+
+
+def describe_activations(policy: Policy) -> str:
+    """What is left of each layer's forward, in a phrase."""
+    if not policy.activation_rows:
+        whole = "recomputes each layer in the backward pass"
+        return "keeps each layer's graph" if policy.activations == "keep" else whole
+    counts = Counter(keep for row in policy.activation_rows for keep in row)
+    words = {"graph": "graph", "input": "input", "offload": "input in the host", "drop": "nothing"}
+    shares = [f"{words[keep]} of {count / counts.total():.0%}" for keep, count in counts.most_common()]
+    return f"keeps of the layers the {', '.join(shares)}"
 
 
 def describe_homes(homes: Sequence[Home]) -> list[str]:
@@ -110,7 +137,12 @@ def describe_homes(homes: Sequence[Home]) -> list[str]:
     kept = sum(home.weights == "device" and not home.on_device for home in homes)
     if kept:
         phrases.append(f"weights of {kept} of {len(homes)} units stay on the device")
-    for field, words in (("weights", "weights"), ("low_bits", "low bits"), ("moments", "moments")):
+    for field, words in (
+        ("weights", "weights"),
+        ("low_bits", "low bits"),
+        ("moments", "moments"),
+        ("gradients", "gradients"),
+    ):
         count = sum(getattr(home, field) == "disk" for home in homes)
         if count:
             phrases.append(f"{words} of {count} of {len(homes)} units on the disk")
@@ -134,7 +166,7 @@ def line_fields(event: Stepped, recent: Sequence[Stepped | Skipped]) -> list[Fie
     steps = [one for one in recent if isinstance(one, Stepped)]
     light_seconds = sum(one.flops / one.peak_flops for one in steps)
     stalled = sum(one.data_seconds + one.stall_seconds for one in steps)
-    left = event.elapsed_seconds / event.step * (event.steps - event.step)
+    left = event.elapsed_seconds / (event.step - event.resumed_at) * (event.steps - event.step)
     tiers = "  ".join(f"{tier} {binary(nbytes)}" for tier, nbytes in event.nbytes.items())
     width = len(f"{event.steps:,}")
     return [
@@ -199,6 +231,16 @@ class Progress:
                 self._print(f"step {event.step:,}  validation loss {event.loss:.3f}", "green")
             case Replanned(_, before, after, changes):
                 self._print(f"replanned by measured times: {before:.3g} s to {after:.3g} s a step ({changes})", "dim")
+            case Resumed():
+                self._print(f"goes on after step {event.step:,}, from {event.checkpoint}", "green")
+            case Saved():
+                speed = f"{binary(round(event.nbytes / max(event.seconds, 1e-9)))}/s"
+                said = f"checkpoint of {binary(event.nbytes)} in {duration(event.seconds)} ({speed})"
+                self._print(f"step {event.step:,}  {said}", "dim")
+            case RolledBack():
+                self._print(f"step {event.step:,} left out; goes on after step {event.to:,}", "yellow")
+            case Warned():
+                self._print(f"step {event.step:,}  {event.what}", "yellow")
             case Sampled():
                 text = Text(printable(event.prompt), "dim") + Text(printable(event.text.rstrip()))
                 lines = [Text("  | ", "dim") + line for line in text.split("\n")]
@@ -223,7 +265,7 @@ class Progress:
         if self._live:
             fields.insert(2, Field(sparkline(self._losses), 8))
             self._live.update(Text(fitting(fields, self._console.width - 1)), refresh=True)
-        elif event.step == 1 or event.step % self._log_every == 0 or event.step == event.steps:
+        elif event.step == event.resumed_at + 1 or event.step % self._log_every == 0 or event.step == event.steps:
             self._print("  ".join(field.text for field in fields))
 
     def _summary(self, event: Ended) -> str:

@@ -1,7 +1,8 @@
 """The schedules of one engine: built and proven at the first need, kept, and their memory provided each time.
 
-Ops depend on the number of micro-batches, not on their sizes, so schedules are kept by number. The activation plan may
-be left to the work of each step; nothing that a step computes depends on it.
+Ops depend on the number of micro-batches, not on their sizes, so schedules are kept by number; where inputs of layers
+are offloaded, for micro-batches as large as any so far. The activation plan may be left to the work of each step;
+nothing that a step computes depends on it.
 """
 
 from __future__ import annotations
@@ -17,10 +18,15 @@ from megatrain.plan import available_host_nbytes, fit_activations, nearest_that_
 from megatrain.schedule import Schedule, build_flush, build_forward, build_step, check
 from megatrain.spec import ModelSpec, Policy, Precision, Work
 
-FREE = ("weight_slots", "grad_slots", "shard_nbytes", "activations", "host_threads", "homes", "stage_slots")
+FREE = (
+    *("weight_slots", "grad_slots", "shard_nbytes", "host_threads", "homes", "stage_slots"),
+    *("activations", "activation_rows", "offload_slots", "recompute_slots"),
+)
 """Fields of a policy that no number depends on, and that may change between steps."""
 
 Kind = Literal["step", "pending step", "forward", "flush"]
+Key = tuple[Kind, int, Policy]
+"""What is run, over how many micro-batches, by which policy."""
 
 
 class Schedules:
@@ -28,7 +34,9 @@ class Schedules:
 
     def __init__(self, store: Store, policy: Policy, device: Device, *, fits_activations: bool) -> None:
         self.spec, self.policy = store.model, policy
-        self.known: dict[tuple[Kind, int, Policy], Schedule] = {}
+        self.known: dict[Key, Schedule] = {}
+        self._work: dict[Key, Work] = {}
+        """What each has been built for."""
         self._store, self._pool, self._device = store, store.pool, device
         self._fits_activations = fits_activations
 
@@ -41,10 +49,14 @@ class Schedules:
         if self._fits_activations and kind in ("step", "pending step"):
             self.policy = fit_activations(self.spec, self.policy, work, self._memory_for_activations)
         key = (kind, work.micro_batches, self.policy)
-        if key not in self.known:
-            schedule = _build(kind, self.spec, self.policy, work)
+        built = self._work.get(key)
+        wanted = built or work
+        if self.policy.offloads:
+            wanted = _larger(wanted, work)
+        if wanted != built:
+            schedule = _build(kind, self.spec, self.policy, wanted)
             check(schedule)
-            self.known[key] = schedule
+            self.known[key], self._work[key] = schedule, wanted
         try:
             self._pool.provide(self.known[key].buffers.values())
         except DoesNotFit as error:
@@ -73,6 +85,7 @@ class Schedules:
     def clear(self) -> None:
         """Forget all of them."""
         self.known.clear()
+        self._work.clear()
 
     @cached_property
     def _memory_for_activations(self) -> int:
@@ -93,6 +106,11 @@ def budgets(policy: Policy, device: Device, disk: Disk | None = None) -> dict[st
     elif disk is not None:
         found["disk"] = disk.free_nbytes()
     return found
+
+
+def _larger(left: Work, right: Work) -> Work:
+    """Micro-batches as large as those of either."""
+    return Work(tuple(max(pair) for pair in zip(left.tokens, right.tokens, strict=True)))
 
 
 def _build(kind: Kind, spec: ModelSpec, policy: Policy, work: Work) -> Schedule:

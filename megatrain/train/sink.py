@@ -9,7 +9,7 @@ way a gradient that is not finite stops the step before it is used.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -53,6 +53,8 @@ class OptimizerSink:
         """Units with anything to update."""
         self.applied = [0] * len(model.units)
         """Updates that each unit has had."""
+        self.before_update: Callable[[int], None] = lambda unit: None
+        """Called with a unit that is about to change; may block until it may."""
         self._squares: dict[int, float] = {}
         self._updated: set[int] = set()
         self._scalars: StepScalars | None = None
@@ -94,6 +96,7 @@ class OptimizerSink:
         if unit not in (self.pending if self._deferred else self.trained):
             return
         assert self._scalars is not None
+        self.before_update(unit)
         if self._on_device[unit]:
             update_on_device(parts, gradient, self._precision, self._scalars, self._segments[unit])
         else:
@@ -116,6 +119,12 @@ class OptimizerSink:
     def adopt(self, policy: Policy) -> None:
         """Units live elsewhere from now on. Nothing may be pending."""
         self._on_device = [policy.home(unit).on_device for unit in range(len(self._names))]
+
+    def restore(self, updates: int) -> None:
+        """The state is that after so many updates, of each unit that trains; nothing is pending."""
+        self.updates, self._scalars = updates, None
+        self.pending.clear()
+        self.applied = [updates if ranges else 0 for ranges in self._segments]
 
     def finish(self) -> float:
         """All gradients of the step have landed: fix the clipping factor. Returns the global norm before clipping."""

@@ -2,9 +2,11 @@
 
 `train` takes everything it works with as plain arguments and reports by telling events, so that it fits on one screen
 and a test can hand it a fake engine and a fake clock. A step counts its tokens over its whole wall time, the wait for
-its data included. A step that is not finite is skipped, as the engine has not applied it; several in a row end the run.
+its data included. A step that is not finite is skipped, as the engine has not applied it, or the run goes back to its
+last checkpoint; several in a row end it.
 
-Left out: the learning rate's shape (`optim.lr`), what a report looks like (`metrics`, `progress`), and saving (`run`).
+Left out: the learning rate's shape (`optim.lr`), what a report looks like (`metrics`, `progress`), and saving, which is
+a task like others (`checkpoints`).
 """
 
 from __future__ import annotations
@@ -13,11 +15,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from megatrain.errors import NonFinite
-from megatrain.train.events import Ended, Event, Skipped, Stepped, Watcher
+from megatrain.train.events import Ended, Event, RolledBack, Skipped, Stepped, Watcher
+from megatrain.train.stop import OutOfTime
 
 MicroBatches = Sequence[Mapping[str, Any]]
 Clock = Callable[[], float]
@@ -35,6 +37,8 @@ class StepOutput(Protocol):
     def tokens(self) -> int: ...
     @property
     def stall_seconds(self) -> float: ...
+    @property
+    def written_nbytes(self) -> int: ...
 
 
 class Trainable(Protocol):
@@ -67,65 +71,105 @@ def train(
     *,
     steps: int,
     lr: Callable[[int], float],
+    start: int = 0,
     watchers: Sequence[Watcher] = (),
     tasks: Sequence[Task] = (),
     nonfinite_limit: int = 3,
+    recover: Callable[[NonFinite, int], int | None] = lambda error, step: None,
     should_stop: Callable[[], bool] = lambda: False,
+    undo: Callable[[], None] = lambda: None,
     clock: Clock = time.perf_counter,
 ) -> Ended:
-    """Train for `steps` steps, or until `should_stop` says so after one of them; then no task is run.
+    """Train from step `start` to step `steps`, or until `should_stop` says so; then no task is run any more.
 
     `lr` gives the learning rate of a step, counted from 0. A step that is not finite counts as one: its data is used up
-    and the learning rate moves on. Raises `NonFinite` after `nonfinite_limit` of them in a row, with the weights as the
-    last finite step left them, and whatever the engine or a watcher raises.
+    and the learning rate moves on, unless `recover`, given the error and the step, has gone back and says to which.
+    Raises `NonFinite` after `nonfinite_limit` of them with none done in its place, the weights as the last finite step
+    left them, and whatever the engine or a watcher raises. On `OutOfTime` a step counts as not begun, and `undo` is to
+    put its data back.
     """
 
-    def tell(event: Event) -> None:
-        for watch in watchers:
-            watch(event)
+    def tell(event: Event | None) -> None:
+        if event is not None:
+            for watch in watchers:
+                watch(event)
 
-    peak_flops = engine.peak_flops()
-    done = in_a_row = 0
+    peak_flops, feed = engine.peak_flops(), iter(batches)
+    done, in_a_row, failed = start, 0, 0
     began = ready = clock()
-    for done, micro_batches in enumerate(islice(batches, steps), start=1):
-        loaded, rate = clock(), lr(done - 1)
+    while done < steps:
         try:
+            micro_batches = next(feed)
+            loaded, rate = clock(), lr(done)
             out = engine.step(micro_batches, lr=rate)
+        except StopIteration:
+            break
+        except OutOfTime:
+            undo()
+            break
         except NonFinite as error:
-            in_a_row += 1
-            now = clock()
+            done, in_a_row, failed, now = done + 1, in_a_row + 1, done + 1, clock()
             tell(Skipped(done, steps, str(error), in_a_row, seconds=now - ready, elapsed_seconds=now - began))
             if in_a_row >= nonfinite_limit:
                 raise _hopeless(done, in_a_row, error) from error
+            if (back := recover(error, done)) is not None:
+                tell(RolledBack(done, back, str(error)))
+                done, ready = back, clock()
+                continue
         else:
-            in_a_row, now = 0, clock()
-            stepped = Stepped(
-                step=done,
-                steps=steps,
-                loss=out.loss,
-                grad_norm=out.grad_norm,
-                lr=rate,
-                tokens=out.tokens,
-                seconds=now - ready,
-                data_seconds=loaded - ready,
-                stall_seconds=out.stall_seconds,
-                flops=engine.step_flops(micro_batches),
-                peak_flops=peak_flops,
-                nbytes=_by_tier(engine),
-                elapsed_seconds=now - began,
-            )
-            tell(stepped)
+            done, now = done + 1, clock()
+            in_a_row = in_a_row if done < failed else 0  # going back and failing again is still the same failure
+            flops = engine.step_flops(micro_batches), peak_flops
+            timed = _Times(now - ready, loaded - ready, now - began)
+            tell(_stepped(out, done, steps, rate, start, timed, flops, _by_tier(engine)))
+        try:
+            for task in tasks if not should_stop() else ():
+                tell(task.run(done) if task.is_due(done, steps) else None)
+        except OutOfTime:
+            break
         if should_stop():
             break
-        for task in tasks:
-            if task.is_due(done, steps):
-                event = task.run(done)
-                if event is not None:
-                    tell(event)
         ready = clock()
     ended = Ended(done, steps, clock() - began)
     tell(ended)
     return ended
+
+
+class _Times(NamedTuple):
+    """Seconds of a step, of its wait for data, and since the start."""
+
+    step: float
+    data: float
+    elapsed: float
+
+
+def _stepped(
+    out: StepOutput,
+    done: int,
+    steps: int,
+    rate: float,
+    start: int,
+    seconds: _Times,
+    flops: tuple[float, float],
+    nbytes: Mapping[str, int],
+) -> Stepped:
+    return Stepped(
+        step=done,
+        steps=steps,
+        loss=out.loss,
+        grad_norm=out.grad_norm,
+        lr=rate,
+        tokens=out.tokens,
+        seconds=seconds.step,
+        data_seconds=seconds.data,
+        stall_seconds=out.stall_seconds,
+        flops=flops[0],
+        peak_flops=flops[1],
+        nbytes=nbytes,
+        elapsed_seconds=seconds.elapsed,
+        resumed_at=start,
+        written_nbytes=out.written_nbytes,
+    )
 
 
 def _by_tier(engine: Trainable) -> dict[str, int]:

@@ -28,8 +28,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("engine", "checkpoint"),
     ("train", "config"),
     (
-        *("machine", "preflight", "run", "conversion", "generation", "planning", "probe", "verification"),
-        *("cli", "api", "testing", "__init__", "__main__"),
+        *("corpus", "machine", "preflight", "resume", "run", "conversion", "generation", "planning", "probe"),
+        *("budgets", "recipe", "trained", "verification", "cli", "api", "testing", "__init__", "__main__"),
     ),
 )
 TORCH_FREE = ("errors", "spec", "layout", "schedule", "plan", "optim")
@@ -46,7 +46,7 @@ HOMES: dict[str, tuple[tuple[str, ...], str]] = {
     "yaml": (("config",), "the user's file ends there; beyond it are typed values"),
     "pydantic": (("config",), "the user's file ends there; beyond it are typed values"),
     "typer": (("cli",), "arguments end there"),
-    "rich": (("cli", "planning", "run", "train.progress", "verification"), "the terminal: tables and the live line"),
+    "rich": (("cli", "planning", "run", "train.progress", "trained", "verification"), "the terminal: tables, a line"),
     "tensorboard": (("train",), "metrics leave there"),
     "torch.utils.tensorboard": (("train",), "metrics leave there"),
     "safetensors": (("model", "checkpoint"), "weights come in and go out"),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from megatrain.config import (
     Config,
+    MemorySection,
     PolicySection,
     TrainSection,
     describe_keys,
@@ -183,8 +184,9 @@ def test_every_key_has_a_meaning_and_a_default_that_is_its_own() -> None:
 
 
 def test_the_policy_section_mirrors_the_policy() -> None:
-    """But for what `train.precision` and the device decide, what only describes other systems, and the disk tier."""
-    elsewhere = {"precision", "shares_memory", "masters", "homes", "stage_slots", "disk_budget_nbytes"}
+    """But for what `train.precision` and the device decide, what only describes other systems, and memory."""
+    budgets = {f"{tier}_budget_nbytes" for tier in MemorySection.model_fields}
+    elsewhere = {"precision", "shares_memory", "masters", "homes", *budgets}
     assert set(PolicySection.model_fields) == {field.name for field in fields(Policy)} - elsewhere
 
 

@@ -33,6 +33,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(device_probe.LAYER, "cpu", (32, 64))
     monkeypatch.setattr(megatrain.probe, "MOST_PARAMS", 1 << 20)
     monkeypatch.setattr(megatrain.probe, "FILE_NBYTES", 8 << 20)
+    monkeypatch.setattr(megatrain.probe, "FRESH_NBYTES", 1 << 20)
 
 
 @pytest.fixture
@@ -50,8 +51,9 @@ def test_a_cpu_is_probed_and_saved(cpu: CpuDevice, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
     assert len(said) >= 8
     sources = dict(found.sources)
-    expected_unknown = {"peak_flops", "peak_flops_fp32", "watts", "disk_endurance_nbytes"}
+    expected_unknown = {"peak_flops", "peak_flops_fp32", "watts", "disk_endurance_nbytes", "elementwise_bandwidth"}
     expected_unknown |= {f"{kind}_{way}_bandwidth" for kind in ("duplex", "pageable") for way in ("fetch", "grad")}
+    expected_unknown |= {f"disk_duplex_{way}_bandwidth" for way in ("read", "write")}
     for field in fields(Hardware):
         value = getattr(found, field.name)
         if field.name in expected_unknown:

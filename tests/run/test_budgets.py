@@ -29,7 +29,7 @@ def run(folder: Path, **changed: dict[str, Any]) -> tuple[str, list[float], dict
     folder.mkdir(exist_ok=True)
     config = configuration(folder, model={"config": DEEP}, **changed)
     told = train(config)
-    losses = [line["loss"] for line in lines(folder / "run") if line["event"] == "step"]
+    losses = [line["loss"] for line in lines(folder / "run") if line["event"] == "stepped"]
     return told, losses, load_file(folder / "run" / "model" / "model.safetensors")
 
 
@@ -38,7 +38,10 @@ def test_a_run_with_half_the_memory_has_the_same_numbers(tmp_path: Path, device:
     plain_told, losses, weights = run(tmp_path / "plain", train={"device": device})
     tight: dict[str, Any] = {"memory": {"host": HOST}, "disk": {"folders": [str(tmp_path)]}}
     told, same_losses, same_weights = run(tmp_path / "tight", train={"device": device}, **tight)
+    assert len(losses) == 4
     assert same_losses == losses
+    steps = [line for line in lines(tmp_path / "tight" / "run") if line["event"] == "stepped"]
+    assert all(line["written_nbytes"] > 1e5 and line["written_nbytes_per_day"] > 1e8 for line in steps[1:])
     assert all(weights[name].equal(same_weights[name]) for name in weights)
     assert "disk" in told
     assert "disk" not in plain_told

@@ -87,10 +87,11 @@ def test_a_run_ends_in_a_folder_with_everything(tmp_path: Path) -> None:
     config = configuration(tmp_path, output={"tensorboard": True})
     said = train(config)
     folder = tmp_path / "run"
-    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "metrics.jsonl", "model", "tensorboard"]
+    names = ["checkpoints", "config.yaml", "metrics.jsonl", "model", "status.json", "tensorboard"]
+    assert sorted(path.name for path in folder.iterdir()) == names
     assert load_config(folder / "config.yaml") == config
     kinds = [line["event"] for line in lines(folder)]
-    assert kinds == ["stepped"] * 2 + ["evaluated"] + ["stepped"] * 2 + ["evaluated", "sampled", "ended"]
+    assert kinds == ["stepped"] * 2 + ["evaluated"] + ["stepped"] * 2 + ["evaluated", "sampled", "ended", "saved"]
     found = losses(folder)
     assert found[-1] < found[0]
     assert (folder / "model" / "tokenizer.json").exists()
@@ -242,8 +243,10 @@ def test_a_step_that_may_be_half_applied_is_never_skipped(tmp_path: Path, monkey
         train(configuration(tmp_path, train={"max_grad_norm": None}))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+@pytest.mark.parametrize(("number", "every"), [(signal.SIGINT, 500), (signal.SIGTERM, 0)])
+def test_a_signal_finishes_the_step_and_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, every: int
+) -> None:
     honest = Engine.step
 
     def interrupted(engine: Engine, micro_batches: Any, lr: float | None = None) -> StepOutput:
@@ -251,10 +254,13 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, monkeypatch: pytes
         return honest(engine, micro_batches, lr)
 
     monkeypatch.setattr(Engine, "step", interrupted)
-    said = train(configuration(tmp_path))
+    said = train(configuration(tmp_path, checkpoint={"every": every}))
     assert "stopped after 1 of 4 steps" in said
-    assert [line["event"] for line in lines(tmp_path / "run")] == ["stepped", "ended"]
-    assert load_causal_lm(str(tmp_path / "run" / "model")).num_parameters() > 0
+    told = ["stepped", "ended", "saved"] if every else ["stepped", "ended"]
+    assert [line["event"] for line in lines(tmp_path / "run")] == told
+    saved = "checkpoints/step-00000001" if every else "model"
+    assert load_causal_lm(str(tmp_path / "run" / saved)).num_parameters() > 0
+    assert (tmp_path / "run" / "model").exists() == (not every)
 
 
 def test_a_second_ctrl_c_leaves_at_once_without_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

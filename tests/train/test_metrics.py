@@ -28,6 +28,7 @@ def stepped(step: int = 3, loss: float = 2.5) -> Stepped:
         peak_flops=1e10,
         nbytes={"host": 1 << 20},
         elapsed_seconds=6.0,
+        written_nbytes=1 << 20,
     )
 
 
@@ -65,6 +66,7 @@ def test_a_step_holds_its_fields_and_what_follows_from_them() -> None:
         "flops_per_second": 2e9,
         "light_share": pytest.approx(0.2),
         "stall_share": pytest.approx(0.2),
+        "written_nbytes_per_day": pytest.approx(43_200 * (1 << 20)),
     }
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import signal
+import time
 
 import pytest
 
-from megatrain.train.stop import NOTICE, SIGNALS, StopSignals
+from megatrain.train.stop import NOTICE, SIGNALS, OutOfTime, StopSignals
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -34,3 +35,32 @@ def test_the_handlers_from_before_come_back(raised: bool) -> None:
         if raised:
             signal.raise_signal(signal.SIGINT)
     assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_the_deadline_breaks_off_what_leaves_no_time_for_the_save() -> None:
+    with StopSignals(deadline_seconds=10.0, needs_seconds=lambda: 9.9) as stop:
+        assert stop.remaining_seconds() is None
+        with pytest.raises(OutOfTime), stop.interruptible():
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(5)
+        remaining = stop.remaining_seconds()
+        assert remaining is not None
+        assert 5 < remaining < 10
+
+
+def test_what_ends_in_time_is_not_broken_off() -> None:
+    alarm = signal.getsignal(signal.SIGALRM)
+    with StopSignals(deadline_seconds=0.05) as stop:
+        with stop.interruptible():
+            signal.raise_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        assert stop.remaining_seconds() == 0
+    assert signal.getsignal(signal.SIGALRM) == alarm
+
+
+def test_without_a_deadline_nothing_is_broken_off() -> None:
+    with StopSignals() as stop, stop.interruptible():
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(0.02)
+        assert stop.requested
+        assert stop.remaining_seconds() is None

@@ -32,6 +32,7 @@ class Output:
     grad_norm: float = 2.0
     tokens: int = TOKENS
     stall_seconds: float = 0.5
+    written_nbytes: int = 0
 
 
 @dataclass

@@ -1,0 +1,187 @@
+"""What a checkpoint costs: steps beside a save, the speed of a save against plain direct writes, memory, and a resume.
+
+    python -m bench.checkpointing [--parameters 3e8] [--tokens 2048] [--rounds 3] [--folder FOLDER] [--json FILE]
+
+A Llama of about that size trains in `bf16` with an exact norm on the cpu. Each round, in turn: a step; a save with a
+step beside it (the flush before the save counts as part of that step); a save while nothing else runs; and as many
+bytes written to a plain file with the same number of threads, past the page cache, allocated before and forced to the
+disk after. Ratios are formed within a round, and the median is told. Peak memory is the largest resident size during a
+save (`VmHWM`) above that before. At the end a new engine is made of the checkpoint, every byte checked first, and its
+next loss compared with that of the engine that wrote it.
+
+The claims: a step beside a save at most 1.25 times a normal one, a save at 0.8 of direct writes at least, and no more
+memory than the largest unit, masters and moments in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from bench.exporting import config_of
+from bench.step import _resident
+from megatrain import Engine, Policy
+from megatrain.checkpoint import direct, open_checkpoint, sums
+
+WRITERS = 4
+STEP_RATIO, SPEED_RATIO = 1.25, 0.8
+
+
+def batches(tokens: int, vocabulary: int, seed: int) -> list[dict[str, torch.Tensor]]:
+    """One micro-batch of rows of 512 tokens, or of fewer."""
+    length = min(tokens, 512)
+    ids = torch.randint(0, vocabulary, (tokens // length, length), generator=torch.Generator().manual_seed(seed))
+    return [{"input_ids": ids, "labels": ids}]
+
+
+def direct_write_seconds(folder: Path, nbytes: int) -> float:
+    """Of so many bytes to a file of their own, which is removed again."""
+    path, block = folder / "direct", sums.BLOCK_NBYTES
+    memory = mmap.mmap(-1, block)
+    memory.write(os.urandom(1 << 20) * (block >> 20))
+    began = time.perf_counter()
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        direct._set_direct(file, getattr(os, "O_DIRECT", 0))
+        direct._allocate(file, nbytes)
+        with ThreadPoolExecutor(WRITERS) as threads:
+            starts = range(0, nbytes - block + 1, block)
+            list(threads.map(lambda start: os.pwrite(file, memory, start), starts))
+        os.fsync(file)
+        return time.perf_counter() - began
+    finally:
+        os.close(file)
+        path.unlink()
+
+
+def measure(parameters: float, tokens: int, rounds: int, folder: Path) -> dict[str, Any]:
+    """Train, save and resume below `folder`; seconds and bytes."""
+    config = config_of(parameters, experts=0)
+    policy = Policy("bf16", shares_memory=True, activations="recompute")
+    options: dict[str, Any] = {"policy": policy, "verify": False}
+    rows: list[dict[str, float]] = []
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        work = Path(temporary)
+        with Engine.from_config(config.to_dict(), **options) as engine:
+            data = [batches(tokens, config.vocab_size, seed) for seed in range(2 * rounds + 4)]
+            largest = max(unit.numel for unit in engine.spec.units)
+            for _ in range(2):  # the second begins with what the first has left pending, as all others do
+                engine.step(data[0])
+            engine.save(work).wait()  # the first one plans, and takes the memory that all others use
+            for number in range(rounds):
+                rows.append(_round(engine, data[2 * number : 2 * number + 2], work))
+            path = engine.save(work).wait()
+            nbytes = open_checkpoint(path, lambda _: []).manifest.nbytes
+            expected = engine.step(data[-1]).loss
+        gc.collect()
+        began = time.perf_counter()
+        checkpoint = open_checkpoint(path)
+        checked = time.perf_counter()
+        with Engine.from_checkpoint(checkpoint, **options) as again:
+            resumed = time.perf_counter()
+            same = again.step(data[-1]).loss == expected
+    unit = 12 * largest
+    found = {name: median(row[name] for row in rows) for name in rows[0]}
+    return {
+        "parameters": engine.spec.numel,
+        "tokens_per_step": tokens,
+        "checkpoint_nbytes": nbytes,
+        "largest_unit_nbytes": unit,
+        "rounds": rows,
+        **found,
+        "peak_to_unit": max(row["peak_nbytes"] for row in rows) / unit,
+        "check_seconds": checked - began,
+        "load_seconds": resumed - checked,
+        "same_loss": same,
+        "holds": {
+            "step": found["step_ratio"] <= STEP_RATIO,
+            "speed": found["speed_ratio"] >= SPEED_RATIO,
+            "memory": max(row["peak_nbytes"] for row in rows) <= unit,
+            "resume": same,
+        },
+    }
+
+
+def _round(engine: Engine, data: Sequence[list[dict[str, torch.Tensor]]], folder: Path) -> dict[str, float]:
+    plain = _seconds(lambda: engine.step(data[0]))
+    waited = engine.saver.waited_seconds
+    began = time.perf_counter()
+    save = engine.save(folder)
+    engine.step(data[1])
+    beside, over = time.perf_counter() - began, save.is_over
+    save.wait()
+    engine.flush()
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM
+    alone = engine.save(folder)
+    alone.wait()
+    peak = _resident("VmHWM") - before
+    written = direct_write_seconds(folder, alone.nbytes)
+    engine.step(data[0])  # so that the next round begins with a pending update
+    return {
+        "step_seconds": plain,
+        "step_beside_save_seconds": beside,
+        "step_ratio": beside / plain,
+        "save_beside_step_seconds": save.seconds,
+        "save_ended_within_step": float(over),
+        "waited_seconds": engine.saver.waited_seconds - waited,
+        "save_seconds": alone.seconds,
+        "save_nbytes_per_second": alone.nbytes / alone.seconds,
+        "direct_nbytes_per_second": alone.nbytes / written,
+        "speed_ratio": written / alone.seconds,
+        "peak_nbytes": float(max(peak, 0)),
+    }
+
+
+def _seconds(work: Any) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def show(result: dict[str, Any]) -> str:
+    """The measurement in words."""
+    gib, holds = 1 << 30, {name: "holds" if held else "misses" for name, held in result["holds"].items()}
+    size = f"{result['parameters'] / 1e6:,.0f}M parameters, a checkpoint of {result['checkpoint_nbytes'] / gib:.2f} GiB"
+    step = f"a step takes {result['step_seconds']:.2f} s, one beside a save {result['step_beside_save_seconds']:.2f} s"
+    save = f"a save takes {result['save_seconds']:.2f} s, {result['save_nbytes_per_second'] / gib:.2f} GiB/s"
+    return "\n".join(
+        [
+            size,
+            f"{step}: {result['step_ratio']:.2f}x ({holds['step']} {STEP_RATIO})",
+            f"{save}: {result['speed_ratio']:.2f}x of direct writes ({holds['speed']} {SPEED_RATIO})",
+            f"peak memory {result['peak_nbytes'] / (1 << 20):,.0f} MiB above, {result['peak_to_unit']:.2f}x of a unit",
+            f"checked in {result['check_seconds']:.1f} s, loaded in {result['load_seconds']:.1f} s, "
+            f"the next loss {'is the same' if result['same_loss'] else 'DIFFERS'}",
+        ]
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=float, default=3e8)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, default=Path("."))
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args(arguments)
+    result = measure(given.parameters, given.tokens, given.rounds, given.folder)
+    print(show(result))
+    if given.json is not None:
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Which checkpoint a run goes on from, and whether it may: what has changed since is told, or refused.
+
+Three things are different, and stay so. A run *starts* from a Hugging Face folder (`model.path`): its weights, with a
+new optimizer, from step 0. It *goes on* from a checkpoint (`resume`): all of the state, from the step after. And a
+finished run is *extended* by going on with more `train.steps`; the learning rate then follows its new length.
+
+Numbers that were chosen when the run began (how a step is cut into micro-batches, say) are kept, unless they are given
+anew. It leaves out the state itself (`train.restored`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatrain.checkpoint import Checkpoint, checkpoints, newest_sound, open_checkpoint, put_all_right, step_of
+from megatrain.checkpoint.appear import vanish
+from megatrain.config import Config, PolicySection
+from megatrain.errors import CheckpointError, ConfigError, DataError
+from megatrain.spec import Policy
+from megatrain.train.feed import Feed
+
+Say = Callable[[str], None]
+"""Tells the person a line."""
+
+AUTO = "auto"
+KEPT_SIZES = ("windows_per_step", "micro_batch", "micro_batches")
+KEPT_POLICY = ("grad_precision", "update", "loss_chunk_tokens")
+"""Fields of a policy that numbers depend on, by rounding."""
+
+FREE = (
+    *("output", "trace", "resume", "accept_changes", "checkpoint", "memory", "disk", "data.cache", "data.workers"),
+    *("model.verify", "model.trust_remote_code", "train.hardware", "train.log_every", "train.stall_seconds"),
+    *("train.eval_every", "train.eval_batches", "train.sample_every", "train.sample_prompt", "train.sample_tokens"),
+    *("train.sample_temperature", "train.sample_top_k", "train.on_nonfinite", "train.nonfinite_limit"),
+    *(f"policy.{name}" for name in PolicySection.model_fields if name not in KEPT_POLICY),
+)
+"""Keys, or sections, that no number of the training depends on."""
+
+REFUSED = ("model.path", "model.config", "data", "train.seed", "train.freeze", "train.precision")
+"""Keys, or sections, whose change means another model or other data, which a run is not to go on with by mistake."""
+
+COMPARED = ("data.sources",)
+"""Keys under `REFUSED` that may change, since what they stand for is compared itself."""
+
+
+def find(config: Config, say: Say) -> Checkpoint | None:
+    """The checkpoint that the run goes on from, checked in every byte; `None` where it starts.
+
+    Raises `ConfigError` where the folder holds an earlier run that the configuration does not speak of, and
+    `CheckpointError` where it is to go on and no checkpoint is sound.
+    """
+    put_all_right(config.checkpoints)
+    there = checkpoints(config.checkpoints)
+    if config.resume is None:
+        if there and not config.output.overwrite:
+            raise ConfigError(
+                f"holds checkpoints of an earlier run, the newest of step {step_of(there[0]):,}",
+                where=str(config.checkpoints),
+                fix="set resume=auto to go on, output.folder=NEW, or output.overwrite=true, which removes them",
+            )
+        return None
+    if config.resume == AUTO:
+        return _newest(config.checkpoints, say) if there else None
+    found = _at(Path(config.resume).expanduser(), say)
+    newer = [path for path in there if step_of(path) > found.step]
+    if newer and not config.output.overwrite:
+        raise ConfigError(
+            f"holds checkpoints after step {found.step:,}, which would be of another past",
+            where=str(config.checkpoints),
+            fix="set output.folder=NEW, or output.overwrite=true, which removes them",
+        )
+    return found
+
+
+def remove_others(config: Config, taken: Checkpoint | None) -> None:
+    """Remove checkpoints that will be no part of this run: all, or those after the one that it goes on from."""
+    for path in checkpoints(config.checkpoints):
+        if taken is None or step_of(path) > taken.step:
+            vanish(path)
+
+
+def facts_of(taken: Checkpoint) -> Mapping[str, Any]:
+    """What the run told when it was saved. Raises `CheckpointError` for a checkpoint that no run has written."""
+    facts = taken.training.get("run")
+    if not isinstance(facts, dict) or not {"step", "data", "config"} <= facts.keys():
+        fix = "start from it with model.path, or take a checkpoint of `megatrain train`"
+        raise CheckpointError("was not written by a run", where=str(taken.folder), fix=fix)
+    return facts
+
+
+def with_numbers(config: Config, policy: Policy) -> Config:
+    """The configuration with what the plan has chosen and numbers depend on; what checkpoints tell about the run."""
+    chosen = {name: getattr(policy, name) for name in KEPT_POLICY}
+    return config.model_copy(update={"policy": config.policy.model_copy(update=chosen)})
+
+
+def as_begun(config: Config, taken: Checkpoint) -> Config:
+    """The configuration with the sizes that the run began with, where they are left open now."""
+    then = facts_of(taken)["config"]["train"]
+    train, sizes = config.train, {name: then.get(name) for name in KEPT_SIZES}
+    kept = {} if any(getattr(train, name) is not None for name in KEPT_SIZES) else sizes
+    policy = taken.training["engine"]["policy"]
+    held = {name: policy.get(name) for name in KEPT_POLICY if getattr(config.policy, name) is None}
+    return config.model_copy(
+        update={"train": train.model_copy(update=kept), "policy": config.policy.model_copy(update=held)}
+    )
+
+
+def refuse_changes(config: Config, taken: Checkpoint, say: Say) -> None:
+    """Tell in a line what has changed since the checkpoint. Raises `ConfigError` for what must not, unless accepted."""
+    changes = changes_between(facts_of(taken)["config"], config.model_dump(mode="json"))
+    if not changes:
+        return
+    told = {key: f"{key} {_short(before)} -> {_short(now)}" for key, (before, now) in changes.items()}
+    wrong = [line for key, line in told.items() if _within(key, REFUSED) and not _within(key, COMPARED)]
+    if wrong and not config.accept_changes:
+        raise ConfigError(
+            f"was written with other settings: {'; '.join(wrong)}",
+            where=str(taken.folder),
+            fix="set them as they were, start a new run, or set accept_changes=true to go on all the same",
+        )
+    say(f"changed since the checkpoint: {'; '.join(told.values())}")
+
+
+def changes_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> its value before and now, of those that differ and that numbers depend on."""
+    flat_before, flat_now = _flat(before), _flat(now)
+    keys = [key for key in flat_now if not _within(key, FREE)]
+    known = {key: flat_before[key] for key in keys if key in flat_before}  # a key of a newer version has its default
+    return {key: (value, flat_now[key]) for key, value in known.items() if value != flat_now[key]}
+
+
+def take_up_data(feed: Feed, taken: Checkpoint, config: Config, say: Say) -> None:
+    """Go on where the data was left. Raises `DataError` where it is another one, unless that is accepted."""
+    try:
+        feed.restore(facts_of(taken)["data"])
+    except DataError as error:
+        if not config.accept_changes:
+            error.fix = f"{error.fix}; or set accept_changes=true to go on with this one from its beginning"
+            raise
+        say(f"the data is another than before, and begins anew ({error.what})")
+
+
+def _newest(folder: Path, say: Say) -> Checkpoint:
+    found = newest_sound(folder)
+    for line in found.skipped:
+        say(f"skipped a checkpoint that is not sound: {line}")
+    if found.checkpoint is None:
+        raise CheckpointError(
+            "holds no checkpoint that is sound",
+            where=str(folder),
+            fix="begin again in another output.folder, or with output.overwrite=true and resume=null",
+        )
+    return found.checkpoint
+
+
+def _at(path: Path, say: Say) -> Checkpoint:
+    """The checkpoint at a path, or the newest in a folder of them, or in a run folder."""
+    for folder in (path, path / "checkpoints"):
+        if folder.is_dir() and checkpoints(folder):
+            return _newest(folder, say)
+    if not path.exists():
+        raise ConfigError("there is no such checkpoint", where=f"resume={path}", fix="name a folder step-... or a run")
+    return open_checkpoint(path)
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested sections as dotted keys; what is free-form inside stays whole."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and not prefix:
+            found |= _flat(value, f"{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def _within(key: str, names: tuple[str, ...]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def _short(value: Any, most: int = 60) -> str:
+    text = str(value)
+    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -1,0 +1,154 @@
+"""The checkpoints of a run: begun between steps, written beside them, told about when they are whole.
+
+What fails here is told and never stops training: with a full disk the checkpoints that there are stay, and the next
+save is tried when it is due. It leaves out which checkpoint a run goes on from when it starts (`megatrain.resume`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatrain.checkpoint import Retention, newest_sound, prune, quick_check
+from megatrain.errors import CheckpointError, MegaTrainError, NonFinite
+from megatrain.train.engine import Engine
+from megatrain.train.events import Evaluated, Event, RolledBack, Saved, Warned
+from megatrain.train.feed import Feed
+from megatrain.train.saver import Save
+
+MARGIN = 1.5
+"""By how much longer than the last one a save is expected to take, where a deadline is to be kept."""
+
+
+@dataclass
+class Checkpoints:
+    """Saves of one run in one folder. A watcher too: it learns validation losses, by which the best are kept."""
+
+    engine: Engine
+    folder: Path
+    retention: Retention
+    feed: Feed
+    facts: Mapping[str, Any]
+    """What else each checkpoint tells about the run: its configuration, say."""
+    write_more: Callable[[Path], object] | None = None
+    trust_remote_code: bool = False
+    step: int = -1
+    """Of the last one that is whole."""
+    newest: str = ""
+    """Its folder."""
+    _save: Save | None = None
+    """One that has not been told about."""
+    _score: float | None = None
+    _seconds: float = 0.0
+    _complaints: list[str] = field(default_factory=list)
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Evaluated):
+            self._score = event.loss
+        elif isinstance(event, RolledBack):
+            self._score = None
+
+    def save(self, step: int) -> Event | None:
+        """Begin a save of the state after `step` steps; what there is to tell is told later. While one is still being
+        written, no other is begun."""
+        if self._save is not None and not self._save.is_over:
+            seconds = "still being written"
+            return Warned(step, f"not saved at step {step:,}: the checkpoint of step {self._save.step:,} is {seconds}")
+        told = self.collect(step)
+        try:
+            self._begin(step)
+        except MegaTrainError as error:
+            return Warned(step, f"not saved: {error}")
+        return told
+
+    def collect(self, step: int) -> Event | None:
+        """What has become of the last save, once."""
+        if self._complaints:
+            return Warned(step, self._complaints.pop())
+        if self._save is None or not self._save.is_over:
+            return None
+        save, self._save = self._save, None
+        try:
+            path = save.wait()
+        except MegaTrainError as error:
+            return Warned(step, f"the checkpoint of step {save.step:,} was not written: {error}")
+        self.step, self.newest, self._seconds = save.step, str(path), save.seconds
+        return Saved(save.step, save.seconds, save.nbytes, self.newest)
+
+    def settle(self) -> list[Event]:
+        """Wait for a save that is under way when a run fails: it is of a good state."""
+        self.engine.saver.wait()
+        told = self.collect(self.step if self._save is None else self._save.step)
+        return [] if told is None else [told]
+
+    def finish(self, step: int, timeout: float | None = None) -> list[Event]:
+        """Save the state after `step` steps, unless that has been done, and wait; `timeout` seconds in all at most."""
+        events: list[Event | None] = []
+        try:
+            if self._save is not None:
+                self._save.wait(timeout)
+        except MegaTrainError:
+            if not self._save.is_over:  # type: ignore[union-attr]
+                return [self._given_up(step)]
+        events.append(self.collect(step))
+        if self.step != step:
+            try:
+                self._begin(step).wait(timeout)
+            except MegaTrainError as error:
+                if self._save is None:
+                    events.append(Warned(step, f"not saved: {error}"))
+                elif not self._save.is_over:
+                    events.append(self._given_up(step))
+            events.append(self.collect(step))
+        events += [Warned(step, what) for what in self._complaints]
+        self._complaints.clear()
+        return [event for event in events if event is not None]
+
+    def expected_seconds(self) -> float:
+        """That the next save may take."""
+        return MARGIN * self._seconds
+
+    def roll_back(self, error: NonFinite, step: int) -> int:
+        """Go back to the newest sound checkpoint, and leave out the data of the step that was not finite.
+
+        Returns the step that it is of. Raises `CheckpointError` where there is none.
+        """
+        offending = self.feed.drawn - 1
+        self.engine.saver.wait()
+        if (told := self.collect(step)) is not None and isinstance(told, Warned):
+            self._complaints.append(told.what)
+        found = newest_sound(self.folder, quick_check)
+        if found.checkpoint is None:
+            raise CheckpointError("holds nothing to go back to", where=str(self.folder)) from error
+        self.engine.restore(found.checkpoint, trust_remote_code=self.trust_remote_code)
+        facts = found.checkpoint.training["run"]
+        self.feed.leave_out(offending, facts["data"])
+        return int(facts["step"])
+
+    def _begin(self, step: int) -> Save:
+        training = {"step": step, "data": self.feed.state(), **self.facts}
+        self._save = self.engine.save(
+            self.folder,
+            training,
+            step=step,
+            score=self._score,
+            write_more=self.write_more,
+            then=lambda _: self._prune(),
+        )
+        self._score = None
+        return self._save
+
+    def _prune(self) -> None:
+        """On the thread that writes, since removing takes time too."""
+        try:
+            prune(self.folder, self.retention)
+        except MegaTrainError as error:
+            self._complaints.append(str(error))
+
+    def _given_up(self, step: int) -> Warned:
+        self.engine.saver.abandon()
+        self._save = None
+        newest = f"the newest checkpoint is that of step {self.step:,}" if self.step >= 0 else "there is no checkpoint"
+        return Warned(step, f"the deadline has come before step {step:,} was saved; {newest}")

@@ -1,0 +1,109 @@
+"""The part of an engine that outlives a process: what saves its state, and takes it up again.
+
+A base of `Engine` only to keep both files short: it uses the engine's store, sink and streamer, and adds no state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatrain.checkpoint import Checkpoint
+from megatrain.engine import Streamer
+from megatrain.memory import Store
+from megatrain.model import PretrainedSource, Progress, Source
+from megatrain.spec import ModelSpec, Policy
+from megatrain.train.restored import CALLER, ENGINE, NewMoments, engine_facts, facts_in, read_moments
+from megatrain.train.saver import Save, Saver
+from megatrain.train.sink import OptimizerSink
+
+
+class Restorable:
+    """See `Engine`."""
+
+    spec: ModelSpec
+    _store: Store
+    _sink: OptimizerSink
+    _streamer: Streamer
+    _saver: Saver
+    _steps: int
+
+    def save(
+        self,
+        folder: str | Path,
+        training: Mapping[str, Any] | None = None,
+        *,
+        step: int | None = None,
+        score: float | None = None,
+        write_more: Callable[[Path], object] | None = None,
+        then: Callable[[Path], object] | None = None,
+    ) -> Save:
+        """Begin to write the checkpoint `folder/step-...`, and return; steps may follow while it is written.
+
+        It holds the state as it is now, bit for bit: an update waits for its unit to be written. One is under way at a
+        time. `Save.wait` gives the folder; what fails is told there, and training goes on.
+
+        training: what else to keep, the position in the data, say (plain values; `Checkpoint.training["run"]` gives it
+        back). step: the number in the name, `steps` if not given. score, write_more: see `checkpoint.write_checkpoint`.
+        then: called with the folder once it is whole, on the thread that wrote it.
+        Raises `ExportError`, and `DoesNotFit` without memory for the largest unit in float32.
+        """
+        self._settle()
+        names = [unit.name for unit in self.spec.units]
+        facts = engine_facts(self._sink, self.policy, self._steps, self._streamer.seed, names)
+        both = {ENGINE: facts, CALLER: dict(training or {})}
+        number = self._steps if step is None else step
+        return self._saver.begin(folder, number, self.policy, both, score, write_more, then)
+
+    def restore(self, checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> None:
+        """Go back (or on) to the state in a checkpoint of this model; what is pending is dropped.
+
+        Raises `CheckpointError` and `ModelError` for one of another model, and `DiskError`; the state is then worthless
+        until another one is restored.
+        """
+        self._refuse_closed()
+        self._saver.wait()
+        self._sink.restore(0)
+        self.fill(PretrainedSource(checkpoint.folder, trust_remote_code=trust_remote_code))
+        self._take_up(checkpoint, "refuse")
+
+    @property
+    def steps(self) -> int:
+        """Steps that have been done, those before a checkpoint was taken up included."""
+        return self._steps
+
+    @property
+    def saver(self) -> Saver:
+        """What writes checkpoints: to reserve its memory, and to see what it is at."""
+        return self._saver
+
+    def under_way(self) -> tuple[list[tuple[str, str, float]], float]:
+        """What each stream is at, (op, stream, seconds so far), and the seconds since any op began or ended.
+
+        For those who watch from another thread.
+        """
+        return self._streamer.under_way()
+
+    def fill(self, source: Source, progress: Progress | None = None) -> None:
+        """Set every parameter from a source; optimizer and counters stay. For whoever makes an engine."""
+        source.fill(self._store, [[param.name for param in unit.params] for unit in self.spec.units], progress)
+        self._store.settle()
+
+    @property
+    def policy(self) -> Policy:
+        """How the model is streamed."""
+        raise NotImplementedError
+
+    def _settle(self) -> None:
+        raise NotImplementedError
+
+    def _refuse_closed(self) -> None:
+        raise NotImplementedError
+
+    def _take_up(self, checkpoint: Checkpoint, new: NewMoments) -> None:
+        """Moments and counters of a checkpoint whose masters are there already."""
+        facts = facts_in(checkpoint)
+        read_moments(checkpoint, self._store, new)
+        self._sink.restore(facts["updates"])
+        self._steps, self._streamer.seed = facts["steps"], facts["seed"]

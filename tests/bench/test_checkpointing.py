@@ -1,0 +1,19 @@
+"""The benchmark of checkpoints runs, and its figures belong together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from bench.checkpointing import main
+
+
+def test_a_tiny_one(tmp_path: Path) -> None:
+    main(
+        ["--parameters", "1e6", "--tokens", "32", "--rounds", "1", "--folder", str(tmp_path), "--json", f"{tmp_path}/j"]
+    )
+    result = json.loads((tmp_path / "j").read_text())
+    assert result["same_loss"]
+    assert result["checkpoint_nbytes"] > 12 * result["parameters"]
+    assert result["step_ratio"] == result["step_beside_save_seconds"] / result["step_seconds"]
+    assert [path.name for path in tmp_path.iterdir()] == ["j"]

@@ -1,0 +1,416 @@
+"""A run that was stopped, broken off or finished goes on as if nothing had been; and what has changed is said."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatrain.checkpoint import checkpoints, open_checkpoint, step_of
+from megatrain.checkpoint.direct import DirectFile
+from megatrain.device import peak
+from megatrain.errors import CheckpointError, ConfigError, DataError, NonFinite
+from megatrain.train.engine import Engine, StepOutput
+from megatrain.train.feed import Feed
+from tests.run.test_run import configuration, lines, losses, train
+from tests.tiny import equal
+
+STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def _peak_is_soon_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(peak.SIZES, "cpu", 64)
+
+
+def config_of(tmp_path: Path, name: str = "run", resume: str | None = None, **changed: Any) -> Any:
+    """A run of six steps with dropout; a keyword `resume` as the top-level key."""
+    model = {
+        "config": {
+            "model_type": "llama",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "vocab_size": 257,
+            "max_position_embeddings": 64,
+            "attention_dropout": 0.2,
+        },
+        "verify": False,
+    }
+    top = {key: changed.pop(key) for key in ("accept_changes",) if key in changed}
+    sections = {
+        "model": model,
+        "train": {"steps": STEPS, "sample_tokens": 0, "eval_every": 3},
+        "checkpoint": {"every": 2, "keep_last": 9},
+        "output": {"folder": str(tmp_path / name), "verify_export": False},
+    }
+    for section, values in changed.items():
+        sections.setdefault(section, {}).update(values)
+    return configuration(tmp_path, **sections).model_copy(update={"resume": resume, **top})
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(load_file(folder / "model" / "model.safetensors"))
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(step_of(path) for path in checkpoints(folder / "checkpoints"))
+
+
+def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal comes within a step, counted from 1."""
+    honest = Engine.step
+
+    def interrupted(engine: Engine, micro_batches: Any, lr: float | None = None) -> StepOutput:
+        if engine.steps + 1 == step:
+            signal.raise_signal(signal.SIGTERM)
+        return honest(engine, micro_batches, lr)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of a run that is left alone."""
+    tmp_path = tmp_path_factory.mktemp("straight")
+    peak.SIZES["cpu"], before = 64, peak.SIZES["cpu"]
+    train(config_of(tmp_path, checkpoint={"every": 0}))
+    peak.SIZES["cpu"] = before
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    return losses(tmp_path / "run"), weights(tmp_path / "run")
+
+
+# Going on ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"policy": {"activations": "recompute", "weight_slots": 3, "host_threads": 1}},
+        pytest.param({"train": {"device": "sim:3"}}, marks=pytest.mark.slow),
+    ],
+    ids=["other policy", "other device"],
+)
+def test_a_stopped_run_goes_on_bit_for_bit(
+    changed: dict[str, Any], straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        interrupt_at(3, patched)
+        said = train(config_of(tmp_path))
+    assert "`resume=auto` goes on after step 3" in said
+    folder = tmp_path / "run"
+    assert steps_in(folder) == [2, 3]
+    assert not (folder / "model").exists()
+    assert json.loads((folder / "status.json").read_text())["state"] == "stopped"
+    said = train(config_of(tmp_path, resume="auto", **changed))
+    assert "goes on after step 3, from" in said
+    assert losses(folder) == straight[0]
+    assert equal(weights(folder), straight[1])
+    kinds = [line["event"] for line in lines(folder)]
+    assert kinds.count("resumed") == kinds.count("ended") == 1
+    status = json.loads((folder / "status.json").read_text())
+    assert (status["state"], status["step"], status["last_checkpoint_step"]) == ("finished", STEPS, STEPS)
+
+
+def test_resume_auto_starts_where_there_is_nothing_and_rests_where_all_is_done(straight: Any, tmp_path: Path) -> None:
+    train(config_of(tmp_path, resume="auto"))
+    assert losses(tmp_path / "run") == straight[0]
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    said = train(config_of(tmp_path, resume="auto"))
+    assert "is a finished run of 6 steps; set train.steps to more to extend it" in said
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_extended(tmp_path: Path) -> None:
+    schedule = {"lr_schedule": "constant"}
+    train(config_of(tmp_path, train={"steps": 4, **schedule}))
+    said = train(config_of(tmp_path, resume="auto", train=schedule))
+    assert "changed since the checkpoint: train.steps 4 -> 6" in said
+    train(config_of(tmp_path, "straight", train=schedule))
+    assert losses(tmp_path / "run") == losses(tmp_path / "straight")
+    assert equal(weights(tmp_path / "run"), weights(tmp_path / "straight"))
+
+
+def test_a_damaged_or_unfinished_checkpoint_is_skipped_in_a_line(
+    straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        interrupt_at(5, patched)
+        train(config_of(tmp_path))
+    newest, second, third = checkpoints(tmp_path / "run" / "checkpoints")
+    (newest / "manifest.json").unlink()
+    content = bytearray((second / "model.safetensors").read_bytes())
+    content[-3] ^= 1
+    (second / "model.safetensors").write_bytes(content)
+    said = train(config_of(tmp_path, resume="auto"))
+    (first, other) = [line for line in said.splitlines() if "skipped a checkpoint" in line]
+    assert "step-00000005: manifest.json is missing" in first
+    assert "step-00000004: model.safetensors is damaged" in other
+    assert f"goes on after step 2, from {third}" in said.replace("\n", "")
+    assert losses(tmp_path / "run") == straight[0]
+    assert equal(weights(tmp_path / "run"), straight[1])
+
+
+@pytest.mark.slow
+def test_where_nothing_is_sound_a_run_does_not_begin_again_by_itself(tmp_path: Path) -> None:
+    train(config_of(tmp_path, checkpoint={"keep_last": 1}))
+    (only,) = checkpoints(tmp_path / "run" / "checkpoints")
+    (only / "training.json").unlink()
+    with pytest.raises(CheckpointError, match="holds no checkpoint that is sound; begin again in another"):
+        train(config_of(tmp_path, resume="auto"))
+
+
+@pytest.mark.slow
+def test_a_run_branches_off_a_checkpoint_of_another(straight: Any, tmp_path: Path) -> None:
+    train(config_of(tmp_path))
+    taken = tmp_path / "run" / "checkpoints" / "step-00000002"
+    train(config_of(tmp_path, "branch", resume=str(taken)))
+    assert losses(tmp_path / "branch") == straight[0][2:]
+    assert equal(weights(tmp_path / "branch"), straight[1])
+    with pytest.raises(ConfigError, match=r"holds checkpoints after step 2, which would be of another past"):
+        train(config_of(tmp_path, resume=str(taken)))
+    train(config_of(tmp_path, resume=str(taken), output={"overwrite": True}))
+    assert losses(tmp_path / "run") == straight[0]
+    with pytest.raises(ConfigError, match="there is no such checkpoint"):
+        train(config_of(tmp_path, resume=str(tmp_path / "nothing")))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_a_model_to_start_from_too(straight: Any, tmp_path: Path) -> None:
+    """Its weights alone: a new optimizer, from step 0."""
+    train(config_of(tmp_path))
+    path = str(tmp_path / "run" / "checkpoints" / f"step-{STEPS:08d}")
+    model = {"config": None, "path": path}
+    train(config_of(tmp_path, "more", model=model, train={"steps": 1}))
+    assert losses(tmp_path / "more")[0] < straight[0][0]
+    assert [line["step"] for line in lines(tmp_path / "more") if line["event"] == "stepped"] == [1]
+
+
+# What has changed ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_an_earlier_run_is_not_overwritten_by_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        interrupt_at(2, patched)
+        train(config_of(tmp_path))
+    with pytest.raises(ConfigError, match=r"earlier run, the newest of step 2; set resume=auto to go on"):
+        train(config_of(tmp_path))
+    train(config_of(tmp_path, train={"steps": 1}, output={"overwrite": True}))
+    assert steps_in(tmp_path / "run") == [1]
+
+
+def test_changes_that_would_corrupt_are_refused_unless_accepted(tmp_path: Path) -> None:
+    train(config_of(tmp_path, train={"steps": 2}))
+    changed = {"train": {"seed": 5, "precision": "fp32", "lr": 5e-3}, "data": {"window": 16}}
+    said = r"train\.precision bf16 -> fp32.*train\.seed 0 -> 5|train\.seed 0 -> 5.*train\.precision bf16 -> fp32"
+    with pytest.raises(ConfigError, match=said) as caught:
+        train(config_of(tmp_path, resume="auto", **changed))
+    assert "data.window 32 -> 16" in str(caught.value)
+    assert "train.lr" not in str(caught.value)
+    assert "accept_changes=true" in str(caught.value)
+    told = train(config_of(tmp_path, resume="auto", accept_changes=True, **changed)).replace("\n", "")
+    assert "train.lr 0.01 -> 0.005" in told
+    assert "the data is another than before, and begins anew" in told
+    assert len(losses(tmp_path / "run")) == STEPS
+
+
+def test_another_text_under_the_same_name_is_found_out(tmp_path: Path) -> None:
+    train(config_of(tmp_path, train={"steps": 2}))
+    config = config_of(tmp_path, resume="auto")
+    (tmp_path / "corpus.txt").write_text("something else entirely\n" * 300)
+    with pytest.raises(DataError, match="accept_changes=true"):
+        train(config)
+    assert len(losses(tmp_path / "run")) == 2
+
+
+@pytest.mark.slow
+def test_sizes_that_were_chosen_when_the_run_began_are_kept(
+    straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        interrupt_at(2, patched)
+        train(config_of(tmp_path))
+    config = config_of(tmp_path, resume="auto")
+    left_open = config.model_copy(
+        update={"train": config.train.model_copy(update={"micro_batch": None, "micro_batches": None})}
+    )
+    train(left_open)
+    assert losses(tmp_path / "run") == straight[0]
+
+
+# Faults --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_keeps_training_and_the_old_checkpoint(
+    straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest, full = DirectFile.write, [False]
+
+    def write(self: DirectFile, data: Any) -> None:
+        if full[0]:
+            raise OSError(28, "No space left on device")
+        honest(self, data)
+
+    step = Engine.step
+
+    def filling(engine: Engine, micro_batches: Any, lr: float | None = None) -> StepOutput:
+        engine.saver.wait()
+        full[0] = 3 <= engine.steps + 1 <= 5
+        return step(engine, micro_batches, lr)
+
+    monkeypatch.setattr(DirectFile, "write", write)
+    monkeypatch.setattr(Engine, "step", filling)
+    said = train(config_of(tmp_path))
+    assert "the checkpoint of step 4 was not written" in said
+    assert "No space left on device" in said
+    assert steps_in(tmp_path / "run") == [2, 6]
+    assert losses(tmp_path / "run") == straight[0]
+    assert [line["step"] for line in lines(tmp_path / "run") if line["event"] == "saved"] == [2, 6]
+    assert equal(weights(tmp_path / "run"), straight[1])
+
+
+def not_finite_at(draws: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The data of these draws makes the loss not finite, whenever it is used."""
+    feeds: list[Feed] = []
+    honest_next, honest_step = Feed.__next__, Engine.step
+
+    def noted(self: Feed) -> Any:
+        feeds.append(self)
+        return honest_next(self)
+
+    def step(engine: Engine, micro_batches: Any, lr: float | None = None) -> StepOutput:
+        if feeds[-1].drawn - 1 in draws:
+            raise NonFinite("the loss is nan", where="step")
+        return honest_step(engine, micro_batches, lr)
+
+    monkeypatch.setattr(Feed, "__next__", noted)
+    monkeypatch.setattr(Engine, "step", step)
+
+
+def without(draws: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Feed.__init__
+
+    def made(self: Feed, loader: Any) -> None:
+        honest(self, loader)
+        self.left_out = set(draws)
+
+    monkeypatch.setattr(Feed, "__init__", made)
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, pytest.param(None, marks=pytest.mark.slow)])
+def test_a_rollback_goes_on_as_if_the_offending_data_did_not_exist(
+    max_grad_norm: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clip = {"max_grad_norm": max_grad_norm}
+    with monkeypatch.context() as patched:
+        without({0, 3, 4}, patched)
+        train(config_of(tmp_path, "straight", train=clip))
+    not_finite_at({0, 3, 4}, monkeypatch)
+    said = train(config_of(tmp_path, train={"on_nonfinite": "rollback", **clip}))
+    folder = tmp_path / "run"
+    told = [(line["step"], line["to"]) for line in lines(folder) if line["event"] == "rolledback"]
+    assert told[0] == (1, 0)
+    assert len(told) == 3
+    assert all(to < step for step, to in told)
+    assert "left out; goes on after step" in said
+    last = {line["step"]: line["loss"] for line in lines(folder) if line["event"] == "stepped"}
+    assert list(last.values()) == losses(tmp_path / "straight")
+    assert equal(weights(folder), weights(tmp_path / "straight"))
+    newest = checkpoints(folder / "checkpoints")[0]
+    assert open_checkpoint(newest).training["run"]["data"]["left_out"] == [0, 3, 4]
+
+
+@pytest.mark.slow
+def test_a_rollback_that_helps_nothing_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    not_finite_at(set(range(3, 99)), monkeypatch)
+    with pytest.raises(NonFinite, match="2 steps in a row not finite"):
+        train(config_of(tmp_path, train={"on_nonfinite": "rollback", "nonfinite_limit": 2}))
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert status["state"] == "failed"
+    assert "not finite" in status["error"]
+
+
+def test_stop_ends_at_the_first_step_that_is_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    not_finite_at({2}, monkeypatch)
+    with pytest.raises(NonFinite, match="step 3: 1 step not finite"):
+        train(config_of(tmp_path, train={"on_nonfinite": "stop"}))
+    assert steps_in(tmp_path / "run") == [2]
+
+
+def test_a_deadline_breaks_a_long_step_off_and_loses_nothing(
+    straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal comes in the middle of a step that would take ten minutes."""
+    from megatrain.engine import step as ops
+
+    honest, backward = Engine.step, ops.ACTIONS["BACKWARD"]
+
+    def long(streamer: Any, now: Any, op: Any, held: Any) -> None:
+        if now.number == 3:
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(600)
+        backward(streamer, now, op, held)
+
+    with monkeypatch.context() as patched:
+        patched.setitem(ops.ACTIONS, "BACKWARD", long)
+        began = time.monotonic()
+        said = train(config_of(tmp_path, checkpoint={"deadline_seconds": 1.0}))
+    assert time.monotonic() - began < 60
+    assert Engine.step is honest
+    assert "stopped after 3 of 6 steps" in said
+    assert steps_in(tmp_path / "run") == [2, 3]
+    train(config_of(tmp_path, resume="auto"))
+    assert losses(tmp_path / "run") == straight[0]
+    assert equal(weights(tmp_path / "run"), straight[1])
+
+
+@pytest.mark.slow
+def test_a_deadline_that_a_save_cannot_keep_leaves_the_older_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest, gate = DirectFile.write, threading.Event()
+
+    def slow(self: DirectFile, data: Any) -> None:
+        if gate.is_set():
+            time.sleep(0.05)
+        honest(self, data)
+
+    step = Engine.step
+
+    def interrupted(engine: Engine, micro_batches: Any, lr: float | None = None) -> StepOutput:
+        engine.saver.wait()
+        if engine.steps == 2:
+            gate.set()
+            signal.raise_signal(signal.SIGTERM)
+        return step(engine, micro_batches, lr)
+
+    monkeypatch.setattr(DirectFile, "write", slow)
+    monkeypatch.setattr(Engine, "step", interrupted)
+    said = train(config_of(tmp_path, checkpoint={"deadline_seconds": 0.8}))
+    assert "the deadline has come before step 3 was saved; the newest checkpoint is that of step 2" in said
+    assert steps_in(tmp_path / "run") == [2]
+
+
+@pytest.mark.slow
+def test_retention_keeps_the_last_the_regular_and_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Engine.step
+
+    def patient(engine: Engine, micro_batches: Any, lr: float | None = None) -> StepOutput:
+        engine.saver.wait()
+        return honest(engine, micro_batches, lr)
+
+    monkeypatch.setattr(Engine, "step", patient)
+    kept = {"every": 1, "keep_last": 1, "keep_every": 4, "keep_best": 1}
+    train(config_of(tmp_path, checkpoint=kept, train={"eval_every": 1}))
+    assert {4, 6} <= set(steps_in(tmp_path / "run")) <= {4, 5, 6}
