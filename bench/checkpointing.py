@@ -1,9 +1,10 @@
 """What a checkpoint costs: steps beside a save, the speed of a save against plain direct writes, memory, and a resume.
 
-    python -m bench.checkpointing [--parameters 3e8] [--tokens 2048] [--rounds 3] [--folder FOLDER] [--json FILE]
+    python -m bench.checkpointing [--parameters 3e8] [--tokens 2048] [--rounds 5] [--precision bf16|fp32]
+                                  [--folder FOLDER] [--json FILE]
 
-A Llama of about that size trains in `bf16` with an exact norm on the cpu. Each round, in turn: a step; a save with a
-step beside it (the flush before the save counts as part of that step); a save while nothing else runs; and as many
+A Llama of about that size trains with an exact norm on the cpu. Each round, in turn: a step; a save with a
+step beside it (the flush before the save counts as part of that step); a step; a save while nothing else runs; and as many
 bytes written to a plain file with the same number of threads, past the page cache, allocated before and forced to the
 disk after. Ratios are formed within a round, and the median is told. Peak memory is the largest resident size during a
 save (`VmHWM`) above that before. At the end a new engine is made of the checkpoint, every byte checked first, and its
@@ -34,6 +35,7 @@ from bench.exporting import config_of
 from bench.step import _resident
 from megatrain import Engine, Policy
 from megatrain.checkpoint import direct, open_checkpoint, sums
+from megatrain.spec import Precision
 
 WRITERS = 4
 STEP_RATIO, SPEED_RATIO = 1.25, 0.8
@@ -66,11 +68,11 @@ def direct_write_seconds(folder: Path, nbytes: int) -> float:
         path.unlink()
 
 
-def measure(parameters: float, tokens: int, rounds: int, folder: Path) -> dict[str, Any]:
+def measure(parameters: float, tokens: int, rounds: int, precision: Precision, folder: Path) -> dict[str, Any]:
     """Train, save and resume below `folder`; seconds and bytes."""
     config = config_of(parameters, experts=0)
-    policy = Policy("bf16", shares_memory=True, activations="recompute")
-    options: dict[str, Any] = {"policy": policy, "verify": False}
+    policy = Policy(precision, shares_memory=True, activations="recompute")
+    options: dict[str, Any] = {"precision": precision, "policy": policy, "verify": False}
     rows: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         work = Path(temporary)
@@ -96,6 +98,7 @@ def measure(parameters: float, tokens: int, rounds: int, folder: Path) -> dict[s
     found = {name: median(row[name] for row in rows) for name in rows[0]}
     return {
         "parameters": engine.spec.numel,
+        "precision": precision,
         "tokens_per_step": tokens,
         "checkpoint_nbytes": nbytes,
         "largest_unit_nbytes": unit,
@@ -115,13 +118,15 @@ def measure(parameters: float, tokens: int, rounds: int, folder: Path) -> dict[s
 
 
 def _round(engine: Engine, data: Sequence[list[dict[str, torch.Tensor]]], folder: Path) -> dict[str, float]:
-    plain = _seconds(lambda: engine.step(data[0]))
+    before_it = _seconds(lambda: engine.step(data[0]))
     waited = engine.saver.waited_seconds
     began = time.perf_counter()
     save = engine.save(folder)
     engine.step(data[1])
     beside, over = time.perf_counter() - began, save.is_over
     save.wait()
+    after_it = _seconds(lambda: engine.step(data[0]))
+    plain = (before_it + after_it) / 2  # what else the machine does comes and goes
     engine.flush()
     before = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM
@@ -173,11 +178,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=float, default=3e8)
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--folder", type=Path, default=Path("."))
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
-    result = measure(given.parameters, given.tokens, given.rounds, given.folder)
+    result = measure(given.parameters, given.tokens, given.rounds, given.precision, given.folder)
     print(show(result))
     if given.json is not None:
         given.json.write_text(json.dumps(result, indent=1) + "\n")

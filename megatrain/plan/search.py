@@ -21,7 +21,7 @@ from megatrain.plan.homes import PARTS, all_on_disk, residents, spread, state_nb
 from megatrain.plan.question import Estimate, Plan, Question
 from megatrain.spec import Keep, Policy
 
-MOST_SHARDS = 8
+MOST_SHARDS = 4
 """Pieces of the largest unit that candidates are replayed with; smaller shards are not tried."""
 
 MOST_SIZES = 8
@@ -48,6 +48,9 @@ STAGE_SLOTS = (3, 4, 6)
 
 TRIES = 3
 """Of a number of kept graphs that should fit, and the next lower ones."""
+
+WORTH_A_ROUND = 0.99
+"""Of the seconds before a round of moves; after one that gains less, no other is made."""
 
 WORTH_A_REPLAY = 0.995
 """Of the seconds of the usual homes; what does not promise to be that much quicker is not replayed."""
@@ -93,6 +96,7 @@ class _Search:
     def __init__(self, question: Question) -> None:
         self.question, self.budgets = question, question.budgets()
         self._known: dict[Candidate, Estimate] = {}
+        self._estimates: dict[Candidate, Estimate] = {}
         self._moved: dict[Candidate, Estimate] = {}
         self._resident: dict[tuple[int, int], int] = {}
         pinned = dict(question.pinned)
@@ -142,13 +146,16 @@ class _Search:
         if all(self._fits(*candidate) for candidate in usual):
             return self._climb(usual, self._moves)
         lean, rich = self._every_size(self._lean), self._every_size(self._rich)
-        starts = [*lean, *self._offloading(lean)], usual
-        found = self._least([*filter(None, (self._climb(each, self._moves) for each in starts))])
+        found = self._least([*filter(None, (self._climb(starts, self._moves) for starts in (lean, usual)))])
         for start, bound in zip(lean, rich, strict=True):
             if found is None or not self._fits(*start):
                 continue
             if self.price(*bound).seconds < WORTH_A_CLIMB * self.price(*found).seconds:
                 found = self._least([found, *filter(None, [self._climb([start], self._knobs)])])
+        for start in self._offloading(lean):
+            bound = replace(self._rich, activation_rows=OFFLOAD), start[1]
+            if found is None or self.price(*bound).seconds < WORTH_A_CLIMB * self.price(*found).seconds:
+                found = self._least([*filter(None, [found, self._climb([start], self._knobs)])])
         return found
 
     def leanest(self) -> Candidate:
@@ -165,13 +172,14 @@ class _Search:
         return [(one, rows) for rows in self._micro_batches() for one in self._activations(policy)]
 
     def _climb(self, starts: list[Candidate], moves: Moves) -> Candidate | None:
-        """From the best of these, the best move, until none is better."""
+        """From the best of these, the best move, until that gains little."""
         best = self._least(starts)
         while best is not None:
             better = self._least([best, *moves(*best)])
-            if better == best:
-                return best
+            gained = self.price(*better).seconds < WORTH_A_ROUND * self.price(*best).seconds if better else False
             best = better
+            if not gained:
+                return best
         return None
 
     def _refusal(self, least: Estimate) -> DoesNotFit:
@@ -247,16 +255,16 @@ class _Search:
                         yield other, sizes[near]
 
     def _knobs(self, policy: Policy, rows: int) -> Iterator[Candidate]:
-        """Candidates that differ in one knob: on from its value in both directions, for as long as that gains."""
+        """Candidates that differ in a knob from the best so far: on in both directions for as long as that gains."""
+        best = policy, rows
         for knob, values in KNOBS.items():
             if knob in self._pinned:
                 continue
             now = getattr(policy, knob)
             least = self._largest // MOST_SHARDS if knob == "shard_nbytes" else 0
             for ahead in ([v for v in values if v > now], [v for v in reversed(values) if least <= v < now]):
-                best = policy, rows
                 for value in ahead:
-                    other = replace(policy, **{knob: value}), rows
+                    other = replace(best[0], **{knob: value}), rows
                     yield other
                     if self._least([best, other]) != other:
                         break
@@ -280,12 +288,19 @@ class _Search:
         """With as little on the disk as the host's budget asks for."""
         key = policy, rows
         if key not in self._known:
-            found = estimate(self.question, policy, rows)
+            found = self._plain(policy, rows)
             placed = self._placed(policy, found)
             self._known[key] = found if placed is policy else moved(self.question, placed, found)
         return self._known[key]
 
     # Homes ------------------------------------------------------------------------------------------------------------
+
+    def _plain(self, policy: Policy, rows: int) -> Estimate:
+        """With all state in host memory."""
+        key = policy, rows
+        if key not in self._estimates:
+            self._estimates[key] = estimate(self.question, policy, rows)
+        return self._estimates[key]
 
     def outcome(self, policy: Policy, rows: int) -> Estimate:
         """What the candidate takes with the most promising homes."""
@@ -295,7 +310,7 @@ class _Search:
 
     def usual(self, policy: Policy, rows: int) -> list[Candidate]:
         """The candidate with as little on the disk as must be; then with more buffers to read ahead into."""
-        found = estimate(self.question, policy, rows)
+        found = self._plain(policy, rows)
         usual = self._placed(policy, found)
         if not any(home.uses_disk for home in usual.homes) or not {"homes", "stage_slots"}.isdisjoint(self._pinned):
             return [(usual, rows)]
@@ -362,7 +377,7 @@ class _Search:
 
     def _most_kept(self, policy: Policy, rows: int, whole: int) -> Rung:
         """With so many parts of the layers on the device, the most weights of the others that fit beside them."""
-        found = estimate(self.question, policy, rows)
+        found = self._plain(policy, rows)
         spare = self.budgets["device"] - found.nbytes["device"]
         low, high = int(whole == 0) - 1, PARTS  # the most that is known to fit, and that may
         while low < high:

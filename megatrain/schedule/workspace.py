@@ -37,12 +37,16 @@ def loss_nbytes(model: ModelSpec, policy: Policy, work: Work, micro: int, *, tra
 
 def backward_nbytes(model: ModelSpec, policy: Policy, work: Work, unit: int, tokens: int) -> int:
     """Beside the graph: a parameter's gradient, which exists beside the sum for a moment, and gradients of the widest
-    activation, of which a gate has two at a time. A prologue runs again, for it has no graph."""
+    activation, of which a gate has two at a time. A prologue runs again, for it has no graph.
+
+    Gradients of activations are counted where the device computes in host memory, which is where they were measured; on
+    an accelerator the planner's reserve has to cover them.
+    """
     largest = largest_nbytes(model, policy, unit)
     if unit == 0:
         again = tokens * model.hidden_size * policy.weight_nbytes + arguments_nbytes(policy, work, tokens)
         return again + _product_nbytes(policy, largest)
-    widest = tokens * _widest(model.units[unit]) * policy.weight_nbytes
+    widest = tokens * _widest(model.units[unit]) * policy.weight_nbytes if policy.shares_memory else 0
     return max(_product_nbytes(policy, largest), largest + _product_nbytes(policy, widest), 2 * widest)
 
 

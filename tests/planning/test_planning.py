@@ -126,9 +126,9 @@ def test_the_specification_of_each_family_is_found_from_its_config(family: str, 
 
 def test_without_a_number_of_tokens_fewer_are_taken_until_they_fit(saved: str) -> None:
     assert "65,536 tokens in" in shown(saved, hardware="h200")
-    assert "16,384 tokens in" in shown(saved, device_memory="4GB")
+    assert "32,768 tokens in" in shown(saved, device_memory="3.5GB")
     with pytest.raises(DoesNotFit):
-        shown(saved, device_memory="4GB", tokens_per_step=65_536)
+        shown(saved, device_memory="3.5GB", tokens_per_step=65_536)
 
 
 def test_options_reach_the_plan(saved: str) -> None:
@@ -219,7 +219,7 @@ def test_a_length_beyond_the_models_positions_is_refused(config: str) -> None:
 
 def test_what_does_not_fit_names_the_upgrade_that_would_help(saved: str) -> None:
     with pytest.raises(
-        DoesNotFit, match=r"or a smaller model; twice the host memory would make it fit \(\S+ tokens/s\)"
+        DoesNotFit, match=r"\(disk.folders\) would fit; twice the host memory would make it fit \(\S+ tokens/s\)"
     ):
         shown(saved, host_memory="10GB", disk_memory="0")
     with pytest.raises(DoesNotFit, match="no single upgrade makes it fit"):

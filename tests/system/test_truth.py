@@ -91,7 +91,7 @@ def test_twenty_steps_equal_a_plain_pytorch_loop(family: str, device: str, clip:
         torch.testing.assert_close(masters[name], parameter.detach(), rtol=2e-3, atol=2e-5, msg=name)
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-tied"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "llama-tied"])
 def test_bf16_weights_are_bit_equal_to_a_run_with_whole_float32_masters(family: str) -> None:
     """The reference holds float32 masters, rounds them for each step, and updates them with numpy AdamW."""
     model = tiny_model(family)
