@@ -3,12 +3,12 @@
     python -m bench.checkpointing [--parameters 3e8] [--tokens 2048] [--rounds 5] [--precision bf16|fp32]
                                   [--folder FOLDER] [--json FILE]
 
-A Llama of about that size trains with an exact norm on the cpu. Each round, in turn: a step; a save with a
-step beside it (the flush before the save counts as part of that step); a step; a save while nothing else runs; and as many
-bytes written to a plain file with the same number of threads, past the page cache, allocated before and forced to the
-disk after. Ratios are formed within a round, and the median is told. Peak memory is the largest resident size during a
-save (`VmHWM`) above that before. At the end a new engine is made of the checkpoint, every byte checked first, and its
-next loss compared with that of the engine that wrote it.
+A Llama of about that size trains with an exact norm on the cpu. Each round, in turn: a step; a save with a step beside
+it (the flush before the save counts as part of that step); a step; a save while nothing else runs; and as many bytes
+written to a plain file with the same number of threads, past the page cache, allocated before and forced to the disk
+after. Ratios are formed within a round, that of steps to the mean of those before and after, and the median is told.
+Peak memory is the largest resident size during a save (`VmHWM`) above that before. At the end a new engine is made of
+the checkpoint, every byte checked first, and its next loss compared with that of the engine that wrote it.
 
 The claims: a step beside a save at most 1.25 times a normal one, a save at 0.8 of direct writes at least, and no more
 memory than the largest unit, masters and moments in float32.

@@ -86,7 +86,7 @@ class Pace:
     def _at(self, moment: float, share: float) -> float:
         first = max(0, bisect(self._when, moment) - (NEAREST + 1) // 2)
         near = self._seconds[first : first + NEAREST]
-        product, passing = (median(values) for values in zip(*near, strict=True))
+        product, passing = (float(median(values)) for values in zip(*near, strict=True))
         return share * product / self._usual[0] + (1 - share) * passing / self._usual[1]
 
 

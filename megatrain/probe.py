@@ -297,8 +297,14 @@ def _disk(folder: Path, seconds: float, clock: _Clock, found: _Findings) -> None
     how = "direct" if speed.direct else "through the page cache, direct I/O was refused"
     source = f"measured: {how}, a file of {speed.file_nbytes >> 20} MiB, {speed.written_nbytes >> 20} MiB written"
     found.note(source, disk_read_bandwidth=best.read_bandwidth, disk_write_bandwidth=best.write_bandwidth)
+    both = {
+        "disk_duplex_read_bandwidth": speed.duplex_read_bandwidth,
+        "disk_duplex_write_bandwidth": speed.duplex_write_bandwidth,
+    }
+    found.note(f"{source}, both ways at once", **both)
     found.note(source, disk_block_nbytes=best.block_nbytes, disk_depth=best.depth, disk_rates=speed.rates)
     rates = f"{best.read_bandwidth / 1e9:.2f} GB/s read, {best.write_bandwidth / 1e9:.2f} written"
+    rates += f", at once {speed.duplex_read_bandwidth / 1e9:.2f} and {speed.duplex_write_bandwidth / 1e9:.2f}"
     found.say(f"disk: {rates}, {best.depth} blocks of {best.block_nbytes >> 10} KiB at once, {how}")
 
 

@@ -10,7 +10,8 @@ time under derived waits, so `record_stream` is needed nowhere. What layers allo
 on the compute stream.
 
 Host memory is an exact-size anonymous mapping. What crosses the bus is page-locked with `cudaHostRegister`: PyTorch's
-pinned allocator rounds up to powers of two. What only the host uses is not. Where locking is refused the mapping is used pageable, and `unpinned_nbytes` says how much.
+pinned allocator rounds up to powers of two. What only the host uses is not. Where locking is refused the mapping is
+used pageable, and `unpinned_nbytes` says how much.
 """
 
 from __future__ import annotations

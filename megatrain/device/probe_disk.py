@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import cycle, product
 from pathlib import Path
 
 from megatrain.errors import DeviceError
@@ -25,6 +26,8 @@ from megatrain.spec import DiskRate
 
 BLOCKS = (128 << 10, 512 << 10, 2 << 20, 8 << 20)
 DEPTHS = (1, 2, 4, 8)
+DUPLEX_SHARE = 0.15
+"""Of the time, for both directions at once."""
 _GRID = sorted(((block, depth) for block in BLOCKS for depth in DEPTHS), key=lambda pair: -pair[0] * pair[1])
 """The pairs from which most is in flight come first, in case that time runs out."""
 
@@ -36,6 +39,9 @@ class DiskSpeed:
     rates: tuple[DiskRate, ...]
     best: DiskRate
     """The pair of block and depth with which a byte is written and read back soonest."""
+    duplex_read_bandwidth: float
+    """With that pair, in both directions at once."""
+    duplex_write_bandwidth: float
     direct: bool
     """Whether the page cache was out of the way."""
     file_nbytes: int
@@ -54,12 +60,13 @@ def disk_speed(folder: Path, nbytes: int, seconds: float) -> DiskSpeed:
 
     Raises `DeviceError` where no file can be made there, or the disk is full.
     """
-    with _nameless(folder) as file, ThreadPoolExecutor(max(DEPTHS)) as threads:
+    with _nameless(folder) as file, ThreadPoolExecutor(2 * max(DEPTHS)) as threads:
         bench = _Bench(file, threads)
         bench.direct = bench.go_direct()
         began = time.perf_counter()
         bench.fill(max(nbytes // BLOCKS[-1], 1) * BLOCKS[-1], seconds / 4)
         rates: list[DiskRate] = []
+        together, seconds = seconds * DUPLEX_SHARE, seconds * (1 - DUPLEX_SHARE)
         for index, (block, depth) in enumerate(_GRID):
             left = seconds - (time.perf_counter() - began)
             if rates and left <= 0:
@@ -69,7 +76,10 @@ def disk_speed(folder: Path, nbytes: int, seconds: float) -> DiskSpeed:
             read = bench.bandwidth(bench.read, block, depth, share)
             rates.append(DiskRate(block, depth, read, written))
         best = min(rates, key=lambda rate: 1 / rate.read_bandwidth + 1 / rate.write_bandwidth)
-        return DiskSpeed(tuple(sorted(rates, key=_place)), best, bench.direct, bench.nbytes, bench.written_nbytes)
+        duplex = bench.duplex(best.block_nbytes, best.depth, together)
+        return DiskSpeed(
+            tuple(sorted(rates, key=_place)), best, *duplex, bench.direct, bench.nbytes, bench.written_nbytes
+        )
 
 
 def _place(rate: DiskRate) -> tuple[int, int]:
@@ -139,6 +149,26 @@ class _Bench:
             os.fdatasync(self._file)
             self.written_nbytes += done
         return done / (time.perf_counter() - began)
+
+    def duplex(self, block: int, depth: int, seconds: float) -> tuple[float, float]:
+        """Bytes per second read and written while both are under way, by `depth` threads each."""
+        began = time.perf_counter()
+
+        def work(job: tuple[Callable[[int, int, int], None], int]) -> int:
+            call, thread = job
+            done = 0
+            for start in cycle(range(thread * block, self.nbytes, depth * block)):
+                call(thread, start, block)
+                done += block
+                if time.perf_counter() - began > seconds:
+                    break
+            return done
+
+        done = list(self._threads.map(work, product((self.read, self.write), range(depth))))
+        os.fdatasync(self._file)
+        self.written_nbytes += sum(done[depth:])
+        spent = time.perf_counter() - began
+        return sum(done[:depth]) / spent, sum(done[depth:]) / spent
 
 
 def _aligned(nbytes: int) -> mmap.mmap:

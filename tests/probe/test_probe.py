@@ -53,7 +53,6 @@ def test_a_cpu_is_probed_and_saved(cpu: CpuDevice, tmp_path: Path) -> None:
     sources = dict(found.sources)
     expected_unknown = {"peak_flops", "peak_flops_fp32", "watts", "disk_endurance_nbytes", "elementwise_bandwidth"}
     expected_unknown |= {f"{kind}_{way}_bandwidth" for kind in ("duplex", "pageable") for way in ("fetch", "grad")}
-    expected_unknown |= {f"disk_duplex_{way}_bandwidth" for way in ("read", "write")}
     for field in fields(Hardware):
         value = getattr(found, field.name)
         if field.name in expected_unknown:
