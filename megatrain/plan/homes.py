@@ -1,9 +1,10 @@
 """Which units' state lives where: as little on the disk as memory asks for, the coldest first.
 
 What the step touches least often goes to the disk first: moments, low bits, waiting gradients, then weights, those of
-the layers before those of the ends. Layers with a home of their own are spread evenly over the depth, so that the disk and the
-bus are busy throughout. Spare device memory keeps weights, or whole layers with their optimizer state, by sixteenths
-of the layers: a fixed grid, so that more memory only adds to the choices. Left out: how good a choice is (`search`).
+the layers before those of the ends. Layers with a home of their own are spread evenly over the depth, so that the disk
+and the bus are busy throughout. Spare device memory keeps weights, or whole layers with their optimizer state, by
+sixteenths of the layers: a fixed grid, so that more memory only adds to the choices. Left out: how good a choice is
+(`search`).
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def test_kinds_of_layers_count_as_often_as_there_are(model: ModelSpec, activatio
     guessed, found = estimate(question, policy, 2), examine(question, policy, 2)
     assert guessed.seconds == pytest.approx(found.seconds, rel=0.01)
     assert guessed.nbytes["host"] == pytest.approx(found.nbytes["host"], rel=1e-9)
-    # the largest of several sums, which may be another in a shallow model where layers differ; a winner is replayed whole
+    # the largest of several sums, which may be another in a shallow model; a winner is replayed whole
     differs = len({unit.numel for unit in model.units[1:-1]}) > 1 and activations == "recompute"
     assert guessed.nbytes["device"] == pytest.approx(found.nbytes["device"], rel=0.15 if differs else 0.01)
 
