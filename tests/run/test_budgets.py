@@ -41,7 +41,8 @@ def test_a_run_with_half_the_memory_has_the_same_numbers(tmp_path: Path, device:
     assert len(losses) == 4
     assert same_losses == losses
     steps = [line for line in lines(tmp_path / "tight" / "run") if line["event"] == "stepped"]
-    assert all(line["written_nbytes"] > 1e5 and line["written_nbytes_per_day"] > 1e8 for line in steps[1:])
+    assert max(line["written_nbytes"] for line in steps) > 1e5  # a new plan may find a better home for it
+    assert max(line["written_nbytes_per_day"] for line in steps) > 1e8
     assert all(weights[name].equal(same_weights[name]) for name in weights)
     assert "disk" in told
     assert "disk" not in plain_told
