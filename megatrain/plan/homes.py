@@ -28,12 +28,20 @@ FIELDS = ("moments", "low_bits", "gradients", "weights")
 
 def state_nbytes(model: ModelSpec, policy: Policy) -> dict[str, int]:
     """Tier -> bytes of all units' state between steps, with the buffers that it passes through on its way from disk."""
-    return dict(_state_nbytes(model, _state_policy(policy)))
+    return dict(_state_nbytes(model, state_policy(policy)))
 
 
-def _state_policy(policy: Policy) -> Policy:
+def state_policy(policy: Policy) -> Policy:
     """The policy without what does not matter for the place of state."""
-    return replace(policy, loss_chunk_tokens=1, shard_nbytes=1 << 40, activations="recompute", host_threads=0)
+    return replace(
+        policy,
+        loss_chunk_tokens=1,
+        shard_nbytes=1 << 40,
+        activations="recompute",
+        activation_rows=(),
+        grad_slots=1,
+        host_threads=0,
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -17,9 +17,9 @@ from typing import Any
 from megatrain.errors import DoesNotFit
 from megatrain.plan.advice import changes
 from megatrain.plan.estimates import estimate, examine, moved
-from megatrain.plan.homes import PARTS, all_on_disk, residents, spread, state_nbytes, to_disk
+from megatrain.plan.homes import PARTS, all_on_disk, residents, spread, state_nbytes, state_policy, to_disk
 from megatrain.plan.question import Estimate, Plan, Question
-from megatrain.spec import Keep, Policy
+from megatrain.spec import Home, Keep, Policy
 
 MOST_SHARDS = 4
 """Pieces of the largest unit that candidates are replayed with; smaller shards are not tried."""
@@ -98,6 +98,7 @@ class _Search:
         self._known: dict[Candidate, Estimate] = {}
         self._estimates: dict[Candidate, Estimate] = {}
         self._moved: dict[Candidate, Estimate] = {}
+        self._homes: dict[tuple[Policy, int], tuple[Home, ...]] = {}
         self._resident: dict[tuple[int, int], int] = {}
         pinned = dict(question.pinned)
         self._micro_batch: int | None = pinned.pop("micro_batch", None)
@@ -406,8 +407,11 @@ class _Search:
         if "homes" in self._pinned or not self.budgets["disk"]:
             return policy
         beside = found.nbytes["host"] - self._state_nbytes(replace(policy, homes=()))
-        room = self.budgets["host"] - beside
-        return to_disk(self.question.model, policy, room) or all_on_disk(self.question.model, policy)
+        room, model = self.budgets["host"] - beside, self.question.model
+        key = state_policy(policy), room
+        if key not in self._homes:
+            self._homes[key] = (to_disk(model, policy, room) or all_on_disk(model, policy)).homes
+        return policy if self._homes[key] == policy.homes else replace(policy, homes=self._homes[key])
 
     def _state_nbytes(self, policy: Policy) -> int:
         """In host memory."""

@@ -123,9 +123,13 @@ def describe_activations(policy: Policy) -> str:
         whole = "recomputes each layer in the backward pass"
         return "keeps each layer's graph" if policy.activations == "keep" else whole
     counts = Counter(keep for row in policy.activation_rows for keep in row)
-    words = {"graph": "graph", "input": "input", "offload": "input in the host", "drop": "nothing"}
-    shares = [f"{words[keep]} of {count / counts.total():.0%}" for keep, count in counts.most_common()]
-    return f"keeps of the layers the {', '.join(shares)}"
+    words = {"graph": "the graph", "input": "the input", "offload": "the input in the host", "drop": "nothing"}
+    shares = [f"{words[keep]} of {_share(count, counts.total())}" for keep, count in counts.most_common()]
+    return f"keeps {', '.join(shares)}"
+
+
+def _share(count: int, total: int) -> str:
+    return "each layer" if count == total else f"{count / total:.0%} of the layers"
 
 
 def describe_homes(homes: Sequence[Home]) -> list[str]:
