@@ -1,0 +1,304 @@
+"""The disk tier against DeepSpeed's ZeRO-3 with parameters and optimizer state on NVMe: tokens per second, peak memory.
+
+    python -m bench.zero_nvme --python DEEPSPEEDS_PYTHON [--folder FOLDER] [--precision fp32] [--turns N] [--out FOLDER]
+
+The model, the work and the optimizer are the same: the 134M Llama and the 4 x 512 tokens of `bench.step`, recomputed in
+the backward pass, AdamW, clipping by the global norm, the same first weights: the losses must agree. *MegaTrain* has
+every part of every unit's state on the disk. *DeepSpeed* runs twice, on its CPU accelerator, with its own AdamW for the
+cpu and its asynchronous I/O, one optimizer tile per layer, and buffers no larger than the largest parameter: as
+`deepspeed` with the fewest buffers, and as `deepspeed_pipelined` with as many as it needs to read the next tile and
+write the last one meanwhile, which takes more memory.
+
+Each lives in a process of its own, and they take turns, a step each, so that the machine's drift hits all alike. A
+speed is the median over turns of the ratio within a turn. Peak memory is the kernel's count of the process's resident
+memory (`VmHWM`), interpreter and libraries included, reset when the model has been built, after which come all steps;
+pinned buffers count, the page cache does not (both sides read and write past it). Beside it, what that is above the
+process with everything imported and no model yet. DeepSpeed is no dependency: `--python` names an interpreter that has
+it, with what it takes to compile its operators; without one its side is left out. Left out too are models that need
+the disk: there its buffers would weigh less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.step import LENGTH, SEQUENCES, SHAPE, _resident
+
+OURS = "megatrain"
+THEIRS = ("deepspeed", "deepspeed_pipelined")
+SPEED_GOAL, MEMORY_GOAL = 1.5, 0.5
+LOSS_TOLERANCE = 0.01
+LEARNING_RATE, WEIGHT_DECAY = 1e-4, 0.1
+STATES = 4
+"""Buffers of one optimizer tile: master, both moments and the gradient."""
+SHOWN = ("loss", "seconds", "peak_nbytes", "read_nbytes", "written_nbytes")
+ROOT = Path(__file__).parents[1]
+Settings = dict[str, Any]
+Built = tuple[int, Callable[[], float], dict[str, Any]]
+"""Resident bytes before there was a model, a step, which returns its loss, and what there is to tell."""
+
+
+def compare(settings: Settings, turns: int, python: str | None, warm_up: int = 1) -> dict[str, Any]:
+    """Run all contenders in turn; DeepSpeed's only with an interpreter. Settings: see `main`."""
+    contenders: dict[str, Contender] = {}
+    told: dict[str, dict[str, Any]] = {}
+    try:
+        for name in (OURS, *THEIRS) if python else (OURS,):  # built one after the other
+            contenders[name] = Contender(name, sys.executable if name == OURS else str(python), settings)
+            told[name] = contenders[name].ask("build")
+        done: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
+        for _ in range(warm_up + turns):
+            for name, contender in contenders.items():
+                done[name].append(contender.ask("step"))
+    finally:
+        for contender in contenders.values():
+            contender.close()
+    seconds = {name: [step["seconds"] for step in steps[warm_up:]] for name, steps in done.items()}
+    tokens = settings["rows"] * settings["length"]
+    figures = {
+        name: {
+            **told[name],
+            **done[name][-1],  # of which the bytes read and written are of the last step alone
+            "peak_nbytes_per_parameter": done[name][-1]["peak_nbytes"] / told[name]["parameters"],
+            "tokens_per_second": tokens / median(seconds[name]),
+            "seconds": seconds[name],
+            "losses": [step["loss"] for step in done[name]],
+        }
+        for name in contenders
+    }
+    return {
+        "machine": platform.processor() or platform.machine(),
+        "cpus": os.cpu_count(),
+        "settings": {key: value for key, value in settings.items() if key != "folder"},
+        "tokens_per_step": tokens,
+        "turns": turns,
+        "contenders": figures,
+        "ratios": {name: ratios(figures[OURS], figures[name]) for name in list(figures)[1:]},
+    }
+
+
+def ratios(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, float | bool]:
+    """Our figures to theirs: speed, turn by turn, and both counts of memory; and whether the claim is true of them."""
+    speed = median(their / our for our, their in zip(ours["seconds"], theirs["seconds"], strict=True))
+    memory, above = (ours[key] / theirs[key] for key in ("peak_nbytes", "above_start_nbytes"))
+    apart = max(abs(our / their - 1) for our, their in zip(ours["losses"], theirs["losses"], strict=True))
+    holds = speed >= SPEED_GOAL and memory <= MEMORY_GOAL and apart < LOSS_TOLERANCE
+    return {"speed": speed, "memory": memory, "memory_above_start": above, "losses_apart": apart, "holds": holds}
+
+
+class Contender:
+    """The process of one contender. It answers each line with a line of JSON."""
+
+    def __init__(self, name: str, python: str, settings: Settings) -> None:
+        self._name, self._log = name, tempfile.TemporaryFile("w+")  # noqa: SIM115  # lives as long as the process
+        threads = str(len(os.sched_getaffinity(0)))
+        environment = os.environ | {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu"}
+        environment |= {"LOCAL_RANK": "0"}  # what DeepSpeed's launcher sets
+        command = [python, "-m", "bench.zero_nvme", "--contend", name, json.dumps(settings)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
+        self._process = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)  # type: ignore[call-overload]
+
+    def ask(self, order: str) -> dict[str, Any]:
+        """Its answer. Raises `RuntimeError` with the end of its log where the process has died."""
+        with suppress(BrokenPipeError):
+            print(order, file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.wait()
+            self._log.seek(0)
+            raise RuntimeError(f"{self._name} has ended:\n{self._log.read()[-4000:]}")
+        found: dict[str, Any] = json.loads(line)
+        print(f"{self._name}: {order}", *(f"{found[key]:.6g}" for key in SHOWN if key in found), flush=True)
+        return found
+
+    def close(self) -> None:
+        """Let it tidy up, and end it."""
+        try:
+            self._process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._log.close()
+
+
+def contend(name: str, settings: Settings) -> None:
+    """One process: answers until its input ends. What libraries print goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    import torch
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    size, drawing = (settings["rows"], settings["length"]), torch.Generator().manual_seed(1)
+    ids = torch.randint(0, settings["shape"]["vocab_size"], size, generator=drawing)
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    with tempfile.TemporaryDirectory(dir=settings["folder"]) as folder:
+        for line in iter(sys.stdin.readline, ""):
+            answer: dict[str, Any]
+            if line == "build\n":
+                build = _megatrain if name == OURS else _deepspeed
+                start, step, answer = build(settings, ids, Path(folder), pipelined=name == THEIRS[1])
+                answer["versions"] |= versions
+                gc.collect()
+                ctypes.CDLL(None).malloc_trim(0)  # nothing that only construction took shall count
+                Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+            else:
+                (read, written), began = _disk_nbytes(), time.perf_counter()
+                answer = {"loss": step(), "seconds": time.perf_counter() - began}
+                answer |= {"read_nbytes": _disk_nbytes()[0] - read, "written_nbytes": _disk_nbytes()[1] - written}
+                peak = _resident("VmHWM")
+                answer |= {"peak_nbytes": peak, "above_start_nbytes": peak - start}
+            print(json.dumps(answer), file=answers, flush=True)
+
+
+def _disk_nbytes() -> tuple[int, int]:
+    """Bytes that this process has had read from drives, and written to them."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["read_bytes"]), int(counts["write_bytes"])
+
+
+def _megatrain(settings: Settings, ids: Any, folder: Path, *, pipelined: bool) -> Built:
+    """The engine with all state on the disk."""
+    import torch
+    import transformers
+
+    import megatrain
+    from megatrain.model import port_model
+    from megatrain.model.architecture import read_config
+    from megatrain.model.blueprint import blueprint
+    from megatrain.optim import warm_up
+    from megatrain.plan import choose_policy
+    from megatrain.plan.homes import all_on_disk
+
+    warm_up()
+    fields, precision = {"model_type": "llama", **settings["shape"]}, settings["precision"]
+    optimizer = megatrain.AdamW(lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    start = _resident("VmRSS")
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    spec = port_model(blueprint(read_config(fields, where="bench")), dtype).spec
+    policy = choose_policy(precision, shares_memory=True, clips=True, host_threads=torch.get_num_threads())
+    options = {"precision": precision, "policy": all_on_disk(spec, policy), "disk": [folder], "verify": False}
+    engine = megatrain.Engine.from_config(fields, optimizer=optimizer, **options)
+    table = engine.memory_table()
+    tiers = {tier: sum(n for (of, _), n in table.items() if of == tier) for tier in ("host", "disk")}
+    versions = {"megatrain": megatrain.__version__, "transformers": transformers.__version__}
+    told = {"parameters": spec.numel, "nbytes_by_tier": tiers, "versions": versions}
+    return start, lambda: engine.step([{"input_ids": ids, "labels": ids}]).loss, told
+
+
+def _deepspeed(settings: Settings, ids: Any, folder: Path, *, pipelined: bool) -> Built:
+    """ZeRO-3 over the library's own model, which is built whole and then handed over."""
+    import deepspeed
+    import torch
+    import transformers
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+    AsyncIOBuilder().load(verbose=False)
+    DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(1))])  # compiles, where it has not been compiled yet
+    start = _resident("VmRSS")
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings["shape"]))
+    # Not the newer checkpointing: it keeps views of swap buffers that are refilled before they are used, so that the
+    # gradients come out wrong without a word (0.19.8, one process).
+    model.train().gradient_checkpointing_enable({"use_reentrant": True})
+    numels = [each.numel() for each in model.parameters()]
+    tile = sum(each.numel() for each in model.model.layers[0].parameters())
+    config = deepspeed_config(settings, folder, tile, max(numels), pipelined)
+    if settings["precision"] == "bf16":
+        model.bfloat16()
+    deepspeed.zero.Init(module=model, config_dict_or_path=config)  # `initialize` alone would take bf16 on a cpu
+    engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    del model
+
+    def step() -> float:
+        loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    versions = {"deepspeed": deepspeed.__version__, "transformers": transformers.__version__}
+    shown = json.loads(json.dumps(config).replace(str(folder), "FOLDER"))
+    return start, step, {"parameters": sum(numels), "config": shown, "versions": versions}
+
+
+def deepspeed_config(settings: Settings, folder: Path, tile: int, largest: int, pipelined: bool) -> dict[str, Any]:
+    """What `deepspeed.initialize` is told; tile and largest are numbers of parameters."""
+    place = {"device": "nvme", "nvme_path": str(folder), "pin_memory": True}
+    ahead = {"pipeline_read": pipelined, "pipeline_write": pipelined}
+    tiles_at_once = 3 if pipelined else 1  # read, updated, written
+    return {
+        "train_micro_batch_size_per_gpu": settings["rows"],
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": settings["precision"] == "bf16"},
+        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}},
+        "zero_optimization": {
+            "stage": 3,
+            "sub_group_size": tile,
+            "offload_param": {**place, "buffer_count": 5, "buffer_size": largest, "max_in_cpu": 0},
+            "offload_optimizer": {**place, "buffer_count": STATES * tiles_at_once, **ahead},
+            "stage3_max_live_parameters": largest,
+            "stage3_max_reuse_distance": 0,  # with more, small parameters that stay take all buffers, and it ends
+            "stage3_prefetch_bucket_size": tile,
+            "reduce_bucket_size": tile,
+        },
+        "aio": {"block_size": 1 << 20, "queue_depth": 16, "overlap_events": True, "single_submit": False},
+    }
+
+
+def show(result: dict[str, Any]) -> str:
+    """The comparison as text."""
+    lines = [f"{'':<21}{'tokens/s':>9}{'speed':>8}{'peak MiB':>10}{'B/param':>9}{'memory':>8}{'above start':>13}"]
+    for name, found in result["contenders"].items():
+        ratio = result["ratios"].get(name)
+        compared = [f"{ratio[key]:.2f}x" for key in ("speed", "memory", "memory_above_start")] if ratio else [""] * 3
+        lines.append(
+            f"{name:<21}{found['tokens_per_second']:>9.0f}{compared[0]:>8}{found['peak_nbytes'] / (1 << 20):>10,.0f}"
+            f"{found['peak_nbytes_per_parameter']:>9.1f}{compared[1]:>8}{compared[2]:>13}"
+        )
+    lines.append(f"ratios are those of {OURS} to the one in the row; the claim: {SPEED_GOAL}x at {MEMORY_GOAL}x")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--python", help="an interpreter that has DeepSpeed; this one, if it has it")
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the drive that holds the state")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--turns", type=int, default=4, help="counted steps of each")
+    parser.add_argument("--out", type=Path, help="folder for zero_nvme.json")
+    parser.add_argument("--contend", help=argparse.SUPPRESS)
+    parser.add_argument("settings", nargs="?", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.contend:
+        contend(given.contend, json.loads(given.settings))
+        return 0
+    settings = {"shape": SHAPE, "rows": SEQUENCES, "length": LENGTH, "precision": given.precision}
+    settings |= {"folder": str(Path(given.folder).resolve())}
+    python = given.python or (sys.executable if importlib.util.find_spec("deepspeed") else None)
+    result = compare(settings, given.turns, python)
+    print(show(result))
+    if given.out:
+        given.out.mkdir(parents=True, exist_ok=True)
+        (given.out / "zero_nvme.json").write_text(json.dumps(result, indent=1) + "\n")
+    return 0 if all(each["holds"] for each in result["ratios"].values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
