@@ -26,7 +26,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("schedule", "device", "optim", "model", "data", "dist"),
     ("memory", "plan"),
     ("engine", "checkpoint"),
-    ("train", "config"),
+    ("train", "config", "losses"),
     (
         *("corpus", "machine", "preflight", "resume", "run", "conversion", "generation", "planning", "probe"),
         *("budgets", "recipe", "trained", "verification", "cli", "api", "testing", "__init__", "__main__"),
