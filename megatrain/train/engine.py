@@ -218,6 +218,11 @@ class Engine(Stepping, Restorable):
         self.flush()
         return {name: self._store.master(name) for name in self._store.names()}
 
+    def master(self, name: str) -> Tensor:
+        """A copy of one parameter's float32 master, in its shape, pending updates applied."""
+        self.flush()
+        return self._store.master(name)
+
     def save_pretrained(self, folder: str | Path, **options: Unpack[ExportOptions]) -> Path:
         """Write a Hugging Face folder, streamed unit by unit; it appears whole or not at all.
 

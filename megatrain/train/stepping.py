@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from megatrain.device import Device
-from megatrain.engine import KeepLogProbs, LossFn, MicroBatch, StepResult, Streamer, check_micro_batches
+from megatrain.engine import KeepLogProbs, LossFn, MicroBatch, StepResult, Streamer, check_inputs, check_micro_batches
 from megatrain.errors import ModelError
 from megatrain.memory import Disk
 from megatrain.model import PortedModel
@@ -113,6 +113,17 @@ class Stepping:
         keeps = KeepLogProbs()
         self.measure(micro_batches, keeps)
         return keeps.kept
+
+    def logits(self, inputs: MicroBatch) -> Tensor:
+        """All logits, float32[batch, length, vocabulary] on the device, for what the model's forward takes.
+
+        These are whole, so this is for few and short rows. Without dropout; nothing is updated.
+        """
+        check_inputs(self.spec, {"labels": inputs.get("input_ids"), **inputs}, "logits")
+        self._settle()
+        schedule = self._schedules.get("forward", Work((inputs["input_ids"].numel(),)))
+        with self._ported.evaluation_mode():
+            return self._streamer.next_logits(schedule, inputs, kept=0)
 
     def flush(self) -> None:
         """Apply the updates that are pending, if any. Called by everything that reads the weights."""
