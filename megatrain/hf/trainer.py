@@ -68,11 +68,14 @@ class Streamed:
             raise ConfigError("takes two arguments without a name", where="StreamedTrainer", fix=fix)
         refuse_class(type(self))
         refuse_keywords(keywords)
+        if args is not None:
+            refuse_arguments(args)
         self.loss_fn, self._options = loss_fn, dict(engine_options or {})
         self._engine: Engine | None = None
         self._waiting: list[Mapping[str, Any]] = []
         self._norm: float | None = None
-        self._step_folder: Path | None = None
+        self._saves_all = False
+        """Whether what is saved is a checkpoint, with all of the engine's state."""
         self._folder = str(model) if isinstance(model, str | Path) else None
         if self._folder is not None:
             model = self._source(args).model
@@ -241,7 +244,7 @@ class Streamed:
     def _export(self, folder: Path) -> None:
         """What `save_pretrained` of the model does: its files, among those that are there; or those of a checkpoint."""
         engine = self.engine
-        if self._step_folder is not None:
+        if self._saves_all:
             beside = folder.parent / ".megatrain"
             made = engine.save(beside, step=self.state.global_step).wait()
             shutil.rmtree(folder, ignore_errors=True)
@@ -261,12 +264,11 @@ class Streamed:
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """The trainer's, with the engine's whole state in place of the optimizer's, unless `save_only_model`."""
-        if not self.args.save_only_model:
-            self._step_folder = Path(self.args.output_dir)
+        self._saves_all = not self.args.save_only_model
         try:
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
         finally:
-            self._step_folder = None
+            self._saves_all = False
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         try:

@@ -8,7 +8,7 @@ out: how any of it is shown.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,8 @@ class Stepped:
     """Steps that were done before this process took the run up."""
     written_nbytes: int = 0
     """Bytes that the step wrote to the disk tier."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the loss reports of the step: rewards of preferences, say."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -83,6 +85,8 @@ class Evaluated:
 
     step: int
     loss: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the loss reports with it."""
 
 
 @dataclass(frozen=True, slots=True)

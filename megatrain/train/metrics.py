@@ -22,8 +22,12 @@ DERIVED = ("tokens_per_second", "flops_per_second", "light_share", "stall_share"
 
 
 def record(event: Event) -> dict[str, Any]:
-    """An event as a JSON object: its fields, what follows from them, and `event`, its kind in lower case."""
+    """An event as a JSON object: its fields, what follows from them, and `event`, its kind in lower case.
+
+    What a loss reports stands among them by its own name: `rewards/margins`, say.
+    """
     values = {"event": type(event).__name__.lower(), **asdict(event)}
+    values |= values.pop("metrics", {})
     if isinstance(event, Stepped):
         values |= {name: getattr(event, name) for name in DERIVED}
     return {key: _finite(value) for key, value in values.items()}
@@ -79,6 +83,8 @@ class TensorBoard:
                     self._writer.add_scalar(tag, value, event.step)
             case Evaluated():
                 self._writer.add_scalar("loss/validation", event.loss, event.step)
+                for name, value in event.metrics.items():
+                    self._writer.add_scalar(f"{name}/validation", value, event.step)
             case Sampled():
                 self._writer.add_text("sample", f"    {event.prompt}{event.text}".replace("\n", "\n    "), event.step)
             case Skipped() | Ended():
@@ -112,6 +118,7 @@ def _scalars(event: Stepped) -> dict[str, float]:
         "speed/stall_share": event.stall_share,
         **({"disk/written_nbytes_per_day": event.written_nbytes_per_day} if event.written_nbytes else {}),
         **{f"memory/{tier}_nbytes": nbytes for tier, nbytes in event.nbytes.items()},
+        **event.metrics,
     }
 
 

@@ -28,7 +28,18 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("engine", "checkpoint"),
     ("train", "config", "losses"),
     (
-        *("corpus", "machine", "preflight", "resume", "run", "conversion", "generation", "planning", "probe"),
+        *(
+            "corpus",
+            "machine",
+            "objective",
+            "preflight",
+            "resume",
+            "run",
+            "conversion",
+            "generation",
+            "planning",
+            "probe",
+        ),
         *("budgets", "recipe", "trained", "verification", "cli", "api", "testing", "__init__", "__main__", "hf"),
     ),
 )
