@@ -232,7 +232,8 @@ class Progress:
                 self._add(event)
                 self._print(f"step {event.step:,} skipped: {event.reason}", "yellow")
             case Evaluated():
-                self._print(f"step {event.step:,}  validation loss {event.loss:.3f}", "green")
+                said = f"validation loss {event.loss:.3f}, perplexity {event.perplexity:.4g}"
+                self._print(f"step {event.step:,}  {said}", "green")
             case Replanned(_, before, after, changes):
                 self._print(f"replanned by measured times: {before:.3g} s to {after:.3g} s a step ({changes})", "dim")
             case Resumed():
