@@ -14,13 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatrain.checkpoint import checkpoints, open_checkpoint, step_of
+from megatrain.checkpoint import appear, checkpoints, open_checkpoint, step_of
 from megatrain.checkpoint.direct import DirectFile
 from megatrain.device import peak
 from megatrain.errors import CheckpointError, ConfigError, DataError, NonFinite
 from megatrain.train.engine import Engine, StepOutput
 from megatrain.train.feed import Feed
 from megatrain.train.metrics import JsonLines
+from megatrain.train.saver import Save, Saver
 from tests.run.test_run import configuration, lines, losses, train
 from tests.tiny import equal
 
@@ -419,16 +420,24 @@ def test_retention_keeps_the_last_the_regular_and_the_best(tmp_path: Path, monke
 
 
 def test_one_that_is_kept_for_good_is_never_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk is so slow that every save is still being written when the next one is due."""
-    honest, told = DirectFile.write, threading.Event()
+    """A save is over only when somebody waits for it, so it is under way whenever the next one is due."""
+    honest_sync, honest_wait, waits = appear._force_to_disk, Saver.wait, threading.Event()
 
-    def slow(file: DirectFile, data: memoryview | bytes) -> None:
-        told.wait(0.01)
-        honest(file, data)
+    def sync(folder: Path) -> None:
+        waits.wait(20)
+        waits.clear()
+        honest_sync(folder)
 
-    monkeypatch.setattr(DirectFile, "write", slow)
+    def wait(saver: Saver) -> None:
+        if saver.current is not None and not saver.current.is_over:
+            waits.set()
+        honest_wait(saver)
+
+    monkeypatch.setattr(appear, "_force_to_disk", sync)
+    monkeypatch.setattr(Saver, "wait", wait)
+    monkeypatch.setattr(Save, "wait", lambda save, timeout=None: (waits.set(), save._over.wait(20), save.path)[2])
     said = train(config_of(tmp_path, checkpoint={"every": 1, "keep_last": 1, "keep_every": 3}))
-    assert "still being written" in said
+    assert "not saved at step 2" in said
     assert steps_in(tmp_path / "run") == [3, 6]
 
 
