@@ -8,7 +8,8 @@ it (the flush before the save counts as part of that step); a step; a save while
 written to a plain file with the same number of threads, past the page cache, allocated before and forced to the disk
 after. Ratios are formed within a round, that of steps to the mean of those before and after, and the median is told.
 Peak memory is the largest resident size during a save (`VmHWM`) above that before. At the end a new engine is made of
-the checkpoint, every byte checked first, and its next loss compared with that of the engine that wrote it.
+the checkpoint, every byte checked first. Checksums of each parameter's master and moments, by name, and the next loss
+are compared with those of the engine that wrote it, so no second copy of the state is ever in memory.
 
 The claims: a step beside a save at most 1.25 times a normal one, a save at 0.8 of direct writes at least, and no more
 memory than the largest unit, masters and moments in float32.
@@ -29,13 +30,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
 from bench.exporting import config_of
 from bench.step import _resident
 from megatrain import Engine, Policy
 from megatrain.checkpoint import direct, open_checkpoint, sums
+from megatrain.memory.checksum import checksum
 from megatrain.spec import Precision
+from megatrain.train.saver import tensors_of
 
 WRITERS = 4
 STEP_RATIO, SPEED_RATIO = 1.25, 0.8
@@ -86,13 +90,14 @@ def measure(parameters: float, tokens: int, rounds: int, precision: Precision, f
                 rows.append(_round(engine, data[2 * number : 2 * number + 2], work))
             path = engine.save(work).wait()
             nbytes = open_checkpoint(path, lambda _: []).manifest.nbytes
-            expected = engine.step(data[-1]).loss
+            states, expected = state_sums(engine), engine.step(data[-1]).loss
         gc.collect()
         began = time.perf_counter()
         checkpoint = open_checkpoint(path)
         checked = time.perf_counter()
         with Engine.from_checkpoint(checkpoint, **options) as again:
             resumed = time.perf_counter()
+            same_state = state_sums(again) == states
             same = again.step(data[-1]).loss == expected
     unit = 12 * largest
     found = {name: median(row[name] for row in rows) for name in rows[0]}
@@ -107,14 +112,31 @@ def measure(parameters: float, tokens: int, rounds: int, precision: Precision, f
         "peak_to_unit": max(row["peak_nbytes"] for row in rows) / unit,
         "check_seconds": checked - began,
         "load_seconds": resumed - checked,
+        "tensors": len(states),
+        "same_state": same_state,
         "same_loss": same,
         "holds": {
             "step": found["step_ratio"] <= STEP_RATIO,
             "speed": found["speed_ratio"] >= SPEED_RATIO,
             "memory": max(row["peak_nbytes"] for row in rows) <= unit,
-            "resume": same,
+            "resume": same and same_state,
         },
     }
+
+
+def state_sums(engine: Engine) -> dict[str, int]:
+    """Parameter and part of its state (master, m, v) -> checksum, unit after unit."""
+    engine.flush()
+    store, found = engine._store, {}
+    spare = torch.empty(max(store.spare_nbytes(unit) for unit in range(len(store.layouts))), dtype=torch.uint8)
+    for unit in range(len(store.layouts)):
+        for name, tensors in tensors_of(store, unit, store.float32_state(unit, spare)).items():
+            for part, tensor in zip(("master", "m", "v"), tensors, strict=False):
+                memory = tensor.reshape(-1).view(torch.uint8).numpy()
+                words = memory.nbytes - memory.nbytes % 8
+                rest = np.frombuffer(memory[words:].tobytes().ljust(8, b"\0"), np.uint8)
+                found[f"{name}.{part}"] = checksum([memory[:words], rest])
+    return found
 
 
 def _round(engine: Engine, data: Sequence[list[dict[str, torch.Tensor]]], folder: Path) -> dict[str, float]:
@@ -169,6 +191,7 @@ def show(result: dict[str, Any]) -> str:
             f"{save}: {result['speed_ratio']:.2f}x of direct writes ({holds['speed']} {SPEED_RATIO})",
             f"peak memory {result['peak_nbytes'] / (1 << 20):,.0f} MiB above, {result['peak_to_unit']:.2f}x of a unit",
             f"checked in {result['check_seconds']:.1f} s, loaded in {result['load_seconds']:.1f} s, "
+            f"{result['tensors']} tensors of state {'are the same' if result['same_state'] else 'DIFFER'}, "
             f"the next loss {'is the same' if result['same_loss'] else 'DIFFERS'}",
         ]
     )
