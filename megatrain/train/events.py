@@ -135,6 +135,8 @@ class Saved:
     nbytes: int
     checkpoint: str
     """Its folder."""
+    shared_nbytes: int = 0
+    """Of files that are those of the checkpoint before, and were not written again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,8 +239,10 @@ class Progress:
             case Resumed():
                 self._print(f"goes on after step {event.step:,}, from {event.checkpoint}", "green")
             case Saved():
-                speed = f"{binary(round(event.nbytes / max(event.seconds, 1e-9)))}/s"
-                said = f"checkpoint of {binary(event.nbytes)} in {duration(event.seconds)} ({speed})"
+                written = max(event.nbytes - event.shared_nbytes, 0)
+                speed = f"{binary(round(written / max(event.seconds, 1e-9)))}/s"
+                kept = f", {binary(event.shared_nbytes)} of it as before," if event.shared_nbytes else ""
+                said = f"checkpoint of {binary(event.nbytes)}{kept} in {duration(event.seconds)} ({speed})"
                 self._print(f"step {event.step:,}  {said}", "dim")
             case RolledBack():
                 self._print(f"step {event.step:,} left out; goes on after step {event.to:,}", "yellow")
