@@ -41,6 +41,7 @@ Rows = Annotated[
     tuple[Annotated[tuple[Literal["graph", "input", "offload", "drop"], ...], Strict(False)], ...], Strict(False)
 ]
 Amount = Annotated[PositiveInt | str, Field(union_mode="left_to_right")]
+Trackers = Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Strict(False), BeforeValidator(_as_list)]
 Weights = Annotated[tuple[PositiveFloat, ...], Strict(False)]
 
 
@@ -296,10 +297,23 @@ class OutputSection(Section):
     """Whether to train into a folder that holds a finished run; its model is replaced when the new one is whole."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Of the weights in `model/`: the exact masters, or those rounded to bfloat16."""
-    tensorboard: bool = True
-    """Whether to write TensorBoard events too."""
+    trackers: Trackers = ("tensorboard",)
+    """What else draws the curves: tensorboard, wandb, trackio (the latter two are to be installed); [] for none."""
+    trackers_online: bool = False
+    """Whether wandb may send what it is told; else it writes below the run folder, and `wandb sync` sends it."""
+    project: str = "megatrain"
+    """Under which wandb and trackio gather runs."""
     verify_export: bool = True
     """Whether to load the saved model with `from_pretrained` and compare its loss (below 1e9 parameters)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_earlier(cls, value: Any) -> Any:
+        """Files that were written before there were other trackers say whether there is TensorBoard."""
+        if not isinstance(value, dict) or not isinstance(value.get("tensorboard"), bool) or "trackers" in value:
+            return value
+        rest = {key: each for key, each in value.items() if key != "tensorboard"}
+        return {**rest, "trackers": ("tensorboard",) if value["tensorboard"] else ()}
 
 
 class Config(Section):
