@@ -22,6 +22,8 @@ from pydantic import (
     model_validator,
 )
 
+from megatrain.spec import Keep
+
 
 def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
@@ -37,9 +39,7 @@ Betas = Annotated[tuple[Fraction, Fraction], Strict(False)]
 Names = Annotated[tuple[str, ...], Strict(False), BeforeValidator(_as_list)]
 
 
-Rows = Annotated[
-    tuple[Annotated[tuple[Literal["graph", "input", "offload", "drop"], ...], Strict(False)], ...], Strict(False)
-]
+Rows = Annotated[tuple[Annotated[tuple[Keep, ...], Strict(False)], ...], Strict(False)]
 Amount = Annotated[PositiveInt | str, Field(union_mode="left_to_right")]
 Trackers = Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Strict(False), BeforeValidator(_as_list)]
 Weights = Annotated[tuple[PositiveFloat, ...], Strict(False)]
@@ -225,8 +225,8 @@ class PolicySection(Section):
     activations: Literal["keep", "recompute"] | None = None
     """Keep each layer's graph until its backward, or keep its input and compute the layer again."""
     activation_rows: Rows | None = None
-    """In place of `activations`, a row per layer of an entry per micro-batch, graph, input, offload or drop; both start
-    over at their end."""
+    """In place of `activations`, a row per layer of an entry per micro-batch: graph, chosen, attention, input, offload
+    or drop; both start over at their end."""
     offload_slots: PositiveInt | None = None
     """Device buffers that offloaded inputs pass through."""
     recompute_slots: PositiveInt | None = None

@@ -123,7 +123,8 @@ def describe_activations(policy: Policy) -> str:
         whole = "recomputes each layer in the backward pass"
         return "keeps each layer's graph" if policy.activations == "keep" else whole
     counts = Counter(keep for row in policy.activation_rows for keep in row)
-    words = {"graph": "the graph", "input": "the input", "offload": "the input in the host", "drop": "nothing"}
+    words = {"graph": "the graph", "chosen": "products and attention", "attention": "attention", "input": "the input"}
+    words |= {"offload": "the input in the host", "drop": "nothing"}
     shares = [f"{words[keep]} of {_share(count, counts.total())}" for keep, count in counts.most_common()]
     return f"keeps {', '.join(shares)}"
 
