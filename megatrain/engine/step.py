@@ -11,6 +11,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,7 +30,7 @@ from megatrain.engine.weights import Bound, UnitBinder, names_weights
 from megatrain.errors import LossError, MegaTrainError, NonFinite
 from megatrain.layout import layout_of
 from megatrain.memory import Held, Pool
-from megatrain.model import PortedModel, Sides
+from megatrain.model import Answering, Keeping, PortedModel, Sides
 from megatrain.schedule import Access, Op, Schedule, Timeline
 from megatrain.spec import Policy, Precision
 
@@ -191,6 +192,14 @@ class Streamer:
             alive.graphs[unit, micro], found, sides = self._grown(now, op, held, hidden)
             alive.inputs[output] = found.detach()
             alive.sides[unit, micro] = tuple(side.detach() for side in sides)
+        elif stored := written.get(f"c{unit}.{micro}"):
+            keeping = Keeping("chosen" if "/chosen/" in stored.buffer else "attention", self.spec.hidden_size)
+            with keeping.running():
+                leaves = self._binders[unit].leaves(self._weights(op, held, unit))
+                leaf, call = hidden.detach().requires_grad_(), alive.calls[micro][unit - 1]
+                found, sides = self.ported.layer(unit - 1, leaves, leaf, call)
+            alive.inputs[output], alive.stored[unit, micro] = found.detach(), keeping.stored()
+            alive.sides[unit, micro] = tuple(side.detach() for side in sides)
         else:
             weights = self._binders[unit].bind(self._weights(op, held, unit))
             call = alive.calls[micro][unit - 1]
@@ -211,14 +220,19 @@ class Streamer:
     def _grown(self, now: _Current, op: Op, held: Held, hidden: Tensor) -> tuple[Graph, Tensor, Sides]:
         """Run a layer with its autograd graph; what autograd saves of the weights it saves by name.
 
-        Returns the graph, the output [batch, length, hidden size] and the sides.
+        What its forward has stored is not computed again. Returns the graph, the output [batch, length, hidden size]
+        and the sides.
         """
         bound = Bound(self._weights(op, held, op.unit))
         leaves = self._binders[op.unit].leaves(bound.flat)
         leaf = hidden.detach().requires_grad_()
         call = now.activations.calls[op.micro][op.unit - 1]
-        with torch.enable_grad(), names_weights(bound):
+        stored = now.activations.stored.pop((op.unit, op.micro), None)
+        answering = Answering(stored) if stored else nullcontext()
+        with torch.enable_grad(), names_weights(bound), answering:
             output, sides = self.ported.layer(op.unit - 1, leaves, leaf, call)
+        if stored:
+            stored.finish(self.spec.units[op.unit].name)
         edges = [get_gradient_edge(each) for each in (output, *sides)]
         return Graph(bound, leaves, leaf, edges), output, sides
 
@@ -391,7 +405,7 @@ class Streamer:
 
     def _locate(self, buffer: str, start: int, content: str) -> str:
         """The unit, and for weights and gradients the parameter, that lie at byte `start` of a buffer."""
-        digits = content.lstrip("wglmnhdak").partition(".")[0].partition("~")[0]
+        digits = content.lstrip("wglmnhdakc").partition(".")[0].partition("~")[0]
         if not digits.isdigit() or int(digits) >= len(self.spec.units):
             return buffer
         unit = int(digits)

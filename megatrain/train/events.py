@@ -7,8 +7,12 @@ out: how any of it is shown.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
+MAX_EXPONENT = 709.0
+"""Of e, in a float."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,14 @@ class Evaluated:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What the loss reports with it."""
 
+    @property
+    def perplexity(self) -> float:
+        """Of the held-out text, per token: e to the loss; infinite where that is too large for a float, and not a
+        number where the loss is another than cross-entropy."""
+        if self.metrics:
+            return math.nan
+        return math.exp(self.loss) if self.loss < MAX_EXPONENT else math.inf if self.loss == self.loss else math.nan
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
@@ -130,6 +142,8 @@ class Saved:
     nbytes: int
     checkpoint: str
     """Its folder."""
+    shared_nbytes: int = 0
+    """Of files that are those of the checkpoint before, and were not written again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         *(
             "corpus",
             "machine",
-            "objective",
             "preflight",
             "resume",
             "run",
@@ -39,8 +38,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
             "generation",
             "planning",
             "probe",
+            "objective",
         ),
-        *("budgets", "recipe", "trained", "verification", "cli", "api", "testing", "__init__", "__main__", "hf"),
+        *("budgets", "recipe", "trained", "verification", "watching", "cli", "api", "testing", "__init__", "__main__"),
+        "hf",
     ),
 )
 TORCH_FREE = ("errors", "spec", "layout", "schedule", "plan", "optim")
@@ -57,9 +58,14 @@ HOMES: dict[str, tuple[tuple[str, ...], str]] = {
     "yaml": (("config",), "the user's file ends there; beyond it are typed values"),
     "pydantic": (("config",), "the user's file ends there; beyond it are typed values"),
     "typer": (("cli",), "arguments end there"),
-    "rich": (("cli", "planning", "run", "train.progress", "trained", "verification"), "the terminal: tables, a line"),
+    "rich": (
+        ("cli", "planning", "run", "train.progress", "trained", "verification", "watching"),
+        "the terminal: tables, a line",
+    ),
     "tensorboard": (("train",), "metrics leave there"),
     "torch.utils.tensorboard": (("train",), "metrics leave there"),
+    "wandb": (("train.trackers",), "metrics leave there, where the user asks for it"),
+    "trackio": (("train.trackers",), "metrics leave there, where the user asks for it"),
     "safetensors": (("model", "checkpoint"), "weights come in and go out"),
     "psutil": (("plan.hardware", "memory"), "what this machine has, and how much of it is free"),
 }
