@@ -1,8 +1,10 @@
 """Preferences: a prompt with a chosen and a rejected answer, as two samples that stay together.
 
-    prompt, chosen, rejected               texts or messages, as TRL has them; without a prompt it is what both share
-    instruction [, input], chosen, rejected          LLaMA-Factory's ranking data, as Alpaca
-    conversations, chosen, rejected                  the same, as ShareGPT: the answers are turns
+    prompt, chosen, rejected                    texts or messages, as TRL has them
+    chosen, rejected                            the prompt is what both share; also where it stands there as a text, and
+                                                the answers are whole conversations
+    instruction [, input], chosen, rejected     LLaMA-Factory's ranking data, as Alpaca
+    conversations, chosen, rejected             the same, as ShareGPT: the answers are turns
 
 Each answer is read as if it were the only one, by the format that the rest of the row is of; the prompt is context, and
 never trained. Left out: more than two answers, and scores.
@@ -30,7 +32,8 @@ def read_pair(row: Row, schema: Schema) -> tuple[Sample, Sample]:
     if chosen == rejected:
         what, fix = "the chosen and the rejected answer are the same", "remove the sample"
         raise SampleError(what, reason="equal answers", where=row.place, fix=fix)
-    if not any(row.fields.get(schema.column(name)) for name in ("prompt", "instruction", "conversations")):
+    contexts = [row.fields.get(schema.column(name)) for name in ("prompt", "instruction", "conversations")]
+    if not any(contexts) or (isinstance(contexts[0], str) and _are_whole(chosen, rejected)):
         prompt, chosen, rejected = _shared(chosen, rejected, row.place)
         row = replace(row, fields={**row.fields, schema.column("prompt"): prompt})
     first, second = (_with_answer(row, schema, answer) for answer in (chosen, rejected))
@@ -58,6 +61,11 @@ def _with_answer(row: Row, schema: Schema, answer: Any) -> Sample:
     sample = read_sample(replace(row, fields={**row.fields, inner.column(field): answer}), inner)
     context = len(sample.messages) - 1
     return sample if kind == "completion" else replace(sample, untrained=frozenset(range(context)))
+
+
+def _are_whole(chosen: Any, rejected: Any) -> bool:
+    """Whether both answers are conversations that begin with the same message."""
+    return isinstance(chosen, list) and isinstance(rejected, list) and bool(chosen) and chosen[:1] == rejected[:1]
 
 
 def _shared(chosen: Any, rejected: Any, place: str) -> tuple[Any, Any, Any]:

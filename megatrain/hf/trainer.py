@@ -26,7 +26,7 @@ from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from megatrain.hf.optimizer import EngineOptimizer
 from megatrain.hf.refusals import refuse_arguments, refuse_class, refuse_keywords, refuse_model
 from megatrain.hf.standin import StandIn
-from megatrain.losses import LogitsLoss, LossFn, SmoothedCrossEntropy
+from megatrain.losses import LogitsLoss, LossFn, SmoothedCrossEntropy, target_mask
 from megatrain.model import PretrainedSource
 from megatrain.optim import AdamW
 from megatrain.spec import Precision
@@ -53,6 +53,7 @@ class Streamed:
     optimizer: Any
     accelerator: Any
     model_accepts_loss_kwargs: bool
+    current_gradient_accumulation_steps: int
 
     def __init__(
         self,
@@ -172,12 +173,22 @@ class Streamed:
         self._waiting.append(dict(inputs))
         loss = 0.0
         if self.accelerator.sync_gradients:
+            self._refuse_other_divisor(num_items_in_batch)
             lr = self._plain_optimizer.lr
             out = self.engine.step(self._waiting, lr, self._loss())
             loss, self._norm = out.loss, out.grad_norm
             self._tell("train", out.metrics, self._waiting)
             self._waiting.clear()
         return torch.tensor(loss, device=self.args.device)
+
+    def _refuse_other_divisor(self, items: Any) -> None:
+        """Raise `ConfigError` where the trainer would divide by another number than the step's target tokens."""
+        if items is None or self.loss_fn is not None or len(self._waiting) != self.current_gradient_accumulation_steps:
+            return
+        targets = sum(int(target_mask(batch).sum()) for batch in self._waiting)
+        if int(items) != targets:
+            what = f"the trainer divides by {int(items)}, and the step has {targets} target tokens"
+            raise ConfigError(what, where="StreamedTrainer", fix="give loss_fn with a divisor of its own")
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Groups of parameters for the scheduler; the engine updates."""

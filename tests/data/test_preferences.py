@@ -74,6 +74,14 @@ EOS = load_tokenizer("bytes").eos_token
             None, f"u:why?{EOS}a:{{}}{EOS}", "{}" + EOS,
         ),
         (
+            {"prompt": "why?", "chosen": [*ASKS, says("2")], "rejected": [*ASKS, says("3")]},
+            None, f"u:why?{EOS}a:{{}}{EOS}", "{}" + EOS,
+        ),
+        (
+            {"prompt": "why?", "chosen": [says("2")], "rejected": [says("3")]},
+            None, f"u:why?{EOS}a:{{}}{EOS}", "{}" + EOS,
+        ),
+        (
             {"instruction": "add", "input": "1 1", "chosen": "2", "rejected": "3"},
             None, f"u:add\n1 1{EOS}a:{{}}{EOS}", "{}" + EOS,
         ),
@@ -88,7 +96,8 @@ EOS = load_tokenizer("bytes").eos_token
             Schema("preference", {"prompt": "q", "chosen": "good", "rejected": "bad"}), "1+1={}" + EOS, "{}" + EOS,
         ),
     ],
-    ids=["trl", "trl-implicit", "trl-messages", "trl-implicit-messages", "alpaca", "sharegpt", "columns"],
+    ids=["trl", "trl-implicit", "trl-messages", "trl-implicit-messages", "ultrafeedback", "asked", "alpaca", "sharegpt",
+         "columns"],
 )  # fmt: skip
 def test_both_answers_are_read_behind_the_same_context(
     tmp_path: Path, row: dict[str, Any], schema: Schema | None, whole: str, trained: str
