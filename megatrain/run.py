@@ -5,8 +5,10 @@ once and kept), the model; the engine is built last. The run folder then holds
 
     config.yaml       every key as resolved; `megatrain train` takes it
     metrics.jsonl     one JSON object per event
-    tensorboard/      the same for TensorBoard
+    tensorboard/      the same for TensorBoard, where it is among the trackers
     status.json       how the run is: see `train.health`
+    trace.json        one early step, op by op, unless `trace` names another file
+    report.html       all of it as a page
     checkpoints/      what a run goes on from; each appears whole
     model/            Hugging Face folder with the tokenizer; it appears whole, at the end
 
@@ -17,7 +19,7 @@ no model, and one that stood there stays.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +55,7 @@ from megatrain.model import (
 from megatrain.model import Progress as LoadingProgress
 from megatrain.optim import AdamW, lr_schedule
 from megatrain.plan import Plan, Question, available_threads, find_plan
-from megatrain.preflight import Replanner
+from megatrain.preflight import Replanner, foreseen
 from megatrain.spec import ModelSpec
 from megatrain.train.checkpoints import Checkpoints
 from megatrain.train.engine import Engine
@@ -64,6 +66,7 @@ from megatrain.train.options import EngineOptions
 from megatrain.train.progress import describe_model, loading, printable, show_plan
 from megatrain.train.restored import NewMoments
 from megatrain.train.stop import StopSignals
+from megatrain.train.trace import TRACE
 from megatrain.train.trackers import refuse_missing
 from megatrain.train.trainer import Task, train
 from megatrain.trained import save_trained, say_where, verify_trained
@@ -71,6 +74,8 @@ from megatrain.watching import open_watchers
 
 VERIFIED_PARAMETERS = 10**9
 """A saved model below this size is loaded again and its loss compared."""
+
+Facts = list[tuple[str, str]]
 
 WARM_UP = 3
 """Steps after which measured times are compared with the plan's."""
@@ -119,8 +124,8 @@ def run_training(config: Config, console: Console) -> Path:
         if config.trace is not None:
             engine.trace(config.trace)
         checkpoints = _checkpoints(config, engine, feed, tokenizer, plan)
-        _show(config, engine, source, corpus, plan, console)
-        ended = _train(config, _Run(engine, corpus, feed, checkpoints, tokenizer, plan), taken, stack, console)
+        facts = _show(config, engine, source, corpus, plan, console)
+        ended = _train(config, _Run(engine, corpus, feed, checkpoints, tokenizer, plan, facts), taken, stack, console)
         if ended.step < config.train.steps and config.checkpoint.every:
             say(f"not finished; `resume=auto` goes on after step {ended.step:,}")
             return Path(checkpoints.newest)
@@ -141,6 +146,7 @@ class _Run:
     checkpoints: Checkpoints
     tokenizer: Tokenizer
     plan: Plan
+    facts: Sequence[tuple[str, str]]
 
 
 # Before training ---------------------------------------------------------------------------------------------------
@@ -293,7 +299,8 @@ def _checkpoints(config: Config, engine: Engine, feed: Feed, tokenizer: Tokenize
     )
 
 
-def _show(config: Config, engine: Engine, source: Source, corpus: Corpus, plan: Plan, console: Console) -> None:
+def _show(config: Config, engine: Engine, source: Source, corpus: Corpus, plan: Plan, console: Console) -> Facts:
+    """Tell what will be done, and return it."""
     train, count = config.train, plan.work.micro_batches
     batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
     speed = f"{plan.seconds:.3g} s a step, {plan.tokens_per_second:,.0f} tokens/s"
@@ -314,6 +321,7 @@ def _show(config: Config, engine: Engine, source: Source, corpus: Corpus, plan: 
         console.print(Text("the first sample; what is trained is green", "bold"))
         styled = ((printable(text), "green" if trained else "dim") for text, trained in shortened(corpus.example))
         console.print(Text.assemble(*styled), soft_wrap=True)
+    return facts
 
 
 # During training ---------------------------------------------------------------------------------------------------
@@ -334,6 +342,10 @@ def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack
     )
     watchers.append(stack.enter_context(health))
     start = 0 if taken is None else int(resume.facts_of(taken)["step"])
+    if config.trace is None:
+        with suppress(ConfigError):  # nobody has asked for it
+            engine.trace(Path(config.output.folder).expanduser() / TRACE, steps=1)
+    _tell(watchers, foreseen(run.plan, engine, run.facts, start))
     if taken is not None:
         _tell(watchers, Resumed(start, train_.steps, str(taken.folder)))
     elif train_.on_nonfinite == "rollback":
