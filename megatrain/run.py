@@ -53,13 +53,14 @@ from megatrain.model import (
     port_model,
 )
 from megatrain.model import Progress as LoadingProgress
+from megatrain.objective import Objective, loss_of, with_reference, without_reference
 from megatrain.optim import AdamW, lr_schedule
 from megatrain.plan import Plan, Question, available_threads, find_plan
 from megatrain.preflight import Replanner, foreseen
 from megatrain.spec import ModelSpec
 from megatrain.train.checkpoints import Checkpoints
 from megatrain.train.engine import Engine
-from megatrain.train.events import Ended, Evaluated, Event, Resumed, Sampled, Watcher
+from megatrain.train.events import Ended, Event, Resumed, Sampled, Watcher
 from megatrain.train.feed import Feed
 from megatrain.train.health import STATUS, Health
 from megatrain.train.options import EngineOptions
@@ -121,6 +122,8 @@ def run_training(config: Config, console: Console) -> Path:
             resume.take_up_data(feed, taken, config, say)
         with loading(console, "loading the model") as progress:
             engine = stack.enter_context(_engine(config, source, ported, plan, device, taken, progress))
+        if config.train.objective == "dpo":
+            corpus = _referred(config, corpus, engine, plan, taken, console)
         if config.trace is not None:
             engine.trace(config.trace)
         checkpoints = _checkpoints(config, engine, feed, tokenizer, plan)
@@ -131,7 +134,7 @@ def run_training(config: Config, console: Console) -> Path:
             return Path(checkpoints.newest)
         saved = save_trained(config, engine, tokenizer, folder / "model")
         if config.output.verify_export and engine.spec.numel < VERIFIED_PARAMETERS:
-            verify_trained(config, engine, corpus.validation[0], saved, console)
+            verify_trained(config, engine, without_reference(corpus.validation[0]), saved, console)
     say_where(folder, console)
     return saved
 
@@ -324,6 +327,13 @@ def _show(config: Config, engine: Engine, source: Source, corpus: Corpus, plan: 
     return facts
 
 
+def _referred(
+    config: Config, corpus: Corpus, engine: Engine, plan: Plan, taken: Checkpoint | None, console: Console
+) -> Corpus:
+    with loading(console, "asking the reference about each answer") as progress:
+        return with_reference(config, corpus, engine, plan, taken, progress)
+
+
 # During training ---------------------------------------------------------------------------------------------------
 
 
@@ -354,7 +364,7 @@ def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack
     try:
         with interruptible:
             ended = train(
-                engine,
+                Objective(engine, loss_of(config)),
                 run.feed,
                 steps=train_.steps,
                 lr=_learning_rate(train_),
@@ -389,17 +399,17 @@ def _tasks(config: Config, run: _Run, start: int) -> list[Task]:
     tasks = []
     if train.targets_per_step is None:  # else steps differ in their micro-batches, and no plan is of them all
         tasks.append(Task(0, Replanner(run.engine, run.plan), once=start + WARM_UP))
-    tasks += _measurements(train, run.engine, run.corpus, run.tokenizer)
+    tasks += _measurements(config, run.engine, run.corpus, run.tokenizer)
     if config.checkpoint.every:
         tasks += [Task(1, checkpoints.collect), Task(config.checkpoint.every, checkpoints.save)]
     return tasks
 
 
-def _measurements(train: TrainSection, engine: Engine, corpus: Corpus, tokenizer: Tokenizer) -> list[Task]:
-    tasks = []
+def _measurements(config: Config, engine: Engine, corpus: Corpus, tokenizer: Tokenizer) -> list[Task]:
+    train, tasks = config.train, []
     if corpus.holds_out:
-        evaluate = lambda step: Evaluated(step, engine.evaluate(corpus.validation))  # noqa: E731
-        tasks.append(Task(train.eval_every, evaluate))
+        objective = Objective(engine, loss_of(config))
+        tasks.append(Task(train.eval_every, lambda step: objective.evaluate(step, corpus.validation)))
     if train.sample_tokens:
         tasks.append(Task(train.sample_every, lambda step: _sample(train, engine, corpus, tokenizer, step)))
     return tasks

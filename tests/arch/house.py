@@ -29,7 +29,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("train", "config", "losses"),
     (
         *("corpus", "machine", "preflight", "resume", "run", "conversion", "generation", "planning", "probe"),
-        *("budgets", "recipe", "trained", "verification", "watching", "history", "report", "hf"),
+        *("budgets", "recipe", "trained", "verification", "watching", "history", "report", "hf", "objective"),
         *("cli", "api", "testing", "__init__", "__main__"),
     ),
 )
