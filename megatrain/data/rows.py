@@ -149,16 +149,20 @@ class SampleRows:
         return {**_identity(self.file, self.chosen), "packing": "grouped", "together": self.together}
 
 
-def split_samples(file: SampleFile, validation_fraction: float) -> tuple[Indices, Indices]:
-    """(training, validation): evenly spaced samples are held out, at least one where the fraction is above 0.
+def split_samples(file: SampleFile, validation_fraction: float) -> tuple[Indices, Indices, int]:
+    """(training, validation, copies): evenly spaced samples are held out, one or more where the fraction is above 0.
 
-    Evenly, because files are often sorted by subject. All are trained on where there is one sample only.
+    Evenly, because files are often sorted by subject. One of which the file holds a copy is trained on instead, and
+    counted in `copies`: its loss would tell what was learned by heart. All are trained on where there is one only.
     """
     count = len(file)
     every = np.arange(count)
     held = min(count - 1, max(1, round(count * validation_fraction))) if validation_fraction else 0
     chosen = np.unique(((np.arange(held) + 0.5) * count / max(1, held)).astype(np.int64))
-    return np.setdiff1d(every, chosen, assume_unique=True), chosen
+    if held:
+        _, kind, number = np.unique(file.hashes, return_inverse=True, return_counts=True)
+        chosen = chosen[number[kind[chosen]] == 1]
+    return np.setdiff1d(every, chosen, assume_unique=True), chosen, held - len(chosen)
 
 
 def collate(rows: Sequence[Row]) -> Arrays:
