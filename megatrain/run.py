@@ -17,7 +17,7 @@ no model, and one that stood there stays.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from rich.text import Text
 from megatrain import resume
 from megatrain.budgets import budgets, open_disk, refuse_wear, with_disk
 from megatrain.checkpoint import Checkpoint, Retention
+from megatrain.claim import Claim
 from megatrain.config import Config, TrainSection
 from megatrain.corpus import Corpus, open_corpus, shortened
 from megatrain.data import (
@@ -38,7 +39,7 @@ from megatrain.data import (
 from megatrain.data.tokenizer import encode_text, end_of_text_id
 from megatrain.device import Device, open_device
 from megatrain.engine import DTYPES
-from megatrain.errors import ConfigError, MegaTrainError, NonFinite
+from megatrain.errors import ConfigError, NonFinite
 from megatrain.generation import draw_ids
 from megatrain.layout import layout_of
 from megatrain.machine import this_machine
@@ -54,7 +55,7 @@ from megatrain.model import Progress as LoadingProgress
 from megatrain.optim import AdamW, lr_schedule
 from megatrain.plan import Plan, Question, available_threads, find_plan
 from megatrain.preflight import Replanner
-from megatrain.spec import ModelSpec
+from megatrain.spec import Hardware, ModelSpec
 from megatrain.train.checkpoints import Checkpoints
 from megatrain.train.engine import Engine
 from megatrain.train.events import Ended, Evaluated, Event, Resumed, Sampled, Watcher
@@ -87,18 +88,21 @@ def run_training(config: Config, console: Console) -> Path:
         console.print(Text(printable(line), "yellow"), soft_wrap=True)
 
     refuse_missing(config.output.trackers)
-    if config.resume is None:
-        _refuse_finished(folder, config.output.overwrite)
-    taken = resume.find(config, say)
-    if taken is None:
-        _refuse_finished(folder, config.output.overwrite)
-    elif resume.facts_of(taken)["step"] >= config.train.steps and (folder / "model").exists():
-        say(f"{folder} is a finished run of {config.train.steps:,} steps; set train.steps to more to extend it")
-        return folder / "model"
-    else:
-        config = resume.as_begun(config, taken)
-        resume.refuse_changes(config, taken, say)
     with ExitStack() as stack:
+        claim = stack.enter_context(Claim())
+        claim.take(folder)
+        claim.take(config.checkpoints)
+        if config.resume is None:
+            _refuse_finished(folder, config.output.overwrite)
+        taken = resume.find(config, say)
+        if taken is None:
+            _refuse_finished(folder, config.output.overwrite)
+        elif resume.facts_of(taken)["step"] >= config.train.steps and (folder / "model").exists():
+            say(f"{folder} is a finished run of {config.train.steps:,} steps; set train.steps to more to extend it")
+            return folder / "model"
+        else:
+            config = resume.as_begun(config, taken)
+            resume.refuse_changes(config, taken, say)
         device = open_device(config.train.device)
         stack.callback(device.close)
         tokenizer = load_tokenizer(config.tokenizer)
@@ -120,10 +124,12 @@ def run_training(config: Config, console: Console) -> Path:
             engine.trace(config.trace)
         checkpoints = _checkpoints(config, engine, feed, tokenizer, plan)
         _show(config, engine, source, corpus, plan, console)
-        ended = _train(config, _Run(engine, corpus, feed, checkpoints, tokenizer, plan), taken, stack, console)
+        run = _Run(engine, corpus, feed, checkpoints, tokenizer, plan, claim)
+        ended = _train(config, run, taken, stack, console)
         if ended.step < config.train.steps and config.checkpoint.every:
-            say(f"not finished; `resume=auto` goes on after step {ended.step:,}")
-            return Path(checkpoints.newest)
+            there = f"`resume=auto` goes on after step {checkpoints.step:,}"
+            say(f"not finished; {there if checkpoints.newest else 'nothing was saved'}")
+            return Path(checkpoints.newest or folder)
         saved = save_trained(config, engine, tokenizer, folder / "model")
         if config.output.verify_export and engine.spec.numel < VERIFIED_PARAMETERS:
             verify_trained(config, engine, corpus.validation[0], saved, console)
@@ -141,6 +147,7 @@ class _Run:
     checkpoints: Checkpoints
     tokenizer: Tokenizer
     plan: Plan
+    claim: Claim
 
 
 # Before training ---------------------------------------------------------------------------------------------------
@@ -218,7 +225,7 @@ def _plan(config: Config, spec: ModelSpec, device: Device) -> Plan:
     pinned.setdefault("host_threads", available_threads())
     if train.pinned_micro_batch is not None:
         pinned["micro_batch"] = train.pinned_micro_batch
-    planned, spare = dict(allowed), _for_saves(config, spec)
+    planned, spare = dict(allowed), _for_saves(config, spec, hardware)
     if planned["host_budget_nbytes"] is None:
         hardware = replace(hardware, host_nbytes=hardware.host_nbytes - spare)
     else:
@@ -238,11 +245,14 @@ def _plan(config: Config, spec: ModelSpec, device: Device) -> Plan:
     return replace(plan, policy=replace(plan.policy, **allowed))
 
 
-def _for_saves(config: Config, spec: ModelSpec) -> int:
-    """Bytes of host memory that a plan leaves: a save takes the largest unit in float32 (`train.saver`)."""
+def _for_saves(config: Config, spec: ModelSpec, hardware: Hardware) -> int:
+    """Bytes of host memory that a plan leaves: a save takes the largest unit in float32 (`train.saver`).
+
+    Masters and moments where state may live on the disk or the device, else masters that lie in halves.
+    """
     masters = 4 if config.train.precision == "bf16" else 0
-    words = 12 if config.disk.folders else masters
-    return words * max(layout_of(unit).size for unit in spec.units) if config.checkpoint.every else 0
+    nbytes = 12 if config.disk.folders or not hardware.shares_memory else masters
+    return nbytes * max(layout_of(unit).size for unit in spec.units) if config.checkpoint.every else 0
 
 
 def _resolved(config: Config, plan: Plan) -> Config:
@@ -323,6 +333,7 @@ def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack
     """Train to the end, or until told to stop, and save what there is then."""
     train_, checkpoints, engine = config.train, run.checkpoints, run.engine
     stop = stack.enter_context(StopSignals(config.checkpoint.deadline_seconds, checkpoints.expected_seconds))
+    run.claim.make(Path(config.output.folder).expanduser())
     watchers: list[Watcher] = [*open_watchers(config, taken, stack, console), checkpoints]
     health = Health(
         Path(config.output.folder).expanduser() / STATUS,
@@ -336,11 +347,12 @@ def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack
     start = 0 if taken is None else int(resume.facts_of(taken)["step"])
     if taken is not None:
         _tell(watchers, Resumed(start, train_.steps, str(taken.folder)))
-    elif train_.on_nonfinite == "rollback":
-        _tell(watchers, *checkpoints.finish(0))
-    interruptible = stop.interruptible() if engine.policy.update == "next_forward" else nullcontext()
+    if train_.on_nonfinite == "rollback" and checkpoints.step < 0:
+        _tell(watchers, *checkpoints.finish(start))
+    if engine.policy.update == "next_forward":
+        engine.run_ops_in(stop.region)
     try:
-        with interruptible:
+        with stop.interruptible():
             ended = train(
                 engine,
                 run.feed,
@@ -354,7 +366,7 @@ def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack
                 should_stop=lambda: stop.requested,
                 undo=run.feed.put_back,
             )
-    except MegaTrainError:
+    except Exception:
         _tell(watchers, *checkpoints.settle())
         raise
     if config.checkpoint.every:

@@ -29,7 +29,19 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("train", "config", "losses"),
     (
         *("corpus", "machine", "preflight", "resume", "run", "conversion", "generation", "planning", "probe"),
-        *("budgets", "recipe", "trained", "verification", "watching", "cli", "api", "testing", "__init__", "__main__"),
+        *(
+            "budgets",
+            "claim",
+            "recipe",
+            "trained",
+            "verification",
+            "watching",
+            "cli",
+            "api",
+            "testing",
+            "__init__",
+            "__main__",
+        ),
         "hf",
     ),
 )
