@@ -93,8 +93,7 @@ class Checkpoints:
         ends = None if timeout is None else time.monotonic() + timeout
         events: list[Event | None] = []
         if self._save is not None and not self._is_over_by(ends):
-            events.append(self._given_up(step))
-            return [event for event in events if event is not None]
+            return self._given_up(step)
         events.append(self.collect(step))
         if self.step != step:
             try:
@@ -102,7 +101,7 @@ class Checkpoints:
             except MegaTrainError as error:
                 events.append(Warned(step, f"not saved: {error}"))
             else:
-                events.append(self.collect(step) if self._is_over_by(ends) else self._given_up(step))
+                events += [self.collect(step)] if self._is_over_by(ends) else self._given_up(step)
         events += self._untold
         self._untold.clear()
         return [event for event in events if event is not None]
@@ -158,11 +157,14 @@ class Checkpoints:
             return self._save.is_over
         return True
 
-    def _given_up(self, step: int) -> Event | None:
+    def _given_up(self, step: int) -> list[Event]:
         """The save that is under way is given up, unless it gets there meanwhile."""
         self.engine.saver.abandon()
-        if self._save is not None and self._save.path is not None and self._save.step == step:
-            return self.collect(step)
+        told: list[Event] = []
+        if self._save is not None and self._save.path is not None and (there := self.collect(step)) is not None:
+            told.append(there)
+            if self.step == step:
+                return told
         self._save = None
         newest = f"the newest checkpoint is that of step {self.step:,}" if self.step >= 0 else "there is no checkpoint"
-        return Warned(step, f"the deadline has come before step {step:,} was saved; {newest}")
+        return [*told, Warned(step, f"the deadline has come before step {step:,} was saved; {newest}")]

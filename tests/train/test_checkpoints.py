@@ -97,3 +97,13 @@ def test_where_a_run_goes_on_from_counts_as_saved_if_it_is_its_own(tmp_path: Pat
         checkpoints = made(SlowEngine(), tmp_path / "own")
         checkpoints(Resumed(5, 9, str((tmp_path / name / "step-00000005").resolve())))
         assert checkpoints.step == step
+
+
+def test_a_save_that_gets_there_while_it_is_given_up_is_told(tmp_path: Path) -> None:
+    engine = SlowEngine(0.2)
+    engine.saver.abandon = engine._wait  # too late: nothing asks any more
+    checkpoints = made(engine, tmp_path)
+    checkpoints.save(2)
+    assert [type(event) for event in checkpoints.finish(3, timeout=0.01)] == [Saved, Warned]
+    assert [type(event) for event in checkpoints.finish(3, timeout=0.01)] == [Saved]
+    assert checkpoints.step == 3
