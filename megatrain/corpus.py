@@ -146,7 +146,7 @@ class _Opening:
 
     def _holds_samples(self, name: str) -> bool:
         whole = self.data.packing in ("best_fit", "grouped")
-        found = holds_samples(name, self.schema.format)
+        found = holds_samples(name, self.schema, self.data.pattern)
         if whole and not found:
             if not Path(name).expanduser().exists():
                 what = "is plain text, which stays whole from files only"
@@ -166,7 +166,7 @@ class _Opening:
 
     def _samples(self, name: str) -> _Part:
         data = self.data
-        source = source_called(name, self.schema, split=data.split, subset=data.subset)
+        source = source_called(name, self.schema, split=data.split, subset=data.subset, pattern=data.pattern)
         runs_on = data.packing == "windows" or (data.packing == "auto" and begins_with_text(source))
         encoder = Encoder(self.tokenizer, _options(data, None)) if runs_on else self.encoder
         whole = prepare_samples(source, encoder, cache=self.cache, bad=data.bad_samples)
@@ -183,9 +183,10 @@ class _Opening:
                 what = f"{name} holds more than plain text, and would be cut anywhere and trained whole"
                 raise ConfigError(what, where="data.packing", fix="use best_fit or grouped")
             return self._cut(pack(whole.tokens, window=data.window, vocab_size=self.vocabulary), f"{first}, of {name}")
-        training, held_out, how = self._rows(whole)
+        training, held_out, how, copies = self._rows(whole)
         whats = "pairs" if self.prefers else "samples"
         held = f"{len(held_out.chosen):,} {whats} held out" if held_out else "none held out"
+        held += f", {copies:,} trained on instead because they have copies" if copies else ""
         mean = whole.lengths.mean() if self.prefers else whole.lengths[training.chosen].mean()
         rows = f"{len(training):,} rows of {mean:,.0f} tokens"
         if isinstance(training, PackedRows):
@@ -194,19 +195,20 @@ class _Opening:
         facts = [("data", f"{first}, of {name}"), *(("", line) for line in others), ("packing", packing)]
         return _Part(training, held_out, facts, example_of(whole), holds_chats(whole))
 
-    def _rows(self, file: SampleFile) -> tuple[PackedRows | SampleRows, PackedRows | SampleRows | None, str]:
-        """(training, held out, how they are packed)."""
+    def _rows(self, file: SampleFile) -> tuple[PackedRows | SampleRows, PackedRows | SampleRows | None, str, int]:
+        """(training, held out, how they are packed, what is not held out because it has copies)."""
         if self.prefers:
-            split, reference = split_samples(file, self.data.validation_fraction, 2), Reference()
-            pairs = [PairRows(file, chosen, self.micro_batch, reference) for chosen in split]
-            return pairs[0], pairs[1] if len(split[1]) else None, "a pair in two rows, like lengths together"
-        training, held_out = split_samples(file, self.data.validation_fraction)
+            training, held_out, copies = split_samples(file, self.data.validation_fraction, 2)
+            reference = Reference()
+            pairs = [PairRows(file, chosen, self.micro_batch, reference) for chosen in (training, held_out)]
+            return pairs[0], pairs[1] if len(held_out) else None, "a pair in two rows, like lengths together", copies
+        training, held_out, copies = split_samples(file, self.data.validation_fraction)
         window, seed = self.data.window, self.config.train.seed
         if self._can_pack():
             made = [PackedRows(file, chosen, window, seed) for chosen in (training, held_out)]
-            return made[0], made[1] if len(held_out) else None, "best fit"
+            return made[0], made[1] if len(held_out) else None, "best fit", copies
         grouped = [SampleRows(file, chosen, self.micro_batch) for chosen in (training, held_out)]
-        return grouped[0], grouped[1] if len(held_out) else None, "one sample to a row, like lengths together"
+        return grouped[0], grouped[1] if len(held_out) else None, "one sample to a row, like lengths together", copies
 
     def _can_pack(self) -> bool:
         if self.data.packing == "grouped":

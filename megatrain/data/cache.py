@@ -18,6 +18,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
+from megatrain.data.alone import alone
 from megatrain.data.encode import EncodedSample, Encoder, Statistics, encode_samples, render_example
 from megatrain.data.formats import Sample
 from megatrain.data.left_out import LeftOut
@@ -27,7 +28,7 @@ from megatrain.data.sample_file import SampleFile, are_samples, open_samples, wr
 from megatrain.data.samples import Source, read_samples
 from megatrain.errors import DataError, SampleError
 
-FORMAT = 1  # part of the key: raise it when the same content would give other samples
+FORMAT = 2  # part of the key: raise it when the same content would give other samples
 
 Runs = list[tuple[str, bool]]
 """A rendered example: runs of text, and whether they are trained."""
@@ -44,9 +45,12 @@ def prepare_samples(
     path = cache / f"{_key(source, encoder, bad)}.bin"
     if are_samples(path):
         return open_samples(path)
-    statistics = Statistics(LeftOut(bad))
-    details: dict[str, Any] = {"source": source.name}
-    return write_samples(path, _encoded(source, encoder, statistics, details), encoder.vocabulary, details)
+    with alone(path):
+        if are_samples(path):
+            return open_samples(path)
+        statistics = Statistics(LeftOut(bad))
+        details: dict[str, Any] = {"source": source.name}
+        return write_samples(path, _encoded(source, encoder, statistics, details), encoder.vocabulary, details)
 
 
 def statistics_of(file: SampleFile) -> Statistics:
@@ -132,6 +136,7 @@ def _rendered(sample: Sample, encoder: Encoder) -> Runs:
 def _key(source: Source, encoder: Encoder, bad: str) -> str:
     schema = source.schema
     how = [schema.format, dict(schema.columns), dict(schema.tags), source.split, source.subset, source.folder]
+    how += [source.pattern] if source.pattern != "*" else []
     content = [FORMAT, encoder.identity, _content(source), how, source.limit, bad]
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
 

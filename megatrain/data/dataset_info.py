@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.data.formats import Format, Schema
+from megatrain.data.json_text import parsed
 from megatrain.data.missing import missing
 from megatrain.data.samples import Source
 from megatrain.errors import DataError
@@ -40,12 +41,12 @@ def read_dataset_info(path: str | Path, names: Sequence[str]) -> list[Source]:
     if not path.is_file():
         raise missing(path)
     try:
-        entries = json.loads(path.read_text("utf-8"))
+        entries = parsed(path.read_text("utf-8-sig"))
     except OSError as error:
         raise DataError(error.strerror or str(error), where=str(path)) from error
     except json.JSONDecodeError as error:
         raise DataError(f"not JSON ({error.msg})", where=f"{path}:{error.lineno}", fix="correct the file") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"not JSON ({error})", where=str(path), fix="correct the file") from error
     if not isinstance(entries, dict):
         raise DataError(f"{type(entries).__name__} in place of an object of data sets", where=str(path))

@@ -51,6 +51,7 @@ TAGS: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "observation_tag": ("tool", ("observation", "tool", "function_response")),
     "function_tag": ("call", ("function_call",)),
 }
+MEDIA = ("image", "video", "audio")
 NOT_A_TARGET = -100
 
 
@@ -119,6 +120,7 @@ def read_sample(row: Row, schema: Schema) -> Sample:
     """What `row` means under `schema`, whose format is decided. Raises `SampleError`: what is wrong, and where."""
     require_fields(row, schema)
     sample = _READERS[schema.format](row, schema)
+    _require_text_only(row, sample)
     return _weighed(sample) if sample.messages else sample
 
 
@@ -130,6 +132,16 @@ def require_fields(row: Row, schema: Schema) -> None:
         what = f"no {schema.column(lacking)!r}, which {schema.format} samples have; it holds {held}"
         fix = "add the field, or set data.columns to what it is called"
         raise SampleError(what, reason=f"without {schema.column(lacking)!r}", where=row.place, fix=fix)
+
+
+def _require_text_only(row: Row, sample: Sample) -> None:
+    """Refuses what speaks of a picture that a column holds, as LLaVA's and LLaMA-Factory's data do."""
+    for kind in MEDIA:
+        said = [message.get("content", "") for message in sample.messages]
+        held = [name for name in (kind, f"{kind}s") if row.fields.get(name)]
+        if held and any(f"<{kind}>" in text for text in (*said, sample.prompt)):
+            what = f"speaks of what {held[0]!r} holds; only text is trained"
+            raise SampleError(what, reason="content that is not text", where=row.place, fix="remove the sample")
 
 
 def _read_chat(row: Row, schema: Schema) -> Sample:
@@ -151,9 +163,10 @@ def _read_sharegpt(row: Row, schema: Schema) -> Sample:
             if not isinstance(turn, Mapping) or turn.get(key) is None:
                 what = f"message {number} has no {key!r}"
                 raise SampleError(what, reason=f"message without {key!r}", where=row.place, fix="set data.tags")
-        said, role = turn[content_key], roles.get(turn[role_key])
+        said, named = turn[content_key], turn[role_key]
+        role = roles.get(named) if isinstance(named, str) else None
         if role is None:
-            what = f"message {number} has the role {turn[role_key]!r}"
+            what = f"message {number} has the role {named!r}"
             fix = f"known are {', '.join(roles)}; set data.tags"
             raise SampleError(what, reason="unknown role", where=row.place, fix=fix)
         if role == "call":

@@ -203,17 +203,26 @@ class PairRows(SampleRows):
         return {**_identity(self.file, self.chosen), "packing": "pairs", "together": self.together}
 
 
-def split_samples(file: SampleFile, validation_fraction: float, size: int = 1) -> tuple[Indices, Indices]:
-    """(training, validation): evenly spaced samples are held out, at least one where the fraction is above 0.
+def split_samples(file: SampleFile, validation_fraction: float, size: int = 1) -> tuple[Indices, Indices, int]:
+    """(training, validation, copies): evenly spaced samples are held out, one or more where the fraction is above 0.
 
-    Evenly, because files are often sorted by subject. All are trained on where there is one sample only. With `size`
-    2 these are the numbers of pairs.
+    Evenly, because files are often sorted by subject. One of which the file holds a copy is trained on instead, and
+    counted in `copies`: its loss would tell what was learned by heart. All are trained on where there is one only.
+    With `size` 2 all of these are pairs, and numbers of pairs.
     """
     count = len(file) // size
     every = np.arange(count)
     held = min(count - 1, max(1, round(count * validation_fraction))) if validation_fraction else 0
     chosen = np.unique(((np.arange(held) + 0.5) * count / max(1, held)).astype(np.int64))
-    return np.setdiff1d(every, chosen, assume_unique=True), chosen
+    if held:
+        _, kind, number = np.unique(_wholes(file, size), return_inverse=True, return_counts=True)
+        chosen = chosen[number[kind[chosen]] == 1]
+    return np.setdiff1d(every, chosen, assume_unique=True), chosen, held - len(chosen)
+
+
+def _wholes(file: SampleFile, size: int) -> npt.NDArray[Any]:
+    """A hash of each `size` samples that follow one another: one that only copies of them share."""
+    return np.array([hash(tuple(each)) for each in file.hashes.reshape(-1, size).tolist()]) if size > 1 else file.hashes
 
 
 def collate(rows: Sequence[Row]) -> Arrays:

@@ -123,6 +123,22 @@ class Replanned:
 
 
 @dataclass(frozen=True, slots=True)
+class Planned:
+    """A run, or a part of it, begins after `step` steps; this is what was foreseen."""
+
+    step: int
+    model: str
+    facts: Mapping[str, str]
+    """What a person is shown before training: a name, and what it is."""
+    seconds: float
+    """Of a step."""
+    nbytes: Mapping[str, Mapping[str, int]]
+    """Tier -> owner -> bytes, where most of the tier is in use."""
+    held_nbytes: Mapping[str, Mapping[str, int]]
+    """Tier -> owner -> bytes that are held now."""
+
+
+@dataclass(frozen=True, slots=True)
 class Resumed:
     """A run goes on after `step` steps that an earlier process has done."""
 
@@ -172,5 +188,5 @@ class Ended:
     elapsed_seconds: float
 
 
-Event = Stepped | Skipped | Evaluated | Sampled | Replanned | Resumed | Saved | RolledBack | Warned | Ended
+Event = Stepped | Skipped | Evaluated | Sampled | Planned | Replanned | Resumed | Saved | RolledBack | Warned | Ended
 Watcher = Callable[[Event], None]

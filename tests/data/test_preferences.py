@@ -139,7 +139,7 @@ def test_a_pair_goes_whole_where_one_of_it_is_too_long(tmp_path: Path) -> None:
 def test_pairs_stay_together_in_every_micro_batch_of_every_epoch(tmp_path: Path) -> None:
     rows = [{"prompt": "?" * (1 + n % 5), "chosen": f"{n}+", "rejected": f"{n}-" * (1 + n % 3)} for n in range(11)]
     file = prepared(tmp_path, rows)
-    training, held_out = split_samples(file, 0.2, 2)
+    training, held_out, _ = split_samples(file, 0.2, 2)
     assert len(training) + len(held_out) == 11
     reference = Reference(np.arange(22, dtype=np.float32))
     pairs = PairRows(file, training, 4, reference)

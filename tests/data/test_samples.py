@@ -156,6 +156,9 @@ def test_a_file_of_two_formats_is_refused_at_the_first_row_of_the_other(tmp_path
     assert refused(path).startswith(f"{path}:3: a alpaca sample" if False else f"{path}:3: ")
     assert "alpaca" in refused(path)
     assert "began with chat" in refused(path)
+    path = lines(tmp_path / "c.jsonl", {"text": "x"}, {"text": "y", **CHAT})  # it would fit, as the text that it is not
+    assert refused(path).startswith(f"{path}:2: a chat sample in a file that began with text samples")
+    assert len(read(Source(str(path), Schema("text")))[0]) == 2
     lines(tmp_path / "b.jsonl", {"instruction": "q", "output": "a"})
     assert "it holds 'instruction', 'output'" in refused(Source(str(tmp_path / "b.jsonl"), Schema("chat")))
 
