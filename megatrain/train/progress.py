@@ -123,7 +123,8 @@ def describe_activations(policy: Policy) -> str:
         whole = "recomputes each layer in the backward pass"
         return "keeps each layer's graph" if policy.activations == "keep" else whole
     counts = Counter(keep for row in policy.activation_rows for keep in row)
-    words = {"graph": "the graph", "input": "the input", "offload": "the input in the host", "drop": "nothing"}
+    words = {"graph": "the graph", "chosen": "products and attention", "attention": "attention", "input": "the input"}
+    words |= {"offload": "the input in the host", "drop": "nothing"}
     shares = [f"{words[keep]} of {_share(count, counts.total())}" for keep, count in counts.most_common()]
     return f"keeps {', '.join(shares)}"
 
@@ -232,7 +233,8 @@ class Progress:
                 self._add(event)
                 self._print(f"step {event.step:,} skipped: {event.reason}", "yellow")
             case Evaluated():
-                said = f"validation loss {event.loss:.3f}, perplexity {event.perplexity:.4g}"
+                reported = event.metrics or {"perplexity": event.perplexity}
+                said = ", ".join([f"validation loss {event.loss:.3f}", *(f"{k} {v:.4g}" for k, v in reported.items())])
                 self._print(f"step {event.step:,}  {said}", "green")
             case Replanned(_, before, after, changes):
                 self._print(f"replanned by measured times: {before:.3g} s to {after:.3g} s a step ({changes})", "dim")
