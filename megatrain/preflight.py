@@ -19,7 +19,10 @@ from megatrain.train.progress import describe_policy
 WORTH_IT = 0.03
 """Predicted gain below which a plan is not exchanged for another."""
 
-MAY_CHANGE = ("activations", "activation_rows", "weight_slots", "grad_slots", "shard_nbytes", "homes", "stage_slots")
+MAY_CHANGE = (
+    *("activations", "activation_rows", "offload_slots", "recompute_slots"),
+    *("weight_slots", "grad_slots", "shard_nbytes", "homes", "stage_slots"),
+)
 """Fields of a policy that a plan chooses anew: no number depends on them. State moves where its home changes."""
 
 

@@ -21,6 +21,8 @@ from megatrain.train.saver import Save
 
 MARGIN = 1.5
 """By how much longer than the last one a save is expected to take, where a deadline is to be kept."""
+REST_SECONDS = 1.0
+"""For ops under way to come to rest, and for pending updates to be applied, before a save can begin."""
 ASSUMED_BANDWIDTH = 0.5e9
 """Bytes per second of a disk, as long as no save has told."""
 
@@ -107,8 +109,8 @@ class Checkpoints:
         return [event for event in events if event is not None]
 
     def expected_seconds(self) -> float:
-        """That the next save may take."""
-        return MARGIN * (self._seconds or 12 * self.engine.spec.numel / ASSUMED_BANDWIDTH)
+        """That the next save may take, from when a step is broken off for it."""
+        return REST_SECONDS + MARGIN * (self._seconds or 12 * self.engine.spec.numel / ASSUMED_BANDWIDTH)
 
     def roll_back(self, error: NonFinite, step: int) -> int:
         """Go back to the newest sound checkpoint, and leave out the data of the step that was not finite.

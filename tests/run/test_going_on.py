@@ -89,14 +89,14 @@ def test_a_rollback_takes_no_checkpoint_with_a_flipped_bit(tmp_path: Path, monke
     not_finite_at({4}, monkeypatch)
     step = Engine.step
 
-    def damaging(engine: Engine, micro_batches: Any, lr: float | None = None, *more: Any) -> Any:
+    def damaging(engine: Engine, micro_batches: Any, *how: Any) -> Any:
         if engine.steps == 4:
             engine.saver.wait()
             file = tmp_path / "run" / "checkpoints" / "step-00000004" / "model.safetensors"
             content = bytearray(file.read_bytes())
             content[-2] ^= 1
             file.write_bytes(content)
-        return step(engine, micro_batches, lr)
+        return step(engine, micro_batches, *how)
 
     monkeypatch.setattr(Engine, "step", damaging)
     train(config_of(tmp_path, train={"on_nonfinite": "rollback"}))
