@@ -65,6 +65,7 @@ class EncodedSample:
     ids: npt.NDArray[np.int32]
     trained: Mask
     origin: str
+    answer: str = ""  # of a preference: chosen or rejected
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -318,7 +319,7 @@ def _fitted(sample: Sample, tokens: _Tokens, options: EncodeOptions, statistics:
     if limit < count:
         statistics.cut_samples += 1
         statistics.cut_tokens += count - limit
-    return EncodedSample(tokens.ids[:limit].astype(np.int32), trained, sample.origin)
+    return EncodedSample(tokens.ids[:limit].astype(np.int32), trained, sample.origin, sample.answer)
 
 
 def _batches(samples: Iterable[Sample]) -> Iterator[list[Sample]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatrain.data.formats import Sample, Schema, detect_schema, read_sample
 from megatrain.data.left_out import LeftOut
+from megatrain.data.preferences import read_pair
 from megatrain.data.records import Row, read_rows
 from megatrain.errors import DataError, SampleError
 
@@ -73,15 +74,15 @@ def _read_source(source: Source, left_out: LeftOut) -> Iterator[Sample]:
             if row.file != file:
                 schema = detect_schema(row, source.schema)
                 file = row.file
-            sample = _read_row(row, schema, source.schema)
+            samples = _read_row(row, schema, source.schema)
         except SampleError as error:
             left_out.refuse(error)
             continue
         taken += 1
-        yield sample
+        yield from samples
 
 
-def _read_row(row: Row, schema: Schema, asked: Schema) -> Sample:
+def _read_row(row: Row, schema: Schema, asked: Schema) -> tuple[Sample, ...]:
     if asked.format == "auto":
         other = detect_schema(row, asked)  # raises where it is of no format at all
         in_turns = {other.format, schema.format} == {"chat", "sharegpt"}  # told apart by the messages that they hold
@@ -89,4 +90,4 @@ def _read_row(row: Row, schema: Schema, asked: Schema) -> Sample:
             what = f"a {other.format} sample in a file that began with {schema.format} samples"
             fix = "give each format a file of its own, or set data.format"
             raise SampleError(what, reason="of another format than its file", where=row.place, fix=fix)
-    return read_sample(row, schema)
+    return read_pair(row, schema) if schema.format == "preference" else (read_sample(row, schema),)

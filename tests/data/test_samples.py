@@ -262,7 +262,11 @@ INFO = {
     },
     "books": {"file_name": "books.jsonl", "columns": {"prompt": "words"}},
     "remote": {"hf_hub_url": "organisation/data", "subset": "en", "split": "test", "folder": "v2"},
-    "ranked": {"file_name": "x.jsonl", "ranking": True},
+    "ranked": {
+        "file_name": "x.jsonl",
+        "ranking": True,
+        "columns": {"prompt": "instruction", "query": "input", "chosen": "good", "rejected": "bad"},
+    },
     "seen": {"file_name": "x.jsonl", "formatting": "sharegpt", "columns": {"messages": "m", "images": "i"}},
     "elsewhere": {"script_url": "x"},
     "odd": {"file_name": "x.jsonl", "formatting": "openai2"},
@@ -289,13 +293,15 @@ def test_a_dataset_info_of_llama_factory_is_understood(tmp_path: Path) -> None:
     assert read_dataset_info(path, ["remote"]) == [
         Source("organisation/data", Schema("alpaca"), split="test", subset="en", folder="v2")
     ]
+    (ranked,) = read_dataset_info(path, ["ranked"])
+    columns = {"instruction": "instruction", "input": "input", "chosen": "good", "rejected": "bad"}
+    assert ranked.schema == Schema("preference", columns, {})
 
 
 @pytest.mark.parametrize(
     ("name", "what"),
     [
         ("plane", "no data set of that name; did you mean 'plain'?"),
-        ("ranked", "holds preferences"),
         ("seen", "asks for the column 'images'"),
         ("elsewhere", "is to be had by 'script_url' only"),
         ("odd", "'formatting' is 'openai2'; known are alpaca, sharegpt"),
