@@ -172,7 +172,7 @@ class _Opening:
         whole = prepare_samples(source, encoder, cache=self.cache, bad=data.bad_samples)
         whole.tokens.require_ids_below(self.vocabulary)
         if holds_pairs(whole) != self.prefers:
-            what, fix = f"{name} holds preferences", "set train.objective=dpo, or name other sources"
+            what, fix = f"{name} holds preferences", "set train.objective=dpo or data.format, or name other sources"
             if self.prefers:
                 what, fix = f"{name} holds no preferences", "name sources with chosen and rejected answers"
             raise ConfigError(what, where="data.sources", fix=fix)

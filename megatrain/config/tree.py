@@ -113,7 +113,8 @@ class DataSection(Section):
     window: Annotated[int, Field(ge=2)] = 512
     """Tokens of a training sequence."""
     validation_fraction: Fraction = 0.02
-    """Share of the text, from its end, that is held out to measure the loss on; 0 holds out nothing."""
+    """Share that is held out to measure the loss on: of text its end, of samples evenly spaced ones without a copy; 0
+    holds out nothing."""
     cache: str = "~/.cache/megatrain/tokens"
     """Folder that keeps tokenised text for the next run."""
     workers: Annotated[int, Field(ge=0, le=64)] = 1

@@ -315,9 +315,12 @@ def test_a_killed_run_goes_on_with_the_same_stream(tmp_path: Path) -> None:
 
 
 def test_a_loader_is_far_quicker_than_a_step(tmp_path: Path) -> None:
-    """A step of the cpu takes thousands of tokens a second; `bench.loader` has the ratio."""
+    """A step of the cpu takes thousands of tokens a second; `bench.loader` has the ratio.
+
+    Measured in time of the cpu, which a busy machine does not stretch.
+    """
     file = write_samples(tmp_path / "x.bin", encoded(2000, 0, longest=500), VOCABULARY, {})
     loader = Loader(PackedRows(file, np.arange(2000), 1024, 0), micro_batch=4, micro_batches=4, seed=0)
-    began = time.perf_counter()
+    began = time.process_time()
     tokens = sum(batch["input_ids"].numel() for step in itertools.islice(loader, 20) for batch in step)
-    assert tokens / (time.perf_counter() - began) > 1e6
+    assert tokens / (time.process_time() - began) > 1e6
