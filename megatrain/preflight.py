@@ -39,7 +39,7 @@ class Replanner:
         measured = replace(
             question,
             calibration=calibrate(question.model, timeline, price, one_processor=question.hardware.shares_memory),
-            pinned={**question.pinned, **fixed},
+            pinned={**question.pinned, **fixed, "transit": policy.transit},  # what is locked stays so
         )
         now = examine(measured, policy, self.plan.micro_batch)
         better = find_plan(measured)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
@@ -159,6 +160,11 @@ class Streamer:
         elif source.numel() < target.numel():
             source, target = source.view(torch.bfloat16).to(torch.float32), target.view(torch.float32)
         target.copy_(source, non_blocking=True)
+
+    def _pass(self, now: _Current, op: Op, held: Held) -> None:
+        """PACK and UNPACK: within host memory, on one thread, as its speed has been measured."""
+        (read,), (write,) = op.reads, op.writes
+        np.copyto(_part(held, write).numpy(), _part(held, read).numpy())
 
     # Compute --------------------------------------------------------------------------------------------------------
 
@@ -384,7 +390,7 @@ class Streamer:
         if not digits.isdigit() or int(digits) >= len(self.spec.units):
             return buffer
         unit = int(digits)
-        if content[0] not in "wg" or self._running is None:
+        if content[0] not in "wg" or self._running is None or buffer.startswith("host/slab/"):
             return self.spec.units[unit].name
         whole = max(  # the largest access with this content spans the unit, which tells the bytes per element
             access.stop
@@ -420,6 +426,8 @@ ACTIONS = {
     "GRAD": Streamer._copy,
     "OFFLOAD": Streamer._copy,
     "RELOAD": Streamer._copy,
+    "PACK": Streamer._pass,
+    "UNPACK": Streamer._pass,
     "FORWARD": Streamer._forward,
     "LOSS": Streamer._loss,
     "BACKWARD": Streamer._backward,

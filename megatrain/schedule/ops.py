@@ -12,18 +12,31 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 from megatrain.spec import Tier
 
 Kind = Literal[
-    "READ", "WRITE", "FETCH", "FORWARD", "LOSS", "BACKWARD", "GRAD", "ADD", "NORM", "UPDATE", "OFFLOAD", "RELOAD"
+    "READ",
+    "WRITE",
+    "FETCH",
+    "FORWARD",
+    "LOSS",
+    "BACKWARD",
+    "GRAD",
+    "ADD",
+    "NORM",
+    "UPDATE",
+    "OFFLOAD",
+    "RELOAD",
+    "PACK",
+    "UNPACK",
 ]
-Stream = Literal["compute", "fetch", "grad", "host", "read", "write", "offload", "reload"]
+Stream = Literal["compute", "fetch", "grad", "host", "read", "write", "offload", "reload", "pack", "unpack"]
 USED = "used"
 """Content of memory that an op has given up: nobody may read it, and its pages may go back to the system."""
 
-STREAMS: tuple[Stream, ...] = ("compute", "fetch", "grad", "host", "read", "write", "offload", "reload")
+STREAMS: tuple[Stream, ...] = get_args(Stream)
 
 
 @dataclass(frozen=True, slots=True)
