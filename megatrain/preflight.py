@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from megatrain.errors import DoesNotFit, OutOfDeviceMemory
 from megatrain.plan import Plan, calibrate, examine, find_plan, op_seconds
+from megatrain.plan.locks import locks_too_much
 from megatrain.spec import IN_HOST, Policy
 from megatrain.train.engine import Engine
 from megatrain.train.events import Replanned
@@ -44,7 +45,7 @@ class Replanner:
         now = examine(measured, policy, self.plan.micro_batch)
         better = find_plan(measured)
         gain = 1 - better.seconds / now.seconds
-        if gain < WORTH_IT:
+        if gain < WORTH_IT or (locks_too_much(better) and not locks_too_much(now)):
             return None
         adopted = replace(policy, **{name: getattr(better.policy, name) for name in MAY_CHANGE})
         try:

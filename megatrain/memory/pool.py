@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -135,6 +136,12 @@ class Pool:
         (slot,), (region,) = op.reads, op.writes
         self._disk.write(region.buffer, held[slot.buffer][slot.start : slot.stop])
         self._unsaved.pop(region.buffer, None)
+
+    def copy(self, op: Op, held: Held) -> None:
+        """PACK and UNPACK: between an arena and a slab, on one thread, as the speed of that is measured."""
+        (read,), (write,) = op.reads, op.writes
+        source, target = held[read.buffer][read.start : read.stop], held[write.buffer][write.start : write.stop]
+        np.copyto(target.numpy(), source.numpy())
 
     def changed(self, op: Op, held: Held) -> None:
         """UPDATE: what the op has written into staging buffers is not on the disk yet."""

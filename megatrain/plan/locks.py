@@ -28,9 +28,9 @@ SHARE = 0.5
 def within_lock_limit(question: Question, search: Callable[[Question], Plan]) -> Plan:
     """What `search` finds, page-locking no more than the machine allows. Raises what it raises."""
     plan, limit = search(question), question.hardware.pinnable_nbytes
-    if limit is None or "transit" in question.pinned or _locked_nbytes(plan) <= limit:
+    if limit is None or "transit" in question.pinned or not locks_too_much(plan):
         return plan
-    others = [each for each in _others(question, plan.policy.slabs, limit, search) if _locked_nbytes(each) <= limit]
+    others = [each for each in _others(question, plan.policy.slabs, limit, search) if not locks_too_much(each)]
     return min(others, key=lambda each: each.seconds)
 
 
@@ -60,7 +60,10 @@ def _shard_nbytes(model: ModelSpec, slabs: int, limit: int) -> int:
     return max(1, least, min(LARGEST_SHARD, int(SHARE * limit) // (2 * slabs)))
 
 
-def _locked_nbytes(plan: Plan) -> int:
-    if plan.question.hardware.shares_memory:
-        return 0
-    return locked_nbytes(plan.timeline.schedule.buffers.values(), plan.policy.transit)
+def locks_too_much(plan: Plan) -> bool:
+    """Whether the plan page-locks more than its machine allows."""
+    hardware = plan.question.hardware
+    if hardware.shares_memory or hardware.pinnable_nbytes is None:
+        return False
+    taken = locked_nbytes(plan.timeline.schedule.buffers.values(), plan.policy.transit)
+    return taken > hardware.pinnable_nbytes

@@ -15,7 +15,8 @@ from megatrain.schedule.ops import STREAMS, Op, Schedule, Stream
 from megatrain.spec import Tier
 
 DISK_STREAMS: tuple[Stream, ...] = ("read", "write")
-RARE_STREAMS: tuple[Stream, ...] = (*DISK_STREAMS, "offload", "reload", "pack", "unpack")
+"""They have a processor of their own."""
+RARE_STREAMS: tuple[Stream, ...] = (*DISK_STREAMS, "pack", "unpack")
 """Of which a trace has a row only where they have work."""
 
 
