@@ -1,12 +1,14 @@
 """Blocks between memory and scratch files, several at once: the threads of the disk room.
 
 One blocking call for each thread keeps `depth` blocks of each file under way, because system calls and checksums let go
-of the GIL; one thread more works out checksums and copies meanwhile, whichever it is at the time. A region's blocks wait in one queue for each file, and a thread takes the next until none is left; so a
-Python thread does little between two blocks, and after a failure nobody takes another.
+of the GIL; one thread more works out checksums and copies meanwhile, whichever it is at the time. A region's blocks
+wait in one queue for each file, and a thread takes the next until none is left; so a Python thread does little between
+two blocks, and after a failure nobody takes another.
 
 Memory that begins at a sector is transferred as it is, without a copy. Other memory, and the last bytes of a region
 that do not fill a sector, pass through a buffer that each thread has: at most one block more than `depth` for each file
-and direction. Either way a block is the same two pieces, its whole sectors and its last one, and so has the same checksum.
+and direction. Either way a block is the same two pieces, its whole sectors and its last one, and so has the same
+checksum.
 """
 
 from __future__ import annotations

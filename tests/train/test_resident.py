@@ -42,7 +42,10 @@ def test_the_device_is_within_one_rounding_of_the_host_and_on_a_cpu_equal(device
     scalars = AdamW(lr=1e-2, weight_decay=0.1).scalars(lr=1e-2, step=3)
     segments = [(0, SIZE // 3, True), (SIZE // 3, SIZE, False)]
     moments = torch.from_numpy(np.concatenate([arrays["m"], arrays["v"]])).to(device)
-    there = {"hi": torch.from_numpy(arrays["hi"].view(np.uint8).copy()).to(device), "moments": moments.view(torch.uint8)}
+    there = {
+        "hi": torch.from_numpy(arrays["hi"].view(np.uint8).copy()).to(device),
+        "moments": moments.view(torch.uint8),
+    }
     gradient = torch.from_numpy(grad.view(np.int16) if precision == "bf16" else grad).to(device)
     if precision == "bf16":
         there["low"] = torch.from_numpy(arrays["lo"].view(np.uint8).copy()).to(device)
