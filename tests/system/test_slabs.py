@@ -22,7 +22,8 @@ from tests.tiny import equal, tiny_model, unequal_batches
 MIXED, RESIDENTS = SPLITS["a different one each"], RESIDENT["ends resident"]
 SOME = [("bf16", "next_forward", MIXED, "slabs"), ("fp32", "during_backward", RESIDENTS, "slabs")]
 SOME += [("bf16", "next_forward", SPLITS["everything"], "pageable")]
-ALL = list(product(("bf16", "fp32"), ("next_forward", "during_backward"), (*SPLITS.values(), *RESIDENT.values())))
+WAYS = [("bf16", "next_forward"), ("fp32", "during_backward")]
+ALL = [(*way, split) for way, split in product(WAYS, (*SPLITS.values(), *RESIDENT.values()))]
 
 
 @pytest.mark.parametrize(
