@@ -38,7 +38,7 @@ FREE = (
 )
 """Keys, or sections, that no number of the training depends on."""
 
-REFUSED = ("model.path", "model.config", "data", "train.seed", "train.freeze", "train.precision")
+REFUSED = ("model.path", "model.config", "data", "train.seed", "train.freeze", "train.precision", "train.objective")
 """Keys, or sections, whose change means another model or other data, which a run is not to go on with by mistake."""
 
 COMPARED = ("data.sources",)

@@ -5,8 +5,10 @@ once and kept), the model; the engine is built last. The run folder then holds
 
     config.yaml       every key as resolved; `megatrain train` takes it
     metrics.jsonl     one JSON object per event
-    tensorboard/      the same for TensorBoard
+    tensorboard/      the same for TensorBoard, where it is among the trackers
     status.json       how the run is: see `train.health`
+    trace.json        one early step, op by op, unless `trace` names another file
+    report.html       all of it as a page
     checkpoints/      what a run goes on from; each appears whole
     model/            Hugging Face folder with the tokenizer; it appears whole, at the end
 
@@ -17,7 +19,7 @@ no model, and one that stood there stays.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,19 +53,21 @@ from megatrain.model import (
     port_model,
 )
 from megatrain.model import Progress as LoadingProgress
+from megatrain.objective import Objective, loss_of, with_reference, without_reference
 from megatrain.optim import AdamW, lr_schedule
 from megatrain.plan import Plan, Question, available_threads, find_plan
-from megatrain.preflight import Replanner
+from megatrain.preflight import Replanner, foreseen
 from megatrain.spec import ModelSpec
 from megatrain.train.checkpoints import Checkpoints
 from megatrain.train.engine import Engine
-from megatrain.train.events import Ended, Evaluated, Event, Resumed, Sampled, Watcher
+from megatrain.train.events import Ended, Event, Resumed, Sampled, Watcher
 from megatrain.train.feed import Feed
 from megatrain.train.health import STATUS, Health
 from megatrain.train.options import EngineOptions
 from megatrain.train.progress import describe_model, loading, printable, show_plan
 from megatrain.train.restored import NewMoments
 from megatrain.train.stop import StopSignals
+from megatrain.train.trace import TRACE
 from megatrain.train.trackers import refuse_missing
 from megatrain.train.trainer import Task, train
 from megatrain.trained import save_trained, say_where, verify_trained
@@ -71,6 +75,8 @@ from megatrain.watching import open_watchers
 
 VERIFIED_PARAMETERS = 10**9
 """A saved model below this size is loaded again and its loss compared."""
+
+Facts = list[tuple[str, str]]
 
 WARM_UP = 3
 """Steps after which measured times are compared with the plan's."""
@@ -116,17 +122,19 @@ def run_training(config: Config, console: Console) -> Path:
             resume.take_up_data(feed, taken, config, say)
         with loading(console, "loading the model") as progress:
             engine = stack.enter_context(_engine(config, source, ported, plan, device, taken, progress))
+        if config.train.objective == "dpo":
+            corpus = _referred(config, corpus, engine, plan, taken, console)
         if config.trace is not None:
             engine.trace(config.trace)
         checkpoints = _checkpoints(config, engine, feed, tokenizer, plan)
-        _show(config, engine, source, corpus, plan, console)
-        ended = _train(config, _Run(engine, corpus, feed, checkpoints, tokenizer, plan), taken, stack, console)
+        facts = _show(config, engine, source, corpus, plan, console)
+        ended = _train(config, _Run(engine, corpus, feed, checkpoints, tokenizer, plan, facts), taken, stack, console)
         if ended.step < config.train.steps and config.checkpoint.every:
             say(f"not finished; `resume=auto` goes on after step {ended.step:,}")
             return Path(checkpoints.newest)
         saved = save_trained(config, engine, tokenizer, folder / "model")
         if config.output.verify_export and engine.spec.numel < VERIFIED_PARAMETERS:
-            verify_trained(config, engine, corpus.validation[0], saved, console)
+            verify_trained(config, engine, without_reference(corpus.validation[0]), saved, console)
     say_where(folder, console)
     return saved
 
@@ -141,6 +149,7 @@ class _Run:
     checkpoints: Checkpoints
     tokenizer: Tokenizer
     plan: Plan
+    facts: Sequence[tuple[str, str]]
 
 
 # Before training ---------------------------------------------------------------------------------------------------
@@ -293,7 +302,8 @@ def _checkpoints(config: Config, engine: Engine, feed: Feed, tokenizer: Tokenize
     )
 
 
-def _show(config: Config, engine: Engine, source: Source, corpus: Corpus, plan: Plan, console: Console) -> None:
+def _show(config: Config, engine: Engine, source: Source, corpus: Corpus, plan: Plan, console: Console) -> Facts:
+    """Tell what will be done, and return it."""
     train, count = config.train, plan.work.micro_batches
     batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
     speed = f"{plan.seconds:.3g} s a step, {plan.tokens_per_second:,.0f} tokens/s"
@@ -315,6 +325,14 @@ def _show(config: Config, engine: Engine, source: Source, corpus: Corpus, plan: 
         console.print(Text("the first sample; what is trained is green", "bold"))
         styled = ((printable(text), "green" if trained else "dim") for text, trained in shortened(corpus.example))
         console.print(Text.assemble(*styled), soft_wrap=True)
+    return facts
+
+
+def _referred(
+    config: Config, corpus: Corpus, engine: Engine, plan: Plan, taken: Checkpoint | None, console: Console
+) -> Corpus:
+    with loading(console, "asking the reference about each answer") as progress:
+        return with_reference(config, corpus, engine, plan, taken, progress)
 
 
 # During training ---------------------------------------------------------------------------------------------------
@@ -335,6 +353,10 @@ def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack
     )
     watchers.append(stack.enter_context(health))
     start = 0 if taken is None else int(resume.facts_of(taken)["step"])
+    if config.trace is None:
+        with suppress(ConfigError):  # nobody has asked for it
+            engine.trace(Path(config.output.folder).expanduser() / TRACE, steps=1)
+    _tell(watchers, foreseen(run.plan, engine, run.facts, start))
     if taken is not None:
         _tell(watchers, Resumed(start, train_.steps, str(taken.folder)))
     elif train_.on_nonfinite == "rollback":
@@ -343,7 +365,7 @@ def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack
     try:
         with interruptible:
             ended = train(
-                engine,
+                Objective(engine, loss_of(config)),
                 run.feed,
                 steps=train_.steps,
                 lr=_learning_rate(train_),
@@ -378,17 +400,17 @@ def _tasks(config: Config, run: _Run, start: int) -> list[Task]:
     tasks = []
     if train.targets_per_step is None:  # else steps differ in their micro-batches, and no plan is of them all
         tasks.append(Task(0, Replanner(run.engine, run.plan), once=start + WARM_UP))
-    tasks += _measurements(train, run.engine, run.corpus, run.tokenizer)
+    tasks += _measurements(config, run.engine, run.corpus, run.tokenizer)
     if config.checkpoint.every:
         tasks += [Task(1, checkpoints.collect), Task(config.checkpoint.every, checkpoints.save)]
     return tasks
 
 
-def _measurements(train: TrainSection, engine: Engine, corpus: Corpus, tokenizer: Tokenizer) -> list[Task]:
-    tasks = []
+def _measurements(config: Config, engine: Engine, corpus: Corpus, tokenizer: Tokenizer) -> list[Task]:
+    train, tasks = config.train, []
     if corpus.holds_out:
-        evaluate = lambda step: Evaluated(step, engine.evaluate(corpus.validation))  # noqa: E731
-        tasks.append(Task(train.eval_every, evaluate))
+        objective = Objective(engine, loss_of(config))
+        tasks.append(Task(train.eval_every, lambda step: objective.evaluate(step, corpus.validation)))
     if train.sample_tokens:
         tasks.append(Task(train.sample_every, lambda step: _sample(train, engine, corpus, tokenizer, step)))
     return tasks

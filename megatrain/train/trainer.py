@@ -39,6 +39,8 @@ class StepOutput(Protocol):
     def stall_seconds(self) -> float: ...
     @property
     def written_nbytes(self) -> int: ...
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
 
 
 class Trainable(Protocol):
@@ -169,6 +171,7 @@ def _stepped(
         elapsed_seconds=seconds.elapsed,
         resumed_at=start,
         written_nbytes=out.written_nbytes,
+        metrics=out.metrics,
     )
 
 
