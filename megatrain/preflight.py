@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatrain.errors import DoesNotFit, OutOfDeviceMemory
+from megatrain.errors import DiskError, DoesNotFit, OutOfDeviceMemory
 from megatrain.plan import Plan, calibrate, examine, find_plan, op_seconds, peak_table
 from megatrain.plan.locks import locks_too_much
 from megatrain.spec import IN_HOST, Policy
@@ -72,7 +72,7 @@ class Replanner:
         try:
             self.engine.adopt(adopted)
             self.engine.prepare(work)
-        except (DoesNotFit, OutOfDeviceMemory):  # others may have taken memory since; the state is whole
+        except (DoesNotFit, OutOfDeviceMemory, DiskError):  # others may have taken room since; the state is whole
             self.engine.adopt(policy)
             return None
         return Replanned(step, now.seconds, better.seconds, _changes(policy, adopted))

@@ -74,6 +74,11 @@ def find(config: Config, say: Say) -> Checkpoint | None:
     return found
 
 
+def is_own(config: Config, taken: Checkpoint) -> bool:
+    """Whether a checkpoint is of this very run. It may lie elsewhere, behind a link among the others."""
+    return any(path.resolve() == taken.folder for path in checkpoints(config.checkpoints))
+
+
 def remove_others(config: Config, taken: Checkpoint | None) -> None:
     """Remove checkpoints that will be no part of this run: all, or those after the one that it goes on from."""
     for path in checkpoints(config.checkpoints):

@@ -33,7 +33,7 @@ def open_watchers(config: Config, taken: Checkpoint | None, stack: ExitStack, co
     def say(line: str) -> None:
         console.print(Text(printable(line), "yellow"), soft_wrap=True)
 
-    goes_on = taken is not None and taken.folder.parent == config.checkpoints.resolve()
+    goes_on = taken is not None and resume.is_own(config, taken)
     step = resume.facts_of(taken)["step"] if taken is not None and goes_on else None
     if (folder / "metrics.jsonl").exists() and not goes_on:
         say(f"replaces the metrics of an earlier run in {folder}")

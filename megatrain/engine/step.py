@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -79,6 +79,8 @@ class Streamer:
         self._executor = Executor(device, pool, self._locate)
         self.timeline: Timeline | None = None
         """When the ops of the last schedule ran, if the device is timed."""
+        self.region: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Entered around the ops of each schedule, and nothing else: what may be broken off from outside."""
         self._running: Schedule | None = None
         self._layouts = [layout_of(unit) for unit in self.spec.units]
         self._binders = [
@@ -149,7 +151,7 @@ class Streamer:
         ended: dict[int, list[str]] = defaultdict(list)
         for name, (_, last) in schedule.lifetimes.items():
             ended[id(schedule.ops[last])].append(name)
-        with self.device.preserved_random_state():
+        with self.device.preserved_random_state(), self.region():
             self.timeline = self._executor.run(schedule, act)
 
     # Disk -----------------------------------------------------------------------------------------------------------

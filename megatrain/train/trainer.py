@@ -117,6 +117,8 @@ def train(
             if (back := recover(error, done)) is not None:
                 tell(RolledBack(done, back, str(error)))
                 done, ready = back, clock()
+                if should_stop():
+                    break
                 continue
         else:
             done, now = done + 1, clock()

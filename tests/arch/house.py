@@ -30,7 +30,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         *("corpus", "machine", "preflight", "resume", "run", "conversion", "generation", "planning", "probe"),
         *("budgets", "recipe", "trained", "verification", "watching", "history", "report", "hf", "objective"),
-        *("cli", "api", "testing", "__init__", "__main__"),
+        *("claim", "cli", "api", "testing", "__init__", "__main__"),
     ),
 )
 TORCH_FREE = ("errors", "spec", "layout", "schedule", "plan", "optim", "page")

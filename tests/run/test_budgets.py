@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from safetensors.torch import load_file
 
+from megatrain import Engine, Policy
 from megatrain.errors import ConfigError, DoesNotFit
 from megatrain.memory import Disk, scratch
+from megatrain.run import _for_saves
+from megatrain.spec import Hardware, Home, Precision
 from tests.run.test_run import configuration, lines, train
+from tests.tiny import tiny_model
 
 DEEP: dict[str, Any] = {
     "model_type": "llama",
@@ -42,9 +47,10 @@ def test_a_run_with_half_the_memory_has_the_same_numbers(
     refused = device != "cpu"
     if refused:
         monkeypatch.setattr(scratch, "_DIRECT", 0)
-    plain_told, losses, weights = run(tmp_path / "plain", train={"device": device})
+    same = {"loss_chunk_tokens": 64}  # which a plan chooses by memory, and rounding depends on
+    plain_told, losses, weights = run(tmp_path / "plain", train={"device": device}, policy=same)
     tight: dict[str, Any] = {"memory": {"host": HOST}, "disk": {"folders": [str(tmp_path)]}}
-    told, same_losses, same_weights = run(tmp_path / "tight", train={"device": device}, **tight)
+    told, same_losses, same_weights = run(tmp_path / "tight", train={"device": device}, policy=same, **tight)
     assert len(losses) == 4
     assert same_losses == losses
     steps = [line for line in lines(tmp_path / "tight" / "run") if line["event"] == "stepped"]
@@ -80,3 +86,16 @@ def test_budgets_that_cannot_be_are_refused(tmp_path: Path, changed: dict[str, A
     with pytest.raises(ConfigError, match=complaint):
         run(tmp_path, **changed)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_plan_leaves_the_memory_that_saves_take(tmp_path: Path, precision: Precision) -> None:
+    """Also where state lives on the device, of which a save needs a copy in host memory."""
+    config = configuration(tmp_path, train={"precision": precision})
+    for device, homes in (("cpu", Home()), ("sim:1", Home("device", "device", "device")), ("sim:1", Home("device"))):
+        how = Policy(precision, shares_memory=device == "cpu", homes=(homes,) * 5)
+        with Engine.from_model(tiny_model(), device, precision, policy=how, verify=False) as engine:
+            engine.saver.reserve()
+            taken = engine.memory_table().get(("host", "checkpoint"), 0)
+            hardware = cast(Hardware, SimpleNamespace(shares_memory=device == "cpu"))
+            assert taken <= _for_saves(config, engine.spec, hardware)
