@@ -146,6 +146,7 @@ def test_a_folder_in_place_of_a_model_is_never_loaded_and_gives_the_same(tmp_pat
         streams.model(input_ids=torch.tensor([[5, 6]]))
 
 
+@pytest.mark.slow
 def test_label_smoothing_and_the_best_model(tmp_path: Path) -> None:
     """The loss falls, and the largest is called the best, so that an earlier model is loaded at the end."""
     changes = {
@@ -161,6 +162,7 @@ def test_label_smoothing_and_the_best_model(tmp_path: Path) -> None:
     assert ours.evaluate()["eval_loss"] == pytest.approx(ours.state.best_metric, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_metrics_of_predictions(tmp_path: Path) -> None:
     def right(predicted: Any) -> dict[str, float]:
         return {"right": float((predicted.predictions[:, :-1].argmax(-1) == predicted.label_ids[:, 1:]).mean())}

@@ -89,7 +89,7 @@ def test_a_rollback_takes_no_checkpoint_with_a_flipped_bit(tmp_path: Path, monke
     not_finite_at({4}, monkeypatch)
     step = Engine.step
 
-    def damaging(engine: Engine, micro_batches: Any, lr: float | None = None) -> Any:
+    def damaging(engine: Engine, micro_batches: Any, lr: float | None = None, *more: Any) -> Any:
         if engine.steps == 4:
             engine.saver.wait()
             file = tmp_path / "run" / "checkpoints" / "step-00000004" / "model.safetensors"

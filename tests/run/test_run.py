@@ -233,7 +233,7 @@ def test_a_finished_run_is_overwritten_only_when_told(tmp_path: Path) -> None:
     assert len(losses(tmp_path / "run")) == 1
 
 
-def not_finite(engine: Engine, micro_batches: Any, lr: float | None = None) -> StepOutput:
+def not_finite(engine: Engine, micro_batches: Any, lr: float | None = None, *more: Any) -> StepOutput:
     raise NonFinite("the gradient is not finite", where="layer 1")
 
 
@@ -266,9 +266,9 @@ def test_a_signal_finishes_the_step_and_saves(
 ) -> None:
     honest = Engine.step
 
-    def interrupted(engine: Engine, micro_batches: Any, lr: float | None = None) -> StepOutput:
+    def interrupted(engine: Engine, micro_batches: Any, lr: float | None = None, *more: Any) -> StepOutput:
         signal.raise_signal(number)
-        return honest(engine, micro_batches, lr)
+        return honest(engine, micro_batches, lr, *more)
 
     monkeypatch.setattr(Engine, "step", interrupted)
     said = train(configuration(tmp_path, checkpoint={"every": every}))
@@ -281,7 +281,7 @@ def test_a_signal_finishes_the_step_and_saves(
 
 
 def test_a_second_ctrl_c_leaves_at_once_without_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def impatient(engine: Engine, micro_batches: Any, lr: float | None = None) -> StepOutput:
+    def impatient(engine: Engine, micro_batches: Any, lr: float | None = None, *more: Any) -> StepOutput:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("not reached")
