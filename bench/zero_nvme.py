@@ -1,13 +1,15 @@
 """The disk tier against DeepSpeed's ZeRO-3 with parameters and optimizer state on NVMe: tokens per second, peak memory.
 
-    python -m bench.zero_nvme --python DEEPSPEEDS_PYTHON [--folder FOLDER] [--precision fp32] [--turns N] [--out FOLDER]
+    python -m bench.zero_nvme --python DEEPSPEEDS_PYTHON [--folder FOLDER] [--precision fp32] [--rows N] [--turns N]
+                              [--out FOLDER]
 
-The model, the work and the optimizer are the same: the 134M Llama and the 4 x 512 tokens of `bench.step`, recomputed in
-the backward pass, AdamW, clipping by the global norm, the same first weights: the losses must agree. *MegaTrain* has
-every part of every unit's state on the disk. *DeepSpeed* runs twice, on its CPU accelerator, with its own AdamW for the
-cpu and its asynchronous I/O, one optimizer tile per layer, and buffers no larger than the largest parameter: as
-`deepspeed` with the fewest buffers, and as `deepspeed_pipelined` with as many as it needs to read the next tile and
-write the last one meanwhile, which takes more memory.
+The model, the work and the optimizer are the same: the 134M Llama and the 4 x 512 tokens of `bench.step`, or fewer rows
+(what the disk has to do does not depend on them, what the processor has to do does), recomputed in the backward pass,
+AdamW, clipping by the global norm, the same first weights: the losses must agree. *MegaTrain* has every part of every
+unit's state on the disk. *DeepSpeed* runs twice, on its CPU accelerator, with its own AdamW for the cpu and its
+asynchronous I/O, one optimizer tile per layer, and buffers no larger than the largest parameter: as `deepspeed` with
+the fewest buffers, and as `deepspeed_pipelined` with as many as it needs to read the next tile and write the last one
+meanwhile, which takes more memory.
 
 Each lives in a process of its own, and they take turns, a step each, so that the machine's drift hits all alike. A
 speed is the median over turns of the ratio within a turn. Peak memory is the kernel's count of the process's resident
@@ -281,22 +283,23 @@ def main() -> int:
     parser.add_argument("--python", help="an interpreter that has DeepSpeed; this one, if it has it")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the drive that holds the state")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--rows", type=int, default=SEQUENCES, help=f"sequences of {LENGTH} tokens in a step")
     parser.add_argument("--turns", type=int, default=4, help="counted steps of each")
-    parser.add_argument("--out", type=Path, help="folder for zero_nvme.json")
+    parser.add_argument("--out", type=Path, help="folder for zero_nvme_TOKENS.json")
     parser.add_argument("--contend", help=argparse.SUPPRESS)
     parser.add_argument("settings", nargs="?", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.contend:
         contend(given.contend, json.loads(given.settings))
         return 0
-    settings = {"shape": SHAPE, "rows": SEQUENCES, "length": LENGTH, "precision": given.precision}
+    settings = {"shape": SHAPE, "rows": given.rows, "length": LENGTH, "precision": given.precision}
     settings |= {"folder": str(Path(given.folder).resolve())}
     python = given.python or (sys.executable if importlib.util.find_spec("deepspeed") else None)
     result = compare(settings, given.turns, python)
     print(show(result))
     if given.out:
         given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / "zero_nvme.json").write_text(json.dumps(result, indent=1) + "\n")
+        (given.out / f"zero_nvme_{given.rows * LENGTH}.json").write_text(json.dumps(result, indent=1) + "\n")
     return 0 if all(each["holds"] for each in result["ratios"].values()) else 1
 
 

@@ -59,7 +59,9 @@ def this_machine(device: Device, precision: Precision, hardware: str | None = No
         known = probed if probed and is_of_its_kind else described_machine(device) or _rough(device, precision)
     host = available_host_nbytes()
     nbytes = host if device.shares_memory else device.free_nbytes()
-    return replace(known, host_nbytes=host, device_nbytes=nbytes, shares_memory=device.shares_memory)
+    lockable = known.pinnable_nbytes if device.lockable_nbytes is None else device.lockable_nbytes
+    now = {"host_nbytes": host, "device_nbytes": nbytes, "pinnable_nbytes": lockable}
+    return replace(known, shares_memory=device.shares_memory, **now)  # type: ignore[arg-type]
 
 
 def described_machine(device: Device) -> Hardware | None:

@@ -243,7 +243,16 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         ("machine", f"{hardware.name}: {device}{amount(hardware.host_nbytes)} host"),
         ("attention", plan.question.model.attention),
         ("policy", "; ".join(describe_policy(plan.policy))),
+        *_disk_tier(plan),
     ]
+
+
+def _disk_tier(plan: Plan) -> list[tuple[str, str]]:
+    """How the disk is read and written, whether past the page cache or through it, where the plan uses it."""
+    if not any(home.uses_disk for home in plan.policy.homes):
+        return []
+    sources = dict(plan.question.hardware.sources)
+    return [("disk tier", sources.get("disk_read_bandwidth", "its speed is assumed; `megatrain probe` measures it"))]
 
 
 def show(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from megatrain.errors import DiskError, DoesNotFit, OutOfDeviceMemory
 from megatrain.plan import Plan, calibrate, examine, find_plan, op_seconds, peak_table
+from megatrain.plan.locks import locks_too_much
 from megatrain.spec import IN_HOST, Policy
 from megatrain.train.engine import Engine
 from megatrain.train.events import Planned, Replanned
@@ -63,12 +64,12 @@ class Replanner:
         measured = replace(
             question,
             calibration=calibrate(question.model, timeline, price, one_processor=question.hardware.shares_memory),
-            pinned={**question.pinned, **fixed},
+            pinned={**question.pinned, **fixed, "transit": policy.transit},  # what is locked stays so
         )
         now = examine(measured, policy, self.plan.micro_batch)
         better = find_plan(measured)
         gain = 1 - better.seconds / now.seconds
-        if gain < WORTH_IT:
+        if gain < WORTH_IT or (locks_too_much(better) and not locks_too_much(now)):
             return None
         adopted = replace(policy, **{name: getattr(better.policy, name) for name in MAY_CHANGE})
         try:

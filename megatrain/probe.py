@@ -20,7 +20,9 @@ import numpy as np
 import torch
 
 from megatrain.device import Device
+from megatrain.device.numa import binds
 from megatrain.device.probe import (
+    PIECE,
     Measurement,
     attention_rates,
     copy_bandwidth,
@@ -53,6 +55,8 @@ MOST_PARAMS = 32 << 20
 FILE_NBYTES = 256 << 20
 FRESH_NBYTES = 64 << 20
 """More than the C library keeps of what is freed, so that each allocation has new pages."""
+MOST_LOCKED_NBYTES = 4 << 30
+"""What is page-locked at most to see whether a limit holds."""
 LEAST_FREE_NBYTES = 64 << 20
 """With less than that free, a disk is left alone."""
 
@@ -145,19 +149,37 @@ def _identity(device: Device, threads: int, found: _Findings) -> None:
 
 def _capacities(device: Device, folder: Path, found: _Findings) -> None:
     host = available_host_nbytes()
-    pinnable = pinnable_nbytes(host)
+    pinnable, why = _lockable(device, host)
     own = host if device.shares_memory else device.free_nbytes()
     found.note("free when it was probed, within the cgroups' limits", host_nbytes=host)
     found.note("the host's" if device.shares_memory else "free when it was probed", device_nbytes=own)
-    found.note("the limit on locked memory (RLIMIT_MEMLOCK)", pinnable_nbytes=pinnable)
+    found.note(why, pinnable_nbytes=pinnable)
     disk = available_disk_nbytes(folder)
     where = "in host memory (tmpfs): no disk" if lies_in_memory(folder) else "free when it was probed"
     found.note(f"{folder}: {where}", disk_nbytes=disk)
     found.say(
         f"free: {own / 1e9:,.1f} GB on the device, {host / 1e9:,.1f} GB in the host, {disk / 1e9:,.1f} GB on disk"
     )
+    if pinnable < host and not device.shares_memory:
+        found.say(f"page-locked memory: {pinnable / 1e9:,.3g} GB at most ({why})")
+    if (node := getattr(device, "node", None)) is not None:
+        how = "host memory is taken from it" if binds(node.number) else "binding to it is refused here"
+        found.say(f"memory node {node.number} of {node.of} is the device's: {how}")
     if lies_in_memory(folder):
         found.say(f"{folder} lies in host memory, not on a disk: a disk tier there would gain nothing")
+
+
+def _lockable(device: Device, host_nbytes: int) -> tuple[int, str]:
+    """Host memory that may be page-locked, and how that is known: a driver may not ask the system's limit."""
+    limit, why = pinnable_nbytes(host_nbytes), "the limit on locked memory (RLIMIT_MEMLOCK)"
+    if device.shares_memory or limit >= host_nbytes or limit > min(MOST_LOCKED_NBYTES, host_nbytes // 4):
+        return limit, why
+    memory = device.allocate_host(limit + PIECE, "probe")
+    try:
+        passed = memory.is_pinned()
+    finally:
+        device.free_host(memory, "probe")
+    return (host_nbytes, f"measured: the driver locks more than the limit, {limit:,} bytes") if passed else (limit, why)
 
 
 def _in_turn(device: Device, threads: int, whole_seconds: float, seconds: float, found: _Findings) -> None:

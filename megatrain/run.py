@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megatrain import resume
-from megatrain.budgets import budgets, open_disk, refuse_wear, with_disk
+from megatrain.budgets import budgets, describe_disk, open_disk, refuse_wear, with_disk
 from megatrain.checkpoint import Checkpoint, Retention
 from megatrain.claim import Claim
 from megatrain.config import Config, TrainSection
@@ -325,6 +325,7 @@ def _show(config: Config, engine: Engine, source: Source, corpus: Corpus, plan: 
         *corpus.facts,
         ("step", f"{batches} of {plan.micro_batch} windows, {sum(plan.work.tokens):,} tokens"),
         ("device", f"{train.device}, {engine.peak_flops() / 1e12:.2f} TFLOP/s measured in {train.precision}"),
+        *describe_disk(engine.disk, config.disk),
         ("prediction", f"{speed} on {plan.question.hardware.name}"),
     ]
     engine.prepare(plan.work)

@@ -22,6 +22,8 @@ attention have given; its input and what attention has; its input; its input in 
 nothing, and the input is computed again from the nearest one below that was not dropped."""
 UpdateTime = Literal["next_forward", "during_backward", "after_backward"]
 Tier = Literal["device", "host", "disk"]
+Transit = Literal["locked", "slabs", "pageable"]
+"""How weights and gradients cross the bus: page-locked where they lie, through page-locked slabs, or not locked."""
 
 WEIGHT_NBYTES: dict[Precision, int] = {"bf16": 2, "fp32": 4}
 """Bytes per parameter of what the device streams, and of a gradient that crosses the bus in the compute dtype."""
@@ -367,6 +369,10 @@ class Policy:
     """The device computes in host memory: weights need no fetch, and gradients of the right dtype are born at home."""
     host_threads: int = 0
     """Threads of the optimizer pass; 0 is one per available core."""
+    transit: Transit = "locked"
+    """What is page-locked; it is decided when the state is allocated, and stays."""
+    slabs: int = 2
+    """Page-locked buffers of a shard each, in each direction, where `transit` is by slabs."""
     homes: tuple[Home, ...] = ()
     """Of each unit, in order; empty keeps everything in host memory."""
     stage_slots: int = 2
@@ -386,7 +392,9 @@ class Policy:
         times = ("next_forward", "during_backward", "after_backward")
         self._require("update", self.update in times, "next_forward or during_backward")
         self._require("masters", self.masters in ("split", "whole"), "split")
-        for key in ("weight_slots", "grad_slots", "shard_nbytes", "loss_chunk_tokens", "offload_slots", "stage_slots"):
+        self._require("transit", self.transit in get_args(Transit), "locked, slabs or pageable")
+        counts = ("weight_slots", "grad_slots", "shard_nbytes", "loss_chunk_tokens", "offload_slots", "stage_slots")
+        for key in (*counts, "slabs"):
             self._require(key, getattr(self, key) >= 1, "at least 1")
         self._require(
             "recompute_slots", self.recompute_slots is None or self.recompute_slots >= 1, "at least 1 or None"
@@ -399,6 +407,8 @@ class Policy:
                 fix="leave it unset or use precision bf16",
             )
 
+        if self.shares_memory and self.transit != "locked":
+            raise PlanError("nothing crosses a bus where memory is shared", where="policy.transit", fix="use locked")
         if self.shares_memory and any(home.weights == "device" for home in self.homes):
             raise PlanError("the device has no memory of its own", where="policy.homes", fix="use host or disk")
 

@@ -253,6 +253,10 @@ class PolicySection(Section):
     """Target tokens whose logits exist at one time."""
     host_threads: PositiveInt | None = None
     """Threads of the optimizer pass."""
+    transit: Literal["locked", "slabs", "pageable"] | None = None
+    """Page-lock weights and gradients in host memory, or only slabs that they pass through, or nothing."""
+    slabs: PositiveInt | None = None
+    """Page-locked buffers of a shard in each direction, where `transit` is by slabs."""
     stage_slots: PositiveInt | None = None
     """Host buffers that each kind of state passes through on its way from and to the disk."""
 

@@ -78,6 +78,8 @@ class Device(Protocol):
     torch_device: torch.device
     shares_memory: bool
     """Whether compute reads host memory directly, so that a slot can be the host memory itself."""
+    lockable_nbytes: int | None
+    """Host memory that may be page-locked, where the device knows it before it has tried."""
     timed: bool
     """Whether events can tell when their work ran. Set it before submitting."""
 
@@ -91,7 +93,10 @@ class Device(Protocol):
         """Device memory that `allocate` returned is given back; no work uses it any more."""
 
     def allocate_host(self, nbytes: int, owner: str) -> torch.Tensor:
-        """Zeroed host memory, uint8[nbytes], page-locked where the device gains from it."""
+        """Zeroed host memory, uint8[nbytes], page-locked where the device gains from it.
+
+        Raises `DeviceError` where that would be more than `lockable_nbytes`.
+        """
 
     def allocate_pageable(self, nbytes: int, owner: str) -> torch.Tensor:
         """Zeroed host memory, uint8[nbytes], that nothing is copied to or from the device, but now and then."""

@@ -2,7 +2,7 @@
 
 Matrix products already use every core, so compute and copies run at once where they are submitted; the `host` stream
 (the optimizer pass) has a thread, and so have `read` and `write` (the disk). Since compute reads host memory, a policy
-with `shares_memory` needs no fetch at all. It leaves out NUMA and pinning, which mean nothing to a cpu.
+with `shares_memory` needs no fetch at all. It leaves out memory nodes and page-locking, which mean nothing to a cpu.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class CpuDevice:
 
     name = "cpu"
     shares_memory = True
+    lockable_nbytes: int | None = None
     timed = True  # always: two readings of a clock cost nothing here
 
     def __init__(self) -> None:

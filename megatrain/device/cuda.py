@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 import torch
 
 from megatrain.device.base import Event, Interval, Stream, Task, Work, declared
+from megatrain.device.numa import Node, node_of
 from megatrain.device.pages import mapped
 from megatrain.device.worker import (
     HostEvent,
@@ -163,6 +164,7 @@ class CudaDevice:
     """See `base.Device`."""
 
     shares_memory = False
+    lockable_nbytes: int | None = None  # a driver may lock more than the system's limit, or less; the probe tries it
 
     def __init__(self, index: int) -> None:
         self.name = f"cuda:{index}"
@@ -175,13 +177,15 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         self.model: str = torch.cuda.get_device_name(self.torch_device)
         """What the driver calls it."""
+        self.node = _node(self.torch_device)
+        """The memory node that it is at, on a machine with several: host memory comes from there."""
         self.unpinned_nbytes = 0
         self._refused: dict[int, int] = {}
         """Address -> bytes that should have been page-locked."""
         """Host memory that could not be page-locked; copies from it are slower and hold up their stream's thread."""
         self._compute = ComputeStream(torch.cuda.Stream(self.torch_device))
         self._copies = {name: CopyStream(name, torch.cuda.Stream(self.torch_device)) for name in COPIES}
-        self._workers = {"host": WorkerStream("host")}
+        self._workers = {"host": WorkerStream("host", self.node.processors if self.node else ())}
         self._mappings: dict[int, HostMapping] = {}
         self._closed = False
         copies = list(self._copies.values())
@@ -231,7 +235,7 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)  # then nothing uses it, and the caching allocator may have it back
 
     def allocate_host(self, nbytes: int, owner: str) -> torch.Tensor:
-        mapping, memory = mapped(nbytes)
+        mapping, memory = mapped(nbytes, self.node)
         pinned = nbytes > 0 and self._pin(memory)
         if not pinned:
             self.unpinned_nbytes += nbytes
@@ -240,7 +244,7 @@ class CudaDevice:
         return memory
 
     def allocate_pageable(self, nbytes: int, owner: str) -> torch.Tensor:
-        mapping, memory = mapped(nbytes)
+        mapping, memory = mapped(nbytes, self.node)
         self._mappings[memory.data_ptr()] = mapping, memory, False
         return memory
 
@@ -306,6 +310,12 @@ class CudaDevice:
     def close(self) -> None:
         self._closed = True
         self._finalizer()
+
+
+def _node(device: torch.device) -> Node | None:
+    found = torch.cuda.get_device_properties(device)
+    domain, bus, slot = (getattr(found, f"pci_{part}_id", -1) for part in ("domain", "bus", "device"))
+    return node_of(f"{domain:04x}:{bus:02x}:{slot:02x}.0") if bus >= 0 else None  # absent in another build
 
 
 def _shut(

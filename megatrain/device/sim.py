@@ -42,7 +42,7 @@ STATE = ("host/hi/", "host/low/", "host/moments/", "host/stage/", "device/hi/", 
 
 Temperament = Literal["uniform", "starve", "late", "eager"]
 TEMPERAMENTS: tuple[Temperament, ...] = ("uniform", "starve", "late", "eager")
-COPIES = ("fetch", "grad")
+COPIES = ("fetch", "grad", "pack", "unpack")
 EAGERNESS = 0.9
 """How often the eager adversary takes what was submitted last; always would make all seeds alike."""
 
@@ -120,7 +120,8 @@ class SimDevice:
     """See `base.Device`.
 
     seed: decides the adversary's temperament and every choice. capacity: bytes of device memory, `None` for no limit.
-    faults: what fails where. cost: seconds of a task on the virtual clock.
+    lockable: bytes of host memory that may be page-locked, `None` for no limit. faults: what fails where. cost: seconds
+    of a task on the virtual clock.
     """
 
     shares_memory = False
@@ -131,6 +132,7 @@ class SimDevice:
         seed: int = 0,
         *,
         capacity: int | None = None,
+        lockable: int | None = None,
         temperament: Temperament | None = None,
         faults: Sequence[Fault] = (),
         cost: Callable[[Task], float] | None = None,
@@ -138,6 +140,9 @@ class SimDevice:
         self.name = f"sim:{seed}"
         self.torch_device = torch.device("cpu")
         self.capacity, self.faults, self.cost = capacity, list(faults), cost
+        self.lockable_nbytes = lockable
+        self.locked: dict[int, int] = {}
+        """Address -> bytes of host memory that is page-locked."""
         self.temperament = temperament or TEMPERAMENTS[seed % len(TEMPERAMENTS)]
         self.order: list[str] = []
         """Names of the work run so far, in the order that the adversary chose."""
@@ -187,12 +192,19 @@ class SimDevice:
         self._owners[owner] -= visible.numel()
 
     def allocate_host(self, nbytes: int, owner: str) -> Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        after = sum(self.locked.values()) + nbytes
+        if self.lockable_nbytes is not None and after > self.lockable_nbytes:
+            what = f"{nbytes:,} bytes for {owner} would make {after:,} page-locked, of {self.lockable_nbytes:,} allowed"
+            raise DeviceError(what, where=self.name, fix="use a policy with transit='slabs' or 'pageable'")
+        memory = self.allocate_pageable(nbytes, owner)
+        self.locked[memory.data_ptr()] = nbytes
+        return memory
 
     def allocate_pageable(self, nbytes: int, owner: str) -> Tensor:
-        return self.allocate_host(nbytes, owner)
+        return torch.zeros(nbytes, dtype=torch.uint8)
 
     def free_host(self, memory: Tensor, owner: str) -> None:
+        self.locked.pop(memory.data_ptr(), None)
         memory.fill_(POISON)
 
     def discard(self, memory: Tensor) -> None:
@@ -299,6 +311,7 @@ class SimDevice:
         self._streams.clear()
         self._owners.clear()
         self._kept.clear()
+        self.locked.clear()
 
     def _run_one(self) -> None:
         ready = [stream for stream in self._streams.values() if stream.ready()]

@@ -10,12 +10,13 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from megatrain.device.base import Event, Interval, Task, Work
+from megatrain.device.numa import run_on
 from megatrain.errors import DeviceError, MegaTrainError, OutOfDeviceMemory, StreamFailed, typed_line
 
 
@@ -76,7 +77,7 @@ def raise_first(failures: Sequence[MegaTrainError | None]) -> None:
 def worker_of(workers: dict[str, WorkerStream], name: str) -> WorkerStream:
     """The worker of that name, started at the first call; its times count from where those of `host` do."""
     if name not in workers:
-        workers[name] = WorkerStream(name)
+        workers[name] = WorkerStream(name, workers["host"].processors)
         workers[name].origin = workers["host"].origin
     return workers[name]
 
@@ -92,10 +93,10 @@ def _nothing() -> None:
 
 
 class WorkerStream:
-    """A queue and a daemon thread."""
+    """A queue and a daemon thread, on these processors if any are given, as are the threads that its work starts."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, processors: Iterable[int] = ()) -> None:
+        self.name, self.processors = name, frozenset(processors)
         self.origin = 0.0
         """What the times of events count from, on the host's clock."""
         self._queue: queue.SimpleQueue[tuple[HostEvent, Work, Sequence[Event]] | None] = queue.SimpleQueue()
@@ -127,6 +128,7 @@ class WorkerStream:
             self._thread.join()
 
     def _run(self) -> None:
+        run_on(self.processors)
         while (item := self._queue.get()) is not None:
             event, work, waits = item
             if self._failure is None:

@@ -20,7 +20,7 @@ def place_of(
     if not digits.isdigit() or int(digits) >= len(spec.units):
         return buffer
     unit = int(digits)
-    if content[0] not in "wg" or running is None:
+    if content[0] not in "wg" or running is None or buffer.startswith("host/slab/"):
         return spec.units[unit].name
     whole = max(  # the largest access with this content spans the unit, which tells the bytes per element
         access.stop

@@ -177,6 +177,9 @@ class Streamer:
             source, target = source.view(torch.bfloat16).to(torch.float32), target.view(torch.float32)
         target.copy_(source, non_blocking=True)
 
+    def _pass(self, now: _Current, op: Op, held: Held) -> None:
+        self._executor.pool.copy(op, held)
+
     # Compute --------------------------------------------------------------------------------------------------------
 
     def _forward(self, now: _Current, op: Op, held: Held) -> None:
@@ -435,10 +438,8 @@ def _access_of(accesses: Sequence[Access], content: str) -> Access:
 ACTIONS = {
     "READ": Streamer._read,
     "WRITE": Streamer._write,
-    "FETCH": Streamer._copy,
-    "GRAD": Streamer._copy,
-    "OFFLOAD": Streamer._copy,
-    "RELOAD": Streamer._copy,
+    **dict.fromkeys(("FETCH", "GRAD", "OFFLOAD", "RELOAD"), Streamer._copy),
+    **dict.fromkeys(("PACK", "UNPACK"), Streamer._pass),
     "FORWARD": Streamer._forward,
     "LOSS": Streamer._loss,
     "BACKWARD": Streamer._backward,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,16 +24,14 @@ from megatrain.errors import DeviceError, PlanError
 from megatrain.memory.disk import Disk
 from megatrain.memory.ledger import Ledger
 from megatrain.schedule import USED, Access, Buffer, Op
-from megatrain.spec import Tier
+from megatrain.schedule.slabs import is_locked
+from megatrain.spec import Tier, Transit
 
 PART_NAMES = {"hi": "weights", "low": "low bits", "moments": "moments"}
 """What users call the parts of a unit's state."""
 
 REGION_NAMES = PART_NAMES | {"grad": "gradient"}
 """What users call what lies on the disk."""
-
-HOST_ONLY = {"low", "moments"}
-"""Parts that only the optimizer uses, in host memory."""
 
 COPIES = "resident weights"
 """Owner of weights on the device whose truth is in host memory."""
@@ -42,10 +41,20 @@ Held = Mapping[str, Tensor]
 
 
 class Pool:
-    """Buffers by name, on one device, the host beside it, and the disk. `units` are names, for messages."""
+    """Buffers by name, on one device, the host beside it, and the disk.
 
-    def __init__(self, device: Device, ledger: Ledger, disk: Disk | None = None, units: Sequence[str] = ()) -> None:
-        self.device, self.ledger, self.disk, self.units = device, ledger, disk, units
+    units: their names, for messages. transit: what of host memory is page-locked.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        ledger: Ledger,
+        disk: Disk | None = None,
+        units: Sequence[str] = (),
+        transit: Transit = "locked",
+    ) -> None:
+        self.device, self.ledger, self.disk, self.units, self._transit = device, ledger, disk, units, transit
         self._memory: dict[str, Tensor] = {}
         self._buffers: dict[str, Buffer] = {}
         self._unsaved: dict[str, Tensor] = {}
@@ -79,9 +88,7 @@ class Pool:
             self._copy(buffer.name, lambda inside: inside.zero_(), writes=True)  # as the other tiers begin
 
     def _host_allocator(self, name: str) -> Callable[[int, str], Tensor]:
-        """Only what crosses the bus is page-locked: of the state, weights and gradients."""
-        stays = not HOST_ONLY.isdisjoint(name.split("/"))
-        return self.device.allocate_pageable if stays else self.device.allocate_host
+        return self.device.allocate_host if is_locked(name, self._transit) else self.device.allocate_pageable
 
     def has(self, name: str) -> bool:
         """Whether there is an arena buffer of that name."""
@@ -129,6 +136,12 @@ class Pool:
         (slot,), (region,) = op.reads, op.writes
         self._disk.write(region.buffer, held[slot.buffer][slot.start : slot.stop])
         self._unsaved.pop(region.buffer, None)
+
+    def copy(self, op: Op, held: Held) -> None:
+        """PACK and UNPACK: between an arena and a slab, on one thread, as the speed of that is measured."""
+        (read,), (write,) = op.reads, op.writes
+        source, target = held[read.buffer][read.start : read.stop], held[write.buffer][write.start : write.stop]
+        np.copyto(target.numpy(), source.numpy())
 
     def changed(self, op: Op, held: Held) -> None:
         """UPDATE: what the op has written into staging buffers is not on the disk yet."""

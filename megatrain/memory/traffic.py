@@ -1,12 +1,14 @@
 """Blocks between memory and scratch files, several at once: the threads of the disk room.
 
 One blocking call for each thread keeps `depth` blocks of each file under way, because system calls and checksums let go
-of the GIL. A region's blocks wait in one queue for each file, and a thread takes the next until none is left; so a
-Python thread does little between two blocks, and after a failure nobody takes another.
+of the GIL; one thread more works out checksums and copies meanwhile, whichever it is at the time. A region's blocks
+wait in one queue for each file, and a thread takes the next until none is left; so a Python thread does little between
+two blocks, and after a failure nobody takes another.
 
 Memory that begins at a sector is transferred as it is, without a copy. Other memory, and the last bytes of a region
-that do not fill a sector, pass through a buffer that each thread has: at most `depth` blocks for each file and
-direction. Either way a block is the same two pieces, its whole sectors and its last one, and so has the same checksum.
+that do not fill a sector, pass through a buffer that each thread has: at most one block more than `depth` for each file
+and direction. Either way a block is the same two pieces, its whole sectors and its last one, and so has the same
+checksum.
 """
 
 from __future__ import annotations
@@ -77,13 +79,13 @@ class _Passage:
 
 
 class Traffic(ABC):
-    """All transfers of one direction, over `depth` threads for each file."""
+    """All transfers of one direction, over one thread more than `depth` for each file."""
 
     direction: str
 
     def __init__(self, files: Sequence[ScratchFile], block_nbytes: int, depth: int, faults: FaultPlan) -> None:
-        self._files, self._block_nbytes, self._depth, self._faults = files, block_nbytes, depth, faults
-        self._threads = [ThreadPoolExecutor(depth, f"megatrain-disk-{self.direction}") for _ in files]
+        self._files, self._block_nbytes, self._at_once, self._faults = files, block_nbytes, depth + 1, faults
+        self._threads = [ThreadPoolExecutor(self._at_once, f"megatrain-disk-{self.direction}") for _ in files]
         self._own = threading.local()
         self._lock = threading.Lock()
         self._nbytes, self._calls, self._began, self._seconds = 0, 0, 0.0, 0.0
@@ -124,7 +126,7 @@ class Traffic(ABC):
         with self._busy():
             try:
                 for threads, queue in zip(self._threads, queues, strict=True):
-                    futures += [self._submit(threads, work, queue) for _ in range(min(self._depth, len(queue)))]
+                    futures += [self._submit(threads, work, queue) for _ in range(min(self._at_once, len(queue)))]
                 wait(futures)
             finally:  # an interrupt from the keyboard comes here too
                 _empty(queues)

@@ -28,6 +28,9 @@ Segment = tuple[int, int, bool]
 
 BLOCK = 1 << 16  # elements; a multiple of `kernels.LANES` and of a cache line in every dtype
 
+MOST_THREADS = 1 << 10
+"""More than any machine has."""
+
 _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
 
@@ -89,12 +92,14 @@ def check_arrays(written: dict[str, Array], read: dict[str, Array], dtypes: dict
 def run(kernel: Kernel, *args: Any, blocks: NDArray[np.int64], threads: int) -> None:
     """Run `kernel(*args, blocks, counter)` on the calling thread and up to `threads - 1` helpers.
 
-    Returns when every block is done. Raises ConfigError for fewer than one thread.
+    Where the calling thread is kept to some of the processors, as beside a memory node, there are no more of them than
+    those; a helper is kept to those of the thread that needed it first. Returns when every block is done. Raises
+    ConfigError for fewer than one thread.
     """
     if threads < 1:
         raise ConfigError(f"{threads} threads", where="optimizer threads", fix="give at least 1")
     counter = np.zeros(1, np.int64)
-    helpers = min(threads, len(blocks)) - 1
+    helpers = min(threads, len(blocks), _most_threads()) - 1
     pool = _shared_pool() if helpers > 0 else None
     futures = [pool.submit(kernel, *args, blocks, counter) for _ in range(helpers)] if pool else []
     try:
@@ -103,6 +108,11 @@ def run(kernel: Kernel, *args: Any, blocks: NDArray[np.int64], threads: int) -> 
         for future in futures:
             if not future.cancel():
                 future.result()
+
+
+def _most_threads() -> int:
+    allowed, there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0, os.cpu_count() or 1
+    return allowed if 0 < allowed < there else MOST_THREADS
 
 
 def _shared_pool() -> ThreadPoolExecutor:

@@ -20,9 +20,11 @@ from statistics import median
 from megatrain.layout import Layout, layout_of
 from megatrain.plan.rates import (
     attention_seconds,
+    bus_bandwidths,
     disk_bandwidths,
     elementwise_seconds,
     optimizer_bandwidth,
+    packing_bandwidth,
     product_seconds,
 )
 from megatrain.schedule import Op, Timeline
@@ -156,13 +158,16 @@ class _Prices:
         self._launch = hardware.launch_seconds or 0.0
         self._fresh = hardware.fresh_bandwidth if hardware.shares_memory and hardware.fresh_bandwidth else float("inf")
         self._disk = disk_bandwidths(hardware)
+        self._bus, self._packing = bus_bandwidths(hardware, policy.transit), packing_bandwidth(hardware)
 
     def seconds(self, op: Op) -> float:
         match op.kind:
             case "FETCH" | "RELOAD":
-                return self._launch + op.nbytes / self.hardware.fetch_bandwidth
+                return self._launch + op.nbytes / self._bus[0]
             case "GRAD" | "OFFLOAD":
-                return self._launch + op.nbytes / self.hardware.grad_bandwidth
+                return self._launch + op.nbytes / self._bus[1]
+            case "PACK" | "UNPACK":
+                return op.nbytes / self._packing
             case "READ":
                 return self._launch + op.nbytes / self._disk[0]
             case "WRITE":

@@ -38,6 +38,8 @@ STREAM_WORDS = {
     "host": "optimizer",
     "read": "disk in",
     "write": "disk out",
+    "pack": "into slabs",
+    "unpack": "out of slabs",
 }
 """Stream -> what it is to a person."""
 
@@ -295,6 +297,11 @@ def _instant(hardware: Hardware) -> Hardware:
         optimizer_bandwidth=(),
         disk_read_bandwidth=inf,
         disk_write_bandwidth=inf,
+        disk_duplex_read_bandwidth=inf,
+        disk_duplex_write_bandwidth=inf,
+        host_copy_bandwidth=inf,
+        pageable_fetch_bandwidth=inf,
+        pageable_grad_bandwidth=inf,
     )
 
 
@@ -334,7 +341,10 @@ def _changes(question: Question, uses_disk: bool) -> dict[str, Callable[[Questio
         changes[f"{bigger / GB:,.0f} GB of device memory"] = lambda question: _with_device_memory(question, bigger)
     changes["twice the device's flops"] = _faster("flops", "flops_fp32", "peak_flops", "peak_flops_fp32")
     if uses_disk:
-        changes["twice the disk"] = _faster("disk_read_bandwidth", "disk_write_bandwidth")
+        changes["twice the disk"] = _faster(
+            *("disk_read_bandwidth", "disk_write_bandwidth"),
+            *("disk_duplex_read_bandwidth", "disk_duplex_write_bandwidth"),
+        )
     return changes
 
 

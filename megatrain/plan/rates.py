@@ -12,10 +12,13 @@ from __future__ import annotations
 from itertools import pairwise
 from math import exp, log, log2
 
-from megatrain.spec import WEIGHT_NBYTES, AttentionRate, Hardware, Precision
+from megatrain.spec import WEIGHT_NBYTES, AttentionRate, Hardware, Precision, Transit
 
 ASSUMED_DISK = 1e9
 """Bytes per second of a drive that has not been measured."""
+
+ASSUMED_COPY = 8e9
+"""Bytes per second that one thread copies within host memory, where that has not been measured."""
 
 ATTENTION_SHARE = 0.5
 """Assumed rate of attention, as a share of that of large products, where it has not been measured."""
@@ -93,6 +96,20 @@ def duplex_bandwidths(hardware: Hardware) -> tuple[float, float]:
     """Bytes per second of fetches and of gradients while both are under way."""
     fetch = hardware.duplex_fetch_bandwidth or hardware.fetch_bandwidth
     return fetch, hardware.duplex_grad_bandwidth or hardware.grad_bandwidth
+
+
+def bus_bandwidths(hardware: Hardware, transit: Transit) -> tuple[float, float]:
+    """Bytes per second of weights and of gradients that cross the bus, each way alone."""
+    if transit != "pageable":
+        return hardware.fetch_bandwidth, hardware.grad_bandwidth
+    copied = packing_bandwidth(hardware)  # the driver does it, through a buffer of its own
+    fetch = hardware.pageable_fetch_bandwidth or min(copied, hardware.fetch_bandwidth)
+    return fetch, hardware.pageable_grad_bandwidth or min(copied, hardware.grad_bandwidth)
+
+
+def packing_bandwidth(hardware: Hardware) -> float:
+    """Bytes per second that one thread copies into a slab, or out of one."""
+    return hardware.host_copy_bandwidth or ASSUMED_COPY
 
 
 def disk_bandwidths(hardware: Hardware) -> tuple[float, float]:

@@ -18,6 +18,7 @@ from megatrain.errors import DoesNotFit
 from megatrain.plan.advice import changes
 from megatrain.plan.estimates import estimate, examine, moved
 from megatrain.plan.homes import PARTS, all_on_disk, residents, spread, state_nbytes, state_policy, to_disk
+from megatrain.plan.locks import within_lock_limit
 from megatrain.plan.question import Estimate, Plan, Question
 from megatrain.spec import Home, Keep, Policy
 
@@ -64,7 +65,7 @@ Candidate = tuple[Policy, int]
 
 def find_plan(question: Question) -> Plan:
     """The quickest plan that fits. Raises `DoesNotFit` naming what is short, by how much, and the nearest that fits."""
-    return _Search(question).answer()
+    return within_lock_limit(question, lambda each: _Search(each).answer())
 
 
 def survey(question: Question, budgets: Iterable[Mapping[str, int]]) -> list[Estimate | None]:

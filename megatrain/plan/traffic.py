@@ -7,10 +7,11 @@ replay. Left out: whether the streams overlap, which only a replay knows.
 from __future__ import annotations
 
 from collections import Counter
+from math import inf
 
 from megatrain.layout import layout_of
 from megatrain.plan.cost import update_nbytes
-from megatrain.plan.rates import disk_bandwidths, optimizer_bandwidth
+from megatrain.plan.rates import bus_bandwidths, disk_bandwidths, optimizer_bandwidth, packing_bandwidth
 from megatrain.spec import Hardware, ModelSpec, Policy
 
 MOMENTS_NBYTES = 8
@@ -32,15 +33,21 @@ def _of_unit(model: ModelSpec, policy: Policy, hardware: Hardware, index: int) -
     home, layout = policy.home(index), layout_of(model.units[index])
     weights, trained = layout.size * policy.weight_nbytes, layout.trained.size
     visits = 2 if index in model.layers and index >= model.lowest_trained else 1
+    fetching, leaving = bus_bandwidths(hardware, policy.transit)
+    packing = packing_bandwidth(hardware) if policy.transit == "slabs" else inf
     if home.on_device:
         touched = update_nbytes(layout, policy)
         return {
-            "fetch": -visits * weights / hardware.fetch_bandwidth,
-            "grad": -trained * policy.grad_nbytes / hardware.grad_bandwidth,
+            "fetch": -visits * weights / fetching,
+            "pack": -visits * weights / packing,
+            "grad": -trained * policy.grad_nbytes / leaving,
+            "unpack": -trained * policy.grad_nbytes / packing,
             "host": -touched / optimizer_bandwidth(hardware, policy.host_threads),
-            "compute": touched / (hardware.device_bandwidth or float("inf")),
+            "compute": touched / (hardware.device_bandwidth or inf),
         }
-    fetched = -(visits - 1) * weights / hardware.fetch_bandwidth if home.weights == "device" else 0.0
+    saved = -(visits - 1) * weights if home.weights == "device" else 0
+    packed = -visits * weights if home.weights == "disk" else saved  # staging buffers are page-locked
+    unpacked = -trained * policy.grad_nbytes if home.gradients == "disk" else 0
     reads = writes = 0
     if home.moments == "disk":
         reads, writes = MOMENTS_NBYTES * trained, MOMENTS_NBYTES * trained
@@ -51,4 +58,10 @@ def _of_unit(model: ModelSpec, policy: Policy, hardware: Hardware, index: int) -
     if home.weights == "disk":
         reads, writes = reads + visits * weights, writes + trained * policy.weight_nbytes
     reading, writing = disk_bandwidths(hardware)
-    return {"fetch": fetched, "read": reads / reading, "write": writes / writing}
+    return {
+        "fetch": saved / fetching,
+        "pack": packed / packing,
+        "unpack": unpacked / packing,
+        "read": reads / reading,
+        "write": writes / writing,
+    }

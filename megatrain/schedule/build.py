@@ -22,6 +22,7 @@ from megatrain.layout import Layout, layout_of
 from megatrain.schedule.activations import Activations, Again
 from megatrain.schedule.ops import USED, Access, Buffer, Op, Schedule, Stream
 from megatrain.schedule.order import derive_waits
+from megatrain.schedule.slabs import Slabs
 from megatrain.schedule.staging import Staged, stage
 from megatrain.schedule.workspace import backward_nbytes, loss_nbytes
 from megatrain.spec import Home, ModelSpec, Policy, Tier, Work
@@ -76,6 +77,7 @@ class Builder:
         self.alive = Activations(model, policy, work, self.buffers, trains=trains)
         self.staged: dict[str, Staged] = {}
         """Names of host memory that stand for state on the disk."""
+        self.slabs = Slabs(policy, self.buffers, self.staged)
         self.contributions = [0] * len(model.units)
         self.lowest = model.lowest_trained
         """What lies below has no backward pass: nothing in it trains."""
@@ -107,7 +109,7 @@ class Builder:
         if self.policy.update == "after_backward" and self.trains:
             ops += [self._update(unit) for unit in reversed(self.units) if self.trained[unit].size]
         names = tuple(unit.name for unit in self.model.units)
-        placed = stage(self.alive.travelling(ops), self.staged)
+        placed = stage(stage(self.alive.travelling(ops), self.staged), self.slabs.staged)
         return derive_waits(Schedule(tuple(placed), self.buffers, names))
 
     def _updated_at(self, unit: int) -> int:
@@ -270,7 +272,7 @@ class Builder:
         ops = []
         for shard in self.layouts[unit].shards(max(1, self.policy.shard_nbytes // size)):
             start, stop = shard.start * size, shard.stop * size
-            read = Access(f"host/hi/{unit}", start, stop, f"w{unit}")
+            read = self.slabs.at("fetch", unit, shard.index, Access(f"host/hi/{unit}", start, stop, f"w{unit}"))
             write = Access(slot, start, stop, f"w{unit}")
             ops.append(Op("FETCH", "fetch", unit, shard=shard.index, reads=(read,), writes=(write,)))
         return ops
@@ -313,7 +315,8 @@ class Builder:
         if source != home:
             for shard in self.trained[unit].shards(max(1, self.policy.shard_nbytes // each)):
                 read = Access(source, shard.start * each, shard.stop * each, f"g{unit}")
-                write = Access(home, shard.start * out, shard.stop * out, f"g{unit}")
+                landing = Access(home, shard.start * out, shard.stop * out, f"g{unit}")
+                write = self.slabs.at("grad", unit, shard.index, landing)
                 ops.append(Op("GRAD", "grad", unit, shard=shard.index, reads=(read,), writes=(write,)))
         landed = Access(home, 0, self.trained[unit].size * out, f"g{unit}")
         norm = Access("host/norms", 8 * unit, 8 * unit + 8, f"n{unit}")

@@ -104,7 +104,8 @@ def _check_gradients(schedule: Schedule) -> None:
             if count > 1:
                 raise _refusal(schedule, _last(ops, kind, unit), f"{kind} of unit {unit} happens {count} times")
     for unit in sorted(trained):
-        grads = [(i, op) for i, op in enumerate(ops) if op.kind == "GRAD" and op.unit == unit]
+        grads = [(i, op) for i, op in enumerate(ops) if op.kind in ("GRAD", "UNPACK") and op.unit == unit]
+        grads = [(i, op) for i, op in grads if not op.writes[0].buffer.startswith("host/slab/")]  # not on its way
         grads = [(i, op) for i, op in grads if _is_whole_gradient(op.writes[0])]  # not a micro-batch's own
         copied = sorted((op.writes[0].start, op.writes[0].stop, i) for i, op in grads)
         for (_, stop, _), (start, _, index) in pairwise(copied):

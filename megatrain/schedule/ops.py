@@ -12,20 +12,19 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 from megatrain.spec import Tier
 
-Kind = Literal[
-    "READ", "WRITE", "FETCH", "FORWARD", "LOSS", "BACKWARD", "GRAD", "ADD", "NORM", "UPDATE", "OFFLOAD", "RELOAD"
-]
-Stream = Literal["compute", "fetch", "grad", "host", "read", "write"]
+Copy = Literal["READ", "WRITE", "FETCH", "GRAD", "OFFLOAD", "RELOAD", "PACK", "UNPACK"]
+Kind = Copy | Literal["FORWARD", "LOSS", "BACKWARD", "ADD", "NORM", "UPDATE"]
+Stream = Literal["compute", "fetch", "grad", "host", "read", "write", "pack", "unpack"]
 """`fetch` is the bus to the device and `grad` the bus from it, whatever is copied: each direction moves one thing at a
 time, in the order of the schedule."""
 USED = "used"
 """Content of memory that an op has given up: nobody may read it, and its pages may go back to the system."""
 
-STREAMS: tuple[Stream, ...] = ("compute", "fetch", "grad", "host", "read", "write")
+STREAMS: tuple[Stream, ...] = get_args(Stream)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,11 @@
 
 The builder writes ops as if everything lay where it is used, under names that stand for no memory. `stage` walks them
 in program order and gives each such name a buffer when it is needed: of several, the one whose content is needed again
-last (Belady 1966). A copy in stands as early as its buffer allows, so its stream runs as far ahead as there are
-buffers; a copy out stands right behind the op that changed the bytes, so a buffer that is taken over has nothing to
-lose. What must wait for what follows from the declared ranges, as for every op. State on the disk passes through host
-memory by READ and WRITE; offloaded inputs of layers pass through the device by RELOAD and OFFLOAD (`activations`). It
+last (Belady 1966). A copy in stands as early as its buffer allows, but behind what writes its source, so its stream
+runs as far ahead as there are buffers; a copy out stands right behind the op that changed the bytes, so a buffer that
+is taken over has nothing to lose. What must wait for what follows from the declared ranges, as for every op. State on
+the disk passes through host memory by READ and WRITE; offloaded inputs of layers pass through the device by RELOAD and
+OFFLOAD (`activations`); shards of pageable memory pass through page-locked memory by PACK and UNPACK (`slabs`). It
 leaves out how many buffers there are (the policy) and how bytes get to the disk (`memory.disk`).
 """
 
@@ -41,6 +42,9 @@ class Staged:
     slots: tuple[str, ...]
     micro: int = -1
     route: Route = DISK
+    start: int = 0
+    """Where they begin in the region."""
+    shard: int = -1
 
 
 def stage(ops: Sequence[Op], staged: Mapping[str, Staged]) -> list[Op]:
@@ -66,6 +70,7 @@ class _Staging:
         self._holds: dict[str, str] = {}
         """Buffer -> the name whose bytes it has."""
         self._last_use: dict[str, int] = {}
+        self._last_write: dict[str, int] = {}
         self._earliest = 0
         self._before: dict[int, list[Op]] = defaultdict(list)
         self._after: dict[int, list[Op]] = defaultdict(list)
@@ -79,6 +84,7 @@ class _Staging:
         return list(dict.fromkeys(a.buffer for a in (*op.reads, *op.writes) if a.buffer in self._staged))
 
     def _place(self, index: int, op: Op) -> Op:
+        self._last_write |= {access.buffer: index for access in op.writes}
         names = self._names(op)
         if not names:
             return op
@@ -109,17 +115,18 @@ class _Staging:
         """A buffer for `name` from the op at `index` on; `_earliest` is then where it may be filled."""
         free = [slot for slot in self._staged[name].slots if slot not in taken]
         slot = max(free, key=lambda slot: (self._next_use(slot, index), -self._last_use.get(slot, -1)))
-        self._earliest = max(self._earliest, self._last_use.get(slot, -1) + 1)
+        written = self._last_write.get(self._staged[name].region, -1)  # by an op that is here already
+        self._earliest = max(self._earliest, self._last_use.get(slot, -1) + 1, written + 1)
         self._holds[slot] = name
         return slot
 
     def _copy(self, name: str, slot: str, *, inward: bool) -> Op:
         part = self._staged[name]
-        there = Access(part.region, 0, part.nbytes, self._content[name])
+        there = Access(part.region, part.start, part.start + part.nbytes, self._content[name])
         here = Access(slot, 0, part.nbytes, self._content[name])
         source, target = (there, here) if inward else (here, there)
         kind, stream = part.route.inward if inward else part.route.outward
-        return Op(kind, stream, part.unit, part.micro, reads=(source,), writes=(target,))
+        return Op(kind, stream, part.unit, part.micro, part.shard, reads=(source,), writes=(target,))
 
     def _next_use(self, slot: str, now: int) -> float:
         """The next op that needs what the buffer holds; infinite for nothing, and for what is done with."""

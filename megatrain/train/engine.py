@@ -66,7 +66,7 @@ class Engine(Stepping, Restorable):
         self._ported, self._device = ported, device
         self._owns_device, self._disk = owns_device, disk
         ledger = Ledger(budgets(policy, device, disk), one_memory=policy.shares_memory)
-        self._pool = Pool(device, ledger, disk, [unit.name for unit in self.spec.units])
+        self._pool = Pool(device, ledger, disk, [unit.name for unit in self.spec.units], policy.transit)
         self._store = Store(self.spec, policy, self._pool)
         self._schedules = Schedules(self._store, policy, device, fits_activations=fits_activations)
         try:

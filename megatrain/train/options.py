@@ -12,6 +12,7 @@ from megatrain.memory import Disk
 from megatrain.optim import AdamW
 from megatrain.plan import available_host_nbytes, available_threads, choose_policy, memory_table
 from megatrain.plan.homes import state_nbytes, to_disk
+from megatrain.plan.locks import fit_transit
 from megatrain.spec import IN_HOST, ModelSpec, Policy, Precision, Work
 from megatrain.train.schedules import refuse_contradictions
 
@@ -32,9 +33,18 @@ class EngineOptions(TypedDict, total=False):
 def policy_of(options: EngineOptions, device: Device, spec: ModelSpec) -> Policy:
     """The policy that is given, if it agrees with the other options, or the usual one for the device.
 
-    With folders for the disk, and no homes given, as little state goes there as the host's budget asks for.
-    Raises `PlanError` for a policy that contradicts the other options, and `DoesNotFit`.
+    With folders for the disk, and no homes given, as little state goes there as the host's budget asks for; and the
+    usual one page-locks no more than the device says it may. Raises `PlanError` for a policy that contradicts the other
+    options, and `DoesNotFit`.
     """
+    policy = _placed(options, device, spec)
+    if options.get("policy", "auto") == "auto" and device.lockable_nbytes is not None:
+        return fit_transit(spec, policy, device.lockable_nbytes)
+    return policy
+
+
+def _placed(options: EngineOptions, device: Device, spec: ModelSpec) -> Policy:
+    """The policy with as little state on the disk as the host's budget asks for, where there is a choice."""
     policy = _without_homes(options, device)
     if not options.get("disk") or policy.homes:
         return policy

@@ -106,6 +106,11 @@ def describe_policy(policy: Policy) -> list[str]:
         phrases.append(f"inputs pass to the host through {policy.offload_slots} slots")
     if policy.recompute_slots is not None:
         phrases.append(f"inputs are computed again into {policy.recompute_slots} slots")
+    if policy.transit != "locked":
+        through = "are not page-locked" if policy.transit == "pageable" else "cross the bus through page-locked slabs"
+        phrases.append(f"weights and gradients {through}")
+    if policy.transit == "slabs" or policy.slabs != 2:
+        phrases.append(f"{policy.slabs} slabs each way where they are used")
     if policy.homes:
         phrases += describe_homes(policy.homes)
     if any(home.uses_disk for home in policy.homes) or policy.stage_slots != 2:

@@ -12,7 +12,7 @@ from typing import Any
 from megatrain.checkpoint import Checkpoint
 from megatrain.engine import Streamer
 from megatrain.errors import CheckpointError
-from megatrain.memory import Store
+from megatrain.memory import Disk, Store
 from megatrain.model import PretrainedSource, Progress, Source
 from megatrain.spec import ModelSpec, Policy
 from megatrain.train.restored import CALLER, ENGINE, NewMoments, engine_facts, facts_in, read_moments
@@ -29,6 +29,12 @@ class Restorable:
     _streamer: Streamer
     _saver: Saver
     _steps: int
+    _disk: Disk | None
+
+    @property
+    def disk(self) -> Disk | None:
+        """The files for state on the disk, if there are folders for them."""
+        return self._disk
 
     def save(
         self,

@@ -16,6 +16,7 @@ from megatrain.device import Device, open_device, probe, probe_disk
 from megatrain.device.cpu import CpuDevice
 from megatrain.device.worker import WorkerStream
 from megatrain.errors import DeviceError, OutOfDeviceMemory
+from megatrain.spec import DiskRate
 
 
 @pytest.fixture
@@ -178,6 +179,16 @@ def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     assert 1e4 < speed.duplex_read_bandwidth < 1e12
     assert 1e4 < speed.duplex_write_bandwidth < 1e12
     assert all(1e4 < rate.read_bandwidth < 1e12 and 1e4 < rate.write_bandwidth < 1e12 for rate in speed.rates)
+
+
+def test_of_blocks_that_are_about_as_quick_the_one_with_the_fewest_calls_is_best() -> None:
+    def rate(kib: int, depth: int, bandwidth: float) -> DiskRate:
+        return DiskRate(kib << 10, depth, bandwidth, bandwidth)
+
+    noisy = [rate(128, 8, 1.05), rate(512, 2, 1.0), rate(2048, 4, 1.0), rate(2048, 2, 0.97), rate(8192, 1, 1.0)]
+    assert (probe_disk._best(noisy).block_nbytes, probe_disk._best(noisy).depth) == (2 << 20, 2)
+    assert probe_disk._best([rate(128, 8, 2.0), *noisy]).block_nbytes == 128 << 10
+    assert probe_disk._best([rate(512, 4, 1.0), rate(8192, 1, 1.0)]).block_nbytes == 8 << 20
 
 
 def test_where_direct_access_is_refused_the_page_cache_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

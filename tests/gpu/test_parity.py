@@ -34,8 +34,9 @@ def test_loss_and_gradients_equal_the_stock_model_in_fp32(family: str) -> None:
 def test_no_schedule_changes_a_bit(precision: Precision, update: str) -> None:
     clip = 0.5 if update == "next_forward" else None
     results = []
-    for slots, shard, activations in ((1, 500, "keep"), (2, 1 << 20, "recompute"), (4, 3000, "keep")):
-        policy = Policy(precision, slots, slots, shard, activations, update=update)  # type: ignore[arg-type]
+    ways = ((1, 500, "keep", "slabs"), (2, 1 << 20, "recompute", "locked"), (4, 3000, "keep", "pageable"))
+    for slots, shard, activations, transit in ways:
+        policy = Policy(precision, slots, slots, shard, activations, update=update, transit=transit)  # type: ignore[arg-type]
         model = tiny_model(attn_implementation="eager")  # fused attention sums its gradients in any order
         with Engine.from_model(model, "cuda:0", precision, AdamW(lr=1e-2), clip, policy) as engine:
             for _ in range(5):

@@ -29,6 +29,7 @@ class Card:
     model: str = "NVIDIA H200"
     name: str = "cuda:0"
     shares_memory: bool = False
+    lockable_nbytes: int | None = None
     torch_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     is_open: bool = True
 

@@ -78,6 +78,17 @@ def test_a_config_is_planned_for_and_every_part_is_shown(config: str, tmp_path: 
     assert sorted(each.name for each in tmp_path.iterdir()) == ["plan.html", "plan.json", "tiny-llama"]
 
 
+def test_how_the_disk_is_read_is_said_where_the_plan_uses_it(saved: str, tmp_path: Path) -> None:
+    """A probe notes that direct I/O was refused."""
+    refused = "measured: through the page cache, direct I/O was refused, a file of 256 MiB, 512 MiB written"
+    described = machine("rtx-4090")
+    sources = tuple({**dict(described.sources), "disk_read_bandwidth": refused}.items())
+    save_hardware(replace(described, sources=sources), tmp_path / "probed.json")
+    options: dict[str, Any] = {"hardware": str(tmp_path / "probed.json"), "tokens_per_step": 4096, "length": 512}
+    assert refused in " ".join(shown(saved, host_memory="9GB", device_memory="6GB", **options).split())
+    assert "disk tier" not in shown(saved, **options)
+
+
 def test_a_comparison_can_be_read_on_80_columns(saved: str) -> None:
     console = Console(file=io.StringIO(), width=80, highlight=False)
     run_plan(saved, console, hardware="rtx-4090", compares=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from math import isfinite
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -111,6 +112,30 @@ def test_a_disk_without_room_is_left_alone(cpu: CpuDevice, tmp_path: Path, monke
     found = probe(cpu, tmp_path, 0.1, said.append)
     assert (found.disk_nbytes, found.disk_read_bandwidth, found.disk_rates) == (1 << 20, None, ())
     assert any("too little to measure" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("limit", "locks", "found"), [(1 << 20, True, 1 << 36), (1 << 20, False, 1 << 20), (1 << 35, True, 1 << 35)]
+)
+def test_whether_a_driver_keeps_to_the_limit_on_locked_memory_is_tried(
+    limit: int, locks: bool, found: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the limit is so large that trying would take long, it is believed."""
+    monkeypatch.setattr(megatrain.probe, "pinnable_nbytes", lambda host: limit)
+    held: list[object] = []
+
+    def allocate(nbytes: int, owner: str) -> object:
+        assert limit < nbytes < 1 << 28
+        held.append(SimpleNamespace(is_pinned=lambda: locks))
+        return held[-1]
+
+    device = SimpleNamespace(
+        shares_memory=False, allocate_host=allocate, free_host=lambda memory, owner: held.remove(memory)
+    )
+    nbytes, why = megatrain.probe._lockable(device, 1 << 36)  # type: ignore[arg-type]
+    assert nbytes == found
+    assert ("measured" in why) == (limit == 1 << 20 and locks)
+    assert held == []
 
 
 def test_a_simulated_device_is_refused(tmp_path: Path) -> None:

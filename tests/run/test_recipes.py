@@ -26,6 +26,17 @@ LLAMA_8B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
 }  # fmt: skip
+QWEN_32B = {
+    "model_type": "qwen3",
+    "hidden_size": 5120,
+    "intermediate_size": 25_600,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 40_960,
+}
 LLAMA_70B = {
     **LLAMA_8B,
     "hidden_size": 8192,
@@ -120,9 +131,15 @@ def planned(name: str, fields: dict[str, Any], tmp_path: Path) -> Plan:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "fields"),
-    [("sft-8b.yaml", LLAMA_8B), ("sft-70b.yaml", LLAMA_70B), ("long-context.yaml", LLAMA_8B)],
+    [
+        ("sft-8b.yaml", LLAMA_8B),
+        ("sft-70b.yaml", LLAMA_70B),
+        ("long-context.yaml", LLAMA_8B),
+        ("disk.yaml", QWEN_32B),
+    ],
 )
 def test_a_large_recipe_fits_the_machine_that_it_names(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
     plan = planned(name, fields, tmp_path)
     assert plan.tokens_per_second > 10
+    assert any(home.uses_disk for home in plan.policy.homes) == (name == "disk.yaml")
     print(name, plan.seconds, plan.tokens_per_second, plan.micro_batch, dict(plan.nbytes))

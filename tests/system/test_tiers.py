@@ -215,7 +215,7 @@ def _storm(seeds: range, folder: Path) -> int:
     for seed in seeds:
         draw = random.Random(seed)
         kind, on = draw.choice([("read", "read"), ("write", "write"), ("full", "write"), *OTHER_WAYS])
-        part, unit = draw.choice(["hi", "low", "moments"]), draw.randrange(UNITS)
+        part, unit = draw.choice(["hi", "low", "moments", "grad"]), draw.randrange(UNITS)
         fault = DiskFault(kind, f"disk/{part}/{unit}", on, after=draw.randint(1, 5))  # type: ignore[arg-type]
         shared = replace(policy, shares_memory=True)
         device = "cpu" if seed % 2 else f"sim:{seed}"

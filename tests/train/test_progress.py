@@ -145,6 +145,8 @@ OTHER: dict[str, Any] = {
     "loss_chunk_tokens": 77,
     "shares_memory": True,
     "host_threads": 3,
+    "transit": "pageable",
+    "slabs": 3,
     "homes": (Home(moments="disk"),),
     "stage_slots": 4,
     "disk_budget_nbytes": 1 << 41,
