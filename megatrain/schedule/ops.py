@@ -62,7 +62,10 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One thing on one stream. `unit` is always given; `micro` and `shard` where they apply, else -1."""
+    """One thing on one stream. `unit` is always given; `micro` and `shard` where they apply, else -1.
+
+    The `shard` of a compute op is its phase, where a call is cut into phases (`phases`).
+    """
 
     kind: Kind
     stream: Stream
@@ -71,6 +74,8 @@ class Op:
     shard: int = -1
     reads: tuple[Access, ...] = ()
     writes: tuple[Access, ...] = ()
+    share: float = 1.0
+    """Of what the whole call costs, where this is a phase of one."""
 
     @property
     def name(self) -> str:
