@@ -4,9 +4,7 @@ A call that the schedule has cut into phases (`schedule.phases`) runs on a threa
 thread that runs ops: each op of the call is one turn. So a phase is work like any other to every device, the simulated
 one included, and its gate is whatever its op waits for. The code gives the turn back where a weight is about to be read
 that no phase so far has declared, or where a shard of the gradient has just been completed; what is declared when is
-read off the ops.
-
-A call that cannot go on, since something else has failed, is unwound by an exception at its gate.
+read off the ops. A call that cannot go on, since something else has failed, is unwound by an exception at its gate.
 """
 
 from __future__ import annotations
@@ -15,29 +13,31 @@ import contextvars
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from queue import SimpleQueue
+from typing import Any
 
-import torch
 from torch import Tensor
 
+from megatrain.engine.weights import Bound
 from megatrain.layout import Layout
 from megatrain.memory import Held
 from megatrain.model import Uses
-from megatrain.schedule import Access, Op, whole
+from megatrain.schedule import Access, Op, Schedule, calls_in, whole
 
-Turns = Callable[[], AbstractContextManager[object]]
-"""What the thread of a call does its work in: the device's own, such as its stream of kernels."""
+Alongside = Callable[[], AbstractContextManager[object]]
+"""In its block, the thread computes where the foreground does (`Device.alongside`)."""
 
 
 class Unwound(BaseException):
     """Leaves the code of a call that cannot go on; never escapes `Call`."""
 
 
-class Gates(Protocol):
-    """What the code of a call meets on its way."""
+class Gates:
+    """What the code of a call meets on its way. These are open: those of a call in one piece."""
 
     def around(self, flat: Tensor) -> AbstractContextManager[object]:
-        """While active, on this thread: nothing in `flat`, the unit's own weights, is read before it has arrived."""
+        """While active, on this thread: nothing of `flat`, the unit's own weights, is read before it has arrived."""
+        return nullcontext()
 
     def need(self, start: int, stop: int) -> None:
         """Elements [start, stop) of the unit's own weights are about to be read."""
@@ -49,58 +49,42 @@ class Gates(Protocol):
         """The gradient of a parameter is complete."""
 
     def end(self) -> None:
-        """What is left to do needs everything."""
+        """What is left to do is what the last phase declares."""
 
 
-class OpenGates:
-    """Those of a call in one piece."""
-
-    def around(self, flat: Tensor) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def need(self, start: int, stop: int) -> None:
-        return
-
-    def add(self) -> None:
-        return
-
-    def finished(self, name: str) -> None:
-        return
-
-    def end(self) -> None:
-        return
+OPEN = Gates()
 
 
-OPEN = OpenGates()
-
-
-class Call:
+class Call(Gates):
     """One call in phases. `run(op, held, gates)` is its code, given the whole op; `layout` is its unit's."""
 
     def __init__(
-        self, phases: Sequence[Op], layout: Layout, turns: Turns, run: Callable[[Op, Held, Gates], None]
+        self, phases: Sequence[Op], layout: Layout, alongside: Alongside, run: Callable[[Op, Held, Gates], None]
     ) -> None:
-        self._op, self._turns, self._run = whole(phases), turns, run
+        self._op, self._alongside, self._run = whole(phases), alongside, run
         self._held: dict[str, Tensor] = {}
         self._phase, self._last = -1, len(phases) - 1
-        self._arrived = [_extents(op.reads, f"w{op.unit}", self._op.reads, layout.size) for op in phases]
+        self._arrived = _declared([op.reads for op in phases], f"w{phases[0].unit}", layout.size)
+        """Elements of the weights that each phase may read."""
+        self._adds_from = next((i for i, op in enumerate(phases) if any(_is_gradient(a) for a in op.writes)), 0)
         trained = layout.trained
-        complete = [_extents(op.writes, f"g{op.unit}", self._op.writes, trained.size) for op in phases]
-        self._adds_from = next((i for i, op in enumerate(phases) if _adds(op)), 0)
-        self._leaves = [
-            (phase, {field.name for field in trained.fields if field.start < stop and start < field.stop})
-            for phase, extents in enumerate(complete)
-            for start, stop in extents
+        self._completes = [
+            {
+                field.name
+                for start, stop in ranges
+                for field in trained.fields
+                if field.start < stop and start < field.stop
+            }
+            for ranges in _declared([op.writes for op in phases], f"g{phases[0].unit}", trained.size)
         ]
-        """(phase, the parameters that must be finished before it ends), in order."""
+        """Parameters that must be finished by the end of each phase, if it completes any."""
         self._finished: set[str] = set()
-        self._mine, self._theirs = threading.Lock(), threading.Lock()
-        """Locked but for the moment in which the turn goes to the code, or back."""
-        self._mine.acquire()
-        self._theirs.acquire()
+        self._mine: SimpleQueue[None] = SimpleQueue()
+        self._theirs: SimpleQueue[None] = SimpleQueue()
+        """The turn goes to the code by the one, and back by the other."""
         self._thread: threading.Thread | None = None
+        self._ended = self._unwinding = False
         self._failure: BaseException | None = None
-        self._unwinding = False
 
     # The thread that runs ops ---------------------------------------------------------------------------------------
 
@@ -112,46 +96,94 @@ class Call:
             context = contextvars.copy_context()
             self._thread = threading.Thread(target=context.run, args=(self._work,), name="megatrain-call", daemon=True)
             self._thread.start()
-        elif not self._thread.is_alive():
+        elif self._ended:
             return
-        self._mine.release()
+        self._mine.put(None)
         try:
-            self._theirs.acquire()
+            self._theirs.get()
         except BaseException:  # Ctrl-C, while the code is at work
             self.unwind()
             raise
-        if self._phase == self._last:
-            self._thread.join()
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
+        failure, self._failure = self._failure, None
+        if failure is not None:
             raise failure
 
     def unwind(self) -> None:
-        """End a call that has begun and will not be gone on with; it has left the device when this returns."""
+        """End a call that has begun and will not be gone on with; nothing of it is at work when this returns."""
         self._unwinding = True
-        if self._thread is not None and self._thread.is_alive():
-            self._mine.release()
+        if self._thread is not None:
+            self._mine.put(None)
             self._thread.join()
 
     # The thread of the call -----------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        self._mine.acquire()
+        self._mine.get()
         try:
-            with self._turns():
+            with self._alongside():
                 self._run(self._op, self._held, self)
         except Unwound:
             pass
         except BaseException as failure:
             self._failure = failure
         finally:
-            self._theirs.release()
+            self._ended = True
+            self._theirs.put(None)
+
+    def around(self, flat: Tensor) -> AbstractContextManager[object]:
+        bound = Bound(flat)
+
+        def reading(func: Any, tensors: Sequence[Tensor]) -> None:
+            for tensor in tensors:
+                place = bound.extent(tensor)
+                if place is not None:
+                    self.need(*place)
+
+        return Uses(reading)
+
+    def need(self, start: int, stop: int) -> None:
+        for phase in range(self._phase, self._last + 1):
+            if any(first <= start and stop <= last for first, last in self._arrived[phase]):
+                break
+        self._reach(phase)
+
+    def add(self) -> None:
+        self._reach(self._adds_from)
+
+    def finished(self, name: str) -> None:
+        self._finished.add(name)
+        while self._phase < self._last and (due := self._completes[self._phase]) and due <= self._finished:
+            self._reach(self._phase + 1)
+
+    def end(self) -> None:
+        self._reach(self._last)
 
     def _reach(self, phase: int) -> None:
-        """Give the turn back until `phase` has begun."""
-        while self._phase < phase:
-            self._theirs.release()
-            self._mine.acquire()
+        """Give the turn back until `phase` has begun. On whatever thread autograd calls this, the call's own waits."""
+        while self._phase < phase or self._unwinding:
             if self._unwinding:
                 raise Unwound
-''' + '' if False else '')
+            self._theirs.put(None)
+            self._mine.get()
+
+
+def calls_of(
+    schedule: Schedule, layouts: Sequence[Layout], alongside: Alongside, run: Callable[[Op, Held, Gates], None]
+) -> dict[int, Call]:
+    """The calls of a schedule that are in phases, by the `id` of each phase's op."""
+    found: dict[int, Call] = {}
+    for phases in calls_in(schedule.ops):
+        call = Call(phases, layouts[phases[0].unit], alongside, run)
+        found |= dict.fromkeys(map(id, phases), call)
+    return found
+
+
+def _declared(phases: Sequence[Sequence[Access]], content: str, size: int) -> list[list[tuple[int, int]]]:
+    """Of each phase, the elements of a buffer of `size` that it declares to have this content."""
+    found = [[(each.start, each.stop) for each in accesses if each.content == content] for accesses in phases]
+    each = max((stop for ranges in found for _, stop in ranges), default=0) // max(size, 1)
+    return [[(start // each, stop // each) for start, stop in ranges] for ranges in found]
+
+
+def _is_gradient(access: Access) -> bool:
+    return access.content.startswith("g")

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from megatrain.device import Device
 from megatrain.engine.activations import Activations, Graph, pack, unpack
 from megatrain.engine.batch import IGNORED, MicroBatch, model_inputs, shifted
 from megatrain.engine.executor import Executor
+from megatrain.engine.gated import OPEN, Gates, calls_of
 from megatrain.engine.gradients import GradSink, UnitSum, send_to_sum
 from megatrain.engine.loss import loss_and_gradients, loss_only
 from megatrain.engine.weights import Bound, UnitBinder, names_weights
@@ -65,6 +66,8 @@ class _Current:
     logits: Tensor | None = None
     """[rows, positions, vocabulary]."""
     loss_is_finite: bool = False
+    gates: Gates = OPEN
+    """Of the call that is under way."""
 
 
 class Streamer:
@@ -120,22 +123,33 @@ class Streamer:
         """Walk the schedule. What surrounds the call (autocast, inference mode, random state) neither counts nor
         changes."""
 
-        def act(op: Op, held: Held) -> None:
+        def run(op: Op, held: Held, gates: Gates = OPEN) -> None:
+            if op.stream == "compute":
+                now.gates = gates
             with (
                 torch.inference_mode(False),
                 torch.no_grad(),
                 torch.autocast(self.device.torch_device.type, enabled=False),
             ):
                 ACTIONS[op.kind](self, now, op, held)
-            for name in ended.get(id(op), ()):
+
+        def act(op: Op, held: Held) -> None:
+            call = calls.get(id(op))
+            if call is None:
+                run(op, held)
+            else:
+                call.turn(held)
+            for name in schedule.ended.get(id(op), ()):
                 now.activations.inputs.pop(name, None)
 
         self._running = schedule
-        ended: dict[int, list[str]] = defaultdict(list)
-        for name, (_, last) in schedule.lifetimes.items():
-            ended[id(schedule.ops[last])].append(name)
+        calls = calls_of(schedule, self._layouts, self.device.alongside, run)
         with self.device.preserved_random_state():
-            self.timeline = self._executor.run(schedule, act)
+            try:
+                self.timeline = self._executor.run(schedule, act)
+            finally:
+                for call in calls.values():
+                    call.unwind()
 
     # Disk -----------------------------------------------------------------------------------------------------------
 
@@ -171,7 +185,8 @@ class Streamer:
         if unit == 0:
             inputs = model_inputs(now.micro_batches[micro], self.device.torch_device)
             weights = self._binders[0].bind(self._weights(op, held, 0))
-            alive.inputs[output], alive.calls[micro] = self.ported.prologue(weights, inputs)
+            with self._gate(now, op, held):
+                alive.inputs[output], alive.calls[micro] = self.ported.prologue(weights, inputs)
             return
         hidden = self._input(now, op, held)
         if f"k{unit}.{micro}" in written:
@@ -181,8 +196,10 @@ class Streamer:
         else:
             weights = self._binders[unit].bind(self._weights(op, held, unit))
             call = alive.calls[micro][unit - 1]
-            alive.inputs[output], sides = self.ported.layer(unit - 1, weights, hidden, call)
+            with self._gate(now, op, held):
+                alive.inputs[output], sides = self.ported.layer(unit - 1, weights, hidden, call)
             alive.sides.setdefault((unit, micro), sides)  # once only: after the loss they are gradients
+        now.gates.end()
         if offloaded := written.get(f"h{unit}.{micro}"):
             alive.forms[unit, micro] = pack(hidden, _part(held, offloaded), self.spec.units[unit].name)
 
@@ -192,7 +209,7 @@ class Streamer:
         for access in op.reads:
             if access.content == f"h{op.unit}.{op.micro}":
                 there = access.buffer in held
-                return unpack(_part(held, access), alive.forms[key]) if there else alive.inputs[access.buffer]
+                return unpack(_part(held, access).data, alive.forms[key]) if there else alive.inputs[access.buffer]
         return alive.graphs[key].input.detach()
 
     def _grown(self, now: _Current, op: Op, held: Held, hidden: Tensor) -> tuple[Graph, Tensor, Sides]:
@@ -204,7 +221,7 @@ class Streamer:
         leaves = self._binders[op.unit].leaves(bound.flat)
         leaf = hidden.detach().requires_grad_()
         call = now.activations.calls[op.micro][op.unit - 1]
-        with torch.enable_grad(), names_weights(bound):
+        with torch.enable_grad(), names_weights(bound), self._gate(now, op, held):
             output, sides = self.ported.layer(op.unit - 1, leaves, leaf, call)
         edges = [get_gradient_edge(each) for each in (output, *sides)]
         return Graph(bound, leaves, leaf, edges), output, sides
@@ -216,7 +233,8 @@ class Streamer:
         self._reseed(now, unit, micro)
         hidden = self._input(now, op, held)
         if now.sink is None:
-            self._loss_only(now, op, held, hidden)
+            with self._gate(now, op, held):
+                self._loss_only(now, op, held, hidden)
             return
         flat = hidden.flatten(0, 1)
         leaves: dict[str, Tensor] = {}
@@ -230,17 +248,18 @@ class Streamer:
                 send_to_sum(used, self._sum(now, op, held, owner))
             trained += [leaf for _, leaf in used]
             leaves |= bound
-        loss, gradient = loss_and_gradients(
-            lambda part: self.ported.head(leaves, part),
-            trained,
-            flat,
-            now.targets[micro],
-            self.policy.loss_chunk_tokens,
-            now.scale,
-        )
-        now.loss = loss if now.loss is None else now.loss + loss
-        now.activations.gradients[micro] = gradient.view_as(hidden)
-        self._balance(now, leaves, micro)
+        with self._gate(now, op, held):
+            loss, gradient = loss_and_gradients(
+                lambda part: self.ported.head(leaves, part),
+                trained,
+                flat,
+                now.targets[micro],
+                self.policy.loss_chunk_tokens,
+                now.scale,
+            )
+            now.loss = loss if now.loss is None else now.loss + loss
+            now.activations.gradients[micro] = gradient.view_as(hidden)
+            self._balance(now, leaves, micro)
         self._close_finished(now, op)
 
     def _balance(self, now: _Current, weights: dict[str, Tensor], micro: int) -> None:
@@ -296,10 +315,11 @@ class Streamer:
                 self._reseed(now, unit, micro)
                 graph, _, _ = self._grown(now, op, held, self._input(now, op, held))
             else:
-                graph.bound.flat = self._weights(op, held, unit)
+                graph.bound.flat, graph.bound.need = self._weights(op, held, unit), now.gates.need
+            now.gates.add()
             trained = self._binders[unit].trained(graph.leaves)
             if trained:
-                send_to_sum(trained, self._sum(now, op, held, unit))
+                send_to_sum(trained, self._sum(now, op, held, unit), now.gates.finished)
             inputs = [graph.input, *(leaf for _, leaf in trained)]
             gradients = [alive.gradients.pop(micro), *alive.sides.pop((unit, micro), ())]
             torch.autograd.backward(graph.outputs, gradients, inputs=inputs)
@@ -312,9 +332,10 @@ class Streamer:
         alive = now.activations
         leaves = self._binders[0].leaves(self._weights(op, held, 0))
         self._reseed(now, 0, op.micro)
-        with torch.enable_grad():
+        with torch.enable_grad(), self._gate(now, op, held):
             inputs = model_inputs(now.micro_batches[op.micro], self.device.torch_device)
             hidden, _ = self.ported.prologue(leaves, inputs)
+        now.gates.add()
         trained = self._binders[0].trained(leaves)
         send_to_sum(trained, self._sum(now, op, held, 0))
         gradient = alive.gradients.pop(op.micro)
@@ -365,8 +386,13 @@ class Streamer:
     # Small things ---------------------------------------------------------------------------------------------------
 
     def _weights(self, op: Op, held: Held, unit: int) -> Tensor:
-        """The flat weights of `unit`, where this op reads them."""
-        return _part(held, _access_of(op.reads, f"w{unit}")).view(self.dtype)
+        """The flat weights of `unit`, where this op reads them; what arrives beside them while it runs is no change."""
+        return _part(held, _access_of(op.reads, f"w{unit}")).view(self.dtype).data
+
+    def _gate(self, now: _Current, op: Op, held: Held) -> AbstractContextManager[object]:
+        """While active, the unit's own weights are waited for where they are read."""
+        owns = self._layouts[op.unit].size
+        return now.gates.around(self._weights(op, held, op.unit)) if owns else nullcontext()
 
     def _finite_loss(self, now: _Current) -> float:
         loss = 0.0 if now.loss is None else now.loss.item()
@@ -386,14 +412,8 @@ class Streamer:
         unit = int(digits)
         if content[0] not in "wg" or self._running is None:
             return self.spec.units[unit].name
-        whole = max(  # the largest access with this content spans the unit, which tells the bytes per element
-            access.stop
-            for op in self._running.ops
-            for access in (*op.reads, *op.writes)
-            if access.buffer == buffer and access.content.partition("~")[0] == content.partition("~")[0]
-        )
         layout = self._layouts[unit] if content[0] == "w" else self._layouts[unit].trained
-        element = start // (whole // layout.size)
+        element = start // (self._running.extent(buffer, content) // layout.size)
         inside = (field.name for field in layout.fields if field.start <= element < field.stop)
         return f"unit {self.spec.units[unit].name}, {next(inside, 'between parameters')}"
 

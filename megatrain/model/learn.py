@@ -189,8 +189,8 @@ def _placeholder_units(layers: int) -> tuple[UnitSpec, ...]:
 def _learn_layers(ported: PortedModel) -> tuple[list[Sides], list[LayerProfile], list[list[str]]]:
     """Run one layer of each kind: does it return the hidden state, or a tuple that starts with it?
 
-    Returns what each layer records besides, where the model records anything, each layer's profile, and the names of its
-    parameters in order of use.
+    Returns what each layer records besides, where the model records anything, each layer's profile, and the names of
+    its parameters in order of use.
     """
     look = FirstLook(ported)
     with torch.enable_grad():
@@ -251,7 +251,7 @@ def _probe_inputs(tokens: int = PROBE_TOKENS) -> dict[str, Tensor]:
 
 
 def _learn_spec(model: PreTrainedModel, ported: PortedModel, layers: list[UnitSpec]) -> ModelSpec:
-    """Read off two autograd graphs which parameters the prologue and the epilogue use; they are listed in order of use."""
+    """Read off two autograd graphs which parameters the prologue and the epilogue use, and list them in order of use."""
     where = f"model {type(model).__name__}"
     leaves = {name: zero.detach().requires_grad_() for name, zero in ported.placeholders.items()}
     trains = {name: parameter.requires_grad for name, parameter in ported.skeleton.named_parameters()}

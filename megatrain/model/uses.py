@@ -1,8 +1,8 @@
 """Watching what a model's code does with tensors: which of them each torch function is about to read.
 
-Where a layer first reads a weight is found without touching the model's code, by a function mode around the call. Asking
-a tensor for its shape reads nothing, and neither does making a view of it: the view is seen where it is used, so an
-expert's slice of a tensor of all experts counts as that slice. Anything else counts as reading all of a tensor.
+Where a layer first reads a weight is found without touching the model's code, by a function mode around the call.
+Asking a tensor for its shape reads nothing, and neither does making a view of it: the view is seen where it is used, so
+an expert's slice of a tensor of all experts counts as that slice. Anything else counts as reading all of a tensor.
 """
 
 from __future__ import annotations
@@ -18,12 +18,34 @@ Reading = Callable[[Any, Sequence[Tensor]], None]
 """Told of a function and the tensors among its arguments, before it runs."""
 
 _ATTRIBUTES = (
-    *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn", "is_meta", "is_cuda"),
+    *(
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "requires_grad",
+        "is_leaf",
+        "grad",
+        "grad_fn",
+        "is_meta",
+        "is_cuda",
+    ),
     *("is_cpu", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "itemsize", "nbytes", "T", "mT"),
 )
 _METHODS = (
     *("size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "storage_offset", "is_contiguous"),
-    *("is_floating_point", "is_complex", "get_device", "requires_grad_", "detach", "t", "transpose", "swapaxes", "permute"),
+    *(
+        "is_floating_point",
+        "is_complex",
+        "get_device",
+        "requires_grad_",
+        "detach",
+        "t",
+        "transpose",
+        "swapaxes",
+        "permute",
+    ),
     *("view", "view_as", "unsqueeze", "squeeze", "narrow", "select", "chunk", "split", "unbind", "expand", "expand_as"),
     *("unflatten", "movedim", "__len__", "__hash__"),
 )

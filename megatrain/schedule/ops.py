@@ -22,6 +22,8 @@ Kind = Literal[
 Stream = Literal["compute", "fetch", "grad", "host", "read", "write", "offload", "reload"]
 USED = "used"
 """Content of memory that an op has given up: nobody may read it, and its pages may go back to the system."""
+UNDER_WAY = "+"
+"""Ends the content of a gradient to which the call that is under way may have added (`phases`)."""
 
 STREAMS: tuple[Stream, ...] = ("compute", "fetch", "grad", "host", "read", "write", "offload", "reload")
 
@@ -119,6 +121,20 @@ class Schedule:
             for access in (*op.reads, *op.writes):
                 found[access.buffer] = found.get(access.buffer, (index,))[0], index
         return {name: ends for name, ends in found.items() if not self.buffers[name].arena}
+
+    @cached_property
+    def ended(self) -> dict[int, list[str]]:
+        """`id` of an op -> the transient buffers that no later op mentions."""
+        found: dict[int, list[str]] = defaultdict(list)
+        for name, (_, last) in self.lifetimes.items():
+            found[id(self.ops[last])].append(name)
+        return found
+
+    def extent(self, buffer: str, content: str) -> int:
+        """Where the largest access of this content ends in a buffer; partial sums count as the sum."""
+        what = content.partition("~")[0].rstrip(UNDER_WAY)
+        accesses = (access for op in self.ops for access in (*op.reads, *op.writes) if access.buffer == buffer)
+        return max(each.stop for each in accesses if each.content.partition("~")[0].rstrip(UNDER_WAY) == what)
 
     def _transient_nbytes(self, tier: Tier) -> list[int]:
         change = [0] * (len(self.ops) + 1)

@@ -13,11 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatrain.layout import Shard, layout_of
-from megatrain.schedule.ops import Access, Op
+from megatrain.schedule.ops import UNDER_WAY, Access, Op
 from megatrain.spec import UnitSpec
-
-UNDER_WAY = "+"
-"""Ends the content of a gradient to which the call that is under way may have added."""
 
 FORWARD_SHARE = 1 / 3
 """Of the price of a backward that computes its layer first, and of the loss."""
@@ -47,8 +44,9 @@ class Arrival:
 def gated(unit: UnitSpec, calls: Sequence[Op], after: Sequence[Op], arrival: Arrival | None) -> list[Op]:
     """The ops of a visit, with phases where they let something start earlier.
 
-    `calls` are its ops on the compute stream, `after` those that follow. The first call goes on as its weights arrive, if
-    they do. Of a layer the gradient leaves shard by shard, each behind that phase of the last call that completes it.
+    `calls` are its ops on the compute stream, `after` those that follow. The first call goes on as its weights arrive,
+    if they do. Of a layer the gradient leaves shard by shard, each behind that phase of the last call that completes
+    it.
     """
     releases = unit.kind == "layer" and calls[-1].kind == "BACKWARD"
     copies = [op for op in reversed(after) if op.kind == "GRAD" and releases]
@@ -66,7 +64,7 @@ def gated(unit: UnitSpec, calls: Sequence[Op], after: Sequence[Op], arrival: Arr
 
 
 def _phases(unit: UnitSpec, call: Op, arrival: Arrival | None, leaves: Sequence[Access]) -> list[Op]:
-    """One for each shard that arrives, in the last of which the first of `leaves` is completed, and one for each other."""
+    """One for each shard that arrives, in the last of which the first of `leaves` is completed; one for each other."""
     layout = layout_of(unit)
     arrival = arrival or Arrival([Shard(0, 0, layout.size)], 1)
     arrives = arrival.ranges()
