@@ -20,7 +20,7 @@ Keep = Literal["graph", "input", "offload", "drop"]
 """What is left of a layer's forward for its backward: its autograd graph; its input; its input in host memory, brought
 back in time; or nothing, and the input is computed again from the nearest one below that was not dropped."""
 UpdateTime = Literal["next_forward", "during_backward", "after_backward"]
-Gates = Literal["unit", "shard"]
+Gates = Literal["unit", "shard", "rows"]
 Tier = Literal["device", "host", "disk"]
 
 WEIGHT_NBYTES: dict[Precision, int] = {"bf16": 2, "fp32": 4}
@@ -330,7 +330,8 @@ class Policy:
     """Largest piece of a unit that one copy moves."""
     gates: Gates = "unit"
     """What compute waits for: all weights of a unit; or, inside a layer's code, the shard that it comes to, and then
-    shards of a gradient leave as each is complete. Where memory is shared there is nothing to wait for."""
+    shards of a gradient leave as each is complete; or, besides, those rows of a matrix that are next, where it is cut
+    into shards (equal to rounding). Where memory is shared there is nothing to wait for."""
     activations: ActivationPlan = "recompute"
     """Keep each layer's autograd graph until its backward, or keep its input and compute the layer again."""
     activation_rows: tuple[tuple[Keep, ...], ...] = ()
@@ -371,7 +372,7 @@ class Policy:
             if not row or not set(row) <= set(get_args(Keep)):
                 fix = "give one or more of graph, input, offload and drop"
                 raise PlanError(f"row {index} is {row!r}", where="policy.activation_rows", fix=fix)
-        self._require("gates", self.gates in get_args(Gates), "unit or shard")
+        self._require("gates", self.gates in get_args(Gates), "unit, shard or rows")
         times = ("next_forward", "during_backward", "after_backward")
         self._require("update", self.update in times, "next_forward or during_backward")
         self._require("masters", self.masters in ("split", "whole"), "split")

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Any
 
 from torch import Tensor
 
+from megatrain import spec
+from megatrain.engine.rows import BY_ROWS, Blocks, splits
 from megatrain.engine.weights import Bound
 from megatrain.layout import Layout
 from megatrain.memory import Held
@@ -26,6 +28,10 @@ from megatrain.schedule import Access, Op, Schedule, calls_in, whole
 
 Alongside = Callable[[], AbstractContextManager[object]]
 """In its block, the thread computes where the foreground does (`Device.alongside`)."""
+
+
+Run = Callable[[Op, Held, "Gates"], None]
+"""The code of a call, given the whole op."""
 
 
 class Unwound(BaseException):
@@ -56,12 +62,13 @@ OPEN = Gates()
 
 
 class Call(Gates):
-    """One call in phases. `run(op, held, gates)` is its code, given the whole op; `layout` is its unit's."""
+    """One call in phases. `run` is its code; `layout` is its unit's; functions `by_rows` begin with the rows that are
+    there."""
 
     def __init__(
-        self, phases: Sequence[Op], layout: Layout, alongside: Alongside, run: Callable[[Op, Held, Gates], None]
+        self, phases: Sequence[Op], layout: Layout, alongside: Alongside, run: Run, by_rows: frozenset[Any]
     ) -> None:
-        self._op, self._alongside, self._run = whole(phases), alongside, run
+        self._op, self._alongside, self._run, self._by_rows = whole(phases), alongside, run, by_rows
         self._held: dict[str, Tensor] = {}
         self._phase, self._last = -1, len(phases) - 1
         self._arrived = _declared([op.reads for op in phases], f"w{phases[0].unit}", layout.size)
@@ -131,21 +138,27 @@ class Call(Gates):
             self._theirs.put(None)
 
     def around(self, flat: Tensor) -> AbstractContextManager[object]:
-        bound = Bound(flat)
+        return _Meeting(self, Bound(flat), self._by_rows)
 
-        def reading(func: Any, tensors: Sequence[Tensor]) -> None:
-            for tensor in tensors:
-                place = bound.extent(tensor)
-                if place is not None:
-                    self.need(*place)
-
-        return Uses(reading)
+    def has(self, start: int, stop: int, phase: int | None = None) -> bool:
+        """Whether elements [start, stop) of the weights may be read in a phase: this one, if no other is given."""
+        arrived = self._arrived[self._phase if phase is None else phase]
+        return any(first <= start and stop <= last for first, last in arrived)
 
     def need(self, start: int, stop: int) -> None:
+        later = range(self._phase, self._last + 1)
+        self._reach(next((phase for phase in later if self.has(start, stop, phase)), self._last))
+
+    def blocks(self, start: int, rows: int, width: int) -> Blocks:
+        """The rows of a matrix at element `start`, `width` elements each, as they come; in one block if all are there."""
+        done = 0
         for phase in range(self._phase, self._last + 1):
-            if any(first <= start and stop <= last for first, last in self._arrived[phase]):
-                break
-        self._reach(phase)
+            come = max((last for first, last in self._arrived[phase] if first <= start), default=0)
+            stop = min(rows, (come - start) // width)
+            if stop > done:
+                self._reach(phase)
+                yield done, stop
+                done = stop
 
     def add(self) -> None:
         self._reach(self._adds_from)
@@ -167,13 +180,36 @@ class Call(Gates):
             self._mine.get()
 
 
+class _Meeting(Uses):
+    """Goes through the gates of a call wherever a function reads weights of `bound`."""
+
+    def __init__(self, call: Call, bound: Bound, by_rows: frozenset[Any]) -> None:
+        super().__init__(self._meet)
+        self._call, self._bound, self._by_rows = call, bound, by_rows
+
+    def _meet(self, func: Any, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            if (extent := self._bound.extent(tensor)) is not None:
+                self._call.need(*extent)
+
+    def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        matrix = splits(func, args, kwargs) if func in self._by_rows else None
+        extent = None if matrix is None else self._bound.extent(matrix)
+        if matrix is None or extent is None or self._call.has(*extent):
+            return super().compute(func, args, kwargs)
+        others = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each is not matrix)
+        self._meet(func, list(others))
+        return BY_ROWS[func](self._call.blocks(extent[0], *matrix.shape), args, kwargs)
+
+
 def calls_of(
-    schedule: Schedule, layouts: Sequence[Layout], alongside: Alongside, run: Callable[[Op, Held, Gates], None]
+    schedule: Schedule, layouts: Sequence[Layout], alongside: Alongside, run: Run, gates: spec.Gates
 ) -> dict[int, Call]:
     """The calls of a schedule that are in phases, by the `id` of each phase's op."""
     found: dict[int, Call] = {}
     for phases in calls_in(schedule.ops):
-        call = Call(phases, layouts[phases[0].unit], alongside, run)
+        by_rows = frozenset(BY_ROWS if gates == "rows" else ())
+        call = Call(phases, layouts[phases[0].unit], alongside, run, by_rows)
         found |= dict.fromkeys(map(id, phases), call)
     return found
 

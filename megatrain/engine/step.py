@@ -143,7 +143,7 @@ class Streamer:
                 now.activations.inputs.pop(name, None)
 
         self._running = schedule
-        calls = calls_of(schedule, self._layouts, self.device.alongside, run)
+        calls = calls_of(schedule, self._layouts, self.device.alongside, run, self.policy.gates)
         with self.device.preserved_random_state():
             try:
                 self.timeline = self._executor.run(schedule, act)

@@ -72,8 +72,13 @@ class Uses(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in HARMLESS and not _is_slice(func, args):
-            self._reading(func, list(tensors_in((args, kwargs))))
+        if func in HARMLESS or _is_slice(func, args):
+            return func(*args, **kwargs)
+        return self.compute(func, args, kwargs)
+
+    def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a function that reads elements returns."""
+        self._reading(func, list(tensors_in((args, kwargs))))
         return func(*args, **kwargs)
 
 

@@ -289,7 +289,7 @@ class Builder:
         """The ops of a visit, in phases where the policy has gates at shards."""
         if self.policy.gates == "unit" or self.policy.shares_memory:
             return [*visit.compute, *visit.after]
-        arrival = Arrival(self._shards(visit.unit), self.policy.weight_nbytes, visit.last_first)
+        arrival = Arrival(self._shards(visit.unit), self.policy.weight_nbytes, visit.last_first, self.policy.gates)
         unit = self.model.units[visit.unit]
         return gated(unit, visit.compute, visit.after, arrival if visit.arrives else None)
 

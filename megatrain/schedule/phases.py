@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from megatrain.layout import Shard, layout_of
 from megatrain.schedule.ops import UNDER_WAY, Access, Op
-from megatrain.spec import UnitSpec
+from megatrain.spec import Gates, UnitSpec
 
 FORWARD_SHARE = 1 / 3
 """Of the price of a backward that computes its layer first, and of the loss."""
@@ -28,6 +28,8 @@ class Arrival:
     nbytes: int
     """Of an element."""
     last_first: bool = False
+    gates: Gates = "shard"
+    """Whether a matrix is used as its rows come."""
 
     @property
     def ordered(self) -> Sequence[Shard]:
@@ -121,26 +123,28 @@ def _shares(unit: UnitSpec, call: Op, arrival: Arrival, leaves: Sequence[Access]
     going = [(access.start // nbytes, access.stop // nbytes) for access in leaves]
     coming = [(shard.start, shard.stop) for shard in arrival.ordered]
     forward = 1.0 if call.kind == "FORWARD" or arrival.last_first else FORWARD_SHARE
-    shares = [forward * each for each in _products(unit, coming, last_first=arrival.last_first)]
+    shares = [forward * each for each in _products(unit, coming, arrival)]
     turn = len(shares) - 1
     shares += [0.0] * max(0, len(going) - 1)
-    for index, each in enumerate(_products(unit, going, last_first=False) or [1.0]):
+    for index, each in enumerate(_products(unit, going) or [1.0]):
         shares[turn + index] += (1 - forward) * each
     return shares
 
 
-def _products(unit: UnitSpec, ranges: Sequence[tuple[int, int]], *, last_first: bool) -> list[float]:
-    """The share of each range of elements in the unit's products; a matrix counts where its last part is met."""
+def _products(unit: UnitSpec, ranges: Sequence[tuple[int, int]], arrival: Arrival | None = None) -> list[float]:
+    """The share of each range of elements in the unit's products; a matrix counts where the last part of it is met, or
+    by rows."""
+    by_rows = arrival is not None and arrival.gates == "rows" and not arrival.last_first
+    last_first = arrival is not None and arrival.last_first
     amounts = []
     for start, stop in ranges:
-        places = zip(layout_of(unit).fields, unit.params, strict=True)
-        amounts.append(
-            sum(
-                param.numel * param.active
-                for place, param in places
-                if len(param.shape) > 1 and start <= (place.start if last_first else place.stop - 1) < stop
-            )
-        )
+        amount = 0.0
+        for place, param in zip(layout_of(unit).fields, unit.params, strict=True):
+            if len(param.shape) == 2 and by_rows:
+                amount += param.active * max(0, min(stop, place.stop) - max(start, place.start))
+            elif len(param.shape) > 1 and start <= (place.start if last_first else place.stop - 1) < stop:
+                amount += param.active * param.numel
+        amounts.append(amount)
     total = sum(amounts)
     return [amount / total if total else 1 / len(ranges) for amount in amounts]
 
