@@ -16,9 +16,10 @@ from megatrain.errors import PlanError
 Precision = Literal["bf16", "fp32"]
 UnitKind = Literal["prologue", "layer", "epilogue"]
 ActivationPlan = Literal["keep", "recompute"]
-Keep = Literal["graph", "input", "offload", "drop"]
-"""What is left of a layer's forward for its backward: its autograd graph; its input; its input in host memory, brought
-back in time; or nothing, and the input is computed again from the nearest one below that was not dropped."""
+Keep = Literal["graph", "chosen", "attention", "input", "offload", "drop"]
+"""What is left of a layer's forward for its backward: its autograd graph; its input and what its large products and its
+attention have given; its input and what attention has; its input; its input in host memory, brought back in time; or
+nothing, and the input is computed again from the nearest one below that was not dropped."""
 UpdateTime = Literal["next_forward", "during_backward", "after_backward"]
 Gates = Literal["unit", "shard", "rows"]
 Tier = Literal["device", "host", "disk"]
@@ -55,6 +56,21 @@ class LayerProfile:
     """Bytes per token that autograd keeps of the layer's graph, its input included, weights not."""
     kept_nbytes_by_length: float = 0.0
     """And per token and position of the sequence, where the attention kernel keeps its scores."""
+
+    chosen_nbytes: float = 0.0
+    """Bytes per token of what `chosen` keeps beside the input; 0 where nothing is known of it."""
+    shared_nbytes: float = 0.0
+    """Of those, what a graph that grows from them holds too."""
+    attention_nbytes: float = 0.0
+    """Bytes per token of what `attention` keeps beside the input; a graph holds all of it."""
+    chosen_share: float = 0.0
+    """Share of the operations of the forward's products that `chosen` does not do again."""
+    spared_share: float = 0.0
+    """Share of them that neither it nor `attention` does again, since no gradient needs their results."""
+
+    def stored(self, keep: Keep, tokens: int) -> int:
+        """Bytes that `chosen` or `attention` keeps of so many tokens, beside the input."""
+        return int(tokens * (self.chosen_nbytes if keep == "chosen" else self.attention_nbytes))
 
     def kept(self, rows: int, length: int) -> int:
         """Bytes of a kept graph over `rows` sequences of `length` tokens."""
@@ -370,7 +386,7 @@ class Policy:
         self._require("activations", self.activations in ("keep", "recompute"), "keep or recompute")
         for index, row in enumerate(self.activation_rows):
             if not row or not set(row) <= set(get_args(Keep)):
-                fix = "give one or more of graph, input, offload and drop"
+                fix = "give one or more of graph, chosen, attention, input, offload and drop"
                 raise PlanError(f"row {index} is {row!r}", where="policy.activation_rows", fix=fix)
         self._require("gates", self.gates in get_args(Gates), "unit, shard or rows")
         times = ("next_forward", "during_backward", "after_backward")

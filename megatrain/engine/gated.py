@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import SimpleQueue
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatrain import spec
@@ -32,6 +33,13 @@ Alongside = Callable[[], AbstractContextManager[object]]
 
 Run = Callable[[Op, Held, "Gates"], None]
 """The code of a call, given the whole op."""
+
+
+@contextmanager
+def undisturbed(device_type: str) -> Iterator[None]:
+    """In its block, none of what surrounds a step (autocast, inference mode) counts."""
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device_type, enabled=False):
+        yield
 
 
 class Unwound(BaseException):
@@ -150,7 +158,7 @@ class Call(Gates):
         self._reach(next((phase for phase in later if self.has(start, stop, phase)), self._last))
 
     def blocks(self, start: int, rows: int, width: int) -> Blocks:
-        """The rows of a matrix at element `start`, `width` elements each, as they come; in one block if all are there."""
+        """The rows of a matrix at element `start`, `width` elements each, as they come."""
         done = 0
         for phase in range(self._phase, self._last + 1):
             come = max((last for first, last in self._arrived[phase] if first <= start), default=0)
@@ -208,7 +216,8 @@ def calls_of(
     """The calls of a schedule that are in phases, by the `id` of each phase's op."""
     found: dict[int, Call] = {}
     for phases in calls_in(schedule.ops):
-        by_rows = frozenset(BY_ROWS if gates == "rows" else ())
+        counts_products = any(access.content.startswith("c") for op in phases for access in (*op.reads, *op.writes))
+        by_rows = frozenset(BY_ROWS if gates == "rows" and not counts_products else ())
         call = Call(phases, layouts[phases[0].unit], alongside, run, by_rows)
         found |= dict.fromkeys(map(id, phases), call)
     return found

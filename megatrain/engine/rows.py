@@ -64,7 +64,7 @@ class _Embedding(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
         found = torch.ops.aten.embedding_dense_backward(gradient, ids, ctx.rows, ctx.padding, ctx.by_frequency)
         return None, found, None, None, None

@@ -1,6 +1,7 @@
 """Hugging Face causal language models as units that can stream. The only home of `transformers` (tokenizers:
 `data`)."""
 
+from megatrain.model.chosen import Answering, Keeping, Stored
 from megatrain.model.freeze import freeze_parameters
 from megatrain.model.fresh import FreshSource
 from megatrain.model.learn import port_model, refuse_other_kinds
@@ -15,8 +16,10 @@ from megatrain.model.uses import Uses
 from megatrain.model.written import WrittenModel, WrittenTensor
 
 __all__ = [
+    "Answering",
     "Call",
     "FreshSource",
+    "Keeping",
     "Masters",
     "ModelSource",
     "PortedModel",
@@ -24,6 +27,7 @@ __all__ = [
     "Progress",
     "Sides",
     "Source",
+    "Stored",
     "TextStream",
     "Uses",
     "WrittenModel",

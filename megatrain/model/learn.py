@@ -251,7 +251,7 @@ def _probe_inputs(tokens: int = PROBE_TOKENS) -> dict[str, Tensor]:
 
 
 def _learn_spec(model: PreTrainedModel, ported: PortedModel, layers: list[UnitSpec]) -> ModelSpec:
-    """Read off two autograd graphs which parameters the prologue and the epilogue use, and list them in order of use."""
+    """Read off two autograd graphs which parameters prologue and epilogue use, and list them in order of use."""
     where = f"model {type(model).__name__}"
     leaves = {name: zero.detach().requires_grad_() for name, zero in ported.placeholders.items()}
     trains = {name: parameter.requires_grad for name, parameter in ported.skeleton.named_parameters()}

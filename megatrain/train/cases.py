@@ -21,6 +21,7 @@ from megatrain.spec import ActivationPlan, Keep, Policy
 SIM = "sim:7"
 ACTIVATION_PLANS: tuple[ActivationPlan, ...] = get_args(ActivationPlan)
 MIXTURE: tuple[tuple[Keep, ...], ...] = (("offload", "graph"), ("drop",))
+STORED: tuple[tuple[Keep, ...], ...] = (("chosen", "attention"),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,8 @@ def full_cases(model: StockModel) -> list[Case]:
 
 
 def short_settings() -> list[Setting]:
-    return [_setting("cpu", plan, loss_chunk_tokens=5) for plan in ACTIVATION_PLANS]
+    each = [_setting("cpu", plan, loss_chunk_tokens=5) for plan in ACTIVATION_PLANS]
+    return [*each, Setting("cpu, chosen outputs", "cpu", replace(each[-1].policy, activation_rows=STORED))]
 
 
 def full_settings() -> list[Setting]:
@@ -101,7 +103,12 @@ def full_settings() -> list[Setting]:
     each += [_setting(SIM, plan, shard_nbytes=1 << 16) for plan in ACTIVATION_PLANS]
     each.append(_setting(SIM, "recompute", shard_nbytes=1 << 14, weight_slots=1, grad_slots=1))
     mixed = replace(each[-1].policy, activation_rows=MIXTURE, offload_slots=1, recompute_slots=1)
-    return [*each, Setting(f"{SIM}, a mixture of plans, 1 slot", SIM, mixed)]
+    stored = replace(each[-1].policy, activation_rows=STORED)
+    return [
+        *each,
+        Setting(f"{SIM}, chosen outputs, 1 slot", SIM, stored),
+        Setting(f"{SIM}, a mixture of plans, 1 slot", SIM, mixed),
+    ]
 
 
 def _setting(device: str, activations: ActivationPlan, **changes: Any) -> Setting:

@@ -40,6 +40,8 @@ def test_a_shape_on_paper_is_that_of_the_real_model() -> None:
     profile = real.units[1].profile
     assert paper.units[1].profile.attention_flops == profile.attention_flops
     assert profile.kept_nbytes / 512 == pytest.approx(KEPT_NBYTES_PER_WIDTH, rel=0.02)
+    for field in ("chosen_nbytes", "shared_nbytes", "attention_nbytes", "chosen_share", "spared_share"):
+        assert getattr(paper.units[1].profile, field) == pytest.approx(getattr(profile, field)), field
 
 
 def test_a_plot_places_its_points() -> None:

@@ -17,11 +17,12 @@ from megatrain.engine.gated import Call
 from megatrain.errors import BrokenPromise, MegaTrainError
 from megatrain.spec import Keep, Precision
 from megatrain.testing import Fault, SimDevice
-from tests.tiny import equal, tiny_model, unequal_batches
+from tests.tiny import equal, relative_error, tiny_model, unequal_batches
 
 ROWS: dict[str, tuple[tuple[Keep, ...], ...]] = {
     "graphs": (("graph",),),
     "inputs": (("input",),),
+    "stored": (("chosen", "input"), ("attention",)),
     "mixed": (("offload", "graph"), ("drop",), ("graph", "drop")),
 }
 
@@ -119,6 +120,31 @@ def test_a_weight_that_is_read_without_its_gate_is_found(rows: str, monkeypatch:
         pytest.raises(MegaTrainError, match="nan"),
     ):
         made.step(unequal_batches(1))
+
+
+def test_gates_by_rows_leave_alone_what_counts_products() -> None:
+    """Outputs of products are stored by their number, which must be the same the second time."""
+    policy = replace(GATED, gates="rows", shard_nbytes=1000, activation_rows=ROWS["stored"])
+    with engine("sim:1", policy, "llama") as made:
+        found = made.gradients(unequal_batches(2))
+    expected = plainest("fp32", "next_forward", "llama", 2)
+    assert all(relative_error(gradient, expected[f"gradient {name}"]) < 1e-5 for name, gradient in found.items())
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2", "mixtral"])
+def test_a_step_is_filled_by_one_shard_and_rows_equal_to_rounding(family: str) -> None:
+    """On the virtual clock, where a shard takes a second and nothing else takes any."""
+    shards = SimDevice(6, cost=lambda task: float(task.name.startswith("FETCH")))
+    policy = replace(GATED, gates="rows", shard_nbytes=1000)
+    expected = plainest("fp32", "next_forward", family, 1)
+    with engine(shards, replace(policy, activation_rows=(("input",),)), family) as made:
+        found = {f"gradient {name}": gradient for name, gradient in made.gradients(unequal_batches(1)).items()}
+        timeline = made._streamer.timeline
+    assert timeline is not None
+    begun = {op.name: start for op, start in zip(timeline.schedule.ops, timeline.starts, strict=True)}
+    assert begun["FORWARD u0 m0 s0"] == 1.0
+    assert begun["FORWARD u0 m0 s5"] == 6.0
+    assert all(relative_error(gradient, expected[name]) < 1e-5 for name, gradient in found.items())
 
 
 def test_a_gradient_that_is_let_go_of_before_it_is_complete_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
