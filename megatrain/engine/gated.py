@@ -223,6 +223,16 @@ def calls_of(
     return found
 
 
+@contextmanager
+def unwinding(calls: Mapping[int, Call]) -> Iterator[None]:
+    """On leaving the block, no call is under way."""
+    try:
+        yield
+    finally:
+        for call in calls.values():
+            call.unwind()
+
+
 def _declared(phases: Sequence[Sequence[Access]], content: str, size: int) -> list[list[tuple[int, int]]]:
     """Of each phase, the elements of a buffer of `size` that it declares to have this content."""
     found = [[(each.start, each.stop) for each in accesses if each.content == content] for accesses in phases]

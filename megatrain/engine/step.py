@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,10 +23,11 @@ from megatrain.device import Device
 from megatrain.engine.activations import Activations, Graph, pack, unpack
 from megatrain.engine.batch import IGNORED, MicroBatch, model_inputs, shifted
 from megatrain.engine.executor import Executor
-from megatrain.engine.gated import OPEN, Gates, calls_of, undisturbed
+from megatrain.engine.gated import OPEN, Gates, calls_of, undisturbed, unwinding
 from megatrain.engine.gradients import GradSink, UnitSum, send_to_sum
+from megatrain.engine.held import DTYPE_OF_NBYTES, PART_LETTERS, access_of, part_of
 from megatrain.engine.losses import Chunks, Found, LossFn, StepResult, differentiate, divisor_of, measure, own_entries
-from megatrain.engine.places import DTYPE_OF_NBYTES, PART_LETTERS, access_of, located, part_of
+from megatrain.engine.place import place_of
 from megatrain.engine.weights import Bound, UnitBinder, names_weights
 from megatrain.errors import LossError, NonFinite
 from megatrain.layout import layout_of
@@ -75,9 +76,11 @@ class Streamer:
         self.ported, self.device, self.policy, self.seed = ported, device, policy, seed
         self.spec = ported.spec
         self.dtype = DTYPES[policy.precision]
-        self._executor = Executor(device, pool, lambda *place: located(self._running, self.spec, *place))
+        self._executor = Executor(device, pool, self._locate)
         self.timeline: Timeline | None = None
         """When the ops of the last schedule ran, if the device is timed."""
+        self.region: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Entered around the ops of each schedule, and nothing else: what may be broken off from outside."""
         self._running: Schedule | None = None
         self._layouts = [layout_of(unit) for unit in self.spec.units]
         self._binders = [
@@ -141,22 +144,17 @@ class Streamer:
                 ACTIONS[op.kind](self, now, op, held)
 
         def act(op: Op, held: Held) -> None:
-            call = calls.get(id(op))
-            if call is None:
-                run(op, held)
+            if id(op) in calls:
+                calls[id(op)].turn(held)
             else:
-                call.turn(held)
+                run(op, held)
             for name in schedule.ended.get(id(op), ()):
                 now.activations.inputs.pop(name, None)
 
         self._running = schedule
         calls = calls_of(schedule, self._layouts, self.device.alongside, run, self.policy.gates)
-        with self.device.preserved_random_state():
-            try:
-                self.timeline = self._executor.run(schedule, act)
-            finally:
-                for call in calls.values():
-                    call.unwind()
+        with self.device.preserved_random_state(), self.region(), unwinding(calls):
+            self.timeline = self._executor.run(schedule, act)
 
     # Disk -----------------------------------------------------------------------------------------------------------
 
@@ -421,6 +419,9 @@ class Streamer:
             fix = "nothing was updated; lower the learning rate or inspect the batch"
             raise NonFinite(what, where=f"step {now.number}", fix=fix)
         return loss
+
+    def _locate(self, buffer: str, start: int, content: str) -> str:
+        return place_of(self.spec, self._layouts, self._running, buffer, start, content)
 
     def _reseed(self, now: _Current, unit: int, micro: int) -> None:
         self.device.seed(hash((self.seed, now.number, unit, micro)) & 0x7FFF_FFFF_FFFF_FFFF)
