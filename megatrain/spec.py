@@ -21,6 +21,7 @@ Keep = Literal["graph", "chosen", "attention", "input", "offload", "drop"]
 attention have given; its input and what attention has; its input; its input in host memory, brought back in time; or
 nothing, and the input is computed again from the nearest one below that was not dropped."""
 UpdateTime = Literal["next_forward", "during_backward", "after_backward"]
+Gates = Literal["unit", "shard", "rows"]
 Tier = Literal["device", "host", "disk"]
 Transit = Literal["locked", "slabs", "pageable"]
 """How weights and gradients cross the bus: page-locked where they lie, through page-locked slabs, or not locked."""
@@ -345,6 +346,10 @@ class Policy:
     """Device buffers that the layers' gradients pass through."""
     shard_nbytes: int = 64 << 20
     """Largest piece of a unit that one copy moves."""
+    gates: Gates = "unit"
+    """What compute waits for: all weights of a unit; or, inside a layer's code, the shard that it comes to, and then
+    shards of a gradient leave as each is complete; or, besides, those rows of a matrix that are next, where it is cut
+    into shards (equal to rounding). Where memory is shared there is nothing to wait for."""
     activations: ActivationPlan = "recompute"
     """Keep each layer's autograd graph until its backward, or keep its input and compute the layer again."""
     activation_rows: tuple[tuple[Keep, ...], ...] = ()
@@ -389,6 +394,7 @@ class Policy:
             if not row or not set(row) <= set(get_args(Keep)):
                 fix = "give one or more of graph, chosen, attention, input, offload and drop"
                 raise PlanError(f"row {index} is {row!r}", where="policy.activation_rows", fix=fix)
+        self._require("gates", self.gates in get_args(Gates), "unit, shard or rows")
         times = ("next_forward", "during_backward", "after_backward")
         self._require("update", self.update in times, "next_forward or during_backward")
         self._require("masters", self.masters in ("split", "whole"), "split")

@@ -115,6 +115,9 @@ class Device(Protocol):
     ) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
         """The buffers that `task` declares, out of `memory` (name -> uint8 tensor), for the time that it runs."""
 
+    def alongside(self) -> AbstractContextManager[object]:
+        """In the block, the calling thread computes where the `compute` stream does, in turns with it."""
+
     def seed(self, value: int) -> None:
         """Make everything random that the next work draws on this device a function of `value`."""
 

@@ -131,6 +131,9 @@ class CpuDevice:
     ) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
         return nullcontext(declared(task, memory))
 
+    def alongside(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
     def seed(self, value: int) -> None:
         torch.default_generator.manual_seed(value)
 

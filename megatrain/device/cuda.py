@@ -93,7 +93,7 @@ class ComputeStream:
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.origin: torch.cuda.Event | None = None
-        self._stream = stream
+        self.stream = self._stream = stream
         self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._stalled_seconds = 0.0
 
@@ -282,6 +282,11 @@ class CudaDevice:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return int(free + cached)
+
+    @contextmanager
+    def alongside(self) -> Iterator[None]:
+        with torch.cuda.device(self.torch_device), torch.cuda.stream(self._compute.stream):
+            yield
 
     # Chance and time ------------------------------------------------------------------------------------------------
 

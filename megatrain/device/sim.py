@@ -13,7 +13,7 @@ read, for
 * *Failures* strike where they are told to (`faults`). A hang becomes a report of who waits for whom.
 * *Time* is virtual. With a `cost` for each task, events tell when their work would have run.
 
-One thread runs everything, so a seed fixes the run. It leaves out gates inside a piece of work.
+One thing runs at a time, so a seed fixes the run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -267,6 +267,9 @@ class SimDevice:
         return (1 << 62) if self.capacity is None else self.capacity - sum(self._owners.values())
 
     # Time and chance ------------------------------------------------------------------------------------------------
+
+    def alongside(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def seed(self, value: int) -> None:
         torch.default_generator.manual_seed(value)

@@ -7,7 +7,7 @@ buffer is right.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -57,20 +57,25 @@ class UnitSum:
                 view.zero_()
 
 
-def send_to_sum(leaves: Iterable[tuple[str, Tensor]], total: UnitSum) -> None:
+Finished = Callable[[str], None]
+"""Told of a parameter whose gradient from one backward pass has been added up."""
+
+
+def send_to_sum(leaves: Iterable[tuple[str, Tensor]], total: UnitSum, finished: Finished = lambda name: None) -> None:
     """Have each leaf's gradient added to `total` the moment it is complete, and forgotten."""
     for name, leaf in leaves:
-        leaf.register_post_accumulate_grad_hook(_Sender(name, total))
+        leaf.register_post_accumulate_grad_hook(_Sender(name, total, finished))
 
 
 class _Sender:
-    __slots__ = ("name", "total")
+    __slots__ = ("finished", "name", "total")
 
-    def __init__(self, name: str, total: UnitSum) -> None:
-        self.name, self.total = name, total
+    def __init__(self, name: str, total: UnitSum, finished: Finished) -> None:
+        self.name, self.total, self.finished = name, total, finished
 
     @torch.no_grad()
     def __call__(self, leaf: Tensor) -> None:
         assert leaf.grad is not None
         self.total.add(self.name, leaf.grad)
         leaf.grad = None
+        self.finished(self.name)

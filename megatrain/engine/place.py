@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatrain.layout import Layout
-from megatrain.schedule import Schedule
+from megatrain.schedule import UNDER_WAY, Schedule
 from megatrain.spec import ModelSpec
 
 
@@ -16,19 +16,13 @@ def place_of(
     spec: ModelSpec, layouts: Sequence[Layout], running: Schedule | None, buffer: str, start: int, content: str
 ) -> str:
     """The unit, and for weights and gradients the parameter, that lie at byte `start` of a buffer."""
-    digits = content.lstrip("wglmnhdakc").partition(".")[0].partition("~")[0]
+    digits = content.lstrip("wglmnhdakc").partition(".")[0].partition("~")[0].rstrip(UNDER_WAY)
     if not digits.isdigit() or int(digits) >= len(spec.units):
         return buffer
     unit = int(digits)
     if content[0] not in "wg" or running is None or buffer.startswith("host/slab/"):
         return spec.units[unit].name
-    whole = max(  # the largest access with this content spans the unit, which tells the bytes per element
-        access.stop
-        for op in running.ops
-        for access in (*op.reads, *op.writes)
-        if access.buffer == buffer and access.content.partition("~")[0] == content.partition("~")[0]
-    )
     layout = layouts[unit] if content[0] == "w" else layouts[unit].trained
-    element = start // (whole // layout.size)
+    element = start // (running.extent(buffer, content) // layout.size)
     inside = (field.name for field in layout.fields if field.start <= element < field.stop)
     return f"unit {spec.units[unit].name}, {next(inside, 'between parameters')}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -24,21 +23,20 @@ from megatrain.device import Device
 from megatrain.engine.activations import Activations, Graph, pack, unpack
 from megatrain.engine.batch import IGNORED, MicroBatch, model_inputs, shifted
 from megatrain.engine.executor import Executor
+from megatrain.engine.gated import OPEN, Gates, calls_of, undisturbed, unwinding
 from megatrain.engine.gradients import GradSink, UnitSum, send_to_sum
+from megatrain.engine.held import DTYPE_OF_NBYTES, PART_LETTERS, access_of, part_of
 from megatrain.engine.losses import Chunks, Found, LossFn, StepResult, differentiate, divisor_of, measure, own_entries
 from megatrain.engine.place import place_of
 from megatrain.engine.weights import Bound, UnitBinder, names_weights
-from megatrain.errors import LossError, MegaTrainError, NonFinite
+from megatrain.errors import LossError, NonFinite
 from megatrain.layout import layout_of
 from megatrain.memory import Held, Pool
 from megatrain.model import Answering, Keeping, PortedModel, Sides
-from megatrain.schedule import Access, Op, Schedule, Timeline
+from megatrain.schedule import Op, Schedule, Timeline
 from megatrain.spec import Policy, Precision
 
 DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
-DTYPE_OF_NBYTES = {2: torch.bfloat16, 4: torch.float32}
-PART_LETTERS = {"w": "hi", "l": "low", "m": "moments"}
-"""First letter of a content -> the part of a unit's state that it is."""
 
 
 @dataclass(slots=True)
@@ -67,6 +65,8 @@ class _Current:
     logits: Tensor | None = None
     """[rows, positions, vocabulary]."""
     loss_is_finite: bool = False
+    gates: Gates = OPEN
+    """Of the call that is under way."""
 
 
 class Streamer:
@@ -137,21 +137,23 @@ class Streamer:
         """Walk the schedule. What surrounds the call (autocast, inference mode, random state) neither counts nor
         changes."""
 
-        def act(op: Op, held: Held) -> None:
-            with (
-                torch.inference_mode(False),
-                torch.no_grad(),
-                torch.autocast(self.device.torch_device.type, enabled=False),
-            ):
+        def run(op: Op, held: Held, gates: Gates = OPEN) -> None:
+            if op.stream == "compute":
+                now.gates = gates
+            with undisturbed(self.device.torch_device.type):
                 ACTIONS[op.kind](self, now, op, held)
-            for name in ended.get(id(op), ()):
+
+        def act(op: Op, held: Held) -> None:
+            if id(op) in calls:
+                calls[id(op)].turn(held)
+            else:
+                run(op, held)
+            for name in schedule.ended.get(id(op), ()):
                 now.activations.inputs.pop(name, None)
 
         self._running = schedule
-        ended: dict[int, list[str]] = defaultdict(list)
-        for name, (_, last) in schedule.lifetimes.items():
-            ended[id(schedule.ops[last])].append(name)
-        with self.device.preserved_random_state(), self.region():
+        calls = calls_of(schedule, self._layouts, self.device.alongside, run, self.policy.gates)
+        with self.device.preserved_random_state(), self.region(), unwinding(calls):
             self.timeline = self._executor.run(schedule, act)
 
     # Disk -----------------------------------------------------------------------------------------------------------
@@ -170,7 +172,7 @@ class Streamer:
         OFFLOAD and RELOAD: the input of a layer, as it is.
         """
         (read,), (write,) = op.reads, op.writes
-        source, target = _part(held, read), _part(held, write)
+        source, target = part_of(held, read), part_of(held, write)
         if source.numel() > target.numel():
             source, target = source.view(torch.float32).to(torch.bfloat16), target.view(torch.bfloat16)
         elif source.numel() < target.numel():
@@ -191,7 +193,8 @@ class Streamer:
         if unit == 0:
             inputs = model_inputs(now.micro_batches[micro], self.device.torch_device)
             weights = self._binders[0].bind(self._weights(op, held, 0))
-            alive.inputs[output], alive.calls[micro] = self.ported.prologue(weights, inputs)
+            with self._gate(now, op, held):
+                alive.inputs[output], alive.calls[micro] = self.ported.prologue(weights, inputs)
             return
         hidden = self._input(now, op, held)
         if f"k{unit}.{micro}" in written:
@@ -200,7 +203,7 @@ class Streamer:
             alive.sides[unit, micro] = tuple(side.detach() for side in sides)
         elif stored := written.get(f"c{unit}.{micro}"):
             keeping = Keeping("chosen" if "/chosen/" in stored.buffer else "attention", self.spec.hidden_size)
-            with keeping.running():
+            with keeping.running(), self._gate(now, op, held):
                 leaves = self._binders[unit].leaves(self._weights(op, held, unit))
                 leaf, call = hidden.detach().requires_grad_(), alive.calls[micro][unit - 1]
                 found, sides = self.ported.layer(unit - 1, leaves, leaf, call)
@@ -209,10 +212,12 @@ class Streamer:
         else:
             weights = self._binders[unit].bind(self._weights(op, held, unit))
             call = alive.calls[micro][unit - 1]
-            alive.inputs[output], sides = self.ported.layer(unit - 1, weights, hidden, call)
+            with self._gate(now, op, held):
+                alive.inputs[output], sides = self.ported.layer(unit - 1, weights, hidden, call)
             alive.sides.setdefault((unit, micro), sides)  # once only: after the loss they are gradients
+        now.gates.end()
         if offloaded := written.get(f"h{unit}.{micro}"):
-            alive.forms[unit, micro] = pack(hidden, _part(held, offloaded), self.spec.units[unit].name)
+            alive.forms[unit, micro] = pack(hidden, part_of(held, offloaded), self.spec.units[unit].name)
 
     def _input(self, now: _Current, op: Op, held: Held) -> Tensor:
         """The input of a layer, [batch, length, hidden size], from where this op reads it: also from a kept graph."""
@@ -220,7 +225,7 @@ class Streamer:
         for access in op.reads:
             if access.content == f"h{op.unit}.{op.micro}":
                 there = access.buffer in held
-                return unpack(_part(held, access), alive.forms[key]) if there else alive.inputs[access.buffer]
+                return unpack(part_of(held, access).data, alive.forms[key]) if there else alive.inputs[access.buffer]
         return alive.graphs[key].input.detach()
 
     def _grown(self, now: _Current, op: Op, held: Held, hidden: Tensor) -> tuple[Graph, Tensor, Sides]:
@@ -235,7 +240,7 @@ class Streamer:
         call = now.activations.calls[op.micro][op.unit - 1]
         stored = now.activations.stored.pop((op.unit, op.micro), None)
         answering = Answering(stored) if stored else nullcontext()
-        with torch.enable_grad(), names_weights(bound), answering:
+        with torch.enable_grad(), names_weights(bound), answering, self._gate(now, op, held):
             output, sides = self.ported.layer(op.unit - 1, leaves, leaf, call)
         if stored:
             stored.finish(self.spec.units[op.unit].name)
@@ -249,7 +254,8 @@ class Streamer:
         self._reseed(now, unit, micro)
         hidden = self._input(now, op, held)
         if now.sink is None:
-            self._loss_only(now, op, held, hidden)
+            with self._gate(now, op, held):
+                self._loss_only(now, op, held, hidden)
             return
         flat = hidden.flatten(0, 1)
         leaves: dict[str, Tensor] = {}
@@ -264,11 +270,12 @@ class Streamer:
             trained += [leaf for _, leaf in used]
             leaves |= bound
         chunks = self._chunks(now, op, leaves, trained, flat)
-        found = differentiate(now.loss_fn, chunks, now.own[micro], now.scale)
-        _count(now, found)
-        assert found.gradient is not None
-        now.activations.gradients[micro] = found.gradient.view_as(hidden)
-        self._balance(now, leaves, micro)
+        with self._gate(now, op, held):
+            found = differentiate(now.loss_fn, chunks, now.own[micro], now.scale)
+            _count(now, found)
+            assert found.gradient is not None
+            now.activations.gradients[micro] = found.gradient.view_as(hidden)
+            self._balance(now, leaves, micro)
         self._close_finished(now, op)
 
     def _chunks(self, now: _Current, op: Op, weights: dict[str, Tensor], trained: list[Tensor], flat: Tensor) -> Chunks:
@@ -327,10 +334,11 @@ class Streamer:
                 self._reseed(now, unit, micro)
                 graph, _, _ = self._grown(now, op, held, self._input(now, op, held))
             else:
-                graph.bound.flat = self._weights(op, held, unit)
+                graph.bound.flat, graph.bound.need = self._weights(op, held, unit), now.gates.need
+            now.gates.add()
             trained = self._binders[unit].trained(graph.leaves)
             if trained:
-                send_to_sum(trained, self._sum(now, op, held, unit))
+                send_to_sum(trained, self._sum(now, op, held, unit), now.gates.finished)
             inputs = [graph.input, *(leaf for _, leaf in trained)]
             gradients = [alive.gradients.pop(micro), *alive.sides.pop((unit, micro), ())]
             torch.autograd.backward(graph.outputs, gradients, inputs=inputs)
@@ -343,9 +351,10 @@ class Streamer:
         alive = now.activations
         leaves = self._binders[0].leaves(self._weights(op, held, 0))
         self._reseed(now, 0, op.micro)
-        with torch.enable_grad():
+        with torch.enable_grad(), self._gate(now, op, held):
             inputs = model_inputs(now.micro_batches[op.micro], self.device.torch_device)
             hidden, _ = self.ported.prologue(leaves, inputs)
+        now.gates.add()
         trained = self._binders[0].trained(leaves)
         send_to_sum(trained, self._sum(now, op, held, 0))
         gradient = alive.gradients.pop(op.micro)
@@ -358,9 +367,9 @@ class Streamer:
     def _sum(self, now: _Current, op: Op, held: Held, unit: int) -> UnitSum:
         """The gradient of `unit` under construction, begun where the schedule says that the first term is written."""
         if unit not in now.sums:
-            access = _access_of(op.writes, f"g{unit}")
+            access = access_of(op.writes, f"g{unit}")
             layout = self._layouts[unit].trained
-            flat = _part(held, access).view(DTYPE_OF_NBYTES[(access.stop - access.start) // layout.size])
+            flat = part_of(held, access).view(DTYPE_OF_NBYTES[(access.stop - access.start) // layout.size])
             now.sums[unit] = UnitSum(layout, flat)
         return now.sums[unit]
 
@@ -382,7 +391,7 @@ class Streamer:
         parts = {}
         for access in op.writes:
             if access.content[0] in PART_LETTERS:
-                parts[PART_LETTERS[access.content[0]]] = _part(held, access)
+                parts[PART_LETTERS[access.content[0]]] = part_of(held, access)
         now.sink.update(op.unit, self._landed(op, held), parts)
         self._executor.pool.changed(op, held)
         gradient = op.reads[0].buffer
@@ -391,13 +400,18 @@ class Streamer:
 
     def _landed(self, op: Op, held: Held) -> Tensor:
         access = op.reads[0]
-        return _part(held, access).view(DTYPE_OF_NBYTES[self.policy.grad_nbytes])
+        return part_of(held, access).view(DTYPE_OF_NBYTES[self.policy.grad_nbytes])
 
     # Small things ---------------------------------------------------------------------------------------------------
 
     def _weights(self, op: Op, held: Held, unit: int) -> Tensor:
-        """The flat weights of `unit`, where this op reads them."""
-        return _part(held, _access_of(op.reads, f"w{unit}")).view(self.dtype)
+        """The flat weights of `unit`, where this op reads them; what arrives beside them while it runs is no change."""
+        return part_of(held, access_of(op.reads, f"w{unit}")).view(self.dtype).data
+
+    def _gate(self, now: _Current, op: Op, held: Held) -> AbstractContextManager[object]:
+        """While active, the unit's own weights are waited for where they are read."""
+        owns = self._layouts[op.unit].size
+        return now.gates.around(self._weights(op, held, op.unit)) if owns else nullcontext()
 
     def _finite_loss(self, now: _Current) -> float:
         loss = 0.0 if now.loss is None else now.loss.item()
@@ -421,18 +435,6 @@ def _count(now: _Current, found: Found) -> None:
     now.loss = found.loss if now.loss is None else now.loss + found.loss
     for name, value in found.sums.items():
         now.reported[name] = now.reported[name] + value if name in now.reported else value
-
-
-def _part(held: Held, access: Access) -> Tensor:
-    return held[access.buffer][access.start : access.stop]
-
-
-def _access_of(accesses: Sequence[Access], content: str) -> Access:
-    """The access whose content is `content`, or a partial sum of it."""
-    for access in accesses:
-        if access.content.partition("~")[0] == content:
-            return access
-    raise MegaTrainError(f"the op declares no {content}")
 
 
 ACTIONS = {

@@ -17,6 +17,13 @@ from torch import Tensor
 from megatrain.layout import layout_of
 from megatrain.spec import UnitSpec
 
+Need = Callable[[int, int], None]
+"""Told of the elements [start, stop) of a unit's weights that are about to be read."""
+
+
+def _nothing(start: int, stop: int) -> None:
+    return
+
 
 @dataclass(slots=True)
 class Bound:
@@ -24,6 +31,17 @@ class Bound:
 
     flat: Tensor
     """Elements of the compute dtype, [layout.size]."""
+    need: Need = _nothing
+    """Called before autograd takes a saved weight."""
+
+    def extent(self, tensor: Tensor) -> tuple[int, int] | None:
+        """The elements [start, stop) among which a tensor lies; `None` for one that is elsewhere, or empty."""
+        if tensor.untyped_storage().data_ptr() != self.flat.untyped_storage().data_ptr() or not tensor.numel():
+            return None
+        if tensor.dtype != self.flat.dtype:
+            return 0, self.flat.numel()
+        start = int(tensor.storage_offset()) - int(self.flat.storage_offset())
+        return start, start + 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
     def holds(self, tensor: Tensor) -> bool:
         return (
@@ -93,7 +111,10 @@ def names_weights(bound: Bound) -> AbstractContextManager[object]:
     def unpack(saved: Tensor | _Place) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        return torch.as_strided(bound.flat, saved.shape, saved.stride, bound.flat.storage_offset() + saved.offset)
+        place = torch.as_strided(bound.flat, saved.shape, saved.stride, bound.flat.storage_offset() + saved.offset)
+        if (extent := bound.extent(place)) is not None:
+            bound.need(*extent)
+        return place
 
     hooks: Callable[..., AbstractContextManager[object]] = torch.autograd.graph.saved_tensors_hooks
     return hooks(pack, unpack)

@@ -12,6 +12,7 @@ from megatrain.model.ports import Call
 from megatrain.model.pretrained import PretrainedSource
 from megatrain.model.sources import Masters, ModelSource, Progress, Source
 from megatrain.model.speaker import TextStream, speak
+from megatrain.model.uses import Uses
 from megatrain.model.written import WrittenModel, WrittenTensor
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Source",
     "Stored",
     "TextStream",
+    "Uses",
     "WrittenModel",
     "WrittenTensor",
     "causal_lm_from_config",

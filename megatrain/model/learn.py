@@ -27,6 +27,7 @@ from megatrain.model.ported import ROUTED, PortedModel, Sides, takes
 from megatrain.model.ports import Capture, HandOut, Port, hidden_of, reachable_leaves
 from megatrain.model.profile import LENGTHS, Run, profile_layer
 from megatrain.model.recorded import install_recorders
+from megatrain.model.uses import OrderOfUse, Uses, in_order_of_use
 from megatrain.spec import LayerProfile, ModelSpec, ParamSpec, UnitSpec
 
 PROBE_TOKENS = 4
@@ -59,8 +60,8 @@ def port_model(model: nn.Module, dtype: torch.dtype) -> PortedModel:
 def _ported(model: PreTrainedModel, stack: str, dtype: torch.dtype) -> PortedModel:
     ported = _take_apart(model, stack, dtype)
     with _portable_attention(ported.skeleton):
-        sides, profiles = _learn_layers(ported)
-        ported.spec = _learn_spec(model, ported, profiles)
+        sides, profiles, used = _learn_layers(ported)
+        ported.spec = _learn_spec(model, ported, _layer_specs(model, ported, profiles, used))
         if ported.routers_off:
             ported.balance_coefficient = _learn_balance(ported, sides)
     return ported
@@ -185,10 +186,11 @@ def _placeholder_units(layers: int) -> tuple[UnitSpec, ...]:
     return UnitSpec("prologue", "prologue", ()), *middle, UnitSpec("epilogue", "epilogue", ())
 
 
-def _learn_layers(ported: PortedModel) -> tuple[list[Sides], list[LayerProfile]]:
+def _learn_layers(ported: PortedModel) -> tuple[list[Sides], list[LayerProfile], list[list[str]]]:
     """Run one layer of each kind: does it return the hidden state, or a tuple that starts with it?
 
-    Returns what each layer records besides, where the model records anything, and each layer's profile.
+    Returns what each layer records besides, where the model records anything, each layer's profile, and the names of
+    its parameters in order of use.
     """
     look = FirstLook(ported)
     with torch.enable_grad():
@@ -204,7 +206,7 @@ def _learn_layers(ported: PortedModel) -> tuple[list[Sides], list[LayerProfile]]
         if kind not in known:
             layer = ported.templates[index]
             known[kind] = profile_layer(layer, _runner(layer, look.zeros.pop(kind), captures, index))
-    return look.sides, [known[kind] for kind in look.kinds]
+    return look.sides, [known[kind] for kind in look.kinds], [look.used[kind] for kind in look.kinds]
 
 
 def _run_probe(ported: PortedModel, capture: Capture, tokens: int) -> None:
@@ -248,13 +250,13 @@ def _probe_inputs(tokens: int = PROBE_TOKENS) -> dict[str, Tensor]:
     return {"input_ids": torch.zeros(1, tokens, dtype=torch.long)}
 
 
-def _learn_spec(model: PreTrainedModel, ported: PortedModel, profiles: list[LayerProfile]) -> ModelSpec:
-    """Read off two autograd graphs which parameters the prologue and the epilogue use."""
+def _learn_spec(model: PreTrainedModel, ported: PortedModel, layers: list[UnitSpec]) -> ModelSpec:
+    """Read off two autograd graphs which parameters prologue and epilogue use, and list them in order of use."""
     where = f"model {type(model).__name__}"
     leaves = {name: zero.detach().requires_grad_() for name, zero in ported.placeholders.items()}
     trains = {name: parameter.requires_grad for name, parameter in ported.skeleton.named_parameters()}
-    capture = Capture(len(ported.ports))
-    with torch.enable_grad():  # the caller may have switched it off
+    capture, order = Capture(len(ported.ports)), OrderOfUse(leaves)
+    with torch.enable_grad(), Uses(order.reading):  # the caller may have switched gradients off
         ported.run(capture, leaves, _probe_inputs())
     if capture.hidden is None or not capture.observed_only_passing:
         raise ModelError("does more between its decoder layers than pass the hidden state on", where=where)
@@ -263,7 +265,7 @@ def _learn_spec(model: PreTrainedModel, ported: PortedModel, profiles: list[Laye
             raise ModelError("its layers need a gradient other than through the hidden state", where=where)
     ported.hidden_shape = tuple(capture.hidden.shape[2:])
     handed_out = torch.zeros(PROBE_TOKENS, *ported.hidden_shape, dtype=capture.hidden.dtype)
-    with torch.enable_grad():
+    with torch.enable_grad(), Uses(order.reading):
         logits = ported.head(leaves, handed_out)
     whole = HandOut(len(ported.ports), handed_out.unsqueeze(1))
     with torch.no_grad():
@@ -272,7 +274,8 @@ def _learn_spec(model: PreTrainedModel, ported: PortedModel, profiles: list[Laye
         raise ModelError("goes through its decoder layers more than once", where=where)
     in_prologue, in_epilogue = reachable_leaves(capture.hidden), reachable_leaves(logits)
     prologue, epilogue, borrowed = [], [], []
-    for name, leaf in leaves.items():
+    for name in in_order_of_use(leaves, order.names):
+        leaf = leaves[name]
         param = ParamSpec(name, tuple(leaf.shape), trainable=trains[name])
         if id(leaf) in in_epilogue and id(leaf) not in in_prologue:
             epilogue.append(param)
@@ -284,7 +287,7 @@ def _learn_spec(model: PreTrainedModel, ported: PortedModel, profiles: list[Laye
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     units = (
         UnitSpec("prologue", "prologue", tuple(prologue)),
-        *_layer_specs(model, ported, profiles),
+        *layers,
         UnitSpec("epilogue", "epilogue", tuple(epilogue), tuple(borrowed)),
     )
     return ModelSpec(
@@ -297,12 +300,15 @@ def _learn_spec(model: PreTrainedModel, ported: PortedModel, profiles: list[Laye
     )
 
 
-def _layer_specs(model: PreTrainedModel, ported: PortedModel, profiles: list[LayerProfile]) -> list[UnitSpec]:
+def _layer_specs(
+    model: PreTrainedModel, ported: PortedModel, profiles: list[LayerProfile], used: list[list[str]]
+) -> list[UnitSpec]:
     seen: dict[int, str] = {id(p): name for name, p in ported.skeleton.named_parameters()}
     units = []
     for index, template in enumerate(ported.templates):
-        prefix, params = ported.prefix(index), []
-        for name, parameter in template.named_parameters():
+        prefix, params, parameters = ported.prefix(index), [], dict(template.named_parameters())
+        for name in in_order_of_use(parameters, used[index]):
+            parameter = parameters[name]
             if id(parameter) in seen:
                 raise ModelError(
                     f"layers share a parameter: {prefix}{name} is {seen[id(parameter)]}", where=type(model).__name__

@@ -19,6 +19,7 @@ from megatrain.model.ported import PortedModel, Sides
 from megatrain.model.ports import Capture, split_hidden
 from megatrain.model.profile import window_of
 from megatrain.model.recorded import recorded
+from megatrain.model.uses import OrderOfUse, Uses
 
 
 class FirstLook(Capture):
@@ -29,6 +30,8 @@ class FirstLook(Capture):
         self._ported = ported
         self.zeros: dict[object, dict[str, Tensor]] = {}
         """Kind of layer -> its parameters, all zero."""
+        self.used: dict[object, list[str]] = {}
+        """Kind of layer -> names of the parameters that it read, in the order in which it came to them."""
         self.kinds: list[object] = []
         self.sides: list[Sides] = []
         self._known: dict[object, tuple[Any, Sides]] = {}
@@ -42,11 +45,13 @@ class FirstLook(Capture):
             # Grouped products want real strides. Zeros that are only read take no memory on a system with a zero page.
             self.zeros[kind] = {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in layer.named_parameters()}
             before = _contents((args, dict(kwargs)))
-            with torch.no_grad(), recorded() as sides:
+            order = OrderOfUse(self.zeros[kind])
+            with torch.no_grad(), recorded() as sides, Uses(order.reading):
                 output = functional_call(layer, self.zeros[kind], args, dict(kwargs))
             if _contents((args, dict(kwargs))) != before:
                 raise self._refusal("layers write into an object that they are all called with")
             self._known[kind] = output, tuple(sides)
+            self.used[kind] = order.names
         output, sides_of_kind = self._known[kind]
         port = self._ported.ports[index]
         port.returns = len(output) if isinstance(output, tuple | list) else None

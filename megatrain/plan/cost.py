@@ -189,7 +189,7 @@ class _Prices:
         if key not in self._known:
             self._known[key] = self.work.repeats * self._compute(op, unit, tokens, kept)
             self._known[key] += self._fresh_nbytes(op, unit, tokens, kept) / self._fresh
-        return self._known[key]
+        return self._known[key] * op.share
 
     def _fresh_nbytes(self, op: Op, unit: UnitSpec, tokens: int, kept: str) -> float:
         """Memory that the op is the first to touch, in a device that computes in host memory.

@@ -6,12 +6,14 @@ prints it. The room imports no torch and knows no model code: units are numbers 
 
 from megatrain.schedule.build import build_flush, build_forward, build_step
 from megatrain.schedule.check import check
-from megatrain.schedule.ops import USED, Access, Buffer, Op, Schedule, nbytes_by_owner
+from megatrain.schedule.ops import UNDER_WAY, USED, Access, Buffer, Op, Schedule, nbytes_by_owner
 from megatrain.schedule.order import derive_waits
+from megatrain.schedule.phases import calls_in, whole
 from megatrain.schedule.replay import Timeline, chrome_trace, replay
 from megatrain.schedule.show import show_op, show_schedule
 
 __all__ = [
+    "UNDER_WAY",
     "USED",
     "Access",
     "Buffer",
@@ -21,6 +23,7 @@ __all__ = [
     "build_flush",
     "build_forward",
     "build_step",
+    "calls_in",
     "check",
     "chrome_trace",
     "derive_waits",
@@ -28,4 +31,5 @@ __all__ = [
     "replay",
     "show_op",
     "show_schedule",
+    "whole",
 ]

@@ -15,13 +15,14 @@ The module leaves out prices (`replay`), proofs (`check`) and the choice of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from megatrain.layout import Layout, layout_of
+from megatrain.layout import Layout, Shard, layout_of
 from megatrain.schedule.activations import Activations, Again
 from megatrain.schedule.ops import USED, Access, Buffer, Op, Schedule, Stream
 from megatrain.schedule.order import derive_waits
+from megatrain.schedule.phases import Arrival, gated
 from megatrain.schedule.slabs import Slabs
 from megatrain.schedule.staging import Staged, stage
 from megatrain.schedule.workspace import backward_nbytes, loss_nbytes
@@ -60,6 +61,10 @@ class Visit:
     after: list[Op] = field(default_factory=list)
     fetches: list[Op] = field(default_factory=list)
     slot: str = ""
+    arrives: bool = False
+    """Whether the unit's weights are fetched for this visit, wherever their fetches stand."""
+    last_first: bool = False
+    """Whether it uses them in reverse: a backward pass through a kept graph."""
 
 
 class Builder:
@@ -103,7 +108,7 @@ class Builder:
         ops: list[Op] = []
         for index, visit in enumerate(visits):
             ops += [self._update(unit) for unit in updates if self._updated_at(unit) == index]
-            ops += [*visit.fetches, *visit.compute, *visit.after]
+            ops += [*visit.fetches, *self._gated(visit)]
         if not visits:
             ops = [self._update(unit) for unit in updates]
         if self.policy.update == "after_backward" and self.trains:
@@ -188,6 +193,7 @@ class Builder:
                 self._contribute(unit, reads, writes)
             visit.compute.append(Op("BACKWARD", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))
         visit.after = self._gradient_out(unit)
+        visit.last_first = unit > 0 and self.alive.keeps_graph(unit, self.micros[-1])
         return visit
 
     # Weights --------------------------------------------------------------------------------------------------------
@@ -231,7 +237,8 @@ class Builder:
                 earliest = max(earliest, last_visit.get(visit.slot, -1) + 1)
                 if self.pending == "all":
                     earliest = max(earliest, self._updated_at(visit.unit))
-                visits[earliest].fetches += self._fetches(visit.unit, visit.slot)
+                visits[earliest].fetches += self._fetches(visit)
+                visit.arrives = True
                 content[visit.slot] = visit.unit
             last_visit[visit.slot] = index
             visit.compute = [self._with_slots(op, visit) for op in visit.compute]
@@ -244,7 +251,7 @@ class Builder:
                 slot = visit.slot if owner == visit.unit else self._weight_slots(owner)[0]
                 access = Access(slot, access.start, access.stop, access.content)
             reads.append(access)
-        return Op(op.kind, op.stream, op.unit, op.micro, op.shard, tuple(reads), op.writes)
+        return replace(op, reads=tuple(reads))
 
     def _weight_slots(self, unit: int) -> list[str]:
         if self.homes[unit].weights == "device":
@@ -267,15 +274,26 @@ class Builder:
                 self.buffers[name] = Buffer(name, tier, nbytes, kind)
         return names
 
-    def _fetches(self, unit: int, slot: str) -> list[Op]:
-        size = self.policy.weight_nbytes
+    def _fetches(self, visit: Visit) -> list[Op]:
+        unit, size = visit.unit, self.policy.weight_nbytes
         ops = []
-        for shard in self.layouts[unit].shards(max(1, self.policy.shard_nbytes // size)):
+        for shard in self._shards(unit):
             start, stop = shard.start * size, shard.stop * size
             read = self.slabs.at("fetch", unit, shard.index, Access(f"host/hi/{unit}", start, stop, f"w{unit}"))
-            write = Access(slot, start, stop, f"w{unit}")
+            write = Access(visit.slot, start, stop, f"w{unit}")
             ops.append(Op("FETCH", "fetch", unit, shard=shard.index, reads=(read,), writes=(write,)))
-        return ops
+        return ops[::-1] if visit.last_first else ops
+
+    def _shards(self, unit: int) -> tuple[Shard, ...]:
+        return self.layouts[unit].shards(max(1, self.policy.shard_nbytes // self.policy.weight_nbytes))
+
+    def _gated(self, visit: Visit) -> list[Op]:
+        """The ops of a visit, in phases where the policy has gates at shards."""
+        if self.policy.gates == "unit" or self.policy.shares_memory:
+            return [*visit.compute, *visit.after]
+        arrival = Arrival(self._shards(visit.unit), self.policy.weight_nbytes, visit.last_first, self.policy.gates)
+        unit = self.model.units[visit.unit]
+        return gated(unit, visit.compute, visit.after, arrival if visit.arrives else None)
 
     # Gradients ------------------------------------------------------------------------------------------------------
 

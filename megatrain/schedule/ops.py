@@ -23,6 +23,8 @@ Stream = Literal["compute", "fetch", "grad", "host", "read", "write", "pack", "u
 time, in the order of the schedule."""
 USED = "used"
 """Content of memory that an op has given up: nobody may read it, and its pages may go back to the system."""
+UNDER_WAY = "+"
+"""Ends the content of a gradient to which the call that is under way may have added (`phases`)."""
 
 STREAMS: tuple[Stream, ...] = get_args(Stream)
 
@@ -63,7 +65,10 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One thing on one stream. `unit` is always given; `micro` and `shard` where they apply, else -1."""
+    """One thing on one stream. `unit` is always given; `micro` and `shard` where they apply, else -1.
+
+    The `shard` of a compute op is its phase, where a call is cut into phases (`phases`).
+    """
 
     kind: Kind
     stream: Stream
@@ -72,6 +77,8 @@ class Op:
     shard: int = -1
     reads: tuple[Access, ...] = ()
     writes: tuple[Access, ...] = ()
+    share: float = 1.0
+    """Of what the whole call costs, where this is a phase of one."""
 
     @property
     def name(self) -> str:
@@ -115,6 +122,20 @@ class Schedule:
             for access in (*op.reads, *op.writes):
                 found[access.buffer] = found.get(access.buffer, (index,))[0], index
         return {name: ends for name, ends in found.items() if not self.buffers[name].arena}
+
+    @cached_property
+    def ended(self) -> dict[int, list[str]]:
+        """`id` of an op -> the transient buffers that no later op mentions."""
+        found: dict[int, list[str]] = defaultdict(list)
+        for name, (_, last) in self.lifetimes.items():
+            found[id(self.ops[last])].append(name)
+        return found
+
+    def extent(self, buffer: str, content: str) -> int:
+        """Where the largest access of this content ends in a buffer; partial sums count as the sum."""
+        what = content.partition("~")[0].rstrip(UNDER_WAY)
+        accesses = (access for op in self.ops for access in (*op.reads, *op.writes) if access.buffer == buffer)
+        return max(each.stop for each in accesses if each.content.partition("~")[0].rstrip(UNDER_WAY) == what)
 
     def _transient_nbytes(self, tier: Tier) -> list[int]:
         change = [0] * (len(self.ops) + 1)

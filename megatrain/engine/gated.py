@@ -1,0 +1,244 @@
+"""Runs the code of one call in phases: on until it comes to what is not there yet, and on again when it is.
+
+A call that the schedule has cut into phases (`schedule.phases`) runs on a thread of its own, in strict turns with the
+thread that runs ops: each op of the call is one turn. So a phase is work like any other to every device, the simulated
+one included, and its gate is whatever its op waits for. The code gives the turn back where a weight is about to be read
+that no phase so far has declared, or where a shard of the gradient has just been completed; what is declared when is
+read off the ops. A call that cannot go on, since something else has failed, is unwound by an exception at its gate.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain import spec
+from megatrain.engine.rows import BY_ROWS, Blocks, splits
+from megatrain.engine.weights import Bound
+from megatrain.layout import Layout
+from megatrain.memory import Held
+from megatrain.model import Uses
+from megatrain.schedule import Access, Op, Schedule, calls_in, whole
+
+Alongside = Callable[[], AbstractContextManager[object]]
+"""In its block, the thread computes where the foreground does (`Device.alongside`)."""
+
+
+Run = Callable[[Op, Held, "Gates"], None]
+"""The code of a call, given the whole op."""
+
+
+@contextmanager
+def undisturbed(device_type: str) -> Iterator[None]:
+    """In its block, none of what surrounds a step (autocast, inference mode) counts."""
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device_type, enabled=False):
+        yield
+
+
+class Unwound(BaseException):
+    """Leaves the code of a call that cannot go on; never escapes `Call`."""
+
+
+class Gates:
+    """What the code of a call meets on its way. These are open: those of a call in one piece."""
+
+    def around(self, flat: Tensor) -> AbstractContextManager[object]:
+        """While active, on this thread: nothing of `flat`, the unit's own weights, is read before it has arrived."""
+        return nullcontext()
+
+    def need(self, start: int, stop: int) -> None:
+        """Elements [start, stop) of the unit's own weights are about to be read."""
+
+    def add(self) -> None:
+        """Gradients are about to be added up."""
+
+    def finished(self, name: str) -> None:
+        """The gradient of a parameter is complete."""
+
+    def end(self) -> None:
+        """What is left to do is what the last phase declares."""
+
+
+OPEN = Gates()
+
+
+class Call(Gates):
+    """One call in phases. `run` is its code; `layout` is its unit's; functions `by_rows` begin with the rows that are
+    there."""
+
+    def __init__(
+        self, phases: Sequence[Op], layout: Layout, alongside: Alongside, run: Run, by_rows: frozenset[Any]
+    ) -> None:
+        self._op, self._alongside, self._run, self._by_rows = whole(phases), alongside, run, by_rows
+        self._held: dict[str, Tensor] = {}
+        self._phase, self._last = -1, len(phases) - 1
+        self._arrived = _declared([op.reads for op in phases], f"w{phases[0].unit}", layout.size)
+        """Elements of the weights that each phase may read."""
+        self._adds_from = next((i for i, op in enumerate(phases) if any(_is_gradient(a) for a in op.writes)), 0)
+        trained = layout.trained
+        self._completes = [
+            {
+                field.name
+                for start, stop in ranges
+                for field in trained.fields
+                if field.start < stop and start < field.stop
+            }
+            for ranges in _declared([op.writes for op in phases], f"g{phases[0].unit}", trained.size)
+        ]
+        """Parameters that must be finished by the end of each phase, if it completes any."""
+        self._finished: set[str] = set()
+        self._mine: SimpleQueue[None] = SimpleQueue()
+        self._theirs: SimpleQueue[None] = SimpleQueue()
+        """The turn goes to the code by the one, and back by the other."""
+        self._thread: threading.Thread | None = None
+        self._ended = self._unwinding = False
+        self._failure: BaseException | None = None
+
+    # The thread that runs ops ---------------------------------------------------------------------------------------
+
+    def turn(self, held: Held) -> None:
+        """The next phase: the code goes on until it needs a later one, or ends. Raises what it raises."""
+        self._phase += 1
+        self._held.update(held)
+        if self._thread is None:
+            context = contextvars.copy_context()
+            self._thread = threading.Thread(target=context.run, args=(self._work,), name="megatrain-call", daemon=True)
+            self._thread.start()
+        elif self._ended:
+            return
+        self._mine.put(None)
+        try:
+            self._theirs.get()
+        except BaseException:  # Ctrl-C, while the code is at work
+            self.unwind()
+            raise
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def unwind(self) -> None:
+        """End a call that has begun and will not be gone on with; nothing of it is at work when this returns."""
+        self._unwinding = True
+        if self._thread is not None:
+            self._mine.put(None)
+            self._thread.join()
+
+    # The thread of the call -----------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        self._mine.get()
+        try:
+            with self._alongside():
+                self._run(self._op, self._held, self)
+        except Unwound:
+            pass
+        except BaseException as failure:
+            self._failure = failure
+        finally:
+            self._ended = True
+            self._theirs.put(None)
+
+    def around(self, flat: Tensor) -> AbstractContextManager[object]:
+        return _Meeting(self, Bound(flat), self._by_rows)
+
+    def has(self, start: int, stop: int, phase: int | None = None) -> bool:
+        """Whether elements [start, stop) of the weights may be read in a phase: this one, if no other is given."""
+        arrived = self._arrived[self._phase if phase is None else phase]
+        return any(first <= start and stop <= last for first, last in arrived)
+
+    def need(self, start: int, stop: int) -> None:
+        later = range(self._phase, self._last + 1)
+        self._reach(next((phase for phase in later if self.has(start, stop, phase)), self._last))
+
+    def blocks(self, start: int, rows: int, width: int) -> Blocks:
+        """The rows of a matrix at element `start`, `width` elements each, as they come."""
+        done = 0
+        for phase in range(self._phase, self._last + 1):
+            come = max((last for first, last in self._arrived[phase] if first <= start), default=0)
+            stop = min(rows, (come - start) // width)
+            if stop > done:
+                self._reach(phase)
+                yield done, stop
+                done = stop
+
+    def add(self) -> None:
+        self._reach(self._adds_from)
+
+    def finished(self, name: str) -> None:
+        self._finished.add(name)
+        while self._phase < self._last and (due := self._completes[self._phase]) and due <= self._finished:
+            self._reach(self._phase + 1)
+
+    def end(self) -> None:
+        self._reach(self._last)
+
+    def _reach(self, phase: int) -> None:
+        """Give the turn back until `phase` has begun. On whatever thread autograd calls this, the call's own waits."""
+        while self._phase < phase or self._unwinding:
+            if self._unwinding:
+                raise Unwound
+            self._theirs.put(None)
+            self._mine.get()
+
+
+class _Meeting(Uses):
+    """Goes through the gates of a call wherever a function reads weights of `bound`."""
+
+    def __init__(self, call: Call, bound: Bound, by_rows: frozenset[Any]) -> None:
+        super().__init__(self._meet)
+        self._call, self._bound, self._by_rows = call, bound, by_rows
+
+    def _meet(self, func: Any, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            if (extent := self._bound.extent(tensor)) is not None:
+                self._call.need(*extent)
+
+    def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        matrix = splits(func, args, kwargs) if func in self._by_rows else None
+        extent = None if matrix is None else self._bound.extent(matrix)
+        if matrix is None or extent is None or self._call.has(*extent):
+            return super().compute(func, args, kwargs)
+        others = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each is not matrix)
+        self._meet(func, list(others))
+        return BY_ROWS[func](self._call.blocks(extent[0], *matrix.shape), args, kwargs)
+
+
+def calls_of(
+    schedule: Schedule, layouts: Sequence[Layout], alongside: Alongside, run: Run, gates: spec.Gates
+) -> dict[int, Call]:
+    """The calls of a schedule that are in phases, by the `id` of each phase's op."""
+    found: dict[int, Call] = {}
+    for phases in calls_in(schedule.ops):
+        counts_products = any(access.content.startswith("c") for op in phases for access in (*op.reads, *op.writes))
+        by_rows = frozenset(BY_ROWS if gates == "rows" and not counts_products else ())
+        call = Call(phases, layouts[phases[0].unit], alongside, run, by_rows)
+        found |= dict.fromkeys(map(id, phases), call)
+    return found
+
+
+@contextmanager
+def unwinding(calls: Mapping[int, Call]) -> Iterator[None]:
+    """On leaving the block, no call is under way."""
+    try:
+        yield
+    finally:
+        for call in calls.values():
+            call.unwind()
+
+
+def _declared(phases: Sequence[Sequence[Access]], content: str, size: int) -> list[list[tuple[int, int]]]:
+    """Of each phase, the elements of a buffer of `size` that it declares to have this content."""
+    found = [[(each.start, each.stop) for each in accesses if each.content == content] for accesses in phases]
+    each = max((stop for ranges in found for _, stop in ranges), default=0) // max(size, 1)
+    return [[(start // each, stop // each) for start, stop in ranges] for ranges in found]
+
+
+def _is_gradient(access: Access) -> bool:
+    return access.content.startswith("g")

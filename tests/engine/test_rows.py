@@ -1,0 +1,78 @@
+"""Products whose matrix comes row by row, and what counts as reading a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatrain.engine.rows import BY_ROWS, splits
+from megatrain.model.uses import OrderOfUse, Uses, in_order_of_use
+
+
+def arriving(weight: Tensor, home: Tensor, cuts: list[int]) -> Iterator[tuple[int, int]]:
+    """Rows that were NaN until they are given."""
+    for start, stop in zip([0, *cuts], [*cuts, len(home)], strict=True):
+        with torch.no_grad():
+            weight.data[start:stop] = home[start:stop]
+        yield start, stop
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_product_begins_with_the_rows_that_are_there(bias: bool) -> None:
+    home, x = torch.randn(12, 6), torch.randn(2, 5, 6)
+    results = []
+    for by_rows in (False, True):
+        weight = (torch.full_like(home, torch.nan) if by_rows else home.clone()).requires_grad_()
+        start, shift = x.clone().requires_grad_(), torch.ones(12, requires_grad=True)
+        args = (start, weight, shift if bias else None)
+        if by_rows:
+            out = BY_ROWS[functional.linear](arriving(weight, home, [4, 5]), args, {})
+        else:
+            out = functional.linear(*args)
+        out.square().sum().backward()
+        results.append([out, start.grad, weight.grad, *([shift.grad] if bias else [])])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("padding", [None, -1])
+def test_an_embedding_by_rows_has_the_same_bits(padding: int | None) -> None:
+    home, ids = torch.randn(9, 4), torch.tensor([[0, 8, 3, 3], [5, 1, 8, 7]])
+    results = []
+    for by_rows in (False, True):
+        weight = (torch.full_like(home, torch.nan) if by_rows else home.clone()).requires_grad_()
+        if by_rows:
+            out = BY_ROWS[functional.embedding](arriving(weight, home, [2, 5]), (ids, weight, padding), {})
+        else:
+            out = functional.embedding(ids, weight, padding)
+        out.square().sum().backward()
+        results.append((out, weight.grad))
+    for found, expected in zip(*results, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_only_whole_matrices_in_their_own_order_come_by_rows() -> None:
+    x, weight = torch.ones(2, 3), torch.ones(4, 3)
+    assert splits(functional.linear, (x, weight), {}) is weight
+    assert splits(functional.linear, (x, torch.ones(3, 4).t()), {}) is None
+    assert splits(functional.embedding, (torch.zeros(1, dtype=torch.long), weight, None, 1.0), {}) is None
+    assert splits(torch.matmul, (x, weight.t()), {}) is None
+
+
+def test_shapes_and_views_read_nothing_and_what_is_made_of_a_view_does() -> None:
+    weights = {name: torch.ones(4, 4) for name in "abc"}
+    order = OrderOfUse(weights)
+    with Uses(order.reading):
+        assert weights["c"].shape[0] == weights["c"].dim() * 2
+        turned, second = weights["b"].t(), weights["a"][1]
+        assert order.names == []
+        torch.ones(1, 4) @ turned
+        assert order.names == ["b"]
+        _ = second + 1
+        _ = weights["b"][torch.tensor([0])]
+    assert order.names == ["b", "a"]
+    assert in_order_of_use(["a", "b", "c"], order.names) == ["b", "a", "c"]

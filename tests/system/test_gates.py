@@ -1,0 +1,187 @@
+"""Gates inside a layer's code: the same bits, whoever reorders what, and nothing used before it has come."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatrain import AdamW, Engine, Policy
+from megatrain.engine.gated import Call
+from megatrain.errors import BrokenPromise, MegaTrainError
+from megatrain.spec import Keep, Precision
+from megatrain.testing import Fault, SimDevice
+from tests.tiny import equal, relative_error, tiny_model, unequal_batches
+
+ROWS: dict[str, tuple[tuple[Keep, ...], ...]] = {
+    "graphs": (("graph",),),
+    "inputs": (("input",),),
+    "stored": (("chosen", "input"), ("attention",)),
+    "mixed": (("offload", "graph"), ("drop",), ("graph", "drop")),
+}
+
+
+def engine(device: str | SimDevice, policy: Policy, family: str) -> Engine:
+    clip = None if policy.update == "during_backward" else 0.5
+    dropout = {"resid_pdrop": 0.3, "embd_pdrop": 0.2, "attn_pdrop": 0.1} if family == "gpt2" else {}
+    return Engine.from_model(
+        *(tiny_model(family, **dropout), device, policy.precision, AdamW(lr=1e-2)),
+        max_grad_norm=clip,
+        policy=policy,
+        seed=4,
+        verify=False,
+    )
+
+
+def results(made: Engine, micro_batches: int = 3) -> dict[str, Tensor]:
+    """Gradients, the loss of a step, that of its weights, and these."""
+    batches = unequal_batches(micro_batches)
+    found = {f"gradient {name}": gradient for name, gradient in made.gradients(batches).items()}
+    found["losses"] = torch.tensor([made.step(batches).loss, made.evaluate(batches)], dtype=torch.float64)
+    return found | made.master_weights()
+
+
+@cache
+def plainest(precision: Precision, update: str, family: str, micro_batches: int) -> dict[str, Tensor]:
+    policy = Policy(precision, shares_memory=True, update=update, loss_chunk_tokens=5)  # type: ignore[arg-type]
+    with engine("cpu", policy, family) as made:
+        return results(made, micro_batches)
+
+
+@settings(max_examples=settings.default.max_examples // 8)
+@given(
+    family=st.sampled_from(["llama", "llama-tied", "gpt2", "mixtral-balanced"]),
+    precision=st.sampled_from(["bf16", "fp32"]),
+    rows=st.sampled_from(sorted(ROWS)),
+    slots=st.integers(1, 3),
+    shard=st.sampled_from([300, 2048, 5000, 10**9]),
+    update=st.sampled_from(["next_forward", "during_backward"]),
+    micro_batches=st.integers(1, 3),
+    seed=st.integers(0, 10**6),
+)
+def test_gates_change_no_bit(
+    family: str,
+    precision: Precision,
+    rows: str,
+    slots: int,
+    shard: int,
+    update: str,
+    micro_batches: int,
+    seed: int,
+) -> None:
+    policy = Policy(
+        precision,
+        *(slots, slots, shard),
+        gates="shard",
+        activation_rows=ROWS[rows],
+        update=update,  # type: ignore[arg-type]
+        loss_chunk_tokens=5,
+    )
+    expected = plainest(precision, update, family, micro_batches)
+    for device in (f"sim:{seed}", "cpu"):
+        with engine(device, policy, family) as made:
+            assert equal(results(made, micro_batches), expected), device
+    assert not calls_under_way()
+
+
+def calls_under_way() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "megatrain-call"]
+
+
+GATED = Policy("fp32", gates="shard", shard_nbytes=2048, weight_slots=1, loss_chunk_tokens=5)
+
+
+@pytest.mark.parametrize("rows", ["graphs", "inputs"])
+def test_a_layer_is_at_work_before_all_its_shards_have_come_and_after_some_gradients_have_left(rows: str) -> None:
+    late, busy = SimDevice(temperament="late"), SimDevice(temperament="starve")
+    busy._starved = "compute"
+    for device in (late, busy):
+        with engine(device, replace(GATED, activation_rows=ROWS[rows]), "llama") as made:
+            made.gradients(unequal_batches(1))
+    assert sum(name.startswith("FETCH u2") for name in late.order) > 8
+    begun = late.order.index("FORWARD u2 m0 s0")
+    assert sum(name.startswith("FETCH u2") for name in late.order[:begun]) == 1, "one shard, and not the unit"
+    ended = max(i for i, name in enumerate(busy.order) if name.startswith("BACKWARD u2 m0"))
+    assert sum(name.startswith("GRAD u2") for name in busy.order[:ended]) > 8
+
+
+@pytest.mark.parametrize("rows", ["graphs", "inputs"])
+def test_a_weight_that_is_read_without_its_gate_is_found(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has not come is NaN on the simulated device."""
+    monkeypatch.setattr(Call, "need", lambda self, start, stop: None)
+    with (
+        engine("sim:1", replace(GATED, activation_rows=ROWS[rows]), "llama") as made,
+        pytest.raises(MegaTrainError, match="nan"),
+    ):
+        made.step(unequal_batches(1))
+
+
+def test_gates_by_rows_leave_alone_what_counts_products() -> None:
+    """Outputs of products are stored by their number, which must be the same the second time."""
+    policy = replace(GATED, gates="rows", shard_nbytes=1000, activation_rows=ROWS["stored"])
+    with engine("sim:1", policy, "llama") as made:
+        found = made.gradients(unequal_batches(2))
+    expected = plainest("fp32", "next_forward", "llama", 2)
+    assert all(relative_error(gradient, expected[f"gradient {name}"]) < 1e-5 for name, gradient in found.items())
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2", "mixtral"])
+def test_a_step_is_filled_by_one_shard_and_rows_equal_to_rounding(family: str) -> None:
+    """On the virtual clock, where a shard takes a second and nothing else takes any."""
+    shards = SimDevice(6, cost=lambda task: float(task.name.startswith("FETCH")))
+    policy = replace(GATED, gates="rows", shard_nbytes=1000)
+    expected = plainest("fp32", "next_forward", family, 1)
+    with engine(shards, replace(policy, activation_rows=(("input",),)), family) as made:
+        found = {f"gradient {name}": gradient for name, gradient in made.gradients(unequal_batches(1)).items()}
+        timeline = made._streamer.timeline
+    assert timeline is not None
+    begun = {op.name: start for op, start in zip(timeline.schedule.ops, timeline.starts, strict=True)}
+    assert begun["FORWARD u0 m0 s0"] == 1.0
+    assert begun["FORWARD u0 m0 s5"] == 6.0
+    assert all(relative_error(gradient, expected[name]) < 1e-5 for name, gradient in found.items())
+
+
+def test_a_gradient_that_is_let_go_of_before_it_is_complete_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Call, "finished", lambda self, name: self._completes[self._phase] and self._reach(self._last))
+    with engine("sim:1", GATED, "llama") as made, pytest.raises(BrokenPromise):
+        made.gradients(unequal_batches(1))
+
+
+@pytest.mark.parametrize("at", ["FETCH u2 s3", "FETCH u4 s1", "GRAD u1 s2", "BACKWARD u2 m0 s4", "FORWARD u1 m0 s1"])
+def test_a_failure_in_the_middle_of_a_call_surfaces_and_leaves_nothing_behind(at: str) -> None:
+    batches = unequal_batches(2)
+    with engine("cpu", replace(GATED, gates="unit"), "llama") as made:
+        expected = [made.step(batches).loss for _ in range(2)]
+    device = SimDevice(5)
+    with engine(device, GATED, "llama") as made:
+        losses = [made.step(batches).loss]
+        device.faults.append(Fault("raise", at))
+        with pytest.raises(MegaTrainError):
+            made.step(batches)
+        assert not calls_under_way()
+        losses.append(made.step(batches).loss)
+    assert losses == expected
+
+
+def test_ctrl_c_in_the_middle_of_a_call_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Call.turn
+
+    def turn(self: Call, held: object) -> None:
+        honest(self, held)  # type: ignore[arg-type]
+        if self._phase == 1:
+            raise KeyboardInterrupt
+
+    with engine("cpu", GATED, "llama") as made:
+        monkeypatch.setattr(Call, "turn", turn)
+        with pytest.raises(KeyboardInterrupt):
+            made.step(unequal_batches(1))
+        assert not calls_under_way()
+        monkeypatch.setattr(Call, "turn", honest)
+        expected = plainest("fp32", "next_forward", "llama", 1)
+        assert equal(results(made, 1), expected)
