@@ -8,7 +8,7 @@ out: how any of it is shown.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,8 @@ class Stepped:
     """Steps that were done before this process took the run up."""
     written_nbytes: int = 0
     """Bytes that the step wrote to the disk tier."""
+    kept: Mapping[str, float] = field(default_factory=dict)
+    """What was left of the layers' forwards (a word of `spec.Keep`) -> the share of them."""
 
     @property
     def tokens_per_second(self) -> float:

@@ -14,10 +14,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from megatrain.errors import NonFinite
+from megatrain.spec import Policy
 from megatrain.train.events import Ended, Event, RolledBack, Skipped, Stepped, Watcher
 from megatrain.train.stop import OutOfTime
 
@@ -48,6 +49,8 @@ class Trainable(Protocol):
     def step_flops(self, micro_batches: MicroBatches) -> float: ...
     def peak_flops(self) -> float: ...
     def memory_table(self) -> Mapping[tuple[str, str], int]: ...
+    @property
+    def policy(self) -> Policy: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,8 @@ def train(
             in_a_row = in_a_row if done < failed else 0  # going back and failing again is still the same failure
             flops = engine.step_flops(micro_batches), peak_flops
             timed = _Times(now - ready, loaded - ready, now - began)
-            tell(_stepped(out, done, steps, rate, start, timed, flops, _by_tier(engine)))
+            told = _stepped(out, done, steps, rate, start, timed, flops, _by_tier(engine))
+            tell(replace(told, kept=engine.policy.kept_shares))
         try:
             for task in tasks if not should_stop() else ():
                 tell(task.run(done) if task.is_due(done, steps) else None)
