@@ -370,7 +370,7 @@ class _Search:
         near = [size for size in self._micro_batches() if rows / NEAR <= size <= NEAR * rows]
         bases = [(base, size) for size in near for base in (like, lean)]
         chunks = KNOBS["loss_chunk_tokens"] if "loss_chunk_tokens" not in self._pinned else ()
-        bases += [(replace(like, loss_chunk_tokens=few), rows) for few in chunks if few < like.loss_chunk_tokens]
+        bases += [(replace(like, loss_chunk_tokens=few), rows) for few in chunks]
         yield from dict.fromkeys(bases)
         found = self._plain(like, rows)
         if not self._gains_by_homes(like, rows):
