@@ -1,4 +1,4 @@
-"""A run's plan, made again once times are measured.
+"""A run's plan: told before it begins, and made again once times are measured.
 
 What a run measures corrects the prices that it was planned with (`Replanner`), and a better plan is taken up between
 two steps: all of it once, and what layers keep whenever the bus has become faster or slower. It changes no result: only
@@ -8,14 +8,16 @@ what no number depends on may differ. It leaves out the first plan (`run`).
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from megatrain.errors import DoesNotFit, OutOfDeviceMemory
-from megatrain.plan import Calibration, Plan, calibrate, examine, find_plan, op_seconds
+from megatrain.errors import DiskError, DoesNotFit, OutOfDeviceMemory
+from megatrain.plan import Calibration, Plan, calibrate, examine, find_plan, op_seconds, peak_table
 from megatrain.plan.cost import LIKE
 from megatrain.spec import IN_HOST, Policy
 from megatrain.train.engine import Engine
-from megatrain.train.events import Replanned
+from megatrain.train.events import Planned, Replanned
+from megatrain.train.progress import describe_policy
 
 WORTH_IT = 0.03
 """Predicted gain below which a plan is not exchanged for another."""
@@ -34,6 +36,25 @@ COPIES = ("FETCH", "GRAD", "RELOAD", "OFFLOAD")
 
 Pace = dict[str, float]
 """Kind of copy -> measured over predicted seconds."""
+
+
+def foreseen(plan: Plan, engine: Engine, facts: Sequence[tuple[str, str]], step: int) -> Planned:
+    """What the plan says of a run that begins after `step` steps, for those who read its metrics."""
+    return Planned(
+        step,
+        engine.spec.name,
+        dict(facts) | {"policy": "; ".join(describe_policy(engine.policy))},
+        plan.seconds,
+        _by_tier(peak_table(plan)),
+        _by_tier(engine.memory_table()),
+    )
+
+
+def _by_tier(table: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
+    tiers: dict[str, dict[str, int]] = {}
+    for (tier, owner), nbytes in table.items():
+        tiers.setdefault(tier, {})[owner] = nbytes
+    return tiers
 
 
 @dataclass
@@ -88,7 +109,7 @@ class Replanner:
         try:
             self.engine.adopt(adopted)
             self.engine.prepare(work)
-        except (DoesNotFit, OutOfDeviceMemory):  # others may have taken memory since; the state is whole
+        except (DoesNotFit, OutOfDeviceMemory, DiskError):  # others may have taken room since; the state is whole
             self.engine.adopt(policy)
             return None
         return Replanned(step, now.seconds, better.seconds, _changes(policy, adopted))

@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +25,10 @@ from megatrain.engine.activations import Activations, Graph, pack, unpack
 from megatrain.engine.batch import IGNORED, MicroBatch, model_inputs, shifted
 from megatrain.engine.executor import Executor
 from megatrain.engine.gradients import GradSink, UnitSum, send_to_sum
-from megatrain.engine.loss import loss_and_gradients, loss_only
+from megatrain.engine.losses import Chunks, Found, LossFn, StepResult, differentiate, divisor_of, measure, own_entries
+from megatrain.engine.place import place_of
 from megatrain.engine.weights import Bound, UnitBinder, names_weights
-from megatrain.errors import MegaTrainError, NonFinite
+from megatrain.errors import LossError, MegaTrainError, NonFinite
 from megatrain.layout import layout_of
 from megatrain.memory import Held, Pool
 from megatrain.model import Answering, Keeping, PortedModel, Sides
@@ -39,14 +41,6 @@ PART_LETTERS = {"w": "hi", "l": "low", "m": "moments"}
 """First letter of a content -> the part of a unit's state that it is."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """`loss` is the mean over all target tokens of the step; `tokens` counts them."""
-
-    loss: float
-    tokens: int
-
-
 @dataclass(slots=True)
 class _Current:
     """The step under way."""
@@ -57,8 +51,15 @@ class _Current:
     sink: GradSink | None
     number: int
     scale: float
+    loss_fn: LossFn | None = None
+    own: Sequence[MicroBatch] = ()
+    """The micro-batches with what is for the loss alone."""
+    divisors: Sequence[float] = ()
+    """Per micro-batch, what the sum of its losses counts for: its target tokens, or what the loss function says."""
     loss: Tensor | None = None
-    """Sum over target tokens so far, float64 scalar on the device; made by the first LOSS."""
+    """Sum of the losses so far, float64 scalar on the device; made by the first LOSS."""
+    reported: dict[str, Tensor] = field(default_factory=dict)
+    """What the loss function reports, float64 scalars on the device."""
     activations: Activations = field(default_factory=Activations)
     sums: dict[int, UnitSum] = field(default_factory=dict)
     kept: int = 1
@@ -78,6 +79,8 @@ class Streamer:
         self._executor = Executor(device, pool, self._locate)
         self.timeline: Timeline | None = None
         """When the ops of the last schedule ran, if the device is timed."""
+        self.region: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Entered around the ops of each schedule, and nothing else: what may be broken off from outside."""
         self._running: Schedule | None = None
         self._layouts = [layout_of(unit) for unit in self.spec.units]
         self._binders = [
@@ -87,17 +90,30 @@ class Streamer:
         ported.to_device(device.torch_device)
 
     def run(
-        self, schedule: Schedule, micro_batches: Sequence[MicroBatch], sink: GradSink | None, number: int = 0
+        self,
+        schedule: Schedule,
+        micro_batches: Sequence[MicroBatch],
+        sink: GradSink | None,
+        number: int = 0,
+        loss_fn: LossFn | None = None,
     ) -> StepResult:
         """Execute a schedule; `number` is the step's, for randomness. Leaves the caller's random state as it was.
 
-        Raises `NonFinite` when the loss is not finite, and whatever an op or the sink raises.
+        loss_fn: cross-entropy if not given. Raises `NonFinite` when the loss is not finite, `LossError` for what is no
+        loss, and whatever an op, the sink or the loss function raises.
         """
         targets = [shifted(batch["labels"].cpu()).reshape(-1) for batch in micro_batches]
         tokens = sum(int((target != IGNORED).sum()) for target in targets)
-        now = _Current(micro_batches, targets, sink, number, 1.0 / max(tokens, 1))
+        divisors = [divisor_of(loss_fn, batch) for batch in micro_batches]
+        total = sum(divisors)
+        if micro_batches and not total > 0:
+            raise LossError("every micro-batch counts for nothing", where="divisor", fix="divide by more than 0")
+        own = own_entries(loss_fn)
+        seen = [{key: value for key, value in batch.items() if key not in own} for batch in micro_batches]
+        now = _Current(seen, targets, sink, number, 1.0 / (total or 1.0), loss_fn, micro_batches, divisors)
         self._execute(schedule, now)
-        return StepResult(self._finite_loss(now) / max(tokens, 1), tokens)
+        means = {name: value.item() / (total or 1.0) for name, value in now.reported.items()}
+        return StepResult(self._finite_loss(now) / (total or 1.0), tokens, means)
 
     def under_way(self) -> tuple[list[tuple[str, str, float]], float]:
         """(op, stream, seconds) of each stream that is at one, and the seconds since any began or ended."""
@@ -135,7 +151,7 @@ class Streamer:
         ended: dict[int, list[str]] = defaultdict(list)
         for name, (_, last) in schedule.lifetimes.items():
             ended[id(schedule.ops[last])].append(name)
-        with self.device.preserved_random_state():
+        with self.device.preserved_random_state(), self.region():
             self.timeline = self._executor.run(schedule, act)
 
     # Disk -----------------------------------------------------------------------------------------------------------
@@ -244,21 +260,21 @@ class Streamer:
                 send_to_sum(used, self._sum(now, op, held, owner))
             trained += [leaf for _, leaf in used]
             leaves |= bound
-        loss, gradient = loss_and_gradients(
-            lambda part: self.ported.head(leaves, part),
-            trained,
-            flat,
-            now.targets[micro],
-            self.policy.loss_chunk_tokens,
-            now.scale,
-        )
-        now.loss = loss if now.loss is None else now.loss + loss
-        now.activations.gradients[micro] = gradient.view_as(hidden)
+        chunks = self._chunks(now, op, leaves, trained, flat)
+        found = differentiate(now.loss_fn, chunks, now.own[micro], now.scale)
+        _count(now, found)
+        assert found.gradient is not None
+        now.activations.gradients[micro] = found.gradient.view_as(hidden)
         self._balance(now, leaves, micro)
         self._close_finished(now, op)
 
+    def _chunks(self, now: _Current, op: Op, weights: dict[str, Tensor], trained: list[Tensor], flat: Tensor) -> Chunks:
+        """The head over a micro-batch, whose hidden states are `flat` [tokens, hidden size]."""
+        head, rewind = partial(self.ported.head, weights), partial(self._reseed, now, op.unit, op.micro)
+        return Chunks(head, trained, flat, now.targets[op.micro], self.policy.loss_chunk_tokens, rewind)
+
     def _balance(self, now: _Current, weights: dict[str, Tensor], micro: int) -> None:
-        """Add the router auxiliary loss of a micro-batch, by its share of the targets; its sides become gradients.
+        """Add the router auxiliary loss of a micro-batch, by its share of the divisor; its sides become gradients.
 
         So the step's loss is the mean, over target tokens, of the losses that the stock model gives each micro-batch.
         """
@@ -266,11 +282,10 @@ class Streamer:
         if self.ported.balance_coefficient is None or not now.targets:
             return
         sides = [tuple(side.detach().requires_grad_() for side in alive.sides.pop((unit, micro))) for unit in layers]
-        tokens = int((now.targets[micro] != IGNORED).sum())
         leaves = [side for of_layer in sides for side in of_layer]
         with torch.enable_grad():
             inputs = model_inputs(now.micro_batches[micro], self.device.torch_device)
-            loss = self.ported.balance(weights, inputs, sides) * tokens
+            loss = self.ported.balance(weights, inputs, sides) * now.divisors[micro]
             if now.sink is not None:
                 found = torch.autograd.grad(loss * now.scale, leaves, allow_unused=True, materialize_grads=True)
                 gradients = iter(found)
@@ -287,9 +302,8 @@ class Streamer:
         for owner in self._head_owners():
             weights |= self._binders[owner].bind(self._weights(op, held, owner))
         if now.targets:
-            flat, chunk = hidden.flatten(0, 1), self.policy.loss_chunk_tokens
-            loss = loss_only(lambda part: self.ported.head(weights, part), flat, now.targets[op.micro], chunk)
-            now.loss = loss if now.loss is None else now.loss + loss
+            chunks = self._chunks(now, op, weights, [], hidden.flatten(0, 1))
+            _count(now, measure(now.loss_fn, chunks, now.own[op.micro]))
             self._balance(now, weights, op.micro)
         else:
             last = hidden[:, -now.kept :]
@@ -393,26 +407,17 @@ class Streamer:
         return loss
 
     def _locate(self, buffer: str, start: int, content: str) -> str:
-        """The unit, and for weights and gradients the parameter, that lie at byte `start` of a buffer."""
-        digits = content.lstrip("wglmnhdakc").partition(".")[0].partition("~")[0]
-        if not digits.isdigit() or int(digits) >= len(self.spec.units):
-            return buffer
-        unit = int(digits)
-        if content[0] not in "wg" or self._running is None:
-            return self.spec.units[unit].name
-        whole = max(  # the largest access with this content spans the unit, which tells the bytes per element
-            access.stop
-            for op in self._running.ops
-            for access in (*op.reads, *op.writes)
-            if access.buffer == buffer and access.content.partition("~")[0] == content.partition("~")[0]
-        )
-        layout = self._layouts[unit] if content[0] == "w" else self._layouts[unit].trained
-        element = start // (whole // layout.size)
-        inside = (field.name for field in layout.fields if field.start <= element < field.stop)
-        return f"unit {self.spec.units[unit].name}, {next(inside, 'between parameters')}"
+        return place_of(self.spec, self._layouts, self._running, buffer, start, content)
 
     def _reseed(self, now: _Current, unit: int, micro: int) -> None:
         self.device.seed(hash((self.seed, now.number, unit, micro)) & 0x7FFF_FFFF_FFFF_FFFF)
+
+
+def _count(now: _Current, found: Found) -> None:
+    """Add what a LOSS has found to what the step's have so far."""
+    now.loss = found.loss if now.loss is None else now.loss + found.loss
+    for name, value in found.sums.items():
+        now.reported[name] = now.reported[name] + value if name in now.reported else value
 
 
 def _part(held: Held, access: Access) -> Tensor:

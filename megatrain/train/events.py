@@ -7,8 +7,12 @@ out: how any of it is shown.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
+MAX_EXPONENT = 709.0
+"""Of e, in a float."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,8 @@ class Stepped:
     """Bytes that the step wrote to the disk tier."""
     kept: Mapping[str, float] = field(default_factory=dict)
     """What was left of the layers' forwards (a word of `spec.Keep`) -> the share of them."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the loss reports of the step: rewards of preferences, say."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -85,6 +91,16 @@ class Evaluated:
 
     step: int
     loss: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the loss reports with it."""
+
+    @property
+    def perplexity(self) -> float:
+        """Of the held-out text, per token: e to the loss; infinite where that is too large for a float, and not a
+        number where the loss is another than cross-entropy."""
+        if self.metrics:
+            return math.nan
+        return math.exp(self.loss) if self.loss < MAX_EXPONENT else math.inf if self.loss == self.loss else math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +125,22 @@ class Replanned:
 
 
 @dataclass(frozen=True, slots=True)
+class Planned:
+    """A run, or a part of it, begins after `step` steps; this is what was foreseen."""
+
+    step: int
+    model: str
+    facts: Mapping[str, str]
+    """What a person is shown before training: a name, and what it is."""
+    seconds: float
+    """Of a step."""
+    nbytes: Mapping[str, Mapping[str, int]]
+    """Tier -> owner -> bytes, where most of the tier is in use."""
+    held_nbytes: Mapping[str, Mapping[str, int]]
+    """Tier -> owner -> bytes that are held now."""
+
+
+@dataclass(frozen=True, slots=True)
 class Resumed:
     """A run goes on after `step` steps that an earlier process has done."""
 
@@ -128,6 +160,8 @@ class Saved:
     nbytes: int
     checkpoint: str
     """Its folder."""
+    shared_nbytes: int = 0
+    """Of files that are those of the checkpoint before, and were not written again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,5 +190,5 @@ class Ended:
     elapsed_seconds: float
 
 
-Event = Stepped | Skipped | Evaluated | Sampled | Replanned | Resumed | Saved | RolledBack | Warned | Ended
+Event = Stepped | Skipped | Evaluated | Sampled | Planned | Replanned | Resumed | Saved | RolledBack | Warned | Ended
 Watcher = Callable[[Event], None]

@@ -233,14 +233,18 @@ class Progress:
                 self._add(event)
                 self._print(f"step {event.step:,} skipped: {event.reason}", "yellow")
             case Evaluated():
-                self._print(f"step {event.step:,}  validation loss {event.loss:.3f}", "green")
+                reported = event.metrics or {"perplexity": event.perplexity}
+                said = ", ".join([f"validation loss {event.loss:.3f}", *(f"{k} {v:.4g}" for k, v in reported.items())])
+                self._print(f"step {event.step:,}  {said}", "green")
             case Replanned(_, before, after, changes):
                 self._print(f"replanned by measured times: {before:.3g} s to {after:.3g} s a step ({changes})", "dim")
             case Resumed():
                 self._print(f"goes on after step {event.step:,}, from {event.checkpoint}", "green")
             case Saved():
-                speed = f"{binary(round(event.nbytes / max(event.seconds, 1e-9)))}/s"
-                said = f"checkpoint of {binary(event.nbytes)} in {duration(event.seconds)} ({speed})"
+                written = max(event.nbytes - event.shared_nbytes, 0)
+                speed = f"{binary(round(written / max(event.seconds, 1e-9)))}/s"
+                kept = f", {binary(event.shared_nbytes)} of it as before," if event.shared_nbytes else ""
+                said = f"checkpoint of {binary(event.nbytes)}{kept} in {duration(event.seconds)} ({speed})"
                 self._print(f"step {event.step:,}  {said}", "dim")
             case RolledBack():
                 self._print(f"step {event.step:,} left out; goes on after step {event.to:,}", "yellow")
