@@ -263,14 +263,14 @@ def example() -> list[str]:
 # Files -------------------------------------------------------------------------------------------------------------
 
 
-def filled(text: str, tables: dict[str, list[str]]) -> str:
-    """`text` with each table between its marks. Raises `KeyError` for marks that no table fills."""
+def filled(text: str, tables: dict[str, list[str]], by: str = "bench.scaling") -> str:
+    """`text` with each table between its marks. Raises `KeyError` for marks of that bench that no table fills."""
 
     def fill(match: re.Match[str]) -> str:
         body = "\n".join(tables[match[1]])
-        return f"<!-- bench.scaling: {match[1]} -->\n{body}\n<!-- end -->"
+        return f"<!-- {by}: {match[1]} -->\n{body}\n<!-- end -->"
 
-    return re.sub(r"<!-- bench\.scaling: ([\w-]+) -->\n.*?<!-- end -->", fill, text, flags=re.DOTALL)
+    return re.sub(rf"<!-- {re.escape(by)}: ([\w-]+) -->\n.*?<!-- end -->", fill, text, flags=re.DOTALL)
 
 
 def main() -> int:

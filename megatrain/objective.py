@@ -31,6 +31,7 @@ from megatrain.data.rows import REFERENCE
 from megatrain.errors import CheckpointError, DataError
 from megatrain.losses import DPO, LossFn
 from megatrain.plan import Plan
+from megatrain.spec import Policy
 from megatrain.train.engine import Engine, StepOutput
 from megatrain.train.events import Evaluated
 
@@ -71,6 +72,11 @@ class Objective:
     def memory_table(self) -> Mapping[tuple[str, str], int]:
         """See `Engine`."""
         return self.engine.memory_table()
+
+    @property
+    def policy(self) -> Policy:
+        """See `Engine`."""
+        return self.engine.policy
 
     def evaluate(self, step: int, batches: Sequence[Batch]) -> Evaluated:
         """The loss of held-out data, and what is reported with it."""

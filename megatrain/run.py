@@ -410,7 +410,7 @@ def _tasks(config: Config, run: _Run, start: int) -> list[Task]:
     train, checkpoints = config.train, run.checkpoints
     tasks = []
     if train.targets_per_step is None:  # else steps differ in their micro-batches, and no plan is of them all
-        tasks.append(Task(0, Replanner(run.engine, run.plan), once=start + WARM_UP))
+        tasks.append(Task(1, Replanner(run.engine, run.plan, start + WARM_UP)))
     tasks += _measurements(config, run.engine, run.corpus, run.tokenizer)
     if config.checkpoint.every:
         tasks += [Task(1, checkpoints.collect), Task(config.checkpoint.every, checkpoints.save)]

@@ -437,6 +437,12 @@ class Policy:
         return row[micro % len(row)]
 
     @property
+    def kept_shares(self) -> dict[str, float]:
+        """What is left of forwards -> of which share of the rows and their entries."""
+        rows = self.activation_rows or ((self.keep(0, 0),),)
+        return {keep: sum(row.count(keep) / len(row) for row in rows) / len(rows) for row in rows for keep in row}
+
+    @property
     def offloads(self) -> bool:
         """Whether inputs of layers leave the device."""
         return not self.shares_memory and any("offload" in row for row in self.activation_rows)

@@ -109,7 +109,16 @@ class Keeping(_Watching):
         self._stored: dict[Key, Any] = {}
         self._unsaved: dict[Key, Any] = {}
         """What has come since autograd last saved a tensor."""
-        self._versions: dict[Key, list[int]] = {}
+        self._written: set[int] = set()
+        """Where the storages lie that were changed in place; versions do not tell, since `_unsafe_view` hides them."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if hasattr(op, "_schema") and op._schema.is_mutable:
+            given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | (kwargs or {})
+            for argument in op._schema.arguments:
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self._written |= _places(given.get(argument.name))
+        return super().__torch_dispatch__(op, types, args, kwargs)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -128,15 +137,13 @@ class Keeping(_Watching):
         if not terms or terms >= self._least:
             self._stored[key] = output
         self._unsaved[key] = output
-        self._versions[key] = [tensor._version for tensor in _tensors(output)]
         return output
 
     def stored(self) -> Stored:
         """What is left of the run: nothing that has been changed in place since."""
 
         def unchanged(outputs: dict[Key, Any]) -> dict[Key, Any]:
-            now = {key: [tensor._version for tensor in _tensors(kept)] for key, kept in outputs.items()}
-            same = {key: kept for key, kept in outputs.items() if now[key] == self._versions[key]}
+            same = {key: kept for key, kept in outputs.items() if not _places(kept) & self._written}
             return {key: tree_map_only(Tensor, torch.Tensor.detach, kept) for key, kept in same.items()}
 
         spared = unchanged(self._unsaved)
@@ -163,10 +170,15 @@ def _tensors(output: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
+def _places(output: Any) -> set[int]:
+    """Where the storages of its tensors lie."""
+    return {tensor.untyped_storage().data_ptr() for tensor in _tensors(output)}
+
+
 def _form(tensor: Tensor) -> Tensor:
     """One element of its kind, seen in its shape."""
     return tensor.new_full((), float("nan") if tensor.is_floating_point() else 0).expand(tensor.shape)
 
 
 def _filled(form: Tensor) -> Tensor:
-    return form.detach()  # each answer is a tensor of its own
+    return form.contiguous()  # memory of its own, for what changes it in place

@@ -45,6 +45,10 @@ SOFTMAX_PASSES = 6
 """Times that the float32 logits of a chunk are read or written for loss and gradient."""
 
 
+LIKE = {"RELOAD": "FETCH", "FETCH": "RELOAD", "OFFLOAD": "GRAD", "GRAD": "OFFLOAD"}
+"""Kinds of ops that go the same way of the bus."""
+
+
 def step_flops(model: ModelSpec, sequences: Sequence[tuple[int, int]]) -> float:
     """Necessary floating-point operations of one step (forward and backward) over `sequences`: (count, length) pairs.
 
@@ -85,7 +89,15 @@ class Calibration:
     factors: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     def factor(self, op: Op, model: ModelSpec) -> float:
-        return self.factors.get((op.kind, model.units[op.unit].kind), 1.0)
+        return self.of(op.kind, model.units[op.unit].kind)
+
+    def of(self, kind: str, unit: str) -> float:
+        """Of a kind of op and of unit; what goes the same way of the bus tells for what has not been measured."""
+        return self.factors.get((kind, unit), self.factors.get((LIKE.get(kind, kind), unit), 1.0))
+
+    def knows(self, kind: str, unit: str) -> bool:
+        """Whether that very kind was measured."""
+        return (kind, unit) in self.factors
 
 
 def calibrate(
@@ -146,6 +158,23 @@ def op_seconds(
     if calibration is None:
         return prices.seconds
     return lambda op: prices.seconds(op) * calibration.factor(op, model)
+
+
+def forward_seconds(
+    model: ModelSpec, policy: Policy, work: Work, hardware: Hardware, calibration: Calibration | None = None
+) -> Callable[[int, int, str], float]:
+    """(layer, tokens of a micro-batch, what its forward has stored: a word of `STORES` or none) -> seconds in which its
+    backward computes it again."""
+    prices, known = _Prices(model, policy, work, hardware), {}
+    factor = 1.0 if calibration is None else calibration.of("BACKWARD", "layer")
+
+    def seconds(layer: int, tokens: int, kept: str) -> float:
+        key = shape_of(model.units[layer]), tokens, kept
+        if key not in known:
+            known[key] = factor * work.repeats * prices.again(model.units[layer], tokens, kept)
+        return known[key]
+
+    return seconds
 
 
 class _Prices:
@@ -217,10 +246,13 @@ class _Prices:
             return self._lookup(op, tokens)
         if op.kind == "FORWARD":
             return self._forward(unit, tokens)
-        return self._backward(op.unit, unit, tokens) + (0.0 if kept == "graph" else self._forward(unit, tokens, kept))
+        return self._backward(op.unit, unit, tokens) + (0.0 if kept == "graph" else self.again(unit, tokens, kept))
 
-    def _forward(self, unit: UnitSpec, tokens: int, kept: str = "") -> float:
-        """kept: what the forward has stored, where this is another."""
+    def _forward(self, unit: UnitSpec, tokens: int) -> float:
+        return self.again(unit, tokens, "")
+
+    def again(self, unit: UnitSpec, tokens: int, kept: str) -> float:
+        """A layer's forward; kept: what an earlier one has stored."""
         shares = {"chosen": unit.profile.chosen_share, "attention": unit.profile.spared_share}
         products = sum(self._product(param, tokens) for param in _multiplied(self.model, unit))
         attention, _ = self._attention(unit, tokens)

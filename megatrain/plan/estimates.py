@@ -11,9 +11,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
+from math import isqrt, log2
 
 from megatrain.plan.cost import op_seconds, shape_of
 from megatrain.plan.homes import state_nbytes
+from megatrain.plan.mixture import mixed
 from megatrain.plan.question import Estimate, Plan, Question
 from megatrain.plan.traffic import home_seconds
 from megatrain.schedule import Schedule, Timeline, build_step, replay
@@ -23,6 +25,9 @@ from megatrain.spec import ModelSpec, Policy, Work
 
 SHALLOW, MORE = 6, 2
 """Layers of the shallowest version that candidates are replayed on, and how many of one kind are added to price it."""
+
+MOST_SIZES = 8
+"""Of a micro-batch that are all tried; where there are more, about every power of two."""
 
 MOST_MICRO_BATCHES = 4
 """Ops that candidates are replayed with: of more micro-batches several are taken for one."""
@@ -57,44 +62,34 @@ def _replayed(question: Question, policy: Policy, work: Work, schedule: Schedule
 
 def estimate(question: Question, policy: Policy, micro_batch: int) -> Estimate:
     """What `examine` would find, extrapolated from shallow versions of the model."""
-    if len(policy.activation_rows) > 1:
-        return _partly_kept(question, policy, micro_batch)
     work = coarse(question, micro_batch)
+    if len(policy.activation_rows) > 1:
+        inputs = replace(policy, activations="recompute", activation_rows=())
+        return mixed(question, policy, work, estimate(question, inputs, micro_batch))
     plain = replace(policy, homes=()) if policy.homes else policy
-    seconds, nbytes, busy = 0.0, Counter[str](), Counter[str]()
+    seconds, nbytes, busy, late = 0.0, Counter[str](), Counter[str](), Counter[str]()
     for weight, model in shallow(question.model):
         plan = _replayed(replace(question, model=model), plain, work, *_remembered(model, plain, work))
         seconds += weight * plan.seconds
         for tier, count in plan.nbytes.items():
             nbytes[tier] += weight * count  # type: ignore[assignment]
-        for stream, spent in _busy(plan.timeline).items():
-            busy[stream] += weight * spent  # type: ignore[assignment]
-    found = Estimate(seconds, {tier: round(count) for tier, count in nbytes.items()}, dict(busy))
+        for whole, part in zip((busy, late), _busy(plan.timeline), strict=True):
+            for stream, spent in part.items():
+                whole[stream] += weight * spent  # type: ignore[assignment]
+    found = Estimate(seconds, {tier: round(count) for tier, count in nbytes.items()}, dict(busy), dict(late))
     return moved(question, policy, found) if policy.homes else found
 
 
-def _partly_kept(question: Question, policy: Policy, micro_batch: int) -> Estimate:
-    """Between no graph and all of them, by how many layers keep theirs; all others do the same."""
-    rows = policy.activation_rows
-    share = rows.count(("graph",)) / len(rows)
-    others = next((row for row in rows if row != ("graph",)), ("graph",))
-    uniform = (replace(policy, activation_rows=(row,)) for row in (others, ("graph",)))
-    none, every = (estimate(question, each, micro_batch) for each in uniform)
-
-    def between(low: Mapping[str, float], high: Mapping[str, float]) -> dict[str, float]:
-        return {key: (1 - share) * low.get(key, 0) + share * high.get(key, 0) for key in {**low, **high}}
-
-    nbytes = {tier: round(count) for tier, count in between(none.nbytes, every.nbytes).items()}
-    seconds = (1 - share) * none.seconds + share * every.seconds
-    return Estimate(seconds, nbytes, between(none.busy, every.busy))
-
-
-def _busy(timeline: Timeline) -> Counter[str]:
-    """Stream -> seconds in which it has work."""
-    busy = Counter[str]()
+def _busy(timeline: Timeline) -> tuple[Counter[str], Counter[str]]:
+    """Stream -> seconds in which it has work; and of those, the seconds of what begins behind the forward pass."""
+    busy, late = Counter[str](), Counter[str]()
+    turn = max(
+        (end for op, end in zip(timeline.schedule.ops, timeline.ends, strict=True) if op.kind == "LOSS"), default=0.0
+    )
     for op, start, end in zip(timeline.schedule.ops, timeline.starts, timeline.ends, strict=True):
         busy[op.stream] += end - start  # type: ignore[assignment]
-    return busy
+        late[op.stream] += end - start if start >= turn else 0.0  # type: ignore[assignment]
+    return busy, late
 
 
 def moved(question: Question, policy: Policy, found: Estimate) -> Estimate:
@@ -111,7 +106,9 @@ def moved(question: Question, policy: Policy, found: Estimate) -> Estimate:
         seconds = max(found.seconds, *(busy.get(stream, 0.0) for stream in DISK_STREAMS))
     else:
         seconds = max(busy.values()) + max(0.0, found.seconds - max(found.busy.values()))
-    return Estimate(seconds, nbytes, busy)
+    half = {"fetch": 0.5, "grad": 1.0, **({} if policy.update == "next_forward" else {"host": 1.0, "compute": 1.0})}
+    late = {stream: found.late.get(stream, 0.0) + half.get(stream, 0.0) * change.get(stream, 0.0) for stream in busy}
+    return Estimate(seconds, nbytes, busy, {stream: max(0.0, spent) for stream, spent in late.items()})
 
 
 def cut(question: Question, micro_batch: int) -> Work:
@@ -128,6 +125,16 @@ def coarse(question: Question, micro_batch: int) -> Work:
         return cut(question, micro_batch)
     repeats = question.rows / micro_batch / MOST_MICRO_BATCHES
     return Work((micro_batch * question.length,) * MOST_MICRO_BATCHES, question.length, repeats)
+
+
+def sizes(rows: int) -> list[int]:
+    """The sizes of a micro-batch that cut `rows` evenly; where there are many, those near a power of two."""
+    low = [size for size in range(1, isqrt(rows) + 1) if rows % size == 0]
+    even = sorted({*low, *(rows // size for size in low)})
+    if len(even) <= MOST_SIZES:
+        return even
+    powers = [*(1 << power for power in range((rows - 1).bit_length())), rows]
+    return sorted({min(even, key=lambda size: (abs(log2(size / target)), size)) for target in powers})
 
 
 @lru_cache(maxsize=16)

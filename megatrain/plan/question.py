@@ -74,11 +74,15 @@ class Question:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A candidate's price: seconds of a step in steady state, peak bytes by tier, busy seconds by stream."""
+    """A candidate's price: seconds of a step in steady state, peak bytes by tier, busy seconds by stream.
+
+    late: of the busy seconds, those from the end of the forward pass on.
+    """
 
     seconds: float
     nbytes: Mapping[str, int]
     busy: Mapping[str, float] = field(default_factory=dict)
+    late: Mapping[str, float] = field(default_factory=dict)
 
     def fits(self, budgets: Mapping[str, int]) -> bool:
         return all(self.nbytes[tier] <= budget for tier, budget in budgets.items())

@@ -11,50 +11,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from math import inf, isqrt, log2
+from itertools import product
+from math import inf
 from typing import Any
 
 from megatrain.errors import DoesNotFit
 from megatrain.plan.advice import changes
-from megatrain.plan.estimates import estimate, examine, moved
-from megatrain.plan.homes import PARTS, all_on_disk, residents, spread, state_nbytes, state_policy, to_disk
+from megatrain.plan.estimates import coarse, estimate, examine, moved, sizes
+from megatrain.plan.homes import PARTS, all_on_disk, residents, state_nbytes, state_policy, to_disk
+from megatrain.plan.knobs import (
+    ATTENTION,
+    CHOSEN,
+    COARSE,
+    COMPUTES,
+    FITS,
+    KNOBS,
+    LEAN,
+    MOST_SHARDS,
+    NEAR,
+    NEARLY,
+    OFFLOAD,
+    STAGE_SLOTS,
+    TRIES,
+    WORTH_A_CLIMB,
+    WORTH_A_REPLAY,
+    WORTH_A_ROUND,
+)
 from megatrain.plan.locks import within_lock_limit
+from megatrain.plan.mixture import Counts, Mixtures, rows_of
 from megatrain.plan.question import Estimate, Plan, Question
-from megatrain.spec import Home, Keep, Policy
-
-MOST_SHARDS = 4
-"""Pieces of the largest unit that candidates are replayed with; smaller shards are not tried."""
-
-MOST_SIZES = 8
-"""Of a micro-batch that are all tried; where there are more, about every power of two."""
-
-LEAN: dict[str, Any] = {"weight_slots": 1, "grad_slots": 1, "loss_chunk_tokens": 64}
-"""What takes least memory."""
-
-WORTH_A_CLIMB = 0.99
-"""Of the seconds of the best that was found; a size that would not be that much quicker is not looked at again."""
-
-KNOBS: dict[str, tuple[Any, ...]] = {
-    "weight_slots": (1, 2, 3, 4),
-    "grad_slots": (1, 2, 3),
-    "shard_nbytes": (16 << 20, 64 << 20, 256 << 20, 1 << 30),
-    "loss_chunk_tokens": (64, 256, 1024, 4096),
-}
-"""What is tried one at a time, and which values."""
-
-OFFLOAD: tuple[tuple[Keep, ...], ...] = (("offload",),)
-
-STAGE_SLOTS = (3, 4, 6)
-"""Staging buffers that are tried beside the usual two: how far reads from the disk run ahead."""
-
-TRIES = 3
-"""Of a number of kept graphs that should fit, and the next lower ones."""
-
-WORTH_A_ROUND = 0.99
-"""Of the seconds before a round of moves; after one that gains less, no other is made."""
-
-WORTH_A_REPLAY = 0.995
-"""Of the seconds of the usual homes; what does not promise to be that much quicker is not replayed."""
+from megatrain.spec import Home, Policy
 
 Rung = tuple[Estimate, Policy] | None
 """A policy with homes, and what it promises, if it fits."""
@@ -80,11 +66,6 @@ def survey(question: Question, budgets: Iterable[Mapping[str, int]]) -> list[Est
         candidate = search.best()
         found.append(None if candidate is None else search.outcome(*candidate))
     return found
-
-
-def _powers(most: int) -> list[int]:
-    """1, 2, 4, ... and `most` itself."""
-    return [*(1 << power for power in range((most - 1).bit_length())), most]
 
 
 Moves = Callable[[Policy, int], Iterator[Candidate]]
@@ -129,7 +110,8 @@ class _Search:
             found = self.best()
             candidate = found or self.leanest()
             plans = [examine(self.question, *each) for each in self.usual(*candidate)]
-            plans += [*self._filled(*candidate), *self._partly_kept(*candidate)] if found else []
+            plans += [*self._filled(*candidate), *self._mixed(*candidate)] if found else []
+            plans += self._alike(min(plans, key=lambda plan: plan.seconds)) if found else []
             fitting = [plan for plan in plans if _exact(plan).fits(self.budgets)]
             if fitting and found:
                 return min(fitting, key=lambda plan: float(f"{plan.seconds:.4g}"))
@@ -165,8 +147,8 @@ class _Search:
 
         That is one with the smallest micro-batches, or with all sequences in one, whose gradients need no wide sum.
         """
-        sizes = self._micro_batches()
-        ends = [(policy, rows) for rows in sorted({sizes[0], sizes[-1]}) for policy in self._activations(self._lean)]
+        there = self._micro_batches()
+        ends = [(policy, rows) for rows in sorted({there[0], there[-1]}) for policy in self._activations(self._lean)]
         ends += self._offloading(ends)
         return min(ends, key=lambda each: max(self.price(*each).short(self.budgets).values()))
 
@@ -210,16 +192,10 @@ class _Search:
         return f"it takes {needed}, or a smaller model"
 
     def _micro_batches(self) -> list[int]:
-        """The sizes that cut the step evenly, where there are many those near a power of two; or what is pinned."""
         rows = self.question.rows
         if self._micro_batch is not None:
             return [min(self._micro_batch, rows)]
-        low = [size for size in range(1, isqrt(rows) + 1) if rows % size == 0]
-        sizes = sorted({*low, *(rows // size for size in low)})
-        if len(sizes) <= MOST_SIZES:
-            return sizes
-        wanted = {min(sizes, key=lambda size: (abs(log2(size / target)), size)) for target in _powers(rows)}
-        return sorted(wanted)
+        return sizes(rows)
 
     def _activations(self, policy: Policy) -> Iterator[Policy]:
         if self._keeps_as_told:
@@ -247,14 +223,14 @@ class _Search:
     def _moves(self, policy: Policy, rows: int) -> Iterator[Candidate]:
         """Candidates that differ in one knob, or in the size of a micro-batch."""
         yield from self._knobs(policy, rows)
-        sizes = self._micro_batches()
-        place = sizes.index(rows)
+        there = self._micro_batches()
+        place = there.index(rows)
         for near in (place - 1, place + 1):
-            if 0 <= near < len(sizes):
+            if 0 <= near < len(there):
                 for other in self._activations(policy):
-                    leanest = replace(self._lean, activations=other.activations), sizes[near]
+                    leanest = replace(self._lean, activations=other.activations), there[near]
                     if leanest not in self._known or self._fits(*leanest):  # else this one cannot
-                        yield other, sizes[near]
+                        yield other, there[near]
 
     def _knobs(self, policy: Policy, rows: int) -> Iterator[Candidate]:
         """Candidates that differ in a knob from the best so far: on in both directions for as long as that gains."""
@@ -341,40 +317,87 @@ class _Search:
                 best = now
         return plans
 
-    def _partly_kept(self, policy: Policy, rows: int) -> list[Plan]:
-        """The replay in which as many layers as fit keep their graph, if not all do: they are not computed again.
+    def _mixed(self, policy: Policy, rows: int) -> list[Plan]:
+        """Replays of the mixtures of what layers keep that promise most, for every size and beside homes."""
+        if self._keeps_as_told:
+            return []
+        options: list[tuple[float, int, Counts, Mixtures, Policy]] = []
+        for base, size in self._bases(policy, rows):
+            found = self._moved.get((base, size)) or self.price(base, size)
+            placed = base if (base, size) in self._moved else self._placed(base, self._plain(base, size))
+            mixtures = Mixtures(self.question, placed, coarse(self.question, size), found)
+            options += [(each, size, counts, mixtures, placed) for each, counts in mixtures.best(self.budgets, 1)]
+        options.sort(key=lambda option: (float(f"{option[0]:.4g}"), option[1], option[2]))
+        plans: list[Plan] = []
+        for seconds, size, counts, mixtures, placed in options[:TRIES]:
+            if seconds < NEARLY * min([self.price(policy, rows).seconds, *(plan.seconds for plan in plans)]):
+                plans += self._fitted(mixtures, counts, placed, size)
+        fitting = [plan for plan in plans if _exact(plan).fits(self.budgets)]
+        if fitting:
+            best = min(fitting, key=lambda plan: plan.seconds)
+            polished = self._climb([(best.policy, best.micro_batch)], self._knobs)
+            plans += [examine(self.question, *polished)] if polished else []
+        return plans
 
-        Bytes are about linear in their number; one that does not fit after all is followed by fewer.
-        """
-        if self._keeps_as_told or policy.activation_rows or policy.activations == "keep":
-            return []
-        none, every = self.price(policy, rows), self.price(replace(policy, activations="keep"), rows)
-        tier = "host" if self.question.hardware.shares_memory else "device"
-        each = every.nbytes[tier] - none.nbytes[tier]
-        if each <= 0 or every.seconds >= WORTH_A_REPLAY * none.seconds:
-            return []
-        layers = self.question.model.layers
-        most = min(PARTS, PARTS * (self.budgets[tier] - none.nbytes[tier]) // each)
-        for parts in range(most, max(0, most - TRIES), -1):
-            kept = set(spread(layers, parts * len(layers) // PARTS))
-            mixture: tuple[tuple[Keep, ...], ...] = tuple(
-                ("graph",) if layer in kept else ("input",) for layer in layers
-            )
-            plan = examine(self.question, self._placed(replace(policy, activation_rows=mixture), none), rows)
-            if kept and _exact(plan).fits(self.budgets):
-                return [plan]
-        return []
+    def _alike(self, best: Plan) -> list[Plan]:
+        """Where compute waits, replays of the best plans by which all layers keep the same outputs, beside homes."""
+        plans: list[Plan] = []
+        waits = best.timeline.busy_seconds("compute") < COMPUTES * best.seconds
+        stores = self.question.model.units[1].profile.chosen_nbytes > 0
+        for rows in (ATTENTION, CHOSEN) if waits and stores and not self._keeps_as_told else ():
+            other = _Search(replace(self.question, pinned={**self.question.pinned, "activation_rows": rows}))
+            found = other.best()
+            if found and other.outcome(*found).seconds < NEARLY * best.seconds:
+                plans += [*(examine(self.question, *each) for each in other.usual(*found)), *other._filled(*found)]
+        return plans
+
+    def _fitted(self, mixtures: Mixtures, counts: Counts, policy: Policy, rows: int) -> list[Plan]:
+        """A mixture replayed, and then the best one beside what the replay has taken more or less than it promised."""
+        plans: list[Plan] = []
+        layers, tried = len(self.question.model.layers), set[Counts]()
+        while counts not in tried and len(tried) < FITS:
+            tried.add(counts)
+            plans.append(examine(self.question, replace(policy, activation_rows=rows_of(counts, layers)), rows))
+            promised = mixtures.promised(counts)
+            missing = {tier: plans[-1].nbytes[tier] - nbytes for tier, nbytes in promised.items()}
+            found = mixtures.best({tier: self.budgets[tier] - missing[tier] for tier in missing}, 1)
+            counts = found[0][1] if found else counts
+        return plans
+
+    def _bases(self, policy: Policy, rows: int) -> Iterator[Candidate]:
+        """Policies that keep inputs, to be mixed from: as this one and lean, for sizes around it; and with homes."""
+        plain: dict[str, Any] = {"activations": "recompute", "activation_rows": ()}
+        like, lean = replace(policy, **plain), replace(self._lean, **plain)
+        near = [size for size in self._micro_batches() if rows / NEAR <= size <= NEAR * rows]
+        bases = [(base, size) for size in near for base in (like, lean)]
+        chunks = KNOBS["loss_chunk_tokens"] if "loss_chunk_tokens" not in self._pinned else ()
+        bases += [(replace(like, loss_chunk_tokens=few), rows) for few in chunks]
+        yield from dict.fromkeys(bases)
+        found = self._plain(like, rows)
+        if not self._gains_by_homes(like, rows):
+            return
+        for whole, kept in product(range(0, PARTS + 1, COARSE), repeat=2):
+            if (whole or kept) and found.nbytes["device"] + self._resident_nbytes(whole, kept) < self.budgets["device"]:
+                placed = self._placed(replace(like, homes=residents(self.question.model, whole, kept)), found)
+                self._moved.setdefault((placed, rows), moved(self.question, placed, found))
+                yield placed, rows
+
+    def _gains_by_homes(self, policy: Policy, rows: int) -> bool:
+        """Whether there is a choice, and anything but compute that takes as long as the step."""
+        usual = self.price(policy, rows)
+        waits = usual.busy.get("compute", 0.0) < WORTH_A_REPLAY * usual.seconds
+        return waits and "homes" not in self._pinned and not self.question.hardware.shares_memory
 
     def _ladders(self, policy: Policy, rows: int) -> list[list[Rung]]:
         """For this policy and leaner ones, by how many parts of the layers are on the device: what that promises.
 
-        What slots give up pays for more of them. Nothing where compute alone takes as long as the step.
+        What slots give up pays for more of them.
         """
-        usual = self.price(policy, rows)
-        worthless = usual.busy.get("compute", 0.0) >= WORTH_A_REPLAY * usual.seconds
-        if "homes" in self._pinned or self.question.hardware.shares_memory or worthless:
+        if not self._gains_by_homes(policy, rows):
             return []
         starts = dict.fromkeys([policy, *self._activations(replace(self._lean, stage_slots=policy.stage_slots))])
+        for rows_of_all in () if self._keeps_as_told else (ATTENTION, OFFLOAD):
+            starts[replace(policy, activations="recompute", activation_rows=rows_of_all)] = None
         return [[self._most_kept(start, rows, whole) for whole in range(PARTS + 1)] for start in starts]
 
     def _most_kept(self, policy: Policy, rows: int, whole: int) -> Rung:

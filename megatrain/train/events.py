@@ -44,6 +44,8 @@ class Stepped:
     """Steps that were done before this process took the run up."""
     written_nbytes: int = 0
     """Bytes that the step wrote to the disk tier."""
+    kept: Mapping[str, float] = field(default_factory=dict)
+    """What was left of the layers' forwards (a word of `spec.Keep`) -> the share of them."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What the loss reports of the step: rewards of preferences, say."""
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from megatrain.errors import NonFinite
+from megatrain.spec import Policy
 from megatrain.train.events import Ended, Event, RolledBack, Skipped, Stepped, Watcher
 from megatrain.train.stop import OutOfTime
 
@@ -50,6 +51,8 @@ class Trainable(Protocol):
     def step_flops(self, micro_batches: MicroBatches) -> float: ...
     def peak_flops(self) -> float: ...
     def memory_table(self) -> Mapping[tuple[str, str], int]: ...
+    @property
+    def policy(self) -> Policy: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +128,7 @@ def train(
             in_a_row = in_a_row if done < failed else 0  # going back and failing again is still the same failure
             flops = engine.step_flops(micro_batches), peak_flops
             timed = _Times(now - ready, loaded - ready, now - began)
-            tell(_stepped(out, done, steps, rate, start, timed, flops, _by_tier(engine)))
+            tell(_stepped(out, done, steps, rate, start, timed, flops, engine))
         try:
             for task in tasks if not should_stop() else ():
                 tell(task.run(done) if task.is_due(done, steps) else None)
@@ -155,7 +158,7 @@ def _stepped(
     start: int,
     seconds: _Times,
     flops: tuple[float, float],
-    nbytes: Mapping[str, int],
+    engine: Trainable,
 ) -> Stepped:
     return Stepped(
         step=done,
@@ -169,10 +172,11 @@ def _stepped(
         stall_seconds=out.stall_seconds,
         flops=flops[0],
         peak_flops=flops[1],
-        nbytes=nbytes,
+        nbytes=_by_tier(engine),
         elapsed_seconds=seconds.elapsed,
         resumed_at=start,
         written_nbytes=out.written_nbytes,
+        kept=engine.policy.kept_shares,
         metrics=out.metrics,
     )
 

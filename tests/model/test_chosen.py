@@ -50,11 +50,11 @@ def plain(hidden: Tensor, w: nn.ParameterDict) -> Tensor:
 
 def in_place(hidden: Tensor, w: nn.ParameterDict) -> Tensor:
     hidden = attention(hidden, w)
-    inner = hidden.reshape(12, WIDTH).mm(w["up"])
-    inner += 1.0  # of a product's output, which is saved after that
-    last = inner.tanh().mm(w["down"])
+    inner = hidden @ w["up"]
+    inner += 1.0  # through a view of a product's output that does not say that it is one
+    last = inner.tanh() @ w["down"]
     last *= 2.0
-    return hidden + last.view(2, 6, WIDTH)
+    return hidden + last
 
 
 def with_dropout(hidden: Tensor, w: nn.ParameterDict) -> Tensor:

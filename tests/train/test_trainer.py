@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.errors import DataError, NonFinite
+from megatrain.spec import Policy
 from megatrain.train.events import Ended, Evaluated, Event, Skipped, Stepped
 from megatrain.train.trainer import Task, train
 
@@ -38,6 +39,8 @@ class Output:
 
 @dataclass
 class FakeEngine:
+    policy = Policy()
+
     """Takes `STEP_SECONDS` a step and fails, as not finite, at the steps in `fails`, counted from 1."""
 
     clock: FakeClock

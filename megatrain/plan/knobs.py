@@ -1,0 +1,56 @@
+"""What the search for a plan tries, and when it takes no more trouble. Left out: the search (`search`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatrain.spec import Keep
+
+LEAN: dict[str, Any] = {"weight_slots": 1, "grad_slots": 1, "loss_chunk_tokens": 64}
+"""What takes least memory."""
+
+KNOBS: dict[str, tuple[Any, ...]] = {
+    "weight_slots": (1, 2, 3, 4),
+    "grad_slots": (1, 2, 3),
+    "shard_nbytes": (16 << 20, 64 << 20, 256 << 20, 1 << 30),
+    "loss_chunk_tokens": (64, 256, 1024, 4096),
+}
+"""What is tried one at a time, and which values."""
+
+ATTENTION: tuple[tuple[Keep, ...], ...] = (("attention",),)
+CHOSEN: tuple[tuple[Keep, ...], ...] = (("chosen",),)
+OFFLOAD: tuple[tuple[Keep, ...], ...] = (("offload",),)
+"""What layers keep, all alike."""
+
+STAGE_SLOTS = (3, 4, 6)
+"""Staging buffers that are tried beside the usual two: how far reads from the disk run ahead."""
+
+MOST_SHARDS = 4
+"""Pieces of the largest unit that candidates are replayed with; smaller shards are not tried."""
+
+TRIES = 4
+"""Mixtures that are replayed whole."""
+
+FITS = 3
+"""Replays of one, to use what the replay before has left or lacked."""
+
+NEAR = 4
+"""Times smaller or larger than the best without a mixture that the micro-batches of mixtures are."""
+
+COARSE = 4
+"""Sixteenths of the layers by which homes grow beside mixtures."""
+
+NEARLY = 1.02
+"""Of the seconds of the quickest so far; what promises less is not replayed."""
+
+COMPUTES = 0.9
+"""Of the step; where compute is busy for longer, a mixture is found without homes."""
+
+WORTH_A_CLIMB = 0.99
+"""Of the seconds of the best that was found; a size that would not be that much quicker is not looked at again."""
+
+WORTH_A_ROUND = 0.99
+"""Of the seconds before a round of moves; after one that gains less, no other is made."""
+
+WORTH_A_REPLAY = 0.995
+"""Of the seconds of the usual homes; what does not promise to be that much quicker is not replayed."""
