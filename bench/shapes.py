@@ -10,6 +10,8 @@ from megatrain.spec import LayerProfile, ModelSpec, ParamSpec, UnitSpec
 
 HEAD_SIZE = 128
 KEPT_NBYTES_PER_WIDTH = 49.0
+CHUNKED_NBYTES_PER_WIDTH, CHUNK_NBYTES_PER_WIDTH = 36.0, 30.0
+"""Of these, what is not kept where the feed-forward and the norms run in chunks; and what is kept of a chunk."""
 
 
 def llama_shape(
@@ -25,7 +27,13 @@ def llama_shape(
     """A Llama: grouped-query attention with heads of 128, a gated feed-forward of 3.5 x `width` unless given."""
     inner = feed_forward or 7 * width // 2
     narrow = min(width, key_value_heads * HEAD_SIZE)
-    profile = LayerProfile(attention_flops=4.0 * width, kept_nbytes=KEPT_NBYTES_PER_WIDTH * width)
+    profile = LayerProfile(
+        attention_flops=4.0 * width,
+        kept_nbytes=KEPT_NBYTES_PER_WIDTH * width,
+        chunked_nbytes=CHUNKED_NBYTES_PER_WIDTH * width,
+        chunk_nbytes=CHUNK_NBYTES_PER_WIDTH * width,
+        chunk_numel=3 * inner * width,
+    )
     shapes = {
         "input_layernorm": (width,),
         "self_attn.q_proj": (width, width),

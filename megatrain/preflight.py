@@ -35,11 +35,11 @@ class Replanner:
             return None
         question, policy, work = self.plan.question, self.engine.policy, self.plan.work
         price = op_seconds(question.model, policy, work, question.hardware)
-        fixed = {"micro_batch": self.plan.micro_batch, "loss_chunk_tokens": policy.loss_chunk_tokens}
+        fixed = {name: getattr(policy, name) for name in ("loss_chunk_tokens", "mlp_chunk_tokens")}
         measured = replace(
             question,
             calibration=calibrate(question.model, timeline, price, one_processor=question.hardware.shares_memory),
-            pinned={**question.pinned, **fixed},
+            pinned={**question.pinned, **fixed, "micro_batch": self.plan.micro_batch},
         )
         now = examine(measured, policy, self.plan.micro_batch)
         better = find_plan(measured)

@@ -50,6 +50,7 @@ from megatrain.model import (
     Source,
     freeze_parameters,
     port_model,
+    spent,
 )
 from megatrain.model import Progress as LoadingProgress
 from megatrain.optim import AdamW, lr_schedule
@@ -58,7 +59,7 @@ from megatrain.preflight import Replanner
 from megatrain.spec import ModelSpec
 from megatrain.train.checkpoints import Checkpoints
 from megatrain.train.engine import Engine
-from megatrain.train.events import Ended, Evaluated, Event, Resumed, Sampled, Watcher
+from megatrain.train.events import Compiled, Ended, Evaluated, Event, Resumed, Sampled, Watcher
 from megatrain.train.feed import Feed
 from megatrain.train.health import STATUS, Health
 from megatrain.train.metrics import JsonLines, TensorBoard
@@ -393,6 +394,8 @@ def _tasks(config: Config, run: _Run, start: int) -> list[Task]:
     tasks = []
     if train.targets_per_step is None:  # else steps differ in their micro-batches, and no plan is of them all
         tasks.append(Task(0, Replanner(run.engine, run.plan), once=start + WARM_UP))
+    if run.engine.policy.compile:
+        tasks.append(Task(0, lambda step: Compiled(step, *spent()), once=start + 1))
     tasks += _measurements(train, run.engine, run.corpus, run.tokenizer)
     if config.checkpoint.every:
         tasks += [Task(1, checkpoints.collect), Task(config.checkpoint.every, checkpoints.save)]

@@ -54,10 +54,17 @@ class LayerProfile:
     """Bytes per token that autograd keeps of the layer's graph, its input included, weights not."""
     kept_nbytes_by_length: float = 0.0
     """And per token and position of the sequence, where the attention kernel keeps its scores."""
+    chunked_nbytes: float = 0.0
+    """Of `kept_nbytes`, what is not kept where token-wise parts run in chunks; 0 where it has none."""
+    chunk_nbytes: float = 0.0
+    """Bytes per token that autograd keeps of a chunk while it is at work, of the part that keeps most."""
+    chunk_numel: int = 0
+    """Parameters of the largest token-wise part."""
 
-    def kept(self, rows: int, length: int) -> int:
-        """Bytes of a kept graph over `rows` sequences of `length` tokens."""
-        return int(rows * length * (self.kept_nbytes + self.kept_nbytes_by_length * length))
+    def kept(self, rows: int, length: int, chunk: int = 0) -> int:
+        """Bytes of a kept graph over `rows` sequences of `length` tokens; `chunk` as in `Policy.mlp_chunk_tokens`."""
+        left = self.kept_nbytes - (self.chunked_nbytes if 0 < chunk < rows * length else 0.0)
+        return int(rows * length * (left + self.kept_nbytes_by_length * length))
 
     def attended(self, length: int) -> float:
         """Positions that a token of a sequence of `length` attends to on average, itself included (causal)."""
@@ -347,6 +354,12 @@ class Policy:
     """Weights as the upper halves of their masters, 4 bytes in all; or both side by side, 6 (for comparison only)."""
     loss_chunk_tokens: int = 512
     """Target tokens whose logits exist at one time."""
+    mlp_chunk_tokens: int = 0
+    """Tokens that token-wise parts of a layer, its feed-forward above all, compute at one time: of more tokens than
+    that they keep their input alone, and what is between exists for one chunk. 0 computes all tokens at once. As
+    `loss_chunk_tokens`, it changes numbers by rounding."""
+    compile: bool = False
+    """Run layers through `torch.compile`, which changes numbers by rounding."""
     shares_memory: bool = False
     """The device computes in host memory: weights need no fetch, and gradients of the right dtype are born at home."""
     host_threads: int = 0
@@ -375,7 +388,8 @@ class Policy:
         self._require(
             "recompute_slots", self.recompute_slots is None or self.recompute_slots >= 1, "at least 1 or None"
         )
-        self._require("host_threads", self.host_threads >= 0, "0 or more")
+        for key in ("host_threads", "mlp_chunk_tokens"):
+            self._require(key, getattr(self, key) >= 0, "0 or more")
         if self.precision == "fp32" and self.grad_precision == "bf16":
             raise PlanError(
                 "gradients in bf16 would hold less than precision fp32 promises",

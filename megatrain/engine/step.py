@@ -181,7 +181,7 @@ class Streamer:
         else:
             weights = self._binders[unit].bind(self._weights(op, held, unit))
             call = alive.calls[micro][unit - 1]
-            alive.inputs[output], sides = self.ported.layer(unit - 1, weights, hidden, call)
+            alive.inputs[output], sides = self.ported.layer(unit - 1, weights, hidden, call, self.policy)
             alive.sides.setdefault((unit, micro), sides)  # once only: after the loss they are gradients
         if offloaded := written.get(f"h{unit}.{micro}"):
             alive.forms[unit, micro] = pack(hidden, _part(held, offloaded), self.spec.units[unit].name)
@@ -205,7 +205,7 @@ class Streamer:
         leaf = hidden.detach().requires_grad_()
         call = now.activations.calls[op.micro][op.unit - 1]
         with torch.enable_grad(), names_weights(bound):
-            output, sides = self.ported.layer(op.unit - 1, leaves, leaf, call)
+            output, sides = self.ported.layer(op.unit - 1, leaves, leaf, call, self.policy)
         edges = [get_gradient_edge(each) for each in (output, *sides)]
         return Graph(bound, leaves, leaf, edges), output, sides
 

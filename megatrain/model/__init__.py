@@ -1,6 +1,7 @@
 """Hugging Face causal language models as units that can stream. The only home of `transformers` (tokenizers:
 `data`)."""
 
+from megatrain.model.compiled import require_compiler, spent
 from megatrain.model.freeze import freeze_parameters
 from megatrain.model.fresh import FreshSource
 from megatrain.model.learn import port_model, refuse_other_kinds
@@ -32,6 +33,8 @@ __all__ = [
     "only_single_rows",
     "port_model",
     "refuse_other_kinds",
+    "require_compiler",
     "speak",
+    "spent",
     "why_not_packable",
 ]

@@ -173,7 +173,8 @@ class Activations:
         tokens = self._work.tokens[micro]
         length = min(self._work.length or tokens, tokens)
         alike = self._work.repeats if self.keeps_graph(layer, micro) else 1  # one at a time where recomputed
-        nbytes = max(1, round(alike * self._model.units[layer].profile.kept(tokens // length, length)))
+        profile, chunk = self._model.units[layer].profile, self._policy.mlp_chunk_tokens
+        nbytes = max(1, round(alike * profile.kept(tokens // length, length, chunk)))
         if self.keeps_graph(layer, micro) and self._policy.weight_nbytes == 2:
             nbytes += self._boundary_nbytes(micro)  # the input: a norm in float32 saves a copy of it instead
         return self.transient(f"graph/{layer}.{micro}", nbytes, f"k{layer}.{micro}")

@@ -92,14 +92,16 @@ def full_cases(model: StockModel) -> list[Case]:
 
 
 def short_settings() -> list[Setting]:
-    return [_setting("cpu", plan, loss_chunk_tokens=5) for plan in ACTIVATION_PLANS]
+    """Keeping graphs, and computing layers again with their token-wise parts in chunks."""
+    chunks = {"keep": 0, "recompute": 4}
+    return [_setting("cpu", plan, loss_chunk_tokens=5, mlp_chunk_tokens=chunks[plan]) for plan in ACTIVATION_PLANS]
 
 
 def full_settings() -> list[Setting]:
     """Every activation plan, and a mixture, on the cpu and the simulated device, with few and many slots and pieces."""
     each = [_setting("cpu", plan) for plan in ACTIVATION_PLANS]
     each += [_setting(SIM, plan, shard_nbytes=1 << 16) for plan in ACTIVATION_PLANS]
-    each.append(_setting(SIM, "recompute", shard_nbytes=1 << 14, weight_slots=1, grad_slots=1))
+    each.append(_setting(SIM, "recompute", shard_nbytes=1 << 14, weight_slots=1, grad_slots=1, mlp_chunk_tokens=4))
     mixed = replace(each[-1].policy, activation_rows=MIXTURE, offload_slots=1, recompute_slots=1)
     return [*each, Setting(f"{SIM}, a mixture of plans, 1 slot", SIM, mixed)]
 

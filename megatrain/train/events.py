@@ -107,6 +107,15 @@ class Replanned:
 
 
 @dataclass(frozen=True, slots=True)
+class Compiled:
+    """Layers were compiled by the end of a step, so many structures and shapes of them, within `seconds` of it."""
+
+    step: int
+    compilations: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Resumed:
     """A run goes on after `step` steps that an earlier process has done."""
 
@@ -154,5 +163,5 @@ class Ended:
     elapsed_seconds: float
 
 
-Event = Stepped | Skipped | Evaluated | Sampled | Replanned | Resumed | Saved | RolledBack | Warned | Ended
+Event = Stepped | Skipped | Evaluated | Sampled | Replanned | Compiled | Resumed | Saved | RolledBack | Warned | Ended
 Watcher = Callable[[Event], None]
