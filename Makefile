@@ -1,11 +1,13 @@
 # One word for each habit; CONTRIBUTING.md says when to use which.
 #   make test ARGS="-k resume"         arguments for pytest
+#   make test WORKERS=8                test files beside each other; each worker wants about 1.5 GB
 #   make quickstart PYTHON=python3.12  another interpreter than python3
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 OUT    ?= bench/results
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help venv quickstart test test-all bench gpu lint
@@ -27,7 +29,7 @@ quickstart: venv  ## train a small model on this machine
 	$(BIN)/megatrain train configs/quickstart.yaml
 
 test: venv  ## what CI runs: everything that is neither slow nor for a GPU
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-all: venv  ## everything, with the thorough property tests
 	$(BIN)/python -m pytest --hypothesis-profile=thorough $(ARGS)

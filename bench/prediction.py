@@ -276,7 +276,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcomes.append(run(case, hardware, pace))
         print(show(outcomes[-1], options.kinds), flush=True)
     if options.json:
-        options.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
+        result = {"cases": [asdict(outcome) for outcome in outcomes], "hardware": asdict(hardware)}
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
     close = [each for each in outcomes if abs(each.time_ratio - 1) <= options.tolerance]
     enough = [each for each in outcomes if 1 <= each.memory_ratio <= 1 + MEMORY_TOLERANCE]
     print(f"{len(close)} of {len(outcomes)} step times within {options.tolerance:.0%}")

@@ -59,7 +59,7 @@ train:
   log_every: 50
   eval_every: 0
 checkpoint: {{every: 0}}
-output: {{folder: {folder}, tensorboard: false, verify_export: false}}
+output: {{folder: {folder}, trackers: [], verify_export: false}}
 """
 
 

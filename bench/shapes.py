@@ -27,12 +27,19 @@ def llama_shape(
     """A Llama: grouped-query attention with heads of 128, a gated feed-forward of 3.5 x `width` unless given."""
     inner = feed_forward or 7 * width // 2
     narrow = min(width, key_value_heads * HEAD_SIZE)
+    attention = 2.0 * width + 4 * width / HEAD_SIZE  # its output, and a float32 per head
+    products = 2.0 * (2 * width + 2 * narrow + 2 * inner)  # the last one is spared
     profile = LayerProfile(
         attention_flops=4.0 * width,
         kept_nbytes=KEPT_NBYTES_PER_WIDTH * width,
         chunked_nbytes=CHUNKED_NBYTES_PER_WIDTH * width,
         chunk_nbytes=CHUNK_NBYTES_PER_WIDTH * width,
         chunk_numel=3 * inner * width,
+        chosen_nbytes=products + attention,
+        shared_nbytes=2.0 * (narrow + 2 * inner) + attention,  # the value's, both halves of the gate's
+        attention_nbytes=attention,
+        chosen_share=1.0,
+        spared_share=inner / (2 * width + 2 * narrow + 3 * inner),
     )
     shapes = {
         "input_layernorm": (width,),

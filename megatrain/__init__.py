@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatrain.errors import MegaTrainError
+    from megatrain.losses import DPO, LogitsLoss, LogProbLoss
     from megatrain.optim import AdamW
     from megatrain.spec import Policy
     from megatrain.train.engine import Engine, StepOutput
@@ -18,13 +19,16 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AdamW": "megatrain.optim",
+    "DPO": "megatrain.losses",
     "Engine": "megatrain.train.engine",
+    "LogProbLoss": "megatrain.losses",
+    "LogitsLoss": "megatrain.losses",
     "MegaTrainError": "megatrain.errors",
     "Policy": "megatrain.spec",
     "StepOutput": "megatrain.train.engine",
 }
 
-__all__ = ["AdamW", "Engine", "MegaTrainError", "Policy", "StepOutput"]
+__all__ = ["DPO", "AdamW", "Engine", "LogProbLoss", "LogitsLoss", "MegaTrainError", "Policy", "StepOutput"]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,7 @@
       DataError            a source, a tokenizer or a dataset
         SampleError        one sample: a missing field, a role that the template refuses
         BatchError         one micro-batch: ids outside the vocabulary, no target token
+      LossError            a loss function that returns what no step can go down
       PlanError            a policy that contradicts itself
         DoesNotFit         a policy that needs more memory than a tier has
       ScheduleError        a schedule that `check` refused
@@ -87,6 +88,10 @@ class SampleError(DataError):
 
 class BatchError(DataError):
     """One micro-batch is unusable: ids outside the vocabulary, wrong shapes, no target token."""
+
+
+class LossError(MegaTrainError):
+    """A loss function returned no scalar, or one that does not depend on what it was given."""
 
 
 class PlanError(MegaTrainError):

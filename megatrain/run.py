@@ -16,7 +16,6 @@ no model, and one that stood there stays.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from rich.text import Text
 from megatrain import resume
 from megatrain.budgets import budgets, open_disk, refuse_wear, with_disk
 from megatrain.checkpoint import Checkpoint, Retention
-from megatrain.config import Config, TrainSection, save_config
+from megatrain.config import Config, TrainSection
 from megatrain.corpus import Corpus, open_corpus, shortened
 from megatrain.data import (
     Tokenizer,
@@ -62,13 +61,14 @@ from megatrain.train.engine import Engine
 from megatrain.train.events import Compiled, Ended, Evaluated, Event, Resumed, Sampled, Watcher
 from megatrain.train.feed import Feed
 from megatrain.train.health import STATUS, Health
-from megatrain.train.metrics import JsonLines, TensorBoard
 from megatrain.train.options import EngineOptions
-from megatrain.train.progress import Progress, describe_model, loading, printable, show_plan
+from megatrain.train.progress import describe_model, loading, printable, show_plan
 from megatrain.train.restored import NewMoments
 from megatrain.train.stop import StopSignals
+from megatrain.train.trackers import refuse_missing
 from megatrain.train.trainer import Task, train
 from megatrain.trained import save_trained, say_where, verify_trained
+from megatrain.watching import open_watchers
 
 VERIFIED_PARAMETERS = 10**9
 """A saved model below this size is loaded again and its loss compared."""
@@ -87,6 +87,7 @@ def run_training(config: Config, console: Console) -> Path:
     def say(line: str) -> None:
         console.print(Text(printable(line), "yellow"), soft_wrap=True)
 
+    refuse_missing(config.output.trackers)
     if config.resume is None:
         _refuse_finished(folder, config.output.overwrite)
     taken = resume.find(config, say)
@@ -316,23 +317,6 @@ def _show(config: Config, engine: Engine, source: Source, corpus: Corpus, plan: 
         console.print(Text.assemble(*styled), soft_wrap=True)
 
 
-def _watchers(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack, console: Console) -> list[Watcher]:
-    """Everything that reports, opened for as long as `stack`. This is the first to write into the run folder."""
-    folder = Path(config.output.folder).expanduser()
-    goes_on = taken is not None and taken.folder.parent == config.checkpoints.resolve()
-    step = resume.facts_of(taken)["step"] if taken is not None and goes_on else None
-    if (folder / "metrics.jsonl").exists() and not goes_on:
-        console.print(Text(f"replaces the metrics of an earlier run in {folder}", "yellow"), soft_wrap=True)
-    resume.remove_others(config, taken if goes_on else None)
-    save_config(config, folder / "config.yaml")
-    watchers: list[Watcher] = [stack.enter_context(JsonLines(folder / "metrics.jsonl", step))]
-    if not goes_on:
-        shutil.rmtree(folder / "tensorboard", ignore_errors=True)
-    if config.output.tensorboard:
-        watchers.append(stack.enter_context(TensorBoard(folder / "tensorboard", step)))
-    return [*watchers, stack.enter_context(Progress(console, config.train.log_every)), run.checkpoints]
-
-
 # During training ---------------------------------------------------------------------------------------------------
 
 
@@ -340,7 +324,7 @@ def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack
     """Train to the end, or until told to stop, and save what there is then."""
     train_, checkpoints, engine = config.train, run.checkpoints, run.engine
     stop = stack.enter_context(StopSignals(config.checkpoint.deadline_seconds, checkpoints.expected_seconds))
-    watchers = _watchers(config, run, taken, stack, console)
+    watchers: list[Watcher] = [*open_watchers(config, taken, stack, console), checkpoints]
     health = Health(
         Path(config.output.folder).expanduser() / STATUS,
         engine,

@@ -16,9 +16,10 @@ from megatrain.errors import PlanError
 Precision = Literal["bf16", "fp32"]
 UnitKind = Literal["prologue", "layer", "epilogue"]
 ActivationPlan = Literal["keep", "recompute"]
-Keep = Literal["graph", "input", "offload", "drop"]
-"""What is left of a layer's forward for its backward: its autograd graph; its input; its input in host memory, brought
-back in time; or nothing, and the input is computed again from the nearest one below that was not dropped."""
+Keep = Literal["graph", "chosen", "attention", "input", "offload", "drop"]
+"""What is left of a layer's forward for its backward: its autograd graph; its input and what its large products and its
+attention have given; its input and what attention has; its input; its input in host memory, brought back in time; or
+nothing, and the input is computed again from the nearest one below that was not dropped."""
 UpdateTime = Literal["next_forward", "during_backward", "after_backward"]
 Tier = Literal["device", "host", "disk"]
 
@@ -57,9 +58,24 @@ class LayerProfile:
     chunked_nbytes: float = 0.0
     """Of `kept_nbytes`, what is not kept where token-wise parts run in chunks; 0 where it has none."""
     chunk_nbytes: float = 0.0
-    """Bytes per token that autograd keeps of a chunk while it is at work, of the part that keeps most."""
+    """Bytes per token that autograd keeps of a chunk at work, of the part that keeps most."""
     chunk_numel: int = 0
     """Parameters of the largest token-wise part."""
+
+    chosen_nbytes: float = 0.0
+    """Bytes per token of what `chosen` keeps beside the input; 0 where nothing is known of it."""
+    shared_nbytes: float = 0.0
+    """Of those, what a graph that grows from them holds too."""
+    attention_nbytes: float = 0.0
+    """Bytes per token of what `attention` keeps beside the input; a graph holds all of it."""
+    chosen_share: float = 0.0
+    """Share of the operations of the forward's products that `chosen` does not do again."""
+    spared_share: float = 0.0
+    """Share of them that neither it nor `attention` does again, since no gradient needs their results."""
+
+    def stored(self, keep: Keep, tokens: int) -> int:
+        """Bytes that `chosen` or `attention` keeps of so many tokens, beside the input."""
+        return int(tokens * (self.chosen_nbytes if keep == "chosen" else self.attention_nbytes))
 
     def kept(self, rows: int, length: int, chunk: int = 0) -> int:
         """Bytes of a kept graph over `rows` sequences of `length` tokens; `chunk` as in `Policy.mlp_chunk_tokens`."""
@@ -355,11 +371,10 @@ class Policy:
     loss_chunk_tokens: int = 512
     """Target tokens whose logits exist at one time."""
     mlp_chunk_tokens: int = 0
-    """Tokens that token-wise parts of a layer, its feed-forward above all, compute at one time: of more tokens than
-    that they keep their input alone, and what is between exists for one chunk. 0 computes all tokens at once. As
-    `loss_chunk_tokens`, it changes numbers by rounding."""
+    """Tokens that token-wise parts of a layer, its feed-forward above all, compute at one time, keeping their input
+    alone of more; 0 is all. As `loss_chunk_tokens` and `compile`, it changes numbers by rounding."""
     compile: bool = False
-    """Run layers through `torch.compile`, which changes numbers by rounding."""
+    """Run layers through `torch.compile`."""
     shares_memory: bool = False
     """The device computes in host memory: weights need no fetch, and gradients of the right dtype are born at home."""
     host_threads: int = 0
@@ -378,25 +393,22 @@ class Policy:
         self._require("activations", self.activations in ("keep", "recompute"), "keep or recompute")
         for index, row in enumerate(self.activation_rows):
             if not row or not set(row) <= set(get_args(Keep)):
-                fix = "give one or more of graph, input, offload and drop"
+                fix = "give one or more of graph, chosen, attention, input, offload and drop"
                 raise PlanError(f"row {index} is {row!r}", where="policy.activation_rows", fix=fix)
         times = ("next_forward", "during_backward", "after_backward")
         self._require("update", self.update in times, "next_forward or during_backward")
         self._require("masters", self.masters in ("split", "whole"), "split")
         for key in ("weight_slots", "grad_slots", "shard_nbytes", "loss_chunk_tokens", "offload_slots", "stage_slots"):
             self._require(key, getattr(self, key) >= 1, "at least 1")
-        self._require(
-            "recompute_slots", self.recompute_slots is None or self.recompute_slots >= 1, "at least 1 or None"
-        )
-        for key in ("host_threads", "mlp_chunk_tokens"):
-            self._require(key, getattr(self, key) >= 0, "0 or more")
+        self._require("recompute_slots", self.recompute_slots is None or self.recompute_slots > 0, "at least 1 or None")
+        self._require("host_threads", self.host_threads >= 0, "0 or more")
+        self._require("mlp_chunk_tokens", self.mlp_chunk_tokens >= 0, "0 or more")
         if self.precision == "fp32" and self.grad_precision == "bf16":
             raise PlanError(
                 "gradients in bf16 would hold less than precision fp32 promises",
                 where="policy.grad_precision",
                 fix="leave it unset or use precision bf16",
             )
-
         if self.shares_memory and any(home.weights == "device" for home in self.homes):
             raise PlanError("the device has no memory of its own", where="policy.homes", fix="use host or disk")
 

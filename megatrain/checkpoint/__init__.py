@@ -6,12 +6,14 @@ from megatrain.checkpoint.folder import Newest, Retention, checkpoints, newest_s
 from megatrain.checkpoint.manifest import Check, Damage, Manifest, full_check, quick_check
 from megatrain.checkpoint.restore import Checkpoint, open_checkpoint
 from megatrain.checkpoint.save import ParamState, PlannedCheckpoint, step_folder, write_checkpoint
+from megatrain.checkpoint.shared import Earlier
 
 __all__ = [
     "SHARD_NBYTES",
     "Check",
     "Checkpoint",
     "Damage",
+    "Earlier",
     "ExportOptions",
     "Manifest",
     "Newest",

@@ -35,10 +35,14 @@ class Retention:
                 fix="keep at least the last one, and no negative number",
             )
 
+    def is_regular(self, step: int) -> bool:
+        """Whether the checkpoint of a step is kept for good, whatever others there are."""
+        return bool(self.keep_every) and step % (self.keep_every or 1) == 0
+
     def kept(self, scores: Mapping[int, float | None]) -> set[int]:
         """Of these steps, with the score of each (lower is better, `None` is no score), those that are kept."""
         last = sorted(scores)[-self.keep_last :]
-        every = [step for step in scores if self.keep_every and step % self.keep_every == 0]
+        every = [step for step in scores if self.is_regular(step)]
         ranked = sorted((score, -step) for step, score in scores.items() if score is not None)
         return {*last, *every, *(-step for _, step in ranked[: self.keep_best])}
 

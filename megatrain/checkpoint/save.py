@@ -31,12 +31,13 @@ from megatrain.checkpoint.appear import appearing
 from megatrain.checkpoint.direct import DirectWriter
 from megatrain.checkpoint.export import SHARD_NBYTES, add_files
 from megatrain.checkpoint.manifest import MANIFEST, Manifest
-from megatrain.checkpoint.shards import ShardWriter, plan_front_to_back, write_index
+from megatrain.checkpoint.shards import Shard, ShardFile, ShardWriter, plan_front_to_back, write_index
+from megatrain.checkpoint.shared import Earlier, SharedFile, share_instead
 from megatrain.checkpoint.sums import FileSum, sum_of
 from megatrain.checkpoint.training import TRAINING, write_training
 from megatrain.errors import CheckpointError
 from megatrain.model import PortedModel, WrittenModel, WrittenTensor
-from megatrain.spec import ParamSpec
+from megatrain.spec import ModelSpec, ParamSpec
 
 OPTIMIZER = "optimizer"
 """The folder of moments inside a checkpoint."""
@@ -68,20 +69,31 @@ class PlannedCheckpoint:
         self.order = tuple(range(len(self.spec.units)) if order is None else order)
         """Units in the order in which they are written, every one once; as in the specification if not given."""
         self.written = WrittenModel(ported, torch.float32)
-        self.weights = plan_front_to_back(self.tensors, shard_nbytes, "model")
+        self.frozen = _frozen(self.spec, self.written)
+        """Names of tensors that nothing trains. They have files of their own, which checkpoints share (`shared`)."""
+        self.weights = plan_front_to_back(self.tensors, shard_nbytes, "model", self.frozen)
         self.moments = plan_front_to_back(self.moment_tensors, shard_nbytes, f"{OPTIMIZER}/moments")
         self.small_files = _small_files(self.written)
 
     @property
     def tensors(self) -> list[WrittenTensor]:
         """The tensors of the model's files, in the order in which units give them."""
-        return [tensor for unit in self.order for tensor in self.written.units[unit]]
+        return [tensor for unit in self.order for tensor in self.tensors_of(unit)]
+
+    def tensors_of(self, unit: int) -> list[WrittenTensor]:
+        """In an order that does not depend on how the model was made, so that a resumed run makes the same files."""
+        return sorted(self.written.units[unit], key=lambda tensor: tensor.name)
 
     @property
     def moment_tensors(self) -> list[WrittenTensor]:
         """The tensors of the optimizer's files, in the order in which units give them."""
         params = (param for unit in self.order for param in self.spec.units[unit].params)
         return [tensor for param in params for tensor in moments_of(param)]
+
+    @property
+    def frozen_weights(self) -> list[Shard]:
+        """Files in which nothing is trained."""
+        return [shard for shard in self.weights if shard.starts and self.frozen.issuperset(shard.starts)]
 
     @property
     def nbytes(self) -> int:
@@ -99,12 +111,16 @@ def write_checkpoint(
     score: float | None = None,
     write_more: Callable[[Path], object] | None = None,
     progress: Progress | None = None,
+    earlier: Earlier | None = None,
+    shared: Callable[[int], object] = lambda nbytes: None,
 ) -> Path:
     """Write the checkpoint `step-STEP` into `folder`, in the place of one that is there, and return its path.
 
     units: the state of each parameter by name, unit after unit in `planned.order`; advanced once the unit before has
     been written, so whatever makes units may reuse memory. training: see `write_training`. score: what checkpoints
     are ranked by, lower is better. write_more: called with the folder before it appears, to add a tokenizer, say.
+    earlier: a checkpoint in the same folder, whose files are linked where they would be the same. shared: called with
+    the bytes of each such file.
 
     May run in a thread beside training, as may `units`, one call at a time. Raises `CheckpointError` when it cannot be
     written, for lack of space among others; what was there is then there as before. What `units` raises comes through.
@@ -113,15 +129,18 @@ def write_checkpoint(
     _refuse_foreign(target)
     try:
         with appearing(target) as staging:
-            _refuse_too_little_space(target, planned.nbytes)
+            _refuse_too_little_space(target, planned.nbytes - _shareable_nbytes(planned, earlier))
             for name, content in planned.small_files.items():
                 (staging / name).parent.mkdir(parents=True, exist_ok=True)
                 (staging / name).write_bytes(content)
             write_training(staging, training)
             if write_more is not None:
                 add_files(write_more, staging)
-            sums = _write_arrays(planned, iter(units), staging, progress or _unwatched)
+            sums = _write_arrays(planned, iter(units), staging, progress or _unwatched, earlier, shared)
             files = {name: sums.get(name) or sum_of(path) for name, path in _files_in(staging).items()}
+            for name in files.keys() - sums.keys() if earlier is not None else ():
+                if share_instead(earlier, name, files[name], staging / name):
+                    shared(files[name].nbytes)
             score = score if score is not None and math.isfinite(score) else None
             (staging / MANIFEST).write_text(Manifest(step, score, version("megatrain"), files).text())
     except OSError as error:
@@ -143,31 +162,76 @@ def moments_of(param: ParamSpec) -> list[WrittenTensor]:
 
 
 def _write_arrays(
-    planned: PlannedCheckpoint, units: Iterator[Mapping[str, ParamState]], folder: Path, progress: Progress
+    planned: PlannedCheckpoint,
+    units: Iterator[Mapping[str, ParamState]],
+    folder: Path,
+    progress: Progress,
+    earlier: Earlier | None,
+    shared: Callable[[int], object],
 ) -> dict[str, FileSum]:
     """Write the files of weights and moments, and return their sums."""
     if planned.moments:
         (folder / OPTIMIZER).mkdir()
-    with (
-        DirectWriter(folder) as files,
-        ShardWriter(folder, planned.weights, files.open) as weights,
-        ShardWriter(folder, planned.moments, files.open) as moments,
-    ):
-        arrays = _Arrays(planned, weights, moments, progress)
-        for unit in planned.order:
-            arrays.write_unit(unit, units)
-        arrays.finish(units)
+    frozen = planned.frozen_weights
+    trained = [shard for shard in planned.weights if shard not in frozen]
+    with DirectWriter(folder) as files:
+
+        def create(path: Path, nbytes: int) -> ShardFile:
+            name = path.relative_to(folder).as_posix()
+            expected = earlier.sum_of(name, nbytes) if earlier is not None else None
+            if earlier is None or expected is None:
+                return files.open(path, nbytes)
+
+            def unchanged(found: FileSum) -> None:
+                files.sums[name] = found
+                shared(found.nbytes)
+
+            return SharedFile(earlier, name, expected, path, lambda: files.open(path, nbytes), unchanged)
+
+        with (
+            ShardWriter(folder, trained, create) as weights,
+            ShardWriter(folder, frozen, create) as constant,
+            ShardWriter(folder, planned.moments, create) as moments,
+        ):
+            arrays = _Arrays(planned, weights, constant, moments, progress)
+            for unit in planned.order:
+                arrays.write_unit(unit, units)
+            arrays.finish(units)
     write_index(folder, planned.weights, planned.tensors, planned.written.numel)
     return files.sums
+
+
+def _frozen(spec: ModelSpec, written: WrittenModel) -> frozenset[str]:
+    """Names of tensors that nothing trains, as far as names tell; one too many or too few only costs space."""
+    names: set[str] = set()
+    for unit, tensors in zip(spec.units, written.units, strict=True):
+        still = {param.name for param in unit.params if not param.trainable}
+        whole = bool(still) and not any(param.trainable for param in unit.params)
+        names.update(tensor.name for tensor in tensors if whole or tensor.name in still)
+    return frozenset(names)
+
+
+def _shareable_nbytes(planned: PlannedCheckpoint, earlier: Earlier | None) -> int:
+    """Bytes that will hardly have to be written."""
+    if earlier is None:
+        return 0
+    there = (shard for shard in planned.frozen_weights if earlier.sum_of(shard.name, shard.nbytes) is not None)
+    return sum(shard.nbytes for shard in there)
 
 
 class _Arrays:
     """Takes the state of unit after unit apart, and writes each tensor to its place."""
 
     def __init__(
-        self, planned: PlannedCheckpoint, weights: ShardWriter, moments: ShardWriter, progress: Progress
+        self,
+        planned: PlannedCheckpoint,
+        weights: ShardWriter,
+        constant: ShardWriter,
+        moments: ShardWriter,
+        progress: Progress,
     ) -> None:
-        self._planned, self._weights, self._moments, self._progress = planned, weights, moments, progress
+        self._planned, self._progress = planned, progress
+        self._weights, self._constant, self._moments = weights, constant, moments
         self._last: dict[str, tuple[WrittenTensor, Tensor]] = {}  # what lies in the last files, and is in memory anyway
         self._total = sum(tensor.nbytes for tensor in (*planned.tensors, *planned.moment_tensors))
         self._done = 0
@@ -181,10 +245,10 @@ class _Arrays:
             raise CheckpointError(f"only {given} of {len(self._planned.spec.units)} units were given")
         _refuse_inexact(params, state)
         tensors = self._planned.written.tensors(unit, {param.name: state[param.name].master for param in params})
-        for tensor in self._planned.written.units[unit]:
+        for tensor in self._planned.tensors_of(unit):
             value = tensors.pop(tensor.name)  # popped: where it is a copy, it goes as soon as it is written
             if tensor.dtype == torch.float32:
-                self._write(self._weights, tensor, value)
+                self._write(self._constant if tensor.name in self._planned.frozen else self._weights, tensor, value)
             else:
                 self._last[tensor.name] = tensor, value
         for param in params:

@@ -11,7 +11,7 @@ Format: 8 bytes little-endian length of the header, the header (JSON, padded wit
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -61,15 +61,18 @@ def plan_shards(tensors: Iterable[WrittenTensor], shard_nbytes: int) -> list[Sha
     return _named([sorted(each, key=_place) for each in _dealt(tensors, shard_nbytes)], "model")
 
 
-def plan_front_to_back(tensors: Sequence[WrittenTensor], shard_nbytes: int, stem: str) -> list[Shard]:
+def plan_front_to_back(
+    tensors: Sequence[WrittenTensor], shard_nbytes: int, stem: str, apart: Collection[str] = ()
+) -> list[Shard]:
     """As `plan_shards`, for files that are called `stem` and written without going back.
 
-    Within a file, tensors lie in the order in which they come. Those that are not float32 come after all others, in
-    files of their own, so that each tensor is aligned. No tensor, no file.
+    Within a file, tensors lie in the order in which they come. Those that are `apart` have files of their own, and so
+    have those that are not float32, which come after all others, so that each tensor is aligned. No tensor, no file.
     """
     floats = [tensor for tensor in tensors if tensor.dtype == torch.float32]
     others = sorted((tensor for tensor in tensors if tensor.dtype != torch.float32), key=_place)
-    dealt = [*_dealt(floats, shard_nbytes), *_dealt(others, shard_nbytes)]
+    groups = [tensor for tensor in floats if tensor.name not in apart], [t for t in floats if t.name in apart], others
+    dealt = [each for group in groups for each in _dealt(group, shard_nbytes)]
     return _named([each for each in dealt if each], stem)
 
 

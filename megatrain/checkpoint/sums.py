@@ -81,7 +81,7 @@ def _difference(path: Path, expected: FileSum, first: int) -> str:
         return f"cannot be read ({error.strerror or error})"
     last = min(first + _RUN, _blocks(expected))
     for block in range(first, last):
-        if block - first >= len(found) or found[block - first] != _of_block(expected, block):
+        if block - first >= len(found) or found[block - first] != digits_of_block(expected, block):
             start, stop = block * BLOCK_NBYTES, min((block + 1) * BLOCK_NBYTES, expected.nbytes)
             return f"is damaged between byte {start:,} and byte {stop:,}"
     return ""
@@ -91,7 +91,8 @@ def _blocks(file: FileSum) -> int:
     return len(file.blocks) // DIGITS
 
 
-def _of_block(file: FileSum, block: int) -> str:
+def digits_of_block(file: FileSum, block: int) -> str:
+    """The checksum of one block, in hexadecimal digits."""
     return file.blocks[DIGITS * block : DIGITS * (block + 1)]
 
 

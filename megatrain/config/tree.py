@@ -22,6 +22,8 @@ from pydantic import (
     model_validator,
 )
 
+from megatrain.spec import Keep
+
 
 def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
@@ -37,10 +39,9 @@ Betas = Annotated[tuple[Fraction, Fraction], Strict(False)]
 Names = Annotated[tuple[str, ...], Strict(False), BeforeValidator(_as_list)]
 
 
-Rows = Annotated[
-    tuple[Annotated[tuple[Literal["graph", "input", "offload", "drop"], ...], Strict(False)], ...], Strict(False)
-]
+Rows = Annotated[tuple[Annotated[tuple[Keep, ...], Strict(False)], ...], Strict(False)]
 Amount = Annotated[PositiveInt | str, Field(union_mode="left_to_right")]
+Trackers = Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Strict(False), BeforeValidator(_as_list)]
 Weights = Annotated[tuple[PositiveFloat, ...], Strict(False)]
 
 
@@ -224,8 +225,8 @@ class PolicySection(Section):
     activations: Literal["keep", "recompute"] | None = None
     """Keep each layer's graph until its backward, or keep its input and compute the layer again."""
     activation_rows: Rows | None = None
-    """In place of `activations`, a row per layer of an entry per micro-batch, graph, input, offload or drop; both start
-    over at their end."""
+    """In place of `activations`, a row per layer of an entry per micro-batch: graph, chosen, attention, input, offload
+    or drop; both start over at their end."""
     offload_slots: PositiveInt | None = None
     """Device buffers that offloaded inputs pass through."""
     recompute_slots: PositiveInt | None = None
@@ -300,10 +301,23 @@ class OutputSection(Section):
     """Whether to train into a folder that holds a finished run; its model is replaced when the new one is whole."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Of the weights in `model/`: the exact masters, or those rounded to bfloat16."""
-    tensorboard: bool = True
-    """Whether to write TensorBoard events too."""
+    trackers: Trackers = ("tensorboard",)
+    """What else draws the curves: tensorboard, wandb, trackio (the latter two are to be installed); [] for none."""
+    trackers_online: bool = False
+    """Whether wandb may send what it is told; else it writes below the run folder, and `wandb sync` sends it."""
+    project: str = "megatrain"
+    """Under which wandb and trackio gather runs."""
     verify_export: bool = True
     """Whether to load the saved model with `from_pretrained` and compare its loss (below 1e9 parameters)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_earlier(cls, value: Any) -> Any:
+        """Files that were written before there were other trackers say whether there is TensorBoard."""
+        if not isinstance(value, dict) or not isinstance(value.get("tensorboard"), bool) or "trackers" in value:
+            return value
+        rest = {key: each for key, each in value.items() if key != "tensorboard"}
+        return {**rest, "trackers": ("tensorboard",) if value["tensorboard"] else ()}
 
 
 class Config(Section):

@@ -22,7 +22,7 @@ from megatrain.device.pages import mapped
 from megatrain.device.worker import WorkerStream, as_foreground_error, close_workers, raise_first, worker_of
 from megatrain.errors import DeviceError
 
-COPIES = ("fetch", "grad", "offload", "reload")
+COPIES = ("fetch", "grad")
 MOST_KEPT = 1 << 20
 """Bytes below which a discarded buffer is kept: giving pages back costs more than they are worth."""
 

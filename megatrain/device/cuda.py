@@ -36,7 +36,7 @@ from megatrain.device.worker import (
 )
 from megatrain.errors import DeviceError, MegaTrainError, OutOfDeviceMemory
 
-COPIES = ("fetch", "grad", "offload", "reload")
+COPIES = ("fetch", "grad")
 MOST_STALLS = 4096
 """Stall intervals that are kept as pairs of CUDA events before the finished ones are summed up."""
 

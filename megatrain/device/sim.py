@@ -42,7 +42,7 @@ STATE = ("host/hi/", "host/low/", "host/moments/", "host/stage/", "device/hi/", 
 
 Temperament = Literal["uniform", "starve", "late", "eager"]
 TEMPERAMENTS: tuple[Temperament, ...] = ("uniform", "starve", "late", "eager")
-COPIES = ("fetch", "grad", "offload", "reload")
+COPIES = ("fetch", "grad")
 EAGERNESS = 0.9
 """How often the eager adversary takes what was submitted last; always would make all seeds alike."""
 

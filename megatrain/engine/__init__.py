@@ -3,15 +3,21 @@
 from megatrain.engine.batch import MicroBatch, check_inputs, check_micro_batches
 from megatrain.engine.executor import Executor
 from megatrain.engine.gradients import GradSink
-from megatrain.engine.step import DTYPES, StepResult, Streamer
+from megatrain.engine.losses import KeepLogProbs, LogitsLoss, LogProbLoss, LossFn, StepResult, target_mask
+from megatrain.engine.step import DTYPES, Streamer
 
 __all__ = [
     "DTYPES",
     "Executor",
     "GradSink",
+    "KeepLogProbs",
+    "LogProbLoss",
+    "LogitsLoss",
+    "LossFn",
     "MicroBatch",
     "StepResult",
     "Streamer",
     "check_inputs",
     "check_micro_batches",
+    "target_mask",
 ]

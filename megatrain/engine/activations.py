@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge
 
 from megatrain.engine.weights import Bound
 from megatrain.errors import ModelError
-from megatrain.model import Call, Sides
+from megatrain.model import Call, Sides, Stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,8 @@ class Activations:
     forms: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """Shape, strides and dtype of an offloaded input, as a tensor without memory."""
     graphs: dict[tuple[int, int], Graph] = field(default_factory=dict)
+    stored: dict[tuple[int, int], Stored] = field(default_factory=dict)
+    """Outputs of single ops of a layer, beside its input."""
     sides: dict[tuple[int, int], Sides] = field(default_factory=dict)
     """What a layer recorded for the auxiliary loss, until the loss; from there on, the gradient of each."""
     gradients: dict[int, Tensor] = field(default_factory=dict)

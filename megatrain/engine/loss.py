@@ -1,14 +1,17 @@
-"""Head and cross-entropy in token chunks: full logits never exist.
+"""Head and loss in token chunks: full logits never exist.
 
 For each chunk of target tokens the epilogue runs, the loss and its gradient with respect to the logits are formed in
 float32, and the chunk's backward runs at once. Positions without a target are never sent through the head. With the
 same chunks the numbers are the same bit for bit whatever else the plan says, also on the simulated device; those of the
 stock model, which goes backward through `torch.nn.functional.cross_entropy`, they equal to rounding.
+
+A loss that needs the log-probabilities of a whole micro-batch takes two passes over the chunks: `log_probs` without a
+graph, and `push_gradient` once the gradient of each is known. Left out: what such losses are (`losses`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -30,27 +33,39 @@ def cross_entropy(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor
     `logits` [tokens, vocabulary]; `targets` int64[tokens], none ignored. Goes through the tokens in blocks, so that the
     float32 copy of the logits exists for one block only.
     """
+    loss = torch.zeros((), dtype=torch.float64, device=logits.device)
+    gradient = torch.empty_like(logits)
+    for rows, work in _blocks(logits):
+        loss += _softmax_gradient(work, targets[rows], scale)
+        gradient[rows] = work
+    return loss, gradient
+
+
+def _blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Rows of `logits`, and a float32 copy of them that is overwritten by the next."""
     tokens, vocabulary = logits.shape
     rows = max(1, min(tokens, WORKSPACE_NUMEL.get(logits.device.type, 1 << 26) // vocabulary))
     workspace = torch.empty(rows, vocabulary, dtype=torch.float32, device=logits.device)
-    loss = torch.zeros((), dtype=torch.float64, device=logits.device)
-    gradient = torch.empty_like(logits)
     for start in range(0, tokens, rows):
-        part, wanted = logits[start : start + rows], targets[start : start + rows]
-        work = workspace[: len(part)].copy_(part)
-        loss += _softmax_gradient(work, wanted, scale)
-        gradient[start : start + rows] = work
-    return loss, gradient
+        part = logits[start : start + rows]
+        yield slice(start, start + rows), workspace[: len(part)].copy_(part)
+
+
+def _exponentials(work: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn float32 logits [tokens, vocabulary] in place into their exponentials, over that of the largest.
+
+    Returns the sum of each row [tokens, 1], and the exponent of each target [tokens].
+    """
+    work -= work.amax(dim=-1, keepdim=True)
+    chosen = work[torch.arange(len(targets), device=targets.device), targets]
+    return work.exp_().sum(dim=-1, keepdim=True), chosen
 
 
 def _softmax_gradient(work: Tensor, targets: Tensor, scale: float) -> Tensor:
     """Turn float32 logits [tokens, vocabulary] in place into the gradient; returns the sum of the losses."""
-    row = torch.arange(len(targets), device=targets.device)
-    work -= work.amax(dim=-1, keepdim=True)
-    chosen = work[row, targets]
-    total = work.exp_().sum(dim=-1, keepdim=True)
+    total, chosen = _exponentials(work, targets)
     work *= scale / total
-    work[row, targets] -= scale
+    work[torch.arange(len(targets), device=targets.device), targets] -= scale
     return (total.squeeze(-1).log() - chosen).sum(dtype=torch.float64)
 
 
@@ -94,6 +109,51 @@ def loss_and_gradients(
         gradient[chosen] = part.grad
         total += loss
     return total, gradient
+
+
+def log_probs(head: Head, hidden: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    """The log-probability of each target, float32[tokens] on the device of `hidden`; 0 where there is none."""
+    found = torch.zeros(len(targets), dtype=torch.float32, device=hidden.device)
+    for places in target_places(targets, chunk):
+        chosen = places.to(hidden.device, non_blocking=True)
+        wanted = targets[places].to(hidden.device, non_blocking=True)
+        logits = head(hidden[chosen])
+        for rows, work in _blocks(logits):
+            total, exponents = _exponentials(work, wanted[rows])
+            found[chosen[rows]] = exponents - total.squeeze(-1).log()
+    return found
+
+
+def push_gradient(
+    head: Head, leaves: list[Tensor], hidden: Tensor, targets: Tensor, chunk: int, gradients: Tensor
+) -> Tensor:
+    """The gradient for `hidden` [tokens, hidden size], given that for each target's log-probability, float32[tokens].
+
+    As in `loss_and_gradients`, those of the `leaves` go where their hooks send them.
+    """
+    found = torch.zeros_like(hidden)
+    for places in target_places(targets, chunk):
+        chosen = places.to(hidden.device, non_blocking=True)
+        wanted = targets[places].to(hidden.device, non_blocking=True)
+        part = hidden[chosen].requires_grad_()
+        with torch.enable_grad():
+            logits = head(part)
+        dlogits = _log_prob_gradient(logits.detach(), wanted, gradients[chosen])
+        torch.autograd.backward([logits], [dlogits], inputs=[part, *leaves])
+        assert part.grad is not None
+        found[chosen] = part.grad
+    return found
+
+
+def _log_prob_gradient(logits: Tensor, targets: Tensor, gradients: Tensor) -> Tensor:
+    """The gradient for `logits` [tokens, vocabulary]: each row's `gradients` times (one-hot - softmax)."""
+    found = torch.empty_like(logits)
+    for rows, work in _blocks(logits):
+        total, _ = _exponentials(work, targets[rows])
+        work *= -gradients[rows, None] / total
+        work[torch.arange(len(work), device=work.device), targets[rows]] += gradients[rows]
+        found[rows] = work
+    return found
 
 
 def target_places(targets: Tensor, chunk: int) -> tuple[Tensor, ...]:

@@ -11,7 +11,9 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,12 +25,12 @@ from megatrain.engine.activations import Activations, Graph, pack, unpack
 from megatrain.engine.batch import IGNORED, MicroBatch, model_inputs, shifted
 from megatrain.engine.executor import Executor
 from megatrain.engine.gradients import GradSink, UnitSum, send_to_sum
-from megatrain.engine.loss import loss_and_gradients, loss_only
+from megatrain.engine.losses import Chunks, Found, LossFn, StepResult, differentiate, divisor_of, measure, own_entries
 from megatrain.engine.weights import Bound, UnitBinder, names_weights
-from megatrain.errors import MegaTrainError, NonFinite
+from megatrain.errors import LossError, MegaTrainError, NonFinite
 from megatrain.layout import layout_of
 from megatrain.memory import Held, Pool
-from megatrain.model import PortedModel, Sides
+from megatrain.model import Answering, Keeping, PortedModel, Sides
 from megatrain.schedule import Access, Op, Schedule, Timeline
 from megatrain.spec import Policy, Precision
 
@@ -36,14 +38,6 @@ DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.fl
 DTYPE_OF_NBYTES = {2: torch.bfloat16, 4: torch.float32}
 PART_LETTERS = {"w": "hi", "l": "low", "m": "moments"}
 """First letter of a content -> the part of a unit's state that it is."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """`loss` is the mean over all target tokens of the step; `tokens` counts them."""
-
-    loss: float
-    tokens: int
 
 
 @dataclass(slots=True)
@@ -56,8 +50,15 @@ class _Current:
     sink: GradSink | None
     number: int
     scale: float
+    loss_fn: LossFn | None = None
+    own: Sequence[MicroBatch] = ()
+    """The micro-batches with what is for the loss alone."""
+    divisors: Sequence[float] = ()
+    """Per micro-batch, what the sum of its losses counts for: its target tokens, or what the loss function says."""
     loss: Tensor | None = None
-    """Sum over target tokens so far, float64 scalar on the device; made by the first LOSS."""
+    """Sum of the losses so far, float64 scalar on the device; made by the first LOSS."""
+    reported: dict[str, Tensor] = field(default_factory=dict)
+    """What the loss function reports, float64 scalars on the device."""
     activations: Activations = field(default_factory=Activations)
     sums: dict[int, UnitSum] = field(default_factory=dict)
     kept: int = 1
@@ -86,17 +87,30 @@ class Streamer:
         ported.to_device(device.torch_device)
 
     def run(
-        self, schedule: Schedule, micro_batches: Sequence[MicroBatch], sink: GradSink | None, number: int = 0
+        self,
+        schedule: Schedule,
+        micro_batches: Sequence[MicroBatch],
+        sink: GradSink | None,
+        number: int = 0,
+        loss_fn: LossFn | None = None,
     ) -> StepResult:
         """Execute a schedule; `number` is the step's, for randomness. Leaves the caller's random state as it was.
 
-        Raises `NonFinite` when the loss is not finite, and whatever an op or the sink raises.
+        loss_fn: cross-entropy if not given. Raises `NonFinite` when the loss is not finite, `LossError` for what is no
+        loss, and whatever an op, the sink or the loss function raises.
         """
         targets = [shifted(batch["labels"].cpu()).reshape(-1) for batch in micro_batches]
         tokens = sum(int((target != IGNORED).sum()) for target in targets)
-        now = _Current(micro_batches, targets, sink, number, 1.0 / max(tokens, 1))
+        divisors = [divisor_of(loss_fn, batch) for batch in micro_batches]
+        total = sum(divisors)
+        if micro_batches and not total > 0:
+            raise LossError("every micro-batch counts for nothing", where="divisor", fix="divide by more than 0")
+        own = own_entries(loss_fn)
+        seen = [{key: value for key, value in batch.items() if key not in own} for batch in micro_batches]
+        now = _Current(seen, targets, sink, number, 1.0 / (total or 1.0), loss_fn, micro_batches, divisors)
         self._execute(schedule, now)
-        return StepResult(self._finite_loss(now) / max(tokens, 1), tokens)
+        means = {name: value.item() / (total or 1.0) for name, value in now.reported.items()}
+        return StepResult(self._finite_loss(now) / (total or 1.0), tokens, means)
 
     def under_way(self) -> tuple[list[tuple[str, str, float]], float]:
         """(op, stream, seconds) of each stream that is at one, and the seconds since any began or ended."""
@@ -178,6 +192,14 @@ class Streamer:
             alive.graphs[unit, micro], found, sides = self._grown(now, op, held, hidden)
             alive.inputs[output] = found.detach()
             alive.sides[unit, micro] = tuple(side.detach() for side in sides)
+        elif stored := written.get(f"c{unit}.{micro}"):
+            keeping = Keeping("chosen" if "/chosen/" in stored.buffer else "attention", self.spec.hidden_size)
+            with keeping.running():
+                leaves = self._binders[unit].leaves(self._weights(op, held, unit))
+                leaf, call = hidden.detach().requires_grad_(), alive.calls[micro][unit - 1]
+                found, sides = self.ported.layer(unit - 1, leaves, leaf, call, self.policy)
+            alive.inputs[output], alive.stored[unit, micro] = found.detach(), keeping.stored()
+            alive.sides[unit, micro] = tuple(side.detach() for side in sides)
         else:
             weights = self._binders[unit].bind(self._weights(op, held, unit))
             call = alive.calls[micro][unit - 1]
@@ -198,14 +220,19 @@ class Streamer:
     def _grown(self, now: _Current, op: Op, held: Held, hidden: Tensor) -> tuple[Graph, Tensor, Sides]:
         """Run a layer with its autograd graph; what autograd saves of the weights it saves by name.
 
-        Returns the graph, the output [batch, length, hidden size] and the sides.
+        What its forward has stored is not computed again. Returns the graph, the output [batch, length, hidden size]
+        and the sides.
         """
         bound = Bound(self._weights(op, held, op.unit))
         leaves = self._binders[op.unit].leaves(bound.flat)
         leaf = hidden.detach().requires_grad_()
         call = now.activations.calls[op.micro][op.unit - 1]
-        with torch.enable_grad(), names_weights(bound):
+        stored = now.activations.stored.pop((op.unit, op.micro), None)
+        answering = Answering(stored) if stored else nullcontext()
+        with torch.enable_grad(), names_weights(bound), answering:
             output, sides = self.ported.layer(op.unit - 1, leaves, leaf, call, self.policy)
+        if stored:
+            stored.finish(self.spec.units[op.unit].name)
         edges = [get_gradient_edge(each) for each in (output, *sides)]
         return Graph(bound, leaves, leaf, edges), output, sides
 
@@ -230,21 +257,21 @@ class Streamer:
                 send_to_sum(used, self._sum(now, op, held, owner))
             trained += [leaf for _, leaf in used]
             leaves |= bound
-        loss, gradient = loss_and_gradients(
-            lambda part: self.ported.head(leaves, part),
-            trained,
-            flat,
-            now.targets[micro],
-            self.policy.loss_chunk_tokens,
-            now.scale,
-        )
-        now.loss = loss if now.loss is None else now.loss + loss
-        now.activations.gradients[micro] = gradient.view_as(hidden)
+        chunks = self._chunks(now, op, leaves, trained, flat)
+        found = differentiate(now.loss_fn, chunks, now.own[micro], now.scale)
+        _count(now, found)
+        assert found.gradient is not None
+        now.activations.gradients[micro] = found.gradient.view_as(hidden)
         self._balance(now, leaves, micro)
         self._close_finished(now, op)
 
+    def _chunks(self, now: _Current, op: Op, weights: dict[str, Tensor], trained: list[Tensor], flat: Tensor) -> Chunks:
+        """The head over a micro-batch, whose hidden states are `flat` [tokens, hidden size]."""
+        head, rewind = partial(self.ported.head, weights), partial(self._reseed, now, op.unit, op.micro)
+        return Chunks(head, trained, flat, now.targets[op.micro], self.policy.loss_chunk_tokens, rewind)
+
     def _balance(self, now: _Current, weights: dict[str, Tensor], micro: int) -> None:
-        """Add the router auxiliary loss of a micro-batch, by its share of the targets; its sides become gradients.
+        """Add the router auxiliary loss of a micro-batch, by its share of the divisor; its sides become gradients.
 
         So the step's loss is the mean, over target tokens, of the losses that the stock model gives each micro-batch.
         """
@@ -252,11 +279,10 @@ class Streamer:
         if self.ported.balance_coefficient is None or not now.targets:
             return
         sides = [tuple(side.detach().requires_grad_() for side in alive.sides.pop((unit, micro))) for unit in layers]
-        tokens = int((now.targets[micro] != IGNORED).sum())
         leaves = [side for of_layer in sides for side in of_layer]
         with torch.enable_grad():
             inputs = model_inputs(now.micro_batches[micro], self.device.torch_device)
-            loss = self.ported.balance(weights, inputs, sides) * tokens
+            loss = self.ported.balance(weights, inputs, sides) * now.divisors[micro]
             if now.sink is not None:
                 found = torch.autograd.grad(loss * now.scale, leaves, allow_unused=True, materialize_grads=True)
                 gradients = iter(found)
@@ -273,9 +299,8 @@ class Streamer:
         for owner in self._head_owners():
             weights |= self._binders[owner].bind(self._weights(op, held, owner))
         if now.targets:
-            flat, chunk = hidden.flatten(0, 1), self.policy.loss_chunk_tokens
-            loss = loss_only(lambda part: self.ported.head(weights, part), flat, now.targets[op.micro], chunk)
-            now.loss = loss if now.loss is None else now.loss + loss
+            chunks = self._chunks(now, op, weights, [], hidden.flatten(0, 1))
+            _count(now, measure(now.loss_fn, chunks, now.own[op.micro]))
             self._balance(now, weights, op.micro)
         else:
             last = hidden[:, -now.kept :]
@@ -380,7 +405,7 @@ class Streamer:
 
     def _locate(self, buffer: str, start: int, content: str) -> str:
         """The unit, and for weights and gradients the parameter, that lie at byte `start` of a buffer."""
-        digits = content.lstrip("wglmnhdak").partition(".")[0].partition("~")[0]
+        digits = content.lstrip("wglmnhdakc").partition(".")[0].partition("~")[0]
         if not digits.isdigit() or int(digits) >= len(self.spec.units):
             return buffer
         unit = int(digits)
@@ -399,6 +424,13 @@ class Streamer:
 
     def _reseed(self, now: _Current, unit: int, micro: int) -> None:
         self.device.seed(hash((self.seed, now.number, unit, micro)) & 0x7FFF_FFFF_FFFF_FFFF)
+
+
+def _count(now: _Current, found: Found) -> None:
+    """Add what a LOSS has found to what the step's have so far."""
+    now.loss = found.loss if now.loss is None else now.loss + found.loss
+    for name, value in found.sums.items():
+        now.reported[name] = now.reported[name] + value if name in now.reported else value
 
 
 def _part(held: Held, access: Access) -> Tensor:

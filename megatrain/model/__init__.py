@@ -1,6 +1,7 @@
 """Hugging Face causal language models as units that can stream. The only home of `transformers` (tokenizers:
 `data`)."""
 
+from megatrain.model.chosen import Answering, Keeping, Stored
 from megatrain.model.compiled import require_compiler, spent
 from megatrain.model.freeze import freeze_parameters
 from megatrain.model.fresh import FreshSource
@@ -15,8 +16,10 @@ from megatrain.model.speaker import TextStream, speak
 from megatrain.model.written import WrittenModel, WrittenTensor
 
 __all__ = [
+    "Answering",
     "Call",
     "FreshSource",
+    "Keeping",
     "Masters",
     "ModelSource",
     "PortedModel",
@@ -24,6 +27,7 @@ __all__ = [
     "Progress",
     "Sides",
     "Source",
+    "Stored",
     "TextStream",
     "WrittenModel",
     "WrittenTensor",

@@ -20,6 +20,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from megatrain.errors import ModelError
+from megatrain.model.chosen import watched
 from megatrain.model.compiled import compiled_call
 from megatrain.model.ports import Call, Capture, HandOut, Port, PrologueDone, hidden_of
 from megatrain.model.recorded import recorded
@@ -93,7 +94,7 @@ class PortedModel:
         Raises `ModelError` where it cannot be run compiled.
         """
         args, kwargs = call.arguments(hidden)
-        run = compiled_call if way.compile else functional_call
+        run = compiled_call if way.compile and not watched() else functional_call
         if way.compile and self.balance_coefficient is not None:
             what = "its layers record router outputs for the auxiliary loss, which compiled ones would not"
             raise ModelError(what, where=self.spec.name, fix="set policy.compile=false")

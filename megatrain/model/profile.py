@@ -1,4 +1,5 @@
-"""What a layer takes beside its weights, found by running it on zeros: attention arithmetic, and what autograd keeps.
+"""What a layer takes beside its weights, found by running it on zeros: attention arithmetic, and what autograd
+keeps, and what outputs of single ops take and save.
 
 No formula per architecture could be right for all of them, and one run of each kind of layer at two short lengths
 tells both numbers: kept bytes are linear in tokens, plus a part that grows with tokens x length where a kernel keeps
@@ -9,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from megatrain.model.chosen import Answering, Keeping, Key, Level, Stored
 from megatrain.spec import LayerProfile
 
 LENGTHS = (8, 16)
@@ -34,12 +37,63 @@ def profile_layer(layer: nn.Module, run: Run) -> LayerProfile:
             kept.append(kept_nbytes(run, length))
     (short, long), (less, more) = LENGTHS, kept
     by_length = max(0.0, (more / long - less / short) / (long - short))
-    return LayerProfile(
+    plain = LayerProfile(
         attention_flops=attention.flops / len(LENGTHS),
         window=window_of(layer),
         kept_nbytes=less / short - by_length * short,
         kept_nbytes_by_length=by_length,
     )
+    return replace(plain, **_stored(run, LENGTHS[-1]))
+
+
+def _stored(run: Run, length: int) -> dict[str, Any]:
+    """What single ops' outputs take and save, as fields of a profile; nothing where a layer does not run like that.
+
+    `width` of the hidden state is that of the output.
+    """
+    try:
+        found = {level: _keeping(run, length, level) for level in ("chosen", "attention")}
+    except (RuntimeError, NotImplementedError):  # an op that no dispatch mode can look at
+        return {}
+    nbytes = {level: sum(_storages(stored.tensors()).values()) / length for level, (stored, _) in found.items()}
+    stored, flops = found["chosen"]
+    spared = sum(flops[key] for key in stored.spared if key in flops)
+    answered = spared + sum(flops[key] for key in stored.outputs if key in flops)
+    return {
+        "chosen_nbytes": nbytes["chosen"],
+        "shared_nbytes": _shared_nbytes(run, length, stored) / length,
+        "attention_nbytes": nbytes["attention"],
+        "chosen_share": answered / max(1.0, sum(flops.values())),
+        "spared_share": spared / max(1.0, sum(flops.values())),
+    }
+
+
+def _keeping(run: Run, length: int, level: Level) -> tuple[Stored, dict[Key, float]]:
+    """What is stored of a run, and the operations of each product, once the first run has told the width."""
+    width = run(length)[0].shape[-1]
+    keeping = Keeping(level, width)
+    with keeping.running():
+        run(length)
+    return keeping.stored(), keeping.flops
+
+
+def _shared_nbytes(run: Run, length: int, stored: Stored) -> int:
+    """Bytes of what was stored that the graph holds which grows from it."""
+    there = _storages(stored.tensors())
+    held: set[int] = set()
+
+    def pack(tensor: Tensor) -> Tensor:
+        held.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with _hooks(pack), Answering(Stored(dict(stored.outputs), dict(stored.spared))):
+        run(length)
+    return sum(nbytes for place, nbytes in there.items() if place in held)
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Where each storage lies, and its bytes."""
+    return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
 
 
 class _Attention(TorchFunctionMode):

@@ -26,6 +26,7 @@ from megatrain.plan.rates import (
     product_seconds,
 )
 from megatrain.schedule import Op, Timeline
+from megatrain.schedule.activations import STORES
 from megatrain.schedule.build import accumulator_nbytes
 from megatrain.schedule.replay import DISK_STREAMS
 from megatrain.schedule.workspace import runs_in_chunks
@@ -177,7 +178,7 @@ class _Prices:
                 if op.stream == "compute":  # where the whole state is on the device
                     return touched / self._copies
                 return touched / optimizer_bandwidth(self.hardware, self.policy.host_threads)
-        kept = op.kind == "BACKWARD" and any("/graph/" in access.buffer for access in op.reads)
+        kept = _kept_for(op)
         unit, tokens = self.model.units[op.unit], self.work.tokens[op.micro]
         first = op.kind == "LOSS" and op.micro == 0
         key = op.kind, unit.kind, shape_of(unit), tokens, kept, first, op.unit > self.model.lowest_trained
@@ -186,7 +187,7 @@ class _Prices:
             self._known[key] += self._fresh_nbytes(op, unit, tokens, kept) / self._fresh
         return self._known[key]
 
-    def _fresh_nbytes(self, op: Op, unit: UnitSpec, tokens: int, kept: bool) -> float:
+    def _fresh_nbytes(self, op: Op, unit: UnitSpec, tokens: int, kept: str) -> float:
         """Memory that the op is the first to touch, in a device that computes in host memory.
 
         The engine gives freed memory back ahead of the first loss, and a gradient's pages once it has been used. So the
@@ -201,24 +202,26 @@ class _Prices:
             logits = min(self.policy.loss_chunk_tokens, tokens) * self.model.vocab_size
             head = max((param.numel for param in _multiplied(self.model, unit) if param.trainable), default=0)
             fresh += (2 * logits + head) * self.policy.weight_nbytes
-        if op.kind == "BACKWARD" and unit.kind == "layer" and not kept:
+        if op.kind == "BACKWARD" and unit.kind == "layer" and kept != "graph":
             fresh += self._kept(unit, tokens) / micros / len(self.model.layers)
         return fresh
 
-    def _compute(self, op: Op, unit: UnitSpec, tokens: int, kept: bool) -> float:
+    def _compute(self, op: Op, unit: UnitSpec, tokens: int, kept: str) -> float:
         if op.kind == "LOSS":
             return self._loss(unit, tokens)
         if unit.kind == "prologue":
             return self._lookup(op, tokens)
-        forward = self._forward(unit, tokens)
         if op.kind == "FORWARD":
-            return forward
-        return self._backward(op.unit, unit, tokens) + (0.0 if kept else forward)
+            return self._forward(unit, tokens)
+        return self._backward(op.unit, unit, tokens) + (0.0 if kept == "graph" else self._forward(unit, tokens, kept))
 
-    def _forward(self, unit: UnitSpec, tokens: int) -> float:
+    def _forward(self, unit: UnitSpec, tokens: int, kept: str = "") -> float:
+        """kept: what the forward has stored, where this is another."""
+        shares = {"chosen": unit.profile.chosen_share, "attention": unit.profile.spared_share}
         products = sum(self._product(param, tokens) for param in _multiplied(self.model, unit))
         attention, _ = self._attention(unit, tokens)
-        return products + attention + self._passing(unit, tokens)[0] + self._kernels(unit)
+        again = (1 - shares.get(kept, 0.0)) * products + (0.0 if kept else attention)
+        return again + self._passing(unit, tokens)[0] + self._kernels(unit)
 
     def _backward(self, index: int, unit: UnitSpec, tokens: int) -> float:
         """Twice the products (one of them only for what trains), attention's own, and the gradients added up."""
@@ -302,6 +305,12 @@ class _Prices:
             return rows + self._launch * PROLOGUE_KERNELS
         again = self._launch * (PROLOGUE_KERNELS + 2 * KERNELS)  # nothing of its forward has been kept
         return 3 * rows + self._adding(op.unit, self.model.units[op.unit]) + again
+
+
+def _kept_for(op: Op) -> str:
+    """What a backward finds of its layer beside the input, `graph` or one of `STORES`; empty for nothing."""
+    found = (access.buffer.split("/")[1] for access in op.reads if op.kind == "BACKWARD")
+    return next((word for word in found if word == "graph" or word in STORES), "")
 
 
 def update_nbytes(layout: Layout, policy: Policy) -> int:

@@ -36,8 +36,6 @@ STREAM_WORDS = {
     "fetch": "bus up",
     "grad": "bus down",
     "host": "optimizer",
-    "offload": "inputs out",
-    "reload": "inputs back",
     "read": "disk in",
     "write": "disk out",
 }

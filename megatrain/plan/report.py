@@ -22,6 +22,8 @@ OWNER_WORDS = {
     "hidden": "inputs of layers",
     "dhidden": "gradients of inputs",
     "graph": "graphs of layers",
+    "chosen": "outputs of products and attention",
+    "attention": "outputs of attention",
     "loss": "loss workspace",
     "partial": "gradient workspace",
     "again": "inputs computed again",

@@ -1,6 +1,7 @@
 """What lives between a layer's forward and its backward, per (layer, micro-batch), and how the rest comes back.
 
-The policy says what is left of each forward (`spec.Keep`). A graph and an input are transient buffers on the device.
+The policy says what is left of each forward (`spec.Keep`). A graph, an input and what is stored of a layer beside its
+input are transient buffers on the device.
 An *offloaded* input goes through slots to host memory and comes back: ops name it as if it stayed on the device, and
 `staging` puts OFFLOAD and RELOAD ops around them. What is still in its slot when it is needed again never leaves.
 
@@ -23,10 +24,13 @@ from functools import lru_cache
 from megatrain.errors import PlanError
 from megatrain.schedule.ops import Access, Buffer, Op
 from megatrain.schedule.staging import Route, Staged, stage
-from megatrain.schedule.workspace import arguments_nbytes
+from megatrain.schedule.workspace import arguments_nbytes, runs_in_chunks
 from megatrain.spec import Keep, ModelSpec, Policy, Work
 
-THROUGH_THE_BUS = Route(("RELOAD", "reload"), ("OFFLOAD", "offload"))
+THROUGH_THE_BUS = Route(("RELOAD", "fetch"), ("OFFLOAD", "grad"))
+
+STORES: tuple[Keep, ...] = ("chosen", "attention")
+"""What keeps outputs of single ops beside a layer's input."""
 
 Pass = tuple[int, int]
 """(start, stop): layers computed again from boundary `start`, which is there, to `stop`, which is held from then on."""
@@ -112,9 +116,16 @@ class Activations:
         match self._keeps.get((layer, micro)):
             case "graph":
                 return [self.graph(layer, micro)]
+            case "chosen" | "attention":
+                return [self.stored(layer, micro)]
             case "offload":
                 return [self._offloaded(layer, micro)]
         return []
+
+    def taken_up_by(self, layer: int, micro: int) -> list[Access]:
+        """All that the backward of a layer reads of what its forward has left."""
+        also = [self.stored(layer, micro)] if self._keeps[layer, micro] in STORES else []
+        return [self.found_by(layer, micro), *also]
 
     def found_by(self, layer: int, micro: int) -> Access:
         """The graph or the input that the backward of a layer starts from."""
@@ -173,11 +184,21 @@ class Activations:
         tokens = self._work.tokens[micro]
         length = min(self._work.length or tokens, tokens)
         alike = self._work.repeats if self.keeps_graph(layer, micro) else 1  # one at a time where recomputed
-        profile, chunk = self._model.units[layer].profile, self._policy.mlp_chunk_tokens
-        nbytes = max(1, round(alike * profile.kept(tokens // length, length, chunk)))
+        profile, keep = self._model.units[layer].profile, self._keeps[layer, micro]
+        there = {"chosen": profile.shared_nbytes, "attention": profile.attention_nbytes}.get(keep, 0.0)
+        if keep == "chosen" and runs_in_chunks(self._model.units[layer], self._policy, tokens):
+            there = 0.0  # products within chunks are not stored
+        kept = profile.kept(tokens // length, length, self._policy.mlp_chunk_tokens)
+        nbytes = max(1, round(alike * kept - tokens * there))
         if self.keeps_graph(layer, micro) and self._policy.weight_nbytes == 2:
             nbytes += self._boundary_nbytes(micro)  # the input: a norm in float32 saves a copy of it instead
         return self.transient(f"graph/{layer}.{micro}", nbytes, f"k{layer}.{micro}")
+
+    def stored(self, layer: int, micro: int) -> Access:
+        """What a layer's forward has stored of its ops' outputs."""
+        keep, tokens = self._keeps[layer, micro], self._work.tokens[micro]
+        nbytes = max(1, round(self._work.repeats * self._model.units[layer].profile.stored(keep, tokens)))
+        return self.transient(f"{keep}/{layer}.{micro}", nbytes, f"c{layer}.{micro}")
 
     def _computed_again(self, unit: int, micro: int) -> Access:
         """A boundary that is computed once more; each time it is another buffer, with a lifetime of its own."""

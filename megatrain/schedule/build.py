@@ -177,7 +177,7 @@ class Builder:
             reads = [self.alive.dhidden(unit + 1, micro), *([self._weights(unit)] if self.layouts[unit].size else [])]
             writes = []
             if unit > 0:
-                reads += [self.alive.arguments(micro), self.alive.found_by(unit, micro)]
+                reads += [self.alive.arguments(micro), *self.alive.taken_up_by(unit, micro)]
                 if not self.alive.keeps_graph(unit, micro):
                     writes.append(self.alive.graph(unit, micro))
                 writes.append(self.alive.dhidden(unit, micro))

@@ -19,11 +19,13 @@ from megatrain.spec import Tier
 Kind = Literal[
     "READ", "WRITE", "FETCH", "FORWARD", "LOSS", "BACKWARD", "GRAD", "ADD", "NORM", "UPDATE", "OFFLOAD", "RELOAD"
 ]
-Stream = Literal["compute", "fetch", "grad", "host", "read", "write", "offload", "reload"]
+Stream = Literal["compute", "fetch", "grad", "host", "read", "write"]
+"""`fetch` is the bus to the device and `grad` the bus from it, whatever is copied: each direction moves one thing at a
+time, in the order of the schedule."""
 USED = "used"
 """Content of memory that an op has given up: nobody may read it, and its pages may go back to the system."""
 
-STREAMS: tuple[Stream, ...] = ("compute", "fetch", "grad", "host", "read", "write", "offload", "reload")
+STREAMS: tuple[Stream, ...] = ("compute", "fetch", "grad", "host", "read", "write")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ from megatrain.schedule.ops import STREAMS, Op, Schedule, Stream
 from megatrain.spec import Tier
 
 DISK_STREAMS: tuple[Stream, ...] = ("read", "write")
-RARE_STREAMS: tuple[Stream, ...] = (*DISK_STREAMS, "offload", "reload")
-"""Of which a trace has a row only where they have work."""
+"""They have a processor of their own, and a row of a trace only where they have work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ class Timeline:
         """A picture: one row per stream, one column per `seconds / width`, `#` where the stream is busy."""
         rows = []
         busy = {op.stream for op in self.schedule.ops}
-        for stream in (stream for stream in STREAMS if stream in busy or stream not in RARE_STREAMS):
+        for stream in (stream for stream in STREAMS if stream in busy or stream not in DISK_STREAMS):
             cells = ["."] * width
             for op, start, end in zip(self.schedule.ops, self.starts, self.ends, strict=True):
                 if op.stream == stream and end > start:
@@ -106,7 +105,7 @@ def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
     events: list[dict[str, Any]] = [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": stream}}
         for tid, stream in enumerate(STREAMS)
-        if stream in busy or stream not in RARE_STREAMS
+        if stream in busy or stream not in DISK_STREAMS
     ]
     origin = 0.0
     for step, timeline in enumerate(timelines):

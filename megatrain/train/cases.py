@@ -21,6 +21,7 @@ from megatrain.spec import ActivationPlan, Keep, Policy
 SIM = "sim:7"
 ACTIVATION_PLANS: tuple[ActivationPlan, ...] = get_args(ActivationPlan)
 MIXTURE: tuple[tuple[Keep, ...], ...] = (("offload", "graph"), ("drop",))
+STORED: tuple[tuple[Keep, ...], ...] = (("chosen", "attention"),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +93,11 @@ def full_cases(model: StockModel) -> list[Case]:
 
 
 def short_settings() -> list[Setting]:
-    """Keeping graphs, and computing layers again with their token-wise parts in chunks."""
-    chunks = {"keep": 0, "recompute": 4}
-    return [_setting("cpu", plan, loss_chunk_tokens=5, mlp_chunk_tokens=chunks[plan]) for plan in ACTIVATION_PLANS]
+    """Keeping graphs; computing layers again, their token-wise parts in chunks; and some of their ops alone."""
+    each = [_setting("cpu", plan, loss_chunk_tokens=5) for plan in ACTIVATION_PLANS]
+    chosen = Setting("cpu, chosen outputs", "cpu", replace(each[-1].policy, activation_rows=STORED))
+    chunks = Setting("cpu, recompute, in chunks", "cpu", replace(each[-1].policy, mlp_chunk_tokens=4))
+    return [*each[:-1], chunks, chosen]
 
 
 def full_settings() -> list[Setting]:
@@ -103,7 +106,12 @@ def full_settings() -> list[Setting]:
     each += [_setting(SIM, plan, shard_nbytes=1 << 16) for plan in ACTIVATION_PLANS]
     each.append(_setting(SIM, "recompute", shard_nbytes=1 << 14, weight_slots=1, grad_slots=1, mlp_chunk_tokens=4))
     mixed = replace(each[-1].policy, activation_rows=MIXTURE, offload_slots=1, recompute_slots=1)
-    return [*each, Setting(f"{SIM}, a mixture of plans, 1 slot", SIM, mixed)]
+    stored = replace(each[-1].policy, activation_rows=STORED)
+    return [
+        *each,
+        Setting(f"{SIM}, chosen outputs, 1 slot", SIM, stored),
+        Setting(f"{SIM}, a mixture of plans, 1 slot", SIM, mixed),
+    ]
 
 
 def _setting(device: str, activations: ActivationPlan, **changes: Any) -> Setting:

@@ -52,7 +52,9 @@ class Checkpoints:
 
     def save(self, step: int) -> Event | None:
         """Begin a save of the state after `step` steps; what there is to tell is told later. While one is still being
-        written, no other is begun."""
+        written, no other is begun, but for one that is to be kept for good: training then waits."""
+        if self._save is not None and not self._save.is_over and self.retention.is_regular(step):
+            self.engine.saver.wait()
         if self._save is not None and not self._save.is_over:
             seconds = "still being written"
             return Warned(step, f"not saved at step {step:,}: the checkpoint of step {self._save.step:,} is {seconds}")
@@ -75,7 +77,7 @@ class Checkpoints:
         except MegaTrainError as error:
             return Warned(step, f"the checkpoint of step {save.step:,} was not written: {error}")
         self.step, self.newest, self._seconds = save.step, str(path), save.seconds
-        return Saved(save.step, save.seconds, save.nbytes, self.newest)
+        return Saved(save.step, save.seconds, save.nbytes, self.newest, save.shared_nbytes)
 
     def settle(self) -> list[Event]:
         """Wait for a save that is under way when a run fails: it is of a good state."""

@@ -8,7 +8,6 @@ kept.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -16,8 +15,8 @@ from torch import Tensor, nn
 
 from megatrain.checkpoint import Checkpoint, ExportOptions, export_model, open_checkpoint
 from megatrain.device import Device, matmul_flops
-from megatrain.engine import MicroBatch, Streamer, check_inputs, check_micro_batches
-from megatrain.errors import DeviceError, ModelError
+from megatrain.engine import MicroBatch, Streamer, check_inputs
+from megatrain.errors import DeviceError
 from megatrain.memory import Disk, Ledger, Pool, Store
 from megatrain.model import (
     FreshSource,
@@ -40,28 +39,13 @@ from megatrain.train.restorable import Restorable
 from megatrain.train.restored import NewMoments, frozen_in, optimizer_in
 from megatrain.train.saver import Saver
 from megatrain.train.schedules import Kind, Schedules, budgets
-from megatrain.train.sink import GradientCollector, OptimizerSink
+from megatrain.train.sink import OptimizerSink
+from megatrain.train.stepping import StepOutput, Stepping
 from megatrain.train.trace import Trace
 from megatrain.train.vetted import NOT_ASKED
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What a training step did.
-
-    loss: mean over all target tokens of the step. grad_norm: global 2-norm of the gradient before clipping.
-    tokens: target tokens. stall_seconds: time in which compute waited for copies or updates. written_nbytes: what it
-    wrote to the disk tier.
-    """
-
-    loss: float
-    grad_norm: float
-    tokens: int
-    stall_seconds: float
-    written_nbytes: int = 0
-
-
-class Engine(Restorable):
+class Engine(Stepping, Restorable):
     """Trains one causal language model whose state lives in host memory. Make it with `Engine.from_model`."""
 
     def __init__(
@@ -224,58 +208,6 @@ class Engine(Restorable):
             raise
         return engine
 
-    # Training -------------------------------------------------------------------------------------------------------
-
-    def step(self, micro_batches: Sequence[MicroBatch], lr: float | None = None) -> StepOutput:
-        """One optimizer step over all micro-batches; the loss is the mean over all their target tokens.
-
-        Each micro-batch holds `input_ids` and `labels`, int64[batch, length] (labels as Hugging Face has them: -100 is
-        no target, shifted inside), and whatever else the model's forward takes, such as `attention_mask`. `lr`
-        replaces the optimizer's learning rate for this step.
-
-        Raises `BatchError` for an unusable micro-batch and `NonFinite` for a loss or gradient that is not finite; the
-        step is then not applied (without clipping, units above a gradient that is not finite may have been: the error
-        names them). With clipping, updates are applied during the next step's forward;
-        everything that reads the weights applies them first.
-        """
-        work = self._work(micro_batches, trains=True)
-        if self._sink.pending and len(self._sink.pending) < len(self._sink.trained):
-            self.flush()  # what an interrupted step has left
-        schedule = self._schedules.get("pending step" if self._sink.pending else "step", work)
-        self._sink.begin(self.optimizer.lr if lr is None else lr)
-        self._device.stalled_seconds()
-        before = self._written_nbytes
-        result = self._streamer.run(schedule, micro_batches, self._sink, self._steps)
-        norm = self._sink.finish()
-        self._steps += 1
-        trace, timeline = self._trace, self._streamer.timeline
-        if trace is not None and timeline is not None and trace.add(timeline):
-            self._trace = None
-            self._device.timed = False
-        written = self._written_nbytes - before
-        return StepOutput(result.loss, norm, result.tokens, self._device.stalled_seconds(), written)
-
-    def gradients(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
-        """Parameter name -> float32 gradient of the step's loss, in the parameter's shape. Nothing is updated."""
-        work = self._work(micro_batches, trains=True)
-        self._settle()
-        collector = GradientCollector(self.spec)
-        self._streamer.run(self._schedules.get("step", work), micro_batches, collector, self._steps)
-        return collector.gradients
-
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float:
-        """Mean loss over all target tokens of the micro-batches, without dropout. Nothing is updated."""
-        work = self._work(micro_batches)
-        self._settle()
-        with self._ported.evaluation_mode():
-            return self._streamer.run(self._schedules.get("forward", work), micro_batches, None).loss
-
-    def flush(self) -> None:
-        """Apply the updates that are pending, if any. Called by everything that reads the weights."""
-        self._refuse_closed()
-        if self._sink.pending:
-            self._streamer.run(self._schedules.get("flush", Work((1,))), [], self._sink)
-
     # State ----------------------------------------------------------------------------------------------------------
 
     def master_weights(self) -> dict[str, Tensor]:
@@ -285,6 +217,11 @@ class Engine(Restorable):
         """
         self.flush()
         return {name: self._store.master(name) for name in self._store.names()}
+
+    def master(self, name: str) -> Tensor:
+        """A copy of one parameter's float32 master, in its shape, pending updates applied."""
+        self.flush()
+        return self._store.master(name)
 
     def save_pretrained(self, folder: str | Path, **options: Unpack[ExportOptions]) -> Path:
         """Write a Hugging Face folder, streamed unit by unit; it appears whole or not at all.
@@ -425,10 +362,6 @@ class Engine(Restorable):
         self.flush()
         self._sink.refuse_torn()
 
-    @property
-    def _written_nbytes(self) -> int:
-        return 0 if self._disk is None else self._disk.written_nbytes
-
     def _refuse_closed(self) -> None:
         if self._closed:
             raise DeviceError("the engine is closed", where="engine", fix="make a new one with Engine.from_model")
@@ -438,13 +371,10 @@ class Engine(Restorable):
         """What runs over and over: steps, or forward passes where every parameter is frozen."""
         return "step" if self.spec.trained_numel else "forward"
 
-    def _work(self, micro_batches: Sequence[MicroBatch], *, trains: bool = False) -> Work:
-        self._refuse_closed()
-        if trains and not self.spec.trained_numel:
-            raise ModelError("every parameter is frozen", where=f"model {self.spec.name}", fix="freeze fewer of them")
-        return check_micro_batches(self.spec, micro_batches)
-
 
 def unverified(model: nn.Module, device: str, policy: Policy) -> Engine:
     """An engine to check with, which cannot be checked itself."""
     return Engine.from_model(model, device, policy.precision, policy=policy, verify=False)
+
+
+__all__ = ["Engine", "StepOutput", "unverified"]

@@ -7,8 +7,12 @@ out: how any of it is shown.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+MAX_EXPONENT = 709.0
+"""Of e, in a float."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,11 @@ class Evaluated:
     step: int
     loss: float
 
+    @property
+    def perplexity(self) -> float:
+        """Of the held-out text, per token: e to the loss; infinite where that is too large for a float."""
+        return math.exp(self.loss) if self.loss < MAX_EXPONENT else math.inf if self.loss == self.loss else math.nan
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
@@ -135,6 +144,8 @@ class Saved:
     nbytes: int
     checkpoint: str
     """Its folder."""
+    shared_nbytes: int = 0
+    """Of files that are those of the checkpoint before, and were not written again."""
 
 
 @dataclass(frozen=True, slots=True)

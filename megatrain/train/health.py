@@ -64,6 +64,7 @@ class Health:
             "steps": steps,
             "loss": None,
             "validation_loss": None,
+            "validation_perplexity": None,
             "tokens_per_second": None,
             "seconds_per_step": None,
             "last_checkpoint": None,
@@ -76,6 +77,7 @@ class Health:
             "heartbeat": time.time(),
         }
         self._told: set[str] = set()
+        self._refused = False
         self._threads: dict[int, threading.Thread] = {}
         self._end = threading.Event()
         self._lock = threading.Lock()
@@ -112,6 +114,8 @@ class Health:
                 self._fields["step"] = event.step
             case Evaluated():
                 self._fields["validation_loss"] = event.loss if math.isfinite(event.loss) else None
+                finite = math.isfinite(event.perplexity)
+                self._fields["validation_perplexity"] = event.perplexity if finite else None
             case RolledBack():
                 self._fields["step"] = event.to
             case Resumed() | Saved():
@@ -119,14 +123,22 @@ class Health:
                 self._fields["step"] = max(self._fields["step"], event.step)
 
     def write(self) -> None:
-        """Replace the file. A disk that refuses is passed over: a run must not end for it."""
+        """Replace the file. A disk that refuses is told once, and asked again at the next beat."""
         if self._stopping() and self._fields["state"] == "running":
             self._fields["state"] = "stopping"
         self._fields |= {"heartbeat": time.time(), "saving": self._saving()}
-        with self._lock, contextlib.suppress(OSError):
+        with self._lock:
             beside = self.path.with_name(f".{self.path.name}.part")
-            beside.write_text(json.dumps(self._fields, indent=1) + "\n")
-            beside.replace(self.path)
+            try:
+                beside.write_text(json.dumps(self._fields, indent=1) + "\n")
+                beside.replace(self.path)
+                self._refused = False
+            except OSError as error:
+                if not self._refused:
+                    self._refused = True
+                    self._say(f"{self.path} cannot be written ({error.strerror or error}): it stays as it was")
+                with contextlib.suppress(OSError):
+                    beside.unlink(missing_ok=True)
 
     def _beat(self) -> None:
         while not self._end.wait(self._beat_seconds):

@@ -1,21 +1,29 @@
-"""Metrics leave here: a file of JSON lines, and TensorBoard events.
+"""Metrics as a file of JSON lines, and as the named numbers that curves are drawn of.
 
-The file holds one strict JSON object per event, flushed as it happens, so it can be followed while the run goes on and
-what a crash leaves is whole lines. A number that is not finite becomes null, because JSON has none. Left out: anything
-that sends metrics elsewhere.
+The file holds one strict JSON object per event, written as it happens, so it can be followed while the run goes on and
+what a crash leaves is whole lines. A number that is not finite becomes null, because JSON has none. A disk that refuses
+is told once and ends no run: lines wait in memory until there is room again, and nothing half-written stays in between.
+Left out: TensorBoard and others that draw curves (`trackers`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
-from collections.abc import Iterator
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megatrain.errors import ExportError
-from megatrain.train.events import Ended, Evaluated, Event, Sampled, Skipped, Stepped
+from megatrain.train.events import Evaluated, Event, Stepped
+
+KEPT_LINES = 20_000
+"""Lines that wait for room, the newest; about 10 MB."""
 
 DERIVED = ("tokens_per_second", "flops_per_second", "light_share", "stall_share", "written_nbytes_per_day")
 """What a step's record holds beyond the fields of the event."""
@@ -26,69 +34,92 @@ def record(event: Event) -> dict[str, Any]:
     values = {"event": type(event).__name__.lower(), **asdict(event)}
     if isinstance(event, Stepped):
         values |= {name: getattr(event, name) for name in DERIVED}
+    if isinstance(event, Evaluated):
+        values["perplexity"] = event.perplexity
     return {key: _finite(value) for key, value in values.items()}
 
 
 class JsonLines:
-    """A watcher that writes each event to a file. Raises `ExportError` where the disk refuses.
+    """A watcher that writes each event to a file. Raises `ExportError` where it cannot be opened; never later.
 
     It starts the file anew; or, after `step` steps of an earlier process, goes on behind what was told up to there.
+    say: told a line when the disk begins to refuse, and when it takes lines again.
     """
 
-    def __init__(self, path: Path, step: int | None = None) -> None:
-        self.path = path
+    def __init__(self, path: Path, step: int | None = None, say: Callable[[str], None] = lambda line: None) -> None:
+        self.path, self._say = path, say
+        self._waiting: deque[bytes] = deque()
+        self._lost, self._refused = 0, False
         try:
             if step is not None and path.exists():
                 beside = path.with_name(f".{path.name}.part")
                 beside.write_text("".join(_told_until(path, step)), encoding="utf-8")
                 beside.replace(path)
-            self._file = path.open("w" if step is None else "a", encoding="utf-8")
+            elif path.exists():
+                os.truncate(path, 0)
+            self._file = path.open("ab", buffering=0)
+            self._whole_nbytes = path.stat().st_size
         except OSError as error:
-            raise self._refused(error) from error
+            what = f"cannot be written ({error.strerror or error})"
+            fix = "free some space, or choose another output.folder"
+            raise ExportError(what, where=str(path), fix=fix) from error
 
     def __call__(self, event: Event) -> None:
-        try:
-            self._file.write(json.dumps(record(event), allow_nan=False, ensure_ascii=False) + "\n")
-            self._file.flush()
-        except OSError as error:
-            raise self._refused(error) from error
+        text = json.dumps(record(event), allow_nan=False, ensure_ascii=False) + "\n"
+        self._waiting.append(text.encode(errors="replace"))
+        if len(self._waiting) > KEPT_LINES:
+            self._waiting.popleft()
+            self._lost += 1
+        self._write_waiting()
 
     def __enter__(self) -> JsonLines:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        if self._waiting:
+            self._write_waiting()
+        with contextlib.suppress(OSError):
+            self._file.close()
+        if self._waiting:
+            self._say(f"{self.path} lacks the last {len(self._waiting):,} lines: there was no room for them")
 
-    def _refused(self, error: OSError) -> ExportError:
-        what = f"cannot be written ({error.strerror or error})"
-        return ExportError(what, where=str(self.path), fix="free some space, or choose another output.folder")
+    def _write_waiting(self) -> None:
+        try:
+            while self._waiting:
+                self._append(self._waiting[0])
+                self._waiting.popleft()
+        except OSError as error:
+            if not self._refused:
+                self._refused = True
+                why = error.strerror or error
+                self._say(f"{self.path} cannot be written ({why}): training goes on, and its lines wait for room")
+        else:
+            if self._refused:
+                missing = f", but for {self._lost:,} lines that were too many to keep" if self._lost else ""
+                self._say(f"{self.path} is written again{missing}")
+                self._refused, self._lost = False, 0
+
+    def _append(self, line: bytes) -> None:
+        """All of a line, or none of it: what an earlier failure has left of one goes first."""
+        if self._refused:
+            os.ftruncate(self._file.fileno(), self._whole_nbytes)
+        rest = memoryview(line)
+        while rest:
+            written = self._file.write(rest)
+            if not written:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            rest = rest[written:]
+        self._whole_nbytes += len(line)
 
 
-class TensorBoard:
-    """A watcher that writes TensorBoard events into a folder; what was told of steps after `step` is not shown."""
-
-    def __init__(self, folder: Path, step: int | None = None) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # seconds to import, and not every run wants it
-
-        self._writer: Any = SummaryWriter(str(folder), purge_step=None if step is None else step + 1)
-
-    def __call__(self, event: Event) -> None:
-        match event:
-            case Stepped():
-                for tag, value in _scalars(event).items():
-                    self._writer.add_scalar(tag, value, event.step)
-            case Evaluated():
-                self._writer.add_scalar("loss/validation", event.loss, event.step)
-            case Sampled():
-                self._writer.add_text("sample", f"    {event.prompt}{event.text}".replace("\n", "\n    "), event.step)
-            case Skipped() | Ended():
-                self._writer.flush()
-
-    def __enter__(self) -> TensorBoard:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._writer.close()
+def scalars(event: Event) -> dict[str, float]:
+    """The numbers of an event that curves are drawn of, each under the name of its curve; none of most events."""
+    match event:
+        case Stepped():
+            return _of_step(event)
+        case Evaluated():
+            return {"loss/validation": event.loss, "loss/validation_perplexity": event.perplexity}
+    return {}
 
 
 def _told_until(path: Path, step: int) -> Iterator[str]:
@@ -102,7 +133,7 @@ def _told_until(path: Path, step: int) -> Iterator[str]:
             continue
 
 
-def _scalars(event: Stepped) -> dict[str, float]:
+def _of_step(event: Stepped) -> dict[str, float]:
     return {
         "loss/train": event.loss,
         "optimizer/grad_norm": event.grad_norm,

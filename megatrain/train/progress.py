@@ -126,7 +126,8 @@ def describe_activations(policy: Policy) -> str:
         whole = "recomputes each layer in the backward pass"
         return "keeps each layer's graph" if policy.activations == "keep" else whole
     counts = Counter(keep for row in policy.activation_rows for keep in row)
-    words = {"graph": "the graph", "input": "the input", "offload": "the input in the host", "drop": "nothing"}
+    words = {"graph": "the graph", "chosen": "products and attention", "attention": "attention", "input": "the input"}
+    words |= {"offload": "the input in the host", "drop": "nothing"}
     shares = [f"{words[keep]} of {_share(count, counts.total())}" for keep, count in counts.most_common()]
     return f"keeps {', '.join(shares)}"
 
@@ -235,7 +236,8 @@ class Progress:
                 self._add(event)
                 self._print(f"step {event.step:,} skipped: {event.reason}", "yellow")
             case Evaluated():
-                self._print(f"step {event.step:,}  validation loss {event.loss:.3f}", "green")
+                said = f"validation loss {event.loss:.3f}, perplexity {event.perplexity:.4g}"
+                self._print(f"step {event.step:,}  {said}", "green")
             case Replanned(_, before, after, changes):
                 self._print(f"replanned by measured times: {before:.3g} s to {after:.3g} s a step ({changes})", "dim")
             case Compiled(_, count, seconds):
@@ -243,8 +245,10 @@ class Progress:
             case Resumed():
                 self._print(f"goes on after step {event.step:,}, from {event.checkpoint}", "green")
             case Saved():
-                speed = f"{binary(round(event.nbytes / max(event.seconds, 1e-9)))}/s"
-                said = f"checkpoint of {binary(event.nbytes)} in {duration(event.seconds)} ({speed})"
+                written = max(event.nbytes - event.shared_nbytes, 0)
+                speed = f"{binary(round(written / max(event.seconds, 1e-9)))}/s"
+                kept = f", {binary(event.shared_nbytes)} of it as before," if event.shared_nbytes else ""
+                said = f"checkpoint of {binary(event.nbytes)}{kept} in {duration(event.seconds)} ({speed})"
                 self._print(f"step {event.step:,}  {said}", "dim")
             case RolledBack():
                 self._print(f"step {event.step:,} left out; goes on after step {event.to:,}", "yellow")

@@ -107,3 +107,4 @@ class Restorable:
         read_moments(checkpoint, self._store, new)
         self._sink.restore(facts["updates"])
         self._steps, self._streamer.seed = facts["steps"], facts["seed"]
+        self._saver.goes_on_from(checkpoint.folder)

@@ -12,6 +12,7 @@ It leaves out when to save and what to keep (`checkpoints`), and the files (`che
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import threading
@@ -25,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint import ParamState, PlannedCheckpoint, write_checkpoint
-from megatrain.errors import CheckpointError, MegaTrainError, typed_line
+from megatrain.checkpoint import Earlier, ParamState, PlannedCheckpoint, write_checkpoint
+from megatrain.errors import CheckpointError, DamagedCheckpoint, MegaTrainError, typed_line
 from megatrain.memory import Store, UnitState
 from megatrain.model import PortedModel
 from megatrain.schedule import Buffer
@@ -53,6 +54,8 @@ class Save:
     """That it took, once it is over."""
     nbytes: int = 0
     """Of weights and moments."""
+    shared_nbytes: int = 0
+    """Of files that are those of the checkpoint before."""
     written_nbytes: int = 0
     moved: float = field(default_factory=time.monotonic)
     """When something was last written, on the clock of `time.monotonic`."""
@@ -98,8 +101,15 @@ class Saver:
         self._gives_up = False
         self.current: Save | None = None
         """The last one that was begun."""
+        self.earlier: Earlier | None = None
+        """The last checkpoint that was written or taken up: what has not changed since is not written again."""
         self.waited_seconds = 0.0
         """Time that updates have waited for their unit to be written."""
+
+    def goes_on_from(self, folder: Path) -> None:
+        """The state is that of a checkpoint now."""
+        with contextlib.suppress(DamagedCheckpoint):
+            self.earlier = Earlier(folder)
 
     def reserve(self) -> None:
         """Take the memory that saves need. Raises `DoesNotFit`."""
@@ -192,6 +202,10 @@ class Saver:
             if self._gives_up:
                 raise _Abandoned
 
+        def shares(nbytes: int) -> None:
+            save.shared_nbytes += nbytes
+
+        earlier = self.earlier
         try:
             path = write_checkpoint(
                 folder,
@@ -202,7 +216,11 @@ class Saver:
                 score=score,
                 write_more=write_more,
                 progress=note,
+                earlier=earlier if earlier is not None and earlier.folder.parent == folder.resolve() else None,
+                shared=shares,
             )
+            with contextlib.suppress(DamagedCheckpoint, OSError):
+                self.earlier = Earlier.just_written(path)
             if then is not None:
                 self._release()
                 then(path)

@@ -26,17 +26,18 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("schedule", "device", "optim", "model", "data", "dist"),
     ("memory", "plan"),
     ("engine", "checkpoint"),
-    ("train", "config"),
+    ("train", "config", "losses"),
     (
         *("corpus", "machine", "preflight", "resume", "run", "conversion", "generation", "planning", "probe"),
-        *("budgets", "recipe", "trained", "verification", "cli", "api", "testing", "__init__", "__main__"),
+        *("budgets", "recipe", "trained", "verification", "watching", "cli", "api", "testing", "__init__", "__main__"),
+        "hf",
     ),
 )
 TORCH_FREE = ("errors", "spec", "layout", "schedule", "plan", "optim")
 
 # Foreign name -> the rooms or modules that may use it, and why there.
 HOMES: dict[str, tuple[tuple[str, ...], str]] = {
-    "transformers": (("model", "data.tokenizer"), "its classes change; two places to mend"),
+    "transformers": (("model", "data.tokenizer", "hf"), "its classes change; three places to mend"),
     "tokenizers": (("data",), "text becomes ids there"),
     "torch.cuda": (("device.cuda",), "everything else talks to the device protocol"),
     "torch.distributed": (("dist",), "one rank must not need it"),
@@ -46,14 +47,19 @@ HOMES: dict[str, tuple[tuple[str, ...], str]] = {
     "yaml": (("config",), "the user's file ends there; beyond it are typed values"),
     "pydantic": (("config",), "the user's file ends there; beyond it are typed values"),
     "typer": (("cli",), "arguments end there"),
-    "rich": (("cli", "planning", "run", "train.progress", "trained", "verification"), "the terminal: tables, a line"),
+    "rich": (
+        ("cli", "planning", "run", "train.progress", "trained", "verification", "watching"),
+        "the terminal: tables, a line",
+    ),
     "tensorboard": (("train",), "metrics leave there"),
     "torch.utils.tensorboard": (("train",), "metrics leave there"),
+    "wandb": (("train.trackers",), "metrics leave there, where the user asks for it"),
+    "trackio": (("train.trackers",), "metrics leave there, where the user asks for it"),
     "safetensors": (("model", "checkpoint"), "weights come in and go out"),
     "psutil": (("plan.hardware", "memory"), "what this machine has, and how much of it is free"),
 }
 
-ROOTS = ("__init__", "__main__", "cli", "testing")  # what a user can start; all else must be imported from there
+ROOTS = ("__init__", "__main__", "cli", "hf", "testing")  # what a user can start; all else must be imported from there
 TESTS_WITHOUT_ROOM = ("arch", "bench", "docs", "gpu", "system")  # folders under tests/ that test no one room
 VAGUE_NAMES = ("utils", "util", "common", "core", "helpers", "misc")
 MAX_FUNCTION_LINES = 70

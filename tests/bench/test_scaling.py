@@ -43,6 +43,8 @@ def test_a_shape_on_paper_is_that_of_the_real_model() -> None:
     assert profile.chunked_nbytes / 512 == pytest.approx(CHUNKED_NBYTES_PER_WIDTH, rel=0.02)
     assert profile.chunk_nbytes / 512 == pytest.approx(CHUNK_NBYTES_PER_WIDTH, rel=0.02)
     assert profile.chunk_numel == paper.units[1].profile.chunk_numel
+    for field in ("chosen_nbytes", "shared_nbytes", "attention_nbytes", "chosen_share", "spared_share"):
+        assert getattr(paper.units[1].profile, field) == pytest.approx(getattr(profile, field)), field
 
 
 def test_a_plot_places_its_points() -> None:

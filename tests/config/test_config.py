@@ -208,3 +208,11 @@ def test_idle_threads_sleep_unless_the_user_says_otherwise(monkeypatch: pytest.M
 @pytest.mark.parametrize("path", sorted((HERE / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_the_configurations_that_we_ship_are_valid(path: Path) -> None:
     load_config(path)
+
+
+def test_files_from_before_there_were_trackers_mean_what_they_meant(tmp_path: Path) -> None:
+    assert load(tmp_path).output.trackers == ("tensorboard",)
+    assert load(tmp_path, MINIMAL, "output.tensorboard=false").output.trackers == ()
+    assert load(tmp_path, MINIMAL, "output.tensorboard=true").output.trackers == ("tensorboard",)
+    assert load(tmp_path, MINIMAL, "output.trackers=wandb").output.trackers == ("wandb",)
+    assert "output.trackers" in refusal(tmp_path, MINIMAL, "output.trackers=[mlflow]")

@@ -64,7 +64,7 @@ def made_tiny(name: str, tmp_path: Path, model: Path) -> Config:
         "train.hardware": "null",
         "checkpoint.every": 2,
         "output.folder": tmp_path / "run",
-        "output.tensorboard": "false",
+        "output.trackers": "[]",
     }
     if recipe.model.config is None:
         changes["model.path"] = model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import threading
@@ -13,12 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatrain.checkpoint import checkpoints, open_checkpoint, step_of
+from megatrain.checkpoint import appear, checkpoints, open_checkpoint, step_of
 from megatrain.checkpoint.direct import DirectFile
 from megatrain.device import peak
 from megatrain.errors import CheckpointError, ConfigError, DataError, NonFinite
 from megatrain.train.engine import Engine, StepOutput
 from megatrain.train.feed import Feed
+from megatrain.train.metrics import JsonLines
+from megatrain.train.saver import Save, Saver
 from tests.run.test_run import configuration, lines, losses, train
 from tests.tiny import equal
 
@@ -146,7 +149,7 @@ def test_a_damaged_or_unfinished_checkpoint_is_skipped_in_a_line(
 ) -> None:
     with monkeypatch.context() as patched:
         interrupt_at(5, patched)
-        train(config_of(tmp_path))
+        train(config_of(tmp_path, checkpoint={"keep_every": 2}))  # which no other save makes it skip
     newest, second, third = checkpoints(tmp_path / "run" / "checkpoints")
     (newest / "manifest.json").unlink()
     content = bytearray((second / "model.safetensors").read_bytes())
@@ -414,3 +417,56 @@ def test_retention_keeps_the_last_the_regular_and_the_best(tmp_path: Path, monke
     kept = {"every": 1, "keep_last": 1, "keep_every": 4, "keep_best": 1}
     train(config_of(tmp_path, checkpoint=kept, train={"eval_every": 1}))
     assert {4, 6} <= set(steps_in(tmp_path / "run")) <= {4, 5, 6}
+
+
+def test_one_that_is_kept_for_good_is_never_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save is over only when somebody waits for it, so it is under way whenever the next one is due."""
+    honest_sync, honest_wait, waits = appear._force_to_disk, Saver.wait, threading.Event()
+
+    def sync(folder: Path) -> None:
+        waits.wait(20)
+        waits.clear()
+        honest_sync(folder)
+
+    def wait(saver: Saver) -> None:
+        if saver.current is not None and not saver.current.is_over:
+            waits.set()
+        honest_wait(saver)
+
+    monkeypatch.setattr(appear, "_force_to_disk", sync)
+    monkeypatch.setattr(Saver, "wait", wait)
+    monkeypatch.setattr(Save, "wait", lambda save, timeout=None: (waits.set(), save._over.wait(20), save.path)[2])
+    said = train(config_of(tmp_path, checkpoint={"every": 1, "keep_last": 1, "keep_every": 3}))
+    assert "not saved at step 2" in said
+    assert steps_in(tmp_path / "run") == [3, 6]
+
+
+def test_a_disk_that_fills_up_under_the_metrics_ends_no_run(
+    straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`metrics.jsonl`, `status.json` and TensorBoard are refused for some steps, and go on afterwards."""
+    honest_line, honest_text, full, tried = JsonLines._append, Path.write_text, [False], [0]
+
+    def refused() -> OSError:
+        return OSError(errno.ENOSPC, "No space left on device")
+
+    def append(watch: JsonLines, line: bytes) -> None:
+        tried[0] += 1
+        full[0] = 2 <= tried[0] < 6
+        if full[0]:
+            raise refused()
+        honest_line(watch, line)
+
+    def write_text(path: Path, *arguments: Any, **named: Any) -> int:
+        if full[0] and "status" in path.name:
+            raise refused()
+        return honest_text(path, *arguments, **named)
+
+    monkeypatch.setattr(JsonLines, "_append", append)
+    monkeypatch.setattr(Path, "write_text", write_text)
+    said = train(config_of(tmp_path, output={"trackers": ["tensorboard"]}, checkpoint={"every": 0}))
+    assert said.count("metrics.jsonl cannot be written") == 1
+    assert "training goes on" in said
+    assert losses(tmp_path / "run") == straight[0]
+    assert equal(weights(tmp_path / "run"), straight[1])
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"

@@ -54,7 +54,7 @@ def configuration(tmp_path: Path, **changed: dict[str, Any]) -> Config:
             "sample_tokens": 4,
             "log_every": 1,
         },
-        "output": {"folder": str(tmp_path / "run"), "tensorboard": False},
+        "output": {"folder": str(tmp_path / "run"), "trackers": []},
     }
     for section, values in changed.items():
         tree.setdefault(section, {}).update(values)
@@ -84,7 +84,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_a_run_ends_in_a_folder_with_everything(tmp_path: Path) -> None:
-    config = configuration(tmp_path, output={"tensorboard": True})
+    config = configuration(tmp_path, output={"trackers": ["tensorboard"]})
     said = train(config)
     folder = tmp_path / "run"
     names = ["checkpoints", "config.yaml", "metrics.jsonl", "model", "status.json", "tensorboard"]

@@ -25,7 +25,7 @@ from megatrain.spec import Keep, Precision, Work
 from megatrain.testing import KINDS, SimDevice, random_fault
 from tests.tiny import batch, equal, tiny_model, unequal_batches
 
-KEEPS: tuple[Keep, ...] = ("graph", "input", "offload", "drop")
+KEEPS: tuple[Keep, ...] = ("graph", "chosen", "attention", "input", "offload", "drop")
 FAMILIES = ("llama", "llama-tied", "mixtral-balanced", "gpt2")
 """The last with dropout; the second with a tied head; the third with experts and a router loss."""
 DROPOUT = {"resid_pdrop": 0.3, "embd_pdrop": 0.2, "attn_pdrop": 0.1}

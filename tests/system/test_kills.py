@@ -92,7 +92,7 @@ def configuration(folder: Path, name: str, host: int | None, **changed: Any) -> 
             "sample_tokens": 0,
         },
         "checkpoint": {"every": 2},
-        "output": {"folder": str(folder / name), "tensorboard": False, "verify_export": False},
+        "output": {"folder": str(folder / name), "trackers": [], "verify_export": False},
         "resume": "auto",
     }
     if host is not None:

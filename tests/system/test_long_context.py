@@ -49,10 +49,11 @@ def test_gradients_in_chunks_are_those_of_the_stock_model(family: str, activatio
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_with_chunks_too_no_schedule_changes_a_bit(precision: str) -> None:
-    """Kept graphs whose weights have left their slot, one slot for all, inputs in host memory, inputs dropped."""
+    """Kept graphs whose weights have left their slot, one slot for all, inputs in host memory or dropped, and stored
+    outputs of single ops."""
     plain = Policy(precision, shares_memory=True, loss_chunk_tokens=16, mlp_chunk_tokens=7)  # type: ignore[arg-type]
     expected = results("cpu", plain)
-    rows: tuple[tuple[Keep, ...], ...] = (("offload",), ("drop", "graph"), ("graph", "offload"))
+    rows: tuple[tuple[Keep, ...], ...] = (("offload", "attention"), ("drop", "graph"), ("chosen", "offload"))
     lean = replace(plain, shares_memory=False, weight_slots=1, grad_slots=1, shard_nbytes=3000)
     policies = {
         "cpu": replace(plain, activations="keep"),

@@ -1,16 +1,20 @@
-"""The metrics file and the TensorBoard events."""
+"""The metrics file: whole lines, whatever the disk does."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatrain.errors import ExportError
+from megatrain.train import metrics
 from megatrain.train.events import Ended, Evaluated, Event, Sampled, Skipped, Stepped
-from megatrain.train.metrics import DERIVED, JsonLines, TensorBoard, record
+from megatrain.train.metrics import DERIVED, KEPT_LINES, JsonLines, record, scalars
 
 
 def stepped(step: int = 3, loss: float = 2.5) -> Stepped:
@@ -89,17 +93,90 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         JsonLines(tmp_path / "absent" / "m.jsonl")
 
 
-def test_tensorboard_reads_the_numbers_back(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+class Small:
+    """Stands in for an open file on a disk that has room for so many bytes more."""
 
-    with TensorBoard(tmp_path) as watch:
-        for event in EVENTS:
-            watch(event)
-    read_back = EventAccumulator(str(tmp_path))
-    read_back.Reload()
-    (loss,) = read_back.Scalars("loss/train")
-    (held_out,) = read_back.Scalars("loss/validation")
-    assert (loss.step, loss.value) == (3, 2.5)
-    assert (held_out.step, held_out.value) == (5, pytest.approx(2.4))
-    assert "speed/light_share" in read_back.Tags()["scalars"]
-    assert read_back.Tags()["tensors"]  # the sample
+    def __init__(self, file: Any) -> None:
+        self.file, self.room = file, 10**9
+
+    def write(self, data: memoryview) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = min(len(data), self.room)
+        self.room -= taken
+        return int(self.file.write(data[:taken]))
+
+    def fileno(self) -> int:
+        return int(self.file.fileno())
+
+    def close(self) -> None:
+        self.file.close()
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[tuple[JsonLines, Small, list[str]]]:
+    said: list[str] = []
+    with JsonLines(tmp_path / "m.jsonl", say=said.append) as watch:
+        disk = Small(watch._file)
+        watch._file = disk  # type: ignore[assignment]
+        yield watch, disk, said
+
+
+@pytest.mark.parametrize("room", [0, 1, 100])
+def test_a_full_disk_is_told_once_and_every_line_is_there_in_the_end(
+    small: tuple[JsonLines, Small, list[str]], room: int
+) -> None:
+    watch, disk, said = small
+    watch(stepped(1))
+    disk.room = room
+    for step in range(2, 6):
+        watch(stepped(step))
+    assert len(said) == 1
+    assert "No space left" in said[0]
+    assert "training goes on" in said[0]
+    disk.room = 10**9
+    watch(stepped(6))
+    assert [line["step"] for line in read(watch.path)] == [1, 2, 3, 4, 5, 6]
+    assert len(said) == 2
+    assert said[1].endswith("is written again")
+    disk.room = 0
+    watch(stepped(7))
+    assert len(said) == 3  # another time that it is full
+
+
+def test_the_newest_lines_wait_and_the_count_of_the_others_is_told(
+    small: tuple[JsonLines, Small, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "KEPT_LINES", 3)
+    watch, disk, said = small
+    disk.room = 10
+    for step in range(1, 9):
+        watch(stepped(step))
+    disk.room = 10**9
+    watch(stepped(9))
+    assert [line["step"] for line in read(watch.path)] == [7, 8, 9]
+    assert "but for 6 lines" in said[-1]
+    assert KEPT_LINES > 1000
+
+
+def test_what_never_found_room_is_told_at_the_end(tmp_path: Path) -> None:
+    said: list[str] = []
+    with JsonLines(tmp_path / "m.jsonl", say=said.append) as watch:
+        watch(stepped(1))
+        watch._file = Small(watch._file)  # type: ignore[assignment]
+        watch._file.room = 5
+        watch(stepped(2))
+    assert "lacks the last 1 lines" in said[-1]
+
+
+def test_perplexity_stands_beside_the_loss() -> None:
+    assert record(Evaluated(5, 2.0))["perplexity"] == pytest.approx(math.exp(2.0))
+    assert record(Evaluated(5, 1e4))["perplexity"] is None
+    assert record(Evaluated(5, math.nan))["perplexity"] is None
+    assert scalars(Evaluated(5, 2.0)) == {"loss/validation": 2.0, "loss/validation_perplexity": math.exp(2.0)}
+
+
+def test_a_text_that_is_no_unicode_is_still_a_line(tmp_path: Path) -> None:
+    with JsonLines(tmp_path / "m.jsonl") as watch:
+        watch(Sampled(5, "", "\udc80"))
+    assert read(tmp_path / "m.jsonl")[0]["event"] == "sampled"

@@ -1,0 +1,266 @@
+"""Losses of the user's own: what a loss function is given and returns, and how it is run without whole logits.
+
+There are two kinds. A `LogProbLoss` sees the log-probability of every label of a micro-batch at once, which is what
+supervised, preference and policy losses are made of; it takes two passes over the chunks, and costs one more product
+with the head than cross-entropy does. A `LogitsLoss` sees all logits of a few tokens at a time, and is a sum over
+tokens: label smoothing, a z-loss, distillation.
+
+Both give a sum; the step divides the sums of all micro-batches by the sum of their `divisor`s, so that how a step is
+cut into micro-batches changes nothing. Left out: a loss that couples tokens of several micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.engine.batch import IGNORED, MicroBatch
+from megatrain.engine.loss import (
+    Head,
+    log_probs,
+    loss_and_gradients,
+    loss_only,
+    push_gradient,
+    target_places,
+)
+from megatrain.errors import BatchError, LossError
+
+Sums = Mapping[str, Tensor | float]
+"""What a loss function may return beside the loss, to be reported: name -> a sum like the loss's."""
+
+Returned = Tensor | tuple[Tensor, Sums]
+
+
+class LogProbLoss:
+    """A loss of the log-probabilities of the labels. Subclass it, or give a plain function where one is asked for.
+
+    `own` names entries of a micro-batch that are for the loss alone; the model does not see them.
+    """
+
+    own: tuple[str, ...] = ()
+
+    def __call__(self, log_probs: Tensor, batch: MicroBatch) -> Returned:
+        """The sum of the losses of a micro-batch, a float32 scalar, and perhaps sums to report.
+
+        log_probs: float32[batch, length], at the place of each label: its log-probability given the tokens before it,
+        and 0 where the label is -100 or first in its row (see `target_mask`). batch: the micro-batch, its tensors on
+        the device.
+        """
+        raise NotImplementedError
+
+    def divisor(self, batch: MicroBatch) -> float:
+        """What the sum is divided by, added up over the step: the target tokens, if not overridden.
+
+        Called before anything is computed; raise `BatchError` here for a micro-batch that the loss cannot be of.
+        """
+        return count_targets(batch)
+
+
+class LogitsLoss:
+    """A loss of the logits of each token. Subclass it.
+
+    `own` names entries of a micro-batch that are for the loss alone, tensors [batch, length, ...] at the places of the
+    labels; the model does not see them.
+    """
+
+    own: tuple[str, ...] = ()
+
+    def __call__(self, logits: Tensor, labels: Tensor, **own: Tensor) -> Returned:
+        """The sum of the losses of some target tokens, a float32 scalar, and perhaps sums to report.
+
+        logits: float32[tokens, vocabulary]. labels: int64[tokens]; tokens whose label is -100 are not among them. own:
+        each [tokens, ...], of the same places. All on the device. How many tokens there are at a time is
+        `Policy.loss_chunk_tokens`; what is computed here takes memory that no plan knows of.
+        """
+        raise NotImplementedError
+
+    def divisor(self, batch: MicroBatch) -> float:
+        """As for `LogProbLoss`."""
+        return count_targets(batch)
+
+
+LossFn = LogProbLoss | LogitsLoss | Callable[[Tensor, MicroBatch], Returned]
+"""What a step takes as its loss; a function is a `LogProbLoss` divided by the target tokens."""
+
+
+def target_mask(batch: MicroBatch) -> Tensor:
+    """bool[batch, length]: where a label is a target, which the first of a row never is."""
+    mask: Tensor = batch["labels"] != IGNORED
+    mask = mask.clone()
+    mask[:, 0] = False
+    return mask
+
+
+def count_targets(batch: MicroBatch) -> float:
+    """Target tokens of a micro-batch."""
+    return float((batch["labels"][:, 1:] != IGNORED).sum())
+
+
+def own_entries(loss_fn: LossFn | None) -> tuple[str, ...]:
+    """The entries of a micro-batch that the model does not see."""
+    return loss_fn.own if isinstance(loss_fn, LogProbLoss | LogitsLoss) else ()
+
+
+def divisor_of(loss_fn: LossFn | None, batch: MicroBatch) -> float:
+    """What the sum of a micro-batch's losses counts for. Raises `BatchError` where the loss lacks an entry of its own,
+    and what the loss raises."""
+    for key in own_entries(loss_fn):
+        if not isinstance(batch.get(key), Tensor):
+            raise BatchError(f"lacks {key}, which the loss needs", where=type(loss_fn).__name__)
+        if isinstance(loss_fn, LogitsLoss) and batch[key].shape[:2] != batch["labels"].shape:
+            what = f"{key} {list(batch[key].shape)} is not as long as the labels, {list(batch['labels'].shape)}"
+            raise BatchError(what, where=type(loss_fn).__name__)
+    found = loss_fn.divisor(batch) if isinstance(loss_fn, LogProbLoss | LogitsLoss) else count_targets(batch)
+    if not 0 <= found < float("inf"):
+        raise LossError(f"its divisor is {found}", where=type(loss_fn).__name__, fix="return 0 or more")
+    return found
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The head, and what it is run on."""
+
+    head: Head
+    leaves: list[Tensor]
+    """Weights of the head that train."""
+    hidden: Tensor
+    """[tokens, hidden size]."""
+    targets: Tensor
+    """int64[tokens] on the host."""
+    size: int
+    """Tokens of a chunk."""
+    rewind: Callable[[], None]
+    """Makes the next pass draw what this one has drawn."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """`loss` is a sum, float64 scalar; `gradient` is for the hidden states, None where none was asked for."""
+
+    loss: Tensor
+    gradient: Tensor | None = None
+    sums: dict[str, Tensor] = field(default_factory=dict)
+
+
+def measure(loss_fn: LossFn | None, chunks: Chunks, batch: MicroBatch) -> Found:
+    """The loss of a micro-batch without gradients; cross-entropy where there is no `loss_fn`."""
+    if loss_fn is None:
+        return Found(loss_only(chunks.head, chunks.hidden, chunks.targets, chunks.size))
+    if isinstance(loss_fn, LogitsLoss):
+        return _by_logits(loss_fn, chunks, batch, None)
+    loss, sums = _checked(loss_fn(_aligned(chunks, batch), _on(batch, chunks.hidden.device)), loss_fn)
+    return Found(loss.double(), None, sums)
+
+
+def differentiate(loss_fn: LossFn | None, chunks: Chunks, batch: MicroBatch, scale: float) -> Found:
+    """The loss of a micro-batch, and the gradient of `scale` times it; those of the leaves go where their hooks say."""
+    head, leaves, hidden, targets, size = chunks.head, chunks.leaves, chunks.hidden, chunks.targets, chunks.size
+    if loss_fn is None:
+        return Found(*loss_and_gradients(head, leaves, hidden, targets, size, scale))
+    if isinstance(loss_fn, LogitsLoss):
+        return _by_logits(loss_fn, chunks, batch, scale)
+    leaf = _aligned(chunks, batch).requires_grad_()
+    with torch.enable_grad():
+        loss, sums = _checked(loss_fn(leaf, _on(batch, hidden.device)), loss_fn, needs_graph=True)
+        (gradient,) = torch.autograd.grad(loss * scale, leaf)
+    chunks.rewind()
+    at_targets = gradient.roll(-1, dims=1).flatten()
+    pushed = push_gradient(head, leaves, hidden, targets, size, at_targets)
+    return Found(loss.detach().double(), pushed, sums)
+
+
+def _aligned(chunks: Chunks, batch: MicroBatch) -> Tensor:
+    """Log-probabilities at the places of their labels, float32[batch, length]; no graph."""
+    found = log_probs(chunks.head, chunks.hidden, chunks.targets, chunks.size)
+    return found.view(batch["labels"].shape).roll(1, dims=1)  # a last position has no target: the first ones are 0
+
+
+def _by_logits(loss_fn: LogitsLoss, chunks: Chunks, batch: MicroBatch, scale: float | None) -> Found:
+    """Chunk by chunk, with the gradient of `scale` times the loss where there is one."""
+    hidden, device = chunks.hidden, chunks.hidden.device
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    gradient = None if scale is None else torch.zeros_like(hidden)
+    sums: dict[str, Tensor] = {}
+    length = batch["labels"].shape[1]
+    for places in target_places(chunks.targets, chunks.size):
+        chosen = places.to(device, non_blocking=True)
+        labels = chunks.targets[places].to(device, non_blocking=True)
+        at = places // length, places % length + 1
+        own = {key: batch[key][at[0].to(batch[key].device), at[1].to(batch[key].device)] for key in loss_fn.own}
+        own = {key: value.to(device, non_blocking=True) for key, value in own.items()}
+        part = hidden[chosen].requires_grad_(gradient is not None)
+        with torch.set_grad_enabled(gradient is not None):
+            logits = chunks.head(part)
+            leaf = logits.detach().requires_grad_(gradient is not None)
+            loss, found = _checked(loss_fn(leaf.float(), labels, **own), loss_fn, needs_graph=gradient is not None)
+            if gradient is not None and scale is not None:
+                (dlogits,) = torch.autograd.grad(loss * scale, leaf)
+                torch.autograd.backward([logits], [dlogits], inputs=[part, *chunks.leaves])
+                assert part.grad is not None
+                gradient[chosen] = part.grad
+        total += loss.detach().double()
+        for name, value in found.items():
+            sums[name] = sums[name] + value if name in sums else value
+    return Found(total, gradient, sums)
+
+
+def _checked(returned: Returned, loss_fn: LossFn, *, needs_graph: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, and what is to be reported as float64 scalars. Raises `LossError` for what is no loss."""
+    loss, sums = returned if isinstance(returned, tuple) else (returned, {})
+    where = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise LossError(f"returned {shape}, not a scalar", where=where, fix="return the sum of the losses")
+    if needs_graph and not loss.requires_grad:
+        what = "returned a loss that does not depend on what it was given"
+        raise LossError(what, where=where, fix="compute it from the argument, without detach or item")
+    kept = {name: torch.as_tensor(value, device=loss.device).detach().double().sum() for name, value in sums.items()}
+    return loss.reshape(()), kept
+
+
+def _on(batch: MicroBatch, device: torch.device) -> dict[str, Any]:
+    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """`loss` is the mean over all target tokens of the step, or what a loss function makes it; `tokens` counts them.
+
+    metrics: what the loss function reports, means like the loss.
+    """
+
+    loss: float
+    tokens: int
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class KeepLogProbs(LogProbLoss):
+    """No loss: keeps the log-probabilities of each micro-batch, on the host, in the order of the step."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def __call__(self, log_probs: Tensor, batch: MicroBatch) -> Tensor:
+        self.kept.append(log_probs.cpu())
+        return log_probs.new_zeros(())
+
+
+__all__ = [
+    "Chunks",
+    "Found",
+    "KeepLogProbs",
+    "LogProbLoss",
+    "LogitsLoss",
+    "LossFn",
+    "StepResult",
+    "count_targets",
+    "differentiate",
+    "divisor_of",
+    "measure",
+    "own_entries",
+    "target_mask",
+]

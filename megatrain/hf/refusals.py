@@ -1,0 +1,96 @@
+"""What a streamed trainer cannot honour, refused in one line before anything is allocated; nothing is ignored.
+
+Options that only trade memory for time (gradient checkpointing, activation offloading, emptying a cache, accumulating
+predictions on the host) are not refused: they change no number, and the engine's plan decides about them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatrain.errors import ConfigError, ModelError
+
+ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
+"""Values of `optim` that mean AdamW in full precision."""
+
+OFF: dict[str, str] = {
+    "deepspeed": "streaming takes its place",
+    "fsdp": "one process trains the whole model",
+    "parallelism_config": "one process trains the whole model",
+    "fp16": "use bf16, or full precision",
+    "fp16_full_eval": "evaluation computes as training does",
+    "bf16_full_eval": "evaluation computes as training does",
+    "torch_compile": "layers run as they are",
+    "use_liger_kernel": "layers run as they are",
+    "auto_find_batch_size": "choose per_device_train_batch_size",
+    "neftune_noise_alpha": "embeddings get no noise",
+    "optim_target_modules": "all parameters have one optimizer",
+    "ddp_find_unused_parameters": "one process trains the whole model",
+}
+"""Training arguments that must be unset, and what to tell about each."""
+
+OVERRIDES = (
+    "compute_loss",
+    "training_step",
+    "prediction_step",
+    "create_optimizer",
+    "_inner_training_loop",
+    "_run_epoch",
+)
+"""Methods that a class between ours and the library's must not have, since the engine takes their place."""
+
+KNOWN = ("transformers.trainer", "trl.trainer.sft_trainer", "trl.trainer.base_trainer", "megatrain.hf.trainer")
+"""Modules whose own such methods are known, and have a counterpart here."""
+
+
+def refuse_arguments(args: Any) -> None:
+    """Raise `ConfigError` for a training argument that cannot be honoured."""
+    for name, why in OFF.items():
+        if getattr(args, name, None):
+            raise ConfigError(f"{name} cannot be honoured", where="StreamedTrainer", fix=f"leave it out: {why}")
+    optimizer = getattr(args.optim, "value", args.optim)
+    if optimizer not in ADAMW:
+        raise ConfigError(f"optim={optimizer} cannot be honoured", where="StreamedTrainer", fix=f"use {ADAMW[0]}")
+    if args.world_size > 1:
+        raise ConfigError(f"{args.world_size} processes", where="StreamedTrainer", fix="start one")
+    if args.n_gpu > 1:
+        what = f"{args.n_gpu} GPUs are visible, and one trains"
+        raise ConfigError(what, where="StreamedTrainer", fix="set CUDA_VISIBLE_DEVICES to one of them")
+
+
+def refuse_keywords(given: dict[str, Any]) -> None:
+    """Raise `ConfigError` for an argument of the constructor that cannot be honoured."""
+    optimizers = given.get("optimizers") or (None, None)
+    if any(each is not None for each in optimizers):
+        what, fix = "optimizers cannot be honoured", "set optim, learning_rate and lr_scheduler_type of the arguments"
+        raise ConfigError(what, where="StreamedTrainer", fix=fix)
+    for name, fix in (
+        ("optimizer_cls_and_kwargs", "set optim and learning_rate of the arguments"),
+        ("compute_loss_func", "it wants whole logits: give loss_fn, see megatrain.losses"),
+        ("model_init", "give the model"),
+        ("peft_config", "every parameter is trained; merge adapters first"),
+        ("quantization_config", "weights are trained in full precision"),
+    ):
+        if given.get(name) is not None:
+            raise ConfigError(f"{name} cannot be honoured", where="StreamedTrainer", fix=fix)
+
+
+def refuse_class(kind: type) -> None:
+    """Raise `ConfigError` for a trainer with a loss or a step of its own, which the engine would not run."""
+    for base in kind.__mro__:
+        if base.__module__ in KNOWN or base.__module__.startswith("megatrain.hf"):
+            continue
+        if theirs := [name for name in OVERRIDES if name in vars(base)]:
+            what = f"{base.__name__}.{theirs[0]} would not be run"
+            raise ConfigError(what, where="StreamedTrainer", fix="give loss_fn instead, see megatrain.losses")
+
+
+def refuse_model(model: Any) -> None:
+    """Raise `ModelError` for adapters and for weights that are not plain numbers."""
+    if getattr(model, "peft_config", None) is not None:
+        raise ModelError("has adapters", where=type(model).__name__, fix="merge them first: merge_and_unload()")
+    if getattr(model, "quantization_method", None) is not None:
+        raise ModelError("is quantized", where=type(model).__name__, fix="load it in full precision")
+
+
+__all__ = ["refuse_arguments", "refuse_class", "refuse_keywords", "refuse_model"]

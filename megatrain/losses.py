@@ -1,0 +1,130 @@
+"""Losses for `Engine.step(..., loss_fn=...)`: the two kinds there are, and those that come with MegaTrain.
+
+A loss of one's own is a function of the log-probabilities of the labels,
+
+    def unlikelihood(log_probs, batch):                    # float32[batch, length]; 0 where there is no target
+        return -torch.log1p(-log_probs.exp())[target_mask(batch)].sum()
+
+or a subclass of `LogProbLoss`, which may also say what the sum is divided by and which entries of a micro-batch are its
+own, or one of `LogitsLoss`, which sees all logits of a few tokens at a time. Full logits never exist with any of them.
+
+Left out: a reference model beside the trained one. Its log-probabilities are computed before training and come with the
+micro-batches (`with_reference`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatrain.engine import LogitsLoss, LogProbLoss, LossFn, MicroBatch, target_mask
+from megatrain.errors import BatchError, ConfigError
+
+REFERENCE = "reference_log_probs"
+"""Entry of a micro-batch: per row, the sum of the reference's log-probabilities of its targets, float32[batch]."""
+
+
+@dataclass(frozen=True)
+class DPO(LogProbLoss):
+    """Direct preference optimization, per pair; rows 0, 2, ... are chosen, the row after each is rejected.
+
+    With d the difference of the two log-ratios to the reference, `sigmoid` is the negative log-sigmoid of beta * d
+    (Rafailov et al., "Direct Preference Optimization", NeurIPS 2023), made conservative by `label_smoothing`, the share
+    of preferences that are taken to be wrong (Mitchell, "A note on DPO with noisy preferences", 2023). `ipo` is the
+    square of d - 1 / (2 beta), with log-ratios per target token (Azar et al., "A General Theoretical Paradigm to
+    Understand Learning from Human Preferences", AISTATS 2024; per token as TRL has it).
+
+    Reports `rewards/chosen` and `rewards/rejected` (beta times the log-ratio), `rewards/margins`, `rewards/accuracies`,
+    `logps/chosen` and `logps/rejected`, means over the pairs of a step. Raises `ConfigError` for a value out of range.
+    """
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    loss_type: Literal["sigmoid", "ipo"] = "sigmoid"
+
+    own = (REFERENCE,)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.beta < float("inf"):
+            raise ConfigError(f"a beta of {self.beta}", where="DPO", fix="use a number above 0")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ConfigError(
+                f"a label smoothing of {self.label_smoothing}", where="DPO", fix="use 0 or more, below 0.5"
+            )
+        if self.loss_type not in ("sigmoid", "ipo"):
+            raise ConfigError(f"an unknown loss type {self.loss_type!r}", where="DPO", fix="use sigmoid or ipo")
+        if self.loss_type == "ipo" and self.label_smoothing:
+            raise ConfigError("ipo has no label smoothing", where="DPO", fix="set it to 0, or use sigmoid")
+
+    def divisor(self, batch: MicroBatch) -> float:
+        """Pairs. Raises `BatchError` for rows that are no pairs, or one without a target."""
+        rows = len(batch["labels"])
+        if rows % 2:
+            fix = "put both rows of a pair into one micro-batch, chosen first"
+            raise BatchError(f"{rows} rows are no pairs of chosen and rejected", where="DPO", fix=fix)
+        if batch[REFERENCE].shape != (rows,):
+            what = f"{REFERENCE} is {list(batch[REFERENCE].shape)} for {rows} rows"
+            raise BatchError(what, where="DPO", fix="give one sum per row, as with_reference does")
+        if not bool(target_mask(batch).any(dim=1).all()):
+            raise BatchError("a row without a target", where="DPO", fix="leave such pairs out")
+        return rows / 2
+
+    def __call__(self, log_probs: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Sums over the pairs of a micro-batch."""
+        sums = log_probs.sum(dim=1)
+        ratios = sums - batch[REFERENCE].to(sums)
+        if self.loss_type == "ipo":
+            per_token = ratios / target_mask(batch).sum(dim=1)
+            losses = (per_token[::2] - per_token[1::2] - 1 / (2 * self.beta)) ** 2
+        else:
+            margins = self.beta * (ratios[::2] - ratios[1::2])
+            right, wrong = functional.logsigmoid(margins), functional.logsigmoid(-margins)
+            losses = -(1 - self.label_smoothing) * right - self.label_smoothing * wrong
+        rewards = self.beta * ratios.detach()
+        chosen, rejected = rewards[::2], rewards[1::2]
+        reported = {
+            "rewards/chosen": chosen.sum(),
+            "rewards/rejected": rejected.sum(),
+            "rewards/margins": (chosen - rejected).sum(),
+            "rewards/accuracies": (chosen > rejected).double().sum(),
+            "logps/chosen": sums[::2].sum(),
+            "logps/rejected": sums[1::2].sum(),
+        }
+        return losses.sum(), reported
+
+
+@dataclass(frozen=True)
+class SmoothedCrossEntropy(LogitsLoss):
+    """Cross-entropy to labels of which `smoothing` is spread over the vocabulary (Szegedy et al., CVPR 2016), plus
+    `z_loss` times the square of the log of the softmax's denominator (Chowdhery et al., "PaLM", 2022)."""
+
+    smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]  # it has nothing of its own
+        """The sum over the tokens."""
+        loss = functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=self.smoothing)
+        return loss + self.z_loss * torch.logsumexp(logits, dim=-1).square().sum() if self.z_loss else loss
+
+
+def with_reference(micro_batches: Sequence[MicroBatch], log_probs: Sequence[Tensor]) -> list[dict[str, object]]:
+    """The micro-batches with what `Engine.log_probs` found for them before training, as `DPO` takes it."""
+    pairs = zip(micro_batches, log_probs, strict=True)
+    return [{**batch, REFERENCE: found.sum(dim=1)} for batch, found in pairs]
+
+
+__all__ = [
+    "DPO",
+    "REFERENCE",
+    "LogProbLoss",
+    "LogitsLoss",
+    "LossFn",
+    "SmoothedCrossEntropy",
+    "target_mask",
+    "with_reference",
+]

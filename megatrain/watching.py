@@ -1,0 +1,46 @@
+"""What a run writes of itself into its folder while it trains, and what a person sees of it.
+
+Files of an earlier run in the same folder are replaced, or gone on with where the run goes on. Only what cannot be
+opened ends a run; what fails later is told. It leaves out `status.json`, which needs the engine (`run`), and what each
+of the watchers does.
+"""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from megatrain import resume
+from megatrain.checkpoint import Checkpoint
+from megatrain.config import Config, save_config
+from megatrain.train.events import Watcher
+from megatrain.train.metrics import JsonLines
+from megatrain.train.progress import Progress, printable
+from megatrain.train.trackers import OPTIONAL, Tracked, identity_of, open_tracker
+
+
+def open_watchers(config: Config, taken: Checkpoint | None, stack: ExitStack, console: Console) -> list[Watcher]:
+    """Everything that reports, opened for as long as `stack`. This is the first to write into the run folder."""
+    folder = Path(config.output.folder).expanduser()
+
+    def say(line: str) -> None:
+        console.print(Text(printable(line), "yellow"), soft_wrap=True)
+
+    goes_on = taken is not None and taken.folder.parent == config.checkpoints.resolve()
+    step = resume.facts_of(taken)["step"] if taken is not None and goes_on else None
+    if (folder / "metrics.jsonl").exists() and not goes_on:
+        say(f"replaces the metrics of an earlier run in {folder}")
+    resume.remove_others(config, taken if goes_on else None)
+    save_config(config, folder / "config.yaml")
+    watchers: list[Watcher] = [stack.enter_context(JsonLines(folder / "metrics.jsonl", step, say))]
+    if not goes_on:
+        shutil.rmtree(folder / "tensorboard", ignore_errors=True)
+    output = config.output
+    identity = identity_of(folder, goes_on) if set(output.trackers) & set(OPTIONAL) else ""
+    tracked = Tracked(folder, output.project, output.trackers_online, config.model_dump(mode="json"), identity, step)
+    watchers += [stack.enter_context(open_tracker(name, tracked, say)) for name in output.trackers]
+    return [*watchers, stack.enter_context(Progress(console, config.train.log_every))]
