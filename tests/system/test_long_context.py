@@ -34,7 +34,7 @@ def results(device: str, policy: Policy, family: str = "llama") -> dict[str, Ten
 
 @pytest.mark.parametrize(
     ("family", "activations"),
-    [("llama", "keep"), ("gemma2", "recompute"), ("gpt2", "keep"), ("mixtral-balanced", "recompute")],
+    [("llama", "keep"), ("gpt2", "recompute"), ("mixtral-balanced", "recompute")],
 )
 def test_gradients_in_chunks_are_those_of_the_stock_model(family: str, activations: str) -> None:
     policy = Policy("fp32", shares_memory=True, activations=activations, loss_chunk_tokens=16, mlp_chunk_tokens=7)  # type: ignore[arg-type]
@@ -123,10 +123,10 @@ def measured(length: int, layers: int) -> int:
 WIDTH = 64
 
 
-@pytest.mark.parametrize(("short", "long"), [(1024, 2048), pytest.param(8192, 16384, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("short", "long"), [(1024, 1536), pytest.param(8192, 16384, marks=pytest.mark.slow)])
 def test_each_further_layer_costs_its_input_for_each_further_token(short: int, long: int) -> None:
     """Measured on the cpu, where an input stays where it is: all else is of one layer, whatever the depth."""
-    shallow, deep = (measured(long, layers) - measured(short, layers) for layers in (2, 4))
+    shallow, deep = (measured(long, layers) - measured(short, layers) for layers in (1, 2))
     one_input = 4 * WIDTH * (long - short)
-    assert deep - shallow == pytest.approx(2 * one_input, rel=0.02)
-    assert shallow < 16 * one_input  # 2 inputs among them, and rotary tables as large as 4
+    assert deep - shallow == pytest.approx(one_input, rel=0.02)
+    assert shallow < 16 * one_input  # of which rotary tables take 4
