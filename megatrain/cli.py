@@ -260,6 +260,17 @@ def _export(
     typer.echo(str(written))
 
 
+@app.command("report")
+def _report(
+    folder: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, of a run that goes on or was killed too.")],
+    html: Annotated[str | None, typer.Option(help="File to write, if not report.html in RUN.")] = None,
+) -> None:
+    """A run as one page for a browser: loss, speed, memory, a step's timeline, samples, what happened."""
+    from megatrain.report import run_report
+
+    typer.echo(str(run_report(folder, html)))
+
+
 @app.command("probe")
 def _probe(
     device: DeviceName = "cpu",

@@ -8,7 +8,7 @@ and told.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -21,6 +21,8 @@ from megatrain.data import (
     Encoder,
     Loader,
     PackedRows,
+    PairRows,
+    Reference,
     Rows,
     SampleFile,
     SampleRows,
@@ -32,6 +34,7 @@ from megatrain.data import (
     evaluation_batches,
     example_of,
     holds_chats,
+    holds_pairs,
     holds_samples,
     holds_text_only,
     pack,
@@ -43,6 +46,7 @@ from megatrain.data import (
     statistics_of,
     unused_tokens,
 )
+from megatrain.data.formats import Format
 from megatrain.errors import ConfigError, ModelError
 from megatrain.model import only_single_rows, why_not_packable
 from megatrain.plan import Plan
@@ -67,6 +71,8 @@ class Corpus:
     """The first sample as runs of text, and whether they are trained; empty for plain text."""
     chats: Encoder | None = None
     """What makes ids of a conversation; `None` where the data holds none."""
+    measured: Callable[[], list[Batch]] = list
+    """Reads `validation` again, for what has become known about its rows since."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +105,16 @@ def open_corpus(config: Config, plan: Plan, tokenizer: Tokenizer, vocabulary: in
     )
     held_out = [part.held_out for part in parts if part.held_out is not None]
     limit = config.train.eval_batches if held_out else 1
-    streams = [evaluation_batches(rows, size) for rows in held_out or [parts[0].training]]
-    in_turn = (batch for batches in zip_longest(*streams) for batch in batches if batch is not None)
+
+    def measured() -> list[Batch]:
+        streams = [evaluation_batches(rows, size) for rows in held_out or [parts[0].training]]
+        in_turn = (batch for batches in zip_longest(*streams) for batch in batches if batch is not None)
+        return list(islice(in_turn, limit))
+
     facts = [fact for part in parts for fact in part.facts]
     chats = opened.encoder if any(part.holds_chats for part in parts) else None
     example = next((part.example for part in parts if part.example), [])
-    return Corpus(loader, list(islice(in_turn, limit)), bool(held_out), data.window, facts, example, chats)
+    return Corpus(loader, measured(), bool(held_out), data.window, facts, example, chats, measured)
 
 
 class _Opening:
@@ -114,7 +124,9 @@ class _Opening:
         self.config, self.data, self.micro_batch = config, config.data, micro_batch
         self.tokenizer, self.vocabulary, self.model = tokenizer, vocabulary, model
         self.cache = Path(config.data.cache).expanduser()
-        self.schema = Schema(self.data.format, self.data.columns, self.data.tags)
+        self.prefers = config.train.objective == "dpo"
+        chosen: Format = "preference" if self.prefers else self.data.format
+        self.schema = Schema(chosen, self.data.columns, self.data.tags)
         self.encoder = Encoder(tokenizer, _options(self.data, self.data.window))
         self._packs: bool | None = None
 
@@ -134,7 +146,7 @@ class _Opening:
 
     def _holds_samples(self, name: str) -> bool:
         whole = self.data.packing in ("best_fit", "grouped")
-        found = holds_samples(name, self.data.format)
+        found = holds_samples(name, self.schema, self.data.pattern)
         if whole and not found:
             if not Path(name).expanduser().exists():
                 what = "is plain text, which stays whole from files only"
@@ -154,11 +166,16 @@ class _Opening:
 
     def _samples(self, name: str) -> _Part:
         data = self.data
-        source = source_called(name, self.schema, split=data.split, subset=data.subset)
+        source = source_called(name, self.schema, split=data.split, subset=data.subset, pattern=data.pattern)
         runs_on = data.packing == "windows" or (data.packing == "auto" and begins_with_text(source))
         encoder = Encoder(self.tokenizer, _options(data, None)) if runs_on else self.encoder
         whole = prepare_samples(source, encoder, cache=self.cache, bad=data.bad_samples)
         whole.tokens.require_ids_below(self.vocabulary)
+        if holds_pairs(whole) != self.prefers:
+            what, fix = f"{name} holds preferences", "set train.objective=dpo, or name other sources"
+            if self.prefers:
+                what, fix = f"{name} holds no preferences", "name sources with chosen and rejected answers"
+            raise ConfigError(what, where="data.sources", fix=fix)
         statistics = statistics_of(whole)
         first, *others = statistics.lines()
         if runs_on:
@@ -166,24 +183,32 @@ class _Opening:
                 what = f"{name} holds more than plain text, and would be cut anywhere and trained whole"
                 raise ConfigError(what, where="data.packing", fix="use best_fit or grouped")
             return self._cut(pack(whole.tokens, window=data.window, vocab_size=self.vocabulary), f"{first}, of {name}")
-        training, held_out, how = self._rows(whole)
-        held = f"{len(held_out.chosen):,} samples held out" if held_out else "none held out"
-        rows = f"{len(training):,} rows of {training.file.lengths[training.chosen].mean():,.0f} tokens"
+        training, held_out, how, copies = self._rows(whole)
+        whats = "pairs" if self.prefers else "samples"
+        held = f"{len(held_out.chosen):,} {whats} held out" if held_out else "none held out"
+        held += f", {copies:,} trained on instead because they have copies" if copies else ""
+        mean = whole.lengths.mean() if self.prefers else whole.lengths[training.chosen].mean()
+        rows = f"{len(training):,} rows of {mean:,.0f} tokens"
         if isinstance(training, PackedRows):
             rows = f"{len(training):,} rows of {data.window:,} tokens"
         packing = f"{how}: {rows}, {training.efficiency:.1%} of them filled; {held}"
         facts = [("data", f"{first}, of {name}"), *(("", line) for line in others), ("packing", packing)]
         return _Part(training, held_out, facts, example_of(whole), holds_chats(whole))
 
-    def _rows(self, file: SampleFile) -> tuple[PackedRows | SampleRows, PackedRows | SampleRows | None, str]:
-        """(training, held out, how they are packed)."""
-        training, held_out = split_samples(file, self.data.validation_fraction)
+    def _rows(self, file: SampleFile) -> tuple[PackedRows | SampleRows, PackedRows | SampleRows | None, str, int]:
+        """(training, held out, how they are packed, what is not held out because it has copies)."""
+        if self.prefers:
+            training, held_out, copies = split_samples(file, self.data.validation_fraction, 2)
+            reference = Reference()
+            pairs = [PairRows(file, chosen, self.micro_batch, reference) for chosen in (training, held_out)]
+            return pairs[0], pairs[1] if len(held_out) else None, "a pair in two rows, like lengths together", copies
+        training, held_out, copies = split_samples(file, self.data.validation_fraction)
         window, seed = self.data.window, self.config.train.seed
         if self._can_pack():
             made = [PackedRows(file, chosen, window, seed) for chosen in (training, held_out)]
-            return made[0], made[1] if len(held_out) else None, "best fit"
+            return made[0], made[1] if len(held_out) else None, "best fit", copies
         grouped = [SampleRows(file, chosen, self.micro_batch) for chosen in (training, held_out)]
-        return grouped[0], grouped[1] if len(held_out) else None, "one sample to a row, like lengths together"
+        return grouped[0], grouped[1] if len(held_out) else None, "one sample to a row, like lengths together", copies
 
     def _can_pack(self) -> bool:
         if self.data.packing == "grouped":

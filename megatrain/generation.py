@@ -15,12 +15,16 @@ from typing import Any
 
 import torch
 
+from megatrain.config import TrainSection
+from megatrain.corpus import Corpus
 from megatrain.data import Tokenizer, load_tokenizer, vocabulary_size
+from megatrain.data.tokenizer import encode_text, end_of_text_id
 from megatrain.errors import BatchError, DataError
 from megatrain.model import PretrainedSource, Progress, TextStream, freeze_parameters
 from megatrain.model.architecture import read_config
 from megatrain.spec import Precision
 from megatrain.train.engine import Engine
+from megatrain.train.events import Sampled
 from megatrain.train.progress import printable
 
 WHERE = "generate"
@@ -146,6 +150,31 @@ def draw_ids(
     found = engine.generate(torch.tensor([ids]), seed=seed, max_new_tokens=tokens, **options)
     new: list[int] = found[0, len(ids) :].tolist()
     return new
+
+
+def sample_of(train: TrainSection, engine: Engine, corpus: Corpus, tokenizer: Tokenizer, step: int) -> Sampled:
+    """Text that the model continues, or its answer where it learns chats. A full window goes on from its middle."""
+    end, window = end_of_text_id(tokenizer), corpus.window
+    if corpus.chats is not None and train.sample_prompt:
+        ids = corpus.chats.prompt_ids(train.sample_prompt)
+    else:
+        ids = [end, *encode_text(tokenizer, train.sample_prompt).tolist()]
+    drawn: list[int] = []
+    while len(drawn) < train.sample_tokens and drawn[-1:] != [end]:
+        seen = [*ids, *drawn]
+        seen = seen if len(seen) < window else seen[-max(1, window // 2) :]
+        drawn += draw_ids(
+            engine,
+            tokenizer,
+            seen,
+            tokens=max(1, min(train.sample_tokens - len(drawn), window - len(seen))),
+            temperature=train.sample_temperature,
+            top_k=train.sample_top_k,
+            top_p=1.0,
+            seed=train.seed + len(drawn),
+        )
+    said = drawn[:-1] if drawn[-1:] == [end] else drawn
+    return Sampled(step, train.sample_prompt, str(tokenizer.decode(said)))
 
 
 def _new_tokens(length: int, wanted: int | None, positions: int | None) -> int:

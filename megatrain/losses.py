@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megatrain.data import rows
 from megatrain.engine import LogitsLoss, LogProbLoss, LossFn, MicroBatch, target_mask
 from megatrain.errors import BatchError, ConfigError
 
-REFERENCE = "reference_log_probs"
+REFERENCE = rows.REFERENCE
 """Entry of a micro-batch: per row, the sum of the reference's log-probabilities of its targets, float32[batch]."""
 
 
@@ -63,16 +64,16 @@ class DPO(LogProbLoss):
 
     def divisor(self, batch: MicroBatch) -> float:
         """Pairs. Raises `BatchError` for rows that are no pairs, or one without a target."""
-        rows = len(batch["labels"])
-        if rows % 2:
+        count = len(batch["labels"])
+        if count % 2:
             fix = "put both rows of a pair into one micro-batch, chosen first"
-            raise BatchError(f"{rows} rows are no pairs of chosen and rejected", where="DPO", fix=fix)
-        if batch[REFERENCE].shape != (rows,):
-            what = f"{REFERENCE} is {list(batch[REFERENCE].shape)} for {rows} rows"
+            raise BatchError(f"{count} rows are no pairs of chosen and rejected", where="DPO", fix=fix)
+        if batch[REFERENCE].shape != (count,):
+            what = f"{REFERENCE} is {list(batch[REFERENCE].shape)} for {count} rows"
             raise BatchError(what, where="DPO", fix="give one sum per row, as with_reference does")
         if not bool(target_mask(batch).any(dim=1).all()):
             raise BatchError("a row without a target", where="DPO", fix="leave such pairs out")
-        return rows / 2
+        return count / 2
 
     def __call__(self, log_probs: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Sums over the pairs of a micro-batch."""

@@ -1,4 +1,4 @@
-"""A run's plan, made again once times are measured.
+"""A run's plan: told before it begins, and made again once times are measured.
 
 What a run measures corrects the prices that it was planned with (`Replanner`), and a better plan is taken up between
 two steps. It changes no result: only what no number depends on may differ. It leaves out the first plan (`run`).
@@ -6,19 +6,40 @@ two steps. It changes no result: only what no number depends on may differ. It l
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatrain.errors import DoesNotFit, OutOfDeviceMemory
-from megatrain.plan import Plan, calibrate, examine, find_plan, op_seconds
+from megatrain.errors import DiskError, DoesNotFit, OutOfDeviceMemory
+from megatrain.plan import Plan, calibrate, examine, find_plan, op_seconds, peak_table
 from megatrain.spec import IN_HOST, Policy
 from megatrain.train.engine import Engine
-from megatrain.train.events import Replanned
+from megatrain.train.events import Planned, Replanned
+from megatrain.train.progress import describe_policy
 
 WORTH_IT = 0.03
 """Predicted gain below which a plan is not exchanged for another."""
 
 MAY_CHANGE = ("activations", "activation_rows", "weight_slots", "grad_slots", "shard_nbytes", "homes", "stage_slots")
 """Fields of a policy that a plan chooses anew: no number depends on them. State moves where its home changes."""
+
+
+def foreseen(plan: Plan, engine: Engine, facts: Sequence[tuple[str, str]], step: int) -> Planned:
+    """What the plan says of a run that begins after `step` steps, for those who read its metrics."""
+    return Planned(
+        step,
+        engine.spec.name,
+        dict(facts) | {"policy": "; ".join(describe_policy(engine.policy))},
+        plan.seconds,
+        _by_tier(peak_table(plan)),
+        _by_tier(engine.memory_table()),
+    )
+
+
+def _by_tier(table: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
+    tiers: dict[str, dict[str, int]] = {}
+    for (tier, owner), nbytes in table.items():
+        tiers.setdefault(tier, {})[owner] = nbytes
+    return tiers
 
 
 @dataclass
@@ -50,7 +71,7 @@ class Replanner:
         try:
             self.engine.adopt(adopted)
             self.engine.prepare(work)
-        except (DoesNotFit, OutOfDeviceMemory):  # others may have taken memory since; the state is whole
+        except (DoesNotFit, OutOfDeviceMemory, DiskError):  # others may have taken room since; the state is whole
             self.engine.adopt(policy)
             return None
         return Replanned(step, now.seconds, better.seconds, _changes(policy, adopted))

@@ -38,7 +38,7 @@ FREE = (
 )
 """Keys, or sections, that no number of the training depends on."""
 
-REFUSED = ("model.path", "model.config", "data", "train.seed", "train.freeze", "train.precision")
+REFUSED = ("model.path", "model.config", "data", "train.seed", "train.freeze", "train.precision", "train.objective")
 """Keys, or sections, whose change means another model or other data, which a run is not to go on with by mistake."""
 
 COMPARED = ("data.sources",)
@@ -72,6 +72,11 @@ def find(config: Config, say: Say) -> Checkpoint | None:
             fix="set output.folder=NEW, or output.overwrite=true, which removes them",
         )
     return found
+
+
+def is_own(config: Config, taken: Checkpoint) -> bool:
+    """Whether a checkpoint is of this very run. It may lie elsewhere, behind a link among the others."""
+    return any(path.resolve() == taken.folder for path in checkpoints(config.checkpoints))
 
 
 def remove_others(config: Config, taken: Checkpoint | None) -> None:

@@ -5,8 +5,10 @@ once and kept), the model; the engine is built last. The run folder then holds
 
     config.yaml       every key as resolved; `megatrain train` takes it
     metrics.jsonl     one JSON object per event
-    tensorboard/      the same for TensorBoard
+    tensorboard/      the same for TensorBoard, where it is among the trackers
     status.json       how the run is: see `train.health`
+    trace.json        one early step, op by op, unless `trace` names another file
+    report.html       all of it as a page
     checkpoints/      what a run goes on from; each appears whole
     model/            Hugging Face folder with the tokenizer; it appears whole, at the end
 
@@ -17,7 +19,7 @@ no model, and one that stood there stays.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from rich.text import Text
 from megatrain import resume
 from megatrain.budgets import budgets, open_disk, refuse_wear, with_disk
 from megatrain.checkpoint import Checkpoint, Retention
+from megatrain.claim import Claim
 from megatrain.config import Config, TrainSection
 from megatrain.corpus import Corpus, open_corpus, shortened
 from megatrain.data import (
@@ -35,11 +38,10 @@ from megatrain.data import (
     load_tokenizer,
     vocabulary_size,
 )
-from megatrain.data.tokenizer import encode_text, end_of_text_id
 from megatrain.device import Device, open_device
 from megatrain.engine import DTYPES
-from megatrain.errors import ConfigError, MegaTrainError, NonFinite
-from megatrain.generation import draw_ids
+from megatrain.errors import ConfigError, NonFinite
+from megatrain.generation import sample_of
 from megatrain.layout import layout_of
 from megatrain.machine import this_machine
 from megatrain.model import (
@@ -52,19 +54,21 @@ from megatrain.model import (
     spent,
 )
 from megatrain.model import Progress as LoadingProgress
+from megatrain.objective import Objective, loss_of, with_reference, without_reference
 from megatrain.optim import AdamW, lr_schedule
 from megatrain.plan import Plan, Question, available_threads, find_plan
-from megatrain.preflight import Replanner
-from megatrain.spec import ModelSpec
+from megatrain.preflight import Replanner, foreseen
+from megatrain.spec import Hardware, ModelSpec
 from megatrain.train.checkpoints import Checkpoints
 from megatrain.train.engine import Engine
-from megatrain.train.events import Compiled, Ended, Evaluated, Event, Resumed, Sampled, Watcher
+from megatrain.train.events import Compiled, Ended, Event, Resumed, Watcher
 from megatrain.train.feed import Feed
 from megatrain.train.health import STATUS, Health
 from megatrain.train.options import EngineOptions
 from megatrain.train.progress import describe_model, loading, printable, show_plan
 from megatrain.train.restored import NewMoments
 from megatrain.train.stop import StopSignals
+from megatrain.train.trace import TRACE
 from megatrain.train.trackers import refuse_missing
 from megatrain.train.trainer import Task, train
 from megatrain.trained import save_trained, say_where, verify_trained
@@ -72,6 +76,8 @@ from megatrain.watching import open_watchers
 
 VERIFIED_PARAMETERS = 10**9
 """A saved model below this size is loaded again and its loss compared."""
+
+Facts = list[tuple[str, str]]
 
 WARM_UP = 3
 """Steps after which measured times are compared with the plan's."""
@@ -88,18 +94,21 @@ def run_training(config: Config, console: Console) -> Path:
         console.print(Text(printable(line), "yellow"), soft_wrap=True)
 
     refuse_missing(config.output.trackers)
-    if config.resume is None:
-        _refuse_finished(folder, config.output.overwrite)
-    taken = resume.find(config, say)
-    if taken is None:
-        _refuse_finished(folder, config.output.overwrite)
-    elif resume.facts_of(taken)["step"] >= config.train.steps and (folder / "model").exists():
-        say(f"{folder} is a finished run of {config.train.steps:,} steps; set train.steps to more to extend it")
-        return folder / "model"
-    else:
-        config = resume.as_begun(config, taken)
-        resume.refuse_changes(config, taken, say)
     with ExitStack() as stack:
+        claim = stack.enter_context(Claim())
+        claim.take(folder)
+        claim.take(config.checkpoints)
+        if config.resume is None:
+            _refuse_finished(folder, config.output.overwrite)
+        taken = resume.find(config, say)
+        if taken is None:
+            _refuse_finished(folder, config.output.overwrite)
+        elif resume.facts_of(taken)["step"] >= config.train.steps and (folder / "model").exists():
+            say(f"{folder} is a finished run of {config.train.steps:,} steps; set train.steps to more to extend it")
+            return folder / "model"
+        else:
+            config = resume.as_begun(config, taken)
+            resume.refuse_changes(config, taken, say)
         device = open_device(config.train.device)
         stack.callback(device.close)
         tokenizer = load_tokenizer(config.tokenizer)
@@ -117,17 +126,21 @@ def run_training(config: Config, console: Console) -> Path:
             resume.take_up_data(feed, taken, config, say)
         with loading(console, "loading the model") as progress:
             engine = stack.enter_context(_engine(config, source, ported, plan, device, taken, progress))
+        if config.train.objective == "dpo":
+            corpus = _referred(config, corpus, engine, plan, taken, console)
         if config.trace is not None:
             engine.trace(config.trace)
         checkpoints = _checkpoints(config, engine, feed, tokenizer, plan)
-        _show(config, engine, source, corpus, plan, console)
-        ended = _train(config, _Run(engine, corpus, feed, checkpoints, tokenizer, plan), taken, stack, console)
+        facts = _show(config, engine, source, corpus, plan, console)
+        run = _Run(engine, corpus, feed, checkpoints, tokenizer, plan, facts, claim)
+        ended = _train(config, run, taken, stack, console)
         if ended.step < config.train.steps and config.checkpoint.every:
-            say(f"not finished; `resume=auto` goes on after step {ended.step:,}")
-            return Path(checkpoints.newest)
+            there = f"`resume=auto` goes on after step {checkpoints.step:,}"
+            say(f"not finished; {there if checkpoints.newest else 'nothing was saved'}")
+            return Path(checkpoints.newest or folder)
         saved = save_trained(config, engine, tokenizer, folder / "model")
         if config.output.verify_export and engine.spec.numel < VERIFIED_PARAMETERS:
-            verify_trained(config, engine, corpus.validation[0], saved, console)
+            verify_trained(config, engine, without_reference(corpus.validation[0]), saved, console)
     say_where(folder, console)
     return saved
 
@@ -142,6 +155,8 @@ class _Run:
     checkpoints: Checkpoints
     tokenizer: Tokenizer
     plan: Plan
+    facts: Sequence[tuple[str, str]]
+    claim: Claim
 
 
 # Before training ---------------------------------------------------------------------------------------------------
@@ -219,7 +234,7 @@ def _plan(config: Config, spec: ModelSpec, device: Device) -> Plan:
     pinned.setdefault("host_threads", available_threads())
     if train.pinned_micro_batch is not None:
         pinned["micro_batch"] = train.pinned_micro_batch
-    planned, spare = dict(allowed), _for_saves(config, spec)
+    planned, spare = dict(allowed), _for_saves(config, spec, hardware)
     if planned["host_budget_nbytes"] is None:
         hardware = replace(hardware, host_nbytes=hardware.host_nbytes - spare)
     else:
@@ -239,11 +254,14 @@ def _plan(config: Config, spec: ModelSpec, device: Device) -> Plan:
     return replace(plan, policy=replace(plan.policy, **allowed))
 
 
-def _for_saves(config: Config, spec: ModelSpec) -> int:
-    """Bytes of host memory that a plan leaves: a save takes the largest unit in float32 (`train.saver`)."""
+def _for_saves(config: Config, spec: ModelSpec, hardware: Hardware) -> int:
+    """Bytes of host memory that a plan leaves: a save takes the largest unit in float32 (`train.saver`).
+
+    Masters and moments where state may live on the disk or the device, else masters that lie in halves.
+    """
     masters = 4 if config.train.precision == "bf16" else 0
-    words = 12 if config.disk.folders else masters
-    return words * max(layout_of(unit).size for unit in spec.units) if config.checkpoint.every else 0
+    nbytes = 12 if config.disk.folders or not hardware.shares_memory else masters
+    return nbytes * max(layout_of(unit).size for unit in spec.units) if config.checkpoint.every else 0
 
 
 def _resolved(config: Config, plan: Plan) -> Config:
@@ -294,7 +312,8 @@ def _checkpoints(config: Config, engine: Engine, feed: Feed, tokenizer: Tokenize
     )
 
 
-def _show(config: Config, engine: Engine, source: Source, corpus: Corpus, plan: Plan, console: Console) -> None:
+def _show(config: Config, engine: Engine, source: Source, corpus: Corpus, plan: Plan, console: Console) -> Facts:
+    """Tell what will be done, and return it."""
     train, count = config.train, plan.work.micro_batches
     batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
     speed = f"{plan.seconds:.3g} s a step, {plan.tokens_per_second:,.0f} tokens/s"
@@ -315,6 +334,14 @@ def _show(config: Config, engine: Engine, source: Source, corpus: Corpus, plan: 
         console.print(Text("the first sample; what is trained is green", "bold"))
         styled = ((printable(text), "green" if trained else "dim") for text, trained in shortened(corpus.example))
         console.print(Text.assemble(*styled), soft_wrap=True)
+    return facts
+
+
+def _referred(
+    config: Config, corpus: Corpus, engine: Engine, plan: Plan, taken: Checkpoint | None, console: Console
+) -> Corpus:
+    with loading(console, "asking the reference about each answer") as progress:
+        return with_reference(config, corpus, engine, plan, taken, progress)
 
 
 # During training ---------------------------------------------------------------------------------------------------
@@ -324,6 +351,7 @@ def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack
     """Train to the end, or until told to stop, and save what there is then."""
     train_, checkpoints, engine = config.train, run.checkpoints, run.engine
     stop = stack.enter_context(StopSignals(config.checkpoint.deadline_seconds, checkpoints.expected_seconds))
+    run.claim.make(Path(config.output.folder).expanduser())
     watchers: list[Watcher] = [*open_watchers(config, taken, stack, console), checkpoints]
     health = Health(
         Path(config.output.folder).expanduser() / STATUS,
@@ -335,15 +363,20 @@ def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack
     )
     watchers.append(stack.enter_context(health))
     start = 0 if taken is None else int(resume.facts_of(taken)["step"])
+    if config.trace is None:
+        with suppress(ConfigError):  # nobody has asked for it
+            engine.trace(Path(config.output.folder).expanduser() / TRACE, steps=1)
+    _tell(watchers, foreseen(run.plan, engine, run.facts, start))
     if taken is not None:
         _tell(watchers, Resumed(start, train_.steps, str(taken.folder)))
-    elif train_.on_nonfinite == "rollback":
-        _tell(watchers, *checkpoints.finish(0))
-    interruptible = stop.interruptible() if engine.policy.update == "next_forward" else nullcontext()
+    if train_.on_nonfinite == "rollback" and checkpoints.step < 0:
+        _tell(watchers, *checkpoints.finish(start))
+    if engine.policy.update == "next_forward":
+        engine.run_ops_in(stop.region)
     try:
-        with interruptible:
+        with stop.interruptible():
             ended = train(
-                engine,
+                Objective(engine, loss_of(config)),
                 run.feed,
                 steps=train_.steps,
                 lr=_learning_rate(train_),
@@ -355,7 +388,7 @@ def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack
                 should_stop=lambda: stop.requested,
                 undo=run.feed.put_back,
             )
-    except MegaTrainError:
+    except Exception:
         _tell(watchers, *checkpoints.settle())
         raise
     if config.checkpoint.every:
@@ -380,45 +413,20 @@ def _tasks(config: Config, run: _Run, start: int) -> list[Task]:
         tasks.append(Task(0, Replanner(run.engine, run.plan), once=start + WARM_UP))
     if run.engine.policy.compile:
         tasks.append(Task(0, lambda step: Compiled(step, *spent()), once=start + 1))
-    tasks += _measurements(train, run.engine, run.corpus, run.tokenizer)
+    tasks += _measurements(config, run.engine, run.corpus, run.tokenizer)
     if config.checkpoint.every:
         tasks += [Task(1, checkpoints.collect), Task(config.checkpoint.every, checkpoints.save)]
     return tasks
 
 
-def _measurements(train: TrainSection, engine: Engine, corpus: Corpus, tokenizer: Tokenizer) -> list[Task]:
-    tasks = []
+def _measurements(config: Config, engine: Engine, corpus: Corpus, tokenizer: Tokenizer) -> list[Task]:
+    train, tasks = config.train, []
     if corpus.holds_out:
-        evaluate = lambda step: Evaluated(step, engine.evaluate(corpus.validation))  # noqa: E731
-        tasks.append(Task(train.eval_every, evaluate))
+        objective = Objective(engine, loss_of(config))
+        tasks.append(Task(train.eval_every, lambda step: objective.evaluate(step, corpus.validation)))
     if train.sample_tokens:
-        tasks.append(Task(train.sample_every, lambda step: _sample(train, engine, corpus, tokenizer, step)))
+        tasks.append(Task(train.sample_every, lambda step: sample_of(train, engine, corpus, tokenizer, step)))
     return tasks
-
-
-def _sample(train: TrainSection, engine: Engine, corpus: Corpus, tokenizer: Tokenizer, step: int) -> Sampled:
-    """Text that the model continues, or its answer where it learns chats. A full window goes on from its middle."""
-    end, window = end_of_text_id(tokenizer), corpus.window
-    if corpus.chats is not None and train.sample_prompt:
-        ids = corpus.chats.prompt_ids(train.sample_prompt)
-    else:
-        ids = [end, *encode_text(tokenizer, train.sample_prompt).tolist()]
-    drawn: list[int] = []
-    while len(drawn) < train.sample_tokens and drawn[-1:] != [end]:
-        seen = [*ids, *drawn]
-        seen = seen if len(seen) < window else seen[-max(1, window // 2) :]
-        drawn += draw_ids(
-            engine,
-            tokenizer,
-            seen,
-            tokens=max(1, min(train.sample_tokens - len(drawn), window - len(seen))),
-            temperature=train.sample_temperature,
-            top_k=train.sample_top_k,
-            top_p=1.0,
-            seed=train.seed + len(drawn),
-        )
-    said = drawn[:-1] if drawn[-1:] == [end] else drawn
-    return Sampled(step, train.sample_prompt, str(tokenizer.decode(said)))
 
 
 def _nonfinite_limit(train: TrainSection, engine: Engine) -> int:

@@ -59,6 +59,7 @@ def _both_losses(config: Config, engine: Engine, batch: Batch, saved: Path) -> t
 def say_where(folder: Path, console: Console) -> None:
     for name, what in (
         ("model", "Hugging Face folder of the trained model, with its tokenizer"),
+        ("report.html", "the run as a page for a browser; `megatrain report` makes it anew"),
         ("metrics.jsonl", "every step as a line of JSON"),
         ("tensorboard", f"the same for `tensorboard --logdir {folder}`"),
         ("checkpoints", "what `resume` goes on from; each is a Hugging Face folder too"),

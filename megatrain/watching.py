@@ -8,6 +8,7 @@ of the watchers does.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from rich.text import Text
 from megatrain import resume
 from megatrain.checkpoint import Checkpoint
 from megatrain.config import Config, save_config
+from megatrain.errors import MegaTrainError
+from megatrain.report import write_report
 from megatrain.train.events import Watcher
 from megatrain.train.metrics import JsonLines
 from megatrain.train.progress import Progress, printable
@@ -30,11 +33,12 @@ def open_watchers(config: Config, taken: Checkpoint | None, stack: ExitStack, co
     def say(line: str) -> None:
         console.print(Text(printable(line), "yellow"), soft_wrap=True)
 
-    goes_on = taken is not None and taken.folder.parent == config.checkpoints.resolve()
+    goes_on = taken is not None and resume.is_own(config, taken)
     step = resume.facts_of(taken)["step"] if taken is not None and goes_on else None
     if (folder / "metrics.jsonl").exists() and not goes_on:
         say(f"replaces the metrics of an earlier run in {folder}")
     resume.remove_others(config, taken if goes_on else None)
+    stack.callback(_report, folder, say)  # once all others have closed, however the run ends
     save_config(config, folder / "config.yaml")
     watchers: list[Watcher] = [stack.enter_context(JsonLines(folder / "metrics.jsonl", step, say))]
     if not goes_on:
@@ -44,3 +48,10 @@ def open_watchers(config: Config, taken: Checkpoint | None, stack: ExitStack, co
     tracked = Tracked(folder, output.project, output.trackers_online, config.model_dump(mode="json"), identity, step)
     watchers += [stack.enter_context(open_tracker(name, tracked, say)) for name in output.trackers]
     return [*watchers, stack.enter_context(Progress(console, config.train.log_every))]
+
+
+def _report(folder: Path, say: Callable[[str], None]) -> None:
+    try:
+        write_report(folder)
+    except MegaTrainError as error:
+        say(f"no report: {error}")

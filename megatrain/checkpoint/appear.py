@@ -52,7 +52,7 @@ def appearing(target: Path) -> Iterator[Path]:
         if aside.exists() and not target.exists():
             aside.rename(target)
         for leftover in (staging, aside):
-            shutil.rmtree(leftover, ignore_errors=True)
+            _remove(leftover)
         if not arrived:
             for parent in missing:  # the innermost first
                 with contextlib.suppress(OSError):
@@ -60,11 +60,17 @@ def appearing(target: Path) -> Iterator[Path]:
 
 
 def vanish(target: Path) -> None:
-    """Delete a folder that nobody will see half-deleted. Raises `OSError` for what the file system refuses."""
+    """Delete a folder that nobody will see half-deleted; of a link to one, the link.
+
+    Raises `OSError` for what the file system refuses.
+    """
     going = target.with_name(f".{target.name}.{os.getpid()}.gone")
     target.rename(going)
     _sync(target.parent)
-    shutil.rmtree(going)
+    if going.is_symlink():
+        going.unlink()
+    else:
+        shutil.rmtree(going)
 
 
 def put_right(target: Path) -> None:
@@ -102,6 +108,15 @@ def _settle(path: Path, kind: str, target: Path) -> None:
     if kind == "old" and not target.exists():
         with contextlib.suppress(OSError):
             path.rename(target)
+    else:
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder, or a link to one, as far as the file system lets us."""
+    if path.is_symlink():
+        with contextlib.suppress(OSError):
+            path.unlink()
     else:
         shutil.rmtree(path, ignore_errors=True)
 

@@ -133,5 +133,8 @@ def _size_wrong(path: Path, nbytes: int) -> str:
 
 def _strangers(folder: Path, files: Mapping[str, FileSum]) -> list[Damage]:
     """Files of weights that were not written with the checkpoint."""
-    names = sorted(path.name for path in folder.iterdir() if path.name.endswith(_WEIGHTS))
+    try:
+        names = sorted(path.name for path in folder.iterdir() if path.name.endswith(_WEIGHTS))
+    except OSError as error:
+        return [Damage(".", f"cannot be read ({error.strerror or error})")]
     return [Damage(name, "was not there when the checkpoint was written") for name in names if name not in files]

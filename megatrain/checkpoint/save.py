@@ -138,8 +138,8 @@ def write_checkpoint(
                 add_files(write_more, staging)
             sums = _write_arrays(planned, iter(units), staging, progress or _unwatched, earlier, shared)
             files = {name: sums.get(name) or sum_of(path) for name, path in _files_in(staging).items()}
-            for name in files.keys() - sums.keys() if earlier is not None else ():
-                if share_instead(earlier, name, files[name], staging / name):
+            for name in files.keys() - sums.keys():
+                if earlier is not None and share_instead(earlier, name, files[name], staging / name):
                     shared(files[name].nbytes)
             score = score if score is not None and math.isfinite(score) else None
             (staging / MANIFEST).write_text(Manifest(step, score, version("megatrain"), files).text())

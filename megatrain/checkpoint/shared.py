@@ -123,7 +123,7 @@ class SharedFile:
             if self._filled == sums.BLOCK_NBYTES:
                 self._compare()
         if rest.size and self._file is not None:
-            self._file.write(memoryview(rest))
+            self._file.write(rest.data)
 
     def seek(self, position: int) -> None:
         """Only to where the file ends: raises `ValueError` for any other position."""

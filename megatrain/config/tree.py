@@ -82,8 +82,8 @@ class DataSection(Section):
     of token ids; or `python-stdlib`, the code of Python's own library."""
     weights: Weights | None = None
     """Share of each source in what is trained on, 3 or 0.3 say; without them, each is seen as often as another."""
-    format: Literal["auto", "text", "chat", "sharegpt", "alpaca", "completion", "tokens"] = "auto"
-    """What the sources hold; auto finds out, file by file."""
+    format: Literal["auto", "text", "chat", "sharegpt", "alpaca", "completion", "tokens", "preference"] = "auto"
+    """What the sources hold; auto finds out, file by file. preference: a chosen and a rejected answer, for dpo."""
     columns: dict[str, str] = {}
     """What fields are called where not as usual, {messages: dialog} say."""
     tags: dict[str, str] = {}
@@ -129,6 +129,15 @@ class DataSection(Section):
 class TrainSection(Section):
     steps: PositiveInt
     """Optimizer steps of the run."""
+    objective: Literal["cross_entropy", "dpo"] = "cross_entropy"
+    """What training goes down: cross-entropy of the next token, or direct preference optimization, against the model
+    that the run begins with; then a window is an answer, a pair two of them, and micro_batch is even (2 if open)."""
+    dpo_beta: PositiveFloat = 0.1
+    """Of dpo: how much a departure from the reference costs."""
+    dpo_loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    """Of dpo: the loss of a pair."""
+    dpo_label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Of dpo, sigmoid only: share of the preferences that are taken to be the wrong way round."""
     windows_per_step: PositiveInt | None = None
     """Windows that a step sees; 8 where this and the two below are all left open."""
     micro_batch: PositiveInt | None = None
@@ -197,6 +206,10 @@ class TrainSection(Section):
         divides = rows is None or all(part is None or rows % part == 0 for part in (size, count))
         if not divides or (rows and size and count and rows != size * count):
             raise ValueError(f"windows_per_step={rows} is not micro_batch={size} x micro_batches={count}")
+        if self.objective == "dpo" and ((self.pinned_micro_batch or 2) % 2 or self.rows % 2):
+            raise ValueError("dpo takes pairs: micro_batch and windows_per_step must be even")
+        if self.dpo_loss == "ipo" and self.dpo_label_smoothing:
+            raise ValueError("dpo_loss=ipo has no dpo_label_smoothing")
         return self
 
     @property
@@ -209,7 +222,7 @@ class TrainSection(Section):
     def pinned_micro_batch(self) -> int | None:
         """Windows of a micro-batch where the keys decide it, `None` where the plan does."""
         if self.micro_batch is None and self.micro_batches is None:
-            return None
+            return 2 if self.objective == "dpo" else None
         return self.micro_batch or self.rows // (self.micro_batches or 1)
 
 
@@ -349,6 +362,17 @@ class Config(Section):
     def checkpoints(self) -> Path:
         """The folder of the run's checkpoints."""
         return Path(self.checkpoint.folder or f"{self.output.folder}/checkpoints").expanduser()
+
+    @model_validator(mode="after")
+    def _has_pairs(self) -> Config:
+        prefers = self.train.objective == "dpo"
+        if prefers and self.data.format not in ("auto", "preference"):
+            raise ValueError(f"train.objective=dpo needs preferences, and data.format is {self.data.format}")
+        if prefers and self.data.packing not in ("auto", "grouped"):
+            raise ValueError(f"pairs are not packed; leave data.packing={self.data.packing} out")
+        if not prefers and self.data.format == "preference":
+            raise ValueError("data.format=preference needs train.objective=dpo")
+        return self
 
     @model_validator(mode="after")
     def _has_tokenizer(self) -> Config:

@@ -7,7 +7,7 @@ Each arrow takes a value and gives the next. All that can be wrong with data is 
 training starts wherever it can be known by then.
 """
 
-from megatrain.data.cache import example_of, holds_chats, holds_text_only, prepare_samples, statistics_of
+from megatrain.data.cache import example_of, holds_chats, holds_pairs, holds_text_only, prepare_samples, statistics_of
 from megatrain.data.encode import (
     EncodedSample,
     EncodeOptions,
@@ -23,7 +23,7 @@ from megatrain.data.loader import Batch, Loader, evaluation_batches
 from megatrain.data.pack import Windows, pack, split_windows, unused_tokens
 from megatrain.data.prepare import describe_tokens, prepare_tokens
 from megatrain.data.recognise import begins_with_text, holds_samples, source_called
-from megatrain.data.rows import PackedRows, Row, Rows, SampleRows, split_samples
+from megatrain.data.rows import PackedRows, PairRows, Reference, Row, Rows, SampleRows, collate, split_samples
 from megatrain.data.sample_file import SampleFile
 from megatrain.data.samples import Source, read_samples
 from megatrain.data.tokenizer import Tokenizer, load_tokenizer, vocabulary_size
@@ -37,6 +37,8 @@ __all__ = [
     "LeftOut",
     "Loader",
     "PackedRows",
+    "PairRows",
+    "Reference",
     "Row",
     "Rows",
     "Sample",
@@ -49,12 +51,14 @@ __all__ = [
     "Tokenizer",
     "Windows",
     "begins_with_text",
+    "collate",
     "describe_tokens",
     "encode_sample",
     "encode_samples",
     "evaluation_batches",
     "example_of",
     "holds_chats",
+    "holds_pairs",
     "holds_samples",
     "holds_text_only",
     "load_tokenizer",

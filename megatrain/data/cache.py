@@ -18,15 +18,17 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
+from megatrain.data.alone import alone
 from megatrain.data.encode import EncodedSample, Encoder, Statistics, encode_samples, render_example
 from megatrain.data.formats import Sample
 from megatrain.data.left_out import LeftOut
+from megatrain.data.preferences import whole_pairs
 from megatrain.data.records import HUB_TIMEOUT_SECONDS
 from megatrain.data.sample_file import SampleFile, are_samples, open_samples, write_samples
 from megatrain.data.samples import Source, read_samples
 from megatrain.errors import DataError, SampleError
 
-FORMAT = 1  # part of the key: raise it when the same content would give other samples
+FORMAT = 2  # part of the key: raise it when the same content would give other samples
 
 Runs = list[tuple[str, bool]]
 """A rendered example: runs of text, and whether they are trained."""
@@ -43,9 +45,12 @@ def prepare_samples(
     path = cache / f"{_key(source, encoder, bad)}.bin"
     if are_samples(path):
         return open_samples(path)
-    statistics = Statistics(LeftOut(bad))
-    details: dict[str, Any] = {"source": source.name}
-    return write_samples(path, _encoded(source, encoder, statistics, details), encoder.vocabulary, details)
+    with alone(path):
+        if are_samples(path):
+            return open_samples(path)
+        statistics = Statistics(LeftOut(bad))
+        details: dict[str, Any] = {"source": source.name}
+        return write_samples(path, _encoded(source, encoder, statistics, details), encoder.vocabulary, details)
 
 
 def statistics_of(file: SampleFile) -> Statistics:
@@ -71,23 +76,33 @@ def holds_chats(file: SampleFile) -> bool:
     return bool(file.details["chats"])
 
 
+def holds_pairs(file: SampleFile) -> bool:
+    """Whether samples 0, 2, ... are chosen answers, and the one after each the rejected one."""
+    return bool(file.details.get("pairs"))
+
+
 def _encoded(
     source: Source, encoder: Encoder, statistics: Statistics, details: dict[str, Any]
 ) -> Iterator[EncodedSample]:
     """The samples; at its end it fills `details`."""
     example: Runs = []
     text_only, chats = True, False
+    kinds: set[bool] = set()
 
     def watched() -> Iterator[Sample]:
         nonlocal text_only, chats
         for sample in read_samples([source], statistics.left_out):
             text_only = text_only and sample.text is not None and not sample.prompt
             chats = chats or bool(sample.messages)
+            kinds.add(bool(sample.answer))
             if not example:
                 example.extend(_rendered(sample, encoder))
             yield sample
 
-    yield from encode_samples(watched(), encoder, statistics)
+    yield from whole_pairs(encode_samples(watched(), encoder, statistics), statistics)
+    if len(kinds) > 1:
+        what, fix = "holds preferences and other samples", "give each a source of its own"
+        raise DataError(what, where=source.name, fix=fix)
     if not statistics.samples:
         reasons = "; ".join(statistics.left_out.lines())
         what = f"no sample is left to train on (left out: {reasons})"
@@ -97,6 +112,7 @@ def _encoded(
         "example": example,
         "text_only": text_only,
         "chats": chats,
+        "pairs": True in kinds,
     }
 
 
@@ -120,6 +136,7 @@ def _rendered(sample: Sample, encoder: Encoder) -> Runs:
 def _key(source: Source, encoder: Encoder, bad: str) -> str:
     schema = source.schema
     how = [schema.format, dict(schema.columns), dict(schema.tags), source.split, source.subset, source.folder]
+    how += [source.pattern] if source.pattern != "*" else []
     content = [FORMAT, encoder.identity, _content(source), how, source.limit, bad]
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
 

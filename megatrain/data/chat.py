@@ -40,6 +40,7 @@ NONE = (
 )
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+EMPTY_ANSWER = "have an empty answer, of which only the end is learned"
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -226,9 +227,16 @@ def _notes(sample: Sample, text: str, template: ChatTemplate) -> tuple[str, ...]
         notes.append("spell a special token, which is read as one")
     if any(thought not in text for message in sample.messages for thought in _thoughts(message)):
         notes.append("hold reasoning that the template leaves out")
+    answers = [message for index, message in enumerate(sample.messages) if index not in sample.untrained]
+    if any(_says_nothing(message) for message in answers if message["role"] == "assistant"):
+        notes.append(EMPTY_ANSWER)
     if not template.marks_ends:
         notes.append("have turns that nothing ends, so that no end is learned")
     return tuple(notes)
+
+
+def _says_nothing(message: Message) -> bool:
+    return not (message.get("content", "").strip() or message.get("tool_calls") or _thoughts(message))
 
 
 def _thoughts(message: Message) -> list[str]:

@@ -2,8 +2,8 @@
 
 An entry names a file or a hub dataset, a formatting (`alpaca`, the default, or `sharegpt`), columns, tags, a split and
 a number of samples (the first ones are taken; LLaMA-Factory draws them). They mean what LLaMA-Factory's own
-`data/README.md` says. Refused by name, not passed over: preferences, pictures, sound, scripts, and hosts other than
-the hub.
+`data/README.md` says; `ranking` makes them preferences. Refused by name, not passed over: pictures, sound, scripts, and
+hosts other than the hub.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.data.formats import Format, Schema
+from megatrain.data.json_text import parsed
 from megatrain.data.missing import missing
 from megatrain.data.samples import Source
 from megatrain.errors import DataError
@@ -24,7 +25,7 @@ COLUMNS: dict[str, dict[str, str]] = {
     "alpaca": {"prompt": "instruction", "query": "input", "response": "output", "history": "history"},
     "sharegpt": {"messages": "conversations", "tools": "tools"},
 }
-REFUSED_COLUMNS = ("images", "videos", "audios", "chosen", "rejected", "kto_tag")
+REFUSED_COLUMNS = ("images", "videos", "audios", "kto_tag")
 REFUSED_HOSTS = ("script_url", "cloud_file_name", "ms_hub_url", "om_hub_url")
 KNOWN = frozenset(
     {"hf_hub_url", "file_name", "formatting", "ranking", "subset", "split", "folder", "num_samples", "columns", "tags"}
@@ -40,12 +41,12 @@ def read_dataset_info(path: str | Path, names: Sequence[str]) -> list[Source]:
     if not path.is_file():
         raise missing(path)
     try:
-        entries = json.loads(path.read_text("utf-8"))
+        entries = parsed(path.read_text("utf-8-sig"))
     except OSError as error:
         raise DataError(error.strerror or str(error), where=str(path)) from error
     except json.JSONDecodeError as error:
         raise DataError(f"not JSON ({error.msg})", where=f"{path}:{error.lineno}", fix="correct the file") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"not JSON ({error})", where=str(path), fix="correct the file") from error
     if not isinstance(entries, dict):
         raise DataError(f"{type(entries).__name__} in place of an object of data sets", where=str(path))
@@ -65,8 +66,6 @@ def read_dataset_info(path: str | Path, names: Sequence[str]) -> list[Source]:
 def _source(entry: Mapping[str, Any], folder: Path, where: str) -> Source:
     columns = _names(entry, "columns", where)
     tags = _names(entry, "tags", where)
-    if entry.get("ranking"):
-        raise DataError("holds preferences, which are not trained on here", where=where, fix="name another data set")
     for column in REFUSED_COLUMNS:
         if column in columns:
             raise DataError(f"asks for the column {column!r}, which is not trained on here", where=where)
@@ -82,7 +81,7 @@ def _source(entry: Mapping[str, Any], folder: Path, where: str) -> Source:
         raise DataError(f"'num_samples' is {limit!r}", where=where, fix="write 1 or more")
     return Source(
         place if entry.get("hf_hub_url") else str(folder / place),
-        schema=_schema(entry.get("formatting", "alpaca"), columns, tags, where),
+        schema=_schema(entry.get("formatting", "alpaca"), columns, tags, where, bool(entry.get("ranking"))),
         split=entry.get("split", "train"),
         subset=entry.get("subset"),
         folder=entry.get("folder"),
@@ -90,18 +89,23 @@ def _source(entry: Mapping[str, Any], folder: Path, where: str) -> Source:
     )
 
 
-def _schema(formatting: object, columns: Mapping[str, str], tags: Mapping[str, str], where: str) -> Schema:
+def _schema(
+    formatting: object, columns: Mapping[str, str], tags: Mapping[str, str], where: str, ranking: bool
+) -> Schema:
     if formatting not in COLUMNS:
         what = f"'formatting' is {formatting!r}"
         raise DataError(what, where=where, fix=f"known are {', '.join(COLUMNS)}")
-    if formatting == "alpaca" and "prompt" in columns and "response" not in columns:
+    if formatting == "alpaca" and "prompt" in columns and "response" not in columns and not ranking:
         return Schema("text", {"text": columns["prompt"]})  # how its pre-training sets are described
     known = {**COLUMNS[str(formatting)], "system": "system"}
+    if ranking:
+        known = {**known, "chosen": "chosen", "rejected": "rejected"}
+        known = {column: name for column, name in known.items() if column not in ("response", "history")}
     for column in columns:
         if column not in known:
             what = f"a column {column!r}, which {formatting} data has not"
             raise DataError(what, where=where, fix=f"known are {', '.join(known)}")
-    chosen: Format = "alpaca" if formatting == "alpaca" else "sharegpt"
+    chosen: Format = "preference" if ranking else "alpaca" if formatting == "alpaca" else "sharegpt"
     return Schema(chosen, {known[column]: name for column, name in columns.items()}, tags)
 
 

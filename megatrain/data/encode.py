@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from megatrain.data.chat import ChatTemplate, MarkedText, TrainOn, choose_template, mark_chat, prompt_text
+from megatrain.data.chat import EMPTY_ANSWER, ChatTemplate, MarkedText, TrainOn, choose_template, mark_chat, prompt_text
 from megatrain.data.formats import NOT_A_TARGET, Sample
 from megatrain.data.left_out import LeftOut
 from megatrain.data.tokenizer import (
@@ -65,6 +65,7 @@ class EncodedSample:
     ids: npt.NDArray[np.int32]
     trained: Mask
     origin: str
+    answer: str = ""  # of a preference: chosen or rejected
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -151,7 +152,8 @@ class Encoder:
     def identity(self) -> str:
         """A hash of all that decides the tokens and targets of a sample: the key of whoever keeps them."""
         own = self.template.own if self.options.template != "model" else self.tokenizer.chat_template
-        content = [FORMAT, tokenizer_identity(self.tokenizer), own, asdict(self.options)]
+        special = self.tokenizer.special_tokens_map  # templates write them by their names
+        content = [FORMAT, tokenizer_identity(self.tokenizer), own, special, asdict(self.options)]
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
@@ -253,8 +255,10 @@ def _marked(sample: Sample, encoder: Encoder, statistics: Statistics) -> MarkedT
             return None
         start = 0 if encoder.options.train_on == "all" else len(sample.prompt)
         treated = {"text": "stays text", "read": "is read as one"}[encoder.options.special_tokens]
-        notes = (f"spell a special token, which {treated}",) if any(token in text for token in encoder.special) else ()
-        marked = MarkedText(text, (Span(start, len(text)),), notes)
+        notes = [f"spell a special token, which {treated}"] if any(token in text for token in encoder.special) else []
+        if start == len(text):
+            notes.append(EMPTY_ANSWER)
+        marked = MarkedText(text, (Span(start, len(text)),), tuple(notes))
     try:
         marked.text.encode()
     except UnicodeEncodeError as error:
@@ -315,7 +319,7 @@ def _fitted(sample: Sample, tokens: _Tokens, options: EncodeOptions, statistics:
     if limit < count:
         statistics.cut_samples += 1
         statistics.cut_tokens += count - limit
-    return EncodedSample(tokens.ids[:limit].astype(np.int32), trained, sample.origin)
+    return EncodedSample(tokens.ids[:limit].astype(np.int32), trained, sample.origin, sample.answer)
 
 
 def _batches(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
@@ -323,13 +327,20 @@ def _batches(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
     characters = 0
     for sample in samples:
         batch.append(sample)
-        said = sum(len(message.get("content", "")) for message in sample.messages)
-        characters += 100 + said + len(sample.prompt) + len(sample.text or "")
+        characters += 100 + _size(sample)
         if characters >= BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
     if batch:
         yield batch
+
+
+def _size(sample: Sample) -> int:
+    """About as many characters as the sample has, or ids."""
+    if sample.ids is not None:
+        return len(sample.ids)
+    said = sum(len(message.get("content", "")) + len(str(message.get("tool_calls", ""))) for message in sample.messages)
+    return said + len(sample.prompt) + len(sample.text or "") + len(str(sample.tools))
 
 
 def _runs(trained: Mask) -> Iterator[tuple[int, int]]:

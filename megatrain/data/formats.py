@@ -8,10 +8,10 @@ A sample is a conversation, a text (behind a prompt that is not trained, perhaps
     alpaca       instruction, output [, input, system, history]  a conversation
     text         text                                            all of it is trained
     tokens       input_ids [, labels, attention_mask]            labels are -100 or the id at that very place
+    preference   chosen, rejected [, prompt and others]          two samples: see `preferences`
 
-`auto` takes the first of tokens, chat, sharegpt, completion, alpaca and text whose required fields a row has. `columns`
-says what the user calls a field, `tags` what a ShareGPT file calls roles and keys. Left out: preferences (chosen and
-rejected answers), and pictures.
+`auto` takes the first of preference, tokens, chat, sharegpt, completion, alpaca and text whose required fields a row
+has. `columns` says what the user calls a field, `tags` what a ShareGPT file calls roles and keys. Left out: pictures.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from megatrain.data.records import Row
 from megatrain.data.tokens import TokenArray
 from megatrain.errors import ConfigError, SampleError
 
-Format: TypeAlias = Literal["auto", "chat", "alpaca", "sharegpt", "completion", "text", "tokens"]
+Format: TypeAlias = Literal["auto", "preference", "chat", "alpaca", "sharegpt", "completion", "text", "tokens"]
 
 # Format -> its (required, optional) fields; in the order in which `auto` tries them.
 FIELDS: dict[Format, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "preference": (("chosen", "rejected"), ("prompt", "instruction", "input", "conversations", "tools", "system")),
     "tokens": (("input_ids",), ("labels", "attention_mask")),
     "chat": (("messages",), ("tools", "system")),
     "sharegpt": (("conversations",), ("tools", "system")),
@@ -50,6 +51,7 @@ TAGS: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "observation_tag": ("tool", ("observation", "tool", "function_response")),
     "function_tag": ("call", ("function_call",)),
 }
+MEDIA = ("image", "video", "audio")
 NOT_A_TARGET = -100
 
 
@@ -88,6 +90,7 @@ class Sample:
     text: str | None = None
     ids: TokenArray | None = None
     trained: npt.NDArray[np.bool_] | None = None
+    answer: Literal["", "chosen", "rejected"] = ""  # of a preference; the two follow one another
 
 
 def detect_schema(row: Row, schema: Schema) -> Schema:
@@ -115,14 +118,30 @@ def detect_schema(row: Row, schema: Schema) -> Schema:
 
 def read_sample(row: Row, schema: Schema) -> Sample:
     """What `row` means under `schema`, whose format is decided. Raises `SampleError`: what is wrong, and where."""
+    require_fields(row, schema)
+    sample = _READERS[schema.format](row, schema)
+    _require_text_only(row, sample)
+    return _weighed(sample) if sample.messages else sample
+
+
+def require_fields(row: Row, schema: Schema) -> None:
+    """Raise `SampleError` where a row lacks what its format has."""
     if not schema.fits(row.fields):
         lacking = next(n for n in FIELDS[schema.format][0] if row.fields.get(schema.column(n)) is None)
         held = ", ".join(map(repr, row.fields)) or "nothing"
         what = f"no {schema.column(lacking)!r}, which {schema.format} samples have; it holds {held}"
         fix = "add the field, or set data.columns to what it is called"
         raise SampleError(what, reason=f"without {schema.column(lacking)!r}", where=row.place, fix=fix)
-    sample = _READERS[schema.format](row, schema)
-    return _weighed(sample) if sample.messages else sample
+
+
+def _require_text_only(row: Row, sample: Sample) -> None:
+    """Refuses what speaks of a picture that a column holds, as LLaVA's and LLaMA-Factory's data do."""
+    for kind in MEDIA:
+        said = [message.get("content", "") for message in sample.messages]
+        held = [name for name in (kind, f"{kind}s") if row.fields.get(name)]
+        if held and any(f"<{kind}>" in text for text in (*said, sample.prompt)):
+            what = f"speaks of what {held[0]!r} holds; only text is trained"
+            raise SampleError(what, reason="content that is not text", where=row.place, fix="remove the sample")
 
 
 def _read_chat(row: Row, schema: Schema) -> Sample:
@@ -144,9 +163,10 @@ def _read_sharegpt(row: Row, schema: Schema) -> Sample:
             if not isinstance(turn, Mapping) or turn.get(key) is None:
                 what = f"message {number} has no {key!r}"
                 raise SampleError(what, reason=f"message without {key!r}", where=row.place, fix="set data.tags")
-        said, role = turn[content_key], roles.get(turn[role_key])
+        said, named = turn[content_key], turn[role_key]
+        role = roles.get(named) if isinstance(named, str) else None
         if role is None:
-            what = f"message {number} has the role {turn[role_key]!r}"
+            what = f"message {number} has the role {named!r}"
             fix = f"known are {', '.join(roles)}; set data.tags"
             raise SampleError(what, reason="unknown role", where=row.place, fix=fix)
         if role == "call":

@@ -9,10 +9,10 @@ the message. Left out: the order of roles, which is the template's business, and
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from megatrain.data.json_text import parsed
 from megatrain.errors import SampleError
 
 Message: TypeAlias = dict[str, Any]
@@ -113,7 +113,7 @@ def _read_call(call: object, place: str) -> dict[str, Any]:
 
 def _from_json(text: str, what: str, place: str) -> object:
     try:
-        value: object = json.loads(text)
+        value = parsed(text)
     except (ValueError, RecursionError) as error:
         raise SampleError(
             f"{what}: not JSON ({error})", reason="malformed tools", where=place, fix="correct it"

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from megatrain.data.alone import alone
 from megatrain.data.text import STDLIB, Piece, SourceFile, find_files, read_pieces
 from megatrain.data.tokenizer import (
     Tokenizer,
@@ -48,11 +49,14 @@ def prepare_tokens(
         return open_tokens(named[0])
     files, skipped = find_files(named, pattern)
     path = cache / f"{_cache_key(files, tokenizer)}.bin"
-    if path.is_file() and path.with_suffix(".json").is_file():
+    if _is_written(path):
         return open_tokens(path)
-    details: dict[str, Any] = {"sources": list(map(str, named)), "tokenizer": str(tokenizer.name_or_path)}
-    arrays = _token_arrays(files, tokenizer, skipped, details)
-    return write_tokens(path, arrays, vocabulary_size(tokenizer), details)
+    with alone(path):
+        if _is_written(path):
+            return open_tokens(path)
+        details: dict[str, Any] = {"sources": list(map(str, named)), "tokenizer": str(tokenizer.name_or_path)}
+        arrays = _token_arrays(files, tokenizer, skipped, details)
+        return write_tokens(path, arrays, vocabulary_size(tokenizer), details)
 
 
 def describe_tokens(file: TokenFile) -> str:
@@ -63,6 +67,10 @@ def describe_tokens(file: TokenFile) -> str:
     line = f"{len(file):,} tokens from {file.details['documents']:,} documents"
     skipped = ", ".join(f"{count} {reason}" for reason, count in file.details.get("skipped", {}).items())
     return f"{line} (left out: {skipped})" if skipped else line
+
+
+def _is_written(path: Path) -> bool:
+    return path.is_file() and path.with_suffix(".json").is_file()
 
 
 def _names_tokens(source: str | Path) -> bool:

@@ -1,69 +1,84 @@
-"""Plain text or samples? Told by a source's name and, where that does not say, by the first row of a file.
+"""Plain text or samples? Told by a source's name and, where that does not say, by the first object of a file.
 
 Plain text (`text.py`) runs on across windows; samples (`samples.py`) stay whole. JSON lines may be either: with a
-`text` field and none of a richer format they are plain text, as the first object says. A folder is taken for samples
-where all of its files are of such kinds. Left out: what a format is (`formats.py`).
+`text` field and none of a richer format they are plain text, as the first object says. A folder is samples where its
+files are, but for those that are about them (a README); a folder of samples and of other things, and samples under a
+name that does not say so (`chats.txt`, a CSV file), are refused unless the user names the format: read with the wrong
+eyes they would be trained as text, marks and all. Left out: what a format is (`formats.py`).
 """
 
 from __future__ import annotations
 
-import json
+import re
+from itertools import islice
 from pathlib import Path
 
 from megatrain.data.dataset_info import read_dataset_info
-from megatrain.data.formats import Format, Schema, detect_schema
+from megatrain.data.formats import FIELDS, Format, Schema, detect_schema
+from megatrain.data.json_text import parsed
 from megatrain.data.left_out import LeftOut
-from megatrain.data.records import FOREIGN_INDEX, JSON_LINES, SUFFIXES, TABLES, TEXTS, Row, read_rows
+from megatrain.data.records import (
+    FOREIGN_INDEX,
+    JSON_LINES,
+    SUFFIXES,
+    TABLES,
+    TEXTS,
+    Row,
+    kind_of,
+    read_rows,
+    without_companions,
+)
 from megatrain.data.samples import Source
-from megatrain.data.text import STDLIB
+from megatrain.data.text import STDLIB, find_files
 from megatrain.data.tokenizer import HUB_NAME
 from megatrain.data.tokens import is_token_file
 from megatrain.errors import DataError, SampleError
 
+FIRST_ROWS = 1000
+"""Of a JSON file: how many are looked at for one of a known format."""
+FIRST_LINE_BYTES = 1 << 20
+"""Of a file that does not look like samples by its name: how much of its first line is looked at."""
 
-def holds_samples(name: str, chosen: Format = "auto") -> bool:
-    """Whether the source called `name` is to be read as samples, given the format that the user has chosen.
 
-    What does not exist is taken for a data set on the hub where its name could be one.
+def holds_samples(name: str, schema: Schema | None = None, pattern: str = "*") -> bool:
+    """Whether the source called `name` is to be read as samples, given what the user says of its fields.
+
+    `pattern` chooses the files of a folder. What does not exist is taken for a data set on the hub where its name
+    could be one. Raises `DataError` where it cannot be told without a word of the user.
     """
-    path = Path(name).expanduser()
+    schema, path = schema or Schema(), Path(name).expanduser()
+    says_samples = schema.format not in ("auto", "text")
     if name == STDLIB or is_token_file(path):
-        if chosen not in ("auto", "text"):
+        if says_samples:
             fix = "leave data.format out, or name a file of samples"
-            raise DataError(f"holds no {chosen} samples", where=name, fix=fix)
+            raise DataError(f"holds no {schema.format} samples", where=name, fix=fix)
         return False
-    if _index_and_name(name) is not None or path.suffix in TABLES:
-        return True
-    if chosen not in ("auto", "text"):
+    if _index_and_name(name) is not None or kind_of(path) in TABLES or says_samples:
         return True
     if path.is_dir():
-        if (
-            (path / "state.json").is_file()
-            or (path / "dataset_dict.json").is_file()
-            or (path / FOREIGN_INDEX).is_file()
-        ):
-            return True
-        files = [file for file in sorted(path.rglob("*")) if file.is_file() and not file.name.startswith(".")]
-        rich = [file for file in files if file.suffix in SUFFIXES and file.suffix not in TEXTS]
-        return bool(files) and len(rich) == len(files) and _is_rich(rich[0])
+        return _is_saved(path) or _folder_holds_samples(path, schema, pattern)
     if path.is_file():
-        return _is_rich(path)
-    return not path.suffix and bool(HUB_NAME.fullmatch(name)) and "/" in name
+        if schema.format == "auto" and kind_of(path) not in (".json", *JSON_LINES):
+            _require_text(path, schema)
+        return kind_of(path) in (".json", ".ndjson") or _is_rich(path, schema)
+    may_be_of_hub = not path.suffix or path.suffix[1].isdigit()  # `OpenHermes-2.5`
+    return may_be_of_hub and bool(HUB_NAME.fullmatch(name)) and "/" in name
 
 
-def source_called(name: str, schema: Schema, *, split: str = "train", subset: str | None = None) -> Source:
+def source_called(
+    name: str, schema: Schema, *, split: str = "train", subset: str | None = None, pattern: str = "*"
+) -> Source:
     """The source called `name`, which may be an entry of a `dataset_info.json`: `data/dataset_info.json#alpaca`."""
     entry = _index_and_name(name)
     if entry is not None:
         (source,) = read_dataset_info(entry[0], [entry[1]])
         return source
-    return Source(name, schema, split=split, subset=subset)
+    return Source(name, schema, split=split, subset=subset, pattern=pattern)
 
 
 def begins_with_text(source: Source) -> bool:
     """Whether the first row of `source` is a plain text. Raises `DataError` where it cannot be read."""
-    left_out = LeftOut("leave_out")
-    rows = read_rows(source.name, left_out, split=source.split, subset=source.subset, folder=source.folder)
+    rows = source.rows(LeftOut("leave_out"))
     try:
         first = next(rows, None)
         return first is not None and detect_schema(first, source.schema).format == "text"
@@ -76,17 +91,60 @@ def _index_and_name(name: str) -> tuple[str, str] | None:
     return (index, entry) if found and Path(index).name == FOREIGN_INDEX else None
 
 
-def _is_rich(path: Path) -> bool:
-    """Whether the first object of a file is more than a plain text."""
-    if path.suffix in TABLES or path.suffix in (".json", ".ndjson"):
-        return True
-    if path.suffix not in JSON_LINES:
+def _is_saved(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json", FOREIGN_INDEX))
+
+
+def _folder_holds_samples(folder: Path, schema: Schema, pattern: str) -> bool:
+    files = [file.path for file in without_companions(find_files([folder], pattern)[0])]
+    rich = [file for file in files if kind_of(file) in TABLES or _is_rich(file, schema)]
+    others = [file for file in files if kind_of(file) not in SUFFIXES or kind_of(file) in TEXTS]
+    if rich and others and schema.format == "auto":
+        what = f"holds samples ({rich[0].name}) beside other files ({others[0].name})"
+        raise DataError(what, where=str(folder), fix="say which are meant: set data.pattern, or data.format")
+    unclear = [file for file in files if kind_of(file) == ".json"]  # whoever reads one says what is wrong
+    return bool(rich or unclear) and not others
+
+
+def _is_rich(path: Path, schema: Schema) -> bool:
+    """Whether the first object of a JSON file is more than a plain text, or one that has to be looked for."""
+    if kind_of(path) not in (".json", *JSON_LINES):
         return False
     try:
+        for row in islice(read_rows(str(path), LeftOut("leave_out")), FIRST_ROWS):
+            found = _format_of(row, schema)
+            if found is not None:
+                return found != "text" or schema.column("text") != "text"
+    except DataError:
+        pass  # whoever reads it says what is wrong, with its line
+    return False
+
+
+def _format_of(row: Row, schema: Schema) -> Format | None:
+    try:
+        return detect_schema(row, schema).format
+    except SampleError:
+        return None
+
+
+def _require_text(path: Path, schema: Schema) -> None:
+    """Raises `DataError` where a file that would be read as plain text begins as samples do."""
+    try:
         with path.open("rb") as file:
-            line = next((line for line in file if line.strip()), b"")
-        fields = json.loads(line.decode("utf-8-sig"))
-        schema = detect_schema(Row(fields, str(path), f"{path}:1"), Schema())
-    except (OSError, ValueError, AttributeError, RecursionError, SampleError):
-        return False  # whoever reads it says what is wrong, with its line
-    return schema.format != "text"
+            first = file.readline(FIRST_LINE_BYTES).decode("utf-8-sig").strip()
+    except (OSError, UnicodeDecodeError):
+        return  # whoever reads it says what is wrong
+    fix = "set data.format=text if it is meant to be read as plain text"
+    names = {name.strip().strip("\"'").lower() for name in re.split("[,;\t]", first)}
+    columns = [needed for needed, _ in FIELDS.values() if len(needed) > 1 and {*needed} <= names]
+    if kind_of(path) in (".csv", ".tsv") or columns:
+        what = "a table in text, which is not read as samples"
+        raise DataError(what, where=str(path), fix=f"save it as JSON lines or Parquet; {fix}")
+    try:
+        value = parsed(first)
+    except (ValueError, RecursionError):
+        return
+    fields = value[0] if isinstance(value, list) and value else value
+    if isinstance(fields, dict) and _format_of(Row(fields, str(path), str(path)), schema) not in (None, "text"):
+        what = "holds samples under a name that does not say so"
+        raise DataError(what, where=str(path), fix=f"rename it to end in .jsonl or .json; {fix}")

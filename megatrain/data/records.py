@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TextIO
 
+from megatrain.data.json_text import Malformed, elements, parsed
 from megatrain.data.left_out import LeftOut
 from megatrain.data.missing import missing, nearest_path
 from megatrain.data.text import SourceFile, find_files
@@ -34,6 +34,8 @@ TABLES = {".parquet": "parquet", ".arrow": "arrow"}
 TEXTS = (".txt", ".md")
 SUFFIXES = (".json", *JSON_LINES, *TABLES, *TEXTS)
 FOREIGN_INDEX = "dataset_info.json"  # a list of data sets in LLaMA-Factory, a description in a saved dataset
+COMPANIONS = frozenset({"readme", "license", "licence", "notice", "citation", "changelog", "dataset_infos"})
+"""Files that stand beside samples and are about them, by their names in small letters without a suffix."""
 
 
 @dataclass(frozen=True)
@@ -46,40 +48,61 @@ class Row:
 
 
 def read_rows(
-    name: str, left_out: LeftOut, *, split: str = "train", subset: str | None = None, folder: str | None = None
+    name: str,
+    left_out: LeftOut,
+    *,
+    split: str = "train",
+    subset: str | None = None,
+    folder: str | None = None,
+    pattern: str = "*",
 ) -> Iterator[Row]:
     """The rows of `name`: a file, a folder, or a dataset on the hub (of which `subset` and `folder` name parts).
 
-    Files of a folder are read in sorted order; what is no data there, empty files, and files that repeat another byte
-    for byte are left out and counted. Raises `DataError` for what is missing, unreadable or malformed, and asks
-    `left_out` about single rows.
+    Files of a folder that match `pattern` are read in sorted order; what is no data there, empty files, and files that
+    repeat another byte for byte are left out and counted. Raises `DataError` for what is missing, unreadable or
+    malformed, and asks `left_out` about single rows.
     """
     path = Path(name).expanduser()
     if path.is_dir():
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             yield from _numbered(name, lambda library: _saved(library, path, split))
             return
-        yield from _folder_rows(path, left_out)
+        yield from _folder_rows(path, left_out, pattern)
     elif path.is_file():
         yield from _file_rows(path, left_out)
     elif path.exists():
         raise DataError("neither a file nor a folder", where=name)
-    elif path.suffix in SUFFIXES or not HUB_NAME.fullmatch(name) or name.startswith("."):
+    elif kind_of(path) in SUFFIXES or not HUB_NAME.fullmatch(name) or name.startswith("."):
         raise missing(path)
     else:
         yield from _hub_rows(name, split, subset, folder)
 
 
-def _folder_rows(folder: Path, left_out: LeftOut) -> Iterator[Row]:
+def kind_of(path: Path) -> str:
+    """The suffix that says what a file is, in small letters."""
+    return path.suffix.lower()
+
+
+def without_companions(files: Sequence[SourceFile]) -> list[SourceFile]:
+    """`files` without those that are about the others; all of them where there are but texts."""
+    if all(kind_of(file.path) not in SUFFIXES or kind_of(file.path) in TEXTS for file in files):
+        return list(files)
+    return [file for file in files if file.path.stem.lower() not in COMPANIONS]
+
+
+def _folder_rows(folder: Path, left_out: LeftOut, pattern: str) -> Iterator[Row]:
     if (folder / FOREIGN_INDEX).is_file():
         what = f"holds a {FOREIGN_INDEX} of several data sets, which are not one"
         raise DataError(what, where=str(folder), fix=f"name one of them: {folder / FOREIGN_INDEX}#NAME")
-    found, skipped = find_files([folder])
+    found, skipped = find_files([folder], pattern)
     for reason, count in skipped.items():
         left_out.add(f"{reason} in a folder", str(folder), count)
-    files = [file for file in found if file.path.suffix in SUFFIXES]
+    data = without_companions(found)
+    files = [file for file in data if kind_of(file.path) in SUFFIXES]
     for file in found:
-        if file.path.suffix not in SUFFIXES:
+        if file not in data:
+            left_out.add("file about the data", str(file.path))
+        elif kind_of(file.path) not in SUFFIXES:
             left_out.add("file of another kind", str(file.path))
     if not files:
         raise DataError("holds no file of samples", where=str(folder), fix=f"known are {', '.join(SUFFIXES)}")
@@ -112,7 +135,7 @@ def _digest(path: Path) -> str:
 
 
 def _file_rows(path: Path, left_out: LeftOut) -> Iterator[Row]:
-    if path.suffix not in SUFFIXES:
+    if kind_of(path) not in SUFFIXES:
         fix = f"known are {', '.join(SUFFIXES)}"
         raise DataError(f"a file of samples does not end in {path.suffix or 'nothing'!r}", where=str(path), fix=fix)
     rows = 0
@@ -127,11 +150,11 @@ def _file_rows(path: Path, left_out: LeftOut) -> Iterator[Row]:
 
 
 def _parsed(path: Path, left_out: LeftOut) -> Iterator[Row]:
-    if path.suffix in TABLES:
+    if kind_of(path) in TABLES:
         return _numbered(str(path), lambda library: _table(library, path))
-    if path.suffix in JSON_LINES:
+    if kind_of(path) in JSON_LINES:
         return _json_lines(path, left_out)
-    return _json_rows(path, left_out) if path.suffix == ".json" else _text_row(path)
+    return _json_rows(path, left_out) if kind_of(path) == ".json" else _text_row(path)
 
 
 def _text_row(path: Path) -> Iterator[Row]:
@@ -147,7 +170,7 @@ def _json_lines(path: Path, left_out: LeftOut) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                fields = json.loads(_decoded(line, place))
+                fields = parsed(_decoded(line, place))
             except (ValueError, RecursionError) as error:
                 what = f"not a line of JSON ({error})"
                 fix = "correct or remove the line"
@@ -158,24 +181,20 @@ def _json_lines(path: Path, left_out: LeftOut) -> Iterator[Row]:
 
 def _json_rows(path: Path, left_out: LeftOut) -> Iterator[Row]:
     """The list in a JSON file; JSON lines under that name, which are common, are read as what they are."""
-    text = _decoded(path.read_bytes(), str(path))
     try:
-        samples = json.loads(text)
-    except json.JSONDecodeError as error:
-        if _is_object(text.lstrip().partition("\n")[0]):
-            yield from _json_lines(path, left_out)
-            return
-        fix = "correct the file"
-        raise DataError(f"not JSON ({error.msg})", where=f"{path}:{error.lineno}", fix=fix) from error
+        with path.open(encoding="utf-8-sig", newline="") as text:
+            if _begins_with_object(text):
+                yield from _json_lines(path, left_out)
+                return
+            text.seek(0)
+            for number, fields in enumerate(elements(text)):
+                yield from _object(fields, path, f"{path}[{number}]", left_out)
+    except Malformed as error:
+        raise DataError(f"not JSON ({error})", where=f"{path}:{error.line}", fix="correct the file") from error
+    except UnicodeDecodeError as error:
+        raise _not_utf8(error, str(path)) from error
     except RecursionError as error:
         raise DataError("JSON that is nested too deeply", where=str(path)) from error
-    if isinstance(samples, dict) and "\n" not in text.strip():
-        samples = [samples]  # one line of JSON lines
-    if not isinstance(samples, list):
-        what = f"{type(samples).__name__} in place of a list of samples"
-        raise DataError(what, where=str(path), fix="save a list of objects, or one object per line")
-    for number, fields in enumerate(samples):
-        yield from _object(fields, path, f"{path}[{number}]", left_out)
 
 
 def _object(fields: object, path: Path, place: str, left_out: LeftOut) -> Iterator[Row]:
@@ -186,18 +205,29 @@ def _object(fields: object, path: Path, place: str, left_out: LeftOut) -> Iterat
         left_out.refuse(SampleError(what, reason="not an object", where=place, fix="each sample is one JSON object"))
 
 
-def _is_object(line: str) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
+def _begins_with_object(text: TextIO) -> bool:
+    """Whether the first line is an object, as in JSON lines; a list is not read. Raises `DataError` for neither."""
+    while (character := text.read(1)).isspace():
+        pass
+    if character != "{":
         return False
+    try:
+        return isinstance(parsed(character + text.readline()), dict)
+    except ValueError as error:
+        what = f"dict in place of a list of samples, or a line that is not JSON ({error})"
+        fix = "save a list of objects, or one object per line"
+        raise DataError(what, where=str(text.name), fix=fix) from error
 
 
 def _decoded(data: bytes, place: str) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"not UTF-8 text ({error.reason})", where=place, fix="convert it to UTF-8") from error
+        raise _not_utf8(error, place) from error
+
+
+def _not_utf8(error: UnicodeDecodeError, place: str) -> DataError:
+    return DataError(f"not UTF-8 text ({error.reason})", where=place, fix="convert it to UTF-8")
 
 
 def _hub_rows(name: str, split: str, subset: str | None, folder: str | None) -> Iterator[Row]:
@@ -239,7 +269,7 @@ def _downloaded(library: ModuleType, name: str, subset: str | None, folder: str 
 
 
 def _table(library: ModuleType, path: Path) -> Any:
-    return library.load_dataset(TABLES[path.suffix], data_files=glob.escape(str(path)), split="train", streaming=True)
+    return library.load_dataset(TABLES[kind_of(path)], data_files=glob.escape(str(path)), split="train", streaming=True)
 
 
 def _saved(library: ModuleType, path: Path, split: str) -> Any:

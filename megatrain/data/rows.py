@@ -3,6 +3,7 @@
     Windows        plain text, which runs on from window to window (`pack.py`)
     PackedRows     several whole samples in a row, each for itself: positions start again at 0
     SampleRows     one sample in a row, in an order that brings like lengths together
+    PairRows       the same for preferences: a chosen answer, and in the next row the rejected one
 
 `collate` turns rows into what a Hugging Face model's forward takes. Packed rows bring `position_ids`, and no attention
 mask: that is how the library is told that a row holds several sequences, and padding is one more of them. Whether a
@@ -14,9 +15,9 @@ The first token of a sample is never a target, so none is predicted from another
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +28,10 @@ from megatrain.data.order import epoch_order, grouped_order
 from megatrain.data.sample_file import SampleFile
 
 Indices = npt.NDArray[np.int64]
-Arrays: TypeAlias = dict[str, npt.NDArray[np.int64]]
+Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
+
+REFERENCE = "reference_log_probs"
+"""What a batch of pairs calls the log-probabilities of its rows by the reference."""
 
 MULTIPLE = 8
 """Padded lengths are multiples of it, which matrix units like."""
@@ -40,6 +44,8 @@ class Row:
     ids: Indices
     labels: Indices
     positions: Indices | None = None
+    reference: float | None = None
+    """The sum of the log-probabilities that a reference model gives the targets."""
 
 
 class Rows(Protocol):
@@ -138,10 +144,7 @@ class SampleRows:
     @property
     def efficiency(self) -> float:
         """The share of the tokens of all micro-batches of an epoch that samples fill, 0 to 1."""
-        lengths = self.file.lengths[self.chosen].astype(np.int64)[self.order(0, 0)]
-        parts = np.split(lengths, range(self.together, len(lengths), self.together))
-        padded = sum(_rounded(int(part.max())) * len(part) for part in parts)
-        return float(lengths.sum() / padded)
+        return _filled(self.file.lengths[self.chosen].astype(np.int64)[self.order(0, 0)], self.together)
 
     @property
     def identity(self) -> dict[str, str | int]:
@@ -149,20 +152,83 @@ class SampleRows:
         return {**_identity(self.file, self.chosen), "packing": "grouped", "together": self.together}
 
 
-def split_samples(file: SampleFile, validation_fraction: float) -> tuple[Indices, Indices]:
-    """(training, validation): evenly spaced samples are held out, at least one where the fraction is above 0.
+@dataclass(eq=False)
+class Reference:
+    """What a reference model says of a file of samples: float32[samples], once it has been asked."""
 
-    Evenly, because files are often sorted by subject. All are trained on where there is one sample only.
+    values: npt.NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class PairRows(SampleRows):
+    """Pairs `chosen` of a file of pairs; rows 2n and 2n + 1 are one, and follow one another in any order.
+
+    `together`, the rows of a micro-batch, is even, so that no pair is torn.
     """
-    count = len(file)
+
+    reference: Reference = field(default_factory=Reference)
+
+    def __len__(self) -> int:
+        return 2 * len(self.chosen)
+
+    def _sample(self, index: int) -> int:
+        return 2 * int(self.chosen[index // 2]) + index % 2
+
+    def row(self, index: int) -> Row:
+        """An answer, with what the reference says of it where that is known."""
+        number = self._sample(index)
+        ids, trained = self.file.sample(number)
+        said = None if self.reference.values is None else float(self.reference.values[number])
+        return Row(ids, _labels(ids, trained), reference=said)
+
+    def order(self, seed: int, epoch: int) -> Indices:
+        """Pairs as `grouped_order` has them, by the longer of their answers."""
+        longer = self.file.lengths.astype(np.int64).reshape(-1, 2).max(axis=1)[self.chosen]
+        pairs = grouped_order(seed, epoch, longer, max(1, self.together // 2))
+        return (2 * pairs[:, None] + np.arange(2)).ravel()
+
+    def targets(self, index: int) -> int:
+        """Of the answer."""
+        return int(self.file.targets[self._sample(index)])
+
+    @property
+    def efficiency(self) -> float:
+        """The share of the tokens of all micro-batches of an epoch that samples fill, 0 to 1."""
+        lengths = self.file.lengths.astype(np.int64)[[self._sample(int(index)) for index in self.order(0, 0)]]
+        return _filled(lengths, self.together)
+
+    @property
+    def identity(self) -> dict[str, str | int]:
+        """The pairs and how many go together."""
+        return {**_identity(self.file, self.chosen), "packing": "pairs", "together": self.together}
+
+
+def split_samples(file: SampleFile, validation_fraction: float, size: int = 1) -> tuple[Indices, Indices, int]:
+    """(training, validation, copies): evenly spaced samples are held out, one or more where the fraction is above 0.
+
+    Evenly, because files are often sorted by subject. One of which the file holds a copy is trained on instead, and
+    counted in `copies`: its loss would tell what was learned by heart. All are trained on where there is one only.
+    With `size` 2 all of these are pairs, and numbers of pairs.
+    """
+    count = len(file) // size
     every = np.arange(count)
     held = min(count - 1, max(1, round(count * validation_fraction))) if validation_fraction else 0
     chosen = np.unique(((np.arange(held) + 0.5) * count / max(1, held)).astype(np.int64))
-    return np.setdiff1d(every, chosen, assume_unique=True), chosen
+    if held:
+        _, kind, number = np.unique(_wholes(file, size), return_inverse=True, return_counts=True)
+        chosen = chosen[number[kind[chosen]] == 1]
+    return np.setdiff1d(every, chosen, assume_unique=True), chosen, held - len(chosen)
+
+
+def _wholes(file: SampleFile, size: int) -> npt.NDArray[Any]:
+    """A hash of each `size` samples that follow one another: one that only copies of them share."""
+    return np.array([hash(tuple(each)) for each in file.hashes.reshape(-1, size).tolist()]) if size > 1 else file.hashes
 
 
 def collate(rows: Sequence[Row]) -> Arrays:
     """`input_ids` and `labels`, int64[rows, tokens], and `position_ids` or `attention_mask` where they are needed.
+
+    Rows of pairs bring `reference_log_probs`, float32[rows], too.
 
     Rows of plain text are of one length and one array is both ids and labels. Others are padded on the right.
     """
@@ -184,7 +250,14 @@ def collate(rows: Sequence[Row]) -> Arrays:
         else:
             more[number, :size] = 1
     arrays["position_ids" if packed else "attention_mask"] = more
+    if all(row.reference is not None for row in rows):
+        arrays[REFERENCE] = np.array([row.reference for row in rows], np.float32)
     return arrays
+
+
+def _filled(lengths: Indices, together: int) -> float:
+    parts = np.split(lengths, range(together, len(lengths), together))
+    return float(lengths.sum() / sum(_rounded(int(part.max())) * len(part) for part in parts))
 
 
 def _labels(ids: Indices, trained: npt.NDArray[np.bool_]) -> Indices:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatrain.data.formats import Sample, Schema, detect_schema, read_sample
 from megatrain.data.left_out import LeftOut
+from megatrain.data.preferences import read_pair
 from megatrain.data.records import Row, read_rows
 from megatrain.errors import DataError, SampleError
 
@@ -27,6 +28,13 @@ class Source:
     subset: str | None = None
     folder: str | None = None
     limit: int | None = None  # samples taken, from the first on
+    pattern: str = "*"  # which files of a local folder are read
+
+    def rows(self, left_out: LeftOut) -> Iterator[Row]:
+        """See `read_rows`."""
+        return read_rows(
+            self.name, left_out, split=self.split, subset=self.subset, folder=self.folder, pattern=self.pattern
+        )
 
     @property
     def is_local(self) -> bool:
@@ -53,7 +61,7 @@ def read_samples(sources: Sequence[Source], left_out: LeftOut) -> Iterator[Sampl
 
 def _read_source(source: Source, left_out: LeftOut) -> Iterator[Sample]:
     schema, file, taken = source.schema, None, 0
-    rows = read_rows(source.name, left_out, split=source.split, subset=source.subset, folder=source.folder)
+    rows = source.rows(left_out)
     for row in rows:
         if source.limit is not None and taken >= source.limit:
             reason = f"beyond the first {source.limit:,}"
@@ -66,18 +74,20 @@ def _read_source(source: Source, left_out: LeftOut) -> Iterator[Sample]:
             if row.file != file:
                 schema = detect_schema(row, source.schema)
                 file = row.file
-            sample = _read_row(row, schema, source.schema)
+            samples = _read_row(row, schema, source.schema)
         except SampleError as error:
             left_out.refuse(error)
             continue
         taken += 1
-        yield sample
+        yield from samples
 
 
-def _read_row(row: Row, schema: Schema, asked: Schema) -> Sample:
-    if not schema.fits(row.fields) and asked.format == "auto":
+def _read_row(row: Row, schema: Schema, asked: Schema) -> tuple[Sample, ...]:
+    if asked.format == "auto":
         other = detect_schema(row, asked)  # raises where it is of no format at all
-        what = f"a {other.format} sample in a file that began with {schema.format} samples"
-        fix = "give each format a file of its own"
-        raise SampleError(what, reason="of another format than its file", where=row.place, fix=fix)
-    return read_sample(row, schema)
+        in_turns = {other.format, schema.format} == {"chat", "sharegpt"}  # told apart by the messages that they hold
+        if not schema.fits(row.fields) or (other.format != schema.format and not in_turns):
+            what = f"a {other.format} sample in a file that began with {schema.format} samples"
+            fix = "give each format a file of its own, or set data.format"
+            raise SampleError(what, reason="of another format than its file", where=row.place, fix=fix)
+    return read_pair(row, schema) if schema.format == "preference" else (read_sample(row, schema),)

@@ -15,7 +15,6 @@ folders are not followed. Left out: compressed files and Parquet.
 
 from __future__ import annotations
 
-import json
 import os
 import sysconfig
 from collections import Counter
@@ -24,11 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TextIO
 
+from megatrain.data.json_text import parsed
 from megatrain.data.missing import missing
 from megatrain.errors import DataError
 
 STDLIB = "python-stdlib"
 PIECE_CHARACTERS = 1 << 20
+COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ", b"PK\x03\x04")  # gzip, zstd, bzip2, xz, zip
 
 # Not written for a reader (tests, tables), not the library's (site-packages), or second copies.
 STDLIB_LEFT_OUT = frozenset(
@@ -87,15 +88,14 @@ def read_pieces(files: Iterable[SourceFile], skipped: Counter[str]) -> Iterator[
     """
     for file in files:
         try:
-            if file.path.suffix == ".jsonl":
+            if file.path.suffix.lower() == ".jsonl":
                 yield from _jsonl_pieces(file.path, skipped)
             elif file.named or _is_text(file.path):
                 yield from _text_pieces(file.path, skipped)
             else:
                 skipped["not UTF-8 text"] += 1
         except UnicodeDecodeError as error:
-            what = f"not UTF-8 text ({error.reason})"
-            raise DataError(what, where=str(file.path), fix="convert it to UTF-8, or leave it out") from error
+            raise _not_text(error, file.path) from error
         except OSError as error:
             raise _unreadable(error, file.path) from error
 
@@ -105,7 +105,8 @@ def _source_file(path: Path, *, named: bool) -> SourceFile:
         status = path.stat()
     except OSError as error:
         raise _unreadable(error, path) from error
-    return SourceFile(path.resolve(), status.st_size, status.st_mtime_ns, named)
+    # Not resolved: a link of the hub's cache has the file's name, and what it leads to has none.
+    return SourceFile(path.absolute(), status.st_size, status.st_mtime_ns, named)
 
 
 def _folder_files(folder: Path, pattern: str, skipped: Counter[str]) -> list[Path]:
@@ -156,6 +157,15 @@ def _refuse(error: OSError) -> NoReturn:
     raise _unreadable(error, error.filename) from error
 
 
+def _not_text(error: UnicodeDecodeError, path: Path) -> DataError:
+    with path.open("rb") as file:
+        head = file.read(8)
+    if head.startswith(COMPRESSED):
+        return DataError("is compressed", where=str(path), fix="decompress it")
+    what = f"not UTF-8 text ({error.reason})"
+    return DataError(what, where=str(path), fix="convert it to UTF-8, or leave it out")
+
+
 def _unreadable(error: OSError, path: Path | str) -> DataError:
     return DataError(error.strerror or str(error), where=str(path), fix="make it readable, or leave it out")
 
@@ -204,7 +214,7 @@ def _jsonl_pieces(path: Path, skipped: Counter[str]) -> Iterator[Piece]:
 
 def _text_field(line: bytes, *, where: str) -> str:
     try:
-        record = json.loads(line.decode("utf-8-sig"))
+        record = parsed(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"not a line of JSON ({error})", where=where, fix="correct or remove the line") from error
     fix = 'each line must be {"text": "..."}'

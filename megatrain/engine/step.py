@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from megatrain.engine.batch import IGNORED, MicroBatch, model_inputs, shifted
 from megatrain.engine.executor import Executor
 from megatrain.engine.gradients import GradSink, UnitSum, send_to_sum
 from megatrain.engine.losses import Chunks, Found, LossFn, StepResult, differentiate, divisor_of, measure, own_entries
+from megatrain.engine.place import place_of
 from megatrain.engine.weights import Bound, UnitBinder, names_weights
 from megatrain.errors import LossError, MegaTrainError, NonFinite
 from megatrain.layout import layout_of
@@ -78,6 +79,8 @@ class Streamer:
         self._executor = Executor(device, pool, self._locate)
         self.timeline: Timeline | None = None
         """When the ops of the last schedule ran, if the device is timed."""
+        self.region: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Entered around the ops of each schedule, and nothing else: what may be broken off from outside."""
         self._running: Schedule | None = None
         self._layouts = [layout_of(unit) for unit in self.spec.units]
         self._binders = [
@@ -148,7 +151,7 @@ class Streamer:
         ended: dict[int, list[str]] = defaultdict(list)
         for name, (_, last) in schedule.lifetimes.items():
             ended[id(schedule.ops[last])].append(name)
-        with self.device.preserved_random_state():
+        with self.device.preserved_random_state(), self.region():
             self.timeline = self._executor.run(schedule, act)
 
     # Disk -----------------------------------------------------------------------------------------------------------
@@ -404,23 +407,7 @@ class Streamer:
         return loss
 
     def _locate(self, buffer: str, start: int, content: str) -> str:
-        """The unit, and for weights and gradients the parameter, that lie at byte `start` of a buffer."""
-        digits = content.lstrip("wglmnhdakc").partition(".")[0].partition("~")[0]
-        if not digits.isdigit() or int(digits) >= len(self.spec.units):
-            return buffer
-        unit = int(digits)
-        if content[0] not in "wg" or self._running is None:
-            return self.spec.units[unit].name
-        whole = max(  # the largest access with this content spans the unit, which tells the bytes per element
-            access.stop
-            for op in self._running.ops
-            for access in (*op.reads, *op.writes)
-            if access.buffer == buffer and access.content.partition("~")[0] == content.partition("~")[0]
-        )
-        layout = self._layouts[unit] if content[0] == "w" else self._layouts[unit].trained
-        element = start // (whole // layout.size)
-        inside = (field.name for field in layout.fields if field.start <= element < field.stop)
-        return f"unit {self.spec.units[unit].name}, {next(inside, 'between parameters')}"
+        return place_of(self.spec, self._layouts, self._running, buffer, start, content)
 
     def _reseed(self, now: _Current, unit: int, micro: int) -> None:
         self.device.seed(hash((self.seed, now.number, unit, micro)) & 0x7FFF_FFFF_FFFF_FFFF)

@@ -30,12 +30,8 @@ OFF: dict[str, str] = {
 """Training arguments that must be unset, and what to tell about each."""
 
 OVERRIDES = (
-    "compute_loss",
-    "training_step",
-    "prediction_step",
-    "create_optimizer",
-    "_inner_training_loop",
-    "_run_epoch",
+    *("compute_loss", "training_step", "prediction_step", "create_optimizer", "_inner_training_loop", "_run_epoch"),
+    *("get_batch_samples", "_get_num_items_in_batch", "_clip_grad_norm", "_get_grad_norm"),
 )
 """Methods that a class between ours and the library's must not have, since the engine takes their place."""
 

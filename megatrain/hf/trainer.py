@@ -26,7 +26,7 @@ from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from megatrain.hf.optimizer import EngineOptimizer
 from megatrain.hf.refusals import refuse_arguments, refuse_class, refuse_keywords, refuse_model
 from megatrain.hf.standin import StandIn
-from megatrain.losses import LogitsLoss, LossFn, SmoothedCrossEntropy
+from megatrain.losses import LogitsLoss, LossFn, SmoothedCrossEntropy, target_mask
 from megatrain.model import PretrainedSource
 from megatrain.optim import AdamW
 from megatrain.spec import Precision
@@ -53,6 +53,7 @@ class Streamed:
     optimizer: Any
     accelerator: Any
     model_accepts_loss_kwargs: bool
+    current_gradient_accumulation_steps: int
 
     def __init__(
         self,
@@ -68,11 +69,14 @@ class Streamed:
             raise ConfigError("takes two arguments without a name", where="StreamedTrainer", fix=fix)
         refuse_class(type(self))
         refuse_keywords(keywords)
+        if args is not None:
+            refuse_arguments(args)
         self.loss_fn, self._options = loss_fn, dict(engine_options or {})
         self._engine: Engine | None = None
         self._waiting: list[Mapping[str, Any]] = []
         self._norm: float | None = None
-        self._step_folder: Path | None = None
+        self._saves_all = False
+        """Whether what is saved is a checkpoint, with all of the engine's state."""
         self._folder = str(model) if isinstance(model, str | Path) else None
         if self._folder is not None:
             model = self._source(args).model
@@ -169,12 +173,22 @@ class Streamed:
         self._waiting.append(dict(inputs))
         loss = 0.0
         if self.accelerator.sync_gradients:
+            self._refuse_other_divisor(num_items_in_batch)
             lr = self._plain_optimizer.lr
             out = self.engine.step(self._waiting, lr, self._loss())
             loss, self._norm = out.loss, out.grad_norm
             self._tell("train", out.metrics, self._waiting)
             self._waiting.clear()
         return torch.tensor(loss, device=self.args.device)
+
+    def _refuse_other_divisor(self, items: Any) -> None:
+        """Raise `ConfigError` where the trainer would divide by another number than the step's target tokens."""
+        if items is None or self.loss_fn is not None or len(self._waiting) != self.current_gradient_accumulation_steps:
+            return
+        targets = sum(int(target_mask(batch).sum()) for batch in self._waiting)
+        if int(items) != targets:
+            what = f"the trainer divides by {int(items)}, and the step has {targets} target tokens"
+            raise ConfigError(what, where="StreamedTrainer", fix="give loss_fn with a divisor of its own")
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Groups of parameters for the scheduler; the engine updates."""
@@ -241,7 +255,7 @@ class Streamed:
     def _export(self, folder: Path) -> None:
         """What `save_pretrained` of the model does: its files, among those that are there; or those of a checkpoint."""
         engine = self.engine
-        if self._step_folder is not None:
+        if self._saves_all:
             beside = folder.parent / ".megatrain"
             made = engine.save(beside, step=self.state.global_step).wait()
             shutil.rmtree(folder, ignore_errors=True)
@@ -261,12 +275,11 @@ class Streamed:
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """The trainer's, with the engine's whole state in place of the optimizer's, unless `save_only_model`."""
-        if not self.args.save_only_model:
-            self._step_folder = Path(self.args.output_dir)
+        self._saves_all = not self.args.save_only_model
         try:
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
         finally:
-            self._step_folder = None
+            self._saves_all = False
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         try:

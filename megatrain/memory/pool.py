@@ -146,10 +146,12 @@ class Pool:
     # State, between steps -------------------------------------------------------------------------------------------
 
     def get(self, name: str, staging: str) -> Tensor:
-        """A copy of a buffer of the device or the disk in host memory: in the buffer `staging`, if there is one."""
+        """A copy of a buffer of the device or the disk in host memory: in the buffer `staging`, if it is there and as
+        large, which it need not be where only smaller units pass through it."""
         nbytes = self._buffers[name].nbytes
         there = self._memory.get(staging)
-        memory = torch.empty(nbytes, dtype=torch.uint8) if there is None else there[:nbytes]
+        fits = there is not None and there.numel() >= nbytes
+        memory = there[:nbytes] if there is not None and fits else torch.empty(nbytes, dtype=torch.uint8)
         self.fetch(name, memory)
         return memory
 

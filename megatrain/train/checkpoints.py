@@ -6,20 +6,23 @@ save is tried when it is due. It leaves out which checkpoint a run goes on from 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatrain.checkpoint import Retention, newest_sound, prune, quick_check
+from megatrain.checkpoint import Retention, newest_sound, prune, step_folder
 from megatrain.errors import CheckpointError, MegaTrainError, NonFinite
 from megatrain.train.engine import Engine
-from megatrain.train.events import Evaluated, Event, RolledBack, Saved, Warned
+from megatrain.train.events import Evaluated, Event, Resumed, RolledBack, Saved, Warned
 from megatrain.train.feed import Feed
 from megatrain.train.saver import Save
 
 MARGIN = 1.5
 """By how much longer than the last one a save is expected to take, where a deadline is to be kept."""
+ASSUMED_BANDWIDTH = 0.5e9
+"""Bytes per second of a disk, as long as no save has told."""
 
 
 @dataclass
@@ -42,13 +45,15 @@ class Checkpoints:
     """One that has not been told about."""
     _score: float | None = None
     _seconds: float = 0.0
-    _complaints: list[str] = field(default_factory=list)
+    _untold: list[Event] = field(default_factory=list)
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Evaluated):
             self._score = event.loss
         elif isinstance(event, RolledBack):
             self._score = None
+        elif isinstance(event, Resumed) and Path(event.checkpoint) == step_folder(self.folder, event.step).resolve():
+            self.step, self.newest = event.step, event.checkpoint
 
     def save(self, step: int) -> Event | None:
         """Begin a save of the state after `step` steps; what there is to tell is told later. While one is still being
@@ -67,10 +72,8 @@ class Checkpoints:
 
     def collect(self, step: int) -> Event | None:
         """What has become of the last save, once."""
-        if self._complaints:
-            return Warned(step, self._complaints.pop())
         if self._save is None or not self._save.is_over:
-            return None
+            return self._untold.pop(0) if self._untold else None
         save, self._save = self._save, None
         try:
             path = save.wait()
@@ -87,30 +90,25 @@ class Checkpoints:
 
     def finish(self, step: int, timeout: float | None = None) -> list[Event]:
         """Save the state after `step` steps, unless that has been done, and wait; `timeout` seconds in all at most."""
+        ends = None if timeout is None else time.monotonic() + timeout
         events: list[Event | None] = []
-        try:
-            if self._save is not None:
-                self._save.wait(timeout)
-        except MegaTrainError:
-            if not self._save.is_over:  # type: ignore[union-attr]
-                return [self._given_up(step)]
+        if self._save is not None and not self._is_over_by(ends):
+            return self._given_up(step)
         events.append(self.collect(step))
         if self.step != step:
             try:
-                self._begin(step).wait(timeout)
+                self._begin(step)
             except MegaTrainError as error:
-                if self._save is None:
-                    events.append(Warned(step, f"not saved: {error}"))
-                elif not self._save.is_over:
-                    events.append(self._given_up(step))
-            events.append(self.collect(step))
-        events += [Warned(step, what) for what in self._complaints]
-        self._complaints.clear()
+                events.append(Warned(step, f"not saved: {error}"))
+            else:
+                events += [self.collect(step)] if self._is_over_by(ends) else self._given_up(step)
+        events += self._untold
+        self._untold.clear()
         return [event for event in events if event is not None]
 
     def expected_seconds(self) -> float:
         """That the next save may take."""
-        return MARGIN * self._seconds
+        return MARGIN * (self._seconds or 12 * self.engine.spec.numel / ASSUMED_BANDWIDTH)
 
     def roll_back(self, error: NonFinite, step: int) -> int:
         """Go back to the newest sound checkpoint, and leave out the data of the step that was not finite.
@@ -119,15 +117,16 @@ class Checkpoints:
         """
         offending = self.feed.drawn - 1
         self.engine.saver.wait()
-        if (told := self.collect(step)) is not None and isinstance(told, Warned):
-            self._complaints.append(told.what)
-        found = newest_sound(self.folder, quick_check)
+        if (told := self.collect(step)) is not None:
+            self._untold.append(told)
+        found = newest_sound(self.folder)
         if found.checkpoint is None:
             raise CheckpointError("holds nothing to go back to", where=str(self.folder)) from error
         self.engine.restore(found.checkpoint, trust_remote_code=self.trust_remote_code)
         facts = found.checkpoint.training["run"]
         self.feed.leave_out(offending, facts["data"])
-        return int(facts["step"])
+        self.step, self.newest = int(facts["step"]), str(found.checkpoint.folder)
+        return self.step
 
     def _begin(self, step: int) -> Save:
         training = {"step": step, "data": self.feed.state(), **self.facts}
@@ -147,10 +146,25 @@ class Checkpoints:
         try:
             prune(self.folder, self.retention)
         except MegaTrainError as error:
-            self._complaints.append(str(error))
+            self._untold.append(Warned(max(self.step, 0), str(error)))
 
-    def _given_up(self, step: int) -> Warned:
+    def _is_over_by(self, ends: float | None) -> bool:
+        """Wait for the save that is under way, until `ends` on the clock of `time.monotonic` at most."""
+        assert self._save is not None
+        try:
+            self._save.wait(None if ends is None else max(0.0, ends - time.monotonic()))
+        except MegaTrainError:
+            return self._save.is_over
+        return True
+
+    def _given_up(self, step: int) -> list[Event]:
+        """The save that is under way is given up, unless it gets there meanwhile."""
         self.engine.saver.abandon()
+        told: list[Event] = []
+        if self._save is not None and self._save.path is not None and (there := self.collect(step)) is not None:
+            told.append(there)
+            if self.step == step:
+                return told
         self._save = None
         newest = f"the newest checkpoint is that of step {self.step:,}" if self.step >= 0 else "there is no checkpoint"
-        return Warned(step, f"the deadline has come before step {step:,} was saved; {newest}")
+        return [*told, Warned(step, f"the deadline has come before step {step:,} was saved; {newest}")]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatrain.checkpoint import Checkpoint, ExportOptions, export_model, open_checkpoint
 from megatrain.device import Device, matmul_flops
 from megatrain.engine import MicroBatch, Streamer, check_inputs
-from megatrain.errors import DeviceError
+from megatrain.errors import DeviceError, DoesNotFit
 from megatrain.memory import Disk, Ledger, Pool, Store
 from megatrain.model import (
     FreshSource,
@@ -296,6 +296,16 @@ class Engine(Stepping, Restorable):
         """
         self._settle()
         self._saver.wait()
+        before, saves = self.policy, self._saver.is_reserved
+        self._take(policy)
+        try:
+            if saves:
+                self._saver.reserve()  # ahead of the slots of the next schedule, which may take what there is
+        except DoesNotFit:
+            self._take(before)
+            raise
+
+    def _take(self, policy: Policy) -> None:
         self._schedules.adopt(policy)
         self._streamer.policy = policy
         self._sink.adopt(policy)

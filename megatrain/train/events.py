@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 MAX_EXPONENT = 709.0
 """Of e, in a float."""
@@ -44,6 +44,8 @@ class Stepped:
     """Steps that were done before this process took the run up."""
     written_nbytes: int = 0
     """Bytes that the step wrote to the disk tier."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the loss reports of the step: rewards of preferences, say."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -87,10 +89,15 @@ class Evaluated:
 
     step: int
     loss: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the loss reports with it."""
 
     @property
     def perplexity(self) -> float:
-        """Of the held-out text, per token: e to the loss; infinite where that is too large for a float."""
+        """Of the held-out text, per token: e to the loss; infinite where that is too large for a float, and not a
+        number where the loss is another than cross-entropy."""
+        if self.metrics:
+            return math.nan
         return math.exp(self.loss) if self.loss < MAX_EXPONENT else math.inf if self.loss == self.loss else math.nan
 
 
@@ -122,6 +129,22 @@ class Compiled:
     step: int
     compilations: int
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A run, or a part of it, begins after `step` steps; this is what was foreseen."""
+
+    step: int
+    model: str
+    facts: Mapping[str, str]
+    """What a person is shown before training: a name, and what it is."""
+    seconds: float
+    """Of a step."""
+    nbytes: Mapping[str, Mapping[str, int]]
+    """Tier -> owner -> bytes, where most of the tier is in use."""
+    held_nbytes: Mapping[str, Mapping[str, int]]
+    """Tier -> owner -> bytes that are held now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,5 +197,18 @@ class Ended:
     elapsed_seconds: float
 
 
-Event = Stepped | Skipped | Evaluated | Sampled | Replanned | Compiled | Resumed | Saved | RolledBack | Warned | Ended
+Event = (
+    Stepped
+    | Skipped
+    | Evaluated
+    | Sampled
+    | Planned
+    | Replanned
+    | Compiled
+    | Resumed
+    | Saved
+    | RolledBack
+    | Warned
+    | Ended
+)
 Watcher = Callable[[Event], None]

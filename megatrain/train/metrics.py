@@ -30,8 +30,12 @@ DERIVED = ("tokens_per_second", "flops_per_second", "light_share", "stall_share"
 
 
 def record(event: Event) -> dict[str, Any]:
-    """An event as a JSON object: its fields, what follows from them, and `event`, its kind in lower case."""
+    """An event as a JSON object: its fields, what follows from them, and `event`, its kind in lower case.
+
+    What a loss reports stands among them by its own name: `rewards/margins`, say.
+    """
     values = {"event": type(event).__name__.lower(), **asdict(event)}
+    values |= values.pop("metrics", {})
     if isinstance(event, Stepped):
         values |= {name: getattr(event, name) for name in DERIVED}
     if isinstance(event, Evaluated):
@@ -118,7 +122,10 @@ def scalars(event: Event) -> dict[str, float]:
         case Stepped():
             return _of_step(event)
         case Evaluated():
-            return {"loss/validation": event.loss, "loss/validation_perplexity": event.perplexity}
+            found = {"loss/validation": event.loss}
+            if not event.metrics:
+                found["loss/validation_perplexity"] = event.perplexity
+            return found | {f"{name}/validation": value for name, value in event.metrics.items()}
     return {}
 
 
@@ -143,6 +150,7 @@ def _of_step(event: Stepped) -> dict[str, float]:
         "speed/stall_share": event.stall_share,
         **({"disk/written_nbytes_per_day": event.written_nbytes_per_day} if event.written_nbytes else {}),
         **{f"memory/{tier}_nbytes": nbytes for tier, nbytes in event.nbytes.items()},
+        **event.metrics,
     }
 
 

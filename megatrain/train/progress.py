@@ -236,7 +236,8 @@ class Progress:
                 self._add(event)
                 self._print(f"step {event.step:,} skipped: {event.reason}", "yellow")
             case Evaluated():
-                said = f"validation loss {event.loss:.3f}, perplexity {event.perplexity:.4g}"
+                reported = event.metrics or {"perplexity": event.perplexity}
+                said = ", ".join([f"validation loss {event.loss:.3f}", *(f"{k} {v:.4g}" for k, v in reported.items())])
                 self._print(f"step {event.step:,}  {said}", "green")
             case Replanned(_, before, after, changes):
                 self._print(f"replanned by measured times: {before:.3g} s to {after:.3g} s a step ({changes})", "dim")

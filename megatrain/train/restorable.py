@@ -11,6 +11,7 @@ from typing import Any
 
 from megatrain.checkpoint import Checkpoint
 from megatrain.engine import Streamer
+from megatrain.errors import CheckpointError
 from megatrain.memory import Store
 from megatrain.model import PretrainedSource, Progress, Source
 from megatrain.spec import ModelSpec, Policy
@@ -52,20 +53,22 @@ class Restorable:
         self._settle()
         names = [unit.name for unit in self.spec.units]
         facts = engine_facts(self._sink, self.policy, self._steps, self._streamer.seed, names)
-        both = {ENGINE: facts, CALLER: dict(training or {})}
+        both = {ENGINE: facts, CALLER: _as_now(dict(training or {}))}
         number = self._steps if step is None else step
         return self._saver.begin(folder, number, self.policy, both, score, write_more, then)
 
     def restore(self, checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> None:
         """Go back (or on) to the state in a checkpoint of this model; what is pending is dropped.
 
-        Raises `CheckpointError` and `ModelError` for one of another model, and `DiskError`; the state is then worthless
-        until another one is restored.
+        Raises `CheckpointError`, before anything is changed, for one of another model, and `ModelError` and
+        `DiskError`; the state is then worthless until another one is restored.
         """
         self._refuse_closed()
+        source = PretrainedSource(checkpoint.folder, trust_remote_code=trust_remote_code)
+        self._refuse_other(checkpoint, {name: tuple(p.shape) for name, p in source.model.named_parameters()})
         self._saver.wait()
         self._sink.restore(0)
-        self.fill(PretrainedSource(checkpoint.folder, trust_remote_code=trust_remote_code))
+        self.fill(source)
         self._take_up(checkpoint, "refuse")
 
     @property
@@ -87,6 +90,7 @@ class Restorable:
 
     def fill(self, source: Source, progress: Progress | None = None) -> None:
         """Set every parameter from a source; optimizer and counters stay. For whoever makes an engine."""
+        self._saver.wait()
         source.fill(self._store, [[param.name for param in unit.params] for unit in self.spec.units], progress)
         self._store.settle()
 
@@ -101,6 +105,13 @@ class Restorable:
     def _refuse_closed(self) -> None:
         raise NotImplementedError
 
+    def _refuse_other(self, checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise `CheckpointError` for a checkpoint of a model with these parameters, if they are not ours."""
+        ours = {param.name: param.shape for unit in self.spec.units for param in unit.params}
+        if odd := sorted({*ours.items()} ^ {*shapes.items()}):
+            what = f"is of another model: {odd[0][0]} of shape {list(odd[0][1])} is in one of the two alone"
+            raise CheckpointError(what, where=str(checkpoint.folder), fix="make an engine with Engine.from_checkpoint")
+
     def _take_up(self, checkpoint: Checkpoint, new: NewMoments) -> None:
         """Moments and counters of a checkpoint whose masters are there already."""
         facts = facts_in(checkpoint)
@@ -108,3 +119,10 @@ class Restorable:
         self._sink.restore(facts["updates"])
         self._steps, self._streamer.seed = facts["steps"], facts["seed"]
         self._saver.goes_on_from(checkpoint.folder)
+
+
+def _as_now(value: Any) -> Any:
+    """A copy of nested lists and dicts: they are written later, beside a caller who may go on changing them."""
+    if isinstance(value, dict):
+        return {key: _as_now(each) for key, each in value.items()}
+    return [_as_now(each) for each in value] if type(value) is list else value

@@ -116,6 +116,11 @@ class Saver:
         nbytes = max(self._store.spare_nbytes(unit) for unit in range(len(self._store.layouts)))
         self._store.pool.provide([Buffer(SPARE, "host", nbytes, "checkpoint")])
 
+    @property
+    def is_reserved(self) -> bool:
+        """Whether the memory that saves need has been taken."""
+        return self._store.pool.has(SPARE)
+
     def begin(
         self,
         folder: str | Path,
@@ -141,8 +146,15 @@ class Saver:
         self._gives_up, self._wanted, self._handed = False, None, None
         self._unwritten, self.current = frozenset(order), save
         arguments = (save, Path(folder), self._planned, training, score, write_more, then)
-        save.thread = threading.Thread(target=self._write, args=arguments, name="megatrain-save", daemon=True)
-        save.thread.start()
+        thread = threading.Thread(target=self._write, args=arguments, name="megatrain-save", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system lends no more of them
+            failure = CheckpointError(typed_line(error), where=f"checkpoint of step {step}")
+            save.end(None, failure)
+            self._release()
+            raise failure from error
+        save.thread = thread
         self._hand_over([unit for unit in order if self._store.on_device(unit)], save)
         return save
 
@@ -231,8 +243,9 @@ class Saver:
         except BaseException as error:
             failure = CheckpointError(typed_line(error), where=f"checkpoint of step {save.step}")
             failure.__cause__ = error
-        save.end(path, failure)
-        self._release()
+        finally:  # whatever happens here, nobody waits for ever
+            save.end(path, failure)
+            self._release()
 
     def _release(self) -> None:
         """Let all units change."""

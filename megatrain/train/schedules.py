@@ -39,6 +39,8 @@ class Schedules:
         """What each has been built for."""
         self._store, self._pool, self._device = store, store.pool, device
         self._fits_activations = fits_activations
+        self._is_scattered = False
+        """Whether state may lie elsewhere than `policy` says, since it could not be moved back."""
 
     def get(self, kind: Kind, work: Work) -> Schedule:
         """The schedule for this kind of run over this work, its memory allocated and all state in its place.
@@ -46,6 +48,7 @@ class Schedules:
         Raises `DoesNotFit`, before anything is allocated, with the nearest policy that would fit, and `DiskError`.
         """
         self._store.settle()
+        self._gather()
         if self._fits_activations and kind in ("step", "pending step"):
             self.policy = fit_activations(self.spec, self.policy, work, self._memory_for_activations)
         key = (kind, work.micro_batches, self.policy)
@@ -75,12 +78,21 @@ class Schedules:
                 raise PlanError(f"cannot be changed under way ({before} to {after})", where=f"policy.{field.name}")
         self._store.settle()
         self._pool.keep_state()
+        self._is_scattered = True
         try:
             self._store.move(policy)
         except BaseException:
-            self._store.move(self.policy)
+            self._gather()
             raise
+        self._is_scattered = False
         self.policy, self._fits_activations = policy, False
+
+    def _gather(self) -> None:
+        """Bring all state to where the policy has it; a schedule would take what it does not find there for new, and
+        begin it with zeros. Raises what a tier refuses, and the next call tries again."""
+        if self._is_scattered:
+            self._store.move(self.policy)
+            self._is_scattered = False
 
     def clear(self) -> None:
         """Forget all of them."""

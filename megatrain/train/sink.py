@@ -172,7 +172,8 @@ class OptimizerSink:
 class GradientCollector:
     """A `GradSink` that keeps a float32 copy of every gradient as it lands, and updates nothing."""
 
-    def __init__(self, model: ModelSpec) -> None:
+    def __init__(self, model: ModelSpec, before_update: Callable[[int], None] = lambda unit: None) -> None:
+        self._before_update = before_update
         self._fields = [
             [f for f, param in zip(layout_of(unit).fields, unit.params, strict=True) if param.trainable]
             for unit in model.units
@@ -188,7 +189,8 @@ class GradientCollector:
             self.gradients[field.name] = part.view(field.shape)
 
     def update(self, unit: int, gradient: Tensor, parts: Mapping[str, Tensor]) -> None:
-        """Nothing: the weights stay as they are."""
+        """The weights stay as they are; but what lives on the disk is written back, so nobody may be reading it."""
+        self._before_update(unit)
 
 
 def _as_numpy(gradient: Tensor) -> np.ndarray:

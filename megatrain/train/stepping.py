@@ -5,7 +5,8 @@ A base of `Engine` only to keep both files short, as `Restorable` is: it uses th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -91,7 +92,7 @@ class Stepping:
         """Parameter name -> float32 gradient of the step's loss, in the parameter's shape. Nothing is updated."""
         work = self._work(micro_batches, trains=True)
         self._settle()
-        collector = GradientCollector(self.spec)
+        collector = GradientCollector(self.spec, self._sink.before_update)
         schedule = self._schedules.get("step", work)
         self._streamer.run(schedule, micro_batches, collector, self._steps, loss_fn)
         return collector.gradients
@@ -130,6 +131,11 @@ class Stepping:
         self._refuse_closed()
         if self._sink.pending:
             self._streamer.run(self._schedules.get("flush", Work((1,))), [], self._sink)
+
+    def run_ops_in(self, region: Callable[[], AbstractContextManager[object]]) -> None:
+        """Enter `region()` around all that is streamed, and nothing else. What it raises there breaks off a step that
+        then counts as not begun; with clipping it is done again, bit for bit, whenever that is wanted."""
+        self._streamer.region = region
 
     # Inside -----------------------------------------------------------------------------------------------------------
 

@@ -2,8 +2,9 @@
 
 A handler only takes note, because a step cut in the middle is a step lost. Where a machine is taken away so many
 seconds after the signal, a step may be longer than that: with a deadline, what is under way when the time for a last
-checkpoint has come is interrupted (`OutOfTime`), as a step that has not begun. It leaves out what happens then: the
-loop asks `requested` between steps.
+checkpoint has come is interrupted (`OutOfTime`), as a step that has not begun. That is raised only where ops run, never
+in the lines around them that count a step, report it or move state. It leaves out what happens then: the loop asks
+`requested` between steps.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class StopSignals:
         self.deadline_seconds = deadline_seconds
         self._needs_seconds = needs_seconds
         self._requested_at = 0.0
-        self._interrupts = False
+        self._armed = self._due = self._inside = False
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -50,18 +51,31 @@ class StopSignals:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """In the block, `OutOfTime` is raised when the deadline asks for it; nowhere else."""
+        """In the block, what runs in a `region` is broken off when the deadline asks for it."""
         if self.deadline_seconds is None or not hasattr(signal, "SIGALRM"):
             yield
             return
         before = signal.signal(signal.SIGALRM, self._interrupt)
-        self._interrupts = True
+        self._armed = True
+        if self.requested:
+            self._set_alarm()
         try:
             yield
         finally:
-            self._interrupts = False
+            self._armed = False
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        """Raises `OutOfTime` in the block, or as it begins, where the time is over; nowhere else is it raised."""
+        self._inside = True
+        try:
+            if self._armed and self._due:
+                raise OutOfTime
+            yield
+        finally:
+            self._inside = False
 
     def remaining_seconds(self) -> float | None:
         """Until the deadline, none below 0; `None` where there is none, or no signal has come."""
@@ -73,11 +87,17 @@ class StopSignals:
         self.requested, self._requested_at = True, time.monotonic()
         self._restore()
         os.write(2, NOTICE)  # not `print`: the signal may have interrupted one
-        if self._interrupts and self.deadline_seconds is not None:
-            signal.setitimer(signal.ITIMER_REAL, max(SOONEST, self.deadline_seconds - self._needs_seconds()))
+        if self._armed:
+            self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        remaining = self.remaining_seconds()
+        if remaining is not None:
+            signal.setitimer(signal.ITIMER_REAL, max(SOONEST, remaining - self._needs_seconds()))
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self._interrupts:
+        self._due = True
+        if self._armed and self._inside:
             raise OutOfTime
 
     def _restore(self) -> None:

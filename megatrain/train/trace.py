@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 from megatrain.errors import ConfigError
+from megatrain.plan import stalls
 from megatrain.schedule import Timeline, chrome_trace
+
+TRACE = "trace.json"
+"""The trace of one early step in the folder of a run, where no other is asked for."""
 
 
 class Trace:
     """Gathers the timelines of `steps` steps, the first left out since it warms up, and writes them when complete.
 
-    Raises `ConfigError` at once for a path that cannot be written.
+    Raises `ConfigError` at once for a path that cannot be written; a disk that is full later is warned of.
     """
 
     def __init__(self, path: str | Path, steps: int) -> None:
@@ -32,5 +37,9 @@ class Trace:
         self._warm = True
         if len(self._timelines) < self.steps:
             return False
-        self.path.write_text(json.dumps(chrome_trace(self._timelines)))
+        waits = stalls(self._timelines[-1])  # stream -> seconds that compute waited for it
+        try:
+            self.path.write_text(json.dumps(chrome_trace(self._timelines) | {"waits": waits}))
+        except OSError as error:
+            warnings.warn(f"the trace {self.path} cannot be written ({error.strerror or error})", stacklevel=2)
         return True

@@ -39,6 +39,8 @@ class StepOutput(Protocol):
     def stall_seconds(self) -> float: ...
     @property
     def written_nbytes(self) -> int: ...
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
 
 
 class Trainable(Protocol):
@@ -115,6 +117,8 @@ def train(
             if (back := recover(error, done)) is not None:
                 tell(RolledBack(done, back, str(error)))
                 done, ready = back, clock()
+                if should_stop():
+                    break
                 continue
         else:
             done, now = done + 1, clock()
@@ -169,6 +173,7 @@ def _stepped(
         elapsed_seconds=seconds.elapsed,
         resumed_at=start,
         written_nbytes=out.written_nbytes,
+        metrics=out.metrics,
     )
 
 

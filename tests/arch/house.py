@@ -23,17 +23,17 @@ PACKAGE = "megatrain"
 # floor are one room. `__init__` is the front door of the package.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "spec", "layout"),
-    ("schedule", "device", "optim", "model", "data", "dist"),
+    ("schedule", "device", "optim", "model", "data", "dist", "page"),
     ("memory", "plan"),
     ("engine", "checkpoint"),
     ("train", "config", "losses"),
     (
         *("corpus", "machine", "preflight", "resume", "run", "conversion", "generation", "planning", "probe"),
-        *("budgets", "recipe", "trained", "verification", "watching", "cli", "api", "testing", "__init__", "__main__"),
-        "hf",
+        *("budgets", "recipe", "trained", "verification", "watching", "history", "report", "hf", "objective"),
+        *("claim", "cli", "api", "testing", "__init__", "__main__"),
     ),
 )
-TORCH_FREE = ("errors", "spec", "layout", "schedule", "plan", "optim")
+TORCH_FREE = ("errors", "spec", "layout", "schedule", "plan", "optim", "page")
 
 # Foreign name -> the rooms or modules that may use it, and why there.
 HOMES: dict[str, tuple[tuple[str, ...], str]] = {

@@ -311,3 +311,18 @@ def test_what_living_processes_have_under_way_is_left_alone(planned: PlannedChec
     assert names_in(tmp_path) == sorted([*living, own, dead[0], "step-00000001"]), "a thread may be writing our own"
     put_all_right(tmp_path)
     assert names_in(tmp_path) == sorted([*living, "step-00000001"])
+
+
+def test_of_a_link_the_link_goes(planned: PlannedCheckpoint, tmp_path: Path) -> None:
+    """Someone has moved checkpoints to a larger drive: they are replaced and removed here, and stay there."""
+    folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for step in (1, 2):
+        save(folder, step, planned=planned).rename(elsewhere / str(step))
+        (folder / f"step-{step:08d}").symlink_to(elsewhere / str(step))
+    again = save(folder, 2, planned=planned)
+    assert not again.is_symlink()
+    save(folder, 3, planned=planned)
+    prune(folder, Retention(keep_last=2))
+    assert names_in(folder) == ["step-00000002", "step-00000003"]
+    assert [full_check(elsewhere / str(step)) for step in (1, 2)] == [[], []]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from megatrain.data import (
     Encoder,
     Source,
     begins_with_text,
+    encode_samples,
     holds_samples,
     prepare_samples,
     source_called,
@@ -57,13 +60,39 @@ def test_what_changes_the_outcome_changes_the_key(tmp_path: Path) -> None:
             (Source(str(path)), ENCODER, "stop"),
             (Source(str(path)), ENCODER, "leave_out"),
             (Source(str(path), limit=1), ENCODER, "stop"),
+            (Source(str(path), pattern="x*"), ENCODER, "stop"),
             (Source(str(path), Schema("chat")), ENCODER, "stop"),
             (Source(str(path)), Encoder(ENCODER.tokenizer, EncodeOptions(train_on="all")), "stop"),
             (Source(str(lines(tmp_path / "y.jsonl", CHAT, {**CHAT, "id": 1}))), ENCODER, "stop"),
             (Source(str(lines(tmp_path / "folder" / "x.jsonl", CHAT, CHAT).parent)), ENCODER, "stop"),
         )
     }
-    assert len(found) == 7
+    assert len(found) == 8
+
+
+def test_two_runs_at_once_encode_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [lines(tmp_path / name / "x.jsonl", CHAT, UNANSWERED, CHAT) for name in "ab"]
+    encodings: list[object] = []
+
+    def slowly(*arguments: Any) -> Any:
+        encodings.append(arguments)
+        time.sleep(0.3)  # both would be at it
+        yield from encode_samples(*arguments)
+
+    monkeypatch.setattr("megatrain.data.cache.encode_samples", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        files = list(pool.map(lambda path: prepare_samples(Source(str(path)), ENCODER, cache=tmp_path / "c"), paths))
+    assert len(encodings) == 1
+    assert files[0].tokens.path == files[1].tokens.path
+    assert not list((tmp_path / "c").glob("*.lock"))
+
+
+def test_a_lock_whose_holder_was_killed_blocks_nobody(tmp_path: Path) -> None:
+    path = lines(tmp_path / "x.jsonl", CHAT)
+    entry = prepare_samples(Source(str(path)), ENCODER, cache=tmp_path / "c").tokens.path
+    entry.unlink()
+    entry.with_suffix(".lock").touch()
+    assert len(prepare_samples(Source(str(path)), ENCODER, cache=tmp_path / "c")) == 1
 
 
 def test_an_example_is_kept_with_what_is_trained_of_it(tmp_path: Path) -> None:
@@ -95,7 +124,7 @@ def test_what_cannot_be_used_leaves_nothing_behind(tmp_path: Path) -> None:
         ("x.jsonl", {"text": "t"}, False),
         ("x.jsonl", {"text": "t", "messages": CHAT["messages"]}, True),
         ("x.jsonl", "not JSON", False),
-        ("x.txt", CHAT, False),
+        ("x.txt", "words", False),
         ("x.json", CHAT, True),
         ("x.parquet", "", True),
     ],
@@ -104,9 +133,7 @@ def test_samples_are_told_from_text(tmp_path: Path, name: str, row: object, rich
     path = lines(tmp_path / "folder" / name, row)
     assert holds_samples(str(path)) is rich
     assert holds_samples(str(path.parent)) is rich
-    lines(tmp_path / "folder" / "module.py", "code")
-    assert not holds_samples(str(path.parent))  # a folder of other things
-    assert holds_samples(str(path), "chat")
+    assert holds_samples(str(path), Schema("chat"))
 
 
 def test_what_is_no_file_is_text_or_of_the_hub(tmp_path: Path) -> None:
@@ -115,7 +142,7 @@ def test_what_is_no_file_is_text_or_of_the_hub(tmp_path: Path) -> None:
     assert not holds_samples(str(tmp_path / "ids.bin"))
     assert holds_samples("someone/some-data")
     with pytest.raises(DataError, match="python-stdlib: holds no chat samples"):
-        holds_samples("python-stdlib", "chat")
+        holds_samples("python-stdlib", Schema("chat"))
 
 
 def test_an_entry_of_a_list_of_data_sets_is_a_source(tmp_path: Path) -> None:

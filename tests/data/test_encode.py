@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from megatrain.data.formats import Sample
 from megatrain.data.left_out import LeftOut
 from megatrain.data.tokenizer import END_OF_TEXT, load_tokenizer
 from megatrain.errors import DataError, SampleError
-from tests.data.chats import assistant, byte_tokenizer, chat, user
+from tests.data.chats import assistant, byte_tokenizer, call, chat, user
 
 CHATML = byte_tokenizer("chatml")
 BYTES = load_tokenizer("bytes")
@@ -138,6 +139,34 @@ def test_an_empty_text_is_counted() -> None:
     assert encode(Sample("x", text=""))[1].left_out.counts == {"empty text": 1}
 
 
+@pytest.mark.parametrize("sample", [chat(user("q"), assistant(" ")), Sample("x", prompt="q", text="")])
+def test_an_answer_that_says_nothing_is_noted(sample: Sample) -> None:
+    note = "have an empty answer, of which only the end is learned"
+    assert encode(sample)[1].notes[note] == 1
+    assert not encode(chat(user(" "), call(), assistant("a")), byte_tokenizer("qwen2_5"))[1].notes[note]
+
+
+@pytest.mark.parametrize("kind", ["ids", "tools", "calls"])
+def test_little_is_held_at_a_time_whatever_the_samples_hold(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr("megatrain.data.encode.BATCH_CHARACTERS", 5000)
+    tool = {"type": "function", "function": {"name": "f", "description": "x" * 500}}
+    sample = {
+        "ids": Sample("x", ids=np.zeros(500, np.int64), trained=np.ones(500, bool)),
+        "tools": chat(user("q"), assistant("a"), tools=(tool,)),
+        "calls": chat(user("q"), call("x" * 500), assistant("a")),
+    }[kind]
+    drawn = 0
+
+    def many() -> Iterator[Sample]:
+        nonlocal drawn
+        for _ in range(60):
+            drawn += 1
+            yield sample
+
+    next(encode_samples(many(), Encoder(byte_tokenizer("qwen2_5")), Statistics()))
+    assert drawn < 12
+
+
 def test_bad_samples_end_the_run_or_are_counted() -> None:
     samples = [LONG, chat(user("q"), assistant("\ud800")), Sample("x", text="abc"), chat(user("q")), LONG]
     with pytest.raises(SampleError, match=r"here\.jsonl:1: text that holds a lone surrogate"):
@@ -208,6 +237,8 @@ def test_the_identity_of_an_encoder_follows_all_that_decides_its_tokens() -> Non
     def identity(tokenizer: Any = CHATML, **options: Any) -> str:
         return Encoder(tokenizer, EncodeOptions(**options)).identity
 
+    other_start = byte_tokenizer("chatml")
+    other_start.bos_token = "</s>"  # no rule of the pipeline, but a template may write it
     others = [
         identity(BYTES, template="chatml"),
         identity(byte_tokenizer("zephyr")),
@@ -217,6 +248,7 @@ def test_the_identity_of_an_encoder_follows_all_that_decides_its_tokens() -> Non
         identity(template="none"),
         identity(template_values={"x": 1}),
         identity(special_tokens="read"),
+        identity(other_start),
     ]
     assert identity() == identity(byte_tokenizer("chatml"))
     assert len({identity(), *others}) == 1 + len(others)

@@ -163,6 +163,7 @@ def test_columns_may_have_other_names() -> None:
         ({"messages": HELLO, "system": 5}, "'system' is int, not str"),
         ({"conversations": [{"from": "human"}]}, "message 1 has no 'value'; set data.tags"),
         ({"conversations": [{"from": "robot", "value": "a"}]}, "message 1 has the role 'robot'; known are human"),
+        ({"conversations": [{"from": ["human"], "value": "a"}]}, "message 1 has the role ['human']; known are human"),
         ({"conversations": "q"}, "'conversations' is str, not a list of turns"),
         ({"instruction": " ", "output": "a"}, "an empty instruction"),
         ({"instruction": "q", "output": 5}, "'output' is int, not str"),
@@ -174,6 +175,10 @@ def test_columns_may_have_other_names() -> None:
         ({"input_ids": [1, 2], "labels": [1]}, "1 labels for 2 ids"),
         ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "label 2 at position 0 is neither -100 nor the id there, 1"),
         ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "a hole"),
+        (
+            {"messages": [{"role": "user", "content": "<image>\nq"}, HELLO[1]], "images": ["a.png"]},
+            "speaks of what 'images' holds; only text is trained",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(fields: dict[str, Any], what: str) -> None:

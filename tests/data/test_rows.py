@@ -91,6 +91,47 @@ def test_samples_come_back_as_they_were_written(tmp_path: Path) -> None:
     assert write_samples(tmp_path / "y.bin", other, VOCABULARY, {}).fingerprint != file.fingerprint
 
 
+def test_one_changed_token_makes_another_data_set(tmp_path: Path) -> None:
+    """Else a resumed run would go on with another stream and not know it."""
+    samples = [EncodedSample(np.full(1000, 5, np.int32), np.arange(1000) > 0, "")] * 500
+    changed = EncodedSample(np.where(np.arange(1000) == 500, 6, 5).astype(np.int32), np.arange(1000) > 0, "")
+    one = write_samples(tmp_path / "x.bin", samples, 10, {})
+    other = write_samples(tmp_path / "y.bin", [*samples[:333], changed, *samples[334:]], 10, {})
+    assert one.fingerprint != other.fingerprint
+
+
+def test_what_is_trained_is_on_the_disk_before_the_note_that_vouches_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[str] = []
+    fsync = os.fsync
+
+    def watched(descriptor: int) -> None:
+        flushed.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    samples_at(tmp_path, 5, 0)
+    names = [Path(name).name for name in flushed]
+    for suffix in (".lengths", ".trained", ".hashes"):
+        assert any(name.startswith(f"samples0{suffix}") for name in names)
+
+
+def test_no_sample_is_held_out_of_which_a_copy_is_trained_on(tmp_path: Path) -> None:
+    samples = encoded(60, 0)
+    copied = {5, 25, 45, 55}
+    samples += [samples[number] for number in sorted(copied)]
+    file = write_samples(tmp_path / "x.bin", samples, VOCABULARY, {})
+    training, held_out, copies = split_samples(file, 0.5)
+    assert sorted([*training, *held_out]) == list(range(64))
+    trained = {file.sample(number)[0].tobytes() for number in training.tolist()}
+    assert not [number for number in held_out.tolist() if file.sample(number)[0].tobytes() in trained]
+    assert len(held_out) + copies == 32
+    assert copies > 0
+    training, held_out, copies = split_samples(write_samples(tmp_path / "y.bin", samples[:1] * 9, VOCABULARY, {}), 0.3)
+    assert (len(training), len(held_out), copies) == (9, 0, 3)
+
+
 def test_files_of_several_data_sets_are_refused(tmp_path: Path) -> None:
     for name, count in (("x", 5), ("y", 6)):
         write_samples(tmp_path / f"{name}.bin", encoded(count, 0), VOCABULARY, {})
@@ -172,7 +213,8 @@ def test_sources_keep_close_to_their_shares(weights: list[float], draws: int) ->
 @pytest.mark.parametrize("fraction", [0.0, 0.01, 0.3])
 def test_held_out_samples_are_evenly_spaced_and_no_others(tmp_path: Path, fraction: float) -> None:
     file = samples_at(tmp_path, 50, 0)
-    training, held_out = split_samples(file, fraction)
+    training, held_out, copies = split_samples(file, fraction)
+    assert copies == 0
     assert sorted([*training, *held_out]) == list(range(50))
     assert len(held_out) == (max(1, round(50 * fraction)) if fraction else 0)
     assert len(held_out) < 2 or np.ptp(np.diff(held_out)) <= 1

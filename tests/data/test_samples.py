@@ -156,6 +156,9 @@ def test_a_file_of_two_formats_is_refused_at_the_first_row_of_the_other(tmp_path
     assert refused(path).startswith(f"{path}:3: a alpaca sample" if False else f"{path}:3: ")
     assert "alpaca" in refused(path)
     assert "began with chat" in refused(path)
+    path = lines(tmp_path / "c.jsonl", {"text": "x"}, {"text": "y", **CHAT})  # it would fit, as the text that it is not
+    assert refused(path).startswith(f"{path}:2: a chat sample in a file that began with text samples")
+    assert len(read(Source(str(path), Schema("text")))[0]) == 2
     lines(tmp_path / "b.jsonl", {"instruction": "q", "output": "a"})
     assert "it holds 'instruction', 'output'" in refused(Source(str(tmp_path / "b.jsonl"), Schema("chat")))
 
@@ -259,7 +262,11 @@ INFO = {
     },
     "books": {"file_name": "books.jsonl", "columns": {"prompt": "words"}},
     "remote": {"hf_hub_url": "organisation/data", "subset": "en", "split": "test", "folder": "v2"},
-    "ranked": {"file_name": "x.jsonl", "ranking": True},
+    "ranked": {
+        "file_name": "x.jsonl",
+        "ranking": True,
+        "columns": {"prompt": "instruction", "query": "input", "chosen": "good", "rejected": "bad"},
+    },
     "seen": {"file_name": "x.jsonl", "formatting": "sharegpt", "columns": {"messages": "m", "images": "i"}},
     "elsewhere": {"script_url": "x"},
     "odd": {"file_name": "x.jsonl", "formatting": "openai2"},
@@ -286,13 +293,15 @@ def test_a_dataset_info_of_llama_factory_is_understood(tmp_path: Path) -> None:
     assert read_dataset_info(path, ["remote"]) == [
         Source("organisation/data", Schema("alpaca"), split="test", subset="en", folder="v2")
     ]
+    (ranked,) = read_dataset_info(path, ["ranked"])
+    columns = {"instruction": "instruction", "input": "input", "chosen": "good", "rejected": "bad"}
+    assert ranked.schema == Schema("preference", columns, {})
 
 
 @pytest.mark.parametrize(
     ("name", "what"),
     [
         ("plane", "no data set of that name; did you mean 'plain'?"),
-        ("ranked", "holds preferences"),
         ("seen", "asks for the column 'images'"),
         ("elsewhere", "is to be had by 'script_url' only"),
         ("odd", "'formatting' is 'openai2'; known are alpaca, sharegpt"),

@@ -54,7 +54,11 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"loss_type": "dft", "eval_strategy": "no", "max_steps": 4}], ids=["nll", "dft"]
+    "changes",
+    [
+        pytest.param({}, id="nll"),
+        pytest.param({"loss_type": "dft", "eval_strategy": "no", "max_steps": 4}, id="dft", marks=pytest.mark.slow),
+    ],
 )
 def test_the_script_gives_the_same_losses_stock_and_streamed(tmp_path: Path, changes: dict[str, Any]) -> None:
     stock = script(tmp_path / "stock", False, **changes)

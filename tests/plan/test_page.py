@@ -119,8 +119,8 @@ def test_hostile_names_stay_text() -> None:
 NODE = """
 const calls = [], told = {}, on = {};
 const pen = new Proxy({}, { get: (_, name) => (...given) => calls.push([name, ...given]), set: () => true });
-const canvas = { clientWidth: 1084, style: {}, getContext: () => pen, setPointerCapture: () => {},
-  addEventListener: (name, act) => { on[name] = act; } };
+const canvas = { clientWidth: 1084, style: {}, dataset: { source: "plan" }, getContext: () => pen,
+  setPointerCapture: () => {}, addEventListener: (name, act) => { on[name] = act; } };
 const text = require("fs").readFileSync(0, "utf8");
 const [data, script] = JSON.parse(text);
 globalThis.document = { body: {},

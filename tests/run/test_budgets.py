@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from safetensors.torch import load_file
 
+from megatrain import Engine, Policy
 from megatrain.errors import ConfigError, DoesNotFit
+from megatrain.run import _for_saves
+from megatrain.spec import Hardware, Home, Precision
 from tests.run.test_run import configuration, lines, train
+from tests.tiny import tiny_model
 
 DEEP: dict[str, Any] = {
     "model_type": "llama",
@@ -71,3 +76,16 @@ def test_budgets_that_cannot_be_are_refused(tmp_path: Path, changed: dict[str, A
     with pytest.raises(ConfigError, match=complaint):
         run(tmp_path, **changed)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_plan_leaves_the_memory_that_saves_take(tmp_path: Path, precision: Precision) -> None:
+    """Also where state lives on the device, of which a save needs a copy in host memory."""
+    config = configuration(tmp_path, train={"precision": precision})
+    for device, homes in (("cpu", Home()), ("sim:1", Home("device", "device", "device")), ("sim:1", Home("device"))):
+        how = Policy(precision, shares_memory=device == "cpu", homes=(homes,) * 5)
+        with Engine.from_model(tiny_model(), device, precision, policy=how, verify=False) as engine:
+            engine.saver.reserve()
+            taken = engine.memory_table().get(("host", "checkpoint"), 0)
+            hardware = cast(Hardware, SimpleNamespace(shares_memory=device == "cpu"))
+            assert taken <= _for_saves(config, engine.spec, hardware)

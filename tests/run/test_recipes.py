@@ -14,6 +14,7 @@ from megatrain.data import load_tokenizer
 from megatrain.plan import Plan, Question, find_plan, load_hardware
 from megatrain.planning import find_model
 from tests.run.test_chats import chats
+from tests.run.test_preferences import preferences
 from tests.run.test_run import TEXT, losses, train
 
 RECIPES = Path(__file__).parents[2] / "configs"
@@ -73,7 +74,9 @@ def made_tiny(name: str, tmp_path: Path, model: Path) -> Config:
     sources = []
     for source in recipe.data.sources:
         path = tmp_path / Path(source).name
-        if path.suffix:
+        if recipe.train.objective == "dpo":
+            preferences(path)
+        elif path.suffix:
             chats(path)
         else:
             path.mkdir()

@@ -87,14 +87,30 @@ def test_a_run_ends_in_a_folder_with_everything(tmp_path: Path) -> None:
     config = configuration(tmp_path, output={"trackers": ["tensorboard"]})
     said = train(config)
     folder = tmp_path / "run"
-    names = ["checkpoints", "config.yaml", "metrics.jsonl", "model", "status.json", "tensorboard"]
-    assert sorted(path.name for path in folder.iterdir()) == names
+    files = ["config.yaml", "metrics.jsonl", "report.html", "status.json", "trace.json"]
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*files, "checkpoints", "model", "tensorboard"])
     assert load_config(folder / "config.yaml") == config
     kinds = [line["event"] for line in lines(folder)]
-    assert kinds == ["stepped"] * 2 + ["evaluated"] + ["stepped"] * 2 + ["evaluated", "sampled", "ended", "saved"]
+    assert kinds == ["planned"] + ["stepped"] * 2 + ["evaluated"] + ["stepped"] * 2 + [
+        "evaluated",
+        "sampled",
+        "ended",
+        "saved",
+    ]
     found = losses(folder)
     assert found[-1] < found[0]
     assert (folder / "model" / "tokenizer.json").exists()
+    page = (folder / "report.html").read_text()
+    for part in (
+        "LlamaForCausalLM",
+        "finished",
+        "4 of 4",
+        "optimizer state",
+        'id="time"',
+        "after step 4",
+        "perplexity",
+    ):
+        assert part in page
     for part in (
         "LlamaForCausalLM",
         "optimizer state",
@@ -232,6 +248,7 @@ def test_a_run_that_diverges_writes_no_model_and_keeps_the_old_one(
         with pytest.raises(NonFinite, match="3 steps in a row not finite"):
             train(config)
         assert [line["step"] for line in lines(tmp_path / folder) if line["event"] == "skipped"] == [1, 2, 3]
+        assert "failed: NonFinite" in (tmp_path / folder / "report.html").read_text()
     assert not (tmp_path / "fresh" / "model").exists()
     after = load_causal_lm(str(tmp_path / "run" / "model")).state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -256,7 +273,7 @@ def test_a_signal_finishes_the_step_and_saves(
     monkeypatch.setattr(Engine, "step", interrupted)
     said = train(configuration(tmp_path, checkpoint={"every": every}))
     assert "stopped after 1 of 4 steps" in said
-    told = ["stepped", "ended", "saved"] if every else ["stepped", "ended"]
+    told = ["planned", "stepped", "ended", *(["saved"] if every else [])]
     assert [line["event"] for line in lines(tmp_path / "run")] == told
     saved = "checkpoints/step-00000001" if every else "model"
     assert load_causal_lm(str(tmp_path / "run" / saved)).num_parameters() > 0

@@ -270,3 +270,31 @@ def test_what_was_damaged_on_its_way_to_the_disk_is_never_computed_with(tmp_path
                 made.step(unequal_batches(2))
         with pytest.raises(CorruptRegion):  # and it stays refused
             made.step(unequal_batches(2))
+
+
+# What a review found -------------------------------------------------------------------------------------------------
+
+
+def test_a_unit_larger_than_the_staging_buffers_of_its_kind_is_reached(tmp_path: Path) -> None:
+    """The epilogue lives on the device here, and of the ends only the smaller prologue passes through host memory."""
+    homes = (ON_DISK, Home(), Home(), Home(), ON_DEVICE)
+    expected = run("cpu", usual("bf16", "next_forward", shares_memory=True), tmp_path)
+    assert equal(run("sim:3", usual("bf16", "next_forward", homes=homes), tmp_path), expected)
+
+
+def test_state_that_could_not_be_moved_back_is_not_taken_for_new(tmp_path: Path) -> None:
+    """The disk refuses the second part that is moved there, and then gives the first one only when asked again."""
+    plain = usual("fp32", "next_forward", shares_memory=True)
+    moved = replace(plain, homes=(Home(moments="disk"),) * UNITS)
+    faults = [DiskFault("write", "disk/moments/1", "write"), DiskFault("read", "disk/moments/0", "read")]
+    with engine("cpu", plain, tmp_path) as straight:
+        expected = [straight.step(unequal_batches(2)).loss for _ in range(4)]
+    disk = Disk([tmp_path], faults=faults)
+    made = Engine.from_model(tiny_model(), "cpu", "fp32", AdamW(lr=1e-2), 0.5, plain, 4, False, disk)
+    with made:
+        losses = [made.step(unequal_batches(2)).loss for _ in range(2)]
+        with pytest.raises(DiskError):
+            made.adopt(moved)
+        assert made.policy == plain
+        losses += [made.step(unequal_batches(2)).loss for _ in range(2)]
+    assert losses == expected

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from megatrain import AdamW, Engine, Policy
 from megatrain.checkpoint import checkpoints, full_check, open_checkpoint
 from megatrain.checkpoint.direct import DirectFile
-from megatrain.errors import CheckpointError, DamagedCheckpoint
+from megatrain.errors import CheckpointError, DamagedCheckpoint, DoesNotFit
 from megatrain.spec import Home, Precision
 from tests.tiny import equal, tiny_model, unequal_batches
 
@@ -305,3 +305,102 @@ def test_random_state_of_the_user_is_left_alone(tmp_path: Path) -> None:
         torch.manual_seed(1)
         engine.restore(open_checkpoint(engine.save(tmp_path / "run").wait()))
         assert torch.equal(torch.rand(3), expected)
+
+
+# Beside a save -------------------------------------------------------------------------------------------------------
+
+
+def test_a_system_without_another_thread_costs_a_checkpoint_and_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with made(policy(shares_memory=True), tmp_path) as engine:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", none_left)
+            with pytest.raises(CheckpointError, match="can't start new thread"):
+                engine.save(tmp_path / "run")
+        steps(engine, 2)
+        assert engine.save(tmp_path / "run").wait().name == "step-00000002"
+
+
+def test_what_is_kept_beside_the_state_is_that_of_the_call(tmp_path: Path, slow_disk: SlowDisk) -> None:
+    with made(policy(shares_memory=True), tmp_path) as engine:
+        slow_disk.waits.set()
+        seen = {"order": [1], "by name": {"a": [2]}}
+        save = engine.save(tmp_path / "run", seen)
+        seen["order"].append(3)  # type: ignore[attr-defined]
+        seen["by name"]["a"].append(4)  # type: ignore[index]
+        slow_disk.met.set()
+        assert open_checkpoint(save.wait()).training["run"] == {"order": [1], "by name": {"a": [2]}}
+
+
+def test_gradients_disturb_no_save_of_what_they_write_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without clipping the last op of a unit is its update, after which its state goes back to the disk."""
+    how = policy("bf16", "during_backward", shares_memory=True, homes=HOMES["disk"])
+    with made(how, tmp_path) as engine:
+        steps(engine, 1)
+        quiet = engine.save(tmp_path / "quiet").wait()
+        disk, came = engine._disk, threading.Event()
+        assert disk is not None
+        honest_read, honest_write, honest_wait = disk.read, disk.write, engine._sink.before_update
+
+        def read(name: str, memory: Any) -> None:
+            if threading.current_thread().name == "megatrain-save" and name == "disk/moments/0":
+                came.wait(20)
+            honest_read(name, memory)
+
+        def write(name: str, memory: Any) -> None:
+            if name == "disk/moments/0":
+                disk._region(name).torn = "is being written"
+                came.set()
+                time.sleep(0.2)
+            honest_write(name, memory)
+
+        def wait(unit: int) -> None:
+            if unit == 0:
+                came.set()
+            honest_wait(unit)
+
+        monkeypatch.setattr(disk, "read", read)
+        monkeypatch.setattr(disk, "write", write)
+        engine._sink.before_update = wait
+        save = engine.save(tmp_path / "busy")
+        engine.gradients(unequal_batches(2))
+        assert files(save.wait()) == files(quiet)
+
+
+def test_another_model_is_refused_before_anything_is_lost(tmp_path: Path) -> None:
+    with made(policy(shares_memory=True), tmp_path) as other, made(policy(), tmp_path, "cpu", "llama-tied") as tied:
+        for engine, taken in ((tied, other), (other, tied)):
+            saved = open_checkpoint(taken.save(tmp_path / taken.spec.units[-1].params[-1].name).wait())
+            before = engine.step(unequal_batches(2)), engine.master_weights()
+            with pytest.raises(CheckpointError, match=r"another model: lm_head\.weight of shape"):
+                engine.restore(saved)
+            assert equal(engine.master_weights(), before[1])
+
+
+def test_a_move_leaves_the_memory_that_saves_need(tmp_path: Path) -> None:
+    """Of a budget that has no byte to spare, or it is refused and the old split holds."""
+    with made(policy(), tmp_path, "sim:1") as engine:
+        engine.saver.reserve()
+        steps(engine, 1)
+        away = policy(homes=(DEVICE,) * 5)
+        budgets = engine._pool.ledger.budgets
+        budgets["host"] = engine._pool.ledger.nbytes("host")
+        state = sum(n for (tier, owner), n in engine.memory_table().items() if tier == "host" and owner != "checkpoint")
+        needed = max(engine._store.layouts[unit].size for unit in range(5)) * 12
+        assert needed < state
+        engine.adopt(away)
+        assert engine.memory_table()["host", "checkpoint"] == needed
+        expected = steps(engine, 1)
+        engine.adopt(policy())
+        budgets["host"] = needed - 1
+        with pytest.raises(DoesNotFit):
+            engine.adopt(away)
+        budgets["host"] = 1 << 40
+        assert engine.policy.homes == ()
+        engine.save(tmp_path / "run").wait()
+    with made(policy(), tmp_path, "sim:1") as straight:
+        assert steps(straight, 2)[1:] == expected

@@ -40,7 +40,7 @@ def test_the_handlers_from_before_come_back(raised: bool) -> None:
 def test_the_deadline_breaks_off_what_leaves_no_time_for_the_save() -> None:
     with StopSignals(deadline_seconds=10.0, needs_seconds=lambda: 9.9) as stop:
         assert stop.remaining_seconds() is None
-        with pytest.raises(OutOfTime), stop.interruptible():
+        with pytest.raises(OutOfTime), stop.interruptible(), stop.region():
             signal.raise_signal(signal.SIGTERM)
             time.sleep(5)
         remaining = stop.remaining_seconds()
@@ -64,3 +64,22 @@ def test_without_a_deadline_nothing_is_broken_off() -> None:
         time.sleep(0.02)
         assert stop.requested
         assert stop.remaining_seconds() is None
+
+
+def test_only_what_may_be_broken_off_is() -> None:
+    """An alarm between two steps is kept for the next region, and forgotten with the block."""
+    with StopSignals(deadline_seconds=0.02) as stop:
+        with stop.interruptible():
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(0.1)
+            with pytest.raises(OutOfTime), stop.region():
+                raise AssertionError("it began")
+        with stop.region():
+            pass
+
+
+def test_a_signal_from_before_the_block_counts() -> None:
+    with StopSignals(deadline_seconds=0.2) as stop:
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(OutOfTime), stop.interruptible(), stop.region():
+            time.sleep(5)

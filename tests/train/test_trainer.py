@@ -33,6 +33,7 @@ class Output:
     tokens: int = TOKENS
     stall_seconds: float = 0.5
     written_nbytes: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass

@@ -1,0 +1,116 @@
+"""Preferences: a prompt with a chosen and a rejected answer, as two samples that stay together.
+
+    prompt, chosen, rejected                    texts or messages, as TRL has them
+    chosen, rejected                            the prompt is what both share; also where it stands there as a text, and
+                                                the answers are whole conversations
+    instruction [, input], chosen, rejected     LLaMA-Factory's ranking data, as Alpaca
+    conversations, chosen, rejected             the same, as ShareGPT: the answers are turns
+
+Each answer is read as if it were the only one, by the format that the rest of the row is of; the prompt is context, and
+never trained. Left out: more than two answers, and scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any
+
+from megatrain.data.encode import EncodedSample, Statistics
+from megatrain.data.formats import Format, Sample, Schema, read_sample, require_fields
+from megatrain.data.records import Row
+from megatrain.errors import SampleError
+
+ANSWERS = ("chosen", "rejected")
+
+
+def read_pair(row: Row, schema: Schema) -> tuple[Sample, Sample]:
+    """The chosen and the rejected sample of a row. Raises `SampleError`: what is wrong, and where."""
+    require_fields(row, schema)
+    chosen, rejected = (row.fields[schema.column(name)] for name in ANSWERS)
+    if chosen == rejected:
+        what, fix = "the chosen and the rejected answer are the same", "remove the sample"
+        raise SampleError(what, reason="equal answers", where=row.place, fix=fix)
+    contexts = [row.fields.get(schema.column(name)) for name in ("prompt", "instruction", "conversations")]
+    if not any(contexts) or (isinstance(contexts[0], str) and _are_whole(chosen, rejected)):
+        prompt, chosen, rejected = _shared(chosen, rejected, row.place)
+        row = replace(row, fields={**row.fields, schema.column("prompt"): prompt})
+    first, second = (_with_answer(row, schema, answer) for answer in (chosen, rejected))
+    return replace(first, answer="chosen"), replace(second, answer="rejected")
+
+
+def _with_answer(row: Row, schema: Schema, answer: Any) -> Sample:
+    """The row as if it held one answer."""
+    held = next(name for name in ("conversations", "instruction", "prompt") if row.fields.get(schema.column(name)))
+    kinds: dict[str, tuple[Format, str]] = {
+        "conversations": ("sharegpt", "conversations"),
+        "instruction": ("alpaca", "output"),
+        "prompt": ("completion", "completion"),
+    }
+    kind, field = kinds[held]
+    if kind == "sharegpt":
+        turns = row.fields[schema.column(held)]
+        if not isinstance(turns, Sequence) or isinstance(turns, str) or not isinstance(answer, Mapping):
+            what = "conversations with an answer that is no turn"
+            raise SampleError(what, reason="malformed preference", where=row.place)
+        answer = [*turns, answer]
+    elif isinstance(answer, Mapping):
+        answer = [answer]
+    inner = replace(schema, format=kind)
+    sample = read_sample(replace(row, fields={**row.fields, inner.column(field): answer}), inner)
+    context = len(sample.messages) - 1
+    return sample if kind == "completion" else replace(sample, untrained=frozenset(range(context)))
+
+
+def _are_whole(chosen: Any, rejected: Any) -> bool:
+    """Whether both answers are conversations that begin with the same message."""
+    return isinstance(chosen, list) and isinstance(rejected, list) and bool(chosen) and chosen[:1] == rejected[:1]
+
+
+def _shared(chosen: Any, rejected: Any, place: str) -> tuple[Any, Any, Any]:
+    """What two whole texts or conversations have in common at their start, and the rest of each."""
+    both_texts = isinstance(chosen, str) and isinstance(rejected, str)
+    both_lists = isinstance(chosen, list) and isinstance(rejected, list)
+    if both_texts:
+        alike = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
+        size = chosen[: sum(1 for _ in alike)].rfind(" ") + 1
+    elif both_lists:
+        equal = (one == other for one, other in zip(chosen, rejected, strict=False))
+        size = next((at for at, same in enumerate(equal) if not same), min(len(chosen), len(rejected)))
+    if not (both_texts or both_lists) or not size or not chosen[size:] or not rejected[size:]:
+        what, fix = "no prompt, and the answers share none", "add the field, or set data.columns to what it is called"
+        raise SampleError(what, reason="without 'prompt'", where=place, fix=fix)
+    return chosen[:size], chosen[size:], rejected[size:]
+
+
+def whole_pairs(samples: Iterator[EncodedSample], statistics: Statistics) -> Iterator[EncodedSample]:
+    """`samples` without answers whose counterpart has been left out, which `statistics` then counts as left out too."""
+    waiting: EncodedSample | None = None
+    for sample in samples:
+        if sample.answer == "rejected" and waiting is not None and waiting.origin == sample.origin:
+            yield waiting
+            yield sample
+            waiting = None
+            continue
+        if waiting is not None:
+            _leave_out(waiting, statistics)
+            waiting = None
+        if sample.answer == "chosen":
+            waiting = sample
+        elif sample.answer == "rejected":
+            _leave_out(sample, statistics)
+        else:
+            yield sample
+    if waiting is not None:
+        _leave_out(waiting, statistics)
+
+
+def _leave_out(sample: EncodedSample, statistics: Statistics) -> None:
+    statistics.samples -= 1
+    statistics.tokens -= len(sample)
+    statistics.trained -= int(sample.trained.sum())
+    statistics.left_out.add("the other answer is left out", sample.origin)
+
+
+__all__ = ["read_pair", "whole_pairs"]

@@ -1,0 +1,34 @@
+"""Which unit and parameter lie at a byte of a buffer, in words, for errors of the tiers below.
+
+They know bytes and contents only; what a content is the content of stands in its name (`w3`: the weights of unit 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatrain.layout import Layout
+from megatrain.schedule import Schedule
+from megatrain.spec import ModelSpec
+
+
+def place_of(
+    spec: ModelSpec, layouts: Sequence[Layout], running: Schedule | None, buffer: str, start: int, content: str
+) -> str:
+    """The unit, and for weights and gradients the parameter, that lie at byte `start` of a buffer."""
+    digits = content.lstrip("wglmnhdakc").partition(".")[0].partition("~")[0]
+    if not digits.isdigit() or int(digits) >= len(spec.units):
+        return buffer
+    unit = int(digits)
+    if content[0] not in "wg" or running is None:
+        return spec.units[unit].name
+    whole = max(  # the largest access with this content spans the unit, which tells the bytes per element
+        access.stop
+        for op in running.ops
+        for access in (*op.reads, *op.writes)
+        if access.buffer == buffer and access.content.partition("~")[0] == content.partition("~")[0]
+    )
+    layout = layouts[unit] if content[0] == "w" else layouts[unit].trained
+    element = start // (whole // layout.size)
+    inside = (field.name for field in layout.fields if field.start <= element < field.stop)
+    return f"unit {spec.units[unit].name}, {next(inside, 'between parameters')}"

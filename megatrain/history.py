@@ -1,0 +1,212 @@
+"""What a run has told of itself, read back from its folder: also of one that was killed, or that still runs.
+
+Read are `metrics.jsonl`, `status.json`, `config.yaml` and the trace of a step, whichever are there; a torn line, or one
+of another version, is passed over. What a rollback has undone is told apart from what counts. Numbers are kept in flat
+arrays, 100 bytes a step. It leaves out how any of it is shown (`report`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatrain.errors import ConfigError
+from megatrain.page import KIND_COLOURS, OTHER_COLOUR
+from megatrain.plan.outlook import STREAM_WORDS
+from megatrain.train.health import STATUS
+from megatrain.train.trace import TRACE
+
+METRICS, CONFIG = "metrics.jsonl", "config.yaml"
+COLUMNS = (
+    *("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "seconds", "data_seconds", "stall_seconds"),
+    *("light_share", "resumed_at"),
+)
+"""What is kept of each step."""
+MOST_OPS = 200_000
+"""Of a trace that is still drawn."""
+_OP = re.compile(r"([A-Z]+) u(-?\d+)(?: m(\d+))?(?: s(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something that happened to a run."""
+
+    step: int
+    kind: str
+    text: str
+
+
+@dataclass
+class History:
+    """A run, as far as its folder tells."""
+
+    folder: Path
+    columns: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in COLUMNS})
+    tiers: dict[str, array[float]] = field(default_factory=dict)
+    """Tier -> bytes held after each step."""
+    undone: list[tuple[float, float]] = field(default_factory=list)
+    """Step and loss of steps that were gone back from."""
+    evaluated: list[tuple[float, float]] = field(default_factory=list)
+    """Step and loss on held-out text."""
+    samples: list[Mapping[str, Any]] = field(default_factory=list)
+    saved: list[Mapping[str, Any]] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+    planned: Mapping[str, Any] = field(default_factory=dict)
+    """What the plan said when the run, or its last part, began."""
+    steps: int = 0
+    """That the run is to have."""
+    status: Mapping[str, Any] = field(default_factory=dict)
+    config: str = ""
+    trace: Mapping[str, Any] | None = None
+    """The timeline of a step, as `page.TIMELINE` takes it, and what it waited for."""
+
+    @property
+    def done(self) -> int:
+        """The last step that counts."""
+        return int(self.columns["step"][-1]) if self.columns["step"] else 0
+
+    def share(self, name: str) -> list[float]:
+        """A column of seconds, as shares of the seconds of each step."""
+        both = zip(self.columns[name], self._seconds, strict=True)
+        return [part / whole if whole else math.nan for part, whole in both]
+
+    @property
+    def _seconds(self) -> array[float]:
+        return self.columns["seconds"]
+
+    def add(self, told: Mapping[str, Any]) -> None:
+        """One line of `metrics.jsonl`. Raises `KeyError`, `TypeError` or `ValueError` for one that is none."""
+        step = int(told["step"])
+        match told["event"]:
+            case "stepped":
+                self._add_step(told)
+            case "evaluated":
+                self.evaluated.append((step, _number(told["loss"])))
+            case "sampled":
+                self.samples.append({"step": step, "prompt": str(told["prompt"]), "text": str(told["text"])})
+            case "saved":
+                self.saved.append(told)
+            case "planned":
+                self.planned = told
+            case "skipped":
+                self.notes.append(Note(step, "skipped", str(told["reason"])))
+            case "warned":
+                self.notes.append(Note(step, "warning", str(told["what"])))
+            case "replanned":
+                times = f"{_number(told['seconds']):.3g} s to {_number(told['new_seconds']):.3g} s a step"
+                self.notes.append(Note(step, "replanned", f"{times}: {told['changes']}"))
+            case "resumed":
+                self.notes.append(Note(step, "resumed", f"from {told['checkpoint']}"))
+            case "rolledback":
+                back = int(told["to"])
+                self._go_back(back)
+                self.notes.append(Note(step, "rolled back", f"to step {back:,}: {told['reason']}"))
+
+    def _add_step(self, told: Mapping[str, Any]) -> None:
+        count = len(self._seconds)
+        for name, column in self.columns.items():
+            column.append(_number(told.get(name)))
+        for tier, nbytes in dict(told.get("nbytes") or {}).items():
+            column = self.tiers.setdefault(str(tier), array("d", [math.nan]) * count)
+            column.append(_number(nbytes))
+        for column in self.tiers.values():
+            if len(column) == count:
+                column.append(math.nan)
+        self.steps = int(told.get("steps") or 0)
+
+    def _go_back(self, step: int) -> None:
+        steps = self.columns["step"]
+        kept = len(steps)
+        while kept and steps[kept - 1] > step:
+            kept -= 1
+        self.undone += zip(steps[kept:], self.columns["loss"][kept:], strict=True)
+        for column in (*self.columns.values(), *self.tiers.values()):
+            del column[kept:]
+        self.evaluated = [each for each in self.evaluated if each[0] <= step]
+
+
+def read_history(folder: Path) -> History:
+    """What there is to know of the run in a folder. Raises `ConfigError` where there is none, or it cannot be read."""
+    history = History(folder)
+    try:
+        with (folder / METRICS).open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                try:
+                    history.add(json.loads(line))
+                except (ValueError, KeyError, TypeError, AttributeError):
+                    continue
+    except FileNotFoundError as error:
+        fix = "name the folder of a run, its output.folder"
+        raise ConfigError(f"holds no {METRICS}", where=str(folder), fix=fix) from error
+    except OSError as error:
+        raise ConfigError(f"{METRICS} cannot be read ({error.strerror or error})", where=str(folder)) from error
+    status = _json(folder / STATUS)
+    history.status = status if isinstance(status, dict) else {}
+    history.steps = history.steps or int(_or_zero(history.status.get("steps")))
+    try:
+        history.config = (folder / CONFIG).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        history.config = ""
+    history.trace = timeline_in(_json(folder / TRACE))
+    return history
+
+
+def timeline_in(trace: Any) -> dict[str, Any] | None:
+    """The last step of a Chrome trace, as `train.trace` writes it, as a page draws it; `None` where there is none."""
+    try:
+        events = trace["traceEvents"]
+        names = {each["tid"]: each["args"]["name"] for each in events if each["ph"] == "M"}
+        every = [each for each in events if each["ph"] == "X"]
+        last = max(each["args"]["step"] for each in every)
+        ops = [each for each in every if each["args"]["step"] == last]
+        if len(ops) > MOST_OPS:
+            return None
+        streams, kinds = list(dict.fromkeys(names[each["tid"]] for each in ops)), list(dict.fromkeys(map(_kind, ops)))
+        units: dict[int, str] = {}
+        origin, rows = min(float(each["ts"]) for each in ops), []
+        for each in ops:
+            found = _OP.fullmatch(each["name"])
+            assert found is not None
+            unit = int(found[2])
+            units[unit] = str(each["args"]["unit"])
+            micro, shard = (int(found[at]) if found[at] is not None else -1 for at in (3, 4))
+            start = (float(each["ts"]) - origin) / 1e6
+            place = kinds.index(_kind(each)), streams.index(names[each["tid"]])
+            rows.append([*place, unit, micro, shard, int(each["args"]["nbytes"]), start, start + each["dur"] / 1e6])
+        waits = {str(name): float(seconds) for name, seconds in dict(trace.get("waits") or {}).items()}
+    except (AssertionError, AttributeError, KeyError, TypeError, ValueError):
+        return None
+    return {
+        "seconds": max(row[-1] for row in rows),
+        "streams": [STREAM_WORDS.get(stream, stream) for stream in streams],
+        "kinds": [{"name": kind, "colour": KIND_COLOURS.get(kind, OTHER_COLOUR)} for kind in kinds],
+        "units": [units.get(unit, "") for unit in range(max(units) + 1)],
+        "ops": sorted(rows, key=lambda row: row[6]),
+        "waits": {STREAM_WORDS.get(name, name): seconds for name, seconds in waits.items()},
+    }
+
+
+def _kind(event: Mapping[str, Any]) -> str:
+    return str(event["cat"])
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+
+
+def _or_zero(value: Any) -> float:
+    number = _number(value)
+    return number if math.isfinite(number) else 0.0
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,185 @@
+"""What a run trains for: the loss of its steps and its measurements, and what a preference run must know before.
+
+Cross-entropy needs nothing. For preferences (`train.objective: dpo`) the reference is the model that the run begins
+with: its log-probabilities of all answers are computed once, by the streaming forward, and kept beside tokenised data
+by a key that is made of content (the weights, the samples, and what rounding depends on). The run folder gets a copy,
+which a resumed run goes on with, since its model is no longer the reference.
+
+Left out: a reference that is another model, or one that moves. All pairs are asked about, also where a run ends before
+it has seen them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megatrain.checkpoint import Checkpoint
+from megatrain.config import Config
+from megatrain.corpus import Corpus
+from megatrain.data import Batch, PairRows, SampleFile, collate
+from megatrain.data.rows import REFERENCE
+from megatrain.errors import CheckpointError, DataError
+from megatrain.losses import DPO, LossFn
+from megatrain.plan import Plan
+from megatrain.train.engine import Engine, StepOutput
+from megatrain.train.events import Evaluated
+
+FORMAT = 1  # part of the key: raise it when the same content would give other numbers
+FILE = "reference.npz"
+"""In the run folder: a data set's fingerprint -> float32[samples]."""
+
+Said = dict[str, npt.NDArray[np.float32]]
+
+
+def loss_of(config: Config) -> LossFn | None:
+    """The loss that a run goes down; `None` is cross-entropy."""
+    train = config.train
+    if train.objective == "cross_entropy":
+        return None
+    return DPO(train.dpo_beta, train.dpo_label_smoothing, train.dpo_loss)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """An engine as the training loop takes it, with the loss of the run."""
+
+    engine: Engine
+    loss_fn: LossFn | None
+
+    def step(self, micro_batches: Sequence[Mapping[str, Any]], lr: float | None = None) -> StepOutput:
+        """A step down the loss."""
+        return self.engine.step(micro_batches, lr, self.loss_fn)
+
+    def step_flops(self, micro_batches: Sequence[Mapping[str, Any]]) -> float:
+        """See `Engine`."""
+        return self.engine.step_flops(micro_batches)
+
+    def peak_flops(self) -> float:
+        """See `Engine`."""
+        return self.engine.peak_flops()
+
+    def memory_table(self) -> Mapping[tuple[str, str], int]:
+        """See `Engine`."""
+        return self.engine.memory_table()
+
+    def evaluate(self, step: int, batches: Sequence[Batch]) -> Evaluated:
+        """The loss of held-out data, and what is reported with it."""
+        found = self.engine.measure(batches, self.loss_fn)
+        return Evaluated(step, found.loss, found.metrics)
+
+
+def without_reference(batch: Batch) -> Batch:
+    """What the model itself takes of a batch."""
+    return {key: value for key, value in batch.items() if key != REFERENCE}
+
+
+def with_reference(
+    config: Config,
+    corpus: Corpus,
+    engine: Engine,
+    plan: Plan,
+    taken: Checkpoint | None,
+    told: Callable[[int, int], None],
+) -> Corpus:
+    """The corpus, pairs with what the reference says of each answer; `told` is called with (done, total).
+
+    Raises `CheckpointError` where a resumed run's reference is gone, and `DataError` where it cannot be written.
+    """
+    sources = [rows for rows in corpus.loader.sources if isinstance(rows, PairRows)]
+    if not sources:
+        return corpus
+    files = {rows.file.fingerprint: rows.file for rows in sources}
+    there = Path(config.output.folder).expanduser() / FILE
+    if taken is None:
+        known = _asked(config, files, engine, plan, told)
+    else:
+        known = _read(taken.folder.parent.parent / FILE) | _read(there)
+        if not files.keys() <= known.keys():
+            what = "the log-probabilities of the model that the run began with are gone, or of other data"
+            raise CheckpointError(what, where=str(there), fix="put the file back, or begin a new run")
+    _write(there, known)
+    for rows in sources:
+        rows.reference.values = known[rows.file.fingerprint]
+    return replace(corpus, validation=corpus.measured())
+
+
+def _asked(
+    config: Config, files: Mapping[str, SampleFile], engine: Engine, plan: Plan, told: Callable[[int, int], None]
+) -> Said:
+    """What the engine says of each file now, from the cache where it has been asked before."""
+    weights = _digest(engine)
+    known: Said = {}
+    for name, file in files.items():
+        key = [FORMAT, weights, name, config.train.precision, plan.micro_batch, engine.spec.attention]
+        digest = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
+        path = Path(config.data.cache).expanduser() / f"reference-{digest}.npz"
+        cached = _read(path)
+        if name not in cached:
+            cached = {name: _ask(engine, file, plan, told)}
+            _write(path, cached)
+        known[name] = cached[name]
+    return known
+
+
+def _ask(engine: Engine, file: SampleFile, plan: Plan, told: Callable[[int, int], None]) -> npt.NDArray[np.float32]:
+    """The sum of each sample's log-probabilities, float32[samples]; samples of like lengths go together."""
+    rows = PairRows(file, np.arange(len(file) // 2), plan.micro_batch)
+    order = np.argsort(file.lengths.astype(np.int64), kind="stable")
+    said = np.empty(len(file), np.float32)
+    together = plan.micro_batch * plan.work.micro_batches
+    for start in range(0, len(order), together):
+        numbers = order[start : start + together]
+        parts = np.split(numbers, range(plan.micro_batch, len(numbers), plan.micro_batch))
+        batches = [_batch([rows.row(int(number)) for number in part]) for part in parts]
+        found = torch.cat([each.sum(dim=1) for each in engine.log_probs(batches)])
+        said[numbers] = found.numpy()
+        told(start + len(numbers), len(order))
+    return said
+
+
+def _batch(rows: Sequence[Any]) -> Batch:
+    return {key: torch.from_numpy(value) for key, value in collate(rows).items()}
+
+
+def _digest(engine: Engine) -> str:
+    """A hash of every weight, which takes a second or so for a gigabyte."""
+    digest = hashlib.sha256()
+    for unit in engine.spec.units:
+        for param in unit.params:
+            digest.update(param.name.encode())
+            digest.update(engine.master(param.name).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> Said:
+    """What a file holds, nothing where there is none or it is damaged."""
+    try:
+        with np.load(path) as held:
+            return {name: held[name] for name in held.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile):
+        return {}
+
+
+def _write(path: Path, said: Said) -> None:
+    draft = path.with_name(f".{path.stem}.{os.getpid()}.npz")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.savez(draft, **said)  # type: ignore[arg-type]  # names are ours, and none is that of an option
+        draft.replace(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        what = f"cannot be written ({error.strerror or error})"
+        raise DataError(what, where=str(path), fix="free some space, or choose another folder") from error
+
+
+__all__ = ["Objective", "loss_of", "with_reference", "without_reference"]

@@ -1,0 +1,26 @@
+"""Pages that hold everything they show: parts of HTML, curves, and a timeline that zooms. Imports no torch.
+
+What a page is about comes from elsewhere (`plan.page`, `report`). Every text is escaped here, on its way in.
+"""
+
+from megatrain.page.curves import CURVES, Curve, Marker, figure
+from megatrain.page.parts import bar, definitions, document, embedded, section, table
+from megatrain.page.timeline import KIND_COLOURS, OTHER_COLOUR, TIMELINE, legend, timeline
+
+__all__ = [
+    "CURVES",
+    "KIND_COLOURS",
+    "OTHER_COLOUR",
+    "TIMELINE",
+    "Curve",
+    "Marker",
+    "bar",
+    "definitions",
+    "document",
+    "embedded",
+    "figure",
+    "legend",
+    "section",
+    "table",
+    "timeline",
+]

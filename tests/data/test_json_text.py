@@ -1,0 +1,71 @@
+"""Claims about reading JSON: a list is read as the library reads it, in little memory, and nothing is passed over."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.data import json_text
+from megatrain.data.json_text import Malformed, elements, parsed
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.lists(VALUES, max_size=6), st.sampled_from([None, 0, 1]), st.booleans(), st.integers(1, 9))
+def test_a_list_in_pieces_is_the_list(values: list[Any], indent: int | None, ascii_only: bool, chunk: int) -> None:
+    text = json.dumps(values, indent=indent, ensure_ascii=ascii_only)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_text, "CHUNK_CHARACTERS", chunk)
+        assert list(elements(io.StringIO(f" \n{text}\r\n"))) == values
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "what"),
+    [
+        ("", 1, "Expecting '['"),
+        ("[", 1, "Expecting value"),
+        ('[\n{"a": 1}\n{"a": 2}]', 3, "Expecting ',' delimiter"),
+        ('[\n{"a": 1},\n{"a"\n: 2,\n"b" 3}]', 5, "Expecting ':' delimiter"),
+        ("[1,\n2]\n[3]", 3, "Extra data"),
+        ('[\n{"a": 1}', 2, "Expecting ',' delimiter"),
+        ('[\n"a', 2, "Unterminated string"),
+        ('[1,\n{"a": 1, "b": {"c": 1, "c": 2}}]', 2, "the key 'c' twice"),
+        (f"[1,\n{'9' * 5000}]", 2, "4300 digits"),
+    ],
+)
+@pytest.mark.parametrize("chunk", [1, 1 << 20])
+def test_a_mistake_is_told_by_its_line(
+    monkeypatch: pytest.MonkeyPatch, text: str, line: int, what: str, chunk: int
+) -> None:
+    monkeypatch.setattr(json_text, "CHUNK_CHARACTERS", chunk)
+    with pytest.raises(Malformed, match=re.escape(what)) as caught:
+        list(elements(io.StringIO(text)))
+    assert caught.value.line == line
+
+
+def test_a_key_that_stands_twice_is_refused() -> None:
+    assert parsed('{"a": {"a": 1}}') == {"a": {"a": 1}}
+    with pytest.raises(ValueError, match="'a' twice"):
+        parsed('{"a": 1, "b": 2, "a": 3}')
+
+
+def test_a_long_list_takes_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    row = json.dumps({"text": "x" * 1000})
+    path.write_text("[" + ",".join([row] * 20_000) + "]")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with path.open() as file:
+        assert sum(1 for _ in elements(file)) == 20_000
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < path.stat().st_size / 3

@@ -1,0 +1,125 @@
+"""What a run does where its folder, the time or the system are not as they should be, and goes on all the same."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.checkpoint import checkpoints
+from megatrain.claim import Claim
+from megatrain.errors import ConfigError
+from megatrain.train.checkpoints import Checkpoints
+from megatrain.train.engine import Engine
+from megatrain.train.events import Event, Stepped
+from megatrain.train.metrics import JsonLines
+from tests.run.test_resume import _peak_is_soon_known, config_of, interrupt_at, not_finite_at, steps_in, weights
+from tests.run.test_run import lines, losses, train
+from tests.tiny import equal
+
+__all__ = ["_peak_is_soon_known"]
+
+
+def test_a_checkpoint_behind_a_link_is_the_run_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Someone has moved it to a larger drive. Nothing is removed for that, and the run goes on where it was."""
+    train(config_of(tmp_path, "straight", train={"steps": 4}))
+    with monkeypatch.context() as patched:
+        interrupt_at(3, patched)
+        train(config_of(tmp_path, train={"steps": 4}))
+    newest, older = checkpoints(tmp_path / "run" / "checkpoints")
+    shutil.move(newest, tmp_path / "elsewhere")
+    newest.symlink_to(tmp_path / "elsewhere")
+    train(config_of(tmp_path, resume="auto", train={"steps": 4}))
+    assert (tmp_path / "elsewhere" / "manifest.json").exists()
+    assert older.exists()
+    assert steps_in(tmp_path / "run") == [2, 3, 4]
+    assert losses(tmp_path / "run") == losses(tmp_path / "straight")
+    assert equal(weights(tmp_path / "run"), weights(tmp_path / "straight"))
+
+
+def test_a_deadline_that_comes_between_two_steps_ends_the_run_with_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = JsonLines.__call__
+
+    def slow(self: JsonLines, event: Event) -> None:
+        if isinstance(event, Stepped) and event.step == 3:
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(0.3)
+        honest(self, event)
+
+    monkeypatch.setattr(JsonLines, "__call__", slow)
+    monkeypatch.setattr(Checkpoints, "expected_seconds", lambda self: 19.9)
+    said = train(config_of(tmp_path, checkpoint={"deadline_seconds": 20.0}, train={"steps": 4}))
+    assert "`resume=auto` goes on after step 3" in said
+    assert steps_in(tmp_path / "run") == [2, 3]
+
+
+def test_a_run_that_could_not_save_says_so_when_it_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatrain.checkpoint import save
+
+    def full(target: Path, needed: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(save, "_refuse_too_little_space", full)
+    interrupt_at(1, monkeypatch)
+    said = train(config_of(tmp_path))
+    assert "not finished; nothing was saved" in said
+    assert "goes on after step" not in said
+
+
+def test_a_branch_can_be_rolled_back_to_where_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(config_of(tmp_path, train={"steps": 2}))
+    not_finite_at({2}, monkeypatch)
+    taken = str(tmp_path / "run" / "checkpoints")
+    rollback = {"steps": 3, "on_nonfinite": "rollback"}
+    train(config_of(tmp_path, "branch", resume=taken, train=rollback))
+    told = [(line["step"], line["to"]) for line in lines(tmp_path / "branch") if line["event"] == "rolledback"]
+    assert told == [(3, 2)]
+    assert steps_in(tmp_path / "branch") == [2, 3]
+
+
+def test_a_rollback_takes_no_checkpoint_with_a_flipped_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    not_finite_at({4}, monkeypatch)
+    step = Engine.step
+
+    def damaging(engine: Engine, micro_batches: Any, lr: float | None = None) -> Any:
+        if engine.steps == 4:
+            engine.saver.wait()
+            file = tmp_path / "run" / "checkpoints" / "step-00000004" / "model.safetensors"
+            content = bytearray(file.read_bytes())
+            content[-2] ^= 1
+            file.write_bytes(content)
+        return step(engine, micro_batches, lr)
+
+    monkeypatch.setattr(Engine, "step", damaging)
+    train(config_of(tmp_path, train={"on_nonfinite": "rollback"}))
+    told = [(line["step"], line["to"]) for line in lines(tmp_path / "run") if line["event"] == "rolledback"]
+    assert told[0] == (5, 2)
+
+
+def test_a_folder_is_for_one_run_at_a_time(tmp_path: Path) -> None:
+    with Claim() as claim:
+        claim.make(tmp_path / "run")
+        claim.take(tmp_path / "run")
+        with pytest.raises(ConfigError, match=r"run: another run is at work here; wait until"):
+            train(config_of(tmp_path))
+    assert os.listdir(tmp_path / "run") == []
+    with Claim() as claim:
+        claim.take(tmp_path / "run")
+        claim.take(tmp_path / "nothing")
+
+
+def test_a_file_system_without_locks_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, how: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with Claim() as claim:
+        claim.take(tmp_path)

@@ -1,0 +1,126 @@
+"""Whole preference runs: what is told and written, the reference kept and found again, and an exact resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from megatrain.config import Config
+from megatrain.errors import CheckpointError, ConfigError, DataError
+from megatrain.train.engine import Engine
+from tests.run.test_run import configuration, lines, losses, train
+from tests.tiny import equal
+
+
+def preferences(path: Path, count: int = 40) -> Path:
+    """The right answer is a digit, the wrong one a letter; they are of several lengths."""
+    rows = [
+        {"prompt": f"{n}+{n}=", "chosen": f"{2 * n}" * (1 + n % 2), "rejected": "no" * (1 + n % 3)}
+        for n in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def dpo_run(tmp_path: Path, name: str = "run", resume: str | None = None, **changed: Any) -> Config:
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"verify": False},
+        "data": {"sources": [str(preferences(tmp_path / "preferences.jsonl"))], "validation_fraction": 0.1},
+        "train": {"objective": "dpo", "steps": 6, "sample_tokens": 0, "lr": 3e-3, "eval_every": 2},
+        "checkpoint": {"every": 3},
+        "output": {"folder": str(tmp_path / name)},
+    }
+    for section, values in changed.items():
+        sections.setdefault(section, {}).update(values)
+    return configuration(tmp_path, **sections).model_copy(update={"resume": resume})
+
+
+def steps(run: Path) -> list[dict[str, Any]]:
+    return [line for line in lines(run) if line["event"] == "stepped"]
+
+
+def test_a_run_prefers_what_is_chosen_and_tells_by_how_much(tmp_path: Path) -> None:
+    said = train(dpo_run(tmp_path, train={"steps": 12}))
+    assert "a pair in two rows" in said
+    assert "4 pairs held out" in said
+    assert "loaded with from_pretrained" in said
+    found = steps(tmp_path / "run")
+    assert found[0]["loss"] == pytest.approx(0.6931, abs=1e-3), "the policy is the reference at first"
+    assert found[0]["rewards/margins"] == pytest.approx(0, abs=1e-3)
+    assert found[-1]["loss"] < 0.68
+    assert found[-1]["rewards/margins"] > 0
+    assert found[-1]["rewards/accuracies"] > 0.7
+    measured = [line for line in lines(tmp_path / "run") if line["event"] == "evaluated"]
+    assert measured[-1]["loss"] < measured[0]["loss"]
+    assert measured[-1]["rewards/accuracies"] > 0.7
+
+
+def test_a_resumed_run_ends_in_the_same_bits_and_asks_no_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    constant = {"train": {"lr_schedule": "constant"}, "output": {"verify_export": False}}
+    train(dpo_run(tmp_path, "whole", **constant))
+    asked: list[int] = []
+    log_probs = Engine.log_probs
+    monkeypatch.setattr(Engine, "log_probs", lambda self, batches: asked.append(1) or log_probs(self, batches))
+    train(dpo_run(tmp_path, "part", **{**constant, "train": {"steps": 3, "lr_schedule": "constant"}}))
+    assert not asked, "the cache has what the first run has asked"
+    train(dpo_run(tmp_path, "part", resume="auto", **constant))
+    assert not asked
+    assert losses(tmp_path / "part") == losses(tmp_path / "whole")
+    left, right = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("part", "whole"))
+    assert equal(left, right)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_without_its_reference_is_refused(tmp_path: Path) -> None:
+    train(dpo_run(tmp_path, train={"steps": 3}))
+    (tmp_path / "run" / "reference.npz").unlink()
+    with pytest.raises(CheckpointError, match="log-probabilities of the model that the run began with are gone"):
+        train(dpo_run(tmp_path, resume="auto"))
+
+
+@pytest.mark.slow
+def test_another_model_asks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(dpo_run(tmp_path, "a", train={"steps": 1}))
+    asked: list[int] = []
+    log_probs = Engine.log_probs
+    monkeypatch.setattr(Engine, "log_probs", lambda self, batches: asked.append(1) or log_probs(self, batches))
+    train(dpo_run(tmp_path, "b", train={"steps": 1, "seed": 5}))
+    assert asked
+    assert steps(tmp_path / "b")[0]["rewards/margins"] == pytest.approx(0, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "what"),
+    [
+        ({"train": {"objective": "cross_entropy"}}, ConfigError, r"holds preferences.*train\.objective=dpo"),
+        ({"data": {"sources": ["corpus.txt"]}}, DataError, "no 'chosen', which preference samples have"),
+    ],
+)
+def test_preferences_and_the_objective_go_together(
+    tmp_path: Path, changed: dict[str, Any], error: type[Exception], what: str
+) -> None:
+    if "data" in changed:
+        changed = {"data": {"sources": [str(tmp_path / "corpus.txt")]}}
+    with pytest.raises(error, match=what):
+        train(dpo_run(tmp_path, **changed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"train": {"micro_batch": 3}}, "must be even"),
+        ({"data": {"packing": "best_fit"}}, "pairs are not packed"),
+        ({"data": {"format": "chat"}}, "needs preferences, and data.format is chat"),
+        ({"train": {"objective": "cross_entropy"}, "data": {"format": "preference"}}, "needs train.objective=dpo"),
+        ({"train": {"dpo_loss": "ipo", "dpo_label_smoothing": 0.1}}, "has no dpo_label_smoothing"),
+    ],
+)
+def test_keys_that_contradict_each_other(tmp_path: Path, changed: dict[str, Any], what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        dpo_run(tmp_path, **changed)

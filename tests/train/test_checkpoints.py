@@ -1,0 +1,109 @@
+"""What a run tells about its saves, and how long it waits for them, with an engine that saves as slowly as asked."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from megatrain.checkpoint import Retention
+from megatrain.errors import CheckpointError
+from megatrain.train.checkpoints import Checkpoints
+from megatrain.train.engine import Engine
+from megatrain.train.events import Resumed, Saved, Warned
+from megatrain.train.feed import Feed
+from megatrain.train.saver import Save
+
+
+class SlowEngine:
+    """Saves take `seconds`; then what is to follow is called."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds, self.saved = seconds, list[int]()
+        self.saver = SimpleNamespace(wait=self._wait, abandon=self._abandon)
+        self._given_up = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def save(self, folder: Path, training: Any, *, step: int, then: Callable[[Path], object], **_: Any) -> Save:
+        self._wait()
+        save = Save(step)
+        self._given_up.clear()
+
+        def write() -> None:
+            if self._given_up.wait(self.seconds):
+                save.end(None, CheckpointError("was given up"))
+                return
+            then(folder / str(step))
+            self.saved.append(step)
+            save.end(folder / str(step), None)
+
+        self._thread = threading.Thread(target=write)
+        self._thread.start()
+        return save
+
+    def _wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def _abandon(self) -> None:
+        self._given_up.set()
+        self._wait()
+
+
+class NoData:
+    def __next__(self) -> Any:
+        raise StopIteration
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
+def made(engine: SlowEngine, folder: Path) -> Checkpoints:
+    return Checkpoints(cast(Engine, engine), folder, Retention(), Feed(NoData()), {})
+
+
+def test_the_end_waits_no_longer_than_it_may_for_two_saves_together(tmp_path: Path) -> None:
+    engine = SlowEngine(0.3)
+    checkpoints = made(engine, tmp_path)
+    assert checkpoints.save(2) is None
+    began = time.monotonic()
+    told = checkpoints.finish(3, timeout=0.4)
+    assert time.monotonic() - began < 0.55
+    assert [type(event) for event in told] == [Saved, Warned]
+    assert "the deadline has come before step 3 was saved; the newest checkpoint is that of step 2" in str(told[1])
+    assert engine.saved == [2]
+
+
+def test_a_checkpoint_is_told_and_not_written_again_where_older_ones_cannot_be_removed(tmp_path: Path) -> None:
+    """The folder of checkpoints is a file here, which cannot be listed."""
+    engine, folder = SlowEngine(), tmp_path / "file"
+    folder.write_text("")
+    checkpoints = made(engine, folder)
+    checkpoints.save(4)
+    told = checkpoints.finish(4)
+    assert [type(event) for event in told] == [Saved, Warned]
+    assert engine.saved == [4]
+
+
+def test_where_a_run_goes_on_from_counts_as_saved_if_it_is_its_own(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    for name, step in (("own", 5), ("other", -1)):
+        checkpoints = made(SlowEngine(), tmp_path / "own")
+        checkpoints(Resumed(5, 9, str((tmp_path / name / "step-00000005").resolve())))
+        assert checkpoints.step == step
+
+
+def test_a_save_that_gets_there_while_it_is_given_up_is_told(tmp_path: Path) -> None:
+    engine = SlowEngine(0.2)
+    engine.saver.abandon = engine._wait  # too late: nothing asks any more
+    checkpoints = made(engine, tmp_path)
+    checkpoints.save(2)
+    assert [type(event) for event in checkpoints.finish(3, timeout=0.01)] == [Saved, Warned]
+    assert [type(event) for event in checkpoints.finish(3, timeout=0.01)] == [Saved]
+    assert checkpoints.step == 3
