@@ -38,6 +38,7 @@ def test_a_model_whose_router_outputs_are_recorded_is_refused(monkeypatch: pytes
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the compiler imports
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_compiled_layers_give_the_stock_models_gradients_whatever_the_schedule(precision: str) -> None:
