@@ -10,6 +10,8 @@ from megatrain.spec import LayerProfile, ModelSpec, ParamSpec, UnitSpec
 
 HEAD_SIZE = 128
 KEPT_NBYTES_PER_WIDTH = 49.0
+CHUNKED_NBYTES_PER_WIDTH, CHUNK_NBYTES_PER_WIDTH = 36.0, 30.0
+"""Of these, what is not kept where the feed-forward and the norms run in chunks; and what is kept of a chunk."""
 
 
 def llama_shape(
@@ -30,6 +32,9 @@ def llama_shape(
     profile = LayerProfile(
         attention_flops=4.0 * width,
         kept_nbytes=KEPT_NBYTES_PER_WIDTH * width,
+        chunked_nbytes=CHUNKED_NBYTES_PER_WIDTH * width,
+        chunk_nbytes=CHUNK_NBYTES_PER_WIDTH * width,
+        chunk_numel=3 * inner * width,
         chosen_nbytes=products + attention,
         shared_nbytes=2.0 * (narrow + 2 * inner) + attention,  # the value's, both halves of the gate's
         attention_nbytes=attention,

@@ -1,10 +1,12 @@
 """A training step against plain PyTorch in memory: tokens per second and peak memory, as ratios.
 
-    python -m bench.step [--out FOLDER] [--pairs N] [--tokens N]
+    python -m bench.step [--out FOLDER] [--pairs N] [--contenders NAME ...] [--sequences N] [--length N]
 
 The model is a 125M-class Llama (12 layers, 768 wide, 32k vocabulary), the work 4 sequences of 512 tokens. *Plain* keeps
-float32 parameters, computes under bfloat16 autocast and updates with the fused AdamW after clipping. *Ours* is
-`megatrain.Engine` in `bf16`, once keeping graphs and once recomputing.
+float32 parameters, computes under bfloat16 autocast and updates with the fused AdamW after clipping; the same with
+transformers' gradient checkpointing (not reentrant) is a contender of its own. *Ours* is `megatrain.Engine` in `bf16`,
+once keeping graphs, once recomputing, and once with the policy that `auto` chooses with all memory that is free, which
+is told. With `--precision fp32` all of them compute in float32.
 
 Each contender lives in a process of its own, so that peak memory is its own: the largest resident size while training
 (sampled by the kernel, `VmHWM`, reset after construction) above the resident size before the model is built. The
@@ -22,12 +24,14 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-CONTENDERS = ("plain", "keep", "recompute")
+PLAIN, CHECKPOINTING, AUTO = "plain", "plain PyTorch, gradient checkpointing", "auto"
+BASELINES = (PLAIN, CHECKPOINTING)
+CONTENDERS = (*BASELINES, "keep", "recompute", AUTO)
 SHAPE = {
     "vocab_size": 32000,
     "hidden_size": 768,
@@ -41,56 +45,71 @@ TINY = {**SHAPE, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
 SEQUENCES, LENGTH = 4, 512
 
 
-def compare(shape: Mapping[str, Any], sequences: int, length: int, pairs: int, warm_up: int = 2) -> dict[str, Any]:
-    """Run all contenders in turn; medians of the ratios to plain, and each one's absolute figures."""
+def compare(
+    shape: Mapping[str, Any],
+    sequences: int,
+    length: int,
+    pairs: int,
+    warm_up: int = 2,
+    contenders: Sequence[str] = CONTENDERS,
+    precision: str = "bf16",
+) -> dict[str, Any]:
+    """Run all contenders in turn; medians of the ratios to the plain ones, and each one's absolute figures."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # who waits for a turn must not spin while another has its own
     context = multiprocessing.get_context("spawn")
     ends: dict[str, Connection] = {}
     processes = []
-    for name in CONTENDERS:
+    for name in contenders:
         ours, theirs = context.Pipe()
-        process = context.Process(target=_contend, args=(name, shape, sequences, length, theirs), daemon=True)
+        process = context.Process(
+            target=_contend, args=(name, shape, (sequences, length), precision, theirs), daemon=True
+        )
         process.start()
         ends[name] = ours
         processes.append(process)
         ours.recv()  # built: one after the other, so that construction does not compete
-    seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-    losses: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    losses: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(warm_up + pairs):
-        for name in CONTENDERS:
+        for name in contenders:
             ends[name].send("step")
             took, loss = ends[name].recv()
             losses[name].append(loss)
             if turn >= warm_up:
                 seconds[name].append(took)
-    peaks = {}
-    for name in CONTENDERS:
-        ends[name].send("peak")
-        peaks[name] = ends[name].recv()
+    told: dict[str, tuple[int, str]] = {}
+    for name in contenders:
+        ends[name].send("tell")
+        told[name] = ends[name].recv()
         ends[name].send("stop")
     for process in processes:
         process.join(timeout=30)
+    found: dict[str, dict[str, Any]] = {}
+    for name in contenders:
+        peak, activations = told[name]
+        found[name] = {
+            "tokens_per_second": sequences * length / statistics.median(seconds[name]),
+            "peak_nbytes": peak,
+            "activations": activations,
+            "first_loss": losses[name][0],
+            "last_loss": losses[name][-1],
+        }
+        for baseline in (each for each in BASELINES if each in contenders):
+            ratios = [theirs / own for theirs, own in zip(seconds[baseline], seconds[name], strict=True)]
+            key = "plain" if baseline == PLAIN else "checkpointing"
+            found[name][f"speed_to_{key}"] = statistics.median(ratios)
+            found[name][f"memory_to_{key}"] = peak / told[baseline][0]
     return {
         "machine": platform.processor() or platform.machine(),
+        "precision": precision,
+        "sequences": sequences,
         "tokens_per_step": sequences * length,
         "turns": pairs,
-        "contenders": {
-            name: {
-                "tokens_per_second": sequences * length / statistics.median(seconds[name]),
-                "peak_nbytes": peaks[name],
-                "speed_to_plain": statistics.median(
-                    plain / own for plain, own in zip(seconds["plain"], seconds[name], strict=True)
-                ),
-                "memory_to_plain": peaks[name] / peaks["plain"],
-                "first_loss": losses[name][0],
-                "last_loss": losses[name][-1],
-            }
-            for name in CONTENDERS
-        },
+        "contenders": found,
     }
 
 
-def _contend(name: str, shape: Mapping[str, Any], sequences: int, length: int, pipe: Connection) -> None:
+def _contend(name: str, shape: Mapping[str, Any], batch: tuple[int, int], precision: str, pipe: Connection) -> None:
     """One process: build, then a step whenever asked."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -102,47 +121,56 @@ def _contend(name: str, shape: Mapping[str, Any], sequences: int, length: int, p
     warm_up()  # start-up is over when everything has been imported and compiled
     torch.set_num_threads(2)
     torch.manual_seed(0)
-    ids = torch.randint(0, shape["vocab_size"], (sequences, length))
+    ids = torch.randint(0, shape["vocab_size"], batch)
     before = _resident("VmRSS")
     model = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False)).float().train()
-    step = _plain(model, ids) if name == "plain" else _ours(name, model, ids)
+    step, activations = (_plain if name in BASELINES else _ours)(name, model, ids, precision)
     del model
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM: construction is not what is measured
     pipe.send("built")
     while (order := pipe.recv()) != "stop":
-        if order == "peak":
-            pipe.send(_resident("VmHWM") - before)
+        if order == "tell":
+            pipe.send((_resident("VmHWM") - before, activations()))
             continue
         began = time.perf_counter()
         loss = step()
         pipe.send((time.perf_counter() - began, loss))
 
 
-def _plain(model: Any, ids: Any) -> Callable[[], float]:
+Contender = tuple[Callable[[], float], Callable[[], str]]
+"""A step, which returns its loss, and what it keeps of the forward."""
+
+
+def _plain(name: str, model: Any, ids: Any, precision: str) -> Contender:
     import torch
 
+    if name == CHECKPOINTING:
+        newer = getattr(model, "activation_checkpointing_enable", None)  # the old name is warned of
+        (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
 
     def step() -> float:
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         return float(loss.detach())
 
-    return step
+    return step, lambda: "keep" if name == PLAIN else "recompute"
 
 
-def _ours(plan: str, model: Any, ids: Any) -> Callable[[], float]:
+def _ours(plan: str, model: Any, ids: Any, precision: Any) -> Contender:
     import megatrain
 
-    policy = megatrain.Policy(precision="bf16", activations=plan, shares_memory=True)  # type: ignore[arg-type]
+    policy: Any = AUTO
+    if plan != AUTO:
+        policy = megatrain.Policy(precision=precision, activations=plan, shares_memory=True)  # type: ignore[arg-type]
     optimizer = megatrain.AdamW(lr=1e-3, weight_decay=0.1)
-    engine = megatrain.Engine.from_model(model, precision="bf16", optimizer=optimizer, policy=policy)
-    return lambda: engine.step([{"input_ids": ids, "labels": ids}]).loss
+    engine = megatrain.Engine.from_model(model, precision=precision, optimizer=optimizer, policy=policy)
+    return lambda: engine.step([{"input_ids": ids, "labels": ids}]).loss, lambda: engine.policy.activations
 
 
 def _resident(field: str) -> int:
@@ -155,11 +183,14 @@ def _resident(field: str) -> int:
 
 def show(result: dict[str, Any]) -> str:
     """The comparison as a table."""
-    lines = [f"{'':<10} {'tokens/s':>9} {'speed':>7} {'peak MiB':>9} {'memory':>7}"]
+    keys = [key for key in ("plain", "checkpointing") if f"speed_to_{key}" in next(iter(result["contenders"].values()))]
+    heads = "".join(f" {f'to {key}':>17} {'memory':>7}" for key in keys)
+    lines = [f"{'':<38} {'tokens/s':>9} {'peak MiB':>9}{heads}"]
     for name, figures in result["contenders"].items():
+        ratios = "".join(f" {figures[f'speed_to_{key}']:>16.2f}x {figures[f'memory_to_{key}']:>6.2f}x" for key in keys)
+        told = name if name != AUTO else f"{name}: {figures['activations']}"
         lines.append(
-            f"{name:<10} {figures['tokens_per_second']:>9.0f} {figures['speed_to_plain']:>6.2f}x "
-            f"{figures['peak_nbytes'] / (1 << 20):>9.0f} {figures['memory_to_plain']:>6.2f}x"
+            f"{told:<38} {figures['tokens_per_second']:>9.0f} {figures['peak_nbytes'] / (1 << 20):>9.0f}{ratios}"
         )
     return "\n".join(lines)
 
@@ -168,8 +199,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--out", type=Path, default=None, help="folder for step.json")
     parser.add_argument("--pairs", type=int, default=5, help="counted turns")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
+    parser.add_argument("--sequences", type=int, default=SEQUENCES)
+    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a sequence")
+    parser.add_argument("--warm-up", type=int, default=2, help="turns that are not counted")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     arguments = parser.parse_args()
-    result = compare(SHAPE, SEQUENCES, LENGTH, arguments.pairs)
+    work = arguments.sequences, arguments.length, arguments.pairs, arguments.warm_up
+    result = compare(SHAPE, *work, contenders=arguments.contenders, precision=arguments.precision)
     print(show(result))
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)

@@ -102,8 +102,8 @@ class Replanner:
         """Take up the best plan by these times that differs in no other fields, if it is worth it."""
         question, policy, work = self.plan.question, self.engine.policy, self.plan.work
         stays = {name: getattr(policy, name) for name in MAY_CHANGE if name not in may_change}
-        fixed = {"micro_batch": self.plan.micro_batch, "loss_chunk_tokens": policy.loss_chunk_tokens, **stays}
-        fixed["transit"] = policy.transit  # what is locked stays so
+        keys = ("loss_chunk_tokens", "mlp_chunk_tokens", "transit")  # rounding is as before, and what is locked too
+        fixed = {"micro_batch": self.plan.micro_batch, **{key: getattr(policy, key) for key in keys}, **stays}
         measured = replace(question, calibration=found, pinned={**question.pinned, **fixed})
         now = examine(measured, policy, self.plan.micro_batch)
         better = find_plan(measured)

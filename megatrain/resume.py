@@ -26,7 +26,7 @@ Say = Callable[[str], None]
 
 AUTO = "auto"
 KEPT_SIZES = ("windows_per_step", "micro_batch", "micro_batches")
-KEPT_POLICY = ("grad_precision", "update", "loss_chunk_tokens")
+KEPT_POLICY = ("grad_precision", "update", "loss_chunk_tokens", "mlp_chunk_tokens", "compile")
 """Fields of a policy that numbers depend on, by rounding."""
 
 FREE = (
@@ -106,7 +106,11 @@ def as_begun(config: Config, taken: Checkpoint) -> Config:
     then = facts_of(taken)["config"]["train"]
     train, sizes = config.train, {name: then.get(name) for name in KEPT_SIZES}
     kept = {} if any(getattr(train, name) is not None for name in KEPT_SIZES) else sizes
-    policy = taken.training["engine"]["policy"]
+    policy = {
+        "mlp_chunk_tokens": 0,
+        "compile": False,
+        **taken.training["engine"]["policy"],
+    }  # older ones had no such chunks
     held = {name: policy.get(name) for name in KEPT_POLICY if getattr(config.policy, name) is None}
     return config.model_copy(
         update={"train": train.model_copy(update=kept), "policy": config.policy.model_copy(update=held)}

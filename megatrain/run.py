@@ -51,6 +51,7 @@ from megatrain.model import (
     Source,
     freeze_parameters,
     port_model,
+    spent,
 )
 from megatrain.model import Progress as LoadingProgress
 from megatrain.objective import Objective, loss_of, with_reference, without_reference
@@ -60,7 +61,7 @@ from megatrain.preflight import Replanner, foreseen
 from megatrain.spec import Hardware, ModelSpec
 from megatrain.train.checkpoints import Checkpoints
 from megatrain.train.engine import Engine
-from megatrain.train.events import Ended, Event, Resumed, Watcher
+from megatrain.train.events import Compiled, Ended, Event, Resumed, Watcher
 from megatrain.train.feed import Feed
 from megatrain.train.health import STATUS, Health
 from megatrain.train.options import EngineOptions
@@ -411,6 +412,8 @@ def _tasks(config: Config, run: _Run, start: int) -> list[Task]:
     tasks = []
     if train.targets_per_step is None:  # else steps differ in their micro-batches, and no plan is of them all
         tasks.append(Task(1, Replanner(run.engine, run.plan, start + WARM_UP)))
+    if run.engine.policy.compile:
+        tasks.append(Task(0, lambda step: Compiled(step, *spent()), once=start + 1))
     tasks += _measurements(config, run.engine, run.corpus, run.tokenizer)
     if config.checkpoint.every:
         tasks += [Task(1, checkpoints.collect), Task(config.checkpoint.every, checkpoints.save)]

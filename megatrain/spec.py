@@ -58,6 +58,12 @@ class LayerProfile:
     """Bytes per token that autograd keeps of the layer's graph, its input included, weights not."""
     kept_nbytes_by_length: float = 0.0
     """And per token and position of the sequence, where the attention kernel keeps its scores."""
+    chunked_nbytes: float = 0.0
+    """Of `kept_nbytes`, what is not kept where token-wise parts run in chunks; 0 where it has none."""
+    chunk_nbytes: float = 0.0
+    """Bytes per token that autograd keeps of a chunk at work, of the part that keeps most."""
+    chunk_numel: int = 0
+    """Parameters of the largest token-wise part."""
 
     chosen_nbytes: float = 0.0
     """Bytes per token of what `chosen` keeps beside the input; 0 where nothing is known of it."""
@@ -74,9 +80,10 @@ class LayerProfile:
         """Bytes that `chosen` or `attention` keeps of so many tokens, beside the input."""
         return int(tokens * (self.chosen_nbytes if keep == "chosen" else self.attention_nbytes))
 
-    def kept(self, rows: int, length: int) -> int:
-        """Bytes of a kept graph over `rows` sequences of `length` tokens."""
-        return int(rows * length * (self.kept_nbytes + self.kept_nbytes_by_length * length))
+    def kept(self, rows: int, length: int, chunk: int = 0) -> int:
+        """Bytes of a kept graph over `rows` sequences of `length` tokens; `chunk` as in `Policy.mlp_chunk_tokens`."""
+        left = self.kept_nbytes - (self.chunked_nbytes if 0 < chunk < rows * length else 0.0)
+        return int(rows * length * (left + self.kept_nbytes_by_length * length))
 
     def attended(self, length: int) -> float:
         """Positions that a token of a sequence of `length` attends to on average, itself included (causal)."""
@@ -370,6 +377,11 @@ class Policy:
     """Weights as the upper halves of their masters, 4 bytes in all; or both side by side, 6 (for comparison only)."""
     loss_chunk_tokens: int = 512
     """Target tokens whose logits exist at one time."""
+    mlp_chunk_tokens: int = 0
+    """Tokens that token-wise parts of a layer, its feed-forward above all, compute at one time, keeping their input
+    alone of more; 0 is all. As `loss_chunk_tokens` and `compile`, it changes numbers by rounding."""
+    compile: bool = False
+    """Run layers through `torch.compile`."""
     shares_memory: bool = False
     """The device computes in host memory: weights need no fetch, and gradients of the right dtype are born at home."""
     host_threads: int = 0
@@ -402,19 +414,20 @@ class Policy:
         counts = ("weight_slots", "grad_slots", "shard_nbytes", "loss_chunk_tokens", "offload_slots", "stage_slots")
         for key in (*counts, "slabs"):
             self._require(key, getattr(self, key) >= 1, "at least 1")
-        self._require(
-            "recompute_slots", self.recompute_slots is None or self.recompute_slots >= 1, "at least 1 or None"
-        )
+        self._require("recompute_slots", self.recompute_slots is None or self.recompute_slots > 0, "at least 1 or None")
         self._require("host_threads", self.host_threads >= 0, "0 or more")
+        self._require("mlp_chunk_tokens", self.mlp_chunk_tokens >= 0, "0 or more")
         if self.precision == "fp32" and self.grad_precision == "bf16":
             raise PlanError(
                 "gradients in bf16 would hold less than precision fp32 promises",
                 where="policy.grad_precision",
                 fix="leave it unset or use precision bf16",
             )
-
         if self.shares_memory and self.transit != "locked":
             raise PlanError("nothing crosses a bus where memory is shared", where="policy.transit", fix="use locked")
+        if self.compile and self.gates != "unit":
+            what = "a compiled layer does not say which weight it comes to"
+            raise PlanError(what, where="policy.gates", fix="use unit, or no policy.compile")
         if self.shares_memory and any(home.weights == "device" for home in self.homes):
             raise PlanError("the device has no memory of its own", where="policy.homes", fix="use host or disk")
 

@@ -251,6 +251,10 @@ class PolicySection(Section):
     """Update each unit during the next forward (needed to clip by the global norm), or as its gradient lands."""
     loss_chunk_tokens: PositiveInt | None = None
     """Target tokens whose logits exist at one time."""
+    mlp_chunk_tokens: NonNegativeInt | None = None
+    """Tokens that feed-forwards, and other parts that treat each token by itself, compute at one time; 0 is all."""
+    compile: bool | None = None
+    """Run layers through `torch.compile`: some minutes at the start, once for each kind of layer and shape of batch."""
     host_threads: PositiveInt | None = None
     """Threads of the optimizer pass."""
     transit: Literal["locked", "slabs", "pageable"] | None = None

@@ -206,14 +206,14 @@ class Streamer:
             with keeping.running(), self._gate(now, op, held):
                 leaves = self._binders[unit].leaves(self._weights(op, held, unit))
                 leaf, call = hidden.detach().requires_grad_(), alive.calls[micro][unit - 1]
-                found, sides = self.ported.layer(unit - 1, leaves, leaf, call)
+                found, sides = self.ported.layer(unit - 1, leaves, leaf, call, self.policy)
             alive.inputs[output], alive.stored[unit, micro] = found.detach(), keeping.stored()
             alive.sides[unit, micro] = tuple(side.detach() for side in sides)
         else:
             weights = self._binders[unit].bind(self._weights(op, held, unit))
             call = alive.calls[micro][unit - 1]
             with self._gate(now, op, held):
-                alive.inputs[output], sides = self.ported.layer(unit - 1, weights, hidden, call)
+                alive.inputs[output], sides = self.ported.layer(unit - 1, weights, hidden, call, self.policy)
             alive.sides.setdefault((unit, micro), sides)  # once only: after the loss they are gradients
         now.gates.end()
         if offloaded := written.get(f"h{unit}.{micro}"):
@@ -241,7 +241,7 @@ class Streamer:
         stored = now.activations.stored.pop((op.unit, op.micro), None)
         answering = Answering(stored) if stored else nullcontext()
         with torch.enable_grad(), names_weights(bound), answering, self._gate(now, op, held):
-            output, sides = self.ported.layer(op.unit - 1, leaves, leaf, call)
+            output, sides = self.ported.layer(op.unit - 1, leaves, leaf, call, self.policy)
         if stored:
             stored.finish(self.spec.units[op.unit].name)
         edges = [get_gradient_edge(each) for each in (output, *sides)]

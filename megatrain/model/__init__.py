@@ -2,6 +2,7 @@
 `data`)."""
 
 from megatrain.model.chosen import Answering, Keeping, Stored
+from megatrain.model.compiled import require_compiler, spent
 from megatrain.model.freeze import freeze_parameters
 from megatrain.model.fresh import FreshSource
 from megatrain.model.learn import port_model, refuse_other_kinds
@@ -38,6 +39,8 @@ __all__ = [
     "only_single_rows",
     "port_model",
     "refuse_other_kinds",
+    "require_compiler",
     "speak",
+    "spent",
     "why_not_packable",
 ]

@@ -19,13 +19,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatrain.errors import ModelError
@@ -75,6 +76,24 @@ class Stored:
             raise ModelError(what, where=where, fix="keep inputs or graphs instead: memory.activation_rows")
 
 
+_UNSEEN: ContextVar[bool] = ContextVar("unseen", default=False)
+
+
+def watched() -> bool:
+    """Whether outputs of ops are being stored or answered. Compiled code has no such ops."""
+    return isinstance(_get_current_dispatch_mode(), _Watching)
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """What runs in the block is neither stored nor answered: it is made chunk by chunk, so as not to exist whole."""
+    token = _UNSEEN.set(True)
+    try:
+        yield
+    finally:
+        _UNSEEN.reset(token)
+
+
 class _Watching(TorchDispatchMode):
     """Names each op that may be kept by its kind and its place among those of its kind."""
 
@@ -87,7 +106,7 @@ class _Watching(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         rows = _rows_of(op)
-        if rows is None and (not attends(op) or _draws(op, args, kwargs)):
+        if _UNSEEN.get() or (rows is None and (not attends(op) or _draws(op, args, kwargs))):
             return op(*args, **kwargs)
         key = op, self._met[op]
         self._met[op] += 1

@@ -27,6 +27,7 @@ from megatrain.model.ported import ROUTED, PortedModel, Sides, takes
 from megatrain.model.ports import Capture, HandOut, Port, hidden_of, reachable_leaves
 from megatrain.model.profile import LENGTHS, Run, profile_layer
 from megatrain.model.recorded import install_recorders
+from megatrain.model.tokenwise import token_wise, with_chunks
 from megatrain.model.uses import OrderOfUse, Uses, in_order_of_use
 from megatrain.spec import LayerProfile, ModelSpec, ParamSpec, UnitSpec
 
@@ -202,10 +203,14 @@ def _learn_layers(ported: PortedModel) -> tuple[list[Sides], list[LayerProfile],
         for tokens, capture in captures.items():
             _run_probe(ported, capture, tokens)
     known: dict[object, LayerProfile] = {}
+    parts: dict[object, tuple[str, ...]] = {}
     for index, kind in enumerate(look.kinds):
         if kind not in known:
             layer = ported.templates[index]
-            known[kind] = profile_layer(layer, _runner(layer, look.zeros.pop(kind), captures, index))
+            run = _runner(layer, look.zeros.pop(kind), captures, index)
+            parts[kind] = token_wise(layer, run)
+            known[kind] = with_chunks(profile_layer(layer, run), layer, parts[kind], run)
+    ported.parts = [parts[kind] for kind in look.kinds]
     return look.sides, [known[kind] for kind in look.kinds], [look.used[kind] for kind in look.kinds]
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +20,31 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from megatrain.errors import ModelError
+from megatrain.model.chosen import watched
+from megatrain.model.compiled import compiled_call
 from megatrain.model.ports import Call, Capture, HandOut, Port, PrologueDone, hidden_of
 from megatrain.model.recorded import recorded
-from megatrain.spec import ModelSpec
+from megatrain.model.tokenwise import in_chunks
+from megatrain.spec import ModelSpec, Policy
 
 Weights = Mapping[str, Tensor]
 """Parameters bound for one call: full names for prologue and epilogue, names inside the layer for layers."""
 
 Sides = tuple[Tensor, ...]
 """What a layer gave besides the hidden state and the model's loss depends on: router logits [tokens, experts]."""
+
+
+class Way(Protocol):
+    """How a layer is run, as a `Policy` says it."""
+
+    @property
+    def mlp_chunk_tokens(self) -> int: ...
+    @property
+    def compile(self) -> bool: ...
+
+
+AS_IT_IS: Way = Policy()
+"""All tokens at once, by the library's own code."""
 
 
 @dataclass
@@ -49,6 +65,8 @@ class PortedModel:
     """Arguments that keep the model from asking for router logits where its config does."""
     balance_coefficient: float | None = None
     """Weight of the router auxiliary loss; `None` where the model has none, or its config does not ask for it."""
+    parts: list[tuple[str, ...]] = field(default_factory=list)
+    """Of each layer, the names of its token-wise parts (`tokenwise`)."""
 
     def prefix(self, index: int) -> str:
         """Name prefix of the parameters of layer `index` (counted from 0), `model.layers.3.`"""
@@ -68,13 +86,23 @@ class PortedModel:
             )
         return capture.hidden, capture.calls
 
-    def layer(self, index: int, weights: Weights, hidden: Tensor, call: Call) -> tuple[Tensor, Sides]:
-        """Run layer `index` (counted from 0) on `hidden` [batch, length, hidden size]; same shape out, and sides."""
+    def layer(
+        self, index: int, weights: Weights, hidden: Tensor, call: Call, way: Way = AS_IT_IS
+    ) -> tuple[Tensor, Sides]:
+        """Run layer `index` (counted from 0) on `hidden` [batch, length, hidden size]; same shape out, and sides.
+
+        Raises `ModelError` where it cannot be run compiled.
+        """
         args, kwargs = call.arguments(hidden)
-        if self.balance_coefficient is None:
-            return hidden_of(functional_call(self.templates[index], dict(weights), args, kwargs)), ()
-        with recorded() as sides:
-            output = functional_call(self.templates[index], dict(weights), args, kwargs)
+        run = compiled_call if way.compile and not watched() else functional_call
+        if way.compile and self.balance_coefficient is not None:
+            what = "its layers record router outputs for the auxiliary loss, which compiled ones would not"
+            raise ModelError(what, where=self.spec.name, fix="set policy.compile=false")
+        with ExitStack() as around:
+            sides = around.enter_context(recorded()) if self.balance_coefficient is not None else []
+            if way.mlp_chunk_tokens:
+                around.enter_context(in_chunks(self.templates[index], self.parts[index], way.mlp_chunk_tokens))
+            output = run(self.templates[index], dict(weights), args, kwargs)
         return hidden_of(output), tuple(sides)
 
     def head(self, weights: Weights, hidden: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def profile_layer(layer: nn.Module, run: Run) -> LayerProfile:
     kept = []
     with _Attention() as attention:
         for length in LENGTHS:
-            kept.append(_kept_nbytes(run, length))
+            kept.append(kept_nbytes(run, length))
     (short, long), (less, more) = LENGTHS, kept
     by_length = max(0.0, (more / long - less / short) / (long - short))
     plain = LayerProfile(
@@ -111,7 +111,7 @@ class _Attention(TorchFunctionMode):
         return output
 
 
-def _kept_nbytes(run: Run, length: int) -> int:
+def kept_nbytes(run: Run, length: int) -> int:
     """Bytes that autograd keeps for the backward pass of one run, each storage once."""
     kept: dict[int, int] = {}
     alive: list[Tensor] = []  # so that no storage is freed and its address used again

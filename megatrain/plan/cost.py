@@ -31,6 +31,7 @@ from megatrain.schedule import Op, Timeline
 from megatrain.schedule.activations import STORES
 from megatrain.schedule.build import accumulator_nbytes
 from megatrain.schedule.replay import DISK_STREAMS
+from megatrain.schedule.workspace import runs_in_chunks
 from megatrain.spec import Hardware, ModelSpec, ParamSpec, Policy, UnitSpec, Work
 
 KERNELS, KERNELS_PER_PARAM = 12, 3
@@ -266,8 +267,17 @@ class _Prices:
             products += self._product(param, tokens, inner=True)
             products += self._product(param, tokens, outer=True) if param.trainable else 0.0
         _, attention = self._attention(unit, tokens)
-        added = self._adding(index, unit)
+        added = self._adding(index, unit) + self._chunks(unit, tokens)
         return products + attention + self._passing(unit, tokens)[1] + added + 2 * self._kernels(unit)
+
+    def _chunks(self, unit: UnitSpec, tokens: int) -> float:
+        """Token-wise parts that run in chunks compute each once more, and sum their weights' gradients in float32."""
+        if not runs_in_chunks(unit, self.policy, tokens):
+            return 0.0
+        chunks, numel = -(-tokens // self.policy.mlp_chunk_tokens), unit.profile.chunk_numel
+        products = sum(self._product(param, tokens) for param in _multiplied(self.model, unit))
+        again = (products + self._passing(unit, tokens)[0]) * numel / max(1, unit.numel)
+        return again + chunks * (numel * (8 + self.policy.weight_nbytes) / self._copies + 3 * self._kernels(unit))
 
     def _product(self, param: ParamSpec, tokens: int, *, inner: bool = False, outer: bool = False) -> float:
         """Seconds of tokens x weight; with `inner` of the gradient of its input, with `outer` of the weight's."""

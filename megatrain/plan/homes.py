@@ -36,6 +36,7 @@ def state_policy(policy: Policy) -> Policy:
     return replace(
         policy,
         loss_chunk_tokens=1,
+        mlp_chunk_tokens=0,
         shard_nbytes=1 << 40,
         activations="recompute",
         activation_rows=(),

@@ -20,6 +20,9 @@ KNOBS: dict[str, tuple[Any, ...]] = {
 ATTENTION: tuple[tuple[Keep, ...], ...] = (("attention",),)
 CHOSEN: tuple[tuple[Keep, ...], ...] = (("chosen",),)
 OFFLOAD: tuple[tuple[Keep, ...], ...] = (("offload",),)
+
+MLP_CHUNK_TOKENS = 4096
+"""Where token-wise parts have to run in chunks: products of so many tokens are as quick as larger ones."""
 """What layers keep, all alike."""
 
 STAGE_SLOTS = (3, 4, 6)

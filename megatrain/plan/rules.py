@@ -28,6 +28,7 @@ def fit_activations(model: ModelSpec, policy: Policy, work: Work, free_nbytes: i
     kept = 0
     for tokens in work.tokens:
         length = min(work.length or tokens, tokens)
-        kept += sum(model.units[layer].profile.kept(tokens // length, length) for layer in model.layers)
+        chunk = policy.mlp_chunk_tokens
+        kept += sum(model.units[layer].profile.kept(tokens // length, length, chunk) for layer in model.layers)
     keeps = kept <= MOST_OF_FREE_MEMORY * free_nbytes
     return replace(policy, activations="keep" if keeps else "recompute")

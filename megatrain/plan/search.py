@@ -27,6 +27,7 @@ from megatrain.plan.knobs import (
     FITS,
     KNOBS,
     LEAN,
+    MLP_CHUNK_TOKENS,
     MOST_SHARDS,
     NEAR,
     NEARLY,
@@ -137,7 +138,8 @@ class _Search:
             if self.price(*bound).seconds < WORTH_A_CLIMB * self.price(*found).seconds:
                 found = self._least([found, *filter(None, [self._climb([start], self._knobs)])])
         for start in self._offloading(lean):
-            bound = replace(self._rich, activation_rows=OFFLOAD), start[1]
+            told = {name: getattr(start[0], name) for name in ("activation_rows", "mlp_chunk_tokens")}
+            bound = replace(self._rich, **told), start[1]
             if found is None or self.price(*bound).seconds < WORTH_A_CLIMB * self.price(*found).seconds:
                 found = self._least([*filter(None, [found, self._climb([start], self._knobs)])])
         return found
@@ -210,15 +212,20 @@ class _Search:
         return not {"activations", "activation_rows"}.isdisjoint(self._pinned)
 
     def _offloading(self, candidates: list[Candidate]) -> list[Candidate]:
-        """For sizes that do not fit in any other way: inputs of layers wait in host memory."""
-        if self._keeps_as_told or self.question.hardware.shares_memory:
-            return []
+        """For sizes that do not fit in any other way: token-wise parts run in chunks, inputs of layers wait in host
+        memory, or both."""
+        offloads = not self._keeps_as_told and not self.question.hardware.shares_memory
+        chunks = "mlp_chunk_tokens" not in self._pinned
         fit = {rows for policy, rows in candidates if self._fits(policy, rows)}
         policies = {rows: policy for policy, rows in candidates if rows not in fit}
-        return [
-            (replace(policy, activations="recompute", activation_rows=OFFLOAD), rows)
-            for rows, policy in policies.items()
-        ]
+        found: list[Candidate] = []
+        for rows, policy in policies.items():
+            plain = policy if self._keeps_as_told else replace(policy, activations="recompute")
+            away = replace(plain, activation_rows=OFFLOAD)
+            found += [(replace(plain, mlp_chunk_tokens=MLP_CHUNK_TOKENS), rows)] if chunks else []
+            found += [(away, rows)] if offloads else []
+            found += [(replace(away, mlp_chunk_tokens=MLP_CHUNK_TOKENS), rows)] if chunks and offloads else []
+        return found
 
     def _moves(self, policy: Policy, rows: int) -> Iterator[Candidate]:
         """Candidates that differ in one knob, or in the size of a micro-batch."""

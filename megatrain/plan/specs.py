@@ -52,6 +52,9 @@ def _unit(fields: Mapping[str, Any]) -> UnitSpec:
         None if window is None else _count(window),
         _number(given.get("kept_nbytes", 0.0)),
         _number(given.get("kept_nbytes_by_length", 0.0)),
+        _number(given.get("chunked_nbytes", 0.0)),
+        _number(given.get("chunk_nbytes", 0.0)),
+        _count(given["chunk_numel"]) if given.get("chunk_numel") else 0,
     )
     return UnitSpec(
         _text(fields["name"]), fields["kind"], params, tuple(map(_text, fields.get("borrows", ()))), profile

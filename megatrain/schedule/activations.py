@@ -24,7 +24,7 @@ from functools import lru_cache
 from megatrain.errors import PlanError
 from megatrain.schedule.ops import Access, Buffer, Op
 from megatrain.schedule.staging import Route, Staged, stage
-from megatrain.schedule.workspace import arguments_nbytes
+from megatrain.schedule.workspace import arguments_nbytes, runs_in_chunks
 from megatrain.spec import Keep, ModelSpec, Policy, Work
 
 THROUGH_THE_BUS = Route(("RELOAD", "fetch"), ("OFFLOAD", "grad"))
@@ -186,7 +186,10 @@ class Activations:
         alike = self._work.repeats if self.keeps_graph(layer, micro) else 1  # one at a time where recomputed
         profile, keep = self._model.units[layer].profile, self._keeps[layer, micro]
         there = {"chosen": profile.shared_nbytes, "attention": profile.attention_nbytes}.get(keep, 0.0)
-        nbytes = max(1, round(alike * profile.kept(tokens // length, length) - tokens * there))
+        if keep == "chosen" and runs_in_chunks(self._model.units[layer], self._policy, tokens):
+            there = 0.0  # products within chunks are not stored
+        kept = profile.kept(tokens // length, length, self._policy.mlp_chunk_tokens)
+        nbytes = max(1, round(alike * kept - tokens * there))
         if self.keeps_graph(layer, micro) and self._policy.weight_nbytes == 2:
             nbytes += self._boundary_nbytes(micro)  # the input: a norm in float32 saves a copy of it instead
         return self.transient(f"graph/{layer}.{micro}", nbytes, f"k{layer}.{micro}")

@@ -1,8 +1,9 @@
 """Memory that layers' arguments take, and what the loss and the backward of a unit need for a moment.
 
 Counted tensor by tensor as the engine and autograd make them, for decoder layers with a gate and a head behind a norm;
-measured peaks stay below (`bench.prediction`). Left out: what kernels of a library take for themselves, but for the
-float32 sums of a product that a cpu multiplies in bfloat16.
+measured peaks stay below (`bench.prediction`). Where token-wise parts run in chunks, the backward of attention is what
+takes most. Left out: what kernels of a library take for themselves, but for the float32 sums of a product that a cpu
+multiplies in bfloat16, and blocks of scores.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ LOSS_BLOCK_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Logits that exist in float32 at one time, by device type: a share of the cache on a cpu, few launches on a GPU."""
 ARGUMENT_CHANNELS = 256
 """Values per position among the arguments that layers share: rotary tables, a sine and a cosine for 128 channels."""
+ATTENTION_ROWS, ATTENTION_COLUMNS = ((768, 256), (192, 64), (0, 32)), 512
+"""Rows of a block of scores in a cpu's attention kernel from so many tokens on, and its columns (torch's own)."""
 HEAD_FLOATS = 5
 """Float32 values per token and channel that the norm in front of the head makes and keeps."""
 
@@ -46,8 +49,42 @@ def backward_nbytes(model: ModelSpec, policy: Policy, work: Work, unit: int, tok
     if unit == 0:
         again = tokens * model.hidden_size * policy.weight_nbytes + arguments_nbytes(policy, work, tokens)
         return again + _product_nbytes(policy, largest)
+    if runs_in_chunks(model.units[unit], policy, tokens):
+        return max(_chunk_nbytes(model, policy, unit), _attention_nbytes(model, policy, work, unit, tokens))
     widest = tokens * _widest(model.units[unit]) * policy.weight_nbytes if policy.shares_memory else 0
     return max(_product_nbytes(policy, largest), largest + _product_nbytes(policy, widest), 2 * widest)
+
+
+def runs_in_chunks(unit: UnitSpec, policy: Policy, tokens: int) -> bool:
+    """Whether token-wise parts of a layer go through so many tokens in chunks."""
+    return unit.profile.chunked_nbytes > 0 and 0 < policy.mlp_chunk_tokens < tokens
+
+
+def _chunk_nbytes(model: ModelSpec, policy: Policy, unit: int) -> int:
+    """The backward of a token-wise part in chunks: the float32 sums of its weights' gradients, and of one chunk what
+    autograd keeps, with the gradient of a weight or those of activations. Small, so it is counted everywhere."""
+    profile, chunk = model.units[unit].profile, policy.mlp_chunk_tokens
+    largest = largest_nbytes(model, policy, unit)
+    widest = chunk * _widest(model.units[unit]) * policy.weight_nbytes
+    made = max(_product_nbytes(policy, largest), largest + _product_nbytes(policy, widest), 2 * widest)
+    return 4 * profile.chunk_numel + int(chunk * profile.chunk_nbytes) + made
+
+
+def _attention_nbytes(model: ModelSpec, policy: Policy, work: Work, unit: int, tokens: int) -> int:
+    """The backward of attention, the widest moment of a layer whose other parts run in chunks: the gradients of its
+    output, of queries, keys and values, less what the parts above it have let go of, which the schedule still counts.
+
+    An accelerator's kernel sums the gradient of the queries in float32 (Dao 2023, FlashAttention-2); that of a cpu
+    has blocks of scores, those of one thread.
+    """
+    each = tokens * policy.weight_nbytes
+    queries = round(model.units[unit].profile.attention_flops / 4)
+    gradients = max(0, 4 * queries - 4 * model.hidden_size) * each + model.hidden_size * each // 4
+    if not policy.shares_memory:
+        return gradients + 4 * queries * tokens
+    length = min(work.length or tokens, tokens)
+    rows = next(rows for least, rows in ATTENTION_ROWS if length >= least)
+    return gradients + rows * ATTENTION_COLUMNS * (13 if policy.weight_nbytes == 2 else 8)
 
 
 def largest_nbytes(model: ModelSpec, policy: Policy, unit: int) -> int:

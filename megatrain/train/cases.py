@@ -93,15 +93,18 @@ def full_cases(model: StockModel) -> list[Case]:
 
 
 def short_settings() -> list[Setting]:
+    """Keeping graphs; computing layers again, their token-wise parts in chunks; and some of their ops alone."""
     each = [_setting("cpu", plan, loss_chunk_tokens=5) for plan in ACTIVATION_PLANS]
-    return [*each, Setting("cpu, chosen outputs", "cpu", replace(each[-1].policy, activation_rows=STORED))]
+    chosen = Setting("cpu, chosen outputs", "cpu", replace(each[-1].policy, activation_rows=STORED))
+    chunks = Setting("cpu, recompute, in chunks", "cpu", replace(each[-1].policy, mlp_chunk_tokens=4))
+    return [*each[:-1], chunks, chosen]
 
 
 def full_settings() -> list[Setting]:
     """Every activation plan, and a mixture, on the cpu and the simulated device, with few and many slots and pieces."""
     each = [_setting("cpu", plan) for plan in ACTIVATION_PLANS]
     each += [_setting(SIM, plan, shard_nbytes=1 << 16) for plan in ACTIVATION_PLANS]
-    each.append(_setting(SIM, "recompute", shard_nbytes=1 << 14, weight_slots=1, grad_slots=1))
+    each.append(_setting(SIM, "recompute", shard_nbytes=1 << 14, weight_slots=1, grad_slots=1, mlp_chunk_tokens=4))
     mixed = replace(each[-1].policy, activation_rows=MIXTURE, offload_slots=1, recompute_slots=1)
     stored = replace(each[-1].policy, activation_rows=STORED)
     return [

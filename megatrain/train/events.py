@@ -125,6 +125,15 @@ class Replanned:
 
 
 @dataclass(frozen=True, slots=True)
+class Compiled:
+    """Layers were compiled by the end of a step, so many structures and shapes of them, within `seconds` of it."""
+
+    step: int
+    compilations: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Planned:
     """A run, or a part of it, begins after `step` steps; this is what was foreseen."""
 
@@ -190,5 +199,18 @@ class Ended:
     elapsed_seconds: float
 
 
-Event = Stepped | Skipped | Evaluated | Sampled | Planned | Replanned | Resumed | Saved | RolledBack | Warned | Ended
+Event = (
+    Stepped
+    | Skipped
+    | Evaluated
+    | Sampled
+    | Planned
+    | Replanned
+    | Compiled
+    | Resumed
+    | Saved
+    | RolledBack
+    | Warned
+    | Ended
+)
 Watcher = Callable[[Event], None]

@@ -9,6 +9,7 @@ from typing import Literal, TypedDict
 from megatrain.device import Device
 from megatrain.errors import DoesNotFit, PlanError
 from megatrain.memory import Disk
+from megatrain.model import require_compiler
 from megatrain.optim import AdamW
 from megatrain.plan import available_host_nbytes, available_threads, choose_policy, memory_table
 from megatrain.plan.homes import state_nbytes, to_disk
@@ -46,6 +47,8 @@ def policy_of(options: EngineOptions, device: Device, spec: ModelSpec) -> Policy
 def _placed(options: EngineOptions, device: Device, spec: ModelSpec) -> Policy:
     """The policy with as little state on the disk as the host's budget asks for, where there is a choice."""
     policy = _without_homes(options, device)
+    if policy.compile:
+        require_compiler(device.torch_device)
     if not options.get("disk") or policy.homes:
         return policy
     budget = available_host_nbytes() if policy.host_budget_nbytes is None else policy.host_budget_nbytes

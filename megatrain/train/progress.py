@@ -24,6 +24,7 @@ from rich.text import Text
 
 from megatrain.spec import Home, ModelSpec, Policy
 from megatrain.train.events import (
+    Compiled,
     Ended,
     Evaluated,
     Event,
@@ -100,6 +101,8 @@ def describe_policy(policy: Policy) -> list[str]:
         f"updates during {during}",
         f"gradients in {policy.grad_precision or policy.precision}",
         f"loss in chunks of {policy.loss_chunk_tokens:,} tokens",
+        *([f"feed-forwards in chunks of {policy.mlp_chunk_tokens:,} tokens"] if policy.mlp_chunk_tokens else []),
+        *(["layers are compiled"] if policy.compile else []),
         "1 host thread" if policy.host_threads == 1 else f"{policy.host_threads or 'all'} host threads",
     ]
     if policy.offload_slots != 2 or policy.offloads:
@@ -243,6 +246,8 @@ class Progress:
                 self._print(f"step {event.step:,}  {said}", "green")
             case Replanned(_, before, after, changes):
                 self._print(f"replanned by measured times: {before:.3g} s to {after:.3g} s a step ({changes})", "dim")
+            case Compiled(_, count, seconds):
+                self._print(f"layers compiled in {duration(seconds)} ({count} structures and shapes)", "dim")
             case Resumed():
                 self._print(f"goes on after step {event.step:,}, from {event.checkpoint}", "green")
             case Saved():

@@ -11,7 +11,7 @@ import torch
 
 from bench import scaling
 from bench.plots import Axis, Line, linear, plot
-from bench.shapes import KEPT_NBYTES_PER_WIDTH, llama_shape
+from bench.shapes import CHUNK_NBYTES_PER_WIDTH, CHUNKED_NBYTES_PER_WIDTH, KEPT_NBYTES_PER_WIDTH, llama_shape
 from megatrain.model import port_model
 from megatrain.model.architecture import read_config
 from megatrain.model.blueprint import blueprint
@@ -40,6 +40,9 @@ def test_a_shape_on_paper_is_that_of_the_real_model() -> None:
     profile = real.units[1].profile
     assert paper.units[1].profile.attention_flops == profile.attention_flops
     assert profile.kept_nbytes / 512 == pytest.approx(KEPT_NBYTES_PER_WIDTH, rel=0.02)
+    assert profile.chunked_nbytes / 512 == pytest.approx(CHUNKED_NBYTES_PER_WIDTH, rel=0.02)
+    assert profile.chunk_nbytes / 512 == pytest.approx(CHUNK_NBYTES_PER_WIDTH, rel=0.02)
+    assert profile.chunk_numel == paper.units[1].profile.chunk_numel
     for field in ("chosen_nbytes", "shared_nbytes", "attention_nbytes", "chosen_share", "spared_share"):
         assert getattr(paper.units[1].profile, field) == pytest.approx(getattr(profile, field)), field
 

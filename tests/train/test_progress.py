@@ -143,6 +143,8 @@ OTHER: dict[str, Any] = {
     "grad_precision": "fp32",
     "update": "during_backward",
     "loss_chunk_tokens": 77,
+    "mlp_chunk_tokens": 4096,
+    "compile": True,
     "shares_memory": True,
     "host_threads": 3,
     "transit": "pageable",
