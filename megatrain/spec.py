@@ -12,8 +12,12 @@ from math import prod
 from typing import Literal, get_args
 
 from megatrain.errors import PlanError
+from megatrain.rates import AttentionRate as AttentionRate
+from megatrain.rates import DiskRate as DiskRate
+from megatrain.rates import ElementwiseRate as ElementwiseRate
+from megatrain.rates import Precision as Precision
+from megatrain.rates import ProductRate as ProductRate
 
-Precision = Literal["bf16", "fp32"]
 UnitKind = Literal["prologue", "layer", "epilogue"]
 ActivationPlan = Literal["keep", "recompute"]
 Keep = Literal["graph", "chosen", "attention", "input", "offload", "drop"]
@@ -166,50 +170,6 @@ class ModelSpec:
     def trained_numel(self) -> int:
         """Parameters that are updated."""
         return sum(param.numel for unit in self.units for param in unit.params if param.trainable)
-
-
-@dataclass(frozen=True, slots=True)
-class ProductRate:
-    """How fast a product [m, k] x [k, n] runs: its 2 m k n floating-point operations per second."""
-
-    precision: Precision
-    m: int
-    k: int
-    n: int
-    flops: float
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionRate:
-    """How fast causal attention over sequences of `length` runs, in the operations that it needs, per second.
-
-    Forward 2 x length x head size for each token and head (half of the full square), backward twice that.
-    """
-
-    precision: Precision
-    length: int
-    head_size: int
-    forward_flops: float
-    backward_flops: float
-
-
-@dataclass(frozen=True, slots=True)
-class ElementwiseRate:
-    """How fast a layer goes besides products and attention: bytes that autograd keeps of it, per second of each way."""
-
-    precision: Precision
-    forward_bandwidth: float
-    backward_bandwidth: float
-
-
-@dataclass(frozen=True, slots=True)
-class DiskRate:
-    """Bytes per second of reads and writes of `block_nbytes` each, `depth` of them under way at any time."""
-
-    block_nbytes: int
-    depth: int
-    read_bandwidth: float
-    write_bandwidth: float
 
 
 @dataclass(frozen=True, slots=True)

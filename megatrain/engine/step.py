@@ -204,16 +204,18 @@ class Streamer:
         elif stored := written.get(f"c{unit}.{micro}"):
             keeping = Keeping("chosen" if "/chosen/" in stored.buffer else "attention", self.spec.hidden_size)
             with keeping.running(), self._gate(now, op, held):
-                leaves = self._binders[unit].leaves(self._weights(op, held, unit))
-                leaf, call = hidden.detach().requires_grad_(), alive.calls[micro][unit - 1]
-                found, sides = self.ported.layer(unit - 1, leaves, leaf, call, self.policy)
+                leaves, leaf = (
+                    self._binders[unit].leaves(self._weights(op, held, unit)),
+                    hidden.detach().requires_grad_(),
+                )
+                found, sides = self.ported.layer(unit - 1, leaves, leaf, alive.calls[micro][unit - 1], self.policy)
             alive.inputs[output], alive.stored[unit, micro] = found.detach(), keeping.stored()
             alive.sides[unit, micro] = tuple(side.detach() for side in sides)
         else:
             weights = self._binders[unit].bind(self._weights(op, held, unit))
-            call = alive.calls[micro][unit - 1]
             with self._gate(now, op, held):
-                alive.inputs[output], sides = self.ported.layer(unit - 1, weights, hidden, call, self.policy)
+                found, sides = self.ported.layer(unit - 1, weights, hidden, alive.calls[micro][unit - 1], self.policy)
+            alive.inputs[output] = found
             alive.sides.setdefault((unit, micro), sides)  # once only: after the loss they are gradients
         now.gates.end()
         if offloaded := written.get(f"h{unit}.{micro}"):

@@ -170,8 +170,7 @@ class _Search:
 
     def _refusal(self, least: Estimate) -> DoesNotFit:
         """What is short, by how much, and the nearest change that would fit."""
-        short = least.short(self.budgets)
-        tier = max(short, key=lambda name: short[name])
+        tier = max(short := least.short(self.budgets), key=lambda name: short[name])
         return DoesNotFit(
             f"needs {least.nbytes[tier]:,} bytes of {tier} memory at the least, {short[tier]:,} more than there are"
             + (", even with all of its state on the disk" if tier == "host" and least.nbytes["disk"] else ""),
@@ -188,10 +187,8 @@ class _Search:
                 plan = examine(other, *search.usual(*candidate)[0])
                 if _exact(plan).fits(search.budgets):
                     return f"{words} would fit"
-        needed = ", ".join(
-            f"{least.nbytes[tier]:,} bytes of {tier} memory" for tier in self.budgets if least.nbytes[tier]
-        )
-        return f"it takes {needed}, or a smaller model"
+        needed = [f"{least.nbytes[tier]:,} bytes of {tier} memory" for tier in self.budgets if least.nbytes[tier]]
+        return f"it takes {', '.join(needed)}, or a smaller model"
 
     def _micro_batches(self) -> list[int]:
         rows = self.question.rows
