@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,13 +19,14 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from megatrain.device import Device
-from megatrain.engine.activations import Activations, Graph, pack, unpack
+from megatrain.engine.activations import Graph, pack, unpack
 from megatrain.engine.batch import IGNORED, MicroBatch, model_inputs, shifted
+from megatrain.engine.current import Current
 from megatrain.engine.executor import Executor
 from megatrain.engine.gated import OPEN, Gates, calls_of, undisturbed, unwinding
 from megatrain.engine.gradients import GradSink, UnitSum, send_to_sum
 from megatrain.engine.held import DTYPE_OF_NBYTES, PART_LETTERS, access_of, part_of
-from megatrain.engine.losses import Chunks, Found, LossFn, StepResult, differentiate, divisor_of, measure, own_entries
+from megatrain.engine.losses import Chunks, LossFn, StepResult, differentiate, divisor_of, measure, own_entries
 from megatrain.engine.place import place_of
 from megatrain.engine.weights import Bound, UnitBinder, names_weights
 from megatrain.errors import LossError, NonFinite
@@ -37,36 +37,6 @@ from megatrain.schedule import Op, Schedule, Timeline
 from megatrain.spec import Policy, Precision
 
 DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-@dataclass(slots=True)
-class _Current:
-    """The step under way."""
-
-    micro_batches: Sequence[MicroBatch]
-    targets: list[Tensor]
-    """Per micro-batch, int64[batch x length] on the host; empty when only the next logits are wanted."""
-    sink: GradSink | None
-    number: int
-    scale: float
-    loss_fn: LossFn | None = None
-    own: Sequence[MicroBatch] = ()
-    """The micro-batches with what is for the loss alone."""
-    divisors: Sequence[float] = ()
-    """Per micro-batch, what the sum of its losses counts for: its target tokens, or what the loss function says."""
-    loss: Tensor | None = None
-    """Sum of the losses so far, float64 scalar on the device; made by the first LOSS."""
-    reported: dict[str, Tensor] = field(default_factory=dict)
-    """What the loss function reports, float64 scalars on the device."""
-    activations: Activations = field(default_factory=Activations)
-    sums: dict[int, UnitSum] = field(default_factory=dict)
-    kept: int = 1
-    """How many last positions the next logits are wanted at; 0 for all."""
-    logits: Tensor | None = None
-    """[rows, positions, vocabulary]."""
-    loss_is_finite: bool = False
-    gates: Gates = OPEN
-    """Of the call that is under way."""
 
 
 class Streamer:
@@ -110,7 +80,7 @@ class Streamer:
             raise LossError("every micro-batch counts for nothing", where="divisor", fix="divide by more than 0")
         own = own_entries(loss_fn)
         seen = [{key: value for key, value in batch.items() if key not in own} for batch in micro_batches]
-        now = _Current(seen, targets, sink, number, 1.0 / (total or 1.0), loss_fn, micro_batches, divisors)
+        now = Current(seen, targets, sink, number, 1.0 / (total or 1.0), loss_fn, micro_batches, divisors)
         self._execute(schedule, now)
         means = {name: value.item() / (total or 1.0) for name, value in now.reported.items()}
         return StepResult(self._finite_loss(now) / (total or 1.0), tokens, means)
@@ -128,12 +98,12 @@ class Streamer:
         device. A cache among the arguments is filled by the layers as they run.
         """
         self.device.synchronize()  # the inputs may come from work that no op waits for
-        now = _Current([inputs], [], None, 0, 0.0, kept=kept)
+        now = Current([inputs], [], None, 0, 0.0, kept=kept)
         self._execute(schedule, now)
         assert now.logits is not None
         return now.logits.float()
 
-    def _execute(self, schedule: Schedule, now: _Current) -> None:
+    def _execute(self, schedule: Schedule, now: Current) -> None:
         """Walk the schedule. What surrounds the call (autocast, inference mode, random state) neither counts nor
         changes."""
 
@@ -158,15 +128,15 @@ class Streamer:
 
     # Disk -----------------------------------------------------------------------------------------------------------
 
-    def _read(self, now: _Current, op: Op, held: Held) -> None:
+    def _read(self, now: Current, op: Op, held: Held) -> None:
         self._executor.pool.read(op, held)
 
-    def _write(self, now: _Current, op: Op, held: Held) -> None:
+    def _write(self, now: Current, op: Op, held: Held) -> None:
         self._executor.pool.write(op, held)
 
     # Copies ---------------------------------------------------------------------------------------------------------
 
-    def _copy(self, now: _Current, op: Op, held: Held) -> None:
+    def _copy(self, now: Current, op: Op, held: Held) -> None:
         """FETCH: a shard of weights to its slot. GRAD: a shard of gradients home, in the dtype that crosses the bus.
 
         OFFLOAD and RELOAD: the input of a layer, as it is.
@@ -179,12 +149,12 @@ class Streamer:
             source, target = source.view(torch.bfloat16).to(torch.float32), target.view(torch.float32)
         target.copy_(source, non_blocking=True)
 
-    def _pass(self, now: _Current, op: Op, held: Held) -> None:
+    def _pass(self, now: Current, op: Op, held: Held) -> None:
         self._executor.pool.copy(op, held)
 
     # Compute --------------------------------------------------------------------------------------------------------
 
-    def _forward(self, now: _Current, op: Op, held: Held) -> None:
+    def _forward(self, now: Current, op: Op, held: Held) -> None:
         unit, micro = op.unit, op.micro
         alive = now.activations
         self._reseed(now, unit, micro)
@@ -221,7 +191,7 @@ class Streamer:
         if offloaded := written.get(f"h{unit}.{micro}"):
             alive.forms[unit, micro] = pack(hidden, part_of(held, offloaded), self.spec.units[unit].name)
 
-    def _input(self, now: _Current, op: Op, held: Held) -> Tensor:
+    def _input(self, now: Current, op: Op, held: Held) -> Tensor:
         """The input of a layer, [batch, length, hidden size], from where this op reads it: also from a kept graph."""
         alive, key = now.activations, (op.unit, op.micro)
         for access in op.reads:
@@ -230,7 +200,7 @@ class Streamer:
                 return unpack(part_of(held, access).data, alive.forms[key]) if there else alive.inputs[access.buffer]
         return alive.graphs[key].input.detach()
 
-    def _grown(self, now: _Current, op: Op, held: Held, hidden: Tensor) -> tuple[Graph, Tensor, Sides]:
+    def _grown(self, now: Current, op: Op, held: Held, hidden: Tensor) -> tuple[Graph, Tensor, Sides]:
         """Run a layer with its autograd graph; what autograd saves of the weights it saves by name.
 
         What its forward has stored is not computed again. Returns the graph, the output [batch, length, hidden size]
@@ -249,7 +219,7 @@ class Streamer:
         edges = [get_gradient_edge(each) for each in (output, *sides)]
         return Graph(bound, leaves, leaf, edges), output, sides
 
-    def _loss(self, now: _Current, op: Op, held: Held) -> None:
+    def _loss(self, now: Current, op: Op, held: Held) -> None:
         unit, micro = op.unit, op.micro
         if micro == 0:
             self.device.tidy()  # here memory peaks: what the layers' forward has freed lies about in pieces
@@ -274,18 +244,18 @@ class Streamer:
         chunks = self._chunks(now, op, leaves, trained, flat)
         with self._gate(now, op, held):
             found = differentiate(now.loss_fn, chunks, now.own[micro], now.scale)
-            _count(now, found)
+            now.count(found)
             assert found.gradient is not None
             now.activations.gradients[micro] = found.gradient.view_as(hidden)
             self._balance(now, leaves, micro)
         self._close_finished(now, op)
 
-    def _chunks(self, now: _Current, op: Op, weights: dict[str, Tensor], trained: list[Tensor], flat: Tensor) -> Chunks:
+    def _chunks(self, now: Current, op: Op, weights: dict[str, Tensor], trained: list[Tensor], flat: Tensor) -> Chunks:
         """The head over a micro-batch, whose hidden states are `flat` [tokens, hidden size]."""
         head, rewind = partial(self.ported.head, weights), partial(self._reseed, now, op.unit, op.micro)
         return Chunks(head, trained, flat, now.targets[op.micro], self.policy.loss_chunk_tokens, rewind)
 
-    def _balance(self, now: _Current, weights: dict[str, Tensor], micro: int) -> None:
+    def _balance(self, now: Current, weights: dict[str, Tensor], micro: int) -> None:
         """Add the router auxiliary loss of a micro-batch, by its share of the divisor; its sides become gradients.
 
         So the step's loss is the mean, over target tokens, of the losses that the stock model gives each micro-batch.
@@ -308,14 +278,14 @@ class Streamer:
         assert now.loss is not None
         now.loss = now.loss + loss.detach().double()
 
-    def _loss_only(self, now: _Current, op: Op, held: Held, hidden: Tensor) -> None:
+    def _loss_only(self, now: Current, op: Op, held: Held, hidden: Tensor) -> None:
         """The loss, or the next logits, without gradients. `hidden` [batch, length, ...]."""
         weights: dict[str, Tensor] = {}
         for owner in self._head_owners():
             weights |= self._binders[owner].bind(self._weights(op, held, owner))
         if now.targets:
             chunks = self._chunks(now, op, weights, [], hidden.flatten(0, 1))
-            _count(now, measure(now.loss_fn, chunks, now.own[op.micro]))
+            now.count(measure(now.loss_fn, chunks, now.own[op.micro]))
             self._balance(now, weights, op.micro)
         else:
             last = hidden[:, -now.kept :]
@@ -326,7 +296,7 @@ class Streamer:
         own = [self.spec.epilogue] if self._layouts[self.spec.epilogue].size else []
         return [0, *own] if self.spec.tied else own
 
-    def _backward(self, now: _Current, op: Op, held: Held) -> None:
+    def _backward(self, now: Current, op: Op, held: Held) -> None:
         unit, micro, alive = op.unit, op.micro, now.activations
         if unit == 0:
             self._backward_prologue(now, op, held)
@@ -348,7 +318,7 @@ class Streamer:
             alive.gradients[micro] = graph.input.grad
         self._close_finished(now, op)
 
-    def _backward_prologue(self, now: _Current, op: Op, held: Held) -> None:
+    def _backward_prologue(self, now: Current, op: Op, held: Held) -> None:
         """Run the prologue again, this time for its gradient; it is cheap, and nothing of it has been kept."""
         alive = now.activations
         leaves = self._binders[0].leaves(self._weights(op, held, 0))
@@ -366,7 +336,7 @@ class Streamer:
 
     # Gradients ------------------------------------------------------------------------------------------------------
 
-    def _sum(self, now: _Current, op: Op, held: Held, unit: int) -> UnitSum:
+    def _sum(self, now: Current, op: Op, held: Held, unit: int) -> UnitSum:
         """The gradient of `unit` under construction, begun where the schedule says that the first term is written."""
         if unit not in now.sums:
             access = access_of(op.writes, f"g{unit}")
@@ -375,20 +345,20 @@ class Streamer:
             now.sums[unit] = UnitSum(layout, flat)
         return now.sums[unit]
 
-    def _close_finished(self, now: _Current, op: Op) -> None:
+    def _close_finished(self, now: Current, op: Op) -> None:
         """A gradient whose last term this op has added is complete."""
         for access in op.writes:
             if access.content.startswith("g") and "~" not in access.content:
                 now.sums.pop(int(access.content[1:])).close()
 
-    def _norm(self, now: _Current, op: Op, held: Held) -> None:
+    def _norm(self, now: Current, op: Op, held: Held) -> None:
         if not now.loss_is_finite:
             self._finite_loss(now)  # before any gradient of this step is used
             now.loss_is_finite = True
         assert now.sink is not None
         now.sink.norm(op.unit, self._landed(op, held))
 
-    def _update(self, now: _Current, op: Op, held: Held) -> None:
+    def _update(self, now: Current, op: Op, held: Held) -> None:
         assert now.sink is not None
         parts = {}
         for access in op.writes:
@@ -410,12 +380,12 @@ class Streamer:
         """The flat weights of `unit`, where this op reads them; what arrives beside them while it runs is no change."""
         return part_of(held, access_of(op.reads, f"w{unit}")).view(self.dtype).data
 
-    def _gate(self, now: _Current, op: Op, held: Held) -> AbstractContextManager[object]:
+    def _gate(self, now: Current, op: Op, held: Held) -> AbstractContextManager[object]:
         """While active, the unit's own weights are waited for where they are read."""
         owns = self._layouts[op.unit].size
         return now.gates.around(self._weights(op, held, op.unit)) if owns else nullcontext()
 
-    def _finite_loss(self, now: _Current) -> float:
+    def _finite_loss(self, now: Current) -> float:
         loss = 0.0 if now.loss is None else now.loss.item()
         if not math.isfinite(loss):
             what = f"the loss is {loss}"
@@ -428,15 +398,8 @@ class Streamer:
     def _locate(self, buffer: str, start: int, content: str) -> str:
         return place_of(self.spec, self._layouts, self._running, buffer, start, content)
 
-    def _reseed(self, now: _Current, unit: int, micro: int) -> None:
+    def _reseed(self, now: Current, unit: int, micro: int) -> None:
         self.device.seed(hash((self.seed, now.number, unit, micro)) & 0x7FFF_FFFF_FFFF_FFFF)
-
-
-def _count(now: _Current, found: Found) -> None:
-    """Add what a LOSS has found to what the step's have so far."""
-    now.loss = found.loss if now.loss is None else now.loss + found.loss
-    for name, value in found.sums.items():
-        now.reported[name] = now.reported[name] + value if name in now.reported else value
 
 
 ACTIONS = {
