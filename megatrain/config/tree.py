@@ -253,6 +253,8 @@ class PolicySection(Section):
     """Target tokens whose logits exist at one time."""
     mlp_chunk_tokens: NonNegativeInt | None = None
     """Tokens that feed-forwards, and other parts that treat each token by itself, compute at one time; 0 is all."""
+    gates: Literal["unit", "shard", "rows"] | None = None
+    """What compute waits for: a unit's weights, the shard that a layer's code comes to, or rows of a matrix in it."""
     compile: bool | None = None
     """Run layers through `torch.compile`: some minutes at the start, once for each kind of layer and shape of batch."""
     host_threads: PositiveInt | None = None

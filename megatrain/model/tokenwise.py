@@ -134,7 +134,7 @@ class _Chunked:
         start = 0
         for piece in given.split(self.rows(given), dim=-2):
             with unseen():
-                made = self.plain(piece)
+                made = self.plain(piece.contiguous())  # as the library's code finds its inputs
             if output is None:
                 output = made.new_empty((*given.shape[:-1], made.shape[-1]))
             output.narrow(-2, start, piece.shape[-2]).copy_(made)
@@ -177,7 +177,7 @@ class _InChunks(torch.autograd.Function):
         found = torch.empty_like(given) if wants_given else None
         rows, start = ctx.chunked.rows(given), 0
         for piece, wanted in zip(given.split(rows, dim=-2), gradient.split(rows, dim=-2), strict=True):
-            leaf = piece.detach().requires_grad_(wants_given)
+            leaf = piece.detach().contiguous().requires_grad_(wants_given)
             with torch.enable_grad():
                 made = functional_call(plain, bound, (leaf,))
             torch.autograd.backward([made], [wanted], inputs=[*([leaf] if wants_given else []), *trained])

@@ -89,8 +89,8 @@ class Mixtures:
         self._question, self._found = question, found
         shares = question.hardware.shares_memory
         self._table = _grid(question.model.units[1].profile.chosen_nbytes > 0, shares)
-        each, parts = changes(question, policy, work), self._table / PARTS
-        self.device, self.host, self.seconds = _taken(each, parts, found, shares)
+        self._each = changes(question, policy, work)
+        self.device, self.host, self.seconds = _taken(self._each, self._table / PARTS, found, shares)
 
     def best(self, budgets: Mapping[str, float], most: int) -> list[tuple[float, Counts]]:
         """The `most` quickest of those that fit beside the rest, with the seconds that they promise."""
@@ -103,29 +103,32 @@ class Mixtures:
         order = places[np.lexsort((size[places], np.round(self.seconds[places], 12)))][:most]
         return [(float(self.seconds[place]), tuple(int(n) for n in self._table[place])) for place in order]
 
-    def promised(self, counts: Counts) -> dict[str, float]:
-        """Tier -> bytes that a mixture should take at the peak; the device's are the host's where memory is shared."""
-        (place,) = np.flatnonzero((self._table == counts).all(axis=1))
-        grown = {"device": self.device[place], "host": self.host[place]}
-        return {
-            tier: self._found.nbytes[tier] + float(more) for tier, more in grown.items() if tier in self._found.nbytes
-        }
+    def promised(self, counts: Counts) -> Estimate:
+        """What a mixture should take; what it takes of the device is the host's where memory is shared."""
+        shares = self._question.hardware.shares_memory
+        return _estimate(self._each, np.array([counts]) / PARTS, self._found, shares)
 
 
 def mixed(question: Question, policy: Policy, work: Work, found: Estimate) -> Estimate:
     """What the policy takes with its rows. found: of the same, keeping inputs."""
     entries = [keep for row in policy.activation_rows for keep in row]
     parts = np.array([[entries.count(kind) / len(entries) for kind in KINDS]])
-    shares, each = question.hardware.shares_memory, changes(question, policy, work)
+    return _estimate(changes(question, policy, work), parts, found, question.hardware.shares_memory)
+
+
+def _estimate(each: Changes, parts: Any, found: Estimate, shares: bool) -> Estimate:
+    """Of one mixture. parts: its row of shares."""
     device, host, seconds = (float(value[0]) for value in _taken(each, parts, found, shares))
     grown = {"device": device, "host": host}
     nbytes = {tier: round(taken + grown.get(tier, 0.0)) for tier, taken in found.nbytes.items()}
     added = {"compute": each.compute, "fetch": each.inward, "grad": each.outward}
     more = {stream: float(parts[0] @ np.array(values)) for stream, values in added.items()}
-    busy, late = (
-        {stream: spent + more.get(stream, 0.0) for stream, spent in was.items()} for was in (found.busy, found.late)
-    )
-    return Estimate(float(seconds), nbytes, busy, late)
+    late = {stream: more[stream] for stream in ("compute", "fetch")}
+    return Estimate(seconds, nbytes, _with(found.busy, more), _with(found.late, late))
+
+
+def _with(busy: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
+    return {stream: spent + more.get(stream, 0.0) for stream, spent in busy.items()}
 
 
 def _taken(each: Changes, parts: Any, found: Estimate, shares: bool) -> tuple[Any, Any, Any]:

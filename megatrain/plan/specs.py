@@ -7,10 +7,14 @@ with care: what is missing or absurd in it is refused by name. It leaves out wri
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields as fields_of
 from typing import Any
 
 from megatrain.errors import MegaTrainError, ModelError
 from megatrain.spec import LayerProfile, ModelSpec, ParamSpec, UnitSpec
+
+MOST = 1e15
+"""Of bytes and operations: what is beyond is a mistake."""
 
 
 def read_model(content: Any, where: str) -> ModelSpec:
@@ -47,14 +51,14 @@ def _unit(fields: Mapping[str, Any]) -> UnitSpec:
     )
     given = dict(fields.get("profile", {}))
     window = given.get("window")
+    amounts = [field.name for field in fields_of(LayerProfile) if field.name not in ("window", "chunk_numel")]
     profile = LayerProfile(
-        _number(given.get("attention_flops", 0.0)),
-        None if window is None else _count(window),
-        _number(given.get("kept_nbytes", 0.0)),
-        _number(given.get("kept_nbytes_by_length", 0.0)),
-        _number(given.get("chunked_nbytes", 0.0)),
-        _number(given.get("chunk_nbytes", 0.0)),
-        _count(given["chunk_numel"]) if given.get("chunk_numel") else 0,
+        window=None if window is None else _count(window),
+        chunk_numel=_count(given["chunk_numel"]) if given.get("chunk_numel") else 0,
+        **{
+            name: _number(given.get(name, 0.0), **({"most": 1.0} if "share" in name.split("_")[1:] else {}))
+            for name in amounts
+        },
     )
     return UnitSpec(
         _text(fields["name"]), fields["kind"], params, tuple(map(_text, fields.get("borrows", ()))), profile
@@ -85,7 +89,7 @@ def _count(value: Any) -> int:
     return value
 
 
-def _number(value: Any, most: float = 1e15) -> float:
+def _number(value: Any, most: float = MOST) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
         raise ValueError(f"{value!r:.40} is not a number from 0 to {most:g}")
     return float(value)

@@ -87,6 +87,10 @@ def describe_model(spec: ModelSpec) -> str:
     return f"{spec.name}, {metric(spec.numel)} parameters: {layers}, vocabulary {spec.vocab_size:,}{tied}"
 
 
+GATES = {"shard": "the shard of weights that it comes to", "rows": "the rows of a matrix that it comes to"}
+"""What compute waits for, where it is not a whole unit."""
+
+
 def describe_policy(policy: Policy) -> list[str]:
     """Each choice as a phrase: nothing that was chosen for the user stays silent."""
     exact = "computes in bfloat16 from exact float32 masters" if policy.precision == "bf16" else "float32 throughout"
@@ -103,6 +107,7 @@ def describe_policy(policy: Policy) -> list[str]:
         f"loss in chunks of {policy.loss_chunk_tokens:,} tokens",
         *([f"feed-forwards in chunks of {policy.mlp_chunk_tokens:,} tokens"] if policy.mlp_chunk_tokens else []),
         *(["layers are compiled"] if policy.compile else []),
+        *([f"compute waits for {GATES[policy.gates]}"] if policy.gates in GATES else []),
         "1 host thread" if policy.host_threads == 1 else f"{policy.host_threads or 'all'} host threads",
     ]
     if policy.offload_slots != 2 or policy.offloads:

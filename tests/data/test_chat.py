@@ -181,7 +181,10 @@ def test_any_words_are_trained_where_the_assistant_says_them(
     messages = [message for said, reply in pairs for message in (user(said), assistant(reply))]
     sample = chat(*messages, *([] if ends else [user("and?")]))
     ids, trained = expected(name, sample)
-    assert encoded(name, sample) == (ids, trained)
+    try:
+        assert encoded(name, sample) == (ids, trained)
+    except SampleError:
+        assert not all(reply.strip() for _, reply in pairs), "only answers of white space may be refused"
     assert encoded(name, sample, train_on="all") == (ids, [False, *[True] * (len(ids) - 1)])
 
 

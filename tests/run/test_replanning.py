@@ -12,7 +12,7 @@ import pytest
 from megatrain import AdamW, Engine, Policy, preflight
 from megatrain.memory import Disk
 from megatrain.memory.disk_faults import DiskFault
-from megatrain.plan import Plan
+from megatrain.plan import Calibration, Plan
 from megatrain.preflight import Replanner
 from megatrain.spec import Home, Work
 from tests.tiny import tiny_model, unequal_batches
@@ -33,9 +33,9 @@ def test_a_disk_that_is_full_meanwhile_ends_no_run(
     usual = Policy("fp32", shares_memory=True, loss_chunk_tokens=5)
     better = replace(usual, homes=(Home(moments="disk"),) * 5)
     monkeypatch.setattr(preflight, "op_seconds", lambda *_: None)
-    monkeypatch.setattr(preflight, "calibrate", lambda *_, **__: None)
+    monkeypatch.setattr(preflight, "calibrate", lambda *_, **__: Calibration())
     monkeypatch.setattr(preflight, "examine", lambda *_: SimpleNamespace(seconds=2.0))
-    monkeypatch.setattr(preflight, "find_plan", lambda _: SimpleNamespace(seconds=1.0, policy=better))
+    monkeypatch.setattr(preflight, "find_plan", lambda _: SimpleNamespace(question=Asked(), seconds=1.0, policy=better))
     plan = cast(Plan, SimpleNamespace(question=Asked(), work=Work((20, 18)), micro_batch=1))
     faults = [DiskFault("full", "disk/moments/3")] if refuses else []
     losses = []

@@ -8,6 +8,7 @@ moves with the last bit of its weights (see `train.verify`).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,12 +86,13 @@ def test_loss_and_every_gradient_equal_the_stock_models(place: int, kind: str) -
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_next", "deepseek_v3", "gpt2"])
 def test_the_simulated_device_computes_the_same_bits(kind: str) -> None:
-    """With one slot and small pieces, recomputing, against graphs kept on the cpu."""
+    """With one slot, small pieces and a mixture of plans, against graphs kept on the cpu."""
     model = twin(config_of(kind))
     case, settings = short_cases(model)[0], full_settings()
     answers = []
     for setting in (settings[0], settings[-1]):
-        with make(model, setting.device, setting.policy) as engine:
+        policy = replace(setting.policy, mlp_chunk_tokens=0)  # chunks change the rounding
+        with make(model, setting.device, policy) as engine:
             answers.append(engine.gradients(case.micro_batches))
     one, other = answers
     assert one.keys() == other.keys()

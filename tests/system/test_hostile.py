@@ -109,7 +109,7 @@ def test_a_race_names_both_ops_the_bytes_the_parameter_and_the_missing_wait() ->
         with pytest.raises(RaceDetected) as caught:
             engine.step(unequal_batches())
     said = str(caught.value)
-    assert "unit model.layers.0, model.layers.0.self_attn.q_proj.weight" in said
+    assert "unit model.layers.0, model.layers.0.input_layernorm.weight" in said
     assert "FETCH u1 s0 on stream fetch" in said
     assert f"{ops[index].name} on stream compute" in said
     assert "bytes [0:" in said

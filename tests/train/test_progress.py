@@ -145,6 +145,7 @@ OTHER: dict[str, Any] = {
     "loss_chunk_tokens": 77,
     "mlp_chunk_tokens": 4096,
     "compile": True,
+    "gates": "rows",
     "shares_memory": True,
     "host_threads": 3,
     "transit": "pageable",
