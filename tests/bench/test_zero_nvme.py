@@ -12,6 +12,7 @@ from bench import zero_nvme
 TINY = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
+@pytest.mark.slow
 def test_our_side_runs_and_the_result_is_json(tmp_path: Path) -> None:
     settings = {"shape": TINY, "rows": 2, "length": 16, "precision": "fp32", "folder": str(tmp_path)}
     result = json.loads(json.dumps(zero_nvme.compare(settings, turns=2, python=None)))

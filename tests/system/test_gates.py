@@ -15,7 +15,7 @@ from torch import Tensor
 from megatrain import AdamW, Engine, Policy
 from megatrain.engine.gated import Call
 from megatrain.errors import BrokenPromise, MegaTrainError
-from megatrain.spec import Keep, Precision
+from megatrain.spec import Keep, Precision, Transit
 from megatrain.testing import Fault, SimDevice
 from tests.tiny import equal, relative_error, tiny_model, unequal_batches
 
@@ -48,8 +48,9 @@ def results(made: Engine, micro_batches: int = 3) -> dict[str, Tensor]:
 
 
 @cache
-def plainest(precision: Precision, update: str, family: str, micro_batches: int) -> dict[str, Tensor]:
-    policy = Policy(precision, shares_memory=True, update=update, loss_chunk_tokens=5)  # type: ignore[arg-type]
+def plainest(precision: Precision, update: str, family: str, micro_batches: int, chunk: int = 0) -> dict[str, Tensor]:
+    how = {"update": update, "loss_chunk_tokens": 5, "mlp_chunk_tokens": chunk}
+    policy = Policy(precision, shares_memory=True, **how)  # type: ignore[arg-type]
     with engine("cpu", policy, family) as made:
         return results(made, micro_batches)
 
@@ -63,6 +64,8 @@ def plainest(precision: Precision, update: str, family: str, micro_batches: int)
     shard=st.sampled_from([300, 2048, 5000, 10**9]),
     update=st.sampled_from(["next_forward", "during_backward"]),
     micro_batches=st.integers(1, 3),
+    transit=st.sampled_from(["locked", "slabs", "pageable"]),
+    chunk=st.sampled_from([0, 4]),
     seed=st.integers(0, 10**6),
 )
 def test_gates_change_no_bit(
@@ -73,8 +76,11 @@ def test_gates_change_no_bit(
     shard: int,
     update: str,
     micro_batches: int,
+    transit: Transit,
+    chunk: int,
     seed: int,
 ) -> None:
+    """Whatever else the policy says, slabs and chunks of tokens included."""
     policy = Policy(
         precision,
         *(slots, slots, shard),
@@ -82,8 +88,10 @@ def test_gates_change_no_bit(
         activation_rows=ROWS[rows],
         update=update,  # type: ignore[arg-type]
         loss_chunk_tokens=5,
+        mlp_chunk_tokens=chunk,
+        transit=transit,
     )
-    expected = plainest(precision, update, family, micro_batches)
+    expected = plainest(precision, update, family, micro_batches, chunk)
     for device in (f"sim:{seed}", "cpu"):
         with engine(device, policy, family) as made:
             assert equal(results(made, micro_batches), expected), device

@@ -71,8 +71,15 @@ def usual(precision: Precision, update: str, **fields: object) -> Policy:
     return Policy(precision, update=update, loss_chunk_tokens=5, shard_nbytes=3000, **fields)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("update", ["next_forward", "during_backward"])
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("precision", "update"),
+    [
+        ("bf16", "next_forward"),
+        ("fp32", "during_backward"),
+        pytest.param("bf16", "during_backward", marks=pytest.mark.slow),
+        pytest.param("fp32", "next_forward", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     ("family", "part"),
     [
@@ -178,7 +185,7 @@ def test_more_device_memory_never_makes_an_executed_step_slower(tmp_path: Path) 
     assert seconds[-1] < 0.7 * seconds[0], "memory is good for something"
 
 
-@pytest.mark.parametrize("device", ["cpu", "sim:5"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("sim:5", marks=pytest.mark.slow)])
 def test_a_third_of_the_memory_and_a_folder_give_the_same_numbers(device: str, tmp_path: Path) -> None:
     """State three times as large as the host's budget: the same losses and weights, within the budget."""
     plain = usual("bf16", "during_backward", shares_memory=device == "cpu")

@@ -228,7 +228,7 @@ def test_a_dropped_mask_is_found(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_dropout_that_is_drawn_anew_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Streamer, "_reseed", lambda *_: None)
-    with pytest.raises(ModelError, match="against cpu, chosen outputs"):
+    with pytest.raises(ModelError, match="two micro-batches of whole rows; cpu, keep against cpu, "):
         short_check(tiny_model("gpt2", attn_pdrop=0.1, resid_pdrop=0.1), make, tmp_path)
 
 
