@@ -15,6 +15,7 @@ know: how near each system comes to its own schedule.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,11 +23,12 @@ from functools import partial
 from megatrain.layout import layout_of
 from megatrain.plan.cost import op_seconds, step_flops
 from megatrain.plan.estimates import coarse, cut, estimate, shallow
+from megatrain.plan.knobs import ATTENTION, CHOSEN
 from megatrain.plan.question import Plan, Question
 from megatrain.plan.rates import optimizer_bandwidth
 from megatrain.schedule import Op, Schedule, replay
 from megatrain.schedule.others import build_interval, build_micro_major
-from megatrain.spec import Hardware, ModelSpec, Policy, Work
+from megatrain.spec import Hardware, Keep, ModelSpec, Policy, Work
 
 FEW, ONE_MORE = 3, 4
 """Micro-batches that a micro-batch-major step is replayed with; each further one costs as much as the last."""
@@ -36,6 +38,16 @@ INTERVALS = (2, 4, 8, 16)
 
 LOW_BITS_NBYTES = 2
 """Per parameter in bf16: what a float32 master has beside the weight that streams."""
+
+WORDS: dict[Keep, str] = {
+    "graph": "graphs kept",
+    "chosen": "chosen outputs kept",
+    "attention": "attention's outputs kept",
+    "input": "recomputed",
+    "offload": "inputs in the host",
+    "drop": "inputs dropped",
+}
+"""What is left of a layer's forward."""
 
 Price = Callable[[Op], float]
 Builds = Callable[[ModelSpec, Policy, Work], Schedule]
@@ -121,8 +133,8 @@ def _ours(plan: Plan) -> str:
 
 def _again(policy: Policy) -> str:
     if policy.activation_rows:
-        kept = policy.activation_rows.count(("graph",)) / len(policy.activation_rows)
-        return f"keeps {kept:.0%} of the graphs" if kept else "inputs wait in the host"
+        kept = Counter(keep for row in policy.activation_rows for keep in row)
+        return ", ".join(f"{count / kept.total():.0%} {WORDS[keep]}" for keep, count in kept.most_common())
     return "keeps graphs" if policy.activations == "keep" else "recomputes"
 
 
@@ -232,7 +244,9 @@ def _in_memory(plan: Plan) -> Row:
             masters="whole",
             grad_precision="fp32" if rows < question.rows else None,
         )
-        for chosen in (replace(policy, activations="keep"), replace(policy, activations="recompute")):
+        stores = question.model.units[1].profile.chosen_nbytes > 0
+        keeps = [replace(policy, activation_rows=kept) for kept in ((CHOSEN, ATTENTION) if stores else ())]
+        for chosen in (replace(policy, activations="keep"), replace(policy, activations="recompute"), *keeps):
             words = f"{_batches(question.rows / rows, rows)}, {_again(chosen)}"
             found.append(_resident(resident, chosen, rows, words, question.hardware.shares_memory))
     within = [taken for taken in found if max(taken.device_nbytes, taken.host_nbytes) <= budget]

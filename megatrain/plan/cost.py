@@ -184,6 +184,9 @@ class _Prices:
     def __init__(self, model: ModelSpec, policy: Policy, work: Work, hardware: Hardware) -> None:
         self.model, self.policy, self.work, self.hardware = model, policy, work, hardware
         self._known: dict[tuple[object, ...], float] = {}
+        self._shapes: dict[object, int] = {}
+        self._shape_of: dict[int, int] = {}
+        """Unit -> number of its shape: quicker to look up than the shape itself."""
         self._copies = hardware.device_bandwidth or float("inf")
         self._launch = hardware.launch_seconds or 0.0
         self._fresh = hardware.fresh_bandwidth if hardware.shares_memory and hardware.fresh_bandwidth else float("inf")
@@ -215,7 +218,10 @@ class _Prices:
         kept = _kept_for(op)
         unit, tokens = self.model.units[op.unit], self.work.tokens[op.micro]
         first = op.kind == "LOSS" and op.micro == 0
-        key = op.kind, unit.kind, shape_of(unit), tokens, kept, first, op.unit > self.model.lowest_trained
+        if op.unit not in self._shape_of:
+            self._shape_of[op.unit] = self._shapes.setdefault(shape_of(unit), len(self._shapes))
+        shape = self._shape_of[op.unit]
+        key = op.kind, shape, tokens, kept, first, op.unit > self.model.lowest_trained
         if key not in self._known:
             self._known[key] = self.work.repeats * self._compute(op, unit, tokens, kept)
             self._known[key] += self._fresh_nbytes(op, unit, tokens, kept) / self._fresh

@@ -7,15 +7,18 @@ each stream is corrected by what that saves or adds to it; only a whole replay t
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from math import isqrt, log2
 
 from megatrain.plan.cost import op_seconds, shape_of
 from megatrain.plan.homes import state_nbytes
-from megatrain.plan.mixture import mixed
+from megatrain.plan.knobs import FITS, WORTH_A_REPLAY
+from megatrain.plan.mixture import Counts, Option, mixed, rows_of
 from megatrain.plan.question import Estimate, Plan, Question
 from megatrain.plan.traffic import home_seconds
 from megatrain.schedule import Schedule, Timeline, build_step, replay
@@ -33,10 +36,37 @@ MOST_MICRO_BATCHES = 4
 """Ops that candidates are replayed with: of more micro-batches several are taken for one."""
 
 
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Without the collector of cycles, which would walk through every schedule again and again and find none."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def examine(question: Question, policy: Policy, micro_batch: int) -> Plan:
     """The plan of this very policy, replayed whole, whether or not it fits or is the best."""
     work = cut(question, micro_batch)
     return _replayed(question, policy, work, *_built(question.model, policy, work))
+
+
+def fitted(question: Question, budgets: Mapping[str, int], option: Option) -> list[Plan]:
+    """A mixture replayed, and then the best one beside what the replay has taken more or less than it promised."""
+    plans: list[Plan] = []
+    counts, layers, tried = option.counts, len(question.model.layers), set[Counts]()
+    while counts not in tried and len(tried) < FITS:
+        tried.add(counts)
+        mixture = replace(option.policy, activation_rows=rows_of(counts, layers))
+        plans.append(examine(question, mixture, option.rows))
+        promised, fits = option.mixtures.promised(counts), plans[-1].taken.fits(budgets)
+        left = {tier: budget - plans[-1].nbytes[tier] + promised.nbytes[tier] for tier, budget in budgets.items()}
+        for seconds, better in option.mixtures.best(left, 1):
+            counts = better if not fits or seconds < WORTH_A_REPLAY * promised.seconds else counts
+    return plans
 
 
 def _built(model: ModelSpec, policy: Policy, work: Work) -> tuple[Schedule, dict[str, int]]:

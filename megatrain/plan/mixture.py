@@ -11,15 +11,16 @@ Left out: whether it fits and how long it takes (`search` replays the best).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any, get_args
 
 import numpy as np
 
-from megatrain.plan.cost import Calibration, forward_seconds
+from megatrain.plan.cost import Calibration, forward_seconds, shape_of
 from megatrain.plan.homes import PARTS, spread
 from megatrain.plan.question import Estimate, Question
 from megatrain.spec import Keep, Policy, Work
@@ -60,25 +61,26 @@ def changes(question: Question, policy: Policy, work: Work) -> Changes:
     measured = question.calibration or Calibration()
     inward, outward = measured.of("RELOAD", "layer"), measured.of("OFFLOAD", "layer")
     price = forward_seconds(model, policy, work, hardware, question.calibration)
-    for layer in model.layers:
-        if layer < model.lowest_trained:
-            continue
-        for tokens in work.tokens:
-            boundary = work.repeats * tokens * model.hidden_size * policy.weight_nbytes
-            profile, length = model.units[layer].profile, min(work.length or tokens, tokens)
-            copied = boundary if policy.weight_nbytes == 2 else 0.0  # see `schedule.activations.graph`
-            found["device"]["graph"] += work.repeats * profile.kept(tokens // length, length) + copied - boundary
-            again = price(layer, tokens, "")
-            found["compute"]["graph"] -= again
-            for keep in ("chosen", "attention"):
-                found["device"][keep] += work.repeats * profile.stored(keep, tokens)
-                found["compute"][keep] -= again - price(layer, tokens, keep)
-            found["device"]["offload"] -= boundary
-            found["host"]["offload"] += boundary
-            found["inward"]["offload"] += boundary / hardware.fetch_bandwidth * inward
-            found["outward"]["offload"] += boundary / hardware.grad_bandwidth * outward
-            found["device"]["drop"] -= boundary
-            found["compute"]["drop"] += again
+    trained = [layer for layer in model.layers if layer >= model.lowest_trained]
+    kinds = {shape_of(model.units[layer]): layer for layer in trained}
+    numbers = Counter(shape_of(model.units[layer]) for layer in trained)
+    for (shape, layer), (tokens, micros) in product(kinds.items(), Counter(work.tokens).items()):
+        times = numbers[shape] * micros
+        boundary = times * work.repeats * tokens * model.hidden_size * policy.weight_nbytes
+        profile, length = model.units[layer].profile, min(work.length or tokens, tokens)
+        copied = boundary if policy.weight_nbytes == 2 else 0.0  # see `schedule.activations.graph`
+        found["device"]["graph"] += times * work.repeats * profile.kept(tokens // length, length) + copied - boundary
+        again = times * price(layer, tokens, "")
+        found["compute"]["graph"] -= again
+        for keep in ("chosen", "attention"):
+            found["device"][keep] += times * work.repeats * profile.stored(keep, tokens)
+            found["compute"][keep] -= again - times * price(layer, tokens, keep)
+        found["device"]["offload"] -= boundary
+        found["host"]["offload"] += boundary
+        found["inward"]["offload"] += boundary / hardware.fetch_bandwidth * inward
+        found["outward"]["offload"] += boundary / hardware.grad_bandwidth * outward
+        found["device"]["drop"] -= boundary
+        found["compute"]["drop"] += again
     return Changes(**{name: tuple(each[kind] for kind in KINDS) for name, each in found.items()})
 
 
@@ -107,6 +109,17 @@ class Mixtures:
         """What a mixture should take; what it takes of the device is the host's where memory is shared."""
         shares = self._question.hardware.shares_memory
         return _estimate(self._each, np.array([counts]) / PARTS, self._found, shares)
+
+
+@dataclass(frozen=True)
+class Option:
+    """The mixture of a policy that promises most, and how many seconds."""
+
+    seconds: float
+    rows: int
+    counts: Counts
+    mixtures: Mixtures
+    policy: Policy
 
 
 def mixed(question: Question, policy: Policy, work: Work, found: Estimate) -> Estimate:

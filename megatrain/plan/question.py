@@ -21,6 +21,10 @@ RESERVE_NBYTES = 1 << 30
 """Memory of each tier that is left to the driver, to kernels, to fragmentation and to the process itself."""
 
 
+Candidate = tuple[Policy, int]
+"""A policy, and the sequences of a micro-batch."""
+
+
 @dataclass(frozen=True)
 class Question:
     """What a plan is wanted for.
@@ -106,6 +110,11 @@ class Plan:
     def seconds(self) -> float:
         """Of a step in steady state."""
         return self.timeline.seconds
+
+    @property
+    def taken(self) -> Estimate:
+        """Seconds and bytes, as the replay has found them."""
+        return Estimate(self.seconds, self.nbytes)
 
     @property
     def micro_batch(self) -> int:

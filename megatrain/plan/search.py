@@ -17,14 +17,13 @@ from typing import Any
 
 from megatrain.errors import DoesNotFit
 from megatrain.plan.advice import changes
-from megatrain.plan.estimates import coarse, estimate, examine, moved, sizes
+from megatrain.plan.estimates import coarse, estimate, examine, fitted, moved, sizes, undisturbed
 from megatrain.plan.homes import PARTS, all_on_disk, residents, state_nbytes, state_policy, to_disk
 from megatrain.plan.knobs import (
     ATTENTION,
     CHOSEN,
     COARSE,
     COMPUTES,
-    FITS,
     KNOBS,
     LEAN,
     MLP_CHUNK_TOKENS,
@@ -39,20 +38,18 @@ from megatrain.plan.knobs import (
     WORTH_A_ROUND,
 )
 from megatrain.plan.locks import within_lock_limit
-from megatrain.plan.mixture import Counts, Mixtures, rows_of
-from megatrain.plan.question import Estimate, Plan, Question
+from megatrain.plan.mixture import Mixtures, Option, Rows
+from megatrain.plan.question import Candidate, Estimate, Plan, Question
 from megatrain.spec import Home, Policy
 
 Rung = tuple[Estimate, Policy] | None
 """A policy with homes, and what it promises, if it fits."""
 
-Candidate = tuple[Policy, int]
-"""A policy, and the sequences of a micro-batch."""
-
 
 def find_plan(question: Question) -> Plan:
     """The quickest plan that fits. Raises `DoesNotFit` naming what is short, by how much, and the nearest that fits."""
-    return within_lock_limit(question, lambda each: _Search(each).answer())
+    with undisturbed():
+        return within_lock_limit(question, lambda each: _Search(each).answer())
 
 
 def survey(question: Question, budgets: Iterable[Mapping[str, int]]) -> list[Estimate | None]:
@@ -62,15 +59,12 @@ def survey(question: Question, budgets: Iterable[Mapping[str, int]]) -> list[Est
     """
     search = _Search(question)
     found: list[Estimate | None] = []
-    for each in budgets:
-        search.budgets = {**question.budgets(), **each}
-        candidate = search.best()
-        found.append(None if candidate is None else search.outcome(*candidate))
+    with undisturbed():
+        for each in budgets:
+            search.within({**question.budgets(), **each})
+            candidate = search.best()
+            found.append(None if candidate is None else search.outcome(*candidate))
     return found
-
-
-Moves = Callable[[Policy, int], Iterator[Candidate]]
-"""Candidates near one."""
 
 
 class _Search:
@@ -81,6 +75,8 @@ class _Search:
         self._known: dict[Candidate, Estimate] = {}
         self._estimates: dict[Candidate, Estimate] = {}
         self._moved: dict[Candidate, Estimate] = {}
+        self._mixtures: dict[Candidate, Mixtures] = {}
+        self._alikes: dict[Rows, _Search] = {}
         self._homes: dict[tuple[Policy, int], tuple[Home, ...]] = {}
         self._resident: dict[tuple[int, int], int] = {}
         pinned = dict(question.pinned)
@@ -101,6 +97,12 @@ class _Search:
         self._lean = replace(self._start, **LEAN | pinned)
         self._rich = replace(self._start, **most | pinned)
 
+    def within(self, budgets: dict[str, int]) -> None:
+        """Search within these. Prices hold, but for what goes to the disk."""
+        if any(budgets[tier] != self.budgets[tier] for tier in ("host", "disk")):
+            self._known.clear()
+        self.budgets = budgets
+
     def answer(self) -> Plan:
         """The quickest candidate that fits. Raises `DoesNotFit`.
 
@@ -113,12 +115,13 @@ class _Search:
             plans = [examine(self.question, *each) for each in self.usual(*candidate)]
             plans += [*self._filled(*candidate), *self._mixed(*candidate)] if found else []
             plans += self._alike(min(plans, key=lambda plan: plan.seconds)) if found else []
-            fitting = [plan for plan in plans if _exact(plan).fits(self.budgets)]
+            fitting = [plan for plan in plans if plan.taken.fits(self.budgets)]
             if fitting and found:
                 return min(fitting, key=lambda plan: float(f"{plan.seconds:.4g}"))
             if not fitting and not found:
-                raise self._refusal(_exact(plans[0]))
-            self._known[candidate] = _exact(plans[0])
+                raise self._refusal(plans[0].taken)
+            self._known[candidate] = replace(self._known[candidate], seconds=plans[0].seconds, nbytes=plans[0].nbytes)
+            self._mixtures.clear()
 
     def best(self) -> Candidate | None:
         """The quickest candidate that fits, or `None`.
@@ -133,9 +136,7 @@ class _Search:
         lean, rich = self._every_size(self._lean), self._every_size(self._rich)
         found = self._least([*filter(None, (self._climb(starts, self._moves) for starts in (lean, usual)))])
         for start, bound in zip(lean, rich, strict=True):
-            if found is None or not self._fits(*start):
-                continue
-            if self.price(*bound).seconds < WORTH_A_CLIMB * self.price(*found).seconds:
+            if found and self._fits(*start) and self.price(*bound).seconds < WORTH_A_CLIMB * self.price(*found).seconds:
                 found = self._least([found, *filter(None, [self._climb([start], self._knobs)])])
         for start in self._offloading(lean):
             told = {name: getattr(start[0], name) for name in ("activation_rows", "mlp_chunk_tokens")}
@@ -157,7 +158,7 @@ class _Search:
     def _every_size(self, policy: Policy) -> list[Candidate]:
         return [(one, rows) for rows in self._micro_batches() for one in self._activations(policy)]
 
-    def _climb(self, starts: list[Candidate], moves: Moves) -> Candidate | None:
+    def _climb(self, starts: list[Candidate], moves: Callable[[Policy, int], Iterator[Candidate]]) -> Candidate | None:
         """From the best of these, the best move, until that gains little."""
         best = self._least(starts)
         while best is not None:
@@ -185,7 +186,7 @@ class _Search:
             candidate = search.leanest()
             if search._fits(*candidate):
                 plan = examine(other, *search.usual(*candidate)[0])
-                if _exact(plan).fits(search.budgets):
+                if plan.taken.fits(search.budgets):
                     return f"{words} would fit"
         needed = [f"{least.nbytes[tier]:,} bytes of {tier} memory" for tier in self.budgets if least.nbytes[tier]]
         return f"it takes {', '.join(needed)}, or a smaller model"
@@ -285,10 +286,15 @@ class _Search:
         return self._estimates[key]
 
     def outcome(self, policy: Policy, rows: int) -> Estimate:
-        """What the candidate takes with the most promising homes."""
+        """What the candidate takes with the most promising homes, or what layers keep."""
         found = [self.price(policy, rows)]
         found += [each[0] for ladder in self._ladders(policy, rows) for each in ladder if each is not None]
-        return min(found, key=lambda each: each.seconds)
+        found += [option.mixtures.promised(option.counts) for option in self._options(policy, rows)[:1]]
+        best = min(found, key=lambda each: each.seconds)
+        others = [
+            other.outcome(*there) for other, there in self._all_alike(best.busy.get("compute", 0.0), best.seconds)
+        ]
+        return min([best, *others], key=lambda each: each.seconds)
 
     def usual(self, policy: Policy, rows: int) -> list[Candidate]:
         """The candidate with as little on the disk as must be; then with more buffers to read ahead into."""
@@ -315,7 +321,7 @@ class _Search:
                 if rung is None:
                     break
                 plans.append(examine(self.question, rung[1], rows))
-                now = plans[-1].seconds if _exact(plans[-1]).fits(self.budgets) else inf
+                now = plans[-1].seconds if plans[-1].taken.fits(self.budgets) else inf
                 if now > best:
                     break
                 best = now
@@ -323,50 +329,50 @@ class _Search:
 
     def _mixed(self, policy: Policy, rows: int) -> list[Plan]:
         """Replays of the mixtures of what layers keep that promise most, for every size and beside homes."""
-        if self._keeps_as_told:
-            return []
-        options: list[tuple[float, int, Counts, Mixtures, Policy]] = []
-        for base, size in self._bases(policy, rows):
+        plans: list[Plan] = []
+        usual = self.price(policy, rows).seconds
+        for option in self._options(policy, rows)[:TRIES]:
+            best = min(plans, key=lambda plan: plan.seconds, default=None)
+            waits = best is None or best.timeline.busy_seconds("compute") < COMPUTES * best.seconds
+            if option.seconds < (NEARLY if waits else 1.0) * min(usual, best.seconds if best else inf):
+                found = fitted(self.question, self.budgets, option)
+                plans += [plan for plan in found if plan.taken.fits(self.budgets)]
+        if plans:
+            quickest = min(plans, key=lambda plan: plan.seconds)
+            start = quickest.policy, quickest.micro_batch
+            polished = self._climb([start], self._knobs)
+            plans += [examine(self.question, *polished)] if polished and polished != start else []
+        return plans
+
+    def _options(self, policy: Policy, rows: int) -> list[Option]:
+        """The mixture of each base that promises most; the quickest first."""
+        options: list[Option] = []
+        for base, size in () if self._keeps_as_told else self._bases(policy, rows):
             found = self._moved.get((base, size)) or self.price(base, size)
             placed = base if (base, size) in self._moved else self._placed(base, self._plain(base, size))
-            mixtures = Mixtures(self.question, placed, coarse(self.question, size), found)
-            options += [(each, size, counts, mixtures, placed) for each, counts in mixtures.best(self.budgets, 1)]
-        options.sort(key=lambda option: (float(f"{option[0]:.4g}"), option[1], option[2]))
-        plans: list[Plan] = []
-        for seconds, size, counts, mixtures, placed in options[:TRIES]:
-            if seconds < NEARLY * min([self.price(policy, rows).seconds, *(plan.seconds for plan in plans)]):
-                plans += self._fitted(mixtures, counts, placed, size)
-        fitting = [plan for plan in plans if _exact(plan).fits(self.budgets)]
-        if fitting:
-            best = min(fitting, key=lambda plan: plan.seconds)
-            polished = self._climb([(best.policy, best.micro_batch)], self._knobs)
-            plans += [examine(self.question, *polished)] if polished else []
-        return plans
+            if (placed, size) not in self._mixtures:
+                self._mixtures[placed, size] = Mixtures(self.question, placed, coarse(self.question, size), found)
+            mixtures = self._mixtures[placed, size]
+            options += [Option(each, size, of, mixtures, placed) for each, of in mixtures.best(self.budgets, 1)]
+        return sorted(options, key=lambda option: (float(f"{option.seconds:.4g}"), option.rows, option.counts))
 
     def _alike(self, best: Plan) -> list[Plan]:
         """Where compute waits, replays of the best plans by which all layers keep the same outputs, beside homes."""
         plans: list[Plan] = []
-        waits = best.timeline.busy_seconds("compute") < COMPUTES * best.seconds
-        stores = self.question.model.units[1].profile.chosen_nbytes > 0
-        for rows in (ATTENTION, CHOSEN) if waits and stores and not self._keeps_as_told else ():
-            other = _Search(replace(self.question, pinned={**self.question.pinned, "activation_rows": rows}))
-            found = other.best()
-            if found and other.outcome(*found).seconds < NEARLY * best.seconds:
+        for other, found in self._all_alike(best.timeline.busy_seconds("compute"), best.seconds):
+            if other.outcome(*found).seconds < NEARLY * best.seconds:
                 plans += [*(examine(self.question, *each) for each in other.usual(*found)), *other._filled(*found)]
         return plans
 
-    def _fitted(self, mixtures: Mixtures, counts: Counts, policy: Policy, rows: int) -> list[Plan]:
-        """A mixture replayed, and then the best one beside what the replay has taken more or less than it promised."""
-        plans: list[Plan] = []
-        layers, tried = len(self.question.model.layers), set[Counts]()
-        while counts not in tried and len(tried) < FITS:
-            tried.add(counts)
-            plans.append(examine(self.question, replace(policy, activation_rows=rows_of(counts, layers)), rows))
-            promised = mixtures.promised(counts)
-            missing = {tier: plans[-1].nbytes[tier] - nbytes for tier, nbytes in promised.items()}
-            found = mixtures.best({tier: self.budgets[tier] - missing[tier] for tier in missing}, 1)
-            counts = found[0][1] if found else counts
-        return plans
+    def _all_alike(self, busy: float, seconds: float) -> Iterator[tuple[_Search, Candidate]]:
+        """Where compute waits, the best by which all layers keep the same outputs, and the search that knows it."""
+        waits, stores = busy < COMPUTES * seconds, self.question.model.units[1].profile.chosen_nbytes > 0
+        for kept in (ATTENTION, CHOSEN) if waits and stores and not self._keeps_as_told else ():
+            asked = replace(self.question, pinned={**self.question.pinned, "activation_rows": kept})
+            other = self._alikes.setdefault(kept, _Search(asked))
+            other.within(self.budgets)
+            if found := other.best():
+                yield other, found
 
     def _bases(self, policy: Policy, rows: int) -> Iterator[Candidate]:
         """Policies that keep inputs, to be mixed from: as this one and lean, for sizes around it; and with homes."""
@@ -434,17 +440,10 @@ class _Search:
         """
         if "homes" in self._pinned or not self.budgets["disk"]:
             return policy
-        beside = found.nbytes["host"] - self._state_nbytes(replace(policy, homes=()))
-        room, model = self.budgets["host"] - beside, self.question.model
+        model = self.question.model
+        beside = found.nbytes["host"] - state_nbytes(model, replace(policy, homes=()))["host"]
+        room = self.budgets["host"] - beside
         key = state_policy(policy), room
         if key not in self._homes:
             self._homes[key] = (to_disk(model, policy, room) or all_on_disk(model, policy)).homes
         return policy if self._homes[key] == policy.homes else replace(policy, homes=self._homes[key])
-
-    def _state_nbytes(self, policy: Policy) -> int:
-        """In host memory."""
-        return state_nbytes(self.question.model, policy)["host"]
-
-
-def _exact(plan: Plan) -> Estimate:
-    return Estimate(plan.seconds, plan.nbytes)

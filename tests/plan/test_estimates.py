@@ -90,6 +90,20 @@ def test_a_survey_prices_each_budget_as_a_question_of_its_own() -> None:
         assert each.seconds == pytest.approx(alone.seconds, rel=0.01)
 
 
+def test_what_a_survey_puts_on_the_disk_is_up_to_each_budget() -> None:
+    hardware = replace(ROOMY, disk_nbytes=10**13, disk_read_bandwidth=1e8, disk_write_bandwidth=1e8)
+    question = Question(llama_shape("small", 12, 1024, vocabulary=8000), hardware, 8 * 1024, 1024)
+    needed = find_plan(question).nbytes["host"]
+    budgets = [{"device": 10**9, "host": round(share * needed)} for share in (1.5, 0.6, 1.5)]
+    found = survey(question, budgets)
+    assert found == [survey(question, [budget])[0] for budget in budgets]
+    roomy, tight, _ = found
+    assert roomy is not None
+    assert tight is not None
+    assert tight.nbytes["disk"] > roomy.nbytes["disk"] == 0
+    assert tight.seconds > roomy.seconds
+
+
 def test_a_model_of_120_billion_parameters_is_planned_for_in_two_seconds() -> None:
     spent = []
     for turn in range(3):  # under names of their own, so that nothing is remembered from one to the other

@@ -31,7 +31,7 @@ def test_what_is_promised_is_about_what_a_replay_takes(bus: float) -> None:
         assert sum(counts) == PARTS
         plan = examine(asked, Policy(activation_rows=rows_of(counts, 16)), 4)
         assert seconds == pytest.approx(plan.seconds, rel=0.15), counts
-        promised = found.promised(counts)
+        promised = found.promised(counts).nbytes
         assert promised["device"] == pytest.approx(plan.nbytes["device"], rel=0.15), counts
         assert promised["host"] == pytest.approx(plan.nbytes["host"], rel=0.02), counts
 
@@ -39,9 +39,9 @@ def test_what_is_promised_is_about_what_a_replay_takes(bus: float) -> None:
 def test_the_quickest_that_fits_comes_first() -> None:
     _, found = mixtures(MACHINE)
     everything = found.best({}, 1)[0]
-    budget = 0.5 * found.promised(everything[1])["device"] + 0.5 * min(found.device)
+    budget = 0.5 * found.promised(everything[1]).nbytes["device"] + 0.5 * min(found.device)
     fitting = found.best({"device": budget}, 50)
-    assert all(found.promised(counts)["device"] <= budget for _, counts in fitting)
+    assert all(found.promised(counts).nbytes["device"] <= budget for _, counts in fitting)
     assert [seconds for seconds, _ in fitting] == sorted(seconds for seconds, _ in fitting)
     assert not found.best({"device": 0.0}, 1)
 
