@@ -131,7 +131,6 @@ def measure(arguments: argparse.Namespace, host_nbytes: int) -> dict[str, Any]:
     source = FreshSource(shape(arguments.hidden, arguments.layers), seed=0)
     ported = port_model(source.model, torch.bfloat16)
     device = CpuDevice()
-    device.timed = True
     plan = planned(ported.spec, device, arguments, host_nbytes)
     policy = replace(plan.policy, host_budget_nbytes=plan.question.host_budget_nbytes)
     print(f"{plan.work.tokens} tokens, predicted {duration(plan.seconds)}, {amount(plan.nbytes['disk'])} on disk")

@@ -78,6 +78,9 @@ class Replanner:
     _before: Pace | None = field(default=None, init=False)
     """Of the step before, if it had drifted."""
 
+    def __post_init__(self) -> None:
+        self.engine.leaves_times = True
+
     def __call__(self, step: int) -> Replanned | None:
         """To be called after a step. What has been changed, or `None`."""
         timeline = self.engine.timeline

@@ -9,8 +9,8 @@ cause. So a failure surfaces, once, and nothing hangs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -141,3 +141,16 @@ def declared(task: Task, memory: Mapping[str, torch.Tensor]) -> dict[str, torch.
     """The buffers of `memory` that `task` declares."""
     names = {span.buffer for span in (*task.reads, *task.writes)}
     return {name: memory[name] for name in names if name in memory}
+
+
+@contextmanager
+def timed(device: Device) -> Iterator[None]:
+    """In the block, events tell when their work ran; times count from its start where they are not taken anyway."""
+    before = device.timed
+    if not before:
+        device.timed = True
+    try:
+        yield
+    finally:
+        if not before:
+            device.timed = False

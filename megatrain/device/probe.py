@@ -10,8 +10,8 @@ what a device sustains once it is hot.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatrain.device.base import Device, Errand, Interval, Work
+from megatrain.device.base import Device, Errand, Interval, Work, timed
 from megatrain.errors import OutOfDeviceMemory
 from megatrain.spec import AttentionRate, ElementwiseRate, Precision, ProductRate
 
@@ -96,7 +96,7 @@ def measure_in_turn(
     began = time.perf_counter()
     samples: dict[str, dict[Any, list[float]]] = {}
     runs: list[tuple[list[float], Job, int, str]] = []
-    with _timed(device):
+    with timed(device):
         for name, measurement in measurements.items():
             samples[name] = {}
             for key, (count, once) in _chosen(device, measurement, seconds[name]).items():
@@ -272,7 +272,7 @@ def copy_rates(device: Device, seconds: float, piece: int = PIECE) -> CopyRates:
 
     Raises `OutOfDeviceMemory` where two pieces do not fit on the device.
     """
-    with ExitStack() as held, _timed(device):
+    with ExitStack() as held, timed(device):
 
         def on_device() -> Tensor:
             memory = device.allocate(piece, "probe")
@@ -339,19 +339,6 @@ def _shared_rates(intervals: Sequence[Sequence[Interval]], nbytes: Sequence[int]
 
 
 # Submitting --------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _timed(device: Device) -> Iterator[None]:
-    """Events tell when their work ran."""
-    before = device.timed
-    if not before:
-        device.timed = True
-    try:
-        yield
-    finally:
-        if not before:
-            device.timed = False
 
 
 def _run(device: Device, job: Job, runs: int, stream: str) -> float:

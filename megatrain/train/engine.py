@@ -83,6 +83,7 @@ class Engine(Stepping, Restorable):
         self._closed = False
         self.checked = NOT_ASKED  # whether this architecture is known to be computed right
         self._trace: Trace | None = None
+        self.leaves_times = False
 
     @classmethod
     def from_model(
@@ -285,7 +286,7 @@ class Engine(Stepping, Restorable):
 
     @property
     def timeline(self) -> Timeline | None:
-        """When the ops of the last run were done, where the device takes times."""
+        """When the ops of the last run were done, where the device takes times; of steps also by `leaves_times`."""
         return self._streamer.timeline
 
     def adopt(self, policy: Policy) -> None:
@@ -342,7 +343,6 @@ class Engine(Stepping, Restorable):
         The first step from now is left out, since it builds schedules and warms up.
         """
         self._trace = Trace(path, steps)
-        self._device.timed = True
 
     def close(self) -> None:
         """Stop the workers and give the memory back; what is pending is dropped with the weights."""

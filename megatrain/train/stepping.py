@@ -6,12 +6,12 @@ A base of `Engine` only to keep both files short, as `Restorable` is: it uses th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from megatrain.device import Device
+from megatrain.device import Device, timed
 from megatrain.engine import KeepLogProbs, LossFn, MicroBatch, StepResult, Streamer, check_inputs, check_micro_batches
 from megatrain.errors import ModelError
 from megatrain.memory import Disk
@@ -53,6 +53,8 @@ class Stepping:
     _streamer: Streamer
     _steps: int
     _trace: Trace | None
+    leaves_times: bool
+    """Whether each step leaves its `timeline` on every device: on a GPU that takes two events an op."""
 
     def step(
         self, micro_batches: Sequence[MicroBatch], lr: float | None = None, loss_fn: LossFn | None = None
@@ -76,13 +78,14 @@ class Stepping:
         self._sink.begin(self.optimizer.lr if lr is None else lr)
         self._device.stalled_seconds()
         before = self._written_nbytes
-        result = self._streamer.run(schedule, micro_batches, self._sink, self._steps, loss_fn)
+        wants_times = self.leaves_times or self._trace is not None
+        with timed(self._device) if wants_times else nullcontext():
+            result = self._streamer.run(schedule, micro_batches, self._sink, self._steps, loss_fn)
         norm = self._sink.finish()
         self._steps += 1
         trace, timeline = self._trace, self._streamer.timeline
         if trace is not None and timeline is not None and trace.add(timeline):
             self._trace = None
-            self._device.timed = False
         written = self._written_nbytes - before
         return StepOutput(
             result.loss, norm, result.tokens, self._device.stalled_seconds(), written, dict(result.metrics)

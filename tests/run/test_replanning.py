@@ -15,6 +15,7 @@ from megatrain.memory.disk_faults import DiskFault
 from megatrain.plan import Calibration, Plan
 from megatrain.preflight import Replanner
 from megatrain.spec import Home, Work
+from tests.run.test_run import configuration, train
 from tests.tiny import tiny_model, unequal_batches
 
 
@@ -47,3 +48,23 @@ def test_a_disk_that_is_full_meanwhile_ends_no_run(
                 assert engine.policy.homes == (() if refuses else better.homes)
             losses[-1] += [engine.step(unequal_batches(2)).loss for _ in range(2)]
     assert losses[0] == losses[1]
+
+
+def test_a_run_hands_the_times_of_every_step_to_whoever_replans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also once the trace of an early step, which every run writes, has ended; and on a device that is not timed."""
+    seen: dict[str, list[bool]] = {}
+    honest = Replanner.__call__
+
+    def noted(self: Replanner, step: int) -> object:
+        seen.setdefault(self.engine._device.name, []).append(self.engine.timeline is not None)
+        return honest(self, step)
+
+    monkeypatch.setattr(Replanner, "__call__", noted)
+    monkeypatch.setattr("megatrain.device.sim.SimDevice.timed", False)
+    for name in ("cpu", "sim:1"):
+        (tmp_path / name).mkdir()
+        train(configuration(tmp_path / name, train={"steps": 5, "device": name}))
+    assert {name: len(times) for name, times in seen.items()} == {"cpu": 5, "sim:1": 5}
+    assert all(all(times) for times in seen.values()), seen
