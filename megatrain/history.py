@@ -42,6 +42,20 @@ class Note:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """The loss of held-out text after a step, and its perplexity; not a number where there is none (`Evaluated`)."""
+
+    step: int
+    loss: float
+    perplexity: float
+
+    @property
+    def perplexity_text(self) -> str:
+        """As it is shown; empty where there is none."""
+        return f"{self.perplexity:,.4g}" if math.isfinite(self.perplexity) else ""
+
+
 @dataclass
 class History:
     """A run, as far as its folder tells."""
@@ -52,7 +66,7 @@ class History:
     """Tier -> bytes held after each step."""
     undone: list[tuple[float, float]] = field(default_factory=list)
     """Step and loss of steps that were gone back from."""
-    evaluated: list[tuple[float, float]] = field(default_factory=list)
+    evaluated: list[HeldOut] = field(default_factory=list)
     """Step and loss on held-out text."""
     samples: list[Mapping[str, Any]] = field(default_factory=list)
     saved: list[Mapping[str, Any]] = field(default_factory=list)
@@ -87,7 +101,7 @@ class History:
             case "stepped":
                 self._add_step(told)
             case "evaluated":
-                self.evaluated.append((step, _number(told["loss"])))
+                self.evaluated.append(HeldOut(step, _number(told["loss"]), _number(told.get("perplexity"))))
             case "sampled":
                 self.samples.append({"step": step, "prompt": str(told["prompt"]), "text": str(told["text"])})
             case "saved":
@@ -128,7 +142,7 @@ class History:
         self.undone += zip(steps[kept:], self.columns["loss"][kept:], strict=True)
         for column in (*self.columns.values(), *self.tiers.values()):
             del column[kept:]
-        self.evaluated = [each for each in self.evaluated if each[0] <= step]
+        self.evaluated = [each for each in self.evaluated if each.step <= step]
 
 
 def read_history(folder: Path) -> History:

@@ -12,7 +12,6 @@ it has seen them.
 from __future__ import annotations
 
 import hashlib
-import os
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +33,7 @@ from megatrain.plan import Plan
 from megatrain.spec import Policy
 from megatrain.train.engine import Engine, StepOutput
 from megatrain.train.events import Evaluated
+from megatrain.whole import written_whole
 
 FORMAT = 1  # part of the key: raise it when the same content would give other numbers
 FILE = "reference.npz"
@@ -109,7 +109,7 @@ def with_reference(
     if taken is None:
         known = _asked(config, files, engine, plan, told)
     else:
-        known = _read(taken.folder.parent.parent / FILE) | _read(there)
+        known = _read(there) | _read(taken.folder.parent.parent / FILE)  # what it goes on from knows best
         if not files.keys() <= known.keys():
             what = "the log-probabilities of the model that the run began with are gone, or of other data"
             raise CheckpointError(what, where=str(there), fix="put the file back, or begin a new run")
@@ -177,13 +177,11 @@ def _read(path: Path) -> Said:
 
 
 def _write(path: Path, said: Said) -> None:
-    draft = path.with_name(f".{path.stem}.{os.getpid()}.npz")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        np.savez(draft, **said)  # type: ignore[arg-type]  # names are ours, and none is that of an option
-        draft.replace(path)
+        with written_whole(path) as draft:
+            np.savez(draft, **said)  # type: ignore[arg-type]  # names are ours, and none is that of an option
     except OSError as error:
-        draft.unlink(missing_ok=True)
         what = f"cannot be written ({error.strerror or error})"
         raise DataError(what, where=str(path), fix="free some space, or choose another folder") from error
 

@@ -12,7 +12,6 @@ import difflib
 import json
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +51,7 @@ from megatrain.plan.report import (
     upgrade_rows,
 )
 from megatrain.spec import Hardware, ModelSpec, Precision
+from megatrain.whole import written_whole
 
 LENGTH, TOKENS_PER_STEP = 4096, 65_536
 """What is taken where the user says nothing; fewer tokens where so many do not fit."""
@@ -338,12 +338,9 @@ def _refuse_unwritable(option: str, path: Path) -> None:
 
 def _write(path: Path, text: str) -> None:
     """The whole file, or the one that was there."""
-    staged = path.with_name(f".{path.name}.part")
     try:
-        staged.write_text(text, encoding="utf-8")
-        staged.replace(path)
+        with written_whole(path) as draft:
+            draft.write_text(text, encoding="utf-8")
     except OSError as error:
-        with suppress(OSError):
-            staged.unlink(missing_ok=True)
         what = f"cannot be written ({error.strerror})"
         raise ConfigError(what, where=str(path), fix="choose a file in a folder of yours") from error

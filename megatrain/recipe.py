@@ -19,6 +19,7 @@ from megatrain.plan import Plan, Question, find_plan, survey
 from megatrain.plan.report import amount, duration
 from megatrain.planning import find_hardware, find_model
 from megatrain.spec import Precision
+from megatrain.whole import written_whole
 
 WINDOW = 4096
 TOKENS_PER_STEP = 65_536
@@ -53,17 +54,14 @@ def write_recipe(answers: Answers, target: Path) -> Plan:
         raise ConfigError("no data", where="--data", fix="name a file, a folder, or a data set on the hub")
     plan = _planned(answers)
     text = recipe_text(answers, plan, is_chat=_is_chat(answers))
-    draft = target.with_name(f".{target.name}.draft")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(text, encoding="utf-8")
-        load_config(draft)
-        draft.rename(target)
+        with written_whole(target) as draft:
+            draft.write_text(text, encoding="utf-8")
+            load_config(draft)
     except OSError as error:
         what = f"cannot be written ({error.strerror or error})"
         raise ConfigError(what, where=str(target), fix="name a file in another folder") from error
-    finally:
-        draft.unlink(missing_ok=True)
     return plan
 
 

@@ -8,7 +8,6 @@ alone (`history`), so it can be made of a run that goes on, or was killed. It le
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megatrain.errors import ExportError
-from megatrain.history import History, Note, read_history
+from megatrain.history import HeldOut, History, Note, read_history
 from megatrain.page import (
     CURVES,
     TIMELINE,
@@ -33,6 +32,7 @@ from megatrain.page import (
     timeline,
 )
 from megatrain.plan.report import amount, duration
+from megatrain.whole import written_whole
 
 REPORT = "report.html"
 SILENT_SECONDS = 30.0
@@ -49,12 +49,10 @@ def write_report(folder: Path, target: Path | None = None) -> Path:
     """
     page = render_report(read_history(folder), time.time())
     path = target or folder / REPORT
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        beside.write_text(page, encoding="utf-8")
-        beside.replace(path)
+        with written_whole(path) as draft:
+            draft.write_text(page, encoding="utf-8")
     except OSError as error:
-        beside.unlink(missing_ok=True)
         what, fix = f"cannot be written ({error.strerror or error})", "free some space, or choose another --html"
         raise ExportError(what, where=str(path), fix=fix) from error
     return path
@@ -106,11 +104,11 @@ def _summary(run: History, now: float) -> list[tuple[str, str]]:
         if recent:
             rows.append(("loss", f"{columns['loss'][0]:.4f} at first, {sum(recent) / len(recent):.4f} over the last"))
     if run.evaluated:
-        step, loss = run.evaluated[-1]
-        best_step, best = min(run.evaluated, key=lambda each: (math.isnan(each[1]), each[1]))
-        rows.append(("held-out text", f"{_with_perplexity(loss)} at step {step:,.0f}"))
-        if best_step != step:
-            rows.append(("best", f"{_with_perplexity(best)} at step {best_step:,.0f}"))
+        last = run.evaluated[-1]
+        best = min(run.evaluated, key=lambda each: (math.isnan(each.loss), each.loss))
+        rows.append(("held-out text", _held_out(last)))
+        if best.step != last.step:
+            rows.append(("best", _held_out(best)))
     if run.planned.get("seconds") and seconds:
         foreseen, steps = float(run.planned["seconds"]), len(columns["seconds"])
         middle = float(np.nanmedian(np.asarray(columns["seconds"])))
@@ -135,14 +133,16 @@ def _loss(run: History, figures: dict[str, Any]) -> str:
     steps, losses = run.columns["step"], run.columns["loss"]
     curves = [Curve("training", steps, losses)]
     if run.evaluated:
-        curves.append(_points("held-out text", run.evaluated, colour=1, dots=True))
+        held = [(float(each.step), each.loss) for each in run.evaluated]
+        curves.append(_points("held-out text", held, colour=1, dots=True))
     if run.undone:
         curves.append(_points("gone back from", run.undone, colour=4, dots=len(run.undone) < 500))
     html = _figure(figures, "loss", "loss", curves, _markers(run))
     if not run.evaluated:
         return html
-    rows = [(f"{step:,.0f}", f"{loss:.4f}", _perplexity(loss)) for step, loss in run.evaluated]
-    listed = table(("step", "held-out loss", "perplexity"), _some(rows))
+    shown = 3 if any(each.perplexity_text for each in run.evaluated) else 2
+    rows = [(f"{each.step:,}", f"{each.loss:.4f}", each.perplexity_text)[:shown] for each in run.evaluated]
+    listed = table(("step", "held-out loss", "perplexity")[:shown], _some(rows))
     return f"{html}<details><summary>held-out text</summary>{listed}</details>"
 
 
@@ -293,9 +293,6 @@ def _total(values: Any) -> float:
     return float(np.nansum(np.asarray(values, np.float64)))
 
 
-def _with_perplexity(loss: float) -> str:
-    return f"loss {loss:.4f}, perplexity {_perplexity(loss)}"
-
-
-def _perplexity(loss: float) -> str:
-    return f"{math.exp(loss):,.4g}" if loss < 700 else "beyond numbers"
+def _held_out(held: HeldOut) -> str:
+    perplexity = f", perplexity {held.perplexity_text}" if held.perplexity_text else ""
+    return f"loss {held.loss:.4f}{perplexity} at step {held.step:,}"

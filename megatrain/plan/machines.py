@@ -11,7 +11,6 @@ import difflib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from importlib import resources
@@ -20,6 +19,7 @@ from typing import Any
 
 from megatrain.errors import PlanError
 from megatrain.spec import WEIGHT_NBYTES, AttentionRate, DiskRate, ElementwiseRate, Hardware, ProductRate
+from megatrain.whole import written_whole
 
 _LIBRARY = "machines.json"
 _DEVICE_NAMES = "device_names"
@@ -165,14 +165,11 @@ def save_hardware(hardware: Hardware, path: Path) -> None:
     """
     written = _written(hardware)
     _read(written, str(path))
-    staged = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        staged.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
-        staged.replace(path)
+        with written_whole(path) as draft:
+            draft.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        with suppress(OSError):
-            staged.unlink()
         what = f"cannot be written ({error.strerror})"
         raise PlanError(what, where=str(path), fix="choose a file in a folder of yours") from error
 

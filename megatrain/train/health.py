@@ -11,7 +11,6 @@ long as they last. Nothing is stopped: a slow disk may recover, and whoever watc
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -25,6 +24,7 @@ from typing import Any, Protocol
 from megatrain.errors import typed_line
 from megatrain.train.events import Ended, Evaluated, Event, Resumed, RolledBack, Saved, Skipped, Stepped
 from megatrain.train.saver import Saver
+from megatrain.whole import written_whole
 
 STATUS = "status.json"
 THREADS = "megatrain-"
@@ -128,17 +128,14 @@ class Health:
             self._fields["state"] = "stopping"
         self._fields |= {"heartbeat": time.time(), "saving": self._saving()}
         with self._lock:
-            beside = self.path.with_name(f".{self.path.name}.part")
             try:
-                beside.write_text(json.dumps(self._fields, indent=1) + "\n")
-                beside.replace(self.path)
+                with written_whole(self.path) as draft:
+                    draft.write_text(json.dumps(self._fields, indent=1) + "\n")
                 self._refused = False
             except OSError as error:
                 if not self._refused:
                     self._refused = True
                     self._say(f"{self.path} cannot be written ({error.strerror or error}): it stays as it was")
-                with contextlib.suppress(OSError):
-                    beside.unlink(missing_ok=True)
 
     def _beat(self) -> None:
         while not self._end.wait(self._beat_seconds):

@@ -21,6 +21,7 @@ from typing import Any
 
 from megatrain.errors import ExportError
 from megatrain.train.events import Evaluated, Event, Stepped
+from megatrain.whole import written_whole
 
 KEPT_LINES = 20_000
 """Lines that wait for room, the newest; about 10 MB."""
@@ -56,9 +57,8 @@ class JsonLines:
         self._lost, self._refused = 0, False
         try:
             if step is not None and path.exists():
-                beside = path.with_name(f".{path.name}.part")
-                beside.write_text("".join(_told_until(path, step)), encoding="utf-8")
-                beside.replace(path)
+                with written_whole(path) as draft:
+                    draft.write_text("".join(_told_until(path, step)), encoding="utf-8")
             elif path.exists():
                 os.truncate(path, 0)
             self._file = path.open("ab", buffering=0)
@@ -130,11 +130,15 @@ def scalars(event: Event) -> dict[str, float]:
 
 
 def _told_until(path: Path, step: int) -> Iterator[str]:
-    """Lines about steps up to `step`, but for the end that an earlier process told; a torn line is none."""
+    """Lines about steps up to `step`, but for the end that an earlier process told; a torn line is none.
+
+    A step that failed and was gone back from may lie beyond `step`: what it has undone is still undone.
+    """
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             fields = json.loads(line)
-            if fields["step"] <= step and fields["event"] != "ended":
+            about = fields["to"] if fields["event"] == "rolledback" else fields["step"]
+            if about <= step and fields["event"] != "ended":
                 yield line + "\n"
         except (ValueError, KeyError, TypeError):
             continue

@@ -91,7 +91,7 @@ def test_what_a_rollback_has_undone_does_not_count_but_is_shown(tmp_path: Path) 
     found = read_history(run(tmp_path / "a", *EVERYTHING))
     assert list(found.columns["loss"]) == [3.0, 2.5, 2.25]
     assert found.undone == [(3.0, 77.0)]
-    assert found.evaluated == [(2, 2.0)]
+    assert [(held.step, held.loss) for held in found.evaluated] == [(2, 2.0)]
     assert list(found.tiers["host"]) == [1 << 20] * 3
 
 
@@ -201,3 +201,19 @@ def test_a_million_steps_in_a_page_of_a_megabyte(tmp_path: Path) -> None:
     assert time.perf_counter() - began < 20
     assert len(html) < 1_500_000
     assert "99.0" in html
+
+
+def test_a_rollback_is_not_forgotten_by_a_run_that_is_resumed_before_the_step_that_failed(tmp_path: Path) -> None:
+    first = [stepped(step, float(step)) for step in (1, 2, 3, 4)]
+    again = [stepped(step, 10.0 + step) for step in (2, 3)]
+    folder = run(tmp_path / "a", *first, RolledBack(4, 1, "the loss is not finite"), *again)
+    with JsonLines(folder / "metrics.jsonl", 3) as watch:  # resumed after step 3, in the second pass
+        watch(stepped(4, 14.0))
+    assert list(read_history(folder).columns["step"]) == [1.0, 2.0, 3.0, 4.0]
+    assert list(read_history(folder).columns["loss"]) == [1.0, 12.0, 13.0, 14.0]
+
+
+def test_a_loss_that_is_no_cross_entropy_has_no_perplexity(tmp_path: Path) -> None:
+    said = text(run(tmp_path / "a", planned(), stepped(1), Evaluated(1, 0.69, {"rewards/margins": 0.1})))
+    assert "0.6900" in said
+    assert "perplexity" not in said
