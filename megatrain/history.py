@@ -25,7 +25,7 @@ from megatrain.train.trace import TRACE
 METRICS, CONFIG = "metrics.jsonl", "config.yaml"
 COLUMNS = (
     *("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "seconds", "data_seconds", "stall_seconds"),
-    *("light_share", "resumed_at"),
+    "light_share",
 )
 """What is kept of each step."""
 MOST_OPS = 200_000

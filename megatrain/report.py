@@ -137,7 +137,7 @@ def _loss(run: History, figures: dict[str, Any]) -> str:
         curves.append(_points("held-out text", held, colour=1, dots=True))
     if run.undone:
         curves.append(_points("gone back from", run.undone, colour=4, dots=len(run.undone) < 500))
-    html = _figure(figures, "loss", "loss", curves, _markers(run))
+    html = figure(figures, "loss", "loss", curves, _markers(run))
     if not run.evaluated:
         return html
     shown = 3 if any(each.perplexity_text for each in run.evaluated) else 2
@@ -149,9 +149,9 @@ def _loss(run: History, figures: dict[str, Any]) -> str:
 def _course(run: History, figures: dict[str, Any]) -> str:
     steps, columns, markers = run.columns["step"], run.columns, _markers(run)
     charts = [
-        _figure(figures, "lr", "learning rate", [Curve("learning rate", steps, columns["lr"])], floor=0.0),
-        _figure(figures, "norm", "gradient norm", [Curve("before clipping", steps, columns["grad_norm"], 3)], markers),
-        _figure(
+        figure(figures, "lr", "learning rate", [Curve("learning rate", steps, columns["lr"])], floor=0.0),
+        figure(figures, "norm", "gradient norm", [Curve("before clipping", steps, columns["grad_norm"], 3)], markers),
+        figure(
             figures,
             "speed",
             "tokens per second",
@@ -159,7 +159,7 @@ def _course(run: History, figures: dict[str, Any]) -> str:
             markers,
             floor=0.0,
         ),
-        _figure(
+        figure(
             figures,
             "stalls",
             "share of a step in which compute waited",
@@ -179,7 +179,7 @@ def _memory(run: History, figures: dict[str, Any]) -> str:
         Curve(tier, run.columns["step"], column, colour % 5)
         for colour, (tier, column) in enumerate(sorted(run.tiers.items()))
     ]
-    parts = [_figure(figures, "memory", "bytes held by tier", curves, unit="B", floor=0.0)] if curves else []
+    parts = [figure(figures, "memory", "bytes held by tier", curves, unit="B", floor=0.0)] if curves else []
     foreseen, held = _by_tier(run.planned.get("nbytes")), _by_tier(run.planned.get("held_nbytes"))
     for tier in dict.fromkeys((*foreseen, *held)):
         planned, taken = foreseen.get(tier, {}), held.get(tier, {})
@@ -236,21 +236,6 @@ def _notes(notes: Sequence[Note]) -> str:
 
 
 # Inside ------------------------------------------------------------------------------------------------------------
-
-
-def _figure(
-    figures: dict[str, Any],
-    identity: str,
-    title: str,
-    curves: Sequence[Curve],
-    markers: Sequence[Marker] = (),
-    *,
-    unit: str = "",
-    floor: float | None = None,
-) -> str:
-    html, data = figure(identity, title, curves, markers, unit=unit, floor=floor)
-    figures |= data
-    return html
 
 
 def _points(name: str, points: Sequence[tuple[float, float]], *, colour: int, dots: bool) -> Curve:

@@ -126,6 +126,7 @@ def run_training(config: Config, console: Console) -> Path:
             resume.take_up_data(feed, taken, config, say)
         with loading(console, "loading the model") as progress:
             engine = stack.enter_context(_engine(config, source, ported, plan, device, taken, progress))
+        claim.make(folder)
         if config.train.objective == "dpo":
             corpus = _referred(config, corpus, engine, plan, taken, console)
         if config.trace is not None:
@@ -352,7 +353,8 @@ def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack
     """Train to the end, or until told to stop, and save what there is then."""
     train_, checkpoints, engine = config.train, run.checkpoints, run.engine
     stop = stack.enter_context(StopSignals(config.checkpoint.deadline_seconds, checkpoints.expected_seconds))
-    run.claim.make(Path(config.output.folder).expanduser())
+    if config.checkpoint.every:
+        run.claim.make(config.checkpoints)
     watchers: list[Watcher] = [*open_watchers(config, taken, stack, console), checkpoints]
     health = Health(
         Path(config.output.folder).expanduser() / STATUS,

@@ -19,6 +19,7 @@ from megatrain import resume
 from megatrain.checkpoint import Checkpoint
 from megatrain.config import Config, save_config
 from megatrain.errors import MegaTrainError
+from megatrain.history import CONFIG, METRICS
 from megatrain.report import write_report
 from megatrain.train.events import Watcher
 from megatrain.train.metrics import JsonLines
@@ -27,7 +28,7 @@ from megatrain.train.trackers import OPTIONAL, Tracked, identity_of, open_tracke
 
 
 def open_watchers(config: Config, taken: Checkpoint | None, stack: ExitStack, console: Console) -> list[Watcher]:
-    """Everything that reports, opened for as long as `stack`. This is the first to write into the run folder."""
+    """Everything that reports, opened for as long as `stack`. The run folder is there, and claimed."""
     folder = Path(config.output.folder).expanduser()
 
     def say(line: str) -> None:
@@ -35,12 +36,12 @@ def open_watchers(config: Config, taken: Checkpoint | None, stack: ExitStack, co
 
     goes_on = taken is not None and resume.is_own(config, taken)
     step = resume.facts_of(taken)["step"] if taken is not None and goes_on else None
-    if (folder / "metrics.jsonl").exists() and not goes_on:
+    if (folder / METRICS).exists() and not goes_on:
         say(f"replaces the metrics of an earlier run in {folder}")
     resume.remove_others(config, taken if goes_on else None)
     stack.callback(_report, folder, say)  # once all others have closed, however the run ends
-    save_config(config, folder / "config.yaml")
-    watchers: list[Watcher] = [stack.enter_context(JsonLines(folder / "metrics.jsonl", step, say))]
+    save_config(config, folder / CONFIG)
+    watchers: list[Watcher] = [stack.enter_context(JsonLines(folder / METRICS, step, say))]
     if not goes_on:
         shutil.rmtree(folder / "tensorboard", ignore_errors=True)
     output = config.output

@@ -17,7 +17,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -38,10 +38,10 @@ Stamp = tuple[int, int, int]
 class Earlier:
     """A checkpoint whose files the next one may share. Raises `DamagedCheckpoint` where it has no sound manifest."""
 
-    def __init__(self, folder: Path, stamps: Mapping[str, Stamp] | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files = read_manifest(folder).files
-        self._stamps = dict(stamps or {})
+        self._stamps: dict[str, Stamp] = {}
 
     @classmethod
     def just_written(cls, folder: Path) -> Earlier:

@@ -78,7 +78,7 @@ def holds_chats(file: SampleFile) -> bool:
 
 def holds_pairs(file: SampleFile) -> bool:
     """Whether samples 0, 2, ... are chosen answers, and the one after each the rejected one."""
-    return bool(file.details.get("pairs"))
+    return bool(file.details["pairs"])
 
 
 def _encoded(

@@ -22,6 +22,7 @@ from torch.nn import functional
 from transformers import Trainer
 
 from megatrain.checkpoint import open_checkpoint
+from megatrain.engine.losses import own_entries
 from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from megatrain.hf.optimizer import EngineOptimizer
 from megatrain.hf.refusals import refuse_arguments, refuse_class, refuse_keywords, refuse_model
@@ -247,7 +248,8 @@ class Streamed:
             loss = torch.tensor(found.loss, device=self.args.device)
         if prediction_loss_only:
             return loss, None, None
-        seen = {key: value for key, value in batch.items() if key != "labels"}
+        unseen = ("labels", *own_entries(self._loss()))
+        seen = {key: value for key, value in batch.items() if key not in unseen}
         return loss, self.engine.logits(seen), labels
 
     # Saving -----------------------------------------------------------------------------------------------------------
@@ -256,11 +258,10 @@ class Streamed:
         """What `save_pretrained` of the model does: its files, among those that are there; or those of a checkpoint."""
         engine = self.engine
         if self._saves_all:
-            beside = folder.parent / ".megatrain"
-            made = engine.save(beside, step=self.state.global_step).wait()
+            made = engine.save(folder.parent, step=self.state.global_step).wait()
             shutil.rmtree(folder, ignore_errors=True)
             made.rename(folder)
-            beside.rmdir()
+            engine.saver.goes_on_from(folder)
             return
         precision: Precision = "bf16" if self.model.dtype == torch.bfloat16 else "fp32"
         beside = folder / ".megatrain"

@@ -4,8 +4,8 @@ What a page is about comes from elsewhere (`plan.page`, `report`). Every text is
 """
 
 from megatrain.page.curves import CURVES, Curve, Marker, figure
-from megatrain.page.parts import bar, definitions, document, embedded, section, table
-from megatrain.page.timeline import KIND_COLOURS, OTHER_COLOUR, TIMELINE, legend, timeline
+from megatrain.page.parts import bar, definitions, document, section, table
+from megatrain.page.timeline import KIND_COLOURS, OTHER_COLOUR, TIMELINE, timeline
 
 __all__ = [
     "CURVES",
@@ -17,9 +17,7 @@ __all__ = [
     "bar",
     "definitions",
     "document",
-    "embedded",
     "figure",
-    "legend",
     "section",
     "table",
     "timeline",

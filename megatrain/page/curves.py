@@ -53,6 +53,7 @@ class _Columns:
 
 
 def figure(
+    figures: dict[str, Any],
     identity: str,
     title: str,
     curves: Sequence[Curve],
@@ -60,8 +61,8 @@ def figure(
     *,
     unit: str = "",
     floor: float | None = None,
-) -> tuple[str, dict[str, Any]]:
-    """The drawing, and what `CURVES` needs of it under its `identity` in the page's data.
+) -> str:
+    """The drawing; what `CURVES` needs of it goes to `figures`, of the page's data, under its `identity`.
 
     unit: is written behind values. floor: a value that the scale shows whatever the curves hold, 0 say.
     """
@@ -69,7 +70,7 @@ def figure(
     values = np.concatenate([*(each.lows for each in thin), *(each.highs for each in thin), np.empty(0)])
     every = np.concatenate([*(each.xs for each in thin), np.empty(0)])
     if not every.size:
-        return f"<figure><h3>{escape(title)}</h3><p>nothing was told</p></figure>", {}
+        return f"<figure><h3>{escape(title)}</h3><p>nothing was told</p></figure>"
     middle = float(np.median(np.concatenate([each.means for each in thin])))
     scale = _Scale(float(values.min()), float(values.max()), middle, floor)
     left, right = float(every.min()), float(every.max())
@@ -90,7 +91,7 @@ def figure(
         f"<figure><h3>{escape(title)}{logarithmic}</h3>{drawing}"
         f'<ul class="legend">{words}</ul><figcaption aria-live="polite">&nbsp;</figcaption></figure>'
     )
-    data = {
+    figures[identity] = {
         "left": left,
         "right": right,
         "unit": unit,
@@ -99,7 +100,7 @@ def figure(
             for curve, each in zip(curves, thin, strict=True)
         ],
     }
-    return html, {identity: data}
+    return html
 
 
 def _thinned(curve: Curve) -> _Columns:

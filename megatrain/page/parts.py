@@ -96,5 +96,5 @@ svg text { fill: var(--faint); font: 12px system-ui, sans-serif; } svg .grid { s
 svg .mark { stroke: var(--faint); stroke-dasharray: 3 3; } svg .at { stroke: var(--ink); opacity: .5; }
 svg .mean { fill: none; stroke-width: 1.6; } svg .band { fill: none; opacity: .45; }
 pre { background: var(--soft); padding: .7rem; overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere; }
-summary { cursor: pointer; font-weight: 600; } .bad { color: var(--c4); } .good { color: var(--c2); }
+summary { cursor: pointer; font-weight: 600; }
 """

@@ -1,6 +1,6 @@
 """What happens in a training run, as frozen values.
 
-The loop tells events, and every report (metrics file, TensorBoard, the line on the terminal) reads them, so each number
+The loop tells events, and every report (metrics file, trackers, the line on the terminal) reads them, so each number
 has one definition, here. `elapsed_seconds` counts from the start of training, measurements and samples included. Left
 out: how any of it is shown.
 """

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,8 @@ def test_a_spike_among_a_million_steps_stays_visible_in_a_small_page() -> None:
     losses = np.full(1_000_000, 2.0)
     losses[654_321] = 9.0
     losses[123_456] = 0.5
-    html, data = figure("loss", "loss", [Curve("training", np.arange(1, 1_000_001), losses)])
+    data: dict[str, Any] = {}
+    html = figure(data, "loss", "loss", [Curve("training", np.arange(1, 1_000_001), losses)])
     (curve,) = data["loss"]["curves"]
     assert len(curve["xs"]) <= COLUMNS
     assert (max(curve["highs"]), min(curve["lows"])) == (9.0, 0.5)
@@ -42,14 +44,16 @@ def test_a_spike_among_a_million_steps_stays_visible_in_a_small_page() -> None:
 
 
 def test_few_points_are_drawn_as_they_are() -> None:
-    html, data = figure("a", "a", [Curve("x", [1, 2, 5], [3.0, 1.0, 2.0])])
+    data: dict[str, Any] = {}
+    html = figure(data, "a", "a", [Curve("x", [1, 2, 5], [3.0, 1.0, 2.0])])
     assert data["a"]["curves"][0]["means"] == [3.0, 1.0, 2.0]
     assert "band" not in html
 
 
 @given(st.lists(ANY, max_size=30), st.sampled_from([None, 0.0]))
 def test_any_values_make_a_drawing_within_its_frame(values: list[float], floor: float | None) -> None:
-    html, data = figure("a", "a", [Curve("x", list(range(len(values))), values)], floor=floor)
+    data: dict[str, Any] = {}
+    html = figure(data, "a", "a", [Curve("x", list(range(len(values))), values)], floor=floor)
     read(html)
     assert "nan" not in html.replace("polynan", "")
     for path in re.findall(r'class="mean"[^>]* d="M([^"]*)"', html):
@@ -63,14 +67,14 @@ def test_any_values_make_a_drawing_within_its_frame(values: list[float], floor: 
 
 
 def test_norms_that_differ_by_orders_get_a_logarithmic_scale() -> None:
-    html, _ = figure("a", "norm", [Curve("x", list(range(101)), [1.0] * 100 + [1e4])])
+    html = figure({}, "a", "norm", [Curve("x", list(range(101)), [1.0] * 100 + [1e4])])
     assert "norm (logarithmic)" in html
-    html, _ = figure("a", "norm", [Curve("x", list(range(3)), [1.0, 2.0, 3.0])])
+    html = figure({}, "a", "norm", [Curve("x", list(range(3)), [1.0, 2.0, 3.0])])
     assert "logarithmic" not in html
 
 
 def test_hostile_names_stay_text() -> None:
-    html, _ = figure(HOSTILE, HOSTILE, [Curve(HOSTILE, [1, 2], [1.0, 2.0])], [Marker(1, HOSTILE)], unit=HOSTILE)
+    html = figure({}, HOSTILE, HOSTILE, [Curve(HOSTILE, [1, 2], [1.0, 2.0])], [Marker(1, HOSTILE)], unit=HOSTILE)
     reader = read(html)
     assert reader.count["script"] == reader.count["img"] == 0
     assert HOSTILE in reader.text
@@ -93,7 +97,8 @@ on.pointerleave({}); console.log(set.visibility);
 @pytest.mark.skipif(shutil.which("node") is None, reason="runs the page's script in node")
 def test_the_pointer_is_told_the_values_under_it(tmp_path: Path) -> None:
     curves = [Curve("training", [1, 2, 3], [3.0, 2.0, 1.0]), Curve("held-out", [2], [2.5], dots=True)]
-    _, data = figure("loss", "loss", curves, unit="%")
+    data: dict[str, Any] = {}
+    figure(data, "loss", "loss", curves, unit="%")
     program = NODE.replace("DATA", json.dumps(json.dumps({"figures": data}))).replace("SCRIPT", json.dumps(CURVES))
     (tmp_path / "run.js").write_text(program)
     done = subprocess.run(["node", str(tmp_path / "run.js")], capture_output=True, text=True, timeout=60)
