@@ -44,6 +44,9 @@ class ParamSpec:
     """Share of the elements that one token uses: below 1 for experts."""
     trainable: bool = True
     """A frozen parameter streams like any other, has no gradient and is never updated."""
+    held: int = 0
+    """Parameters behind it, in order of use, that a forward of its layer comes to before it reads this one for the last
+    time: 1 for a matrix that is read together with its bias; -1 where it may come back to it at any time."""
 
     @property
     def numel(self) -> int:
@@ -309,6 +312,10 @@ class Policy:
     precision: Precision = "bf16"
     weight_slots: int = 2
     """Device buffers that the layers' weights pass through; 2 hides each fetch behind the layer before."""
+    read_ahead_nbytes: int = 0
+    """In place of `weight_slots`, where it is not 0: layers share one slot, and while it is in use the first shards of
+    the next layer come into this much device memory. With gates, shards then follow straight into places of the slot
+    that the layer before has given up. Shards of layers are no larger than this."""
     grad_slots: int = 2
     """Device buffers that the layers' gradients pass through."""
     shard_nbytes: int = 64 << 20
@@ -377,6 +384,7 @@ class Policy:
         self._require("recompute_slots", self.recompute_slots is None or self.recompute_slots > 0, "at least 1 or None")
         self._require("host_threads", self.host_threads >= 0, "0 or more")
         self._require("mlp_chunk_tokens", self.mlp_chunk_tokens >= 0, "0 or more")
+        self._require("read_ahead_nbytes", self.read_ahead_nbytes >= 0, "0 or more")
         if self.precision == "fp32" and self.grad_precision == "bf16":
             raise PlanError(
                 "gradients in bf16 would hold less than precision fp32 promises",
@@ -419,6 +427,21 @@ class Policy:
     def offloads(self) -> bool:
         """Whether inputs of layers leave the device."""
         return not self.shares_memory and any("offload" in row for row in self.activation_rows)
+
+    @property
+    def layer_slots(self) -> int:
+        """Device buffers that hold a layer's weights whole."""
+        return 1 if self.read_ahead_nbytes else self.weight_slots
+
+    @property
+    def layers_fetched(self) -> int:
+        """Layers of which the device may hold weights at one time."""
+        return 2 if self.read_ahead_nbytes else self.weight_slots
+
+    @property
+    def gives_up_shards(self) -> bool:
+        """Whether the last call of a visit gives up shards of weights as it is done with them."""
+        return self.read_ahead_nbytes > 0 and self.gates != "unit" and not self.shares_memory
 
     @property
     def weight_nbytes(self) -> int:

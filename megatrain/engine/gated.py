@@ -22,6 +22,7 @@ from torch import Tensor
 from megatrain import spec
 from megatrain.engine.rows import BY_ROWS, Blocks, splits
 from megatrain.engine.weights import Bound
+from megatrain.errors import ScheduleError
 from megatrain.layout import Layout
 from megatrain.memory import Held
 from megatrain.model import Uses
@@ -77,7 +78,7 @@ class Call(Gates):
         self, phases: Sequence[Op], layout: Layout, alongside: Alongside, run: Run, by_rows: frozenset[Any]
     ) -> None:
         self._op, self._alongside, self._run, self._by_rows = whole(phases), alongside, run, by_rows
-        self._held: dict[str, Tensor] = {}
+        self._layout, self._held = layout, dict[str, Tensor]()
         self._phase, self._last = -1, len(phases) - 1
         self._arrived = _declared([op.reads for op in phases], f"w{phases[0].unit}", layout.size)
         """Elements of the weights that each phase may read."""
@@ -154,8 +155,19 @@ class Call(Gates):
         return any(first <= start and stop <= last for first, last in arrived)
 
     def need(self, start: int, stop: int) -> None:
+        self.need_all([(start, stop)])
+
+    def need_all(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """All of these are about to be read together. Raises `ScheduleError` for weights that the schedule has given up
+        by now: others come into their place."""
         later = range(self._phase, self._last + 1)
-        self._reach(next((phase for phase in later if self.has(start, stop, phase)), self._last))
+        phase = next((phase for phase in later if all(self.has(*each, phase) for each in ranges)), None)
+        if phase is None:
+            start, stop = next((each for each in ranges if not self.has(*each)), ranges[0])
+            inside = (field.name for field in self._layout.fields if field.start < stop and start < field.stop)
+            what = f"{next(inside, 'its weights')} is read once more after the layer had gone on from it"
+            raise ScheduleError(what, where=self._op.name, fix="use policy.read_ahead_nbytes=0, or policy.gates=unit")
+        self._reach(phase)
 
     def blocks(self, start: int, rows: int, width: int) -> Blocks:
         """The rows of a matrix at element `start`, `width` elements each, as they come."""
@@ -196,9 +208,9 @@ class _Meeting(Uses):
         self._call, self._bound, self._by_rows = call, bound, by_rows
 
     def _meet(self, func: Any, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
-            if (extent := self._bound.extent(tensor)) is not None:
-                self._call.need(*extent)
+        extents = [extent for tensor in tensors if (extent := self._bound.extent(tensor)) is not None]
+        if extents:
+            self._call.need_all(extents)
 
     def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         matrix = splits(func, args, kwargs) if func in self._by_rows else None

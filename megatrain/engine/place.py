@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatrain.layout import Layout
-from megatrain.schedule import UNDER_WAY, Schedule
+from megatrain.schedule import AHEAD, UNDER_WAY, Schedule
 from megatrain.spec import ModelSpec
 
 
@@ -20,7 +20,7 @@ def place_of(
     if not digits.isdigit() or int(digits) >= len(spec.units):
         return buffer
     unit = int(digits)
-    if content[0] not in "wg" or running is None or buffer.startswith("host/slab/"):
+    if content[0] not in "wg" or running is None or buffer.startswith(("host/slab/", AHEAD)):
         return spec.units[unit].name
     layout = layouts[unit] if content[0] == "w" else layouts[unit].trained
     element = start // (running.extent(buffer, content) // layout.size)

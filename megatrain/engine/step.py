@@ -33,7 +33,7 @@ from megatrain.errors import LossError, NonFinite
 from megatrain.layout import layout_of
 from megatrain.memory import Held, Pool
 from megatrain.model import Answering, Keeping, PortedModel, Sides
-from megatrain.schedule import Op, Schedule, Timeline
+from megatrain.schedule import CALLS, Op, Schedule, Timeline
 from megatrain.spec import Policy, Precision
 
 DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -108,7 +108,7 @@ class Streamer:
         changes."""
 
         def run(op: Op, held: Held, gates: Gates = OPEN) -> None:
-            if op.stream == "compute":
+            if op.kind in CALLS:  # between their phases other ops may run
                 now.gates = gates
             with undisturbed(self.device.torch_device.type):
                 ACTIONS[op.kind](self, now, op, held)
@@ -137,9 +137,8 @@ class Streamer:
     # Copies ---------------------------------------------------------------------------------------------------------
 
     def _copy(self, now: Current, op: Op, held: Held) -> None:
-        """FETCH: a shard of weights to its slot. GRAD: a shard of gradients home, in the dtype that crosses the bus.
-
-        OFFLOAD and RELOAD: the input of a layer, as it is.
+        """FETCH: a shard of weights to its slot, or ahead of it; PLACE: from there. GRAD: a shard of gradients home, in
+        the dtype that crosses the bus. OFFLOAD and RELOAD: the input of a layer, as it is.
         """
         (read,), (write,) = op.reads, op.writes
         source, target = part_of(held, read), part_of(held, write)
@@ -173,11 +172,9 @@ class Streamer:
             alive.sides[unit, micro] = tuple(side.detach() for side in sides)
         elif stored := written.get(f"c{unit}.{micro}"):
             keeping = Keeping("chosen" if "/chosen/" in stored.buffer else "attention", self.spec.hidden_size)
+            leaves = self._binders[unit].leaves(self._weights(op, held, unit))
+            leaf = hidden.detach().requires_grad_()
             with keeping.running(), self._gate(now, op, held):
-                leaves, leaf = (
-                    self._binders[unit].leaves(self._weights(op, held, unit)),
-                    hidden.detach().requires_grad_(),
-                )
                 found, sides = self.ported.layer(unit - 1, leaves, leaf, alive.calls[micro][unit - 1], self.policy)
             alive.inputs[output], alive.stored[unit, micro] = found.detach(), keeping.stored()
             alive.sides[unit, micro] = tuple(side.detach() for side in sides)
@@ -405,7 +402,7 @@ class Streamer:
 ACTIONS = {
     "READ": Streamer._read,
     "WRITE": Streamer._write,
-    **dict.fromkeys(("FETCH", "GRAD", "OFFLOAD", "RELOAD"), Streamer._copy),
+    **dict.fromkeys(("FETCH", "PLACE", "GRAD", "OFFLOAD", "RELOAD"), Streamer._copy),
     **dict.fromkeys(("PACK", "UNPACK"), Streamer._pass),
     "FORWARD": Streamer._forward,
     "LOSS": Streamer._loss,

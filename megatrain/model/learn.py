@@ -28,7 +28,7 @@ from megatrain.model.ports import Capture, HandOut, Port, hidden_of, reachable_l
 from megatrain.model.profile import LENGTHS, Run, profile_layer
 from megatrain.model.recorded import install_recorders
 from megatrain.model.tokenwise import token_wise, with_chunks
-from megatrain.model.uses import OrderOfUse, Uses, in_order_of_use
+from megatrain.model.uses import TO_THE_END, OrderOfUse, Uses, in_order_of_use
 from megatrain.spec import LayerProfile, ModelSpec, ParamSpec, UnitSpec
 
 PROBE_TOKENS = 4
@@ -187,11 +187,11 @@ def _placeholder_units(layers: int) -> tuple[UnitSpec, ...]:
     return UnitSpec("prologue", "prologue", ()), *middle, UnitSpec("epilogue", "epilogue", ())
 
 
-def _learn_layers(ported: PortedModel) -> tuple[list[Sides], list[LayerProfile], list[list[str]]]:
+def _learn_layers(ported: PortedModel) -> tuple[list[Sides], list[LayerProfile], list[OrderOfUse]]:
     """Run one layer of each kind: does it return the hidden state, or a tuple that starts with it?
 
-    Returns what each layer records besides, where the model records anything, each layer's profile, and the names of
-    its parameters in order of use.
+    Returns what each layer records besides, where the model records anything, each layer's profile, and the order in
+    which it uses its parameters.
     """
     look = FirstLook(ported)
     with torch.enable_grad():
@@ -306,13 +306,13 @@ def _learn_spec(model: PreTrainedModel, ported: PortedModel, layers: list[UnitSp
 
 
 def _layer_specs(
-    model: PreTrainedModel, ported: PortedModel, profiles: list[LayerProfile], used: list[list[str]]
+    model: PreTrainedModel, ported: PortedModel, profiles: list[LayerProfile], used: list[OrderOfUse]
 ) -> list[UnitSpec]:
     seen: dict[int, str] = {id(p): name for name, p in ported.skeleton.named_parameters()}
     units = []
     for index, template in enumerate(ported.templates):
         prefix, params, parameters = ported.prefix(index), [], dict(template.named_parameters())
-        for name in in_order_of_use(parameters, used[index]):
+        for name in in_order_of_use(parameters, used[index].names):
             parameter = parameters[name]
             if id(parameter) in seen:
                 raise ModelError(
@@ -320,7 +320,8 @@ def _layer_specs(
                 )
             seen[id(parameter)] = prefix + name
             share = _active_share(model, parameter)
-            params.append(ParamSpec(prefix + name, tuple(parameter.shape), share, parameter.requires_grad))
+            held = used[index].held.get(name, TO_THE_END)
+            params.append(ParamSpec(prefix + name, tuple(parameter.shape), share, parameter.requires_grad, held))
         units.append(UnitSpec(prefix.rstrip("."), "layer", tuple(params), profile=profiles[index]))
     return units
 

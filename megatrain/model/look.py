@@ -30,8 +30,8 @@ class FirstLook(Capture):
         self._ported = ported
         self.zeros: dict[object, dict[str, Tensor]] = {}
         """Kind of layer -> its parameters, all zero."""
-        self.used: dict[object, list[str]] = {}
-        """Kind of layer -> names of the parameters that it read, in the order in which it came to them."""
+        self.used: dict[object, OrderOfUse] = {}
+        """Kind of layer -> the order in which it came to its parameters."""
         self.kinds: list[object] = []
         self.sides: list[Sides] = []
         self._known: dict[object, tuple[Any, Sides]] = {}
@@ -51,7 +51,7 @@ class FirstLook(Capture):
             if _contents((args, dict(kwargs))) != before:
                 raise self._refusal("layers write into an object that they are all called with")
             self._known[kind] = output, tuple(sides)
-            self.used[kind] = order.names
+            self.used[kind] = order
         output, sides_of_kind = self._known[kind]
         port = self._ported.ports[index]
         port.returns = len(output) if isinstance(output, tuple | list) else None

@@ -102,18 +102,28 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from tensors_in(item)
 
 
+TO_THE_END = -1
+"""Of a parameter that a layer may come back to at any time."""
+
+
 class OrderOfUse:
     """Names of weights in the order in which they are first read; hand `reading` to a `Uses`."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self._names = {tensor.untyped_storage().data_ptr(): name for name, tensor in weights.items()}
+        self._numel = {name: tensor.numel() for name, tensor in weights.items()}
         self.names: list[str] = []
+        self.held: dict[str, int] = {}
+        """As `ParamSpec.held`: to the end where only a part of one is read, as of experts, whose turns depend on the
+        tokens."""
 
     def reading(self, func: Any, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
-            name = self._names.get(tensor.untyped_storage().data_ptr())
-            if name is not None and name not in self.names:
-                self.names.append(name)
+        found = [(self._names.get(tensor.untyped_storage().data_ptr()), tensor.numel()) for tensor in tensors]
+        read = {name: numel for name, numel in found if name is not None}
+        self.names += [name for name in read if name not in self.names]
+        for name, numel in read.items():
+            to_the_end = numel != self._numel[name] or self.held.get(name) == TO_THE_END
+            self.held[name] = TO_THE_END if to_the_end else len(self.names) - 1 - self.names.index(name)
 
 
 def in_order_of_use(names: Iterable[str], used: Sequence[str]) -> list[str]:

@@ -14,6 +14,7 @@ KIND_COLOURS = {
     "BACKWARD": "#1d4e89",
     "LOSS": "#7b5ea7",
     "FETCH": "#2a9d6f",
+    "PLACE": "#8fd0b5",
     "GRAD": "#d98324",
     "NORM": "#a3a3a3",
     "ADD": "#c2a83e",

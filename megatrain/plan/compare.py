@@ -159,6 +159,7 @@ def _zero_offload(plan: Plan) -> list[_Taken]:
         masters="whole",
         grad_precision="fp32",
         weight_slots=2,
+        read_ahead_nbytes=0,
         grad_slots=2,
     )
     found = []

@@ -199,6 +199,8 @@ class _Prices:
                 return self._launch + op.nbytes / self._bus[0]
             case "GRAD" | "OFFLOAD":
                 return self._launch + op.nbytes / self._bus[1]
+            case "PLACE":
+                return self._launch + 2 * op.nbytes / self._copies
             case "PACK" | "UNPACK":
                 return op.nbytes / self._packing
             case "READ":

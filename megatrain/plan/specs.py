@@ -46,6 +46,7 @@ def _unit(fields: Mapping[str, Any]) -> UnitSpec:
             tuple(_count(size) for size in each["shape"]),
             _number(each.get("active", 1.0), most=1.0),
             _flag(each.get("trainable", True)),
+            _held(each.get("held", 0)),
         )
         for each in fields["params"]
     )
@@ -75,6 +76,10 @@ def _line(value: Any) -> str:
     if not _text(value).isprintable():
         raise ValueError(f"{value!r:.40} is no name")
     return str(value)
+
+
+def _held(value: Any) -> int:
+    return -1 if value == -1 else int(_number(value))
 
 
 def _flag(value: Any) -> bool:

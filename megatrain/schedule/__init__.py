@@ -6,13 +6,16 @@ prints it. The room imports no torch and knows no model code: units are numbers 
 
 from megatrain.schedule.build import build_flush, build_forward, build_step
 from megatrain.schedule.check import check
-from megatrain.schedule.ops import UNDER_WAY, USED, Access, Buffer, Op, Schedule, nbytes_by_owner
+from megatrain.schedule.fetches import AHEAD
+from megatrain.schedule.ops import CALLS, UNDER_WAY, USED, Access, Buffer, Op, Schedule, nbytes_by_owner
 from megatrain.schedule.order import derive_waits
 from megatrain.schedule.phases import calls_in, whole
 from megatrain.schedule.replay import Timeline, chrome_trace, replay
 from megatrain.schedule.show import show_op, show_schedule
 
 __all__ = [
+    "AHEAD",
+    "CALLS",
     "UNDER_WAY",
     "USED",
     "Access",

@@ -15,14 +15,13 @@ The module leaves out prices (`replay`), proofs (`check`) and the choice of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from megatrain.layout import Layout, Shard, layout_of
+from megatrain.layout import Layout, layout_of
 from megatrain.schedule.activations import Activations, Again
+from megatrain.schedule.fetches import Fetches, Visit
 from megatrain.schedule.ops import USED, Access, Buffer, Op, Schedule, Stream
 from megatrain.schedule.order import derive_waits
-from megatrain.schedule.phases import Arrival, gated
 from megatrain.schedule.slabs import Slabs
 from megatrain.schedule.staging import Staged, stage
 from megatrain.schedule.workspace import backward_nbytes, loss_nbytes
@@ -50,21 +49,6 @@ def build_forward(model: ModelSpec, policy: Policy, work: Work) -> Schedule:
 def build_flush(model: ModelSpec, policy: Policy) -> Schedule:
     """Only the pending updates, in unit order."""
     return Builder(model, policy, Work((1,)), "all", trains=True).flush()
-
-
-@dataclass(slots=True)
-class Visit:
-    """One unit's turn on the compute stream, with the ops that follow its compute."""
-
-    unit: int
-    compute: list[Op] = field(default_factory=list)
-    after: list[Op] = field(default_factory=list)
-    fetches: list[Op] = field(default_factory=list)
-    slot: str = ""
-    arrives: bool = False
-    """Whether the unit's weights are fetched for this visit, wherever their fetches stand."""
-    last_first: bool = False
-    """Whether it uses them in reverse: a backward pass through a kept graph."""
 
 
 class Builder:
@@ -102,13 +86,21 @@ class Builder:
         return self._emit([])
 
     def _emit(self, visits: list[Visit]) -> Schedule:
-        if not self.policy.shares_memory:
-            self._place_fetches(visits)
+        if self.policy.shares_memory:
+            for visit in visits:
+                visit.body = [*visit.compute, *visit.after]
+        else:
+            resident = {f"device/hi/{unit}": unit for unit in self.units if self.homes[unit].on_device}
+            Fetches(
+                *(self.model, self.policy, self.layouts, self.buffers, self.slabs),
+                slots=self._weight_slots,
+                ready=self._updated_at if self.pending == "all" else lambda unit: 0,
+            ).place(visits, resident)
         updates = [unit for unit in self.units if self.trained[unit].size] if self.pending == "all" else []
         ops: list[Op] = []
         for index, visit in enumerate(visits):
             ops += [self._update(unit) for unit in updates if self._updated_at(unit) == index]
-            ops += [*visit.fetches, *self._gated(visit)]
+            ops += visit.ops()
         if not visits:
             ops = [self._update(unit) for unit in updates]
         if self.policy.update == "after_backward" and self.trains:
@@ -199,64 +191,15 @@ class Builder:
     # Weights --------------------------------------------------------------------------------------------------------
 
     def _weights(self, unit: int) -> Access:
-        """The whole of a unit's weights, where compute finds them. The slot's name is filled in by `_place_fetches`."""
+        """The whole of a unit's weights, where compute finds them. The slot's name is filled in by `Fetches`."""
         nbytes = self.layouts[unit].size * self.policy.weight_nbytes
         name = f"host/hi/{unit}" if self.policy.shares_memory else f"?{unit}"
         return Access(name, 0, nbytes, f"w{unit}")
 
-    def _place_fetches(self, visits: list[Visit]) -> None:
-        """Give each visit a slot, and put its fetches right after the last visit that used that slot.
-
-        The slot whose content is needed again last is overwritten (Belady 1966), so the layers around the turn from
-        forward to backward are not fetched twice; of several such slots, the one left longest ago, so that the copy
-        overlaps the visit in between. Fetches keep the order of the visits: one that has to wait for the update of a
-        late unit must not stand before those of earlier units in the queue of the fetch stream.
-        """
-        uses: dict[int, list[int]] = {}
-        for index, visit in enumerate(visits):
-            uses.setdefault(visit.unit, []).append(index)
-            if self.model.tied and visit.unit == self.model.epilogue:
-                uses[0].append(index)
-        content = {f"device/hi/{unit}": unit for unit in self.units if self.homes[unit].on_device}
-        last_visit: dict[str, int] = {}
-        earliest = 0
-        for index, visit in enumerate(visits):
-            if self.model.tied and visit.unit == self.model.epilogue:
-                last_visit[self._weight_slots(0)[0]] = index
-            if not self.layouts[visit.unit].size:
-                visit.compute = [self._with_slots(op, visit) for op in visit.compute]
-                continue
-            slots = self._weight_slots(visit.unit)
-            held = [slot for slot in slots if content.get(slot) == visit.unit]
-            visit.slot = (
-                held[0]
-                if held
-                else max(slots, key=lambda slot: (_next_use(uses, content.get(slot), index), -last_visit.get(slot, -1)))
-            )
-            if not held:
-                earliest = max(earliest, last_visit.get(visit.slot, -1) + 1)
-                if self.pending == "all":
-                    earliest = max(earliest, self._updated_at(visit.unit))
-                visits[earliest].fetches += self._fetches(visit)
-                visit.arrives = True
-                content[visit.slot] = visit.unit
-            last_visit[visit.slot] = index
-            visit.compute = [self._with_slots(op, visit) for op in visit.compute]
-
-    def _with_slots(self, op: Op, visit: Visit) -> Op:
-        reads = []
-        for access in op.reads:
-            if access.buffer.startswith("?"):
-                owner = int(access.buffer[1:])
-                slot = visit.slot if owner == visit.unit else self._weight_slots(owner)[0]
-                access = Access(slot, access.start, access.stop, access.content)
-            reads.append(access)
-        return replace(op, reads=tuple(reads))
-
     def _weight_slots(self, unit: int) -> list[str]:
         if self.homes[unit].weights == "device":
             return [f"device/hi/{unit}"]
-        return self._slots("weights", unit, self.policy.weight_slots, self.policy.weight_nbytes, "device")
+        return self._slots("weights", unit, self.policy.layer_slots, self.policy.weight_nbytes, "device")
 
     def _slots(self, kind: str, unit: int, count: int, nbytes_per_element: int, tier: Tier) -> list[str]:
         """Names of the slots that a unit may use. The ends share one; a tied head keeps the prologue in its own."""
@@ -273,27 +216,6 @@ class Builder:
             if known is None or known.nbytes < nbytes:
                 self.buffers[name] = Buffer(name, tier, nbytes, kind)
         return names
-
-    def _fetches(self, visit: Visit) -> list[Op]:
-        unit, size = visit.unit, self.policy.weight_nbytes
-        ops = []
-        for shard in self._shards(unit):
-            start, stop = shard.start * size, shard.stop * size
-            read = self.slabs.at("fetch", unit, shard.index, Access(f"host/hi/{unit}", start, stop, f"w{unit}"))
-            write = Access(visit.slot, start, stop, f"w{unit}")
-            ops.append(Op("FETCH", "fetch", unit, shard=shard.index, reads=(read,), writes=(write,)))
-        return ops[::-1] if visit.last_first else ops
-
-    def _shards(self, unit: int) -> tuple[Shard, ...]:
-        return self.layouts[unit].shards(max(1, self.policy.shard_nbytes // self.policy.weight_nbytes))
-
-    def _gated(self, visit: Visit) -> list[Op]:
-        """The ops of a visit, in phases where the policy has gates at shards."""
-        if self.policy.gates == "unit" or self.policy.shares_memory:
-            return [*visit.compute, *visit.after]
-        arrival = Arrival(self._shards(visit.unit), self.policy.weight_nbytes, visit.last_first, self.policy.gates)
-        unit = self.model.units[visit.unit]
-        return gated(unit, visit.compute, visit.after, arrival if visit.arrives else None)
 
     # Gradients ------------------------------------------------------------------------------------------------------
 
@@ -413,7 +335,7 @@ class Builder:
         """Staging buffers that a part of a unit may pass through, large enough; as for slots, the ends share one."""
         is_layer, tied, count = self.model.units[unit].kind == "layer", self.model.tied, self.policy.stage_slots
         if part == "hi" and self.policy.update == "during_backward" and not self.policy.shares_memory:
-            count = max(count, self.policy.weight_slots)  # from a layer's fetch to its update others are fetched
+            count = max(count, self.policy.layers_fetched)  # from a layer's fetch to its update others are fetched
         names = [f"host/stage/{part}/layer{k}" for k in range(min(count, len(self.model.layers)))]
         if not is_layer:
             names = [f"host/stage/{part}/{self.model.units[unit].kind if tied else 'ends'}"]
@@ -441,10 +363,3 @@ def low_nbytes(layout: Layout, policy: Policy) -> int:
 
 def _version(content: str, suffix: str) -> str:
     return f"{content}.{suffix}" if suffix else content
-
-
-def _next_use(uses: dict[int, list[int]], unit: int | None, now: int) -> float:
-    """The next visit that needs `unit`; infinite for an empty slot or a unit that is done."""
-    if unit is None:
-        return float("inf")
-    return next((visit for visit in uses[unit] if visit > now), float("inf"))

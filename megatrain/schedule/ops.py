@@ -17,7 +17,8 @@ from typing import Literal, get_args
 from megatrain.spec import Tier
 
 Copy = Literal["READ", "WRITE", "FETCH", "GRAD", "OFFLOAD", "RELOAD", "PACK", "UNPACK"]
-Kind = Copy | Literal["FORWARD", "LOSS", "BACKWARD", "ADD", "NORM", "UPDATE"]
+Call = Literal["FORWARD", "LOSS", "BACKWARD"]
+Kind = Copy | Call | Literal["PLACE", "ADD", "NORM", "UPDATE"]
 Stream = Literal["compute", "fetch", "grad", "host", "read", "write", "pack", "unpack"]
 """`fetch` is the bus to the device and `grad` the bus from it, whatever is copied: each direction moves one thing at a
 time, in the order of the schedule."""
@@ -27,6 +28,8 @@ UNDER_WAY = "+"
 """Ends the content of a gradient to which the call that is under way may have added (`phases`)."""
 
 STREAMS: tuple[Stream, ...] = get_args(Stream)
+CALLS: tuple[Call, ...] = get_args(Call)
+"""What runs code of the model, on the compute stream."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatrain.layout import Shard, layout_of
-from megatrain.schedule.ops import UNDER_WAY, Access, Op
+from megatrain.schedule.ops import CALLS, UNDER_WAY, Access, Op
 from megatrain.spec import Gates, UnitSpec
 
 FORWARD_SHARE = 1 / 3
@@ -43,19 +43,24 @@ class Arrival:
         return [(begin, shard.stop * self.nbytes) for shard in self.ordered]
 
 
-def gated(unit: UnitSpec, calls: Sequence[Op], after: Sequence[Op], arrival: Arrival | None) -> list[Op]:
+def gated(
+    unit: UnitSpec, calls: Sequence[Op], after: Sequence[Op], arrival: Arrival, *, arrives: bool, gives_up: bool
+) -> list[Op]:
     """The ops of a visit, with phases where they let something start earlier.
 
     `calls` are its ops on the compute stream, `after` those that follow. The first call goes on as its weights arrive,
     if they do. Of a layer the gradient leaves shard by shard, each behind that phase of the last call that completes
-    it.
+    it. With `gives_up` the last call of a layer reads of the weights what it still needs and no more, so that others
+    may come into their place.
     """
     releases = unit.kind == "layer" and calls[-1].kind == "BACKWARD"
     copies = [op for op in reversed(after) if op.kind == "GRAD" and releases]
     ops: list[Op] = []
     for index, call in enumerate(calls):
-        out = copies if index == len(calls) - 1 else []
-        phases = _phases(unit, call, arrival if index == 0 else None, [op.reads[0] for op in out])
+        is_last = index == len(calls) - 1
+        out = copies if is_last else []
+        leaves = [op.reads[0] for op in out]
+        phases = _phases(unit, call, arrival, leaves, arrives=arrives and index == 0, gives_up=gives_up and is_last)
         if len(phases) == 1:
             ops += [*phases, *out]
             continue
@@ -65,25 +70,23 @@ def gated(unit: UnitSpec, calls: Sequence[Op], after: Sequence[Op], arrival: Arr
     return [*ops, *(op for op in after if op not in copies)]
 
 
-def _phases(unit: UnitSpec, call: Op, arrival: Arrival | None, leaves: Sequence[Access]) -> list[Op]:
-    """One for each shard that arrives, in the last of which the first of `leaves` is completed; one for each other."""
-    layout = layout_of(unit)
-    arrival = arrival or Arrival([Shard(0, 0, layout.size)], 1)
-    arrives = arrival.ranges()
-    turn = len(arrives) - 1
-    count = turn + max(1, len(leaves))
+def _phases(
+    unit: UnitSpec, call: Op, arrival: Arrival, leaves: Sequence[Access], *, arrives: bool, gives_up: bool
+) -> list[Op]:
+    """One for each shard that arrives or is given up in a forward, in the last of which the first of `leaves` is
+    completed; one for each other."""
+    windows = _windows(unit, call, arrival, leaves, arrives=arrives, gives_up=gives_up)
+    turn, count = len(windows) - max(1, len(leaves)), len(windows)
     if count == 1:
         return [call]
-    through_graph = call.kind == "BACKWARD" and arrival.last_first
+    through_graph = call.kind == "BACKWARD" and arrival.last_first and turn > 0
     sums_from = turn if call.kind == "BACKWARD" and not through_graph else 0
-    shares = _shares(unit, call, arrival, leaves)
+    shares = _shares(unit, call, arrival if turn else None, leaves)
     found = []
-    for phase in range(count):
-        start, stop = arrives[min(phase, turn)]
-        reads = [access for access in call.reads if not _is_gradient(access)]
-        if turn:
-            own = f"w{call.unit}"
-            reads = [replace(each, start=start, stop=stop) if each.content == own else each for each in reads]
+    for phase, window in enumerate(windows):
+        own = [access for access in call.reads if access.content == f"w{call.unit}"]
+        reads = [access for access in call.reads if not _is_gradient(access) and access not in own]
+        reads += [replace(each, start=start, stop=stop) for each in own for start, stop in window]
         writes = [access for access in call.writes if not _is_gradient(access)] if phase == count - 1 else []
         for total in (access for access in call.writes if _is_gradient(access) and phase >= sums_from):
             left = leaves[max(0, phase - turn) :]
@@ -93,6 +96,68 @@ def _phases(unit: UnitSpec, call: Op, arrival: Arrival | None, leaves: Sequence[
                 reads.append(_under_way(total, left[0].stop if left else total.stop))
             writes += _sums(total, left if phase >= turn else (), last=phase == count - 1)
         found.append(replace(call, shard=phase, reads=tuple(reads), writes=tuple(writes), share=shares[phase]))
+    return found
+
+
+Window = list[tuple[int, int]]
+"""Bytes [start, stop) of a unit's weights that a phase may read."""
+
+
+def _windows(
+    unit: UnitSpec, call: Op, arrival: Arrival, leaves: Sequence[Access], *, arrives: bool, gives_up: bool
+) -> list[Window]:
+    """For each phase, what has arrived and is not given up yet.
+
+    A forward gives up a shard in the phase behind the last one that reads of it. A backward pass gives up what it has
+    completed the gradient of: nothing goes through a parameter after that. What is frozen stays until the end.
+    """
+    layout, each = layout_of(unit), arrival.nbytes
+    end = layout.size * each
+    forward = [[span] for span in arrival.ranges()] if arrives else [[(0, end)]]
+    if gives_up and call.kind == "FORWARD":
+        last = _last_phases(unit, arrival)
+        if min(last) < len(last) - 1:
+            spans = [(shard.start * each, shard.stop * each) for shard in arrival.ordered]
+            forward = [
+                _joined(span for place, span in enumerate(spans[: phase + 1]) if last[place] >= phase)
+                for phase in range(len(spans))
+            ]
+    backward = []
+    for done in leaves[:-1]:  # each behind the phase that has completed it
+        still = done.start * layout.trained.size // (leaves[0].stop or 1) * each
+        backward.append([(0, still), (layout.trained.size * each, end)] if gives_up else [(0, end)])
+    return forward + [[span for span in window if span[0] < span[1]] for window in backward]
+
+
+def _last_phases(unit: UnitSpec, arrival: Arrival) -> list[int]:
+    """Of each shard in the order of use, the phase that reads of it last, in which the last part of a matrix is there.
+
+    Of a unit in part frozen the order of use is not that of places, so its shards stay to the end.
+    """
+    layout, shards = layout_of(unit), arrival.ordered
+    end = len(shards) - 1
+    if 0 < layout.trained_fields < len(layout.fields):
+        return [end] * len(shards)
+    over = [
+        [i for i, shard in enumerate(shards) if shard.start < place.stop and place.start < shard.stop]
+        for place in layout.fields
+    ]
+    last = [0] * len(shards)
+    for index, param in enumerate(unit.params):
+        until = max(max(each) for each in over[index : index + param.held + 1]) if param.held >= 0 else end
+        for i in over[index]:
+            last[i] = max(last[i], until)
+    return last
+
+
+def _joined(spans: Iterable[tuple[int, int]]) -> Window:
+    """Ascending spans, those that touch as one."""
+    found: Window = []
+    for start, stop in spans:
+        if found and found[-1][1] == start:
+            found[-1] = found[-1][0], stop
+        else:
+            found.append((start, stop))
     return found
 
 
@@ -116,8 +181,9 @@ def _is_gradient(access: Access) -> bool:
 # Prices ---------------------------------------------------------------------------------------------------------------
 
 
-def _shares(unit: UnitSpec, call: Op, arrival: Arrival, leaves: Sequence[Access]) -> list[float]:
+def _shares(unit: UnitSpec, call: Op, arrival: Arrival | None, leaves: Sequence[Access]) -> list[float]:
     """Of the call's price, by phase: in proportion to the products of the parameters that each comes to."""
+    arrival = arrival or Arrival([Shard(0, 0, layout_of(unit).size)], 1)
     size = layout_of(unit).trained.size
     nbytes = max(1, leaves[0].stop // size) if leaves else 1
     going = [(access.start // nbytes, access.stop // nbytes) for access in leaves]
@@ -156,9 +222,9 @@ def calls_in(ops: Iterable[Op]) -> list[list[Op]]:
     """The phases of each call that has any."""
     found: list[list[Op]] = []
     for op in ops:
-        if op.stream == "compute" and op.shard == 0:
+        if op.kind in CALLS and op.shard == 0:
             found.append([op])
-        elif op.stream == "compute" and op.shard > 0:
+        elif op.kind in CALLS and op.shard > 0:
             found[-1].append(op)
     return found
 

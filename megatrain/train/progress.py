@@ -95,6 +95,9 @@ def describe_policy(policy: Policy) -> list[str]:
     """Each choice as a phrase: nothing that was chosen for the user stays silent."""
     exact = "computes in bfloat16 from exact float32 masters" if policy.precision == "bf16" else "float32 throughout"
     slots = f"{policy.weight_slots} slots in shards of {binary(policy.shard_nbytes)}"
+    if policy.read_ahead_nbytes:
+        size = binary(min(policy.shard_nbytes, policy.read_ahead_nbytes))
+        slots = f"one slot in shards of {size}, {binary(policy.read_ahead_nbytes)} ahead"
     through = f"weights stream through {slots}, gradients through {policy.grad_slots}"
     kept = describe_activations(policy)
     during = "the next forward pass" if policy.update == "next_forward" else "the backward pass"
