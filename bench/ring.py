@@ -44,7 +44,11 @@ class Found:
 
 def layer_weights_nbytes(schedule: Schedule) -> int:
     """Slots of layers and the read-ahead; those of the ends are the same for all."""
-    places = (each for each in schedule.buffers.values() if each.name.startswith(("device/weights/layer", "device/weights/ahead")))
+    places = (
+        each
+        for each in schedule.buffers.values()
+        if each.name.startswith(("device/weights/layer", "device/weights/ahead"))
+    )
     return sum(each.nbytes for each in places)
 
 
@@ -60,11 +64,16 @@ def found(model: ModelSpec, policy: Policy, work: Work, hardware: Hardware) -> F
 
 def rows(layers: int, tokens: int, micro_batches: Sequence[int]) -> list[str]:
     model, hardware = llama_shape("8B", layers, 4096), machine("h200")
-    lines = ["| micro-batches | kept | policy | weights of layers | step | of an infinite bus |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| micro-batches | kept | policy | weights of layers | step | of an infinite bus |",
+        "|---|---|---|---|---|---|",
+    ]
     for count in micro_batches:
         for kept in ("recompute", "keep"):
             for name, policy in POLICIES.items():
-                each = found(model, replace(policy, activations=kept), Work((tokens,) * count, min(tokens, 4096)), hardware)  # type: ignore[arg-type]
+                each = found(
+                    model, replace(policy, activations=kept), Work((tokens,) * count, min(tokens, 4096)), hardware
+                )  # type: ignore[arg-type]
                 took = f"{each.nbytes / MIB:,.0f} MiB | {1e3 * each.seconds:,.1f} ms | {each.unhindered / each.seconds:.1%}"
                 lines.append(f"| {count} x {tokens:,} | {'graphs' if kept == 'keep' else 'inputs'} | {name} | {took} |")
     return lines

@@ -153,9 +153,7 @@ class Fetches:
                 break
             ahead = replace(there, buffer=AHEAD, start=start, stop=stop)
             self._put(visit, shard, ahead, here)
-            placed[shard.index] = Op(
-                "PLACE", "compute", visit.unit, shard=shard.index, reads=(ahead,), writes=(there,)
-            )
+            placed[shard.index] = Op("PLACE", "compute", visit.unit, shard=shard.index, reads=(ahead,), writes=(there,))
             start = stop
         if placed:
             known = self._buffers.get(AHEAD)

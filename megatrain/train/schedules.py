@@ -19,7 +19,16 @@ from megatrain.schedule import Schedule, build_flush, build_forward, build_step,
 from megatrain.spec import ModelSpec, Policy, Precision, Work
 
 FREE = (
-    *("weight_slots", "read_ahead_nbytes", "grad_slots", "shard_nbytes", "host_threads", "homes", "stage_slots", "slabs"),
+    *(
+        "weight_slots",
+        "read_ahead_nbytes",
+        "grad_slots",
+        "shard_nbytes",
+        "host_threads",
+        "homes",
+        "stage_slots",
+        "slabs",
+    ),
     *("activations", "activation_rows", "offload_slots", "recompute_slots"),
 )
 """Fields of a policy that no number depends on, and that may change between steps."""

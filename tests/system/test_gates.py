@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from fnmatch import fnmatch
 from functools import cache
 
 import pytest
@@ -27,11 +28,14 @@ ROWS: dict[str, tuple[tuple[Keep, ...], ...]] = {
 }
 
 
-def engine(device: str | SimDevice, policy: Policy, family: str) -> Engine:
+def engine(device: str | SimDevice, policy: Policy, family: str, freeze: tuple[str, ...] = ()) -> Engine:
     clip = None if policy.update == "during_backward" else 0.5
     dropout = {"resid_pdrop": 0.3, "embd_pdrop": 0.2, "attn_pdrop": 0.1} if family == "gpt2" else {}
+    model = tiny_model(family, **dropout)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(fnmatch(name, pattern) for pattern in freeze))
     return Engine.from_model(
-        *(tiny_model(family, **dropout), device, policy.precision, AdamW(lr=1e-2)),
+        *(model, device, policy.precision, AdamW(lr=1e-2)),
         max_grad_norm=clip,
         policy=policy,
         seed=4,
@@ -122,7 +126,7 @@ def test_a_layer_is_at_work_before_all_its_shards_have_come_and_after_some_gradi
 @pytest.mark.parametrize("rows", ["graphs", "inputs"])
 def test_a_weight_that_is_read_without_its_gate_is_found(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What has not come is NaN on the simulated device."""
-    monkeypatch.setattr(Call, "need", lambda self, start, stop: None)
+    monkeypatch.setattr(Call, "need_all", lambda self, ranges: None)
     with (
         engine("sim:1", replace(GATED, activation_rows=ROWS[rows]), "llama") as made,
         pytest.raises(MegaTrainError, match="nan"),
