@@ -366,9 +366,9 @@ class Streamer:
                 parts[PART_LETTERS[access.content[0]]] = part_of(held, access)
         now.sink.update(op.unit, self._landed(op, held), parts)
         self._executor.pool.changed(op, held)
-        gradient = op.reads[0].buffer
-        if not gradient.startswith("host/stage/"):  # whose pages the next gradient needs
-            self.device.discard(held[gradient])
+        gradient = op.reads[0]
+        if not gradient.buffer.startswith("host/stage/"):  # whose pages the next gradient needs
+            self.device.discard(part_of(held, gradient))  # what lies behind may be of a larger unit, on its way
 
     def _landed(self, op: Op, held: Held) -> Tensor:
         access = op.reads[0]
