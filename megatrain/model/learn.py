@@ -9,8 +9,9 @@ name. A model that this cannot train exactly is refused with a `ModelError`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -25,7 +26,8 @@ from megatrain.model.load import quiet
 from megatrain.model.look import FirstLook
 from megatrain.model.ported import ROUTED, PortedModel, Sides, takes
 from megatrain.model.ports import Capture, HandOut, Port, hidden_of, reachable_leaves
-from megatrain.model.profile import LENGTHS, Run, profile_layer
+from megatrain.model.moments import Differentiable, moments_of
+from megatrain.model.profile import LENGTHS, profile_layer
 from megatrain.model.recorded import install_recorders
 from megatrain.model.tokenwise import token_wise, with_chunks
 from megatrain.model.uses import OrderOfUse, Uses, in_order_of_use
@@ -207,11 +209,22 @@ def _learn_layers(ported: PortedModel) -> tuple[list[Sides], list[LayerProfile],
     for index, kind in enumerate(look.kinds):
         if kind not in known:
             layer = ported.templates[index]
-            run = _runner(layer, look.zeros.pop(kind), captures, index)
-            parts[kind] = token_wise(layer, run)
-            known[kind] = with_chunks(profile_layer(layer, run), layer, parts[kind], run)
+            whole = _runner(layer, look.zeros.pop(kind), captures, index)
+            known[kind], parts[kind] = _learn_profile(layer, whole)
     ported.parts = [parts[kind] for kind in look.kinds]
     return look.sides, [known[kind] for kind in look.kinds], [look.used[kind] for kind in look.kinds]
+
+
+def _learn_profile(layer: nn.Module, whole: Differentiable) -> tuple[LayerProfile, tuple[str, ...]]:
+    """What a layer takes, and the names of its token-wise parts."""
+
+    def run(tokens: int) -> tuple[Tensor, Sequence[Tensor]]:
+        output, others, _ = whole(tokens)
+        return output, others
+
+    parts, (device, host) = token_wise(layer, run), moments_of(whole, LENGTHS)
+    profile = replace(profile_layer(layer, run), moments=device, host_moments=host)
+    return with_chunks(profile, layer, parts, run, whole), parts
 
 
 def _run_probe(ported: PortedModel, capture: Capture, tokens: int) -> None:
@@ -224,17 +237,17 @@ def _run_probe(ported: PortedModel, capture: Capture, tokens: int) -> None:
         raise ModelError(f"its hidden state is {shape}, which does not start with batch and length", where=where)
 
 
-def _runner(layer: nn.Module, zeros: dict[str, Tensor], captures: dict[int, Capture], index: int) -> Run:
+def _runner(layer: nn.Module, zeros: dict[str, Tensor], captures: dict[int, Capture], index: int) -> Differentiable:
     leaves = {name: zero.detach().requires_grad_() for name, zero in zeros.items()}
 
-    def run(tokens: int) -> tuple[Tensor, list[Tensor]]:
+    def whole(tokens: int) -> tuple[Tensor, list[Tensor], Tensor]:
         capture = captures[tokens]
         assert capture.hidden is not None
-        call = capture.calls[index]
-        args, kwargs = call.arguments(capture.hidden.detach().requires_grad_())
-        return hidden_of(functional_call(layer, leaves, args, kwargs)), [*leaves.values(), *call.tensors()]
+        call, given = capture.calls[index], capture.hidden.detach().requires_grad_()
+        args, kwargs = call.arguments(given)
+        return hidden_of(functional_call(layer, leaves, args, kwargs)), [*leaves.values(), *call.tensors()], given
 
-    return run
+    return whole
 
 
 def _learn_balance(ported: PortedModel, sides: list[Sides]) -> float | None:
