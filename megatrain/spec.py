@@ -97,6 +97,11 @@ class LayerProfile:
     """As `moments`, where token-wise parts run in chunks."""
     host_chunked_moments: tuple[Moment, ...] = ()
 
+    arguments_nbytes: float = 0.0
+    """Of the prologue: bytes per position of what all layers are called with besides the hidden state."""
+    arguments_nbytes_by_length: float = 0.0
+    """And per position and position, of masks."""
+
     chosen_nbytes: float = 0.0
     """Bytes per token of what `chosen` keeps beside the input; 0 where nothing is known of it."""
     shared_nbytes: float = 0.0

@@ -63,8 +63,8 @@ def port_model(model: nn.Module, dtype: torch.dtype) -> PortedModel:
 def _ported(model: PreTrainedModel, stack: str, dtype: torch.dtype) -> PortedModel:
     ported = _take_apart(model, stack, dtype)
     with _portable_attention(ported.skeleton):
-        sides, profiles, used = _learn_layers(ported)
-        ported.spec = _learn_spec(model, ported, _layer_specs(model, ported, profiles, used))
+        sides, profiles, used, given = _learn_layers(ported)
+        ported.spec = _learn_spec(model, ported, _layer_specs(model, ported, profiles, used), given)
         if ported.routers_off:
             ported.balance_coefficient = _learn_balance(ported, sides)
     return ported
@@ -189,11 +189,11 @@ def _placeholder_units(layers: int) -> tuple[UnitSpec, ...]:
     return UnitSpec("prologue", "prologue", ()), *middle, UnitSpec("epilogue", "epilogue", ())
 
 
-def _learn_layers(ported: PortedModel) -> tuple[list[Sides], list[LayerProfile], list[list[str]]]:
+def _learn_layers(ported: PortedModel) -> tuple[list[Sides], list[LayerProfile], list[list[str]], LayerProfile]:
     """Run one layer of each kind: does it return the hidden state, or a tuple that starts with it?
 
-    Returns what each layer records besides, where the model records anything, each layer's profile, and the names of
-    its parameters in order of use.
+    Returns what each layer records besides, where the model records anything, each layer's profile, the names of
+    its parameters in order of use, and the profile of the prologue.
     """
     look = FirstLook(ported)
     with torch.enable_grad():
@@ -204,6 +204,7 @@ def _learn_layers(ported: PortedModel) -> tuple[list[Sides], list[LayerProfile],
     with torch.no_grad():
         for tokens, capture in captures.items():
             _run_probe(ported, capture, tokens)
+    given = _learn_arguments(captures)
     known: dict[object, LayerProfile] = {}
     parts: dict[object, tuple[str, ...]] = {}
     for index, kind in enumerate(look.kinds):
@@ -212,7 +213,24 @@ def _learn_layers(ported: PortedModel) -> tuple[list[Sides], list[LayerProfile],
             whole = _runner(layer, look.zeros.pop(kind), captures, index)
             known[kind], parts[kind] = _learn_profile(layer, whole)
     ported.parts = [parts[kind] for kind in look.kinds]
-    return look.sides, [known[kind] for kind in look.kinds], [look.used[kind] for kind in look.kinds]
+    return look.sides, [known[kind] for kind in look.kinds], [look.used[kind] for kind in look.kinds], given
+
+
+def _learn_arguments(captures: dict[int, Capture]) -> LayerProfile:
+    """What layers are called with, all of them together: each storage counts once, and the hidden state does not."""
+    found = []
+    for tokens, capture in captures.items():
+        assert capture.hidden is not None
+        given = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for call in capture.calls
+            for tensor in call.tensors()
+        }
+        given.pop(capture.hidden.untyped_storage().data_ptr(), None)
+        found.append(sum(given.values()) / tokens)
+    (short, long), (less, more) = LENGTHS, found
+    by_length = max(0.0, (more - less) / (long - short))
+    return LayerProfile(arguments_nbytes=less - by_length * short, arguments_nbytes_by_length=by_length)
 
 
 def _learn_profile(layer: nn.Module, whole: Differentiable) -> tuple[LayerProfile, tuple[str, ...]]:
@@ -268,7 +286,9 @@ def _probe_inputs(tokens: int = PROBE_TOKENS) -> dict[str, Tensor]:
     return {"input_ids": torch.zeros(1, tokens, dtype=torch.long)}
 
 
-def _learn_spec(model: PreTrainedModel, ported: PortedModel, layers: list[UnitSpec]) -> ModelSpec:
+def _learn_spec(
+    model: PreTrainedModel, ported: PortedModel, layers: list[UnitSpec], given: LayerProfile
+) -> ModelSpec:
     """Read off two autograd graphs which parameters prologue and epilogue use, and list them in order of use."""
     where = f"model {type(model).__name__}"
     leaves = {name: zero.detach().requires_grad_() for name, zero in ported.placeholders.items()}
@@ -304,7 +324,7 @@ def _learn_spec(model: PreTrainedModel, ported: PortedModel, layers: list[UnitSp
         raise ModelError("its logits depend on no parameter outside the layers", where=where)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     units = (
-        UnitSpec("prologue", "prologue", tuple(prologue)),
+        UnitSpec("prologue", "prologue", tuple(prologue), profile=given),
         *layers,
         UnitSpec("epilogue", "epilogue", tuple(epilogue), tuple(borrowed)),
     )

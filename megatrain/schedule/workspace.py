@@ -16,15 +16,31 @@ LOSS_BLOCK_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Logits that exist in float32 at one time, by device type: a share of the cache on a cpu, few launches on a GPU."""
 ARGUMENT_CHANNELS = 256
 """Values per position among the arguments that layers share: rotary tables, a sine and a cosine for 128 channels."""
+ANGLE_FLOATS = 256
+"""Float32 values per position that exist beside rotary tables while they are made."""
+MASKED = ("sdpa", "eager")
+"""Kernels that are told of a window by a mask of all positions."""
 ATTENTION_ROWS, ATTENTION_COLUMNS = ((768, 256), (192, 64), (0, 32)), 512
 """Rows of a block of scores in a cpu's attention kernel from so many tokens on, and its columns (torch's own)."""
 HEAD_FLOATS = 5
 """Float32 values per token and channel that the norm in front of the head makes and keeps."""
 
 
-def arguments_nbytes(policy: Policy, work: Work, tokens: int) -> int:
-    """What layers are called with besides the hidden state, of a micro-batch of `tokens`."""
-    return min(work.length or tokens, tokens) * ARGUMENT_CHANNELS * policy.weight_nbytes
+def arguments_nbytes(model: ModelSpec, policy: Policy, work: Work, tokens: int) -> int:
+    """What layers are called with besides the hidden state, of a micro-batch of `tokens`: rotary tables, positions, and
+    a mask for each window that is shorter than the sequence, where the kernel takes one. All rows share them, unless
+    they are padded or packed."""
+    length, profile = min(work.length or tokens, tokens), model.units[0].profile
+    each = profile.arguments_nbytes or ARGUMENT_CHANNELS * policy.weight_nbytes
+    return int(length * (each + profile.arguments_nbytes_by_length * length)) + sum(
+        length * length for _ in _windows(model, length)
+    )
+
+
+def _windows(model: ModelSpec, length: int) -> set[int]:
+    """Windows of layers that are shorter than a sequence, and are told by a mask."""
+    seen = {model.units[layer].profile.window for layer in model.layers} if model.attention in MASKED else set()
+    return {window for window in seen if window is not None and window < length}
 
 
 def loss_nbytes(model: ModelSpec, policy: Policy, work: Work, micro: int, *, trains: bool) -> int:
@@ -47,8 +63,9 @@ def backward_nbytes(
     As the widest moment of the layer's own backward has it, where a profile tells (`LayerProfile.moments`).
     """
     if unit == 0:
-        again = tokens * model.hidden_size * policy.weight_nbytes + arguments_nbytes(policy, work, tokens)
-        return again + _product_nbytes(policy, largest_nbytes(model, policy, unit))
+        again = tokens * model.hidden_size * policy.weight_nbytes + arguments_nbytes(model, policy, work, tokens)
+        angles = 4 * ANGLE_FLOATS * min(work.length or tokens, tokens)
+        return again + max(angles, _product_nbytes(policy, largest_nbytes(model, policy, unit)))
     profile, chunk = model.units[unit].profile, policy.mlp_chunk_tokens
     chunked = runs_in_chunks(model.units[unit], policy, tokens)
     if policy.shares_memory:
