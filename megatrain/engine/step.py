@@ -119,7 +119,7 @@ class Streamer:
             else:
                 run(op, held)
             for name in schedule.ended.get(id(op), ()):
-                now.activations.inputs.pop(name, None)
+                now.activations.let_go(name)
 
         self._running = schedule
         calls = calls_of(schedule, self._layouts, self.device.alongside, run, self.policy.gates)
@@ -332,7 +332,6 @@ class Streamer:
         gradient = alive.gradients.pop(op.micro)
         if hidden.requires_grad:
             torch.autograd.backward([hidden], [gradient], inputs=[leaf for _, leaf in trained])
-        del alive.calls[op.micro]
 
     # Gradients ------------------------------------------------------------------------------------------------------
 
