@@ -128,7 +128,8 @@ def run_training(config: Config, console: Console) -> Path:
             engine = stack.enter_context(_engine(config, source, ported, plan, device, taken, progress))
         claim.make(folder)
         if config.train.objective == "dpo":
-            corpus = _referred(config, corpus, engine, plan, taken, console)
+            with loading(console, "asking the reference about each answer") as progress:
+                corpus = with_reference(config, corpus, engine, plan, taken, progress)
         if config.trace is not None:
             engine.trace(config.trace)
         checkpoints = _checkpoints(config, engine, feed, tokenizer, plan)
@@ -337,13 +338,6 @@ def _show(config: Config, engine: Engine, source: Source, corpus: Corpus, plan: 
         styled = ((printable(text), "green" if trained else "dim") for text, trained in shortened(corpus.example))
         console.print(Text.assemble(*styled), soft_wrap=True)
     return facts
-
-
-def _referred(
-    config: Config, corpus: Corpus, engine: Engine, plan: Plan, taken: Checkpoint | None, console: Console
-) -> Corpus:
-    with loading(console, "asking the reference about each answer") as progress:
-        return with_reference(config, corpus, engine, plan, taken, progress)
 
 
 # During training ---------------------------------------------------------------------------------------------------
