@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,9 +30,7 @@ from megatrain.errors import CheckpointError, DataError
 from megatrain.losses import DPO, LossFn
 from megatrain.memory.checksum import checksum
 from megatrain.plan import Plan
-from megatrain.spec import Policy
-from megatrain.train.engine import Engine, StepOutput
-from megatrain.train.events import Evaluated
+from megatrain.train.engine import Engine
 from megatrain.whole import written_whole
 
 FORMAT = 2  # part of the key: raise it when the same content would give other numbers
@@ -52,62 +48,26 @@ def loss_of(config: Config) -> LossFn | None:
     return DPO(train.dpo_beta, train.dpo_label_smoothing, train.dpo_loss)
 
 
-@dataclass(frozen=True)
-class Objective:
-    """An engine as the training loop takes it, with the loss of the run."""
-
-    engine: Engine
-    loss_fn: LossFn | None
-
-    def step(self, micro_batches: Sequence[Mapping[str, Any]], lr: float | None = None) -> StepOutput:
-        """A step down the loss."""
-        return self.engine.step(micro_batches, lr, self.loss_fn)
-
-    def step_flops(self, micro_batches: Sequence[Mapping[str, Any]]) -> float:
-        """See `Engine`."""
-        return self.engine.step_flops(micro_batches)
-
-    def peak_flops(self) -> float:
-        """See `Engine`."""
-        return self.engine.peak_flops()
-
-    def memory_table(self) -> Mapping[tuple[str, str], int]:
-        """See `Engine`."""
-        return self.engine.memory_table()
-
-    @property
-    def policy(self) -> Policy:
-        """See `Engine`."""
-        return self.engine.policy
-
-    def evaluate(self, step: int, batches: Sequence[Batch]) -> Evaluated:
-        """The loss of held-out data, and what is reported with it."""
-        found = self.engine.measure(batches, self.loss_fn)
-        return Evaluated(step, found.loss, found.metrics)
-
-
 def without_reference(batch: Batch) -> Batch:
     """What the model itself takes of a batch."""
     return {key: value for key, value in batch.items() if key != REFERENCE}
 
 
-def with_reference(
+def take_up_reference(
     config: Config,
     corpus: Corpus,
     engine: Engine,
     plan: Plan,
     taken: Checkpoint | None,
     told: Callable[[int, int], None],
-) -> Corpus:
-    """The corpus, pairs with what the reference says of each answer; `told` is called with (done, total).
+) -> None:
+    """Pairs of the corpus come with what the reference says of each answer; `told` is called with (done, total).
 
     Raises `CheckpointError` where a resumed run's reference is gone, and `DataError` where it cannot be written.
     """
     sources = [rows for rows in corpus.loader.sources if isinstance(rows, PairRows)]
-    if not sources:
-        return corpus
     files = {rows.file.fingerprint: rows.file for rows in sources}
-    there = Path(config.output.folder).expanduser() / FILE
+    there = config.folder / FILE
     if taken is None:
         known = _asked(config, files, engine, plan, told)
     else:
@@ -118,7 +78,6 @@ def with_reference(
     _write(there, known)
     for rows in sources:
         rows.reference.values = known[rows.file.fingerprint]
-    return replace(corpus, validation=corpus.measured())
 
 
 def _asked(
@@ -186,4 +145,4 @@ def _write(path: Path, said: Said) -> None:
         raise DataError(what, where=str(path), fix="free some space, or choose another folder") from error
 
 
-__all__ = ["Objective", "loss_of", "with_reference", "without_reference"]
+__all__ = ["loss_of", "take_up_reference", "without_reference"]
