@@ -123,8 +123,9 @@ def _windows(
                 for phase in range(len(spans))
             ]
     backward = []
+    begin = leaves[-1].start if leaves else 0
     for done in leaves[:-1]:  # each behind the phase that has completed it
-        still = done.start * layout.trained.size // (leaves[0].stop or 1) * each
+        still = (done.start - begin) * layout.trained.size // (leaves[0].stop - begin) * each
         backward.append([(0, still), (layout.trained.size * each, end)] if gives_up else [(0, end)])
     return forward + [[span for span in window if span[0] < span[1]] for window in backward]
 
@@ -185,8 +186,9 @@ def _shares(unit: UnitSpec, call: Op, arrival: Arrival | None, leaves: Sequence[
     """Of the call's price, by phase: in proportion to the products of the parameters that each comes to."""
     arrival = arrival or Arrival([Shard(0, 0, layout_of(unit).size)], 1)
     size = layout_of(unit).trained.size
-    nbytes = max(1, leaves[0].stop // size) if leaves else 1
-    going = [(access.start // nbytes, access.stop // nbytes) for access in leaves]
+    begin = leaves[-1].start if leaves else 0  # leaves: the last shard first
+    nbytes = max(1, (leaves[0].stop - begin) // size) if leaves else 1
+    going = [((access.start - begin) // nbytes, (access.stop - begin) // nbytes) for access in leaves]
     coming = [(shard.start, shard.stop) for shard in arrival.ordered]
     forward = 1.0 if call.kind == "FORWARD" or arrival.last_first else FORWARD_SHARE
     shares = [forward * each for each in _products(unit, coming, arrival)]
