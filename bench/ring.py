@@ -14,11 +14,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from bench.shapes import llama_shape
 from megatrain.plan import machine, op_seconds
 from megatrain.schedule import Schedule, build_step, check, replay
-from megatrain.spec import Hardware, ModelSpec, Policy, Work
+from megatrain.spec import ActivationPlan, Hardware, ModelSpec, Policy, Work
 
 MIB = 1 << 20
 SHARDED = Policy(shard_nbytes=64 * MIB, gates="shard")
@@ -44,11 +45,8 @@ class Found:
 
 def layer_weights_nbytes(schedule: Schedule) -> int:
     """Slots of layers and the read-ahead; those of the ends are the same for all."""
-    places = (
-        each
-        for each in schedule.buffers.values()
-        if each.name.startswith(("device/weights/layer", "device/weights/ahead"))
-    )
+    names = ("device/weights/layer", "device/weights/ahead")
+    places = (each for each in schedule.buffers.values() if each.name.startswith(names))
     return sum(each.nbytes for each in places)
 
 
@@ -68,14 +66,12 @@ def rows(layers: int, tokens: int, micro_batches: Sequence[int]) -> list[str]:
         "| micro-batches | kept | policy | weights of layers | step | of an infinite bus |",
         "|---|---|---|---|---|---|",
     ]
-    for count in micro_batches:
-        for kept in ("recompute", "keep"):
-            for name, policy in POLICIES.items():
-                each = found(
-                    model, replace(policy, activations=kept), Work((tokens,) * count, min(tokens, 4096)), hardware
-                )  # type: ignore[arg-type]
-                took = f"{each.nbytes / MIB:,.0f} MiB | {1e3 * each.seconds:,.1f} ms | {each.unhindered / each.seconds:.1%}"
-                lines.append(f"| {count} x {tokens:,} | {'graphs' if kept == 'keep' else 'inputs'} | {name} | {took} |")
+    words: dict[str, ActivationPlan] = {"inputs": "recompute", "graphs": "keep"}
+    for count, (kept, plan), name in product(micro_batches, words.items(), POLICIES):
+        work = Work((tokens,) * count, min(tokens, 4096))
+        each = found(model, replace(POLICIES[name], activations=plan), work, hardware)
+        took = f"{each.nbytes / MIB:,.0f} MiB | {1e3 * each.seconds:,.1f} ms | {each.unhindered / each.seconds:.1%}"
+        lines.append(f"| {count} x {tokens:,} | {kept} | {name} | {took} |")
     return lines
 
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatrain.schedule.build import Builder, Visit, build_step
+from megatrain.schedule.build import Builder, build_step
+from megatrain.schedule.fetches import Visit
 from megatrain.schedule.ops import Access, Op, Schedule
 from megatrain.spec import ModelSpec, Policy, Work
 
