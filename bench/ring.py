@@ -3,7 +3,7 @@
     python -m bench.ring [--tokens N] [--layers N]
 
 An 8B shape in bf16 on an H200 as it is described, 4,096 tokens a sequence, in 1, 2 and 8 micro-batches of one sequence
-each unless `--tokens` says otherwise, with inputs kept (each layer is computed again) and with graphs kept. Nothing here
+each unless `--tokens` says otherwise, with inputs kept (layers are computed again) and with graphs kept. Nothing here
 is measured: each number is a schedule of ours at a described machine's prices. What the step would take with a bus
 of infinite speed stands beside it.
 """
