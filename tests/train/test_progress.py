@@ -133,6 +133,7 @@ def test_a_sparkline_is_short_and_reaches_top_and_bottom(values: list[float]) ->
 
 OTHER: dict[str, Any] = {
     "precision": "fp32",
+    "read_ahead_nbytes": 1 << 20,
     "weight_slots": 5,
     "grad_slots": 5,
     "shard_nbytes": 1 << 20,
