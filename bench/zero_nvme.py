@@ -83,8 +83,10 @@ def compare(settings: Settings, turns: int, python: str | None, warm_up: int = 1
         }
         for name in contenders
     }
+    from megatrain.plan.hardware import processor_name  # not in the processes that are measured
+
     return {
-        "machine": platform.processor() or platform.machine(),
+        "machine": processor_name(),
         "cpus": os.cpu_count(),
         "settings": {key: value for key, value in settings.items() if key != "folder"},
         "tokens_per_step": tokens,
