@@ -120,7 +120,7 @@ class Streamer:
             else:
                 run(op, held)
             for name in schedule.ended.get(id(op), ()):
-                now.activations.inputs.pop(name, None)
+                now.activations.let_go(name)
 
         self._running = schedule
         calls = calls_of(schedule, self._layouts, self.device.alongside, run, self.policy.gates)
@@ -333,7 +333,6 @@ class Streamer:
         gradient = alive.gradients.pop(op.micro)
         if hidden.requires_grad:
             torch.autograd.backward([hidden], [gradient], inputs=[leaf for _, leaf in trained])
-        del alive.calls[op.micro]
 
     # Gradients ------------------------------------------------------------------------------------------------------
 
@@ -367,9 +366,9 @@ class Streamer:
                 parts[PART_LETTERS[access.content[0]]] = part_of(held, access)
         now.sink.update(op.unit, self._landed(op, held), parts)
         self._executor.pool.changed(op, held)
-        gradient = op.reads[0].buffer
-        if not gradient.startswith("host/stage/"):  # whose pages the next gradient needs
-            self.device.discard(held[gradient])
+        gradient = op.reads[0]
+        if not gradient.buffer.startswith("host/stage/"):  # whose pages the next gradient needs
+            self.device.discard(part_of(held, gradient))  # what lies behind may be of a larger unit, on its way
 
     def _landed(self, op: Op, held: Held) -> Tensor:
         access = op.reads[0]
