@@ -7,7 +7,6 @@ with `shares_memory` needs no fetch at all. It leaves out memory nodes and page-
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import time
 import weakref
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatrain.device import heap
 from megatrain.device.base import Event, Interval, Stream, Task, Work, declared
 from megatrain.device.pages import mapped
 from megatrain.device.worker import WorkerStream, as_foreground_error, close_workers, raise_first, worker_of
@@ -24,19 +24,7 @@ from megatrain.errors import DeviceError
 
 COPIES = ("fetch", "grad")
 MOST_KEPT = 1 << 20
-"""Bytes below which a discarded buffer is kept: giving pages back costs more than they are worth."""
-
-
-def _with_trim() -> ctypes.CDLL | None:
-    """The C library, if it is one that can give freed memory back (glibc)."""
-    try:
-        library = ctypes.CDLL(None)
-    except OSError:
-        return None
-    return library if hasattr(library, "malloc_trim") else None
-
-
-_libc = _with_trim()
+"""Bytes below which a discarded buffer is kept: letting go of it costs more than it is worth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +80,8 @@ class CpuDevice:
         """Streams with a thread: host work, and reading and writing the disk once there is any."""
         self._closed = False
         self._mappings: dict[int, mmap.mmap] = {}
-        self._finalizer = weakref.finalize(self, close_workers, self._workers)  # one that is dropped leaves no thread
+        heap.keep_freed()
+        self._finalizer = weakref.finalize(self, _shut, self._workers)  # one that is dropped leaves no thread
 
     def stream(self, name: str) -> Stream:
         if self._closed:
@@ -106,7 +95,6 @@ class CpuDevice:
         return
 
     def allocate_host(self, nbytes: int, owner: str) -> torch.Tensor:
-        """Pages of our own, so that `discard` can give them back."""
         mapping, memory = mapped(nbytes)
         self._mappings[memory.data_ptr()] = mapping
         return memory
@@ -117,14 +105,15 @@ class CpuDevice:
     def free_host(self, memory: torch.Tensor, owner: str) -> None:
         self._mappings.pop(memory.data_ptr(), None)
 
-    def discard(self, memory: torch.Tensor) -> None:
-        mapping = self._mappings.get(memory.data_ptr())
-        if mapping is not None and hasattr(mmap, "MADV_DONTNEED") and memory.numel() >= MOST_KEPT:
-            mapping.madvise(mmap.MADV_DONTNEED)
+    def discard(self, memory: torch.Tensor) -> bool:
+        return memory.numel() >= MOST_KEPT
+
+    def allocate_again(self, nbytes: int, owner: str) -> torch.Tensor:
+        """From the C library, where graphs lie too: what a graph has left takes a gradient, and the other way around."""
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def tidy(self) -> None:
-        if _libc is not None:
-            _libc.malloc_trim(0)
+        heap.trim()
 
     def lend(
         self, task: Task, memory: Mapping[str, torch.Tensor]
@@ -158,3 +147,8 @@ class CpuDevice:
             self._closed = True
             self._finalizer()
             self._mappings.clear()
+
+
+def _shut(workers: dict[str, WorkerStream]) -> None:
+    close_workers(workers)
+    heap.let_go()
