@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from megatrain.device import heap
@@ -25,6 +26,8 @@ from megatrain.errors import DeviceError
 COPIES = ("fetch", "grad")
 MOST_KEPT = 1 << 20
 """Bytes below which a discarded buffer is kept: letting go of it costs more than it is worth."""
+ALIGNMENT = 64
+"""Of memory in bytes: that of torch's own, which kernels may round by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +112,13 @@ class CpuDevice:
         return memory.numel() >= MOST_KEPT
 
     def allocate_again(self, nbytes: int, owner: str) -> torch.Tensor:
-        """From the C library, where graphs lie too: what a graph has left takes a gradient, and the other way around."""
-        return torch.empty(nbytes, dtype=torch.uint8)
+        """From the C library, where graphs lie too: what a graph has left takes a gradient, and the other way around.
+
+        Not by way of torch: asked for aligned memory, the C library does not fill the hole that the same size has left.
+        """
+        block = np.empty(nbytes + ALIGNMENT, np.uint8)
+        start = -block.ctypes.data % ALIGNMENT
+        return torch.from_numpy(block[start : start + nbytes])
 
     def tidy(self) -> None:
         heap.trim()

@@ -216,7 +216,7 @@ class Streamer:
         stored = now.activations.stored.pop((op.unit, op.micro), None)
         answering = Answering(stored) if stored else nullcontext()
         homes = Homes()
-        forming = nullcontext() if stored else self._forming(self._binders[op.unit].trained(leaves), homes)
+        forming = self._forming(self._binders[op.unit].trained(leaves), homes)
         with torch.enable_grad(), names_weights(bound), answering, self._gate(now, op, held), forming:
             output, sides = self.ported.layer(op.unit - 1, leaves, leaf, call, self.policy)
         if stored:
