@@ -6,9 +6,10 @@
 The model is a 125M-class Llama (12 layers, 768 wide, 32k vocabulary), or has the proportions of one that is published,
 the work 4 sequences of 512 tokens. *Plain* keeps float32 parameters, computes under bfloat16 autocast and updates with
 the fused AdamW after clipping; the same with transformers' gradient checkpointing (not reentrant) is a contender of its
-own, and so is that with the C library told to keep what is freed, as our cpu device tells it. *Ours* is `megatrain.Engine` in `bf16`,
-once keeping graphs, once recomputing, and once with the policy that `auto` chooses with all memory that is free, which
-is told. With `--precision fp32` all of them compute in float32.
+own, and so is that with the C library told to keep what is freed, as our cpu device tells it. *Ours* is
+`megatrain.Engine` in `bf16`, once keeping graphs, once recomputing, and once with the policy that `auto` chooses with
+all memory that is free, which is told. With `--precision fp32` all of them compute in float32; with `--no-clip` none
+clips, so that our updates happen during the backward pass and no gradient waits for the norm.
 
 Each contender lives in a process of its own, so that peak memory is its own: the largest resident size while training
 (sampled by the kernel, `VmHWM`, reset after construction) above the resident size before the model is built. The
@@ -205,7 +206,9 @@ def _ours(plan: str, model: Any, ids: Any, precision: Any, clip: float | None) -
         update: Any = "next_forward" if clip is not None else "during_backward"
         policy = megatrain.Policy(precision=precision, update=update, shares_memory=True, **keeps)
     optimizer = megatrain.AdamW(lr=1e-3, weight_decay=0.1)
-    engine = megatrain.Engine.from_model(model, precision=precision, optimizer=optimizer, max_grad_norm=clip, policy=policy)
+    engine = megatrain.Engine.from_model(
+        model, precision=precision, optimizer=optimizer, max_grad_norm=clip, policy=policy
+    )
     return lambda: engine.step([{"input_ids": ids, "labels": ids}]).loss, lambda: engine.policy.activations
 
 
@@ -246,7 +249,9 @@ def main() -> None:
     arguments = parser.parse_args()
     work = arguments.sequences, arguments.length, arguments.pairs, arguments.warm_up
     shape, contenders, clip = SHAPES[arguments.shape], arguments.contenders, None if arguments.no_clip else 1.0
-    result = {"shape": arguments.shape} | compare(shape, *work, contenders=contenders, precision=arguments.precision, clip=clip)
+    result = {"shape": arguments.shape} | compare(
+        shape, *work, contenders=contenders, precision=arguments.precision, clip=clip
+    )
     print(show(result))
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")

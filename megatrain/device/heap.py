@@ -1,10 +1,10 @@
 """What the C library does with memory that is freed: keep it for what comes next, rather than hand it back.
 
-A training step takes and frees the same memory over and over, and the system's fresh pages are dear (on a virtual
-machine a second or two per GB, `python -m bench.pages`). By itself the C library maps every block above 32 MiB afresh,
-and gives back the top of its heap whenever much of it is free. While a device is open, it does neither; what has been
-freed goes back when there is reason to (`trim`), and when the last device closes. It leaves out any C library but glibc,
-which is left as it is, and the heaps of other threads than the first, which stay below 64 MiB.
+A training step takes and frees the same memory over and over, and the system's fresh pages are dear, most of all on a
+virtual machine (`python -m bench.pages`). By itself the C library maps every block above 32 MiB afresh, and gives back
+the top of its heap whenever much of it is free. While a device is open, it does neither; what has been freed goes back
+when there is reason to (`trim`), and when the last device closes. Left out: any C library but glibc, and threads other
+than the first, whose heaps end at 64 MiB.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ whose sum has been begun (a tied head's) is added to it in the rows that were lo
 for the sign of a zero that zero is added to.
 
 What autograd is given is the sum itself, a view of it; what it makes of that with other terms of the same weight is
-right, wherever it puts it (`UnitSum.add`). Left out: a `linear` with a bias, what else weights go through, and later micro-batches and chunks of
-tokens, whose terms are products of their own to be added, as everywhere.
+right, wherever it puts it (`UnitSum.add`). Left out: a `linear` with a bias, what else weights go through, and later
+micro-batches and chunks of tokens, whose terms are products of their own to be added, as everywhere.
 """
 
 from __future__ import annotations

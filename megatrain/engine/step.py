@@ -224,9 +224,7 @@ class Streamer:
         edges = [get_gradient_edge(each) for each in (output, *sides)]
         return Graph(bound, leaves, leaf, edges, homes), output, sides
 
-    def _forming(
-        self, trained: Sequence[tuple[str, Tensor]], homes: Homes
-    ) -> AbstractContextManager[object]:
+    def _forming(self, trained: Sequence[tuple[str, Tensor]], homes: Homes) -> AbstractContextManager[object]:
         """In the block, gradients of weights are formed in `homes`, where compute and sums share memory."""
         return Forming(trained, homes) if self.policy.shares_memory and not self.policy.compile else nullcontext()
 

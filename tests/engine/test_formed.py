@@ -90,7 +90,8 @@ def test_autograd_takes_the_sum_itself_and_the_engine_computes_the_same_bits(
 
     monkeypatch.setattr(UnitSum, "add", watched)
     found = gradients()
-    assert handed_in and all(handed_in)
+    assert handed_in
+    assert all(handed_in)
     monkeypatch.setattr(Streamer, "_forming", lambda self, trained, homes: nullcontext())
     expected = gradients()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
