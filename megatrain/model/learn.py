@@ -286,7 +286,9 @@ def _probe_inputs(tokens: int = PROBE_TOKENS) -> dict[str, Tensor]:
     return {"input_ids": torch.zeros(1, tokens, dtype=torch.long)}
 
 
-def _learn_spec(model: PreTrainedModel, ported: PortedModel, layers: list[UnitSpec], given: LayerProfile) -> ModelSpec:
+def _learn_spec(
+    model: PreTrainedModel, ported: PortedModel, layers: list[UnitSpec], given: LayerProfile
+) -> ModelSpec:
     """Read off two autograd graphs which parameters prologue and epilogue use, and list them in order of use."""
     where = f"model {type(model).__name__}"
     leaves = {name: zero.detach().requires_grad_() for name, zero in ported.placeholders.items()}
