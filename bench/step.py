@@ -1,12 +1,15 @@
 """A training step against plain PyTorch in memory: tokens per second and peak memory, as ratios.
 
-    python -m bench.step [--out FOLDER] [--pairs N] [--contenders NAME ...] [--sequences N] [--length N]
+    python -m bench.step [--out FOLDER | --json FILE] [--pairs N] [--contenders NAME ...] [--shape NAME]
+                         [--sequences N] [--length N] [--precision bf16 | fp32] [--no-clip]
 
-The model is a 125M-class Llama (12 layers, 768 wide, 32k vocabulary), the work 4 sequences of 512 tokens. *Plain* keeps
-float32 parameters, computes under bfloat16 autocast and updates with the fused AdamW after clipping; the same with
-transformers' gradient checkpointing (not reentrant) is a contender of its own. *Ours* is `megatrain.Engine` in `bf16`,
-once keeping graphs, once recomputing, and once with the policy that `auto` chooses with all memory that is free, which
-is told. With `--precision fp32` all of them compute in float32.
+The model is a 125M-class Llama (12 layers, 768 wide, 32k vocabulary), or has the proportions of one that is published,
+the work 4 sequences of 512 tokens. *Plain* keeps float32 parameters, computes under bfloat16 autocast and updates with
+the fused AdamW after clipping; the same with transformers' gradient checkpointing (not reentrant) is a contender of its
+own, and so is that with the C library told to keep what is freed, as our cpu device tells it. *Ours* is
+`megatrain.Engine` in `bf16`, once keeping graphs, once recomputing, and once with the policy that `auto` chooses with
+all memory that is free, which is told. With `--precision fp32` all of them compute in float32; with `--no-clip` none
+clips, so that our updates happen during the backward pass and no gradient waits for the norm.
 
 Each contender lives in a process of its own, so that peak memory is its own: the largest resident size while training
 (sampled by the kernel, `VmHWM`, reset after construction) above the resident size before the model is built. The
@@ -29,8 +32,10 @@ from pathlib import Path
 from typing import Any
 
 PLAIN, CHECKPOINTING, AUTO = "plain", "plain PyTorch, gradient checkpointing", "auto"
+KEPT = CHECKPOINTING + ", freed memory kept"
 BASELINES = (PLAIN, CHECKPOINTING)
 CONTENDERS = (*BASELINES, "keep", "recompute", AUTO)
+OFFERED = (*CONTENDERS, KEPT, "chosen")
 SHAPE = {
     "vocab_size": 32000,
     "hidden_size": 768,
@@ -39,7 +44,28 @@ SHAPE = {
     "num_attention_heads": 12,
     "num_key_value_heads": 12,
     "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
 }
+SMOLLM2_360M = {
+    "vocab_size": 49152,
+    "hidden_size": 960,
+    "intermediate_size": 2560,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 15,
+    "num_key_value_heads": 5,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+SMOLLM2_135M = {
+    **SMOLLM2_360M,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+}
+SHAPES = {"125m": SHAPE, "smollm2-360m": SMOLLM2_360M, "smollm2-135m": SMOLLM2_135M}
+"""The last two are those of HuggingFaceTB/SmolLM2, by their configurations."""
 TINY = {**SHAPE, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 SEQUENCES, LENGTH = 4, 512
 
@@ -52,6 +78,7 @@ def compare(
     warm_up: int = 2,
     contenders: Sequence[str] = CONTENDERS,
     precision: str = "bf16",
+    clip: float | None = 1.0,
 ) -> dict[str, Any]:
     """Run all contenders in turn; medians of the ratios to the plain ones, and each one's absolute figures."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # who waits for a turn must not spin while another has its own
@@ -61,7 +88,7 @@ def compare(
     for name in contenders:
         ours, theirs = context.Pipe()
         process = context.Process(
-            target=_contend, args=(name, shape, (sequences, length), precision, theirs), daemon=True
+            target=_contend, args=(name, shape, (sequences, length), precision, clip, theirs), daemon=True
         )
         process.start()
         ends[name] = ours
@@ -103,6 +130,7 @@ def compare(
     return {
         "machine": processor_name(),
         "precision": precision,
+        "max_grad_norm": clip,
         "sequences": sequences,
         "tokens_per_step": sequences * length,
         "turns": pairs,
@@ -110,7 +138,9 @@ def compare(
     }
 
 
-def _contend(name: str, shape: Mapping[str, Any], batch: tuple[int, int], precision: str, pipe: Connection) -> None:
+def _contend(
+    name: str, shape: Mapping[str, Any], batch: tuple[int, int], precision: str, clip: float | None, pipe: Connection
+) -> None:
     """One process: build, then a step whenever asked."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -124,8 +154,8 @@ def _contend(name: str, shape: Mapping[str, Any], batch: tuple[int, int], precis
     torch.manual_seed(0)
     ids = torch.randint(0, shape["vocab_size"], batch)
     before = _resident("VmRSS")
-    model = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False)).float().train()
-    step, activations = (_plain if name in BASELINES else _ours)(name, model, ids, precision)
+    model = LlamaForCausalLM(LlamaConfig(**shape)).float().train()
+    step, activations = (_plain if name in (*BASELINES, KEPT) else _ours)(name, model, ids, precision, clip)
     del model
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM: construction is not what is measured
@@ -143,10 +173,14 @@ Contender = tuple[Callable[[], float], Callable[[], str]]
 """A step, which returns its loss, and what it keeps of the forward."""
 
 
-def _plain(name: str, model: Any, ids: Any, precision: str) -> Contender:
+def _plain(name: str, model: Any, ids: Any, precision: str, clip: float | None) -> Contender:
     import torch
 
-    if name == CHECKPOINTING:
+    from megatrain.device.heap import keep_freed
+
+    if name == KEPT:
+        keep_freed()
+    if name in (CHECKPOINTING, KEPT):
         newer = getattr(model, "activation_checkpointing_enable", None)  # the old name is warned of
         (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
@@ -156,21 +190,26 @@ def _plain(name: str, model: Any, ids: Any, precision: str) -> Contender:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         return float(loss.detach())
 
     return step, lambda: "keep" if name == PLAIN else "recompute"
 
 
-def _ours(plan: str, model: Any, ids: Any, precision: Any) -> Contender:
+def _ours(plan: str, model: Any, ids: Any, precision: Any, clip: float | None) -> Contender:
     import megatrain
 
     policy: Any = AUTO
     if plan != AUTO:
-        policy = megatrain.Policy(precision=precision, activations=plan, shares_memory=True)  # type: ignore[arg-type]
+        keeps: Any = {"activations": plan} if plan != "chosen" else {"activation_rows": (("chosen",),)}
+        update: Any = "next_forward" if clip is not None else "during_backward"
+        policy = megatrain.Policy(precision=precision, update=update, shares_memory=True, **keeps)
     optimizer = megatrain.AdamW(lr=1e-3, weight_decay=0.1)
-    engine = megatrain.Engine.from_model(model, precision=precision, optimizer=optimizer, policy=policy)
+    engine = megatrain.Engine.from_model(
+        model, precision=precision, optimizer=optimizer, max_grad_norm=clip, policy=policy
+    )
     return lambda: engine.step([{"input_ids": ids, "labels": ids}]).loss, lambda: engine.policy.activations
 
 
@@ -199,16 +238,24 @@ def show(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--out", type=Path, default=None, help="folder for step.json")
+    parser.add_argument("--json", type=Path, default=None, help="file for the result")
+    parser.add_argument("--no-clip", action="store_true", help="no clipping, so that updates need not wait for a norm")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="125m")
     parser.add_argument("--pairs", type=int, default=5, help="counted turns")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
+    parser.add_argument("--contenders", nargs="+", choices=OFFERED, default=CONTENDERS)
     parser.add_argument("--sequences", type=int, default=SEQUENCES)
     parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a sequence")
     parser.add_argument("--warm-up", type=int, default=2, help="turns that are not counted")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     arguments = parser.parse_args()
     work = arguments.sequences, arguments.length, arguments.pairs, arguments.warm_up
-    result = compare(SHAPE, *work, contenders=arguments.contenders, precision=arguments.precision)
+    shape, contenders, clip = SHAPES[arguments.shape], arguments.contenders, None if arguments.no_clip else 1.0
+    result = {"shape": arguments.shape} | compare(
+        shape, *work, contenders=contenders, precision=arguments.precision, clip=clip
+    )
     print(show(result))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / "step.json").write_text(json.dumps(result, indent=2) + "\n")

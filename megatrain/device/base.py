@@ -104,9 +104,12 @@ class Device(Protocol):
     def free_host(self, memory: torch.Tensor, owner: str) -> None:
         """Host memory that one of the two has returned is given back."""
 
-    def discard(self, memory: torch.Tensor) -> None:
-        """What this host memory, from the start of a buffer on, holds is not needed any more; where it pays, its pages
-        go back to the system."""
+    def discard(self, memory: torch.Tensor) -> bool:
+        """What this host memory holds is not needed any more. Whether it had better be freed until something is
+        written there again (`allocate_again`)."""
+
+    def allocate_again(self, nbytes: int, owner: str) -> torch.Tensor:
+        """Host memory in place of what had better be freed, uint8[nbytes], uninitialised."""
 
     def tidy(self) -> None:
         """A good moment to give memory that layers have freed back to the system; costs some milliseconds."""

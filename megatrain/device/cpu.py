@@ -7,7 +7,6 @@ with `shares_memory` needs no fetch at all. It leaves out memory nodes and page-
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import time
 import weakref
@@ -15,8 +14,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from megatrain.device import heap
 from megatrain.device.base import Event, Interval, Stream, Task, Work, declared
 from megatrain.device.pages import mapped
 from megatrain.device.worker import WorkerStream, as_foreground_error, close_workers, raise_first, worker_of
@@ -24,19 +25,9 @@ from megatrain.errors import DeviceError
 
 COPIES = ("fetch", "grad")
 MOST_KEPT = 1 << 20
-"""Bytes below which a discarded buffer is kept: giving pages back costs more than they are worth."""
-
-
-def _with_trim() -> ctypes.CDLL | None:
-    """The C library, if it is one that can give freed memory back (glibc)."""
-    try:
-        library = ctypes.CDLL(None)
-    except OSError:
-        return None
-    return library if hasattr(library, "malloc_trim") else None
-
-
-_libc = _with_trim()
+"""Bytes below which a discarded buffer is kept: letting go of it costs more than it is worth."""
+ALIGNMENT = 64
+"""Of memory in bytes: that of torch's own, which kernels may round by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +83,8 @@ class CpuDevice:
         """Streams with a thread: host work, and reading and writing the disk once there is any."""
         self._closed = False
         self._mappings: dict[int, mmap.mmap] = {}
-        self._finalizer = weakref.finalize(self, close_workers, self._workers)  # one that is dropped leaves no thread
+        heap.keep_freed()
+        self._finalizer = weakref.finalize(self, _shut, self._workers)  # one that is dropped leaves no thread
 
     def stream(self, name: str) -> Stream:
         if self._closed:
@@ -106,7 +98,6 @@ class CpuDevice:
         return
 
     def allocate_host(self, nbytes: int, owner: str) -> torch.Tensor:
-        """Pages of our own, so that `discard` can give them back."""
         mapping, memory = mapped(nbytes)
         self._mappings[memory.data_ptr()] = mapping
         return memory
@@ -117,14 +108,20 @@ class CpuDevice:
     def free_host(self, memory: torch.Tensor, owner: str) -> None:
         self._mappings.pop(memory.data_ptr(), None)
 
-    def discard(self, memory: torch.Tensor) -> None:
-        mapping = self._mappings.get(memory.data_ptr())
-        if mapping is not None and hasattr(mmap, "MADV_DONTNEED") and memory.numel() >= MOST_KEPT:
-            mapping.madvise(mmap.MADV_DONTNEED, 0, memory.numel() // mmap.PAGESIZE * mmap.PAGESIZE)
+    def discard(self, memory: torch.Tensor) -> bool:
+        return memory.numel() >= MOST_KEPT
+
+    def allocate_again(self, nbytes: int, owner: str) -> torch.Tensor:
+        """From the C library, where graphs lie too: what a graph has left takes a gradient, and the other way around.
+
+        Not by way of torch: asked for aligned memory, the C library does not fill the hole that the same size has left.
+        """
+        block = np.empty(nbytes + ALIGNMENT, np.uint8)
+        start = -block.ctypes.data % ALIGNMENT
+        return torch.from_numpy(block[start : start + nbytes])
 
     def tidy(self) -> None:
-        if _libc is not None:
-            _libc.malloc_trim(0)
+        heap.trim()
 
     def lend(
         self, task: Task, memory: Mapping[str, torch.Tensor]
@@ -158,3 +155,8 @@ class CpuDevice:
             self._closed = True
             self._finalizer()
             self._mappings.clear()
+
+
+def _shut(workers: dict[str, WorkerStream]) -> None:
+    close_workers(workers)
+    heap.let_go()

@@ -269,8 +269,11 @@ class CudaDevice:
             torch.cuda.synchronize(self.torch_device)
         return False
 
-    def discard(self, memory: torch.Tensor) -> None:
-        return  # page-locked memory stays
+    def discard(self, memory: torch.Tensor) -> bool:
+        return False  # page-locked memory stays
+
+    def allocate_again(self, nbytes: int, owner: str) -> torch.Tensor:
+        return self.allocate_host(nbytes, owner)
 
     def tidy(self) -> None:
         return  # the caching allocator keeps what it has

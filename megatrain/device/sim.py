@@ -207,8 +207,12 @@ class SimDevice:
         self.locked.pop(memory.data_ptr(), None)
         memory.fill_(POISON)
 
-    def discard(self, memory: Tensor) -> None:
+    def discard(self, memory: Tensor) -> bool:
         memory.fill_(POISON)
+        return False
+
+    def allocate_again(self, nbytes: int, owner: str) -> Tensor:
+        return self.allocate_host(nbytes, owner)
 
     def tidy(self) -> None:
         return

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from megatrain.engine.formed import Homes
 from megatrain.engine.weights import Bound
 from megatrain.errors import ModelError
 from megatrain.model import Call, Sides, Stored
@@ -27,6 +28,8 @@ class Graph:
     input: Tensor
     outputs: list[GradientEdge]
     """Of the hidden state, and of each side."""
+    homes: Homes
+    """Where gradients of the weights are summed, once that is known."""
 
 
 @dataclass(slots=True)

@@ -39,16 +39,37 @@ class UnitSum:
     def __init__(self, layout: Layout, flat: Tensor) -> None:
         self._views = {field.name: flat[field.start : field.stop].view(field.shape) for field in layout.fields}
         self._reached: set[str] = set()
+        self._claimed: set[str] = set()
+        """Parameters of which the backward pass under way has written into its view, and hands in the view itself."""
         for start, stop in layout.gaps:
             flat[start:stop].zero_()
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Add a term of the gradient of parameter `name`."""
-        if name in self._reached:
-            self._views[name].add_(gradient)
+        """Add a term of the gradient of parameter `name`; of a claimed one it is the sum with all terms so far."""
+        view = self._views[name]
+        if name in self._claimed:
+            self._claimed.discard(name)
+            if gradient.data_ptr() != view.data_ptr():  # autograd has added something else to it
+                view.copy_(gradient)
+        elif name in self._reached:
+            view.add_(gradient)
         else:
-            self._views[name].copy_(gradient)
-            self._reached.add(name)
+            view.copy_(gradient)
+        self._reached.add(name)
+
+    def home(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        """Where a term of this dtype may be written or added by whoever claims it: a view of its own, which autograd
+        can take as it is. `None` for a dtype that is not the sum's, and once it has been claimed."""
+        view = self._views[name]
+        return view.view_as(view) if name not in self._claimed and view.dtype == dtype else None
+
+    def claim(self, name: str) -> None:
+        """The next that is added under this name is the sum itself, with a new term in it."""
+        self._claimed.add(name)
+
+    def begun(self, name: str) -> bool:
+        """Whether there is a term in the sum."""
+        return name in self._reached
 
     def close(self) -> None:
         """All terms are in: what none reached is zero."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from megatrain.engine.activations import Graph, pack, unpack
 from megatrain.engine.batch import MicroBatch, count_targets, model_inputs, shifted
 from megatrain.engine.current import Current
 from megatrain.engine.executor import Executor
+from megatrain.engine.formed import Forming, Homes
 from megatrain.engine.gated import OPEN, Gates, calls_of, undisturbed, unwinding
 from megatrain.engine.gradients import GradSink, UnitSum, send_to_sum
 from megatrain.engine.held import DTYPE_OF_NBYTES, PART_LETTERS, access_of, part_of
@@ -124,6 +125,8 @@ class Streamer:
             for name in schedule.ended.get(id(op), ()):
                 now.activations.let_go(name)
 
+        if schedule is not self._running:
+            self.device.tidy()  # what other work has freed will not fit this as well
         self._running = schedule
         calls = calls_of(schedule, self._layouts, self.device.alongside, run, self.policy.gates)
         with self.device.preserved_random_state(), self.region(), unwinding(calls):
@@ -212,17 +215,21 @@ class Streamer:
         call = now.activations.calls[op.micro][op.unit - 1]
         stored = now.activations.stored.pop((op.unit, op.micro), None)
         answering = Answering(stored) if stored else nullcontext()
-        with torch.enable_grad(), names_weights(bound), answering, self._gate(now, op, held):
+        homes = Homes()
+        forming = self._forming(self._binders[op.unit].trained(leaves), homes)
+        with torch.enable_grad(), names_weights(bound), answering, self._gate(now, op, held), forming:
             output, sides = self.ported.layer(op.unit - 1, leaves, leaf, call, self.policy)
         if stored:
             stored.finish(self.spec.units[op.unit].name)
         edges = [get_gradient_edge(each) for each in (output, *sides)]
-        return Graph(bound, leaves, leaf, edges), output, sides
+        return Graph(bound, leaves, leaf, edges, homes), output, sides
+
+    def _forming(self, trained: Sequence[tuple[str, Tensor]], homes: Homes) -> AbstractContextManager[object]:
+        """In the block, gradients of weights are formed in `homes`, where compute and sums share memory."""
+        return Forming(trained, homes) if self.policy.shares_memory and not self.policy.compile else nullcontext()
 
     def _loss(self, now: Current, op: Op, held: Held) -> None:
         unit, micro = op.unit, op.micro
-        if micro == 0:
-            self.device.tidy()  # here memory peaks: what the layers' forward has freed lies about in pieces
         self._reseed(now, unit, micro)
         hidden = self._input(now, op, held)
         if now.sink is None:
@@ -232,17 +239,22 @@ class Streamer:
         flat = hidden.flatten(0, 1)
         leaves: dict[str, Tensor] = {}
         trained: list[Tensor] = []
+        forming: list[AbstractContextManager[object]] = []
         borrowed = self.spec.units[unit].borrows
         for owner in self._head_owners():
             binder = self._binders[owner]
             bound = binder.leaves(self._weights(op, held, owner))
             used = [(name, leaf) for name, leaf in binder.trained(bound) if owner == unit or name in borrowed]
             if self._layouts[owner].trained.size:
-                send_to_sum(used, self._sum(now, op, held, owner))
+                total = self._sum(now, op, held, owner)
+                send_to_sum(used, total)
+                forming.append(self._forming(used, Homes(total)))
             trained += [leaf for _, leaf in used]
             leaves |= bound
         chunks = self._chunks(now, op, leaves, trained, flat)
-        with self._gate(now, op, held):
+        with self._gate(now, op, held), ExitStack() as around:
+            for each in forming:
+                around.enter_context(each)
             found = differentiate(now.loss_fn, chunks, now.own[micro], now.scale)
             now.count(found)
             assert found.gradient is not None
@@ -310,7 +322,8 @@ class Streamer:
             now.gates.add()
             trained = self._binders[unit].trained(graph.leaves)
             if trained:
-                send_to_sum(trained, self._sum(now, op, held, unit), now.gates.finished)
+                graph.homes.total = total = self._sum(now, op, held, unit)
+                send_to_sum(trained, total, now.gates.finished)
             inputs = [graph.input, *(leaf for _, leaf in trained)]
             gradients = [alive.gradients.pop(micro), *alive.sides.pop((unit, micro), ())]
             torch.autograd.backward(graph.outputs, gradients, inputs=inputs)
@@ -323,12 +336,13 @@ class Streamer:
         alive = now.activations
         leaves = self._binders[0].leaves(self._weights(op, held, 0))
         self._reseed(now, 0, op.micro)
-        with torch.enable_grad(), self._gate(now, op, held):
+        trained, homes = self._binders[0].trained(leaves), Homes()
+        with torch.enable_grad(), self._gate(now, op, held), self._forming(trained, homes):
             inputs = model_inputs(now.micro_batches[op.micro], self.device.torch_device)
             hidden, _ = self.ported.prologue(leaves, inputs)
         now.gates.add()
-        trained = self._binders[0].trained(leaves)
-        send_to_sum(trained, self._sum(now, op, held, 0))
+        homes.total = total = self._sum(now, op, held, 0)
+        send_to_sum(trained, total)
         gradient = alive.gradients.pop(op.micro)
         if hidden.requires_grad:
             torch.autograd.backward([hidden], [gradient], inputs=[leaf for _, leaf in trained])
@@ -365,9 +379,9 @@ class Streamer:
                 parts[PART_LETTERS[access.content[0]]] = part_of(held, access)
         now.sink.update(op.unit, self._landed(op, held), parts)
         self._executor.pool.changed(op, held)
-        gradient = op.reads[0]
-        if not gradient.buffer.startswith("host/stage/"):  # whose pages the next gradient needs
-            self.device.discard(part_of(held, gradient))  # what lies behind may be of a larger unit, on its way
+        home = f"host/grad/{op.unit}"
+        if op.reads[0].buffer == home:  # its own: of one that units take turns in, what lies behind may be on its way
+            self._executor.pool.discard(home)
 
     def _landed(self, op: Op, held: Held) -> Tensor:
         access = op.reads[0]

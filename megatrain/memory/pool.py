@@ -59,6 +59,8 @@ class Pool:
         self._buffers: dict[str, Buffer] = {}
         self._unsaved: dict[str, Tensor] = {}
         """Region of the disk -> the bytes that belong there, in a staging buffer."""
+        self._absent: set[str] = set()
+        """Buffers whose memory has been freed until something is written there again."""
         self._leases = 0
         self._lock = threading.Lock()
 
@@ -105,6 +107,8 @@ class Pool:
         """The arena buffers that `op` declares, until the end of the block."""
         with self._lock:
             self._leases += 1
+            for name in {access.buffer for access in op.writes} & self._absent:
+                self._bring_back(name)
         try:
             with self.device.lend(op, self._memory) as held:
                 yield held
@@ -150,6 +154,19 @@ class Pool:
                 region = f"disk/{access.buffer.split('/')[2]}/{op.unit}"
                 self._unsaved[region] = held[access.buffer][access.start : access.stop]
 
+    def discard(self, name: str) -> None:
+        """What a host buffer holds is not needed any more. Where its memory had better be free until something is
+        written there again, it is from the end of the leases on that hold it; the ledger goes on counting it."""
+        with self._lock:
+            if self.device.discard(self._memory[name]):
+                self.device.free_host(self._memory.pop(name), self._buffers[name].owner)
+                self._absent.add(name)
+
+    def _bring_back(self, name: str) -> None:
+        buffer = self._buffers[name]
+        self._memory[name] = self.device.allocate_again(buffer.nbytes, buffer.owner)
+        self._absent.discard(name)
+
     def save(self) -> None:
         """Write what a step that failed has left unsaved. Raises `DiskError`; what is still unsaved stays so."""
         for region, memory in list(self._unsaved.items()):
@@ -194,6 +211,8 @@ class Pool:
         """Give a buffer another name in another tier, with its content. Raises `DoesNotFit`, `DiskError`; it then
         stays where it is."""
         old = self._buffers[before]
+        if before in self._absent:
+            self._bring_back(before)
         tier: Tier = "device" if after.startswith("device/") else "disk" if after.startswith("disk/") else "host"
         self.provide([replace(old, name=after, tier=tier)])
         try:
@@ -245,7 +264,9 @@ class Pool:
             self._disk.forget(name)
         else:
             free = self.device.free if buffer.tier == "device" else self.device.free_host
-            free(self._memory.pop(name), buffer.owner)
+            if name not in self._absent:
+                free(self._memory.pop(name), buffer.owner)
+            self._absent.discard(name)
         self.ledger.strike(name)
 
     def _size(self, name: str) -> int:

@@ -226,27 +226,18 @@ class _Prices:
         key = op.kind, shape, tokens, kept, first, op.unit > self.model.lowest_trained
         if key not in self._known:
             self._known[key] = self.work.repeats * self._compute(op, unit, tokens, kept)
-            self._known[key] += self._fresh_nbytes(op, unit, tokens, kept) / self._fresh
+            self._known[key] += self._fresh_nbytes(op, tokens) / self._fresh
         return self._known[key] * op.share
 
-    def _fresh_nbytes(self, op: Op, unit: UnitSpec, tokens: int, kept: str) -> float:
+    def _fresh_nbytes(self, op: Op, tokens: int) -> float:
         """Memory that the op is the first to touch, in a device that computes in host memory.
 
-        The engine gives freed memory back ahead of the first loss, and a gradient's pages once it has been used. So the
-        first loss has a chunk's logits, their gradient and the head's to allocate; each gradient comes into new pages,
-        and what is recomputed does once a step.
+        What is freed there stays with the process and is used again; but a block as large as a chunk's logits, which
+        torch wants aligned, does not fit the hole that the last one has left.
         """
-        if op.kind == "FORWARD":
+        if op.kind != "LOSS" or op.micro:
             return 0.0
-        micros = self.work.micro_batches * self.work.repeats
-        fresh = layout_of(unit).trained.size * self.policy.grad_nbytes / micros
-        if op.kind == "LOSS" and op.micro == 0:
-            logits = min(self.policy.loss_chunk_tokens, tokens) * self.model.vocab_size
-            head = max((param.numel for param in _multiplied(self.model, unit) if param.trainable), default=0)
-            fresh += (2 * logits + head) * self.policy.weight_nbytes
-        if op.kind == "BACKWARD" and unit.kind == "layer" and kept != "graph":
-            fresh += self._kept(unit, tokens) / micros / len(self.model.layers)
-        return fresh
+        return min(self.policy.loss_chunk_tokens, tokens) * self.model.vocab_size * self.policy.weight_nbytes
 
     def _compute(self, op: Op, unit: UnitSpec, tokens: int, kept: str) -> float:
         if op.kind == "LOSS":

@@ -22,8 +22,16 @@ MASKED = ("sdpa", "eager")
 """Kernels that are told of a window by a mask of all positions."""
 ATTENTION_ROWS, ATTENTION_COLUMNS = ((768, 256), (192, 64), (0, 32)), 512
 """Rows of a block of scores in a cpu's attention kernel from so many tokens on, and its columns (torch's own)."""
+PLACES_NBYTES = 40
+"""Per token, for which rows of a table were looked up, and which of those each token is."""
 HEAD_FLOATS = 5
 """Float32 values per token and channel that the norm in front of the head makes and keeps."""
+
+
+def _forms(policy: Policy, work: Work) -> bool:
+    """Whether gradients are formed where they are summed (`engine.formed`): in one memory, and in one dtype."""
+    alone = work.micro_batches * work.repeats == 1
+    return policy.shares_memory and not policy.compile and (policy.weight_nbytes == 4 or alone)
 
 
 def arguments_nbytes(model: ModelSpec, policy: Policy, work: Work, tokens: int) -> int:
@@ -49,7 +57,11 @@ def loss_nbytes(model: ModelSpec, policy: Policy, work: Work, micro: int, *, tra
     logits = chunk * model.vocab_size * policy.weight_nbytes
     numel = LOSS_BLOCK_NUMEL["cpu" if policy.shares_memory else "cuda"]
     block = 4 * min(chunk * model.vocab_size, numel)
-    head = _product_nbytes(policy, largest_nbytes(model, policy, model.epilogue)) if trains else 0
+    largest = largest_nbytes(model, policy, model.epilogue) if trains else 0
+    head = _product_nbytes(policy, largest)
+    first = micro == 0 and work.repeats == 1 and work.tokens[micro] <= policy.loss_chunk_tokens
+    if first and _forms(policy, work):
+        head -= largest
     made = max(2 * logits + max(block, head), _product_nbytes(policy, logits))
     return made + HEAD_FLOATS * 4 * chunk * model.hidden_size
 
@@ -65,7 +77,9 @@ def backward_nbytes(
     if unit == 0:
         again = tokens * model.hidden_size * policy.weight_nbytes + arguments_nbytes(model, policy, work, tokens)
         angles = 4 * ANGLE_FLOATS * min(work.length or tokens, tokens)
-        return again + max(angles, _product_nbytes(policy, largest_nbytes(model, policy, unit)))
+        looked_up = tokens * (model.hidden_size * policy.weight_nbytes + PLACES_NBYTES)
+        largest = _product_nbytes(policy, largest_nbytes(model, policy, unit))
+        return again + max(angles, min(largest, looked_up) if _forms(policy, work) else largest)
     profile, chunk = model.units[unit].profile, policy.mlp_chunk_tokens
     chunked = runs_in_chunks(model.units[unit], policy, tokens)
     if policy.shares_memory:

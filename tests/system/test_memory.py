@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from megatrain import Engine, Policy
 from megatrain.device.cpu import CpuDevice
 from megatrain.device.sim import SimDevice
 from megatrain.errors import DoesNotFit
-from megatrain.model import port_model
+from megatrain.model import PortedModel, port_model
 from megatrain.plan import memory_table
 from megatrain.spec import Work
+from megatrain.train.schedules import Schedules
 from tests.tiny import tiny_model, unequal_batches
 
 ROOT = Path(__file__).parents[2]
@@ -144,3 +146,25 @@ def test_the_process_holds_what_the_ledger_says_within_five_percent(precision: s
     measured, predicted = map(int, out.stdout.split()[-2:])
     assert predicted > 300e6
     assert measured == pytest.approx(predicted, rel=0.05)
+
+
+def test_auto_keeps_graphs_where_memory_is_ample_and_recomputes_where_it_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And the policy of the step, which it tells, is what ran: no layer's forward is run again."""
+    forwards: list[int] = []
+    layer = PortedModel.layer
+
+    def counted(self: PortedModel, *args: Any, **kwargs: Any) -> Any:
+        forwards.append(args[0])
+        return layer(self, *args, **kwargs)
+
+    monkeypatch.setattr(PortedModel, "layer", counted)
+    for free, keeps in ((1 << 40, "keep"), (0, "recompute")):
+        monkeypatch.setattr(Schedules, "_memory_for_activations", free)
+        with Engine.from_model(tiny_model(), "cpu", "fp32", verify=False) as engine:
+            forwards.clear()
+            engine.step(unequal_batches())
+            assert engine.policy.activations == keeps
+            layers, micro_batches = len(engine.spec.layers), len(unequal_batches())
+            assert len(forwards) == layers * micro_batches * (1 if keeps == "keep" else 2)

@@ -1,0 +1,97 @@
+"""Gradients formed where they are summed: each bit as autograd makes it, whatever else a weight is used for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatrain import Engine, Policy
+from megatrain.engine.formed import Forming, Homes
+from megatrain.engine.gradients import UnitSum, send_to_sum
+from megatrain.engine.step import Streamer
+from megatrain.layout import layout_of
+from megatrain.spec import ParamSpec, UnitSpec
+from tests.tiny import tiny_model, unequal_batches
+
+ROWS, WIDTH = 48, 32
+UNIT = UnitSpec("unit", "layer", (ParamSpec("w", (ROWS, WIDTH)),))
+IDS = torch.tensor([[3, 5, 3, 0], [47, 5, 3, 11]])
+Use = Callable[[Tensor, Tensor], Tensor]
+
+
+def lookup(x: Tensor, w: Tensor) -> Tensor:
+    return functional.embedding(IDS, w, padding_idx=5).sum() * 3
+
+
+def product(x: Tensor, w: Tensor) -> Tensor:
+    return functional.linear(x, w).square().sum()
+
+
+USES: dict[str, Use] = {
+    "product": product,
+    "lookup": lookup,
+    "both": lambda x, w: product(x, w) + lookup(x, w),
+    "two products": lambda x, w: product(x, w) + product(x * 2, w),
+    "two lookups": lambda x, w: lookup(x, w) * lookup(x, w),
+    "product and more": lambda x, w: product(x, w) + w.exp().sum(),
+    "with a bias": lambda x, w: functional.linear(x, w, torch.ones(ROWS)).square().sum(),
+}
+
+
+def total_of(uses: list[Use], dtype: torch.dtype, formed: bool) -> Tensor:
+    """The sum over backward passes, one for each use."""
+    torch.manual_seed(0)
+    layout = layout_of(UNIT).trained
+    flat = torch.full((layout.size,), float("nan"), dtype=dtype)
+    total, weight = UnitSum(layout, flat), torch.randn(ROWS, WIDTH)
+    for use in uses:
+        leaf, x = weight.clone().requires_grad_(), torch.randn(2, 7, WIDTH, requires_grad=True)
+        send_to_sum([("w", leaf)], total)
+        with Forming([("w", leaf)], Homes(total)) if formed else nullcontext():
+            loss = use(x, leaf)
+        loss.backward()
+        assert leaf.grad is None
+    total.close()
+    return flat
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("second", ["nothing", "product", "lookup"])
+@pytest.mark.parametrize("use", USES)
+def test_a_sum_has_the_bits_of_autograds_terms_added_up(use: str, second: str, dtype: torch.dtype) -> None:
+    uses = [USES[use], *([USES[second]] if second != "nothing" else [])]
+    assert torch.equal(total_of(uses, dtype, formed=True), total_of(uses, dtype, formed=False))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_autograd_takes_the_sum_itself_and_the_engine_computes_the_same_bits(
+    precision: str, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = Policy(precision, shares_memory=True, loss_chunk_tokens=8)  # type: ignore[arg-type]
+    handed_in: list[bool] = []
+    add = UnitSum.add
+
+    def watched(self: UnitSum, name: str, gradient: Tensor) -> None:
+        if name in self._claimed:
+            handed_in.append(gradient.data_ptr() == self._views[name].data_ptr())
+        add(self, name, gradient)
+
+    def gradients() -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = tiny_model(tie_word_embeddings=tied)
+        with Engine.from_model(model, "cpu", policy.precision, policy=policy, verify=False) as engine:
+            return engine.gradients(unequal_batches()[:1])
+
+    monkeypatch.setattr(UnitSum, "add", watched)
+    found = gradients()
+    assert handed_in
+    assert all(handed_in)
+    monkeypatch.setattr(Streamer, "_forming", lambda self, trained, homes: nullcontext())
+    expected = gradients()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
