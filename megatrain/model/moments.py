@@ -76,7 +76,7 @@ class Living(TorchDispatchMode):
         output = self.compute(op, args, kwargs)
         self._forget()
         for each in tree_leaves(output):
-            if isinstance(each, Tensor):
+            if isinstance(each, Tensor) and not each.is_meta:
                 storage = each.untyped_storage()
                 if storage._cdata not in self._known and storage._cdata not in given:
                     self._enter(each, storage)
