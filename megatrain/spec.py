@@ -52,7 +52,7 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Bytes that exist at one moment of a layer's backward, beside its weights, its input and the gradient it is given."""
+    """Bytes that exist at one moment of a layer's backward, beside its weights, its input and that of its output."""
 
     fixed: float = 0.0
     """Whatever the number of tokens: gradients of weights."""

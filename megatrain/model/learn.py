@@ -24,9 +24,9 @@ from megatrain.errors import MegaTrainError, ModelError, typed_line
 from megatrain.model.blueprint import meta_twin, registering
 from megatrain.model.load import quiet
 from megatrain.model.look import FirstLook
+from megatrain.model.moments import Differentiable, moments_of
 from megatrain.model.ported import ROUTED, PortedModel, Sides, takes
 from megatrain.model.ports import Capture, HandOut, Port, hidden_of, reachable_leaves
-from megatrain.model.moments import Differentiable, moments_of
 from megatrain.model.profile import LENGTHS, profile_layer
 from megatrain.model.recorded import install_recorders
 from megatrain.model.tokenwise import token_wise, with_chunks
@@ -286,9 +286,7 @@ def _probe_inputs(tokens: int = PROBE_TOKENS) -> dict[str, Tensor]:
     return {"input_ids": torch.zeros(1, tokens, dtype=torch.long)}
 
 
-def _learn_spec(
-    model: PreTrainedModel, ported: PortedModel, layers: list[UnitSpec], given: LayerProfile
-) -> ModelSpec:
+def _learn_spec(model: PreTrainedModel, ported: PortedModel, layers: list[UnitSpec], given: LayerProfile) -> ModelSpec:
     """Read off two autograd graphs which parameters prologue and epilogue use, and list them in order of use."""
     where = f"model {type(model).__name__}"
     leaves = {name: zero.detach().requires_grad_() for name, zero in ported.placeholders.items()}

@@ -225,11 +225,15 @@ def _widest(moments: Iterable[tuple[Parts, bool]]) -> tuple[Moment, ...]:
         (parts, attends)
         for parts, attends in left
         if not any(
-            (other, more) != (parts, attends) and more >= attends and all(a >= b for a, b in zip(other, parts, strict=True))
+            (other, more) != (parts, attends)
+            and more >= attends
+            and all(a >= b for a, b in zip(other, parts, strict=True))
             for other, more in left
         )
     ]
-    return tuple(Moment(*parts, attends) for parts, attends in sorted(kept, key=lambda each: (each[0][1], each), reverse=True))
+    return tuple(
+        Moment(*parts, attends) for parts, attends in sorted(kept, key=lambda each: (each[0][1], each), reverse=True)
+    )
 
 
 def _result_numel(name: str, args: Sequence[Any]) -> int:

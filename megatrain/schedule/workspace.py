@@ -106,10 +106,11 @@ def runs_in_chunks(unit: UnitSpec, policy: Policy, tokens: int) -> bool:
 
 
 def _unseen_nbytes(model: ModelSpec, policy: Policy, work: Work, unit: int, tokens: int) -> int:
-    """`backward_nbytes` of a layer whose backward nobody has seen run, for one with a gate: the gradient of a parameter
-    and gradients of the hidden state and of the widest activation, of which a gate has two at a time. In chunks, the float32 sums of gradients,
-    what autograd keeps of a chunk and the same for that chunk; or the gradients of attention's output, of queries,
-    keys and values, less what the parts above have let go of, which the schedule still counts."""
+    """`backward_nbytes` of a layer whose backward nobody has seen run, for one with a gate: the gradient of a
+    parameter, and gradients of the hidden state and of the widest activation, of which a gate has two at a time. In
+    chunks, the float32 sums of gradients, what autograd keeps of a chunk and the same for that chunk; or the gradients
+    of attention's output, of queries, keys and values, less what the parts above have let go of, which the schedule
+    still counts."""
     profile, chunk = model.units[unit].profile, policy.mlp_chunk_tokens
     chunked = runs_in_chunks(model.units[unit], policy, tokens)
     largest = largest_nbytes(model, policy, unit)

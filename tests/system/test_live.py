@@ -47,7 +47,9 @@ SLOW = [
 ]
 
 
-def followed(engine: Engine, micro_batches: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> list[tuple[Op, int, int]]:
+def followed(
+    engine: Engine, micro_batches: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[Op, int, int]]:
     """Each compute op of a step, the most bytes that existed while it ran, and those that the schedule has there."""
     living, rows = Living(), []
 

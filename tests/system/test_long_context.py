@@ -151,5 +151,7 @@ def test_over_lengths_the_prediction_holds() -> None:
         torch.set_num_threads(threads)
     for real, predicted in found:
         assert real <= predicted <= 1.05 * real, found
-    each = [(more[0] - less[0]) / less_tokens for less, more, less_tokens in zip(found, found[1:], lengths, strict=False)]
+    each = [
+        (more[0] - less[0]) / less_tokens for less, more, less_tokens in zip(found, found[1:], lengths, strict=False)
+    ]
     assert max(each) <= 1.05 * min(each)
