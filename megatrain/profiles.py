@@ -86,3 +86,6 @@ class LayerProfile:
             return (length + 1) / 2
         full = self.window * (self.window + 1) / 2 + (length - self.window) * self.window
         return full / length
+
+
+NOTHING_KNOWN = LayerProfile()

@@ -12,6 +12,7 @@ from math import prod
 from typing import Literal, get_args
 
 from megatrain.errors import PlanError
+from megatrain.profiles import NOTHING_KNOWN
 from megatrain.profiles import LayerProfile as LayerProfile
 from megatrain.profiles import Moment as Moment
 from megatrain.rates import AttentionRate as AttentionRate
@@ -64,7 +65,7 @@ class UnitSpec:
     kind: UnitKind
     params: tuple[ParamSpec, ...]
     borrows: tuple[str, ...] = ()
-    profile: LayerProfile = LayerProfile()
+    profile: LayerProfile = NOTHING_KNOWN
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "params", tuple(sorted(self.params, key=lambda param: not param.trainable)))
