@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields as fields_of
+from dataclasses import replace
 from typing import Any
 
 from megatrain.errors import MegaTrainError, ModelError
@@ -54,23 +55,24 @@ def _unit(fields: Mapping[str, Any]) -> UnitSpec:
     window = given.get("window")
     apart = ("window", "chunk_numel", *MOMENTS)
     amounts = [field.name for field in fields_of(LayerProfile) if field.name not in apart]
-    profile = LayerProfile(
+    profile = LayerProfile(  # type: ignore[arg-type]
         window=None if window is None else _count(window),
         chunk_numel=_count(given["chunk_numel"]) if given.get("chunk_numel") else 0,
-        **{name: tuple(map(_moment, given.get(name, ()))) for name in MOMENTS},
         **{
             name: _number(given.get(name, 0.0), **({"most": 1.0} if "share" in name.split("_")[1:] else {}))
             for name in amounts
         },
     )
+    moments = {name: tuple(map(_moment, given.get(name, ()))) for name in MOMENTS}
+    profile = replace(profile, **moments)
     return UnitSpec(
         _text(fields["name"]), fields["kind"], params, tuple(map(_text, fields.get("borrows", ()))), profile
     )
 
 
 def _moment(fields: Mapping[str, Any]) -> Moment:
-    amounts = (_number(fields[field.name]) for field in fields_of(Moment) if field.name != "attends")
-    return Moment(*amounts, attends=_flag(fields["attends"]))
+    amounts = {field.name: _number(fields[field.name]) for field in fields_of(Moment) if field.name != "attends"}
+    return replace(Moment(**amounts), attends=_flag(fields["attends"]))  # type: ignore[arg-type]
 
 
 def _text(value: Any) -> str:
