@@ -12,7 +12,7 @@ from tests.tiny import tiny_model
 
 
 def test_two_products_meet_as_they_must() -> None:
-    """Of sigmoid(x A) B: autograd keeps the sigmoid; at the widest moment its gradient and that of its input exist too."""
+    """Of sigmoid(x A) B: autograd keeps the sigmoid; its gradient and that of its input exist with it."""
     up, down = nn.Linear(8, 32, bias=False), nn.Linear(32, 8, bias=False)
 
     def run(tokens: int) -> tuple[Tensor, list[Tensor], Tensor]:
