@@ -15,11 +15,8 @@ from megatrain.errors import PlanError
 from megatrain.profiles import NOTHING_KNOWN
 from megatrain.profiles import LayerProfile as LayerProfile
 from megatrain.profiles import Moment as Moment
-from megatrain.rates import AttentionRate as AttentionRate
-from megatrain.rates import DiskRate as DiskRate
-from megatrain.rates import ElementwiseRate as ElementwiseRate
+from megatrain.rates import AttentionRate, DiskRate, ElementwiseRate, ProductRate
 from megatrain.rates import Precision as Precision
-from megatrain.rates import ProductRate as ProductRate
 
 UnitKind = Literal["prologue", "layer", "epilogue"]
 ActivationPlan = Literal["keep", "recompute"]
