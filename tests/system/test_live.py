@@ -28,6 +28,8 @@ WIDER: dict[str, Any] = {
     "num_hidden_layers": 2,
 }
 GPT2: dict[str, Any] = {"n_embd": 128, "n_positions": 512, "n_layer": 2}
+SCALARS = 64
+"""Bytes of the loss and its like, which no schedule knows."""
 QUICK = [
     ("llama-tied", "bf16", 0, "input"),
     ("llama", "fp32", 48, "graph"),
@@ -88,6 +90,6 @@ def test_no_more_exists_in_a_backward_than_the_schedule_says(
         rows = followed(engine, micro_batches, monkeypatch)
     for op, live, declared in rows:
         if op.kind == "BACKWARD":
-            assert live <= declared, op.name
+            assert live <= declared + SCALARS, op.name
     peak = max(live for _, live, _ in rows)
     assert peak <= max(declared for _, _, declared in rows) <= 1.12 * peak
