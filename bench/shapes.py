@@ -1,7 +1,8 @@
 """Shapes of models on paper: specifications without torch, for plans of sizes that nobody has at hand.
 
 What autograd keeps of a layer is 49 x width bytes a token in bfloat16: what a profile of the library's own Llama layer
-with a feed-forward of 3.5 x width gives (tests/bench). It leaves out experts, windows and biases.
+with a feed-forward of 3.5 x width gives (tests/bench). It leaves out experts, windows and biases, and the
+moments of a layer's backward, for which the plan then has a rule (`schedule.workspace`).
 """
 
 from __future__ import annotations

@@ -167,6 +167,9 @@ class Keeping(_Watching):
 
         spared = unchanged(self._unsaved)
         left = {key: kept for key, kept in unchanged(self._stored).items() if key not in spared}
+        # Autograd's nodes hold the hooks and so this object; what they have made must not be held by it in turn, in a
+        # circle that no collector sees.
+        self._stored, self._unsaved = {}, {}
         return Stored(left, {key: tree_map_only(Tensor, _form, kept) for key, kept in spared.items()})
 
 

@@ -76,7 +76,7 @@ class Living(TorchDispatchMode):
         output = self.compute(op, args, kwargs)
         self._forget()
         for each in tree_leaves(output):
-            if isinstance(each, Tensor):
+            if isinstance(each, Tensor) and not each.is_meta:
                 storage = each.untyped_storage()
                 if storage._cdata not in self._known and storage._cdata not in given:
                     self._enter(each, storage)
@@ -199,23 +199,28 @@ def _let_go(gradient: Tensor) -> Tensor:
     return torch.zeros((), dtype=gradient.dtype).expand(gradient.shape)
 
 
-def _parts(less: int, more: int, chunked: bool, lengths: tuple[int, int]) -> Parts:
-    """How a tensor grows that has `less` and `more` bytes at two lengths."""
+def growth(less: int, more: int, lengths: tuple[int, int]) -> tuple[float, float, float]:
+    """How a tensor grows that has `less` and `more` bytes at two lengths: fixed, per token, per token and position."""
     short, long = lengths
     if more == less:
-        return float(less), 0.0, 0.0, 0.0
-    each = (more - less) / (long - short)
+        return float(less), 0.0, 0.0
     by_length = max(0.0, (more / long - less / short) / (long - short))
-    fixed = max(0.0, less - each * short)
-    if chunked:
-        return fixed, 0.0, 0.0, 2 * each  # half as long as the sequence
-    return (0.0, less / short - by_length * short, by_length, 0.0) if by_length else (fixed, each, 0.0, 0.0)
+    if by_length:
+        return 0.0, less / short - by_length * short, by_length
+    each = (more - less) / (long - short)
+    return max(0.0, less - each * short), each, 0.0
+
+
+def _parts(less: int, more: int, chunked: bool, lengths: tuple[int, int]) -> Parts:
+    fixed, each, by_length = growth(less, more, lengths)
+    return (fixed, 0.0, 0.0, 2 * each) if chunked else (fixed, each, by_length, 0.0)  # a chunk is half the sequence
 
 
 def _sum(parts: Iterable[Parts]) -> Parts:
-    columns = zip(*parts, strict=True)
-    fixed, token, length, chunk = (sum(column) for column in columns) if (columns := list(columns)) else (0.0,) * 4
-    return fixed, token, length, chunk
+    fixed = each = by_length = chunk = 0.0
+    for part in parts:
+        fixed, each, by_length, chunk = fixed + part[0], each + part[1], by_length + part[2], chunk + part[3]
+    return fixed, each, by_length, chunk
 
 
 def _widest(moments: Iterable[tuple[Parts, bool]]) -> tuple[Moment, ...]:
@@ -225,11 +230,15 @@ def _widest(moments: Iterable[tuple[Parts, bool]]) -> tuple[Moment, ...]:
         (parts, attends)
         for parts, attends in left
         if not any(
-            (other, more) != (parts, attends) and more >= attends and all(a >= b for a, b in zip(other, parts, strict=True))
+            (other, more) != (parts, attends)
+            and more >= attends
+            and all(a >= b for a, b in zip(other, parts, strict=True))
             for other, more in left
         )
     ]
-    return tuple(Moment(*parts, attends) for parts, attends in sorted(kept, key=lambda each: (each[0][1], each), reverse=True))
+    return tuple(
+        Moment(*parts, attends) for parts, attends in sorted(kept, key=lambda each: (each[0][1], each), reverse=True)
+    )
 
 
 def _result_numel(name: str, args: Sequence[Any]) -> int:

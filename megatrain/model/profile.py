@@ -18,10 +18,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from megatrain.model.chosen import Answering, Keeping, Key, Level, Stored
+from megatrain.model.moments import growth
 from megatrain.spec import LayerProfile
 
 LENGTHS = (8, 16)
 """Tokens of the two runs."""
+
+FEW_TOKENS = 128
+"""Over which what is fixed is spread; with more it is counted too high, and is little."""
 
 MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
@@ -31,16 +35,12 @@ Run = Callable[[int], tuple[Tensor, Iterable[Tensor]]]
 
 def profile_layer(layer: nn.Module, run: Run) -> LayerProfile:
     """Profile of one layer from two runs, one per length of `LENGTHS`."""
-    kept = []
     with _Attention() as attention:
-        for length in LENGTHS:
-            kept.append(kept_nbytes(run, length))
-    (short, long), (less, more) = LENGTHS, kept
-    by_length = max(0.0, (more / long - less / short) / (long - short))
+        each, by_length = kept_growth(run)
     plain = LayerProfile(
         attention_flops=attention.flops / len(LENGTHS),
         window=window_of(layer),
-        kept_nbytes=less / short - by_length * short,
+        kept_nbytes=each,
         kept_nbytes_by_length=by_length,
     )
     return replace(plain, **_stored(run, LENGTHS[-1]))
@@ -111,8 +111,24 @@ class _Attention(TorchFunctionMode):
         return output
 
 
+def kept_growth(run: Run) -> tuple[float, float]:
+    """Bytes that autograd keeps of a run per token, and per token and position; tensor by tensor where both lengths
+    keep as many, since some have the size of a weight whatever the length. Those count as of `FEW_TOKENS` tokens."""
+    short, long = (_kept(run, length) for length in LENGTHS)
+    if len(short) != len(long):
+        short, long = [sum(short)], [sum(long)]
+    parts = [growth(less, more, LENGTHS) for less, more in zip(short, long, strict=True)]
+    fixed, each, by_length = (sum(part[place] for part in parts) for place in range(3))
+    return each + fixed / FEW_TOKENS, by_length
+
+
 def kept_nbytes(run: Run, length: int) -> int:
     """Bytes that autograd keeps for the backward pass of one run, each storage once."""
+    return sum(_kept(run, length))
+
+
+def _kept(run: Run, length: int) -> list[int]:
+    """Bytes of each storage that autograd keeps, in the order of their first use."""
     kept: dict[int, int] = {}
     alive: list[Tensor] = []  # so that no storage is freed and its address used again
 
@@ -126,7 +142,7 @@ def kept_nbytes(run: Run, length: int) -> int:
     for tensor in others:
         kept.pop(tensor.untyped_storage().data_ptr(), None)
     del output
-    return sum(kept.values())
+    return list(kept.values())
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from torch.func import functional_call
 
 from megatrain.model.chosen import unseen
 from megatrain.model.moments import Differentiable, in_chunk, moments_of
-from megatrain.model.profile import LENGTHS, Run, kept_nbytes
+from megatrain.model.profile import LENGTHS, Run, kept_growth, kept_nbytes
 from megatrain.spec import LayerProfile
 
 WORTH_IT = 0.5
@@ -70,11 +70,9 @@ def with_chunks(
     `moments_of`."""
     if not names:
         return profile
-    short, long = LENGTHS
+    short = LENGTHS[0]
     with in_chunks(layer, names, short // 2):
-        less, more = (kept_nbytes(run, length) for length in LENGTHS)
-    by_length = max(0.0, (more / long - less / short) / (long - short))
-    left = less / short - by_length * short
+        left, _ = kept_growth(run)
     parts = [layer.get_submodule(name) for name in names]
     with _noted_inputs(parts) as inputs, torch.no_grad():
         run(short)

@@ -55,14 +55,15 @@ def _unit(fields: Mapping[str, Any]) -> UnitSpec:
     window = given.get("window")
     apart = ("window", "chunk_numel", *MOMENTS)
     amounts = [field.name for field in fields_of(LayerProfile) if field.name not in apart]
+    told: dict[str, Any] = {name: tuple(map(_moment, given.get(name, ()))) for name in MOMENTS}
+    told |= {
+        name: _number(given.get(name, 0.0), **({"most": 1.0} if "share" in name.split("_")[1:] else {}))
+        for name in amounts
+    }
     profile = LayerProfile(
         window=None if window is None else _count(window),
         chunk_numel=_count(given["chunk_numel"]) if given.get("chunk_numel") else 0,
-        **{name: tuple(map(_moment, given.get(name, ()))) for name in MOMENTS},
-        **{
-            name: _number(given.get(name, 0.0), **({"most": 1.0} if "share" in name.split("_")[1:] else {}))
-            for name in amounts
-        },
+        **told,
     )
     return UnitSpec(
         _text(fields["name"]), fields["kind"], params, tuple(map(_text, fields.get("borrows", ()))), profile
@@ -70,8 +71,10 @@ def _unit(fields: Mapping[str, Any]) -> UnitSpec:
 
 
 def _moment(fields: Mapping[str, Any]) -> Moment:
-    amounts = (_number(fields[field.name]) for field in fields_of(Moment) if field.name != "attends")
-    return Moment(*amounts, attends=_flag(fields["attends"]))
+    amounts: dict[str, Any] = {
+        field.name: _number(fields[field.name]) for field in fields_of(Moment) if field.name != "attends"
+    }
+    return Moment(**amounts, attends=_flag(fields["attends"]))
 
 
 def _text(value: Any) -> str:

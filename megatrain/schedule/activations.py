@@ -24,7 +24,7 @@ from functools import lru_cache
 from megatrain.errors import PlanError
 from megatrain.schedule.ops import Access, Buffer, Op
 from megatrain.schedule.staging import Route, Staged, stage
-from megatrain.schedule.workspace import arguments_nbytes, runs_in_chunks
+from megatrain.schedule.workspace import arguments_nbytes, masked_nbytes, runs_in_chunks
 from megatrain.spec import Keep, ModelSpec, Policy, Work
 
 THROUGH_THE_BUS = Route(("RELOAD", "fetch"), ("OFFLOAD", "grad"))
@@ -191,6 +191,7 @@ class Activations:
         if keep == "chosen" and runs_in_chunks(self._model.units[layer], self._policy, tokens):
             there = 0.0  # products within chunks are not stored
         kept = profile.kept(tokens // length, length, self._policy.mlp_chunk_tokens)
+        kept += masked_nbytes(self._model, self._policy, layer, tokens, length)
         nbytes = max(1, round(alike * kept - tokens * there))
         if self.keeps_graph(layer, micro) and self._policy.weight_nbytes == 2:
             nbytes += self._boundary_nbytes(micro)  # the input: a norm in float32 saves a copy of it instead

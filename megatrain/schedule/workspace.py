@@ -1,9 +1,9 @@
 """Memory that layers' arguments take, and what the loss and the backward of a unit need for a moment.
 
-Counted tensor by tensor as the engine and autograd make them, for decoder layers with a gate and a head behind a norm;
-measured peaks stay below (`bench.prediction`). Where token-wise parts run in chunks, the backward of attention is what
-takes most. Left out: what kernels of a library take for themselves, but for the float32 sums of a product that a cpu
-multiplies in bfloat16, and blocks of scores.
+A layer's backward is as its own tensors had it in a tiny run (`LayerProfile.moments`), on every device; the head is
+counted for one behind a norm. Measured peaks stay below (`tests/system/test_live.py`, `bench.prediction`). Left out:
+what kernels of a library take for themselves, but for the float32 sums of a product that a cpu multiplies in bfloat16
+and of the queries' gradient on an accelerator, and a cpu's blocks of scores.
 """
 
 from __future__ import annotations
@@ -40,9 +40,18 @@ def arguments_nbytes(model: ModelSpec, policy: Policy, work: Work, tokens: int) 
     they are padded or packed."""
     length, profile = min(work.length or tokens, tokens), model.units[0].profile
     each = profile.arguments_nbytes or ARGUMENT_CHANNELS * policy.weight_nbytes
-    return int(length * (each + profile.arguments_nbytes_by_length * length)) + sum(
-        length * length for _ in _windows(model, length)
-    )
+    masks = len(_windows(model, length)) * length * length
+    return int(length * (each + profile.arguments_nbytes_by_length * length)) + masks
+
+
+def masked_nbytes(model: ModelSpec, policy: Policy, unit: int, tokens: int, length: int) -> int:
+    """What a layer's graph holds more where its window is shorter than the sequence and has to be told by a mask, which
+    no tiny run has met: the mask in the compute dtype, and keys and values for every head."""
+    profile = model.units[unit].profile
+    if model.attention != "sdpa" or profile.window is None or profile.window >= length:
+        return 0
+    channels = round(profile.attention_flops / 4)
+    return policy.weight_nbytes * (length * length + 2 * channels * tokens)
 
 
 def _windows(model: ModelSpec, length: int) -> set[int]:
@@ -111,17 +120,18 @@ def runs_in_chunks(unit: UnitSpec, policy: Policy, tokens: int) -> bool:
 
 
 def _unseen_nbytes(model: ModelSpec, policy: Policy, work: Work, unit: int, tokens: int) -> int:
-    """`backward_nbytes` of a layer whose backward nobody has seen run, for one with a gate: the gradient of a parameter
-    and gradients of the widest activation, of which a gate has two at a time. In chunks, the float32 sums of gradients,
-    what autograd keeps of a chunk and the same for that chunk; or the gradients of attention's output, of queries,
-    keys and values, less what the parts above have let go of, which the schedule still counts."""
+    """`backward_nbytes` of a layer whose backward nobody has seen run, for one with a gate: the gradient of a
+    parameter, and gradients of the hidden state and of the widest activation, of which a gate has two at a time. In
+    chunks, the float32 sums of gradients, what autograd keeps of a chunk and the same for that chunk; or the gradients
+    of attention's output, of queries, keys and values, less what the parts above have let go of, which the schedule
+    still counts."""
     profile, chunk = model.units[unit].profile, policy.mlp_chunk_tokens
     chunked = runs_in_chunks(model.units[unit], policy, tokens)
     largest = largest_nbytes(model, policy, unit)
     widest = (chunk if chunked else tokens) * _widest(model.units[unit]) * policy.weight_nbytes
     made = max(_product_nbytes(policy, largest), largest + _product_nbytes(policy, widest), 2 * widest)
     if not chunked:
-        return made
+        return made + tokens * model.hidden_size * policy.weight_nbytes
     each = tokens * policy.weight_nbytes
     queries = round(profile.attention_flops / 4)
     gradients = max(0, 4 * queries - 4 * model.hidden_size) * each + model.hidden_size * each // 4

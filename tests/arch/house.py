@@ -22,7 +22,7 @@ PACKAGE = "megatrain"
 # From the ground up. A module may import what is below its floor, and its own room; the loose files of a
 # floor are one room. `__init__` is the front door of the package.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "rates", "spec", "layout", "whole"),
+    ("errors", "profiles", "rates", "spec", "layout", "whole"),
     ("schedule", "device", "optim", "model", "data", "dist", "page"),
     ("memory", "plan"),
     ("engine", "checkpoint"),
@@ -33,7 +33,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         *("claim", "cli", "api", "testing", "__init__", "__main__"),
     ),
 )
-TORCH_FREE = ("errors", "rates", "spec", "layout", "whole", "schedule", "plan", "optim", "page")
+TORCH_FREE = ("errors", "profiles", "rates", "spec", "layout", "whole", "schedule", "plan", "optim", "page")
 
 # Foreign name -> the rooms or modules that may use it, and why there.
 HOMES: dict[str, tuple[tuple[str, ...], str]] = {

@@ -14,7 +14,7 @@ from megatrain import AdamW, Engine, Policy
 from megatrain.device.cpu import CpuDevice
 from megatrain.errors import DoesNotFit
 from megatrain.model import port_model
-from megatrain.plan import Plan, Question, find_plan
+from megatrain.plan import Plan, Question, examine, find_plan
 from megatrain.spec import Hardware, Keep
 from tests.tiny import batch, equal, relative_error, stock_gradients, tiny_model
 
@@ -77,6 +77,7 @@ def test_no_argument_of_a_layer_grows_with_the_square_of_the_length() -> None:
 
 # 512k tokens ----------------------------------------------------------------------------------------------------------
 
+CPU = Hardware("cpu", 1 << 40, 1 << 40, 1e9, 1e9, 1e11, 1e10, shares_memory=True, fresh_bandwidth=2e9)
 MACHINE = Hardware("96 GB", 96 * 10**9, 3 * 10**12, 5e10, 5e10, 5e14, 3e11)
 
 
@@ -107,6 +108,11 @@ def test_with_the_length_memory_grows_by_the_layer_inputs_in_the_host_and_by_one
 
 def measured(length: int, layers: int) -> int:
     """Bytes that a step over one sequence allocates at its peak beside what the ledger knows of."""
+    return measured_and_predicted(length, layers)[0]
+
+
+def measured_and_predicted(length: int, layers: int) -> tuple[int, int]:
+    """And the plan's peak of such a step, less what the ledger knows of."""
     case = Case(WIDTH, layers, "fp32", rows=1, micro_batch=1, length=length, vocabulary=64)
     policy = Policy("fp32", shares_memory=True, mlp_chunk_tokens=128, loss_chunk_tokens=128)
     device = CpuDevice()
@@ -116,8 +122,10 @@ def measured(length: int, layers: int) -> int:
         ids = torch.randint(64, (1, length))
         engine.step([{"input_ids": ids[:, :16], "labels": ids[:, :16]}])
         found = allocated_nbytes(lambda: engine.step([{"input_ids": ids, "labels": ids}]))
+        planned = examine(Question(engine.spec, CPU, length, length, "fp32"), policy, 1).nbytes["host"]
+        ledger = sum(engine.memory_table().values())
     device.close()
-    return found
+    return found, planned - ledger
 
 
 WIDTH = 64
@@ -130,3 +138,20 @@ def test_each_further_layer_costs_its_input_for_each_further_token(short: int, l
     one_input = 4 * WIDTH * (long - short)
     assert deep - shallow == pytest.approx(one_input, rel=0.02)
     assert shallow < 16 * one_input  # of which rotary tables take 4
+
+
+@pytest.mark.slow
+def test_over_lengths_the_prediction_holds() -> None:
+    """With one thread, since each has blocks of scores of its own. Peaks grow in a straight line."""
+    threads, lengths = torch.get_num_threads(), (2048, 4096, 8192, 16384)
+    torch.set_num_threads(1)
+    try:
+        found = [measured_and_predicted(length, 2) for length in lengths]
+    finally:
+        torch.set_num_threads(threads)
+    for real, predicted in found:
+        assert real <= predicted <= 1.05 * real, found
+    each = [
+        (more[0] - less[0]) / less_tokens for less, more, less_tokens in zip(found, found[1:], lengths, strict=False)
+    ]
+    assert max(each) <= 1.05 * min(each)
