@@ -23,6 +23,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from megatrain.engine.gradients import UnitSum
+from megatrain.model import is_wrapped
 
 
 class Homes:
@@ -73,7 +74,7 @@ class Forming(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = self._names.get(id(args[1])) if func in _FORMED and len(args) > 1 else None
-        if name is None or not torch.is_grad_enabled():
+        if name is None or not torch.is_grad_enabled() or any(map(is_wrapped, args)):
             return func(*args, **kwargs)
         return _FORMED[func](name, self._homes, args, kwargs)
 
