@@ -383,7 +383,7 @@ class _Search:
         chunks = KNOBS["loss_chunk_tokens"] if "loss_chunk_tokens" not in self._pinned else ()
         yield from dict.fromkeys([*bases, *((replace(like, loss_chunk_tokens=few), rows) for few in chunks)])
         found, model = self._plain(like, rows), self.question.model
-        homes = with_more_on_disk(model, self._placed(like, found), 0 if "homes" in self._pinned else COARSE)
+        homes = with_more_on_disk(model, self._placed(like, found), 0 if "homes" in self._pinned else PARTS)
         if self._gains_by_homes(like, rows):
             room = self.budgets["device"] - found.nbytes["device"]
             for whole, kept in product(range(0, PARTS + 1, COARSE), repeat=2):
