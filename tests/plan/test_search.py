@@ -133,17 +133,6 @@ def test_every_further_part_of_device_memory_never_makes_the_step_slower(tokens:
     assert seconds[-1] < 0.8 * seconds[0]
 
 
-@pytest.mark.parametrize("tokens", [128, 2048])
-def test_every_further_part_of_host_memory_hardly_makes_a_step_on_the_disk_slower(tokens: int) -> None:
-    """Where compute is in host memory too, a budget is divided between state and what layers keep, on a coarse grid."""
-    slow = {"disk_read_bandwidth": 1e9, "disk_write_bandwidth": 1e9, "shares_memory": True}
-    asked = question(replace(BALANCED, disk_nbytes=1 << 40, **slow), model=llama(layers=12), tokens_per_step=tokens)
-    most = find_plan(asked).nbytes["host"]
-    seconds = [find_plan(replace(asked, host_budget_nbytes=most * part // 24)).seconds for part in range(9, 25)]
-    assert all(after <= 1.02 * before for before, after in pairwise(seconds)), [round(each, 5) for each in seconds]
-    assert seconds[-1] < 0.8 * seconds[0]
-
-
 def test_spare_device_memory_holds_what_saves_most() -> None:
     asked = question(DRIVE, model=llama(layers=12), tokens_per_step=128)
     plan, streamed = find_plan(asked), find_plan(replace(asked, pinned={"homes": ()}))
