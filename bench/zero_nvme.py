@@ -57,6 +57,10 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "scaled_dot_product")
 """What the names of operators begin with that compute a product or attention."""
 SPEED_GOAL, MEMORY_GOAL = 1.5, 0.5
 LOSS_TOLERANCE = 0.01
+WARM_UP = 2
+"""Steps that are not counted: before the second nothing waits to be updated, and buffers come to be."""
+COUNTED = 0.75
+"""Of the memory for a plan; the rest is left to what no plan counts: kernels' workspace, the C library's heap."""
 LEARNING_RATE, WEIGHT_DECAY = 1e-4, 0.1
 STATES = 4
 """Buffers of one optimizer tile: master, both moments and the gradient."""
@@ -67,7 +71,7 @@ Built = tuple[int, Callable[[], float], dict[str, Any]]
 """Resident bytes before there was a model, a step, which returns its loss, and what there is to tell."""
 
 
-def compare(settings: Settings, against: Sequence[str], turns: int, python: str, warm_up: int = 2) -> dict[str, Any]:
+def compare(settings: Settings, against: Sequence[str], turns: int, python: str) -> dict[str, Any]:
     """Run all contenders in turn, DeepSpeed's by that interpreter. Settings: see `main`."""
     contenders: dict[str, Contender] = {}
     told: dict[str, dict[str, Any]] = {}
@@ -76,7 +80,7 @@ def compare(settings: Settings, against: Sequence[str], turns: int, python: str,
     def enter(name: str, **given: Any) -> None:
         contenders[name] = Contender(name, python if name in THEIRS else sys.executable, settings)
         told[name] = contenders[name].ask("build", given)
-        done[name] = [contenders[name].ask("step") for _ in range(warm_up)]
+        done[name] = [contenders[name].ask("step") for _ in range(WARM_UP)]
 
     try:
         for name in against:
@@ -92,7 +96,7 @@ def compare(settings: Settings, against: Sequence[str], turns: int, python: str,
     finally:
         for contender in contenders.values():
             contender.close()
-    figures = {name: _figures(settings, told[name], done[name], warm_up) for name in contenders}
+    figures = {name: _figures(settings, told[name], done[name]) for name in contenders}
     from megatrain.plan.hardware import processor_name  # not in the processes that are measured
 
     return {
@@ -257,7 +261,6 @@ def planned(spec: ModelSpec, settings: Settings, folder: Path, nbytes: int) -> P
     from megatrain.machine import this_machine
     from megatrain.plan import Question, available_threads, find_plan
     from megatrain.plan.hardware import available_disk_nbytes
-    from megatrain.plan.question import usable_nbytes
 
     machine = this_machine(open_device("cpu"), settings["precision"], settings["hardware"])
     return find_plan(
@@ -268,7 +271,7 @@ def planned(spec: ModelSpec, settings: Settings, folder: Path, nbytes: int) -> P
             settings["length"],
             precision=settings["precision"],
             pinned={"host_threads": available_threads()},
-            host_budget_nbytes=usable_nbytes(nbytes),
+            host_budget_nbytes=int(COUNTED * nbytes),
         )
     )
 

@@ -153,17 +153,17 @@ class Keeping(_Watching):
         output = compute()
         if terms:
             self.flops[key] = 2.0 * output.numel() * terms
+        alone = tree_map_only(Tensor, torch.Tensor.detach, output)  # its graph would hold our hook, and we the graph
         if not terms or terms >= self._least:
-            self._stored[key] = output
-        self._unsaved[key] = output
+            self._stored[key] = alone
+        self._unsaved[key] = alone
         return output
 
     def stored(self) -> Stored:
         """What is left of the run: nothing that has been changed in place since."""
 
         def unchanged(outputs: dict[Key, Any]) -> dict[Key, Any]:
-            same = {key: kept for key, kept in outputs.items() if not _places(kept) & self._written}
-            return {key: tree_map_only(Tensor, torch.Tensor.detach, kept) for key, kept in same.items()}
+            return {key: kept for key, kept in outputs.items() if not _places(kept) & self._written}
 
         spared = unchanged(self._unsaved)
         left = {key: kept for key, kept in unchanged(self._stored).items() if key not in spared}

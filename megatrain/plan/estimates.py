@@ -125,20 +125,30 @@ def _busy(timeline: Timeline) -> tuple[Counter[str], Counter[str]]:
 def moved(question: Question, policy: Policy, found: Estimate) -> Estimate:
     """The estimate of a policy with homes, from the one of the same policy with all state in host memory.
 
-    Bytes are exact; of the seconds, what the step takes beyond its busiest stream is taken to stay.
+    Bytes are exact; of the seconds, what the step takes beyond its busiest stream is taken to stay. Where memory is
+    shared, the disk has each pass, forward and backward, to be done in.
     """
     model, shares = question.model, question.hardware.shares_memory
     before, after = state_nbytes(model, replace(policy, homes=())), state_nbytes(model, policy)
     nbytes = {tier: count + after[tier] - before[tier] for tier, count in found.nbytes.items()}
-    change = home_seconds(model, policy, question.hardware)
+    change, behind = home_seconds(model, policy, question.hardware)
     busy = {stream: found.busy.get(stream, 0.0) + change.get(stream, 0.0) for stream in {**found.busy, **change}}
+    late = {stream: max(0.0, found.late.get(stream, 0.0) + behind.get(stream, 0.0)) for stream in busy}
     if shares:
-        seconds = max(found.seconds, *(busy.get(stream, 0.0) for stream in DISK_STREAMS))
+        seconds = found.seconds + sum(_lost(part) for part in (_less(busy, late), late))
     else:
         seconds = max(busy.values()) + max(0.0, found.seconds - max(found.busy.values()))
-    half = {"fetch": 0.5, "grad": 1.0, **({} if policy.update == "next_forward" else {"host": 1.0, "compute": 1.0})}
-    late = {stream: found.late.get(stream, 0.0) + half.get(stream, 0.0) * change.get(stream, 0.0) for stream in busy}
-    return Estimate(seconds, nbytes, busy, {stream: max(0.0, spent) for stream, spent in late.items()})
+    return Estimate(seconds, nbytes, busy, late)
+
+
+def _less(whole: Mapping[str, float], part: Mapping[str, float]) -> dict[str, float]:
+    return {stream: spent - part[stream] for stream, spent in whole.items()}
+
+
+def _lost(busy: Mapping[str, float]) -> float:
+    """Seconds by which the disk takes longer for a pass than the processor, which all other streams share."""
+    disk = max(busy.get(stream, 0.0) for stream in DISK_STREAMS)
+    return max(0.0, disk - sum(spent for stream, spent in busy.items() if stream not in DISK_STREAMS))
 
 
 def cut(question: Question, micro_batch: int) -> Work:

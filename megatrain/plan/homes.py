@@ -81,15 +81,17 @@ def needed(model: ModelSpec, policy: Policy, host_nbytes: int) -> tuple[Home, ..
 
 
 def with_more_on_disk(model: ModelSpec, policy: Policy, steps: int) -> list[Policy]:
-    """The policy with more of what it has in host memory on the disk, in so many steps up to all of it.
+    """The policy with more of what it has in host memory on the disk: a fixed grid of so many steps up to all of it.
 
     What that frees may pay for what layers keep. None for a policy that has nothing on the disk: it lacks no memory.
     """
     if not any(home.uses_disk for home in policy.homes):
         return []
-    there, most = (state_nbytes(model, each)["host"] for each in (policy, all_on_disk(model, policy)))
-    rooms = [there - (there - most) * step // steps for step in range(1, steps + 1)]
-    return [replace(policy, homes=needed(model, policy, room)) for room in rooms]
+    whole, there, least = (
+        state_nbytes(model, each)["host"] for each in (replace(policy, homes=()), policy, all_on_disk(model, policy))
+    )
+    rooms = [whole - (whole - least) * step // steps for step in range(1, steps + 1)]
+    return [replace(policy, homes=needed(model, policy, room)) for room in rooms if room < there]
 
 
 def all_on_disk(model: ModelSpec, policy: Policy) -> Policy:

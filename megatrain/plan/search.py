@@ -113,7 +113,8 @@ class _Search:
             found = self.best()
             candidate = found or self.leanest()
             plans = [examine(self.question, *each) for each in self.usual(*candidate)]
-            plans += [*self._filled(*candidate), *self._mixed(*candidate)] if found else []
+            usual = min(plan.seconds for plan in plans)
+            plans += [*self._filled(*candidate), *self._mixed(*candidate, usual)] if found else []
             plans += self._alike(min(plans, key=lambda plan: plan.seconds)) if found else []
             fitting = [plan for plan in plans if plan.taken.fits(self.budgets)]
             if fitting and found:
@@ -327,10 +328,9 @@ class _Search:
                 best = now
         return plans
 
-    def _mixed(self, policy: Policy, rows: int) -> list[Plan]:
-        """Replays of the mixtures of what layers keep that promise most, for every size and beside homes."""
+    def _mixed(self, policy: Policy, rows: int, usual: float) -> list[Plan]:
+        """Replays of the mixtures of what layers keep that promise most, and more than `usual` seconds of a replay."""
         plans: list[Plan] = []
-        usual = self.price(policy, rows).seconds
         for option in self._options(policy, rows)[:TRIES]:
             best = min(plans, key=lambda plan: plan.seconds, default=None)
             waits = best is None or best.timeline.busy_seconds("compute") < COMPUTES * best.seconds
@@ -381,10 +381,9 @@ class _Search:
         near = [size for size in self._micro_batches() if rows / NEAR <= size <= NEAR * rows]
         bases = [(base, size) for size in near for base in (like, lean)]
         chunks = KNOBS["loss_chunk_tokens"] if "loss_chunk_tokens" not in self._pinned else ()
-        bases += [(replace(like, loss_chunk_tokens=few), rows) for few in chunks]
-        yield from dict.fromkeys(bases)
+        yield from dict.fromkeys([*bases, *((replace(like, loss_chunk_tokens=few), rows) for few in chunks)])
         found, model = self._plain(like, rows), self.question.model
-        homes = with_more_on_disk(model, self._placed(like, found), 0 if "homes" in self._pinned else COARSE)
+        homes = with_more_on_disk(model, self._placed(like, found), 0 if "homes" in self._pinned else PARTS)
         if self._gains_by_homes(like, rows):
             room = self.budgets["device"] - found.nbytes["device"]
             for whole, kept in product(range(0, PARTS + 1, COARSE), repeat=2):

@@ -20,13 +20,16 @@ MOMENTS_NBYTES = 8
 LOW_BITS_NBYTES = 2
 
 
-def home_seconds(model: ModelSpec, policy: Policy, hardware: Hardware) -> dict[str, float]:
-    """Stream -> seconds that the policy's homes add to it; negative where they save some."""
-    found: Counter[str] = Counter()
+def home_seconds(model: ModelSpec, policy: Policy, hardware: Hardware) -> tuple[dict[str, float], dict[str, float]]:
+    """Stream -> seconds that the policy's homes add to it, negative where they save some; those behind the forward."""
+    found, late = Counter[str](), Counter[str]()
     for index in range(len(model.units)):
         for stream, seconds in _of_unit(model, policy, hardware, index).items():
             found[stream] += seconds  # type: ignore[assignment]
-    return dict(found)
+        for stream, seconds in _of_disk_late(model, policy, hardware, index).items():
+            late[stream] += seconds  # type: ignore[assignment]
+    half = {"fetch": 0.5, "grad": 1.0, **({} if policy.update == "next_forward" else {"host": 1.0, "compute": 1.0})}
+    return dict(found), {**late, **{stream: share * found.get(stream, 0.0) for stream, share in half.items()}}
 
 
 def _of_unit(model: ModelSpec, policy: Policy, hardware: Hardware, index: int) -> dict[str, float]:
@@ -65,3 +68,17 @@ def _of_unit(model: ModelSpec, policy: Policy, hardware: Hardware, index: int) -
         "read": reads / reading,
         "write": writes / writing,
     }
+
+
+def _of_disk_late(model: ModelSpec, policy: Policy, hardware: Hardware, index: int) -> dict[str, float]:
+    """Of what a unit's homes have the disk do, what it does from the loss on."""
+    home, layout = policy.home(index), layout_of(model.units[index])
+    again = index in model.layers and index >= model.lowest_trained and home.weights == "disk"
+    reading, writing = disk_bandwidths(hardware)
+    weights = layout.size * policy.weight_nbytes / reading if again else 0.0
+    if policy.update == "during_backward":
+        all_of_it = _of_unit(model, policy, hardware, index)
+        once = layout.size * policy.weight_nbytes / reading if home.weights == "disk" else 0.0
+        return {"read": all_of_it.get("read", 0.0) - once, "write": all_of_it.get("write", 0.0)}
+    gradients = layout.trained.size * policy.grad_nbytes / writing if home.gradients == "disk" else 0.0
+    return {"read": weights, "write": gradients}

@@ -8,17 +8,21 @@ from pathlib import Path
 import pytest
 
 from bench import zero_nvme
+from bench.shapes import llama_shape
+from megatrain.plan.machines import save_hardware
+from megatrain.spec import Hardware
 
 TINY = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
 @pytest.mark.slow
 def test_our_side_runs_and_the_result_is_json(tmp_path: Path) -> None:
-    settings = {"shape": TINY, "rows": 2, "length": 16, "precision": "fp32", "folder": str(tmp_path)}
-    result = json.loads(json.dumps(zero_nvme.compare(settings, turns=2, python=None)))
+    settings = {"shape": TINY, "rows": 2, "length": 16, "precision": "fp32", "folder": str(tmp_path), "hardware": None}
+    result = json.loads(json.dumps(zero_nvme.compare(settings, [zero_nvme.PLAIN], turns=2, python="")))
     found = result["contenders"]["megatrain"]
     assert list(tmp_path.iterdir()) == []
-    assert result["ratios"] == {}
+    assert result["ratios"]["megatrain"]["plain"]["losses_apart"] < 1e-6
+    assert found["products_seconds"] > 0
     assert len(found["seconds"]) == 2
     assert found["tokens_per_second"] > 0
     assert found["losses"][0] > found["losses"][-1]
@@ -27,10 +31,26 @@ def test_our_side_runs_and_the_result_is_json(tmp_path: Path) -> None:
     assert "megatrain" in zero_nvme.show(result)
 
 
+def test_a_plan_for_half_of_another_ones_memory_is_within_it_and_told(tmp_path: Path) -> None:
+    machine = tmp_path / "machine.json"
+    save_hardware(Hardware("a machine", 1 << 34, 1 << 34, 1e10, 1e10, 1e11, 1e10, shares_memory=True), machine)
+    settings = {"rows": 2, "length": 16, "precision": "fp32", "hardware": str(machine)}
+    spec = llama_shape("llama", 4, width=64, vocabulary=512)
+    lavish, tight = (zero_nvme.planned(spec, settings, tmp_path, nbytes) for nbytes in (1 << 30, 1 << 22))
+    assert tight.nbytes["host"] <= zero_nvme.COUNTED * (1 << 22) < lavish.nbytes["host"]
+    told = zero_nvme.headline(tight)
+    assert (
+        told["units_with_their_on_disk"]["moments"]
+        > 0
+        == sum(zero_nvme.headline(lavish)["units_with_their_on_disk"].values())
+    )
+    assert json.dumps(told)
+
+
 def test_a_process_that_dies_is_told_with_its_log(tmp_path: Path) -> None:
     settings = {"shape": TINY, "rows": 1, "length": 16, "precision": "fp32", "folder": str(tmp_path / "none")}
     with pytest.raises(RuntimeError, match=r"megatrain has ended(.|\n)*none"):
-        zero_nvme.compare(settings, turns=1, python=None)
+        zero_nvme.compare(settings, [], turns=1, python="")
 
 
 @pytest.mark.parametrize(

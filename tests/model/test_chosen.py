@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -140,3 +141,18 @@ def test_a_layer_that_runs_otherwise_the_second_time_is_refused() -> None:
         attention(hidden, w)
     with pytest.raises(ModelError, match=r"computes otherwise the second time: no aten\.mm\.default"):
         stored.finish("layer 3")
+
+
+@pytest.mark.parametrize("level", ["chosen", "attention"])
+def test_what_is_stored_goes_with_its_store(level: Level) -> None:
+    """Outputs with their graph would hold the hook of the run, and so themselves, out of the collector's sight."""
+    keeping = Keeping(level, WIDTH)
+    with keeping.running():
+        plain(torch.randn(2, 6, WIDTH), weights())
+    run, stored = ref(keeping), keeping.stored()
+    kept = [ref(tensor.untyped_storage()) for tensor in stored.tensors()]
+    del keeping
+    assert run() is None
+    assert kept
+    del stored
+    assert not any(storage() for storage in kept)

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from safetensors.torch import load_file
 
-from megatrain import Engine, Policy
+from megatrain import Engine, Policy, budgets
 from megatrain.errors import ConfigError, DoesNotFit
 from megatrain.memory import Disk, scratch
 from megatrain.run import _for_saves
@@ -99,3 +99,22 @@ def test_a_plan_leaves_the_memory_that_saves_take(tmp_path: Path, precision: Pre
             taken = engine.memory_table().get(("host", "checkpoint"), 0)
             hardware = cast(Hardware, SimpleNamespace(shares_memory=device == "cpu"))
             assert taken <= _for_saves(config, engine.spec, hardware)
+
+
+def test_folders_hold_shares_by_their_measured_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two folders on one drive share what it does; one folder alone is not measured."""
+    speeds, asked = {1: (4e9, 4e9), 2: (1e9, 0.5e9)}, []
+
+    def measured(folder: Any, nbytes: int, seconds: float) -> SimpleNamespace:
+        asked.append(folder.drive)
+        read, write = speeds[folder.drive]
+        return SimpleNamespace(best=SimpleNamespace(read_bandwidth=read, write_bandwidth=write))
+
+    monkeypatch.setattr(budgets, "disk_speed", measured)
+    folders: Any = [
+        SimpleNamespace(drive=drive, stat=lambda at=drive: SimpleNamespace(st_dev=at)) for drive in (1, 2, 2)
+    ]
+    assert budgets._shares(folders) == pytest.approx([2e9, 1e9 / 6, 1e9 / 6])
+    assert asked == [1, 2]
+    assert budgets._shares(folders[:1]) is None
+    assert asked == [1, 2]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from megatrain.errors import PlanError
-from megatrain.schedule import Schedule, build_flush, build_forward, build_step, check
+from megatrain.schedule import Schedule, build_flush, build_forward, build_step, check, replay
 from megatrain.spec import Home, ModelSpec, Policy, Work
 from tests.small import small_spec
 
@@ -80,6 +80,29 @@ def test_kept_weights_are_fetched_once() -> None:
     step = build_step(model, Policy("bf16", homes=(Home("device"),) * len(model.units)), Work((4,)), pending="all")
     fetched = Counter(op.unit for op in step.ops if op.kind == "FETCH")
     assert fetched == {unit: 1 for unit in range(len(model.units))}
+
+
+def test_the_optimizer_pass_works_while_the_next_unit_is_read_and_the_last_one_written() -> None:
+    """Where reading, updating and writing take as long, three units are under way at once, and each stream is busy."""
+    model = small_spec(12)
+    policy = Policy("bf16", homes=(Home("disk", "disk", "disk", "disk"),) * len(model.units), stage_slots=3)
+    schedule = build_step(model, policy, Work((4,)), pending="all")
+    parts = Counter(op.kind for op in schedule.ops if op.kind in ("READ", "WRITE") and op.unit == 6)
+    assert parts["READ"] >= 3, "more than one read for each update"
+    costs = {"READ": 1.0 / 4, "WRITE": 1.0 / 4, "UPDATE": 1.0}
+    timeline = replay(schedule, lambda op: costs.get(op.kind, 1e-6))
+    loss = next(end for op, end in zip(schedule.ops, timeline.ends, strict=True) if op.kind == "LOSS")
+    updates = [i for i, op in enumerate(schedule.ops) if op.kind == "UPDATE" and 2 <= op.unit <= len(model.units) - 3]
+    assert len(updates) == len(model.units) - 4
+    for index in updates:
+        began, ended, unit = timeline.starts[index], timeline.ends[index], schedule.ops[index].unit
+        beside = {
+            (op.kind, op.unit - unit)
+            for op, start, end in zip(schedule.ops, timeline.starts, timeline.ends, strict=True)
+            if op.kind in ("READ", "WRITE") and min(ended, end) - max(began, start) > 0.1 and start < loss
+        }
+        assert any(kind == "READ" and ahead >= 1 for kind, ahead in beside), (unit, beside)
+        assert ("WRITE", -1) in beside, (unit, beside)
 
 
 def test_homes_that_cannot_be_are_refused() -> None:
