@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Literal
 
 from megatrain.layout import Layout, Shard, layout_of
@@ -178,8 +179,8 @@ class Builder:
         return visit
 
     def _backward_visit(self, unit: int) -> Visit:
-        visit, kind, sizes = Visit(unit), self.model.units[unit].kind, set(self.work.tokens)
-        nbytes = {tokens: backward_nbytes(self.model, self.policy, self.work, unit, tokens) for tokens in sizes}
+        visit, kind = Visit(unit), self.model.units[unit].kind
+        nbytes = cache(partial(backward_nbytes, self.model, self.policy, self.work, unit))
         for micro in reversed(self.micros):
             reads = [self.alive.dhidden(unit + 1, micro), *([self._weights(unit)] if self.layouts[unit].size else [])]
             writes = []
@@ -188,7 +189,8 @@ class Builder:
                 if not self.alive.keeps_graph(unit, micro):
                     writes.append(self.alive.graph(unit, micro))
                 writes.append(self.alive.dhidden(unit, micro))
-            writes.append(self.alive.transient(f"partial/{kind}", nbytes[self.work.tokens[micro]], "partial"))
+            made = nbytes(self.work.tokens[micro], keeps_graph=unit > 0 and self.alive.keeps_graph(unit, micro))
+            writes.append(self.alive.transient(f"partial/{kind}", made, "partial"))
             if self.trained[unit].size:
                 self._contribute(unit, reads, writes)
             visit.compute.append(Op("BACKWARD", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))
