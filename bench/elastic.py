@@ -172,9 +172,7 @@ def point(
         return Point(bus, memory, tokens, None, None, fixed, None, {}, 0.0, None)
     alone, besides = knees(bound, bus)
     kept = plan.policy.kept_shares
-    return Point(
-        bus, memory, tokens, plan.seconds, executed_seconds(plan), fixed, bound.seconds, kept, alone, besides
-    )
+    return Point(bus, memory, tokens, plan.seconds, executed_seconds(plan), fixed, bound.seconds, kept, alone, besides)
 
 
 def table(points: Sequence[Point]) -> list[str]:

@@ -229,8 +229,10 @@ def lines(found: Outcome) -> list[str]:
     falls = found.fell_before
     return [
         f"the bus: {found.bandwidth / 1e6:.0f} MB/s each way, then {found.bandwidth * FALLS_TO / 1e6:.0f}",
-        "seconds of each step: " + " ".join(f"{each:.2f}" for each in found.seconds[:falls])
-        + " | the bus falls | " + " ".join(f"{each:.2f}" for each in found.seconds[falls:]),
+        "seconds of each step: "
+        + " ".join(f"{each:.2f}" for each in found.seconds[:falls])
+        + " | the bus falls | "
+        + " ".join(f"{each:.2f}" for each in found.seconds[falls:]),
         *(f"behind step {step}: {change}" for step, change in found.changes.items()),
         "at the slow bus: " + ", ".join(f"{name} {each:.2f} s" for name, each in found.mixtures.items()),
         "of the newly optimal speed, from the fall on: " + " ".join(f"{each:.0%}" for each in found.recovered),
