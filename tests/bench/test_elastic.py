@@ -27,7 +27,7 @@ def test_a_mixture_is_never_slower_than_a_fixed_plan_and_near_an_infinite_bus_ab
 
 
 def test_the_knee_of_weights_goes_with_the_bus_and_that_of_inputs_may_not_exist() -> None:
-    bound = bounded(SHAPE, 5, TOKENS)
+    bound = bounded(SHAPE, 2, TOKENS)
     assert bound is not None
     assert bound.policy.offloads, "so little memory lets inputs leave"
     alone, besides = knees(bound, 16)
