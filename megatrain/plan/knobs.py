@@ -20,7 +20,7 @@ KNOBS: dict[str, tuple[Any, ...]] = {
 ATTENTION: tuple[tuple[Keep, ...], ...] = (("attention",),)
 CHOSEN: tuple[tuple[Keep, ...], ...] = (("chosen",),)
 OFFLOAD: tuple[tuple[Keep, ...], ...] = (("offload",),)
-ALIKE = ((("input",),), OFFLOAD, ATTENTION, CHOSEN)
+ALIKE: tuple[tuple[tuple[Keep, ...], ...], ...] = ((("input",),), OFFLOAD, ATTENTION, CHOSEN)
 """What all layers may keep where compute waits: the first two where there is a bus, the others where there is anything
 to store."""
 
