@@ -130,7 +130,10 @@ def knees(bound: Plan, bus: float) -> tuple[float, float | None]:
     all gradients; A and C are those of `bound`, the plan that the same memory allows with an infinite bus, but inputs
     that would have found room on the device do not count: for an infinite bus it makes no difference.
     """
-    tokens, seen, compute, weights, inputs = bound.question.tokens_per_step, set[int](), [0.0, 0.0], {}, {}
+    tokens, compute = bound.question.tokens_per_step, [0.0, 0.0]
+    seen: set[tuple[int, int]] = set()
+    weights: dict[tuple[int, str], int] = {}
+    inputs: dict[tuple[int, str], int] = {}
     ops = bound.timeline.schedule.ops
     turn = max(index for index, op in enumerate(ops) if op.kind == "LOSS")
     for index, op in enumerate(ops):
@@ -147,9 +150,9 @@ def knees(bound: Plan, bus: float) -> tuple[float, float | None]:
     lacking = bound.nbytes["device"] + away - bound.question.budgets()["device"]
     share = min(1.0, max(0.0, lacking / away)) if away else 0.0
     alone, besides = 0.0, 0.0
-    for late, way in ((late, way) for late in (0, 1) for way in ("in", "out")):
-        hidden = bus * GB * compute[late] / tokens
-        fixed, each = weights.get((late, way), 0), share * inputs.get((late, way), 0) / tokens
+    for turned, side in ((turned, side) for turned in (0, 1) for side in ("in", "out")):
+        hidden = bus * GB * compute[turned] / tokens
+        fixed, each = weights.get((turned, side), 0), share * inputs.get((turned, side), 0) / tokens
         alone = max(alone, fixed / hidden)
         besides = max(besides, (fixed / (hidden - each) if hidden > each else inf) if fixed + each else 0.0)
     return alone, besides if besides < inf else None
