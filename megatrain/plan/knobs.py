@@ -20,6 +20,9 @@ KNOBS: dict[str, tuple[Any, ...]] = {
 ATTENTION: tuple[tuple[Keep, ...], ...] = (("attention",),)
 CHOSEN: tuple[tuple[Keep, ...], ...] = (("chosen",),)
 OFFLOAD: tuple[tuple[Keep, ...], ...] = (("offload",),)
+ALIKE: tuple[tuple[tuple[Keep, ...], ...], ...] = ((("input",),), OFFLOAD, ATTENTION, CHOSEN)
+"""What all layers may keep where compute waits: the first two where there is a bus, the others where there is anything
+to store."""
 
 MLP_CHUNK_TOKENS = 4096
 """Where token-wise parts have to run in chunks: products of so many tokens are as quick as larger ones."""

@@ -20,8 +20,8 @@ from megatrain.plan.advice import changes
 from megatrain.plan.estimates import coarse, estimate, examine, fitted, moved, sizes, undisturbed
 from megatrain.plan.homes import PARTS, needed, residents, state_nbytes, state_policy, with_more_on_disk
 from megatrain.plan.knobs import (
+    ALIKE,
     ATTENTION,
-    CHOSEN,
     COARSE,
     COMPUTES,
     KNOBS,
@@ -292,10 +292,8 @@ class _Search:
         found += [each[0] for ladder in self._ladders(policy, rows) for each in ladder if each is not None]
         found += [option.mixtures.promised(option.counts) for option in self._options(policy, rows)[:1]]
         best = min(found, key=lambda each: each.seconds)
-        others = [
-            other.outcome(*there) for other, there in self._all_alike(best.busy.get("compute", 0.0), best.seconds)
-        ]
-        return min([best, *others], key=lambda each: each.seconds)
+        alike = self._all_alike(best.busy.get("compute", 0.0), best.seconds)
+        return min([best, *(other.outcome(*there) for other, there in alike)], key=lambda each: each.seconds)
 
     def usual(self, policy: Policy, rows: int) -> list[Candidate]:
         """The candidate with as little on the disk as must be; then with more buffers to read ahead into."""
@@ -357,17 +355,17 @@ class _Search:
         return sorted(options, key=lambda option: (float(f"{option.seconds:.4g}"), option.rows, option.counts))
 
     def _alike(self, best: Plan) -> list[Plan]:
-        """Where compute waits, replays of the best plans by which all layers keep the same outputs, beside homes."""
+        """Where compute waits, replays of the best plans by which all layers keep the same, whatever they promise."""
         plans: list[Plan] = []
         for other, found in self._all_alike(best.timeline.busy_seconds("compute"), best.seconds):
-            if other.outcome(*found).seconds < NEARLY * best.seconds:
-                plans += [*(examine(self.question, *each) for each in other.usual(*found)), *other._filled(*found)]
+            plans += [*(examine(self.question, *each) for each in other.usual(*found)), *other._filled(*found)]
         return plans
 
     def _all_alike(self, busy: float, seconds: float) -> Iterator[tuple[_Search, Candidate]]:
-        """Where compute waits, the best by which all layers keep the same outputs, and the search that knows it."""
+        """Where compute waits, the best by which all layers keep the same, and the search that knows it."""
         waits, stores = busy < COMPUTES * seconds, self.question.model.units[1].profile.chosen_nbytes > 0
-        for kept in (ATTENTION, CHOSEN) if waits and stores and not self._keeps_as_told else ():
+        begin = 2 if self.question.hardware.shares_memory else 0
+        for kept in ALIKE[begin : None if stores else 2] if waits and not self._keeps_as_told else ():
             asked = replace(self.question, pinned={**self.question.pinned, "activation_rows": kept})
             other = self._alikes.setdefault(kept, _Search(asked))
             other.within(self.budgets)
