@@ -18,6 +18,7 @@ from typing import Any
 from megatrain.errors import DoesNotFit
 from megatrain.plan.advice import changes
 from megatrain.plan.estimates import coarse, estimate, examine, fitted, moved, sizes, undisturbed
+from megatrain.plan.gates import with_gates
 from megatrain.plan.homes import PARTS, all_on_disk, residents, state_nbytes, state_policy, to_disk
 from megatrain.plan.knobs import (
     ATTENTION,
@@ -49,7 +50,7 @@ Rung = tuple[Estimate, Policy] | None
 def find_plan(question: Question) -> Plan:
     """The quickest plan that fits. Raises `DoesNotFit` naming what is short, by how much, and the nearest that fits."""
     with undisturbed():
-        return within_lock_limit(question, lambda each: _Search(each).answer())
+        return within_lock_limit(question, lambda each: with_gates(_Search(each).answer()))
 
 
 def survey(question: Question, budgets: Iterable[Mapping[str, int]]) -> list[Estimate | None]:
