@@ -34,7 +34,7 @@ FREE = (
     *("model.verify", "model.trust_remote_code", "train.hardware", "train.log_every", "train.stall_seconds"),
     *("train.eval_every", "train.eval_batches", "train.sample_every", "train.sample_prompt", "train.sample_tokens"),
     *("train.sample_temperature", "train.sample_top_k", "train.on_nonfinite", "train.nonfinite_limit"),
-    *(f"policy.{name}" for name in PolicySection.model_fields if name not in KEPT_POLICY),
+    *(f"policy.{name}" for name in PolicySection.model_fields if name not in (*KEPT_POLICY, "gates")),
 )
 """Keys, or sections, that no number of the training depends on."""
 
