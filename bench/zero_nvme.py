@@ -1,23 +1,27 @@
 """The disk tier against DeepSpeed's ZeRO-3 with parameters and optimizer state on NVMe: tokens per second, peak memory.
 
-    python -m bench.zero_nvme --python DEEPSPEEDS_PYTHON [--folder FOLDER] [--precision fp32] [--rows N] [--turns N]
-                              [--out FOLDER]
+    python -m bench.zero_nvme --python DEEPSPEEDS_PYTHON [--against NAME ...] [--plain] [--folder FOLDER]
+                              [--precision fp32] [--rows N] [--turns N] [--hardware FILE] [--out FOLDER]
 
 The model, the work and the optimizer are the same: the 134M Llama and the 4 x 512 tokens of `bench.step`, or fewer rows
-(what the disk has to do does not depend on them, what the processor has to do does), recomputed in the backward pass,
-AdamW, clipping by the global norm, the same first weights: the losses must agree. *MegaTrain* has every part of every
-unit's state on the disk. *DeepSpeed* runs twice, on its CPU accelerator, with its own AdamW for the cpu and its
-asynchronous I/O, one optimizer tile per layer, and buffers no larger than the largest parameter: as `deepspeed` with
-the fewest buffers, and as `deepspeed_pipelined` with as many as it needs to read the next tile and write the last one
-meanwhile, which takes more memory.
+(what the disk has to do does not depend on them, what the processor has to do does), AdamW, clipping by the global
+norm, the same first weights: the losses must agree. *MegaTrain* runs as `megatrain`, with every part of every unit's
+state on the disk, recomputing; and for each of the others as `megatrain_half_of_NAME`, with whatever plan its planner
+finds for half of that one's peak memory, told what `megatrain probe` finds on this machine (now, or in `--hardware`).
+*DeepSpeed* runs on its CPU accelerator, with its own AdamW for the cpu and its asynchronous I/O, one optimizer tile per
+layer, and buffers no larger than the largest parameter: as `deepspeed` with the fewest buffers, as
+`deepspeed_pipelined` with as many as it needs to read the next tile and write the last one meanwhile, which takes more
+memory, and as `deepspeed_graphs`, which keeps what the others compute again in the backward pass. *Plain* PyTorch with
+everything in memory, on demand, is the speed of a model that fits.
 
 Each lives in a process of its own, and they take turns, a step each, so that the machine's drift hits all alike. A
 speed is the median over turns of the ratio within a turn. Peak memory is the kernel's count of the process's resident
 memory (`VmHWM`), interpreter and libraries included, reset when the model has been built, after which come all steps;
 pinned buffers count, the page cache does not (both sides read and write past it). Beside it, what that is above the
-process with everything imported and no model yet. DeepSpeed is no dependency: `--python` names an interpreter that has
-it, with what it takes to compile its operators; without one its side is left out. Left out too are models that need
-the disk: there its buffers would weigh less.
+process with everything imported and no model yet. The last step of each is profiled, and not counted: the seconds that
+its thread of computation spends in products and attention, which no offloading can save. DeepSpeed is no dependency:
+`--python` names an interpreter that has it, with what it takes to compile its operators; without one its side is left
+out. Left out too are models that need the disk: there its buffers would weigh less.
 """
 
 from __future__ import annotations
@@ -33,16 +37,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.step import LENGTH, SEQUENCES, SHAPE, _resident
 
-OURS = "megatrain"
-THEIRS = ("deepspeed", "deepspeed_pipelined")
+if TYPE_CHECKING:
+    from megatrain.plan import Plan
+    from megatrain.spec import ModelSpec
+
+OURS, HALF_OF, PLAIN = "megatrain", "megatrain_half_of_", "plain"
+THEIRS = ("deepspeed", "deepspeed_pipelined", "deepspeed_graphs")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "scaled_dot_product")
+"""What the names of operators begin with that compute a product or attention."""
 SPEED_GOAL, MEMORY_GOAL = 1.5, 0.5
 LOSS_TOLERANCE = 0.01
 LEARNING_RATE, WEIGHT_DECAY = 1e-4, 0.1
@@ -55,42 +67,56 @@ Built = tuple[int, Callable[[], float], dict[str, Any]]
 """Resident bytes before there was a model, a step, which returns its loss, and what there is to tell."""
 
 
-def compare(settings: Settings, turns: int, python: str | None, warm_up: int = 1) -> dict[str, Any]:
-    """Run all contenders in turn; DeepSpeed's only with an interpreter. Settings: see `main`."""
+def compare(settings: Settings, against: Sequence[str], turns: int, python: str, warm_up: int = 2) -> dict[str, Any]:
+    """Run all contenders in turn, DeepSpeed's by that interpreter. Settings: see `main`."""
     contenders: dict[str, Contender] = {}
     told: dict[str, dict[str, Any]] = {}
+    done: dict[str, list[dict[str, Any]]] = {}
+
+    def enter(name: str, **given: Any) -> None:
+        contenders[name] = Contender(name, python if name in THEIRS else sys.executable, settings)
+        told[name] = contenders[name].ask("build", given)
+        done[name] = [contenders[name].ask("step") for _ in range(warm_up)]
+
     try:
-        for name in (OURS, *THEIRS) if python else (OURS,):  # built one after the other
-            contenders[name] = Contender(name, sys.executable if name == OURS else str(python), settings)
-            told[name] = contenders[name].ask("build")
-        done: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
-        for _ in range(warm_up + turns):
+        for name in against:
+            enter(name)
+        enter(OURS)
+        for name in set(against) & set(THEIRS):
+            enter(HALF_OF + name, limit_nbytes=int(MEMORY_GOAL * done[name][-1]["peak_nbytes"]))
+        for _ in range(turns):
             for name, contender in contenders.items():
                 done[name].append(contender.ask("step"))
+        for name, contender in contenders.items():
+            told[name] |= contender.ask("profile")
     finally:
         for contender in contenders.values():
             contender.close()
-    seconds = {name: [step["seconds"] for step in steps[warm_up:]] for name, steps in done.items()}
-    tokens = settings["rows"] * settings["length"]
-    figures = {
-        name: {
-            **told[name],
-            **done[name][-1],  # of which the bytes read and written are of the last step alone
-            "peak_nbytes_per_parameter": done[name][-1]["peak_nbytes"] / told[name]["parameters"],
-            "tokens_per_second": tokens / median(seconds[name]),
-            "seconds": seconds[name],
-            "losses": [step["loss"] for step in done[name]],
-        }
-        for name in contenders
-    }
+    figures = {name: _figures(settings, told[name], done[name], warm_up) for name in contenders}
     return {
         "machine": platform.processor() or platform.machine(),
         "cpus": os.cpu_count(),
-        "settings": {key: value for key, value in settings.items() if key != "folder"},
-        "tokens_per_step": tokens,
+        "settings": {key: value for key, value in settings.items() if key not in ("folder", "hardware")},
+        "tokens_per_step": settings["rows"] * settings["length"],
         "turns": turns,
         "contenders": figures,
-        "ratios": {name: ratios(figures[OURS], figures[name]) for name in list(figures)[1:]},
+        "ratios": {
+            ours: {name: ratios(figures[ours], figures[name]) for name in against}
+            for ours in figures
+            if ours not in against
+        },
+    }
+
+
+def _figures(settings: Settings, told: dict[str, Any], steps: Sequence[dict[str, Any]], warm_up: int) -> dict[str, Any]:
+    seconds = [step["seconds"] for step in steps[warm_up:]]
+    return {
+        **told,
+        **steps[-1],  # of which the bytes read and written are of the last step alone
+        "peak_nbytes_per_parameter": steps[-1]["peak_nbytes"] / told["parameters"],
+        "tokens_per_second": settings["rows"] * settings["length"] / median(seconds),
+        "seconds": seconds,
+        "losses": [step["loss"] for step in steps],
     }
 
 
@@ -99,8 +125,9 @@ def ratios(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, floa
     speed = median(their / our for our, their in zip(ours["seconds"], theirs["seconds"], strict=True))
     memory, above = (ours[key] / theirs[key] for key in ("peak_nbytes", "above_start_nbytes"))
     apart = max(abs(our / their - 1) for our, their in zip(ours["losses"], theirs["losses"], strict=True))
-    holds = speed >= SPEED_GOAL and memory <= MEMORY_GOAL and apart < LOSS_TOLERANCE
-    return {"speed": speed, "memory": memory, "memory_above_start": above, "losses_apart": apart, "holds": holds}
+    fits = memory <= MEMORY_GOAL and apart < LOSS_TOLERANCE
+    found = {"speed": speed, "memory": memory, "memory_above_start": above, "losses_apart": apart}
+    return {**found, "fits": fits, "holds": fits and speed >= SPEED_GOAL}
 
 
 class Contender:
@@ -115,10 +142,10 @@ class Contender:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
         self._process = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)  # type: ignore[call-overload]
 
-    def ask(self, order: str) -> dict[str, Any]:
+    def ask(self, order: str, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Its answer. Raises `RuntimeError` with the end of its log where the process has died."""
         with suppress(BrokenPipeError):
-            print(order, file=self._process.stdin, flush=True)
+            print(json.dumps([order, given or {}]), file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
         if not line:
             self._process.wait()
@@ -149,14 +176,17 @@ def contend(name: str, settings: Settings) -> None:
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     with tempfile.TemporaryDirectory(dir=settings["folder"]) as folder:
         for line in iter(sys.stdin.readline, ""):
+            order, given = json.loads(line)
             answer: dict[str, Any]
-            if line == "build\n":
-                build = _megatrain if name == OURS else _deepspeed
-                start, step, answer = build(settings, ids, Path(folder), pipelined=name == THEIRS[1])
+            if order == "build":
+                build = _deepspeed if name in THEIRS else _plain if name == PLAIN else _megatrain
+                start, step, answer = build(name, settings, ids, Path(folder), **given)
                 answer["versions"] |= versions
                 gc.collect()
                 ctypes.CDLL(None).malloc_trim(0)  # nothing that only construction took shall count
                 Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+            elif order == "profile":
+                answer = {"products_seconds": _products_seconds(step)}
             else:
                 (read, written), began = _disk_nbytes(), time.perf_counter()
                 answer = {"loss": step(), "seconds": time.perf_counter() - began}
@@ -166,14 +196,24 @@ def contend(name: str, settings: Settings) -> None:
             print(json.dumps(answer), file=answers, flush=True)
 
 
+def _products_seconds(step: Callable[[], float]) -> float:
+    """What a step spends in products and attention, as the threads that ask for them see it."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        step()
+    names = tuple(f"aten::{name}" for name in PRODUCTS) + tuple(f"aten::_{name}" for name in PRODUCTS)
+    return sum(each.self_cpu_time_total for each in profiled.key_averages() if each.key.startswith(names)) / 1e6
+
+
 def _disk_nbytes() -> tuple[int, int]:
     """Bytes that this process has had read from drives, and written to them."""
     counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counts["read_bytes"]), int(counts["write_bytes"])
 
 
-def _megatrain(settings: Settings, ids: Any, folder: Path, *, pipelined: bool) -> Built:
-    """The engine with all state on the disk."""
+def _megatrain(name: str, settings: Settings, ids: Any, folder: Path, limit_nbytes: int | None = None) -> Built:
+    """The engine with all state on the disk, or with what the planner finds for a limit of the whole process."""
     import torch
     import transformers
 
@@ -191,17 +231,88 @@ def _megatrain(settings: Settings, ids: Any, folder: Path, *, pipelined: bool) -
     start = _resident("VmRSS")
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     spec = port_model(blueprint(read_config(fields, where="bench")), dtype).spec
-    policy = choose_policy(precision, shares_memory=True, clips=True, host_threads=torch.get_num_threads())
-    options = {"precision": precision, "policy": all_on_disk(spec, policy), "disk": [folder], "verify": False}
-    engine = megatrain.Engine.from_config(fields, optimizer=optimizer, **options)
+    told: dict[str, Any] = {"parameters": spec.numel}
+    if limit_nbytes is None:
+        lean = choose_policy(precision, shares_memory=True, clips=True, host_threads=torch.get_num_threads())
+        policy, parts = all_on_disk(spec, lean), [ids]
+    else:
+        plan = planned(spec, settings, folder, limit_nbytes - start)
+        policy, parts = plan.policy, list(ids.split(plan.micro_batch))
+        told |= {"limit_nbytes": limit_nbytes, "predicted_seconds": plan.seconds, "plan": headline(plan)}
+    engine = megatrain.Engine.from_config(
+        fields, optimizer=optimizer, precision=precision, policy=policy, disk=[folder], verify=False
+    )
     table = engine.memory_table()
     tiers = {tier: sum(n for (of, _), n in table.items() if of == tier) for tier in ("host", "disk")}
     versions = {"megatrain": megatrain.__version__, "transformers": transformers.__version__}
-    told = {"parameters": spec.numel, "nbytes_by_tier": tiers, "versions": versions}
-    return start, lambda: engine.step([{"input_ids": ids, "labels": ids}]).loss, told
+    batches = [{"input_ids": part, "labels": part} for part in parts]
+    return start, lambda: engine.step(batches).loss, told | {"nbytes_by_tier": tiers, "versions": versions}
 
 
-def _deepspeed(settings: Settings, ids: Any, folder: Path, *, pipelined: bool) -> Built:
+def planned(spec: ModelSpec, settings: Settings, folder: Path, nbytes: int) -> Plan:
+    """The quickest plan for so many bytes of host memory, a part of which is left to kernels and threads."""
+    from megatrain.device import open_device
+    from megatrain.machine import this_machine
+    from megatrain.plan import Question, available_threads, find_plan
+    from megatrain.plan.hardware import available_disk_nbytes
+    from megatrain.plan.question import usable_nbytes
+
+    machine = this_machine(open_device("cpu"), settings["precision"], settings["hardware"])
+    return find_plan(
+        Question(
+            spec,
+            replace(machine, disk_nbytes=available_disk_nbytes(folder)),
+            settings["rows"] * settings["length"],
+            settings["length"],
+            precision=settings["precision"],
+            pinned={"host_threads": available_threads()},
+            host_budget_nbytes=usable_nbytes(nbytes),
+        )
+    )
+
+
+def headline(plan: Plan) -> dict[str, Any]:
+    """What a plan has chosen, in short."""
+    from megatrain.plan.homes import FIELDS
+
+    policy = plan.policy
+    kept = Counter(policy.activation_rows[0] if policy.activation_rows else (policy.activations,))
+    for row in policy.activation_rows[1:]:
+        kept.update(row)
+    homes = {part: sum(getattr(home, part) == "disk" for home in policy.homes) for part in FIELDS}
+    return {
+        "layers_keep": dict(kept),
+        "units_with_their_on_disk": homes,
+        "micro_batches": plan.work.micro_batches,
+        "stage_slots": policy.stage_slots,
+        "loss_chunk_tokens": policy.loss_chunk_tokens,
+    }
+
+
+def _plain(name: str, settings: Settings, ids: Any, folder: Path) -> Built:
+    """The library's own model in memory, with PyTorch's fused AdamW."""
+    import torch
+    import transformers
+
+    start = _resident("VmRSS")
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings["shape"])).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
+
+    def step() -> float:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=settings["precision"] == "bf16"):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return float(loss.detach())
+
+    versions = {"transformers": transformers.__version__}
+    return start, step, {"parameters": sum(each.numel() for each in model.parameters()), "versions": versions}
+
+
+def _deepspeed(name: str, settings: Settings, ids: Any, folder: Path) -> Built:
     """ZeRO-3 over the library's own model, which is built whole and then handed over."""
     import deepspeed
     import torch
@@ -218,10 +329,12 @@ def _deepspeed(settings: Settings, ids: Any, folder: Path, *, pipelined: bool) -
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings["shape"]))
     # Not the newer checkpointing: it keeps views of swap buffers that are refilled before they are used, so that the
     # gradients come out wrong without a word (0.19.8, one process).
-    model.train().gradient_checkpointing_enable({"use_reentrant": True})
+    model.train()
+    if name != "deepspeed_graphs":
+        model.gradient_checkpointing_enable({"use_reentrant": True})
     numels = [each.numel() for each in model.parameters()]
     tile = sum(each.numel() for each in model.model.layers[0].parameters())
-    config = deepspeed_config(settings, folder, tile, max(numels), pipelined)
+    config = deepspeed_config(settings, folder, tile, max(numels), pipelined=name != THEIRS[0])
     if settings["precision"] == "bf16":
         model.bfloat16()
     deepspeed.zero.Init(module=model, config_dict_or_path=config)  # `initialize` alone would take bf16 on a cpu
@@ -239,7 +352,7 @@ def _deepspeed(settings: Settings, ids: Any, folder: Path, *, pipelined: bool) -
     return start, step, {"parameters": sum(numels), "config": shown, "versions": versions}
 
 
-def deepspeed_config(settings: Settings, folder: Path, tile: int, largest: int, pipelined: bool) -> dict[str, Any]:
+def deepspeed_config(settings: Settings, folder: Path, tile: int, largest: int, *, pipelined: bool) -> dict[str, Any]:
     """What `deepspeed.initialize` is told; tile and largest are numbers of parameters."""
     place = {"device": "nvme", "nvme_path": str(folder), "pin_memory": True}
     ahead = {"pipeline_read": pipelined, "pipeline_write": pipelined}
@@ -266,25 +379,30 @@ def deepspeed_config(settings: Settings, folder: Path, tile: int, largest: int, 
 
 def show(result: dict[str, Any]) -> str:
     """The comparison as text."""
-    lines = [f"{'':<21}{'tokens/s':>9}{'speed':>8}{'peak MiB':>10}{'B/param':>9}{'memory':>8}{'above start':>13}"]
+    lines = [f"{'':<36}{'tokens/s':>9}{'products s':>11}{'peak MiB':>9}{'B/param':>9}"]
     for name, found in result["contenders"].items():
-        ratio = result["ratios"].get(name)
-        compared = [f"{ratio[key]:.2f}x" for key in ("speed", "memory", "memory_above_start")] if ratio else [""] * 3
         lines.append(
-            f"{name:<21}{found['tokens_per_second']:>9.0f}{compared[0]:>8}{found['peak_nbytes'] / (1 << 20):>10,.0f}"
-            f"{found['peak_nbytes_per_parameter']:>9.1f}{compared[1]:>8}{compared[2]:>13}"
+            f"{name:<36}{found['tokens_per_second']:>9.0f}{found['products_seconds']:>11.2f}"
+            f"{found['peak_nbytes'] / (1 << 20):>9,.0f}{found['peak_nbytes_per_parameter']:>9.1f}"
         )
-    lines.append(f"ratios are those of {OURS} to the one in the row; the claim: {SPEED_GOAL}x at {MEMORY_GOAL}x")
+    for ours, each in result["ratios"].items():
+        for name, ratio in each.items():
+            speed, memory, above = (f"{ratio[key]:.2f}x" for key in ("speed", "memory", "memory_above_start"))
+            lines.append(f"{ours} to {name}: speed {speed}, memory {memory} ({above} above start)")
+    lines.append(f"the claim: {SPEED_GOAL}x at {MEMORY_GOAL}x")
     return "\n".join(lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--python", help="an interpreter that has DeepSpeed; this one, if it has it")
+    parser.add_argument("--against", nargs="+", choices=THEIRS, default=THEIRS[:2])
+    parser.add_argument("--plain", action="store_true", help="plain PyTorch in memory too")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the drive that holds the state")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--rows", type=int, default=SEQUENCES, help=f"sequences of {LENGTH} tokens in a step")
     parser.add_argument("--turns", type=int, default=4, help="counted steps of each")
+    parser.add_argument("--hardware", help="what `megatrain probe` has found here; else it is asked now")
     parser.add_argument("--out", type=Path, help="folder for zero_nvme_TOKENS.json")
     parser.add_argument("--contend", help=argparse.SUPPRESS)
     parser.add_argument("settings", nargs="?", help=argparse.SUPPRESS)
@@ -295,12 +413,31 @@ def main() -> int:
     settings = {"shape": SHAPE, "rows": given.rows, "length": LENGTH, "precision": given.precision}
     settings |= {"folder": str(Path(given.folder).resolve())}
     python = given.python or (sys.executable if importlib.util.find_spec("deepspeed") else None)
-    result = compare(settings, given.turns, python)
+    against = [*(given.against if python else ()), *([PLAIN] if given.plain else ())]
+    with tempfile.TemporaryDirectory() as folder:
+        settings["hardware"] = given.hardware or probed(given.folder, Path(folder))
+        result = compare(settings, against, given.turns, python or "")
     print(show(result))
     if given.out:
         given.out.mkdir(parents=True, exist_ok=True)
         (given.out / f"zero_nvme_{given.rows * LENGTH}.json").write_text(json.dumps(result, indent=1) + "\n")
-    return 0 if all(each["holds"] for each in result["ratios"].values()) else 1
+    best = [max(each["speed"] for each in _met(result, name)) for name in against if name in THEIRS]
+    return 0 if all(speed >= SPEED_GOAL for speed in best) else 1
+
+
+def _met(result: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """Our ratios to that contender within the goal of memory, with the same losses; the first is no ratio at all."""
+    found = [each[name] for each in result["ratios"].values()]
+    return [{"speed": 0.0}, *(each for each in found if each["fits"])]
+
+
+def probed(folder: str, target: Path) -> str:
+    """The file of what `megatrain probe` finds here."""
+    path = str(target / "hardware.json")
+    subprocess.run(
+        [sys.executable, "-m", "megatrain", "probe", "--path", folder, "--output", path], cwd=ROOT, check=True
+    )
+    return path
 
 
 if __name__ == "__main__":

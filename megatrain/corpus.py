@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
@@ -60,8 +61,7 @@ class Corpus:
     """Data as a run uses it."""
 
     loader: Loader
-    validation: list[Batch]
-    """Micro-batches that the loss is measured on; without held-out data, one that is trained on too."""
+    read_validation: Callable[[], list[Batch]]
     holds_out: bool
     window: int
     """Tokens of the longest row."""
@@ -71,8 +71,14 @@ class Corpus:
     """The first sample as runs of text, and whether they are trained; empty for plain text."""
     chats: Encoder | None = None
     """What makes ids of a conversation; `None` where the data holds none."""
-    measured: Callable[[], list[Batch]] = list
-    """Reads `validation` again, for what has become known about its rows since."""
+
+    @cached_property
+    def validation(self) -> list[Batch]:
+        """Micro-batches that the loss is measured on; without held-out data, one that is trained on too.
+
+        Read when first asked for: pairs by then bring what the reference says of them.
+        """
+        return self.read_validation()
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,7 @@ def open_corpus(config: Config, plan: Plan, tokenizer: Tokenizer, vocabulary: in
     held_out = [part.held_out for part in parts if part.held_out is not None]
     limit = config.train.eval_batches if held_out else 1
 
-    def measured() -> list[Batch]:
+    def read_validation() -> list[Batch]:
         streams = [evaluation_batches(rows, size) for rows in held_out or [parts[0].training]]
         in_turn = (batch for batches in zip_longest(*streams) for batch in batches if batch is not None)
         return list(islice(in_turn, limit))
@@ -114,7 +120,7 @@ def open_corpus(config: Config, plan: Plan, tokenizer: Tokenizer, vocabulary: in
     facts = [fact for part in parts for fact in part.facts]
     chats = opened.encoder if any(part.holds_chats for part in parts) else None
     example = next((part.example for part in parts if part.example), [])
-    return Corpus(loader, measured(), bool(held_out), data.window, facts, example, chats, measured)
+    return Corpus(loader, read_validation, bool(held_out), data.window, facts, example, chats)
 
 
 class _Opening:

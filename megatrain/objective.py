@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,17 +23,17 @@ import torch
 from megatrain.checkpoint import Checkpoint
 from megatrain.config import Config
 from megatrain.corpus import Corpus
-from megatrain.data import Batch, PairRows, SampleFile, collate
+from megatrain.data import Batch, PairRows, SampleFile, batch_of
+from megatrain.data.alone import alone
 from megatrain.data.rows import REFERENCE
 from megatrain.errors import CheckpointError, DataError
 from megatrain.losses import DPO, LossFn
+from megatrain.memory.checksum import checksum
 from megatrain.plan import Plan
-from megatrain.spec import Policy
-from megatrain.train.engine import Engine, StepOutput
-from megatrain.train.events import Evaluated
+from megatrain.train.engine import Engine
 from megatrain.whole import written_whole
 
-FORMAT = 1  # part of the key: raise it when the same content would give other numbers
+FORMAT = 2  # part of the key: raise it when the same content would give other numbers
 FILE = "reference.npz"
 """In the run folder: a data set's fingerprint -> float32[samples]."""
 
@@ -50,62 +48,26 @@ def loss_of(config: Config) -> LossFn | None:
     return DPO(train.dpo_beta, train.dpo_label_smoothing, train.dpo_loss)
 
 
-@dataclass(frozen=True)
-class Objective:
-    """An engine as the training loop takes it, with the loss of the run."""
-
-    engine: Engine
-    loss_fn: LossFn | None
-
-    def step(self, micro_batches: Sequence[Mapping[str, Any]], lr: float | None = None) -> StepOutput:
-        """A step down the loss."""
-        return self.engine.step(micro_batches, lr, self.loss_fn)
-
-    def step_flops(self, micro_batches: Sequence[Mapping[str, Any]]) -> float:
-        """See `Engine`."""
-        return self.engine.step_flops(micro_batches)
-
-    def peak_flops(self) -> float:
-        """See `Engine`."""
-        return self.engine.peak_flops()
-
-    def memory_table(self) -> Mapping[tuple[str, str], int]:
-        """See `Engine`."""
-        return self.engine.memory_table()
-
-    @property
-    def policy(self) -> Policy:
-        """See `Engine`."""
-        return self.engine.policy
-
-    def evaluate(self, step: int, batches: Sequence[Batch]) -> Evaluated:
-        """The loss of held-out data, and what is reported with it."""
-        found = self.engine.measure(batches, self.loss_fn)
-        return Evaluated(step, found.loss, found.metrics)
-
-
 def without_reference(batch: Batch) -> Batch:
     """What the model itself takes of a batch."""
     return {key: value for key, value in batch.items() if key != REFERENCE}
 
 
-def with_reference(
+def take_up_reference(
     config: Config,
     corpus: Corpus,
     engine: Engine,
     plan: Plan,
     taken: Checkpoint | None,
     told: Callable[[int, int], None],
-) -> Corpus:
-    """The corpus, pairs with what the reference says of each answer; `told` is called with (done, total).
+) -> None:
+    """Pairs of the corpus come with what the reference says of each answer; `told` is called with (done, total).
 
     Raises `CheckpointError` where a resumed run's reference is gone, and `DataError` where it cannot be written.
     """
     sources = [rows for rows in corpus.loader.sources if isinstance(rows, PairRows)]
-    if not sources:
-        return corpus
     files = {rows.file.fingerprint: rows.file for rows in sources}
-    there = Path(config.output.folder).expanduser() / FILE
+    there = config.folder / FILE
     if taken is None:
         known = _asked(config, files, engine, plan, told)
     else:
@@ -116,24 +78,24 @@ def with_reference(
     _write(there, known)
     for rows in sources:
         rows.reference.values = known[rows.file.fingerprint]
-    return replace(corpus, validation=corpus.measured())
 
 
 def _asked(
     config: Config, files: Mapping[str, SampleFile], engine: Engine, plan: Plan, told: Callable[[int, int], None]
 ) -> Said:
-    """What the engine says of each file now, from the cache where it has been asked before."""
+    """What the engine says of each file now, from the cache where it has been asked before, by whichever process."""
     weights = _digest(engine)
     known: Said = {}
     for name, file in files.items():
         key = [FORMAT, weights, name, config.train.precision, plan.micro_batch, engine.spec.attention]
         digest = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
         path = Path(config.data.cache).expanduser() / f"reference-{digest}.npz"
-        cached = _read(path)
-        if name not in cached:
-            cached = {name: _ask(engine, file, plan, told)}
-            _write(path, cached)
-        known[name] = cached[name]
+        if not (said := _read(path)):
+            with alone(path):
+                if not (said := _read(path)):
+                    said = {name: _ask(engine, file, plan, told)}
+                    _write(path, said)
+        known |= said
     return known
 
 
@@ -146,24 +108,21 @@ def _ask(engine: Engine, file: SampleFile, plan: Plan, told: Callable[[int, int]
     for start in range(0, len(order), together):
         numbers = order[start : start + together]
         parts = np.split(numbers, range(plan.micro_batch, len(numbers), plan.micro_batch))
-        batches = [_batch([rows.row(int(number)) for number in part]) for part in parts]
+        batches = [batch_of([rows.row(int(number)) for number in part]) for part in parts]
         found = torch.cat([each.sum(dim=1) for each in engine.log_probs(batches)])
         said[numbers] = found.numpy()
         told(start + len(numbers), len(order))
     return said
 
 
-def _batch(rows: Sequence[Any]) -> Batch:
-    return {key: torch.from_numpy(value) for key, value in collate(rows).items()}
-
-
 def _digest(engine: Engine) -> str:
-    """A hash of every weight, which takes a second or so for a gigabyte."""
+    """A hash of the name, shape and 64-bit checksum of every weight; checksums are taken at memory bandwidth."""
     digest = hashlib.sha256()
     for unit in engine.spec.units:
         for param in unit.params:
-            digest.update(param.name.encode())
-            digest.update(engine.master(param.name).numpy().tobytes())
+            weights = engine.master(param.name).numpy().reshape(-1).view(np.uint8)
+            words, rest = np.split(weights, [weights.size // 8 * 8])  # the sum is over words of 8 bytes
+            digest.update(f"{param.name} {param.shape} {checksum([words])} {rest.tobytes().hex()}\n".encode())
     return digest.hexdigest()
 
 
@@ -186,4 +145,4 @@ def _write(path: Path, said: Said) -> None:
         raise DataError(what, where=str(path), fix="free some space, or choose another folder") from error
 
 
-__all__ = ["Objective", "loss_of", "with_reference", "without_reference"]
+__all__ = ["loss_of", "take_up_reference", "without_reference"]

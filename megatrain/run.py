@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from megatrain.engine import DTYPES
 from megatrain.errors import ConfigError, NonFinite
 from megatrain.generation import sample_of
 from megatrain.layout import layout_of
+from megatrain.losses import LossFn
 from megatrain.machine import this_machine
 from megatrain.model import (
     FreshSource,
@@ -54,18 +56,18 @@ from megatrain.model import (
     spent,
 )
 from megatrain.model import Progress as LoadingProgress
-from megatrain.objective import Objective, loss_of, with_reference, without_reference
+from megatrain.objective import loss_of, take_up_reference, without_reference
 from megatrain.optim import AdamW, lr_schedule
 from megatrain.plan import Plan, Question, available_threads, find_plan
 from megatrain.preflight import Replanner, foreseen
 from megatrain.spec import Hardware, ModelSpec
 from megatrain.train.checkpoints import Checkpoints
 from megatrain.train.engine import Engine
-from megatrain.train.events import Compiled, Ended, Event, Resumed, Watcher
+from megatrain.train.events import Compiled, Ended, Evaluated, Event, Resumed, Watcher
 from megatrain.train.feed import Feed
 from megatrain.train.health import STATUS, Health
 from megatrain.train.options import EngineOptions
-from megatrain.train.progress import describe_model, loading, printable, show_plan
+from megatrain.train.progress import describe_model, loading, printable, show_plan, warn
 from megatrain.train.restored import NewMoments
 from megatrain.train.stop import StopSignals
 from megatrain.train.trace import TRACE
@@ -88,11 +90,8 @@ def run_training(config: Config, console: Console) -> Path:
 
     Raises a `MegaTrainError` for whatever is wrong, `NonFinite` for training that diverged among it.
     """
-    folder = Path(config.output.folder).expanduser()
-
-    def say(line: str) -> None:
-        console.print(Text(printable(line), "yellow"), soft_wrap=True)
-
+    folder = config.folder
+    say = partial(warn, console)
     refuse_missing(config.output.trackers)
     with ExitStack() as stack:
         claim = stack.enter_context(Claim())
@@ -128,7 +127,8 @@ def run_training(config: Config, console: Console) -> Path:
             engine = stack.enter_context(_engine(config, source, ported, plan, device, taken, progress))
         claim.make(folder)
         if config.train.objective == "dpo":
-            corpus = _referred(config, corpus, engine, plan, taken, console)
+            with loading(console, "asking the reference about each answer") as progress:
+                take_up_reference(config, corpus, engine, plan, taken, progress)
         if config.trace is not None:
             engine.trace(config.trace)
         checkpoints = _checkpoints(config, engine, feed, tokenizer, plan)
@@ -339,13 +339,6 @@ def _show(config: Config, engine: Engine, source: Source, corpus: Corpus, plan: 
     return facts
 
 
-def _referred(
-    config: Config, corpus: Corpus, engine: Engine, plan: Plan, taken: Checkpoint | None, console: Console
-) -> Corpus:
-    with loading(console, "asking the reference about each answer") as progress:
-        return with_reference(config, corpus, engine, plan, taken, progress)
-
-
 # During training ---------------------------------------------------------------------------------------------------
 
 
@@ -357,18 +350,18 @@ def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack
         run.claim.make(config.checkpoints)
     watchers: list[Watcher] = [*open_watchers(config, taken, stack, console), checkpoints]
     health = Health(
-        Path(config.output.folder).expanduser() / STATUS,
+        config.folder / STATUS,
         engine,
         steps=train_.steps,
         stall_seconds=train_.stall_seconds,
-        say=lambda line: console.print(Text(line, "yellow"), soft_wrap=True),
+        say=partial(warn, console),
         stopping=lambda: stop.requested,
     )
     watchers.append(stack.enter_context(health))
     start = 0 if taken is None else int(resume.facts_of(taken)["step"])
     if config.trace is None:
         with suppress(ConfigError):  # nobody has asked for it
-            engine.trace(Path(config.output.folder).expanduser() / TRACE, steps=1)
+            engine.trace(config.folder / TRACE, steps=1)
     _tell(watchers, foreseen(run.plan, engine, run.facts, start))
     if taken is not None:
         _tell(watchers, Resumed(start, train_.steps, str(taken.folder)))
@@ -379,10 +372,11 @@ def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack
     try:
         with stop.interruptible():
             ended = train(
-                Objective(engine, loss_of(config)),
+                engine,
                 run.feed,
                 steps=train_.steps,
                 lr=_learning_rate(train_),
+                loss_fn=loss_of(config),
                 start=start,
                 watchers=watchers,
                 tasks=_tasks(config, run, start),
@@ -425,11 +419,15 @@ def _tasks(config: Config, run: _Run, start: int) -> list[Task]:
 def _measurements(config: Config, engine: Engine, corpus: Corpus, tokenizer: Tokenizer) -> list[Task]:
     train, tasks = config.train, []
     if corpus.holds_out:
-        objective = Objective(engine, loss_of(config))
-        tasks.append(Task(train.eval_every, lambda step: objective.evaluate(step, corpus.validation)))
+        tasks.append(Task(train.eval_every, lambda step: _evaluated(step, engine, corpus, loss_of(config))))
     if train.sample_tokens:
         tasks.append(Task(train.sample_every, lambda step: sample_of(train, engine, corpus, tokenizer, step)))
     return tasks
+
+
+def _evaluated(step: int, engine: Engine, corpus: Corpus, loss_fn: LossFn | None) -> Evaluated:
+    found = engine.measure(corpus.validation, loss_fn)
+    return Evaluated(step, found.loss, found.metrics)
 
 
 def _nonfinite_limit(train: TrainSection, engine: Engine) -> int:

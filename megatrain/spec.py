@@ -51,6 +51,26 @@ class ParamSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Moment:
+    """Bytes that exist at one moment of a layer's backward, beside its weights, its input and the gradient it is given."""
+
+    fixed: float = 0.0
+    """Whatever the number of tokens: gradients of weights."""
+    per_token: float = 0.0
+    per_token_by_length: float = 0.0
+    """Per token and position of the sequence."""
+    per_chunk_token: float = 0.0
+    """Per token of a chunk, where token-wise parts run in chunks."""
+    attends: bool = False
+    """Whether attention's kernel is at work, with memory of its own."""
+
+    def nbytes(self, tokens: int, length: int, chunk: int) -> float:
+        """Of sequences of `length` tokens, `tokens` together."""
+        by_tokens = tokens * (self.per_token + self.per_token_by_length * length)
+        return self.fixed + by_tokens + self.per_chunk_token * min(chunk, tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerProfile:
     """What a layer takes beside its weights, in the compute dtype that it was profiled in."""
 
@@ -68,6 +88,19 @@ class LayerProfile:
     """Bytes per token that autograd keeps of a chunk at work, of the part that keeps most."""
     chunk_numel: int = 0
     """Parameters of the largest token-wise part."""
+
+    moments: tuple[Moment, ...] = ()
+    """The widest ones of its backward on an accelerator, of which one is the widest at any length; empty: not known."""
+    host_moments: tuple[Moment, ...] = ()
+    """On a cpu, with the float32 results of products in bfloat16."""
+    chunked_moments: tuple[Moment, ...] = ()
+    """As `moments`, where token-wise parts run in chunks."""
+    host_chunked_moments: tuple[Moment, ...] = ()
+
+    arguments_nbytes: float = 0.0
+    """Of the prologue: bytes per position of what all layers are called with besides the hidden state."""
+    arguments_nbytes_by_length: float = 0.0
+    """And per position and position, of masks."""
 
     chosen_nbytes: float = 0.0
     """Bytes per token of what `chosen` keeps beside the input; 0 where nothing is known of it."""

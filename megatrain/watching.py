@@ -10,10 +10,10 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.text import Text
 
 from megatrain import resume
 from megatrain.checkpoint import Checkpoint
@@ -23,17 +23,13 @@ from megatrain.history import CONFIG, METRICS
 from megatrain.report import write_report
 from megatrain.train.events import Watcher
 from megatrain.train.metrics import JsonLines
-from megatrain.train.progress import Progress, printable
+from megatrain.train.progress import Progress, warn
 from megatrain.train.trackers import OPTIONAL, Tracked, identity_of, open_tracker
 
 
 def open_watchers(config: Config, taken: Checkpoint | None, stack: ExitStack, console: Console) -> list[Watcher]:
     """Everything that reports, opened for as long as `stack`. The run folder is there, and claimed."""
-    folder = Path(config.output.folder).expanduser()
-
-    def say(line: str) -> None:
-        console.print(Text(printable(line), "yellow"), soft_wrap=True)
-
+    folder, say = config.folder, partial(warn, console)
     goes_on = taken is not None and resume.is_own(config, taken)
     step = resume.facts_of(taken)["step"] if taken is not None and goes_on else None
     if (folder / METRICS).exists() and not goes_on:

@@ -366,9 +366,14 @@ class Config(Section):
         return self
 
     @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return Path(self.output.folder).expanduser()
+
+    @property
     def checkpoints(self) -> Path:
         """The folder of the run's checkpoints."""
-        return Path(self.checkpoint.folder or f"{self.output.folder}/checkpoints").expanduser()
+        return Path(self.checkpoint.folder).expanduser() if self.checkpoint.folder else self.folder / "checkpoints"
 
     @model_validator(mode="after")
     def _has_pairs(self) -> Config:

@@ -19,7 +19,7 @@ from megatrain.data.encode import (
 )
 from megatrain.data.formats import Sample, Schema
 from megatrain.data.left_out import LeftOut
-from megatrain.data.loader import Batch, Loader, evaluation_batches
+from megatrain.data.loader import Batch, Loader, batch_of, evaluation_batches
 from megatrain.data.pack import Windows, pack, split_windows, unused_tokens
 from megatrain.data.prepare import describe_tokens, prepare_tokens
 from megatrain.data.recognise import begins_with_text, holds_samples, source_called
@@ -50,6 +50,7 @@ __all__ = [
     "TokenFile",
     "Tokenizer",
     "Windows",
+    "batch_of",
     "begins_with_text",
     "collate",
     "describe_tokens",

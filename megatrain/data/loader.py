@@ -26,7 +26,7 @@ from megatrain.data.order import epoch_order, source_behind
 from megatrain.data.rows import Row, Rows, SampleRows, collate
 from megatrain.errors import DataError
 
-__all__ = ["Batch", "Loader", "epoch_order", "evaluation_batches"]
+__all__ = ["Batch", "Loader", "batch_of", "epoch_order", "evaluation_batches"]
 
 # "input_ids" and "labels", int64 tensors of shape (rows, tokens) and of plain text one and the same; see `rows.collate`
 Batch: TypeAlias = dict[str, torch.Tensor]
@@ -183,7 +183,7 @@ class Loader:
         return rows
 
     def _read(self, drawn: _Drawn) -> list[Batch]:
-        return [_batch([self.sources[source].row(row) for source, row in chosen]) for chosen in drawn.micro_batches]
+        return [batch_of([self.sources[source].row(row) for source, row in chosen]) for chosen in drawn.micro_batches]
 
     def _forget(self) -> None:
         """Drop what is under way; it will be drawn again."""
@@ -198,14 +198,15 @@ def evaluation_batches(rows: Rows, micro_batch: int, limit: int | None = None) -
         raise DataError(f"a micro-batch of {micro_batch} windows", fix="use 1 or more")
     stop = len(rows) if limit is None else min(limit, len(rows))
     for start in range(0, stop, micro_batch):
-        yield _batch([rows.row(row) for row in range(start, min(start + micro_batch, stop))])
+        yield batch_of([rows.row(row) for row in range(start, min(start + micro_batch, stop))])
 
 
 def _seed_of(seed: int, source: int) -> int:
     return (seed + source * 0x9E3779B97F4A7C15) % (1 << 63)
 
 
-def _batch(rows: Sequence[Row]) -> Batch:
+def batch_of(rows: Sequence[Row]) -> Batch:
+    """`rows.collate` as tensors over the same memory; what is one array stays one tensor."""
     arrays = collate(rows)
     tensors: dict[int, torch.Tensor] = {id(array): torch.from_numpy(array) for array in arrays.values()}
     return {name: tensors[id(array)] for name, array in arrays.items()}

@@ -105,7 +105,8 @@ class Device(Protocol):
         """Host memory that one of the two has returned is given back."""
 
     def discard(self, memory: torch.Tensor) -> None:
-        """What this host memory holds is not needed any more; where it pays, its pages go back to the system."""
+        """What this host memory, from the start of a buffer on, holds is not needed any more; where it pays, its pages
+        go back to the system."""
 
     def tidy(self) -> None:
         """A good moment to give memory that layers have freed back to the system; costs some milliseconds."""

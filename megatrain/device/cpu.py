@@ -120,7 +120,7 @@ class CpuDevice:
     def discard(self, memory: torch.Tensor) -> None:
         mapping = self._mappings.get(memory.data_ptr())
         if mapping is not None and hasattr(mmap, "MADV_DONTNEED") and memory.numel() >= MOST_KEPT:
-            mapping.madvise(mmap.MADV_DONTNEED)
+            mapping.madvise(mmap.MADV_DONTNEED, 0, memory.numel() // mmap.PAGESIZE * mmap.PAGESIZE)
 
     def tidy(self) -> None:
         if _libc is not None:

@@ -1,9 +1,9 @@
 """Walks a schedule on a device: binds weights, runs layers, sums gradients. Imports neither optimizer nor ranks."""
 
-from megatrain.engine.batch import MicroBatch, check_inputs, check_micro_batches
+from megatrain.engine.batch import MicroBatch, check_inputs, check_micro_batches, count_targets, target_mask
 from megatrain.engine.executor import Executor
 from megatrain.engine.gradients import GradSink
-from megatrain.engine.losses import KeepLogProbs, LogitsLoss, LogProbLoss, LossFn, StepResult, target_mask
+from megatrain.engine.losses import KeepLogProbs, LogitsLoss, LogProbLoss, LossFn, StepResult
 from megatrain.engine.step import DTYPES, Streamer
 
 __all__ = [
@@ -19,5 +19,6 @@ __all__ = [
     "Streamer",
     "check_inputs",
     "check_micro_batches",
+    "count_targets",
     "target_mask",
 ]

@@ -46,6 +46,13 @@ class Activations:
     gradients: dict[int, Tensor] = field(default_factory=dict)
     """Gradient of the input of the unit last visited in the backward pass, [batch, length, hidden size]."""
 
+    def let_go(self, buffer: str) -> None:
+        """No later op mentions this transient buffer: an input, or the arguments of a micro-batch's layers."""
+        self.inputs.pop(buffer, None)
+        tier, _, micro = buffer.rpartition("/")
+        if tier == "device/args":
+            self.calls.pop(int(micro), None)
+
 
 def pack(hidden: Tensor, memory: Tensor, where: str) -> Tensor:
     """Copy an input to memory, uint8[at least its bytes], element by element as it lies, and return its form.

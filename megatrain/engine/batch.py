@@ -27,7 +27,7 @@ def check_micro_batches(model: ModelSpec, micro_batches: Sequence[MicroBatch]) -
     targets = 0
     for index, batch in enumerate(micro_batches):
         check_inputs(model, batch, f"micro-batch {index}")
-        targets += int((shifted(batch["labels"]) != IGNORED).sum())
+        targets += count_targets(batch)
     if targets == 0:
         raise BatchError(
             "no target token in the whole step (every label but the first of each row is -100)",
@@ -35,6 +35,18 @@ def check_micro_batches(model: ModelSpec, micro_batches: Sequence[MicroBatch]) -
             fix="give at least one token a label",
         )
     return Work(tuple(batch["input_ids"].numel() for batch in micro_batches))
+
+
+def target_mask(batch: MicroBatch) -> Tensor:
+    """bool[batch, length]: where a label is a target, which the first of a row never is."""
+    mask: Tensor = batch["labels"] != IGNORED
+    mask[:, 0] = False
+    return mask
+
+
+def count_targets(batch: MicroBatch) -> int:
+    """Target tokens of a micro-batch."""
+    return int(target_mask(batch).sum())
 
 
 def shifted(labels: Tensor) -> Tensor:

@@ -236,8 +236,9 @@ def unwinding(calls: Mapping[int, Call]) -> Iterator[None]:
 def _declared(phases: Sequence[Sequence[Access]], content: str, size: int) -> list[list[tuple[int, int]]]:
     """Of each phase, the elements of a buffer of `size` that it declares to have this content."""
     found = [[(each.start, each.stop) for each in accesses if each.content == content] for accesses in phases]
-    each = max((stop for ranges in found for _, stop in ranges), default=0) // max(size, 1)
-    return [[(start // each, stop // each) for start, stop in ranges] for ranges in found]
+    begin = min((start for ranges in found for start, _ in ranges), default=0)
+    each = (max((stop for ranges in found for _, stop in ranges), default=0) - begin) // max(size, 1)
+    return [[((start - begin) // each, (stop - begin) // each) for start, stop in ranges] for ranges in found]
 
 
 def _is_gradient(access: Access) -> bool:

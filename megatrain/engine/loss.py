@@ -12,6 +12,8 @@ graph, and `push_gradient` once the gradient of each is known. Left out: what su
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +23,40 @@ from megatrain.schedule.workspace import LOSS_BLOCK_NUMEL
 
 Head = Callable[[Tensor], Tensor]
 """Hidden states [tokens, hidden size] -> logits [tokens, vocabulary]."""
+
+
+class Part(NamedTuple):
+    """The target tokens of a chunk."""
+
+    places: Tensor
+    """Their positions among the hidden states, int64[tokens], on the host."""
+    chosen: Tensor
+    """The same on the device."""
+    targets: Tensor
+    """int64[tokens] on the device."""
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The head, and what it is run on. Goes from part to part over the positions that have a target."""
+
+    head: Head
+    leaves: list[Tensor]
+    """Weights of the head that train."""
+    hidden: Tensor
+    """[tokens, hidden size]."""
+    targets: Tensor
+    """int64[tokens] on the host."""
+    size: int
+    """Tokens of a chunk."""
+    rewind: Callable[[], None] = lambda: None
+    """Makes the next pass draw what this one has drawn."""
+
+    def __iter__(self) -> Iterator[Part]:
+        places, device = (self.targets != IGNORED).nonzero().squeeze(-1), self.hidden.device
+        for part in places.split(self.size) if len(places) else ():
+            chosen, targets = (each.to(device, non_blocking=True) for each in (part, self.targets[part]))
+            yield Part(part, chosen, targets)
 
 
 WORKSPACE_NUMEL = LOSS_BLOCK_NUMEL
@@ -78,72 +114,59 @@ def reference_cross_entropy(logits: Tensor, targets: Tensor, scale: float) -> tu
     return loss.detach().double(), gradient.to(logits.dtype)
 
 
-def loss_only(head: Head, hidden: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """Sum of the losses over all targets (float64 scalar). `hidden` [tokens, hidden size], `targets` int64[tokens]."""
-    total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-    for places in target_places(targets, chunk):
-        chosen = places.to(hidden.device, non_blocking=True)
-        wanted = targets[places].to(hidden.device, non_blocking=True)
-        for rows, work in _blocks(head(hidden[chosen])):
-            sums, exponents = _exponentials(work, wanted[rows])
+def loss_only(chunks: Chunks) -> Tensor:
+    """Sum of the losses over all targets, float64 scalar."""
+    total = torch.zeros((), dtype=torch.float64, device=chunks.hidden.device)
+    for part in chunks:
+        for rows, work in _blocks(chunks.head(chunks.hidden[part.chosen])):
+            sums, exponents = _exponentials(work, part.targets[rows])
             total += (sums.squeeze(-1).log() - exponents).sum(dtype=torch.float64)
     return total
 
 
-def loss_and_gradients(
-    head: Head, leaves: list[Tensor], hidden: Tensor, targets: Tensor, chunk: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Sum of the losses (float64 scalar) and the gradient of `scale` times it for `hidden` [tokens, hidden size].
+def loss_and_gradients(chunks: Chunks, scale: float) -> tuple[Tensor, Tensor]:
+    """Sum of the losses (float64 scalar) and the gradient of `scale` times it, as `backward` has it."""
+    total = torch.zeros((), dtype=torch.float64, device=chunks.hidden.device)
 
-    `leaves` are the weights that `head` uses; their gradients go where their hooks send them, chunk by chunk.
-    """
-    total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-    gradient = torch.zeros_like(hidden)
-    for places in target_places(targets, chunk):
-        chosen = places.to(hidden.device, non_blocking=True)
-        part = hidden[chosen].requires_grad_()
-        with torch.enable_grad():
-            logits = head(part)
-        with torch.no_grad():
-            loss, dlogits = cross_entropy(logits.detach(), targets[places].to(hidden.device, non_blocking=True), scale)
-        torch.autograd.backward([logits], [dlogits], inputs=[part, *leaves])
-        assert part.grad is not None
-        gradient[chosen] = part.grad
-        total += loss
+    def gradient_of(logits: Tensor, part: Part) -> Tensor:
+        loss, gradient = cross_entropy(logits, part.targets, scale)
+        total.add_(loss)
+        return gradient
+
+    gradient = backward(chunks, gradient_of)
     return total, gradient
 
 
-def log_probs(head: Head, hidden: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """The log-probability of each target, float32[tokens] on the device of `hidden`; 0 where there is none."""
-    found = torch.zeros(len(targets), dtype=torch.float32, device=hidden.device)
-    for places in target_places(targets, chunk):
-        chosen = places.to(hidden.device, non_blocking=True)
-        wanted = targets[places].to(hidden.device, non_blocking=True)
-        logits = head(hidden[chosen])
+def log_probs(chunks: Chunks) -> Tensor:
+    """The log-probability of each target, float32[tokens] on the device of the hidden states; 0 where there is none."""
+    found = torch.zeros(len(chunks.targets), dtype=torch.float32, device=chunks.hidden.device)
+    for part in chunks:
+        logits = chunks.head(chunks.hidden[part.chosen])
         for rows, work in _blocks(logits):
-            total, exponents = _exponentials(work, wanted[rows])
-            found[chosen[rows]] = exponents - total.squeeze(-1).log()
+            total, exponents = _exponentials(work, part.targets[rows])
+            found[part.chosen[rows]] = exponents - total.squeeze(-1).log()
     return found
 
 
-def push_gradient(
-    head: Head, leaves: list[Tensor], hidden: Tensor, targets: Tensor, chunk: int, gradients: Tensor
-) -> Tensor:
-    """The gradient for `hidden` [tokens, hidden size], given that for each target's log-probability, float32[tokens].
+def push_gradient(chunks: Chunks, gradients: Tensor) -> Tensor:
+    """As `backward`, given the gradient of each target's log-probability, float32[tokens]."""
+    return backward(chunks, lambda logits, part: _log_prob_gradient(logits, part.targets, gradients[part.chosen]))
 
-    As in `loss_and_gradients`, those of the `leaves` go where their hooks send them.
+
+def backward(chunks: Chunks, gradient_of: Callable[[Tensor, Part], Tensor]) -> Tensor:
+    """The gradient for the hidden states [tokens, hidden size]; `gradient_of` gives that for the logits of a part.
+
+    Those of the `leaves` go where their hooks send them, part by part.
     """
-    found = torch.zeros_like(hidden)
-    for places in target_places(targets, chunk):
-        chosen = places.to(hidden.device, non_blocking=True)
-        wanted = targets[places].to(hidden.device, non_blocking=True)
-        part = hidden[chosen].requires_grad_()
+    found = torch.zeros_like(chunks.hidden)
+    for part in chunks:
+        hidden = chunks.hidden[part.chosen].requires_grad_()
         with torch.enable_grad():
-            logits = head(part)
-        dlogits = _log_prob_gradient(logits.detach(), wanted, gradients[chosen])
-        torch.autograd.backward([logits], [dlogits], inputs=[part, *leaves])
-        assert part.grad is not None
-        found[chosen] = part.grad
+            logits = chunks.head(hidden)
+        gradient = gradient_of(logits.detach(), part)
+        torch.autograd.backward([logits], [gradient], inputs=[hidden, *chunks.leaves])
+        assert hidden.grad is not None
+        found[part.chosen] = hidden.grad
     return found
 
 
@@ -156,9 +179,3 @@ def _log_prob_gradient(logits: Tensor, targets: Tensor, gradients: Tensor) -> Te
         work[torch.arange(len(work), device=work.device), targets[rows]] += gradients[rows]
         found[rows] = work
     return found
-
-
-def target_places(targets: Tensor, chunk: int) -> tuple[Tensor, ...]:
-    """Indices of the positions that have a target, in chunks. `targets` int64[tokens] on the host."""
-    places = (targets != IGNORED).nonzero().squeeze(-1)
-    return places.split(chunk) if len(places) else ()

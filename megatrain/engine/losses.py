@@ -18,15 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.engine.batch import IGNORED, MicroBatch
-from megatrain.engine.loss import (
-    Head,
-    log_probs,
-    loss_and_gradients,
-    loss_only,
-    push_gradient,
-    target_places,
-)
+from megatrain.engine.batch import MicroBatch, count_targets
+from megatrain.engine.loss import Chunks, Part, backward, log_probs, loss_and_gradients, loss_only, push_gradient
 from megatrain.errors import BatchError, LossError
 
 Sums = Mapping[str, Tensor | float]
@@ -47,8 +40,8 @@ class LogProbLoss:
         """The sum of the losses of a micro-batch, a float32 scalar, and perhaps sums to report.
 
         log_probs: float32[batch, length], at the place of each label: its log-probability given the tokens before it,
-        and 0 where the label is -100 or first in its row (see `target_mask`). batch: the micro-batch, its tensors on
-        the device.
+        and 0 where the label is -100 or first in its row (`target_mask`). batch: the micro-batch, its tensors
+        on the device.
         """
         raise NotImplementedError
 
@@ -87,19 +80,6 @@ LossFn = LogProbLoss | LogitsLoss | Callable[[Tensor, MicroBatch], Returned]
 """What a step takes as its loss; a function is a `LogProbLoss` divided by the target tokens."""
 
 
-def target_mask(batch: MicroBatch) -> Tensor:
-    """bool[batch, length]: where a label is a target, which the first of a row never is."""
-    mask: Tensor = batch["labels"] != IGNORED
-    mask = mask.clone()
-    mask[:, 0] = False
-    return mask
-
-
-def count_targets(batch: MicroBatch) -> float:
-    """Target tokens of a micro-batch."""
-    return float((batch["labels"][:, 1:] != IGNORED).sum())
-
-
 def own_entries(loss_fn: LossFn | None) -> tuple[str, ...]:
     """The entries of a micro-batch that the model does not see."""
     return loss_fn.own if isinstance(loss_fn, LogProbLoss | LogitsLoss) else ()
@@ -121,23 +101,6 @@ def divisor_of(loss_fn: LossFn | None, batch: MicroBatch) -> float:
 
 
 @dataclass(frozen=True)
-class Chunks:
-    """The head, and what it is run on."""
-
-    head: Head
-    leaves: list[Tensor]
-    """Weights of the head that train."""
-    hidden: Tensor
-    """[tokens, hidden size]."""
-    targets: Tensor
-    """int64[tokens] on the host."""
-    size: int
-    """Tokens of a chunk."""
-    rewind: Callable[[], None]
-    """Makes the next pass draw what this one has drawn."""
-
-
-@dataclass(frozen=True)
 class Found:
     """`loss` is a sum, float64 scalar; `gradient` is for the hidden states, None where none was asked for."""
 
@@ -149,7 +112,7 @@ class Found:
 def measure(loss_fn: LossFn | None, chunks: Chunks, batch: MicroBatch) -> Found:
     """The loss of a micro-batch without gradients; cross-entropy where there is no `loss_fn`."""
     if loss_fn is None:
-        return Found(loss_only(chunks.head, chunks.hidden, chunks.targets, chunks.size))
+        return Found(loss_only(chunks))
     if isinstance(loss_fn, LogitsLoss):
         return _by_logits(loss_fn, chunks, batch, None)
     loss, sums = _checked(loss_fn(_aligned(chunks, batch), _on(batch, chunks.hidden.device)), loss_fn)
@@ -158,54 +121,52 @@ def measure(loss_fn: LossFn | None, chunks: Chunks, batch: MicroBatch) -> Found:
 
 def differentiate(loss_fn: LossFn | None, chunks: Chunks, batch: MicroBatch, scale: float) -> Found:
     """The loss of a micro-batch, and the gradient of `scale` times it; those of the leaves go where their hooks say."""
-    head, leaves, hidden, targets, size = chunks.head, chunks.leaves, chunks.hidden, chunks.targets, chunks.size
     if loss_fn is None:
-        return Found(*loss_and_gradients(head, leaves, hidden, targets, size, scale))
+        return Found(*loss_and_gradients(chunks, scale))
     if isinstance(loss_fn, LogitsLoss):
         return _by_logits(loss_fn, chunks, batch, scale)
     leaf = _aligned(chunks, batch).requires_grad_()
     with torch.enable_grad():
-        loss, sums = _checked(loss_fn(leaf, _on(batch, hidden.device)), loss_fn, needs_graph=True)
+        loss, sums = _checked(loss_fn(leaf, _on(batch, chunks.hidden.device)), loss_fn, needs_graph=True)
         (gradient,) = torch.autograd.grad(loss * scale, leaf)
     chunks.rewind()
-    at_targets = gradient.roll(-1, dims=1).flatten()
-    pushed = push_gradient(head, leaves, hidden, targets, size, at_targets)
-    return Found(loss.detach().double(), pushed, sums)
+    return Found(loss.detach().double(), push_gradient(chunks, gradient.roll(-1, dims=1).flatten()), sums)
 
 
 def _aligned(chunks: Chunks, batch: MicroBatch) -> Tensor:
     """Log-probabilities at the places of their labels, float32[batch, length]; no graph."""
-    found = log_probs(chunks.head, chunks.hidden, chunks.targets, chunks.size)
+    found = log_probs(chunks)
     return found.view(batch["labels"].shape).roll(1, dims=1)  # a last position has no target: the first ones are 0
 
 
 def _by_logits(loss_fn: LogitsLoss, chunks: Chunks, batch: MicroBatch, scale: float | None) -> Found:
     """Chunk by chunk, with the gradient of `scale` times the loss where there is one."""
-    hidden, device = chunks.hidden, chunks.hidden.device
+    device, length = chunks.hidden.device, batch["labels"].shape[1]
     total = torch.zeros((), dtype=torch.float64, device=device)
-    gradient = None if scale is None else torch.zeros_like(hidden)
     sums: dict[str, Tensor] = {}
-    length = batch["labels"].shape[1]
-    for places in target_places(chunks.targets, chunks.size):
-        chosen = places.to(device, non_blocking=True)
-        labels = chunks.targets[places].to(device, non_blocking=True)
-        at = places // length, places % length + 1
+
+    def loss_of(logits: Tensor, part: Part) -> Tensor:
+        at = part.places // length, part.places % length + 1
         own = {key: batch[key][at[0].to(batch[key].device), at[1].to(batch[key].device)] for key in loss_fn.own}
         own = {key: value.to(device, non_blocking=True) for key, value in own.items()}
-        part = hidden[chosen].requires_grad_(gradient is not None)
-        with torch.set_grad_enabled(gradient is not None):
-            logits = chunks.head(part)
-            leaf = logits.detach().requires_grad_(gradient is not None)
-            loss, found = _checked(loss_fn(leaf.float(), labels, **own), loss_fn, needs_graph=gradient is not None)
-            if gradient is not None and scale is not None:
-                (dlogits,) = torch.autograd.grad(loss * scale, leaf)
-                torch.autograd.backward([logits], [dlogits], inputs=[part, *chunks.leaves])
-                assert part.grad is not None
-                gradient[chosen] = part.grad
-        total += loss.detach().double()
+        loss, found = _checked(loss_fn(logits.float(), part.targets, **own), loss_fn, needs_graph=scale is not None)
+        total.add_(loss.detach().double())
         for name, value in found.items():
             sums[name] = sums[name] + value if name in sums else value
-    return Found(total, gradient, sums)
+        return loss
+
+    if scale is None:
+        with torch.no_grad():
+            for part in chunks:
+                loss_of(chunks.head(chunks.hidden[part.chosen]), part)
+        return Found(total, None, sums)
+
+    def gradient_of(logits: Tensor, part: Part, scale: float = scale) -> Tensor:
+        with torch.enable_grad():
+            (found,) = torch.autograd.grad(loss_of(logits.requires_grad_(), part) * scale, logits)
+        return found
+
+    return Found(total, backward(chunks, gradient_of), sums)
 
 
 def _checked(returned: Returned, loss_fn: LossFn, *, needs_graph: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
@@ -250,17 +211,14 @@ class KeepLogProbs(LogProbLoss):
 
 
 __all__ = [
-    "Chunks",
     "Found",
     "KeepLogProbs",
     "LogProbLoss",
     "LogitsLoss",
     "LossFn",
     "StepResult",
-    "count_targets",
     "differentiate",
     "divisor_of",
     "measure",
     "own_entries",
-    "target_mask",
 ]

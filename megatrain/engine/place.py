@@ -23,6 +23,7 @@ def place_of(
     if content[0] not in "wg" or running is None or buffer.startswith("host/slab/"):
         return spec.units[unit].name
     layout = layouts[unit] if content[0] == "w" else layouts[unit].trained
-    element = start // (running.extent(buffer, content) // layout.size)
+    begin, end = running.extent(buffer, content)
+    element = (start - begin) // ((end - begin) // layout.size)
     inside = (field.name for field in layout.fields if field.start <= element < field.stop)
     return f"unit {spec.units[unit].name}, {next(inside, 'between parameters')}"

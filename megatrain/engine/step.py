@@ -20,13 +20,14 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatrain.device import Device
 from megatrain.engine.activations import Graph, pack, unpack
-from megatrain.engine.batch import IGNORED, MicroBatch, model_inputs, shifted
+from megatrain.engine.batch import MicroBatch, count_targets, model_inputs, shifted
 from megatrain.engine.current import Current
 from megatrain.engine.executor import Executor
 from megatrain.engine.gated import OPEN, Gates, calls_of, undisturbed, unwinding
 from megatrain.engine.gradients import GradSink, UnitSum, send_to_sum
 from megatrain.engine.held import DTYPE_OF_NBYTES, PART_LETTERS, access_of, part_of
-from megatrain.engine.losses import Chunks, LossFn, StepResult, differentiate, divisor_of, measure, own_entries
+from megatrain.engine.loss import Chunks
+from megatrain.engine.losses import LossFn, StepResult, differentiate, divisor_of, measure, own_entries
 from megatrain.engine.place import place_of
 from megatrain.engine.weights import Bound, UnitBinder, names_weights
 from megatrain.errors import LossError, NonFinite
@@ -73,7 +74,7 @@ class Streamer:
         loss, and whatever an op, the sink or the loss function raises.
         """
         targets = [shifted(batch["labels"].cpu()).reshape(-1) for batch in micro_batches]
-        tokens = sum(int((target != IGNORED).sum()) for target in targets)
+        tokens = sum(count_targets(batch) for batch in micro_batches)
         divisors = [divisor_of(loss_fn, batch) for batch in micro_batches]
         total = sum(divisors)
         if micro_batches and not total > 0:
@@ -119,7 +120,7 @@ class Streamer:
             else:
                 run(op, held)
             for name in schedule.ended.get(id(op), ()):
-                now.activations.inputs.pop(name, None)
+                now.activations.let_go(name)
 
         self._running = schedule
         calls = calls_of(schedule, self._layouts, self.device.alongside, run, self.policy.gates)
@@ -332,7 +333,6 @@ class Streamer:
         gradient = alive.gradients.pop(op.micro)
         if hidden.requires_grad:
             torch.autograd.backward([hidden], [gradient], inputs=[leaf for _, leaf in trained])
-        del alive.calls[op.micro]
 
     # Gradients ------------------------------------------------------------------------------------------------------
 
@@ -366,9 +366,9 @@ class Streamer:
                 parts[PART_LETTERS[access.content[0]]] = part_of(held, access)
         now.sink.update(op.unit, self._landed(op, held), parts)
         self._executor.pool.changed(op, held)
-        gradient = op.reads[0].buffer
-        if not gradient.startswith("host/stage/"):  # whose pages the next gradient needs
-            self.device.discard(held[gradient])
+        gradient = op.reads[0]
+        if not gradient.buffer.startswith("host/stage/"):  # whose pages the next gradient needs
+            self.device.discard(part_of(held, gradient))  # what lies behind may be of a larger unit, on its way
 
     def _landed(self, op: Op, held: Held) -> Tensor:
         access = op.reads[0]

@@ -22,12 +22,13 @@ from torch.nn import functional
 from transformers import Trainer
 
 from megatrain.checkpoint import open_checkpoint
+from megatrain.engine import count_targets
 from megatrain.engine.losses import own_entries
 from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from megatrain.hf.optimizer import EngineOptimizer
 from megatrain.hf.refusals import refuse_arguments, refuse_class, refuse_keywords, refuse_model
 from megatrain.hf.standin import StandIn
-from megatrain.losses import LogitsLoss, LossFn, SmoothedCrossEntropy, target_mask
+from megatrain.losses import LogitsLoss, LossFn, SmoothedCrossEntropy
 from megatrain.model import PretrainedSource
 from megatrain.optim import AdamW
 from megatrain.spec import Precision
@@ -186,7 +187,7 @@ class Streamed:
         """Raise `ConfigError` where the trainer would divide by another number than the step's target tokens."""
         if items is None or self.loss_fn is not None or len(self._waiting) != self.current_gradient_accumulation_steps:
             return
-        targets = sum(int(target_mask(batch).sum()) for batch in self._waiting)
+        targets = sum(count_targets(batch) for batch in self._waiting)
         if int(items) != targets:
             what = f"the trainer divides by {int(items)}, and the step has {targets} target tokens"
             raise ConfigError(what, where="StreamedTrainer", fix="give loss_fn with a divisor of its own")

@@ -9,8 +9,9 @@ name. A model that this cannot train exactly is refused with a `ModelError`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -25,7 +26,8 @@ from megatrain.model.load import quiet
 from megatrain.model.look import FirstLook
 from megatrain.model.ported import ROUTED, PortedModel, Sides, takes
 from megatrain.model.ports import Capture, HandOut, Port, hidden_of, reachable_leaves
-from megatrain.model.profile import LENGTHS, Run, profile_layer
+from megatrain.model.moments import Differentiable, moments_of
+from megatrain.model.profile import LENGTHS, profile_layer
 from megatrain.model.recorded import install_recorders
 from megatrain.model.tokenwise import token_wise, with_chunks
 from megatrain.model.uses import OrderOfUse, Uses, in_order_of_use
@@ -61,8 +63,8 @@ def port_model(model: nn.Module, dtype: torch.dtype) -> PortedModel:
 def _ported(model: PreTrainedModel, stack: str, dtype: torch.dtype) -> PortedModel:
     ported = _take_apart(model, stack, dtype)
     with _portable_attention(ported.skeleton):
-        sides, profiles, used = _learn_layers(ported)
-        ported.spec = _learn_spec(model, ported, _layer_specs(model, ported, profiles, used))
+        sides, profiles, used, given = _learn_layers(ported)
+        ported.spec = _learn_spec(model, ported, _layer_specs(model, ported, profiles, used), given)
         if ported.routers_off:
             ported.balance_coefficient = _learn_balance(ported, sides)
     return ported
@@ -187,11 +189,11 @@ def _placeholder_units(layers: int) -> tuple[UnitSpec, ...]:
     return UnitSpec("prologue", "prologue", ()), *middle, UnitSpec("epilogue", "epilogue", ())
 
 
-def _learn_layers(ported: PortedModel) -> tuple[list[Sides], list[LayerProfile], list[list[str]]]:
+def _learn_layers(ported: PortedModel) -> tuple[list[Sides], list[LayerProfile], list[list[str]], LayerProfile]:
     """Run one layer of each kind: does it return the hidden state, or a tuple that starts with it?
 
-    Returns what each layer records besides, where the model records anything, each layer's profile, and the names of
-    its parameters in order of use.
+    Returns what each layer records besides, where the model records anything, each layer's profile, the names of
+    its parameters in order of use, and the profile of the prologue.
     """
     look = FirstLook(ported)
     with torch.enable_grad():
@@ -202,16 +204,45 @@ def _learn_layers(ported: PortedModel) -> tuple[list[Sides], list[LayerProfile],
     with torch.no_grad():
         for tokens, capture in captures.items():
             _run_probe(ported, capture, tokens)
+    given = _learn_arguments(captures)
     known: dict[object, LayerProfile] = {}
     parts: dict[object, tuple[str, ...]] = {}
     for index, kind in enumerate(look.kinds):
         if kind not in known:
             layer = ported.templates[index]
-            run = _runner(layer, look.zeros.pop(kind), captures, index)
-            parts[kind] = token_wise(layer, run)
-            known[kind] = with_chunks(profile_layer(layer, run), layer, parts[kind], run)
+            whole = _runner(layer, look.zeros.pop(kind), captures, index)
+            known[kind], parts[kind] = _learn_profile(layer, whole)
     ported.parts = [parts[kind] for kind in look.kinds]
-    return look.sides, [known[kind] for kind in look.kinds], [look.used[kind] for kind in look.kinds]
+    return look.sides, [known[kind] for kind in look.kinds], [look.used[kind] for kind in look.kinds], given
+
+
+def _learn_arguments(captures: dict[int, Capture]) -> LayerProfile:
+    """What layers are called with, all of them together: each storage counts once, and the hidden state does not."""
+    found = []
+    for tokens, capture in captures.items():
+        assert capture.hidden is not None
+        given = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for call in capture.calls
+            for tensor in call.tensors()
+        }
+        given.pop(capture.hidden.untyped_storage().data_ptr(), None)
+        found.append(sum(given.values()) / tokens)
+    (short, long), (less, more) = LENGTHS, found
+    by_length = max(0.0, (more - less) / (long - short))
+    return LayerProfile(arguments_nbytes=less - by_length * short, arguments_nbytes_by_length=by_length)
+
+
+def _learn_profile(layer: nn.Module, whole: Differentiable) -> tuple[LayerProfile, tuple[str, ...]]:
+    """What a layer takes, and the names of its token-wise parts."""
+
+    def run(tokens: int) -> tuple[Tensor, Sequence[Tensor]]:
+        output, others, _ = whole(tokens)
+        return output, others
+
+    parts, (device, host) = token_wise(layer, run), moments_of(whole, LENGTHS)
+    profile = replace(profile_layer(layer, run), moments=device, host_moments=host)
+    return with_chunks(profile, layer, parts, run, whole), parts
 
 
 def _run_probe(ported: PortedModel, capture: Capture, tokens: int) -> None:
@@ -224,17 +255,17 @@ def _run_probe(ported: PortedModel, capture: Capture, tokens: int) -> None:
         raise ModelError(f"its hidden state is {shape}, which does not start with batch and length", where=where)
 
 
-def _runner(layer: nn.Module, zeros: dict[str, Tensor], captures: dict[int, Capture], index: int) -> Run:
+def _runner(layer: nn.Module, zeros: dict[str, Tensor], captures: dict[int, Capture], index: int) -> Differentiable:
     leaves = {name: zero.detach().requires_grad_() for name, zero in zeros.items()}
 
-    def run(tokens: int) -> tuple[Tensor, list[Tensor]]:
+    def whole(tokens: int) -> tuple[Tensor, list[Tensor], Tensor]:
         capture = captures[tokens]
         assert capture.hidden is not None
-        call = capture.calls[index]
-        args, kwargs = call.arguments(capture.hidden.detach().requires_grad_())
-        return hidden_of(functional_call(layer, leaves, args, kwargs)), [*leaves.values(), *call.tensors()]
+        call, given = capture.calls[index], capture.hidden.detach().requires_grad_()
+        args, kwargs = call.arguments(given)
+        return hidden_of(functional_call(layer, leaves, args, kwargs)), [*leaves.values(), *call.tensors()], given
 
-    return run
+    return whole
 
 
 def _learn_balance(ported: PortedModel, sides: list[Sides]) -> float | None:
@@ -255,7 +286,9 @@ def _probe_inputs(tokens: int = PROBE_TOKENS) -> dict[str, Tensor]:
     return {"input_ids": torch.zeros(1, tokens, dtype=torch.long)}
 
 
-def _learn_spec(model: PreTrainedModel, ported: PortedModel, layers: list[UnitSpec]) -> ModelSpec:
+def _learn_spec(
+    model: PreTrainedModel, ported: PortedModel, layers: list[UnitSpec], given: LayerProfile
+) -> ModelSpec:
     """Read off two autograd graphs which parameters prologue and epilogue use, and list them in order of use."""
     where = f"model {type(model).__name__}"
     leaves = {name: zero.detach().requires_grad_() for name, zero in ported.placeholders.items()}
@@ -291,7 +324,7 @@ def _learn_spec(model: PreTrainedModel, ported: PortedModel, layers: list[UnitSp
         raise ModelError("its logits depend on no parameter outside the layers", where=where)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     units = (
-        UnitSpec("prologue", "prologue", tuple(prologue)),
+        UnitSpec("prologue", "prologue", tuple(prologue), profile=given),
         *layers,
         UnitSpec("epilogue", "epilogue", tuple(epilogue), tuple(borrowed)),
     )

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from megatrain.model.chosen import unseen
+from megatrain.model.moments import Differentiable, in_chunk, moments_of
 from megatrain.model.profile import LENGTHS, Run, kept_nbytes
 from megatrain.spec import LayerProfile
 
@@ -62,8 +63,11 @@ def token_wise(layer: nn.Module, run: Run) -> tuple[str, ...]:
     return tuple(found)
 
 
-def with_chunks(profile: LayerProfile, layer: nn.Module, names: Sequence[str], run: Run) -> LayerProfile:
-    """The profile, with what a layer takes when these parts run in chunks. `run` as for `token_wise`."""
+def with_chunks(
+    profile: LayerProfile, layer: nn.Module, names: Sequence[str], run: Run, whole: Differentiable
+) -> LayerProfile:
+    """The profile, with what a layer takes when these parts run in chunks. `run` as for `token_wise`, `whole` as for
+    `moments_of`."""
     if not names:
         return profile
     short, long = LENGTHS
@@ -75,8 +79,16 @@ def with_chunks(profile: LayerProfile, layer: nn.Module, names: Sequence[str], r
     with _noted_inputs(parts) as inputs, torch.no_grad():
         run(short)
     kept = [_kept_of(part, given) / short for part, given in zip(parts, inputs, strict=True)]
+
+    def in_halves(tokens: int) -> tuple[Tensor, Sequence[Tensor], Tensor]:
+        with in_chunks(layer, names, tokens // 2):
+            return whole(tokens)
+
+    device, host = moments_of(in_halves, LENGTHS)
     return replace(
         profile,
+        chunked_moments=device,
+        host_chunked_moments=host,
         chunked_nbytes=max(0.0, profile.kept_nbytes - left),
         chunk_nbytes=max(kept),
         chunk_numel=max(sum(p.numel() for p in part.parameters()) for part in parts),
@@ -133,7 +145,7 @@ class _Chunked:
         output: Tensor | None = None
         start = 0
         for piece in given.split(self.rows(given), dim=-2):
-            with unseen():
+            with unseen(), in_chunk():
                 made = self.plain(piece.contiguous())  # as the library's code finds its inputs
             if output is None:
                 output = made.new_empty((*given.shape[:-1], made.shape[-1]))
@@ -178,9 +190,10 @@ class _InChunks(torch.autograd.Function):
         rows, start = ctx.chunked.rows(given), 0
         for piece, wanted in zip(given.split(rows, dim=-2), gradient.split(rows, dim=-2), strict=True):
             leaf = piece.detach().contiguous().requires_grad_(wants_given)
-            with torch.enable_grad():
-                made = functional_call(plain, bound, (leaf,))
-            torch.autograd.backward([made], [wanted], inputs=[*([leaf] if wants_given else []), *trained])
+            with in_chunk():
+                with torch.enable_grad():
+                    made = functional_call(plain, bound, (leaf,))
+                torch.autograd.backward([made], [wanted], inputs=[*([leaf] if wants_given else []), *trained])
             if found is not None and leaf.grad is not None:
                 found.narrow(-2, start, piece.shape[-2]).copy_(leaf.grad)
             start += piece.shape[-2]

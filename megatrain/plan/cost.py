@@ -29,8 +29,8 @@ from megatrain.plan.rates import (
 )
 from megatrain.schedule import Op, Timeline
 from megatrain.schedule.activations import STORES
-from megatrain.schedule.build import accumulator_nbytes
 from megatrain.schedule.replay import DISK_STREAMS
+from megatrain.schedule.sums import accumulator_nbytes
 from megatrain.schedule.workspace import runs_in_chunks
 from megatrain.spec import Hardware, ModelSpec, ParamSpec, Policy, UnitSpec, Work
 

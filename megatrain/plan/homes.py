@@ -75,6 +75,23 @@ def to_disk(model: ModelSpec, policy: Policy, host_nbytes: int) -> Policy | None
     return None
 
 
+def needed(model: ModelSpec, policy: Policy, host_nbytes: int) -> tuple[Home, ...]:
+    """Homes with as little state on the disk as brings that in host memory down to `host_nbytes`, or all of it."""
+    return (to_disk(model, policy, host_nbytes) or all_on_disk(model, policy)).homes
+
+
+def with_more_on_disk(model: ModelSpec, policy: Policy, steps: int) -> list[Policy]:
+    """The policy with more of what it has in host memory on the disk, in so many steps up to all of it.
+
+    What that frees may pay for what layers keep. None for a policy that has nothing on the disk: it lacks no memory.
+    """
+    if not any(home.uses_disk for home in policy.homes):
+        return []
+    there, most = (state_nbytes(model, each)["host"] for each in (policy, all_on_disk(model, policy)))
+    rooms = [there - (there - most) * step // steps for step in range(1, steps + 1)]
+    return [replace(policy, homes=needed(model, policy, room)) for room in rooms]
+
+
 def all_on_disk(model: ModelSpec, policy: Policy) -> Policy:
     """The policy with all that may leave the host's memory on the disk."""
     homes = list(policy.homes or (IN_HOST,) * len(model.units))

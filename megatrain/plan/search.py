@@ -19,7 +19,7 @@ from megatrain.errors import DoesNotFit
 from megatrain.plan.advice import changes
 from megatrain.plan.estimates import coarse, estimate, examine, fitted, moved, sizes, undisturbed
 from megatrain.plan.gates import with_gates
-from megatrain.plan.homes import PARTS, all_on_disk, residents, state_nbytes, state_policy, to_disk
+from megatrain.plan.homes import PARTS, needed, residents, state_nbytes, state_policy, with_more_on_disk
 from megatrain.plan.knobs import (
     ATTENTION,
     CHOSEN,
@@ -384,14 +384,16 @@ class _Search:
         chunks = KNOBS["loss_chunk_tokens"] if "loss_chunk_tokens" not in self._pinned else ()
         bases += [(replace(like, loss_chunk_tokens=few), rows) for few in chunks]
         yield from dict.fromkeys(bases)
-        found = self._plain(like, rows)
-        if not self._gains_by_homes(like, rows):
-            return
-        for whole, kept in product(range(0, PARTS + 1, COARSE), repeat=2):
-            if (whole or kept) and found.nbytes["device"] + self._resident_nbytes(whole, kept) < self.budgets["device"]:
-                placed = self._placed(replace(like, homes=residents(self.question.model, whole, kept)), found)
-                self._moved.setdefault((placed, rows), moved(self.question, placed, found))
-                yield placed, rows
+        found, model = self._plain(like, rows), self.question.model
+        homes = with_more_on_disk(model, self._placed(like, found), 0 if "homes" in self._pinned else COARSE)
+        if self._gains_by_homes(like, rows):
+            room = self.budgets["device"] - found.nbytes["device"]
+            for whole, kept in product(range(0, PARTS + 1, COARSE), repeat=2):
+                if (whole or kept) and self._resident_nbytes(whole, kept) < room:
+                    homes.append(self._placed(replace(like, homes=residents(model, whole, kept)), found))
+        for placed in homes:
+            self._moved.setdefault((placed, rows), moved(self.question, placed, found))
+            yield placed, rows
 
     def _gains_by_homes(self, policy: Policy, rows: int) -> bool:
         """Whether there is a choice, and anything but compute that takes as long as the step."""
@@ -446,5 +448,5 @@ class _Search:
         room = self.budgets["host"] - beside
         key = state_policy(policy), room
         if key not in self._homes:
-            self._homes[key] = (to_disk(model, policy, room) or all_on_disk(model, policy)).homes
+            self._homes[key] = needed(model, policy, room)
         return policy if self._homes[key] == policy.homes else replace(policy, homes=self._homes[key])

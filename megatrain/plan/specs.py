@@ -11,8 +11,9 @@ from dataclasses import fields as fields_of
 from typing import Any
 
 from megatrain.errors import MegaTrainError, ModelError
-from megatrain.spec import LayerProfile, ModelSpec, ParamSpec, UnitSpec
+from megatrain.spec import LayerProfile, ModelSpec, Moment, ParamSpec, UnitSpec
 
+MOMENTS = tuple(field.name for field in fields_of(LayerProfile) if field.name.endswith("moments"))
 MOST = 1e15
 """Of bytes and operations: what is beyond is a mistake."""
 
@@ -51,10 +52,12 @@ def _unit(fields: Mapping[str, Any]) -> UnitSpec:
     )
     given = dict(fields.get("profile", {}))
     window = given.get("window")
-    amounts = [field.name for field in fields_of(LayerProfile) if field.name not in ("window", "chunk_numel")]
+    apart = ("window", "chunk_numel", *MOMENTS)
+    amounts = [field.name for field in fields_of(LayerProfile) if field.name not in apart]
     profile = LayerProfile(
         window=None if window is None else _count(window),
         chunk_numel=_count(given["chunk_numel"]) if given.get("chunk_numel") else 0,
+        **{name: tuple(map(_moment, given.get(name, ()))) for name in MOMENTS},
         **{
             name: _number(given.get(name, 0.0), **({"most": 1.0} if "share" in name.split("_")[1:] else {}))
             for name in amounts
@@ -63,6 +66,11 @@ def _unit(fields: Mapping[str, Any]) -> UnitSpec:
     return UnitSpec(
         _text(fields["name"]), fields["kind"], params, tuple(map(_text, fields.get("borrows", ()))), profile
     )
+
+
+def _moment(fields: Mapping[str, Any]) -> Moment:
+    amounts = (_number(fields[field.name]) for field in fields_of(Moment) if field.name != "attends")
+    return Moment(*amounts, attends=_flag(fields["attends"]))
 
 
 def _text(value: Any) -> str:

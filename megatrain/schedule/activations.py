@@ -176,7 +176,7 @@ class Activations:
 
     def arguments(self, micro: int) -> Access:
         """What layers are called with besides the hidden state."""
-        nbytes = round(self._work.repeats * arguments_nbytes(self._policy, self._work, self._work.tokens[micro]))
+        nbytes = round(self._work.repeats * arguments_nbytes(self._model, self._policy, self._work, self._work.tokens[micro]))
         return self.transient(f"args/{micro}", nbytes, f"a{micro}")
 
     def graph(self, layer: int, micro: int) -> Access:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Literal
 
 from megatrain.layout import Layout, Shard, layout_of
@@ -25,13 +26,12 @@ from megatrain.schedule.order import derive_waits
 from megatrain.schedule.phases import Arrival, gated
 from megatrain.schedule.slabs import Slabs
 from megatrain.schedule.staging import Staged, stage
+from megatrain.schedule.sums import Sums
 from megatrain.schedule.workspace import backward_nbytes, loss_nbytes
 from megatrain.spec import Home, ModelSpec, Policy, Tier, Work
 
 MOMENTS_NBYTES = 8
 """Per trained parameter: float32 m and v."""
-LOSS_PARTIAL_SUMS = 2
-"""The head's gradient is summed over token chunks, so it always counts as more than one term."""
 
 Pending = Literal["none", "all"]
 """Whether every unit has an update of the last step waiting, or none has."""
@@ -83,6 +83,7 @@ class Builder:
         self.staged: dict[str, Staged] = {}
         """Names of host memory that stand for state on the disk."""
         self.slabs = Slabs(policy, self.buffers, self.staged)
+        self.sums = Sums(model, policy, work, self.buffers)
         self.contributions = [0] * len(model.units)
         self.lowest = model.lowest_trained
         """What lies below has no backward pass: nothing in it trains."""
@@ -178,8 +179,8 @@ class Builder:
         return visit
 
     def _backward_visit(self, unit: int) -> Visit:
-        visit, kind, sizes = Visit(unit), self.model.units[unit].kind, set(self.work.tokens)
-        nbytes = {tokens: backward_nbytes(self.model, self.policy, self.work, unit, tokens) for tokens in sizes}
+        visit, kind = Visit(unit), self.model.units[unit].kind
+        nbytes = cache(partial(backward_nbytes, self.model, self.policy, self.work, unit))
         for micro in reversed(self.micros):
             reads = [self.alive.dhidden(unit + 1, micro), *([self._weights(unit)] if self.layouts[unit].size else [])]
             writes = []
@@ -188,7 +189,8 @@ class Builder:
                 if not self.alive.keeps_graph(unit, micro):
                     writes.append(self.alive.graph(unit, micro))
                 writes.append(self.alive.dhidden(unit, micro))
-            writes.append(self.alive.transient(f"partial/{kind}", nbytes[self.work.tokens[micro]], "partial"))
+            made = nbytes(self.work.tokens[micro], keeps_graph=unit > 0 and self.alive.keeps_graph(unit, micro))
+            writes.append(self.alive.transient(f"partial/{kind}", made, "partial"))
             if self.trained[unit].size:
                 self._contribute(unit, reads, writes)
             visit.compute.append(Op("BACKWARD", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))
@@ -300,20 +302,18 @@ class Builder:
     def _contribute(self, unit: int, reads: list[Access], writes: list[Access]) -> None:
         """One more micro-batch adds to the gradient of `unit`: read the sum so far, write the next."""
         total = len(self.micros) * (2 if unit == 0 and self.model.tied else 1)
-        buffer, nbytes = self._accumulator(unit)
+        place = self._accumulator(unit)
         if self.contributions[unit]:
-            reads.append(Access(buffer, 0, nbytes, f"g{unit}~{self.contributions[unit]}"))
+            reads.append(replace(place, content=f"g{unit}~{self.contributions[unit]}"))
         self.contributions[unit] += 1
         done = self.contributions[unit] == total
-        writes.append(Access(buffer, 0, nbytes, f"g{unit}" if done else f"g{unit}~{self.contributions[unit]}"))
+        writes.append(replace(place, content=f"g{unit}" if done else f"g{unit}~{self.contributions[unit]}"))
 
-    def _accumulator(self, unit: int) -> tuple[str, int]:
-        """Where the gradient of a unit is summed, and its bytes: a slot, or its home in memory the device shares."""
-        each = accumulator_nbytes(self.model, self.policy, self.work, unit)
-        if self.policy.shares_memory and each == self.policy.grad_nbytes:
-            return self._gradient_home(unit), self.trained[unit].size * each
-        slots = self._slots("grads", unit, self.policy.grad_slots, each, "device")
-        return slots[unit % len(slots)], self.trained[unit].size * each
+    def _accumulator(self, unit: int) -> Access:
+        """Where the gradient of a unit is summed: a slot, or its home in memory the device shares."""
+        if self.sums.at_home(unit):
+            return Access(self._gradient_home(unit), 0, self.trained[unit].size * self.policy.grad_nbytes, "")
+        return self.sums.place(unit)
 
     def _gradient_home(self, unit: int) -> str:
         """The buffer that the update reads: one per unit while it waits for the norm, else a ring."""
@@ -327,12 +327,12 @@ class Builder:
         ops: list[Op] = []
         if not self.trained[unit].size:
             return ops
-        source, _ = self._accumulator(unit)
-        home = self._gradient_home(unit)
-        each, out = accumulator_nbytes(self.model, self.policy, self.work, unit), self.policy.grad_nbytes
-        if source != home:
+        source, home = self._accumulator(unit), self._gradient_home(unit)
+        each, out = (source.stop - source.start) // self.trained[unit].size, self.policy.grad_nbytes
+        if source.buffer != home:
             for shard in self.trained[unit].shards(max(1, self.policy.shard_nbytes // each)):
-                read = Access(source, shard.start * each, shard.stop * each, f"g{unit}")
+                start, stop = source.start + shard.start * each, source.start + shard.stop * each
+                read = Access(source.buffer, start, stop, f"g{unit}")
                 landing = Access(home, shard.start * out, shard.stop * out, f"g{unit}")
                 write = self.slabs.at("grad", unit, shard.index, landing)
                 ops.append(Op("GRAD", "grad", unit, shard=shard.index, reads=(read,), writes=(write,)))
@@ -425,13 +425,6 @@ class Builder:
     def _declare(self, name: str, nbytes: int, owner: str, initial: str | None) -> None:
         tier: Tier = "device" if name.startswith("device/") else "disk" if name.startswith("disk/") else "host"
         self.buffers[name] = Buffer(name, tier, nbytes, owner, initial)
-
-
-def accumulator_nbytes(model: ModelSpec, policy: Policy, work: Work, unit: int) -> int:
-    """Bytes per parameter of the device-side gradient sum of a unit."""
-    through_head = unit == model.epilogue or (unit == 0 and model.tied)
-    terms = round(work.micro_batches * work.repeats)
-    return policy.accumulator_nbytes(max(terms, LOSS_PARTIAL_SUMS if through_head else 1))
 
 
 def low_nbytes(layout: Layout, policy: Policy) -> int:

@@ -131,11 +131,12 @@ class Schedule:
             found[id(self.ops[last])].append(name)
         return found
 
-    def extent(self, buffer: str, content: str) -> int:
-        """Where the largest access of this content ends in a buffer; partial sums count as the sum."""
+    def extent(self, buffer: str, content: str) -> tuple[int, int]:
+        """Where accesses of this content begin and end in a buffer; partial sums count as the sum."""
         what = content.partition("~")[0].rstrip(UNDER_WAY)
-        accesses = (access for op in self.ops for access in (*op.reads, *op.writes) if access.buffer == buffer)
-        return max(each.stop for each in accesses if each.content.partition("~")[0].rstrip(UNDER_WAY) == what)
+        accesses = [access for op in self.ops for access in (*op.reads, *op.writes) if access.buffer == buffer]
+        there = [each for each in accesses if each.content.partition("~")[0].rstrip(UNDER_WAY) == what]
+        return min(each.start for each in there), max(each.stop for each in there)
 
     def _transient_nbytes(self, tier: Tier) -> list[int]:
         change = [0] * (len(self.ops) + 1)

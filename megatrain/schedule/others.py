@@ -45,25 +45,26 @@ class _MicroMajor(Builder):
         """A micro-batch's own gradient: complete when the unit's part of this micro-batch is."""
         (micro,) = self.micros
         terms = 2 if unit == 0 and self.model.tied else 1
-        buffer, nbytes = self._accumulator(unit)
+        place = self._accumulator(unit)
         done = self.contributions[unit]
         if done:
-            reads.append(Access(buffer, 0, nbytes, f"g{unit}.{micro}~{done}"))
+            reads.append(replace(place, content=f"g{unit}.{micro}~{done}"))
         self.contributions[unit] = (done + 1) % terms
-        writes.append(Access(buffer, 0, nbytes, f"g{unit}.{micro}" + (f"~{done + 1}" if done + 1 < terms else "")))
+        writes.append(replace(place, content=f"g{unit}.{micro}" + (f"~{done + 1}" if done + 1 < terms else "")))
 
     def _gradient_out(self, unit: int) -> list[Op]:
         """Home with it, and there added to the sum of the micro-batches before."""
         if not self.trained[unit].size:
             return []
         (micro,) = self.micros
-        source, nbytes = self._accumulator(unit)
-        each, out = nbytes // self.trained[unit].size, self.policy.grad_nbytes
+        source = self._accumulator(unit)
+        each, out = (source.stop - source.start) // self.trained[unit].size, self.policy.grad_nbytes
         landing = self._slots("landing", unit, self.policy.grad_slots, out, "host")
         home = landing[unit % len(landing)]
         ops: list[Op] = []
         for shard in self.trained[unit].shards(max(1, self.policy.shard_nbytes // each)):
-            read = Access(source, shard.start * each, shard.stop * each, f"g{unit}.{micro}")
+            start, stop = source.start + shard.start * each, source.start + shard.stop * each
+            read = Access(source.buffer, start, stop, f"g{unit}.{micro}")
             write = Access(home, shard.start * out, shard.stop * out, f"g{unit}.{micro}")
             ops.append(Op("GRAD", "grad", unit, micro, shard=shard.index, reads=(read,), writes=(write,)))
         whole = self.trained[unit].size * out

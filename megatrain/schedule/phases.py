@@ -119,8 +119,9 @@ def _is_gradient(access: Access) -> bool:
 def _shares(unit: UnitSpec, call: Op, arrival: Arrival, leaves: Sequence[Access]) -> list[float]:
     """Of the call's price, by phase: in proportion to the products of the parameters that each comes to."""
     size = layout_of(unit).trained.size
-    nbytes = max(1, leaves[0].stop // size) if leaves else 1
-    going = [(access.start // nbytes, access.stop // nbytes) for access in leaves]
+    begin = leaves[-1].start if leaves else 0  # leaves: the last shard first
+    nbytes = max(1, (leaves[0].stop - begin) // size) if leaves else 1
+    going = [((access.start - begin) // nbytes, (access.stop - begin) // nbytes) for access in leaves]
     coming = [(shard.start, shard.stop) for shard in arrival.ordered]
     forward = 1.0 if call.kind == "FORWARD" or arrival.last_first else FORWARD_SHARE
     shares = [forward * each for each in _products(unit, coming, arrival)]

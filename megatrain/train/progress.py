@@ -313,6 +313,11 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
+def warn(console: Console, line: str) -> None:
+    """Tell a line that stands out, whatever its text holds."""
+    console.print(Text(printable(line), "yellow"), soft_wrap=True)
+
+
 def metric(number: float) -> str:
     """A count in three significant digits: 950, 12.3k, 1.50M, 70.6B, 2.00T."""
     power = 0

@@ -47,7 +47,7 @@ class StepOutput(Protocol):
 class Trainable(Protocol):
     """What the loop needs of an engine; see `train.engine.Engine`."""
 
-    def step(self, micro_batches: MicroBatches, lr: float | None = None) -> StepOutput: ...
+    def step(self, micro_batches: MicroBatches, lr: float | None = None, loss_fn: Any = None) -> StepOutput: ...
     def step_flops(self, micro_batches: MicroBatches) -> float: ...
     def peak_flops(self) -> float: ...
     def memory_table(self) -> Mapping[tuple[str, str], int]: ...
@@ -76,6 +76,7 @@ def train(
     *,
     steps: int,
     lr: Callable[[int], float],
+    loss_fn: Any = None,
     start: int = 0,
     watchers: Sequence[Watcher] = (),
     tasks: Sequence[Task] = (),
@@ -87,11 +88,11 @@ def train(
 ) -> Ended:
     """Train from step `start` to step `steps`, or until `should_stop` says so; then no task is run any more.
 
-    `lr` gives the learning rate of a step, counted from 0. A step that is not finite counts as one: its data is used up
-    and the learning rate moves on, unless `recover`, given the error and the step, has gone back and says to which.
-    Raises `NonFinite` after `nonfinite_limit` of them with none done in its place, the weights as the last finite step
-    left them, and whatever the engine or a watcher raises. On `OutOfTime` a step counts as not begun, and `undo` is to
-    put its data back.
+    `lr` gives the learning rate of a step, from 0 on; `loss_fn` is for the engine. A step that is not finite counts:
+    its data is used up and the learning rate moves on, unless `recover`, given the error and the step, has gone back
+    and says to which. Raises `NonFinite` after `nonfinite_limit` of them with none done in its place, the weights as
+    the last finite step left them, and whatever the engine or a watcher raises. On `OutOfTime` a step counts as not
+    begun, and `undo` is to put its data back.
     """
 
     def tell(event: Event | None) -> None:
@@ -106,7 +107,7 @@ def train(
         try:
             micro_batches = next(feed)
             loaded, rate = clock(), lr(done)
-            out = engine.step(micro_batches, lr=rate)
+            out = engine.step(micro_batches, rate, loss_fn)
         except StopIteration:
             break
         except OutOfTime:
@@ -126,9 +127,8 @@ def train(
         else:
             done, now = done + 1, clock()
             in_a_row = in_a_row if done < failed else 0  # going back and failing again is still the same failure
-            flops = engine.step_flops(micro_batches), peak_flops
             timed = _Times(now - ready, loaded - ready, now - began)
-            tell(_stepped(out, done, steps, rate, start, timed, flops, engine))
+            tell(_stepped(out, done, steps, rate, start, timed, (engine.step_flops(micro_batches), peak_flops), engine))
         try:
             for task in tasks if not should_stop() else ():
                 tell(task.run(done) if task.is_due(done, steps) else None)

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatrain.device.cpu import CpuDevice
 from megatrain.engine import Executor
 from megatrain.engine.gradients import UnitSum
-from megatrain.engine.loss import cross_entropy, loss_and_gradients, loss_only, reference_cross_entropy
+from megatrain.engine.loss import Chunks, cross_entropy, loss_and_gradients, loss_only, reference_cross_entropy
 from megatrain.engine.weights import Bound, UnitBinder, names_weights
 from megatrain.layout import layout_of
 from megatrain.memory import Ledger, Pool
@@ -58,10 +58,11 @@ def test_chunks_give_the_loss_and_gradients_of_one_piece_and_skip_what_is_no_tar
             seen.append(len(part))
             return part @ leaf.T
 
-        loss, gradient = loss_and_gradients(head, [leaf], hidden, targets, chunk, 1 / 9)
+        loss, gradient = loss_and_gradients(Chunks(head, [leaf], hidden, targets, chunk), 1 / 9)
         assert sum(seen) == 9
         assert not gradient[[0, 5, 11]].any()
-        torch.testing.assert_close(loss_only(lambda part: part @ weight.T, hidden, targets, chunk), loss)
+        alone = loss_only(Chunks(lambda part: part @ weight.T, [], hidden, targets, chunk))
+        torch.testing.assert_close(alone, loss)
         results.append((loss, gradient, leaf.grad))
     for left, right in zip(*results, strict=True):
         assert left is not None
@@ -89,7 +90,8 @@ def test_the_largest_tensor_of_the_head_is_a_chunk_not_all_tokens() -> None:
         leaf = weight.clone().requires_grad_()
         targets = torch.randint(0, vocab, (tokens,))
         with Watching() as watching:
-            loss_and_gradients(lambda part: part @ leaf.T, [leaf], torch.randn(tokens, width), targets, chunk, 1.0)
+            hidden = torch.randn(tokens, width)
+            loss_and_gradients(Chunks(lambda part: part @ leaf.T, [leaf], hidden, targets, chunk), 1.0)
         return watching.largest
 
     assert largest(64) == largest(1024) <= 4 * vocab * max(chunk, width)

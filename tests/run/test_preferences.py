@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from megatrain import objective
 from megatrain.config import Config
+from megatrain.data.alone import alone
 from megatrain.errors import CheckpointError, ConfigError, DataError
 from megatrain.train.engine import Engine
 from tests.run.test_run import configuration, lines, losses, train
@@ -67,8 +71,18 @@ def test_a_resumed_run_ends_in_the_same_bits_and_asks_no_reference(
     asked: list[int] = []
     log_probs = Engine.log_probs
     monkeypatch.setattr(Engine, "log_probs", lambda self, batches: asked.append(1) or log_probs(self, batches))
+    (cached,) = (tmp_path / "cache").glob("reference-*.npz")
+    made = cached.rename(tmp_path / "made elsewhere")
+
+    @contextmanager
+    def waited(path: Path) -> Iterator[None]:
+        with alone(path):
+            made.rename(path)
+            yield
+
+    monkeypatch.setattr(objective, "alone", waited)
     train(dpo_run(tmp_path, "part", **{**constant, "train": {"steps": 3, "lr_schedule": "constant"}}))
-    assert not asked, "the cache has what the first run has asked"
+    assert not asked, "what another process has asked while this one waited for it is taken"
     train(dpo_run(tmp_path, "part", resume="auto", **constant))
     assert not asked
     assert losses(tmp_path / "part") == losses(tmp_path / "whole")

@@ -43,6 +43,7 @@ RESIDENT: dict[str, tuple[Home, ...]] = {
     "all resident": (ON_DEVICE,) * UNITS,
     "one layer resident": (Home(), ON_DEVICE, ON_DISK, Home(), Home()),
     "ends resident": (ON_DEVICE, Home(), CACHED, Home(), ON_DEVICE),
+    "the larger end resident": (Home(), Home(), Home(), Home(), ON_DEVICE),
 }
 
 

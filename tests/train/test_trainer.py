@@ -39,16 +39,15 @@ class Output:
 
 @dataclass
 class FakeEngine:
-    policy = Policy()
-
     """Takes `STEP_SECONDS` a step and fails, as not finite, at the steps in `fails`, counted from 1."""
 
+    policy = Policy()
     clock: FakeClock
     fails: frozenset[int] = frozenset()
     rates: list[float | None] = field(default_factory=list)
     seen: list[Any] = field(default_factory=list)
 
-    def step(self, micro_batches: Sequence[Mapping[str, Any]], lr: float | None = None) -> Output:
+    def step(self, micro_batches: Sequence[Mapping[str, Any]], lr: float | None = None, loss_fn: Any = None) -> Output:
         self.rates.append(lr)
         self.seen.append(micro_batches)
         self.clock.now += STEP_SECONDS

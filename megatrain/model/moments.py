@@ -1,0 +1,259 @@
+"""The widest moments of a layer's backward, found by running it: every tensor from its making to its end.
+
+A layer that is computed again and differentiated holds, at one time, what autograd has saved and has not used yet,
+gradients of activations, and the gradient of a weight that is about to be added up. Which of these meet is decided by
+the layer's code, so no formula per architecture could be right. Here a layer runs forward and backward on zeros at two
+short lengths; each tensor that an op makes is followed by its storage, and what does not grow with the tokens is told
+from what does by comparing the two runs, tensor by tensor. Of all moments those remain that could be the widest at some
+length. Results as large as weights are not computed: they are stood for by tensors that take no memory.
+
+Left out: what kernels take for themselves, but for two that are large: the gradient of the queries, summed in float32
+by fused attention on an accelerator (Dao 2023, FlashAttention-2), and the float32 result of a product that a cpu
+multiplies in bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from megatrain.spec import Moment
+
+LARGE_NUMEL = 1 << 22
+"""Elements from which a result is not computed."""
+
+ADDING = ("aten::addmm", "aten::baddbmm")
+PRODUCTS = (*ADDING, "aten::mm", "aten::bmm", "aten::_grouped_mm")
+FACTORIES = ("aten::zeros", "aten::new_zeros", "aten::empty", "aten::new_empty", "aten::full", "aten::new_full")
+
+Differentiable = Callable[[int], tuple[Tensor, Sequence[Tensor], Tensor]]
+"""A layer run on so many tokens with gradients: its output, its weights and arguments, and its input."""
+
+_IN_CHUNK: ContextVar[bool] = ContextVar("in chunk", default=False)
+
+
+@contextmanager
+def in_chunk() -> Iterator[None]:
+    """What is made in the block is of the size of a chunk of tokens (`tokenwise`)."""
+    token = _IN_CHUNK.set(True)
+    try:
+        yield
+    finally:
+        _IN_CHUNK.reset(token)
+
+
+class Living(TorchDispatchMode):
+    """Follows what ops make, while they run in the block: `peak` is the most bytes that existed at one time.
+
+    What was there before does not count. `watch(op, args, output)` is called behind each op, its result included.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._known: dict[int, int] = {}
+        """Storage -> the tensor that it belongs to, by number."""
+        self._refs: list[StorageWeakRef | None] = []
+        self.sizes: list[int] = []
+        """Bytes of each tensor, in the order of making."""
+        self.alive: set[int] = set()
+        """Numbers of those that exist."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        output = self.compute(op, args, kwargs)
+        self._forget()
+        for each in tree_leaves(output):
+            if isinstance(each, Tensor):
+                storage = each.untyped_storage()
+                if storage._cdata not in self._known and storage._cdata not in given:
+                    self._enter(each, storage)
+        self.peak = max(self.peak, self.nbytes)
+        self.watch(op, args, output)
+        return output
+
+    def compute(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return op(*args, **kwargs)
+
+    def watch(self, op: Any, args: Sequence[Any], output: Any) -> None:
+        """To be told of each op."""
+
+    def measure(self, made: Tensor) -> int:
+        return made.untyped_storage().nbytes()
+
+    @property
+    def nbytes(self) -> int:
+        """That exist now."""
+        self._forget()
+        return sum(self.sizes[number] for number in self.alive)
+
+    def number_of(self, made: Tensor) -> int | None:
+        """Which of the tensors it is, or a view of."""
+        return self._known.get(made.untyped_storage()._cdata)
+
+    def _enter(self, made: Tensor, storage: Any) -> None:
+        number = len(self.sizes)
+        self._known[storage._cdata] = number
+        self._refs.append(StorageWeakRef(storage))
+        self.sizes.append(self.measure(made))
+        self.alive.add(number)
+
+    def _forget(self) -> None:
+        for place, number in list(self._known.items()):
+            ref = self._refs[number]
+            assert ref is not None
+            if ref.expired():
+                del self._known[place]
+                self._refs[number] = None
+                self.alive.discard(number)
+
+
+# A layer's own --------------------------------------------------------------------------------------------------------
+
+Parts = tuple[float, float, float, float]
+"""Bytes of a tensor: fixed, per token, per token and position, per token of a chunk."""
+
+
+class _Recording(Living):
+    """A run of a layer: every tensor's bytes and kind, and at each op what there was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chunked: list[bool] = []
+        """Of each tensor, whether it is of the size of a chunk."""
+        self.moments: list[tuple[frozenset[int], int | None, bool]] = []
+        """The tensors that there were, the one that a product has just made, and whether attention was at work."""
+
+    def compute(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        schema = getattr(op, "_schema", None)
+        if schema is None or _result_numel(schema.name, args) < LARGE_NUMEL:
+            return op(*args, **kwargs)
+        if schema.is_mutable:
+            return args[0]
+        if any(each.alias_info is not None for each in schema.returns):
+            return op(*args, **kwargs)  # a view
+        return _hollow(op, args, kwargs)
+
+    def measure(self, made: Tensor) -> int:
+        self.chunked.append(_IN_CHUNK.get())
+        return max(made.untyped_storage().nbytes(), made.numel() * made.element_size())
+
+    def watch(self, op: Any, args: Sequence[Any], output: Any) -> None:
+        name = op._schema.name if hasattr(op, "_schema") else str(op)
+        product = self.number_of(output) if name in PRODUCTS and output.element_size() == 2 else None
+        self.moments.append((frozenset(self.alive), product, "attention" in name))
+
+
+def moments_of(run: Differentiable, lengths: tuple[int, int]) -> tuple[tuple[Moment, ...], tuple[Moment, ...]]:
+    """The widest moments of a layer that runs forward and backward: on an accelerator, and on a cpu.
+
+    run: for so many tokens of one sequence, the layer's output, its weights and arguments, and its input. Nothing where
+    the layer does other things at another length, so that its tensors cannot be told apart.
+    """
+    records = [_recorded(run, length) for length in lengths]
+    short, long = records
+    if short.moments != long.moments or short.chunked != long.chunked:
+        return (), ()
+    sizes = zip(short.sizes, long.sizes, short.chunked, strict=True)
+    parts = [_parts(less, more, chunked, lengths) for less, more, chunked in sizes]
+    device, host = set[tuple[Parts, bool]](), set[tuple[Parts, bool]]()
+    for alive, product, attends in short.moments:
+        there = _sum(parts[number] for number in alive)
+        device.add((there, attends))
+        beside = () if product is None else (parts[product],) * 2  # its float32 result
+        host.add((_sum((there, *beside)), attends))
+    return _widest(device), _widest(host)
+
+
+def _recorded(run: Differentiable, length: int) -> _Recording:
+    record = _Recording()
+    with torch.enable_grad():
+        with record:
+            output, others, given = run(length)
+        gradient = torch.zeros_like(output)  # there before the backward
+        wanted = [each for each in others if each.requires_grad]
+        hooks = [each.register_hook(_let_go) for each in wanted]
+        try:
+            with record:
+                torch.autograd.grad([output], [given, *wanted], [gradient], allow_unused=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+    return record
+
+
+def _let_go(gradient: Tensor) -> Tensor:
+    """In the place of a weight's gradient, which has been added up by now."""
+    return torch.zeros((), dtype=gradient.dtype).expand(gradient.shape)
+
+
+def _parts(less: int, more: int, chunked: bool, lengths: tuple[int, int]) -> Parts:
+    """How a tensor grows that has `less` and `more` bytes at two lengths."""
+    short, long = lengths
+    if more == less:
+        return float(less), 0.0, 0.0, 0.0
+    each = (more - less) / (long - short)
+    by_length = max(0.0, (more / long - less / short) / (long - short))
+    fixed = max(0.0, less - each * short)
+    if chunked:
+        return fixed, 0.0, 0.0, 2 * each  # half as long as the sequence
+    return (0.0, less / short - by_length * short, by_length, 0.0) if by_length else (fixed, each, 0.0, 0.0)
+
+
+def _sum(parts: Iterable[Parts]) -> Parts:
+    columns = zip(*parts, strict=True)
+    fixed, token, length, chunk = (sum(column) for column in columns) if (columns := list(columns)) else (0.0,) * 4
+    return fixed, token, length, chunk
+
+
+def _widest(moments: Iterable[tuple[Parts, bool]]) -> tuple[Moment, ...]:
+    """Those that no other exceeds in every part, widest per token first."""
+    left = set(moments)
+    kept = [
+        (parts, attends)
+        for parts, attends in left
+        if not any(
+            (other, more) != (parts, attends) and more >= attends and all(a >= b for a, b in zip(other, parts, strict=True))
+            for other, more in left
+        )
+    ]
+    return tuple(Moment(*parts, attends) for parts, attends in sorted(kept, key=lambda each: (each[0][1], each), reverse=True))
+
+
+def _result_numel(name: str, args: Sequence[Any]) -> int:
+    """Elements that the result of an op could have."""
+    tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+    if name in PRODUCTS:
+        left, right = tensors[1:3] if name in ADDING else tensors[:2]
+        groups = tensors[2].numel() if len(tensors) > 2 and left.dim() == right.dim() == 2 and name not in ADDING else 1
+        return groups * left.numel() // max(1, left.shape[-1]) * int(right.shape[-1])
+    if not tensors or name in FACTORIES:
+        sizes = next((each for each in args if isinstance(each, list | tuple)), ())
+        return prod(each for each in sizes if isinstance(each, int))
+    return max(each.numel() for each in tensors)
+
+
+def _hollow(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What an op would give, as zeros that take no memory; computed after all where its form cannot be told."""
+
+    def form(tensor: Tensor) -> Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    try:
+        given = {**tree_map_only(Tensor, form, kwargs), **({"device": "meta"} if "device" in kwargs else {})}
+        forms = op(*tree_map_only(Tensor, form, args), **given)
+    except (RuntimeError, NotImplementedError):
+        return op(*args, **kwargs)
+    return tree_map_only(Tensor, lambda each: torch.zeros((), dtype=each.dtype).expand(each.shape), forms)
