@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +36,7 @@ from megatrain.model.uses import Uses
 from megatrain.plan import Question, find_plan, machine
 from megatrain.plan.cost import CALL_KERNELS, TURN_KERNELS
 from megatrain.schedule import Access, Op
-from megatrain.spec import ModelSpec, ParamSpec, UnitSpec
+from megatrain.spec import ParamSpec, UnitSpec
 
 PHASES, FUNCTIONS, ROUNDS = 32, 256, 40
 
@@ -119,10 +119,13 @@ def functions_of_a_layer() -> int:
 
 def gains() -> list[str]:
     """The step with gates and without, for shapes, machines and tokens per step."""
-    rows = ["| model | machine | tokens/step | clips | without | with | gain | chosen |", "|---|---|---|---|---|---|---|---|"]
+    rows = [
+        "| model | machine | tokens/step | slots | without | with | gain | chosen |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for words, question in _questions():
         try:
-            without = find_plan(replace(question, pinned={"gates": "unit"}))
+            without = find_plan(replace(question, pinned={**question.pinned, "gates": "unit"}))
         except DoesNotFit:
             continue
         chosen = find_plan(question)
@@ -136,19 +139,15 @@ def gains() -> list[str]:
 
 
 def _questions() -> Iterator[tuple[str, Question]]:
-    models: dict[str, Callable[[], ModelSpec]] = {
-        "1B, tied": lambda: llama_shape("1B", 16, 2048, feed_forward=8192, tied=True),
-        "3B, 256k words": lambda: llama_shape("3B", 26, 2304, feed_forward=9216, vocabulary=256_000),
-        "7B": lambda: known_shape("7B"),
-        "70B": lambda: known_shape("70B"),
-    }
-    for name, model in models.items():
-        for hardware, device in (("rtx-4090", 8), ("rtx-4090", 24), ("h200", 141), ("gh200", 96)):
+    """In as many slots as the plan likes, and in one; "clips" is in the words."""
+    large = llama_shape("3B", 26, 2304, feed_forward=9216, vocabulary=256_000)
+    for name, model in (("3B, 256k words", large), ("7B", known_shape("7B"))):
+        for hardware, device in (("rtx-4090", 8), ("gh200", 96)):
             there = replace(machine(hardware), device_nbytes=device * GB, host_nbytes=ENOUGH_HOST)
             for tokens in (512, 4096, 32_768):
-                for clips in (True, False):
-                    words = f"{name} | {hardware}, {device} GB | {tokens:,} | {'yes' if clips else 'no'}"
-                    yield words, Question(model(), there, tokens, min(tokens, 4096), clips=clips)
+                for slots, pinned in (("any", {}), ("1", {"weight_slots": 1})):
+                    words = f"{name} | {hardware}, {device} GB | {tokens:,} | {slots}"
+                    yield words, Question(model, there, tokens, min(tokens, 4096), pinned=pinned)
 
 
 def main() -> int:

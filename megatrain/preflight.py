@@ -105,7 +105,11 @@ class Replanner:
         """Take up the best plan by these times that differs in no other fields, if it is worth it."""
         question, policy, work = self.plan.question, self.engine.policy, self.plan.work
         stays = {name: getattr(policy, name) for name in MAY_CHANGE if name not in may_change}
-        keys: tuple[str, ...] = ("loss_chunk_tokens", "mlp_chunk_tokens", "transit")  # rounding is as before, and what is locked too
+        keys: tuple[str, ...] = (
+            "loss_chunk_tokens",
+            "mlp_chunk_tokens",
+            "transit",
+        )  # rounding is as before, and what is locked too
         keys += ("gates",) if policy.gates == "rows" else ()
         fixed = {"micro_batch": self.plan.micro_batch, **{key: getattr(policy, key) for key in keys}, **stays}
         measured = replace(question, calibration=found, pinned={**question.pinned, **fixed})

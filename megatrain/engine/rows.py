@@ -2,7 +2,7 @@
 
 Three functions of torch are computed so, which nearly all models' large matrices go through: `linear`, whose rows are
 outputs, `embedding`, whose rows are looked up, and the grouped product, whose rows are experts. An embedding has the
-same bits as in one piece; a product of a block may be rounded otherwise than the same rows of the whole. Experts are
+same bits as in one piece; a product of a block may be rounded otherwise than these rows of the whole. Experts are
 products of their own: on the cpu they have the same bits, of other devices that is not known. Backward everything is
 there, and is one product again.
 

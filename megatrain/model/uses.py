@@ -88,7 +88,9 @@ def _is_slice(func: Any, args: Sequence[Any]) -> bool:
     if func is not Tensor.__getitem__:
         return False
     places = args[1] if isinstance(args[1], tuple) else (args[1],)
-    return all(place is None or place is Ellipsis or type(place) in (int, slice) or _is_number(place) for place in places)
+    return all(
+        place is None or place is Ellipsis or type(place) in (int, slice) or _is_number(place) for place in places
+    )
 
 
 def _is_number(place: Any) -> bool:

@@ -87,7 +87,8 @@ def test_only_whole_matrices_in_their_own_order_come_by_rows() -> None:
     assert splits(torch.matmul, (x, weight.t()), {}) is None
     experts, ends = torch.ones(2, 3, 5), {"offs": torch.tensor([1, 2], dtype=torch.int32)}
     rows = splits(torch._grouped_mm, (x, experts), ends)
-    assert rows is not None and rows.shape == (2, 15) and rows.data_ptr() == experts.data_ptr()
+    assert rows is not None
+    assert (rows.shape, rows.data_ptr()) == ((2, 15), experts.data_ptr())
     assert splits(torch._grouped_mm, (x, experts), ends | {"out_dtype": torch.float32}) is None
     assert splits(torch._grouped_mm, (x.t(), x), ends) is None, "the gradient of experts is no product by experts"
     assert splits(torch._grouped_mm, (x, torch.ones(4, 3, 5)[::2]), ends) is None

@@ -16,7 +16,13 @@ from megatrain.spec import Gates
 from megatrain.testing import SimDevice
 from tests.tiny import FAMILIES, relative_error, tiny_model, unequal_batches
 
-OLMOE = {**FAMILIES["mixtral"], "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4}
+OLMOE = {
+    **FAMILIES["mixtral"],
+    "model_type": "olmoe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 4,
+}
 GPT_OSS = {**FAMILIES["mixtral"], "model_type": "gpt_oss", "head_dim": 8, "sliding_window": 4}
 """Its experts are stored the other way around, with biases."""
 
