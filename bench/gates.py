@@ -6,8 +6,8 @@
 The first measures, on this machine, what a call in phases takes beyond the same call in one piece: its thread, each
 turn between the threads, and each torch function that is watched; beside the smallest op, in which `plan.cost` prices
 them. The second is a prediction by replay: the planner's step with gates and without, on described machines, where they
-gain anything and where not; it fills the table of docs/planning.md. It leaves out `gates="rows"`, which changes rounding
-and is the user's choice.
+gain anything and where not; it fills the table of docs/planning.md. It leaves out `gates="rows"`, which changes
+rounding and is the user's choice.
 """
 
 from __future__ import annotations

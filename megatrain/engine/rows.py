@@ -6,8 +6,8 @@ same bits as in one piece; a product of a block may be rounded otherwise than th
 products of their own: on the cpu they have the same bits, of other devices that is not known. Backward everything is
 there, and is one product again.
 
-Left out: matrices that are stored the other way around (`Conv1D`, as GPT-2 has). Their rows are inputs, so a block would
-give a partial sum, which bfloat16 rounds once for each; and GPT-2's largest, 20 MB in its largest model, are smaller
+Left out: matrices that are stored the other way around (`Conv1D`, as GPT-2 has). Their rows are inputs, so a block
+would give a partial sum, which bfloat16 rounds once for each; and GPT-2's largest, 20 MB in its largest model, are smaller
 than the shards that they would be cut into. Experts that are gathered token by token (`batched_mm`) need all of them.
 """
 

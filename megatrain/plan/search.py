@@ -54,10 +54,8 @@ def find_plan(question: Question) -> Plan:
 
 
 def survey(question: Question, budgets: Iterable[Mapping[str, int]]) -> list[Estimate | None]:
-    """What the quickest plan within each of several budgets (tier -> bytes) takes; `None` where nothing fits.
-
-    Prices do not depend on budgets, so they are found once; no winner is replayed whole.
-    """
+    """What the quickest plan within each of several budgets (tier -> bytes) takes, without gates; `None` where nothing
+    fits. Prices do not depend on budgets and are found once; no winner is replayed whole."""
     search = _Search(question)
     found: list[Estimate | None] = []
     with undisturbed():
