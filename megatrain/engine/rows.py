@@ -8,7 +8,8 @@ there, and is one product again.
 
 Left out: matrices that are stored the other way around (`Conv1D`, as GPT-2 has). Their rows are inputs, so a block
 would give a partial sum, which bfloat16 rounds once for each; and GPT-2's largest, 20 MB in its largest model, are
-smaller than the shards that they would be cut into. Experts that are gathered token by token (`batched_mm`) need all of them.
+smaller than the shards that they would be cut into. Experts that are gathered token by token (`batched_mm`) need all
+of them.
 """
 
 from __future__ import annotations
