@@ -26,7 +26,6 @@ import argparse
 import json
 import mmap
 import os
-import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -39,6 +38,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatrain.optim import AdamW, update_fp32, update_split, warm_up
+from megatrain.plan.hardware import processor_name
 
 TORCH, TORCH_BF16, COPY = "torch fused", "torch bf16", "copy"
 SETTLE_SECONDS = 0.02  # torch's OpenMP threads spin for a while after their work and would take a core from the next
@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{nparams} parameters, {options.threads} threads, medians of {options.rounds} rounds")
     print(table(rows))
     if options.json:
-        machine = {"machine": platform.machine(), "cpus": os.cpu_count(), "torch": torch.__version__}
+        machine = {"machine": processor_name(), "cpus": os.cpu_count(), "torch": torch.__version__}
         run = {"nparams": nparams, "rounds": options.rounds, "threads": options.threads}
         report = machine | run | {"rows": [asdict(row) for row in rows]}
         options.json.write_text(json.dumps(report, indent=1) + "\n")

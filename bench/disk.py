@@ -22,7 +22,6 @@ import argparse
 import json
 import mmap
 import os
-import platform
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +37,7 @@ from megatrain.device.probe_disk import disk_speed
 from megatrain.memory.checksum import checksum
 from megatrain.memory.disk import Disk
 from megatrain.memory.scratch import ScratchFile
+from megatrain.plan.hardware import processor_name
 
 Bytes = NDArray[np.uint8]
 Seconds = dict[tuple[str, str], list[float]]
@@ -132,7 +132,7 @@ def measure(
     rows = [_row(one.name, way, nbytes, seconds) for way in ("read", "write", "both") for one in field]
     rows = [row for row in rows if (row.name, row.way) != (SEQUENTIAL, "both")]
     return {
-        "machine": platform.machine(),
+        "machine": processor_name(),
         "cpus": os.cpu_count(),
         "nbytes": nbytes,
         "rounds": rounds,

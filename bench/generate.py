@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from megatrain import Engine
 from megatrain.model import causal_lm_from_config
+from megatrain.plan.hardware import processor_name
 
 QUICKSTART = Path(__file__).parents[1] / "configs/quickstart.yaml"
 
@@ -49,7 +49,7 @@ def compare(shape: dict[str, Any], prompt: int, new: int, turns: int) -> dict[st
                 assert contender().shape == (1, prompt + new)
                 seconds[name] += [time.perf_counter() - began] if turn else []  # the first turn warms up
     return {
-        "machine": platform.processor() or platform.machine(),
+        "machine": processor_name(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

@@ -31,8 +31,9 @@ from bench.pace import Pace, Paced, Shares, at_the_probes_speed
 from megatrain import Engine
 from megatrain.plan import Question, calibrate, examine, op_seconds
 from megatrain.probe import PRECISIONS, probe
+from megatrain.rates import ElementwiseRate
 from megatrain.schedule import Timeline
-from megatrain.spec import ElementwiseRate, Hardware, Policy, Precision
+from megatrain.spec import Hardware, Policy, Precision
 
 
 @dataclass(frozen=True)

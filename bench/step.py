@@ -21,7 +21,6 @@ import gc
 import json
 import multiprocessing
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -99,8 +98,10 @@ def compare(
             key = "plain" if baseline == PLAIN else "checkpointing"
             found[name][f"speed_to_{key}"] = statistics.median(ratios)
             found[name][f"memory_to_{key}"] = peak / told[baseline][0]
+    from megatrain.plan.hardware import processor_name  # not in the processes that are measured
+
     return {
-        "machine": platform.processor() or platform.machine(),
+        "machine": processor_name(),
         "precision": precision,
         "sequences": sequences,
         "tokens_per_step": sequences * length,

@@ -93,8 +93,10 @@ def compare(settings: Settings, against: Sequence[str], turns: int, python: str,
         for contender in contenders.values():
             contender.close()
     figures = {name: _figures(settings, told[name], done[name], warm_up) for name in contenders}
+    from megatrain.plan.hardware import processor_name  # not in the processes that are measured
+
     return {
-        "machine": platform.processor() or platform.machine(),
+        "machine": processor_name(),
         "cpus": os.cpu_count(),
         "settings": {key: value for key, value in settings.items() if key not in ("folder", "hardware")},
         "tokens_per_step": settings["rows"] * settings["length"],

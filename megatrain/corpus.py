@@ -22,7 +22,6 @@ from megatrain.data import (
     Encoder,
     Loader,
     PackedRows,
-    PairRows,
     Reference,
     Rows,
     SampleFile,
@@ -203,18 +202,17 @@ class _Opening:
 
     def _rows(self, file: SampleFile) -> tuple[PackedRows | SampleRows, PackedRows | SampleRows | None, str, int]:
         """(training, held out, how they are packed, what is not held out because it has copies)."""
-        if self.prefers:
-            training, held_out, copies = split_samples(file, self.data.validation_fraction, 2)
+        size = 2 if self.prefers else 1
+        training, held_out, copies = split_samples(file, self.data.validation_fraction, size)
+        both, rows = (training, held_out), list[PackedRows | SampleRows]()
+        if not self.prefers and self._can_pack():
+            how = "best fit"
+            rows += [PackedRows(file, chosen, self.data.window, self.config.train.seed) for chosen in both]
+        else:
+            how = f"{'a pair in two rows' if self.prefers else 'one sample to a row'}, like lengths together"
             reference = Reference()
-            pairs = [PairRows(file, chosen, self.micro_batch, reference) for chosen in (training, held_out)]
-            return pairs[0], pairs[1] if len(held_out) else None, "a pair in two rows, like lengths together", copies
-        training, held_out, copies = split_samples(file, self.data.validation_fraction)
-        window, seed = self.data.window, self.config.train.seed
-        if self._can_pack():
-            made = [PackedRows(file, chosen, window, seed) for chosen in (training, held_out)]
-            return made[0], made[1] if len(held_out) else None, "best fit", copies
-        grouped = [SampleRows(file, chosen, self.micro_batch) for chosen in (training, held_out)]
-        return grouped[0], grouped[1] if len(held_out) else None, "one sample to a row, like lengths together", copies
+            rows += [SampleRows(file, chosen, self.micro_batch, size, reference) for chosen in both]
+        return rows[0], rows[1] if len(held_out) else None, how, copies
 
     def _can_pack(self) -> bool:
         if self.data.packing == "grouped":

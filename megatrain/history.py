@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.errors import ConfigError
-from megatrain.page import KIND_COLOURS, OTHER_COLOUR
+from megatrain.page import DrawnOp, timeline_content
 from megatrain.plan.outlook import STREAM_WORDS
 from megatrain.train.health import STATUS
 from megatrain.train.trace import TRACE
@@ -30,7 +29,6 @@ COLUMNS = (
 """What is kept of each step."""
 MOST_OPS = 200_000
 """Of a trace that is still drawn."""
-_OP = re.compile(r"([A-Z]+) u(-?\d+)(?: m(\d+))?(?: s(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,39 +173,28 @@ def timeline_in(trace: Any) -> dict[str, Any] | None:
     """The last step of a Chrome trace, as `train.trace` writes it, as a page draws it; `None` where there is none."""
     try:
         events = trace["traceEvents"]
-        names = {each["tid"]: each["args"]["name"] for each in events if each["ph"] == "M"}
+        streams = {each["tid"]: str(each["args"]["name"]) for each in events if each["ph"] == "M"}
         every = [each for each in events if each["ph"] == "X"]
         last = max(each["args"]["step"] for each in every)
         ops = [each for each in every if each["args"]["step"] == last]
         if len(ops) > MOST_OPS:
             return None
-        streams, kinds = list(dict.fromkeys(names[each["tid"]] for each in ops)), list(dict.fromkeys(map(_kind, ops)))
-        units: dict[int, str] = {}
-        origin, rows = min(float(each["ts"]) for each in ops), []
-        for each in ops:
-            found = _OP.fullmatch(each["name"])
-            assert found is not None
-            unit = int(found[2])
-            units[unit] = str(each["args"]["unit"])
-            micro, shard = (int(found[at]) if found[at] is not None else -1 for at in (3, 4))
-            start = (float(each["ts"]) - origin) / 1e6
-            place = kinds.index(_kind(each)), streams.index(names[each["tid"]])
-            rows.append([*place, unit, micro, shard, int(each["args"]["nbytes"]), start, start + each["dur"] / 1e6])
+        origin = min(float(each["ts"]) for each in ops)
+        drawn = sorted((_drawn(each, streams, origin) for each in ops), key=lambda op: op[6])
+        named = {int(each["args"]["number"]): str(each["args"]["unit"]) for each in ops}
         waits = {str(name): float(seconds) for name, seconds in dict(trace.get("waits") or {}).items()}
-    except (AssertionError, AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         return None
-    return {
-        "seconds": max(row[-1] for row in rows),
-        "streams": [STREAM_WORDS.get(stream, stream) for stream in streams],
-        "kinds": [{"name": kind, "colour": KIND_COLOURS.get(kind, OTHER_COLOUR)} for kind in kinds],
-        "units": [units.get(unit, "") for unit in range(max(units) + 1)],
-        "ops": sorted(rows, key=lambda row: row[6]),
-        "waits": {STREAM_WORDS.get(name, name): seconds for name, seconds in waits.items()},
-    }
+    units = [named.get(unit, "") for unit in range(max(named) + 1)]
+    told = {STREAM_WORDS.get(name, name): seconds for name, seconds in waits.items()}
+    return timeline_content(drawn, units, STREAM_WORDS) | {"waits": told}
 
 
-def _kind(event: Mapping[str, Any]) -> str:
-    return str(event["cat"])
+def _drawn(event: Mapping[str, Any], streams: Mapping[int, str], origin: float) -> DrawnOp:
+    """An event of a trace whose step begins at `origin`, in microseconds."""
+    unit, micro, shard, nbytes = (int(event["args"][name]) for name in ("number", "micro", "shard", "nbytes"))
+    start = (float(event["ts"]) - origin) / 1e6
+    return str(event["cat"]), streams[event["tid"]], unit, micro, shard, nbytes, start, start + event["dur"] / 1e6
 
 
 def _number(value: Any) -> float:

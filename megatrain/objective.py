@@ -23,7 +23,7 @@ import torch
 from megatrain.checkpoint import Checkpoint
 from megatrain.config import Config
 from megatrain.corpus import Corpus
-from megatrain.data import Batch, PairRows, SampleFile, batch_of
+from megatrain.data import Batch, SampleFile, SampleRows, batch_of
 from megatrain.data.alone import alone
 from megatrain.data.rows import REFERENCE
 from megatrain.errors import CheckpointError, DataError
@@ -65,7 +65,7 @@ def take_up_reference(
 
     Raises `CheckpointError` where a resumed run's reference is gone, and `DataError` where it cannot be written.
     """
-    sources = [rows for rows in corpus.loader.sources if isinstance(rows, PairRows)]
+    sources = [rows for rows in corpus.loader.sources if isinstance(rows, SampleRows)]
     files = {rows.file.fingerprint: rows.file for rows in sources}
     there = config.folder / FILE
     if taken is None:
@@ -101,7 +101,7 @@ def _asked(
 
 def _ask(engine: Engine, file: SampleFile, plan: Plan, told: Callable[[int, int], None]) -> npt.NDArray[np.float32]:
     """The sum of each sample's log-probabilities, float32[samples]; samples of like lengths go together."""
-    rows = PairRows(file, np.arange(len(file) // 2), plan.micro_batch)
+    rows = SampleRows(file, np.arange(len(file)), plan.micro_batch)
     order = np.argsort(file.lengths.astype(np.int64), kind="stable")
     said = np.empty(len(file), np.float32)
     together = plan.micro_batch * plan.work.micro_batches

@@ -44,7 +44,8 @@ from megatrain.plan.hardware import (
     processor_name,
 )
 from megatrain.plan.machines import machine_of_device
-from megatrain.spec import AttentionRate, Hardware, Precision, ProductRate
+from megatrain.rates import AttentionRate, ProductRate
+from megatrain.spec import Hardware, Precision
 
 SECONDS = 45.0
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")

@@ -1,6 +1,6 @@
 """How fast the pieces of a step were measured to run on a machine: rows of `spec.Hardware`.
 
-They are values that files hold and the planner interpolates between (`plan.rates`); other rooms know them by `spec`.
+They are values that files hold and the planner interpolates between (`plan.rates`). `Precision` is known by `spec`.
 """
 
 from __future__ import annotations

@@ -12,11 +12,8 @@ from math import prod
 from typing import Literal, get_args
 
 from megatrain.errors import PlanError
-from megatrain.rates import AttentionRate as AttentionRate
-from megatrain.rates import DiskRate as DiskRate
-from megatrain.rates import ElementwiseRate as ElementwiseRate
+from megatrain.rates import AttentionRate, DiskRate, ElementwiseRate, ProductRate
 from megatrain.rates import Precision as Precision
-from megatrain.rates import ProductRate as ProductRate
 
 UnitKind = Literal["prologue", "layer", "epilogue"]
 ActivationPlan = Literal["keep", "recompute"]

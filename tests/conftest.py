@@ -52,7 +52,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     from megatrain.device import peak
     from megatrain.train import vetted
 
-    peak.SIZES = {**peak.SIZES, "cpu": 256}
+    peak.SIZES = {**peak.SIZES, "cpu": 64}
     vetted.CACHE = tmp_path_factory.mktemp("verified")
     machine.PROBED = vetted.CACHE / "hardware.json"
 

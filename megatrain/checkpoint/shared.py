@@ -25,7 +25,7 @@ import numpy as np
 from megatrain.checkpoint import sums
 from megatrain.checkpoint.manifest import read_manifest
 from megatrain.checkpoint.shards import ShardFile
-from megatrain.checkpoint.sums import FileSum, block_sum, digits_of_block, sum_of
+from megatrain.checkpoint.sums import FileSum, block_sum, digits, digits_of_block, sum_of
 
 SMALLEST = 1 << 20
 """Bytes of a file below which sharing saves nothing."""
@@ -82,7 +82,7 @@ class Earlier:
                     data = file.read(sums.BLOCK_NBYTES)
                     memory = np.zeros(-(-len(data) // 8) * 8, np.uint8)
                     memory[: len(data)] = np.frombuffer(data, np.uint8)
-                    if f"{block_sum(memory, len(data)):016x}" != digits_of_block(expected, number):
+                    if digits(block_sum(memory, len(data))) != digits_of_block(expected, number):
                         raise OSError(errno.EIO, f"{name} is not as it was written", str(self.folder))
                     yield data
         except OSError:
@@ -146,7 +146,7 @@ class SharedFile:
     def _compare(self) -> None:
         """One more block is there, or the last part of one."""
         nbytes, self._filled = self._filled, 0
-        agrees = f"{block_sum(self._memory, nbytes):016x}" == digits_of_block(self._expected, self._same)
+        agrees = digits(block_sum(self._memory, nbytes)) == digits_of_block(self._expected, self._same)
         if agrees and (self._same or self._earlier.is_as_written(self._name)):
             self._same += 1
             return

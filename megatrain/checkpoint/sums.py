@@ -43,7 +43,7 @@ class FileSum:
 
 def file_sum(nbytes: int, sums: Iterable[int]) -> FileSum:
     """The sum of a file of so many bytes, from those of its blocks."""
-    return FileSum(nbytes, "".join(_digits(each) for each in sums))
+    return FileSum(nbytes, "".join(digits(each) for each in sums))
 
 
 def block_sum(memory: NDArray[np.uint8], nbytes: int) -> int:
@@ -76,7 +76,7 @@ def differences(folder: Path, files: Mapping[str, FileSum]) -> dict[str, str]:
 def _difference(path: Path, expected: FileSum, first: int) -> str:
     """What is wrong with the blocks of one run, nothing if nothing is."""
     try:
-        found = [_digits(each) for each in itertools.islice(_sums(path, first), _RUN)]
+        found = [digits(each) for each in itertools.islice(_sums(path, first), _RUN)]
     except OSError as error:
         return f"cannot be read ({error.strerror or error})"
     last = min(first + _RUN, _blocks(expected))
@@ -91,13 +91,14 @@ def _blocks(file: FileSum) -> int:
     return len(file.blocks) // DIGITS
 
 
+def digits(found: int) -> str:
+    """A checksum in hexadecimal."""
+    return f"{found:0{DIGITS}x}"
+
+
 def digits_of_block(file: FileSum, block: int) -> str:
     """The checksum of one block, in hexadecimal digits."""
     return file.blocks[DIGITS * block : DIGITS * (block + 1)]
-
-
-def _digits(found: int) -> str:
-    return f"{found:0{DIGITS}x}"
 
 
 def _sums(path: Path, first: int) -> Iterator[int]:

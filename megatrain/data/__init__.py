@@ -23,7 +23,7 @@ from megatrain.data.loader import Batch, Loader, batch_of, evaluation_batches
 from megatrain.data.pack import Windows, pack, split_windows, unused_tokens
 from megatrain.data.prepare import describe_tokens, prepare_tokens
 from megatrain.data.recognise import begins_with_text, holds_samples, source_called
-from megatrain.data.rows import PackedRows, PairRows, Reference, Row, Rows, SampleRows, collate, split_samples
+from megatrain.data.rows import PackedRows, Reference, Row, Rows, SampleRows, collate, split_samples
 from megatrain.data.sample_file import SampleFile
 from megatrain.data.samples import Source, read_samples
 from megatrain.data.tokenizer import Tokenizer, load_tokenizer, vocabulary_size
@@ -37,7 +37,6 @@ __all__ = [
     "LeftOut",
     "Loader",
     "PackedRows",
-    "PairRows",
     "Reference",
     "Row",
     "Rows",

@@ -28,7 +28,7 @@ from megatrain.data.sample_file import SampleFile, are_samples, open_samples, wr
 from megatrain.data.samples import Source, read_samples
 from megatrain.errors import DataError, SampleError
 
-FORMAT = 2  # part of the key: raise it when the same content would give other samples
+FORMAT = 3  # part of the key: raise it when the same content would give other samples
 
 Runs = list[tuple[str, bool]]
 """A rendered example: runs of text, and whether they are trained."""
@@ -135,9 +135,9 @@ def _rendered(sample: Sample, encoder: Encoder) -> Runs:
 
 def _key(source: Source, encoder: Encoder, bad: str) -> str:
     schema = source.schema
-    how = [schema.format, dict(schema.columns), dict(schema.tags), source.split, source.subset, source.folder]
-    how += [source.pattern] if source.pattern != "*" else []
-    content = [FORMAT, encoder.identity, _content(source), how, source.limit, bad]
+    how = [schema.format, dict(schema.columns), dict(schema.tags)]
+    which = [source.split, source.subset, source.folder, source.pattern, source.limit]
+    content = [FORMAT, encoder.identity, _content(source), how, which, bad]
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 

@@ -2,8 +2,8 @@
 
     Windows        plain text, which runs on from window to window (`pack.py`)
     PackedRows     several whole samples in a row, each for itself: positions start again at 0
-    SampleRows     one sample in a row, in an order that brings like lengths together
-    PairRows       the same for preferences: a chosen answer, and in the next row the rejected one
+    SampleRows     one sample in a row, in an order that brings like lengths together; of preferences a chosen answer,
+                   and in the next row the rejected one
 
 `collate` turns rows into what a Hugging Face model's forward takes. Packed rows bring `position_ids`, and no attention
 mask: that is how the library is told that a row holds several sequences, and padding is one more of them. Whether a
@@ -117,41 +117,6 @@ class PackedRows:
         return {**_identity(self.file, self.chosen), "packing": "best_fit", "window": self.window, "packed": self.seed}
 
 
-@dataclass(frozen=True, eq=False)
-class SampleRows:
-    """Samples `chosen` of a file, each a row; `together` rows that follow one another have like lengths."""
-
-    file: SampleFile
-    chosen: Indices
-    together: int
-
-    def __len__(self) -> int:
-        return len(self.chosen)
-
-    def row(self, index: int) -> Row:
-        """The sample."""
-        ids, trained = self.file.sample(int(self.chosen[index]))
-        return Row(ids, _labels(ids, trained))
-
-    def order(self, seed: int, epoch: int) -> Indices:
-        """See `grouped_order`."""
-        return grouped_order(seed, epoch, self.file.lengths[self.chosen].astype(np.int64), self.together)
-
-    def targets(self, index: int) -> int:
-        """Of the sample."""
-        return int(self.file.targets[self.chosen[index]])
-
-    @property
-    def efficiency(self) -> float:
-        """The share of the tokens of all micro-batches of an epoch that samples fill, 0 to 1."""
-        return _filled(self.file.lengths[self.chosen].astype(np.int64)[self.order(0, 0)], self.together)
-
-    @property
-    def identity(self) -> dict[str, str | int]:
-        """The samples and how many go together, which their order depends on."""
-        return {**_identity(self.file, self.chosen), "packing": "grouped", "together": self.together}
-
-
 @dataclass(eq=False)
 class Reference:
     """What a reference model says of a file of samples: float32[samples], once it has been asked."""
@@ -160,47 +125,53 @@ class Reference:
 
 
 @dataclass(frozen=True, eq=False)
-class PairRows(SampleRows):
-    """Pairs `chosen` of a file of pairs; rows 2n and 2n + 1 are one, and follow one another in any order.
+class SampleRows:
+    """Samples of a file, each a row; `together` rows that follow one another have like lengths.
 
-    `together`, the rows of a micro-batch, is even, so that no pair is torn.
+    `size` samples that follow one another in the file are one, and do so in any order: pairs, with 2. `chosen` are
+    numbers of such; `together` is a multiple of `size`, so that none is torn.
     """
 
+    file: SampleFile
+    chosen: Indices
+    together: int
+    size: int = 1
     reference: Reference = field(default_factory=Reference)
 
     def __len__(self) -> int:
-        return 2 * len(self.chosen)
+        return self.size * len(self.chosen)
 
-    def _sample(self, index: int) -> int:
-        return 2 * int(self.chosen[index // 2]) + index % 2
+    def _samples(self, indices: Any) -> Any:
+        """The samples in rows `indices`, int64[any] both."""
+        return self.size * self.chosen[indices // self.size] + indices % self.size
 
     def row(self, index: int) -> Row:
-        """An answer, with what the reference says of it where that is known."""
-        number = self._sample(index)
+        """A sample, with what the reference says of it where that is known."""
+        number = int(self._samples(index))
         ids, trained = self.file.sample(number)
         said = None if self.reference.values is None else float(self.reference.values[number])
         return Row(ids, _labels(ids, trained), reference=said)
 
     def order(self, seed: int, epoch: int) -> Indices:
-        """Pairs as `grouped_order` has them, by the longer of their answers."""
-        longer = self.file.lengths.astype(np.int64).reshape(-1, 2).max(axis=1)[self.chosen]
-        pairs = grouped_order(seed, epoch, longer, max(1, self.together // 2))
-        return (2 * pairs[:, None] + np.arange(2)).ravel()
+        """See `grouped_order`; pairs go by the longer of their samples."""
+        longest = self.file.lengths.astype(np.int64).reshape(-1, self.size).max(axis=1)[self.chosen]
+        order = grouped_order(seed, epoch, longest, max(1, self.together // self.size))
+        return (self.size * order[:, None] + np.arange(self.size)).ravel()
 
     def targets(self, index: int) -> int:
-        """Of the answer."""
-        return int(self.file.targets[self._sample(index)])
+        """Of the sample."""
+        return int(self.file.targets[self._samples(index)])
 
     @property
     def efficiency(self) -> float:
         """The share of the tokens of all micro-batches of an epoch that samples fill, 0 to 1."""
-        lengths = self.file.lengths.astype(np.int64)[[self._sample(int(index)) for index in self.order(0, 0)]]
-        return _filled(lengths, self.together)
+        return _filled(self.file.lengths.astype(np.int64)[self._samples(self.order(0, 0))], self.together)
 
     @property
     def identity(self) -> dict[str, str | int]:
-        """The pairs and how many go together."""
-        return {**_identity(self.file, self.chosen), "packing": "pairs", "together": self.together}
+        """The samples and how many go together, which their order depends on."""
+        packing = "grouped" if self.size == 1 else "pairs"
+        return {**_identity(self.file, self.chosen), "packing": packing, "together": self.together}
 
 
 def split_samples(file: SampleFile, validation_fraction: float, size: int = 1) -> tuple[Indices, Indices, int]:

@@ -26,7 +26,7 @@ import torch
 
 from megatrain.device.base import Event, Interval, Stream, Task, Work, declared
 from megatrain.device.numa import Node, node_of
-from megatrain.device.pages import mapped
+from megatrain.device.pages import keep_from_children, mapped
 from megatrain.device.worker import (
     HostEvent,
     WorkerStream,
@@ -180,9 +180,9 @@ class CudaDevice:
         self.node = _node(self.torch_device)
         """The memory node that it is at, on a machine with several: host memory comes from there."""
         self.unpinned_nbytes = 0
+        """Host memory that could not be page-locked; copies from it are slower and hold up their stream's thread."""
         self._refused: dict[int, int] = {}
         """Address -> bytes that should have been page-locked."""
-        """Host memory that could not be page-locked; copies from it are slower and hold up their stream's thread."""
         self._compute = ComputeStream(torch.cuda.Stream(self.torch_device))
         self._copies = {name: CopyStream(name, torch.cuda.Stream(self.torch_device)) for name in COPIES}
         self._workers = {"host": WorkerStream("host", self.node.processors if self.node else ())}
@@ -237,7 +237,9 @@ class CudaDevice:
     def allocate_host(self, nbytes: int, owner: str) -> torch.Tensor:
         mapping, memory = mapped(nbytes, self.node)
         pinned = nbytes > 0 and self._pin(memory)
-        if not pinned:
+        if pinned:
+            keep_from_children(mapping)
+        else:
             self.unpinned_nbytes += nbytes
             self._refused[memory.data_ptr()] = nbytes
         self._mappings[memory.data_ptr()] = mapping, memory, pinned

@@ -25,3 +25,14 @@ def mapped(nbytes: int, node: Node | None = None) -> tuple[mmap.mmap, torch.Tens
     if node is not None:
         bind(memory.data_ptr(), len(mapping), node.number)
     return mapping, memory
+
+
+def keep_from_children(mapping: mmap.mmap) -> None:
+    """A process that is forked from now on (a worker that loads data, say) does not see the mapping.
+
+    For memory that a device copies by itself: whoever writes to a page first after a fork is given a copy of it, and
+    the device would go on with the old one (`madvise(2)`).
+    """
+    if hasattr(mmap, "MADV_DONTFORK"):
+        with suppress(OSError):
+            mapping.madvise(mmap.MADV_DONTFORK)

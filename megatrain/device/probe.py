@@ -24,7 +24,8 @@ from torch.nn import functional
 
 from megatrain.device.base import Device, Errand, Interval, Work, timed
 from megatrain.errors import OutOfDeviceMemory
-from megatrain.spec import AttentionRate, ElementwiseRate, Precision, ProductRate
+from megatrain.rates import AttentionRate, ElementwiseRate, ProductRate
+from megatrain.spec import Precision
 
 Made = TypeVar("Made")
 Job = Callable[[], object]

@@ -24,7 +24,7 @@ from megatrain.engine.rows import BY_ROWS, Blocks, splits
 from megatrain.engine.weights import Bound
 from megatrain.layout import Layout
 from megatrain.memory import Held
-from megatrain.model import Uses
+from megatrain.model import Uses, is_wrapped
 from megatrain.schedule import Access, Op, Schedule, calls_in, whole
 
 Alongside = Callable[[], AbstractContextManager[object]]
@@ -40,6 +40,10 @@ def undisturbed(device_type: str) -> Iterator[None]:
     """In its block, none of what surrounds a step (autocast, inference mode) counts."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device_type, enabled=False):
         yield
+
+
+def _over(op: Op, held: Held, gates: Gates) -> None:
+    """The code of a call that has ended."""
 
 
 class Unwound(BaseException):
@@ -109,8 +113,9 @@ class Call(Gates):
         self._held.update(held)
         if self._thread is None:
             context = contextvars.copy_context()
-            self._thread = threading.Thread(target=context.run, args=(self._work,), name="megatrain-call", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=context.run, args=(self._work,), name="megatrain-call", daemon=True)
+            thread.start()  # the system may lend no more of them
+            self._thread = thread
         elif self._ended:
             return
         self._mine.put(None)
@@ -124,11 +129,16 @@ class Call(Gates):
             raise failure
 
     def unwind(self) -> None:
-        """End a call that has begun and will not be gone on with; nothing of it is at work when this returns."""
+        """End a call that will not be gone on with; nothing of it is at work when this returns, and it holds nothing.
+
+        Else it would be held, with all that the step has left, until Python next looks for cycles.
+        """
         self._unwinding = True
+        self._mine.put(None)
         if self._thread is not None:
-            self._mine.put(None)
             self._thread.join()
+        self._held.clear()
+        self._run = _over
 
     # The thread of the call -----------------------------------------------------------------------------------------
 
@@ -136,7 +146,8 @@ class Call(Gates):
         self._mine.get()
         try:
             with self._alongside():
-                self._run(self._op, self._held, self)
+                if not self._unwinding:
+                    self._run(self._op, self._held, self)
         except Unwound:
             pass
         except BaseException as failure:
@@ -201,7 +212,7 @@ class _Meeting(Uses):
                 self._call.need(*extent)
 
     def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        matrix = splits(func, args, kwargs) if func in self._by_rows else None
+        matrix = splits(func, args, kwargs) if func in self._by_rows and not any(map(is_wrapped, args)) else None
         extent = None if matrix is None else self._bound.extent(matrix)
         if matrix is None or extent is None or self._call.has(*extent):
             return super().compute(func, args, kwargs)

@@ -96,13 +96,15 @@ class Streamer:
         """Execute a forward schedule on the arguments of a forward, `input_ids` int64[rows, length] among them.
 
         Returns the logits at the last `kept` positions (0 for all), float32[rows, positions, vocabulary], on the
-        device. A cache among the arguments is filled by the layers as they run.
+        device, in memory of the caller's own stream. A cache among the arguments is filled by the layers as they run.
         """
         self.device.synchronize()  # the inputs may come from work that no op waits for
         now = Current([inputs], [], None, 0, 0.0, kept=kept)
         self._execute(schedule, now)
         assert now.logits is not None
-        return now.logits.float()
+        found = now.logits.to(torch.float32, copy=True)  # the caller's; what ops have made is their stream's,
+        self.device.synchronize()  # which takes that memory for the next ones without asking who reads it
+        return found
 
     def _execute(self, schedule: Schedule, now: Current) -> None:
         """Walk the schedule. What surrounds the call (autocast, inference mode, random state) neither counts nor

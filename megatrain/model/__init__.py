@@ -13,7 +13,7 @@ from megatrain.model.ports import Call
 from megatrain.model.pretrained import PretrainedSource
 from megatrain.model.sources import Masters, ModelSource, Progress, Source
 from megatrain.model.speaker import TextStream, speak
-from megatrain.model.uses import Uses
+from megatrain.model.uses import Uses, is_wrapped
 from megatrain.model.written import WrittenModel, WrittenTensor
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "WrittenTensor",
     "causal_lm_from_config",
     "freeze_parameters",
+    "is_wrapped",
     "load_causal_lm",
     "only_single_rows",
     "port_model",

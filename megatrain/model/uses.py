@@ -78,7 +78,7 @@ class Uses(TorchFunctionMode):
 
     def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What a function that reads elements returns."""
-        self._reading(func, list(tensors_in((args, kwargs))))
+        self._reading(func, [in_memory(tensor) for tensor in tensors_in((args, kwargs))])
         return func(*args, **kwargs)
 
 
@@ -96,6 +96,18 @@ def _is_slice(func: Any, args: Sequence[Any]) -> bool:
 def _is_number(place: Any) -> bool:
     """Whether a place is an integer in a tensor without dimensions. Torch takes uint8 for a mask."""
     return isinstance(place, Tensor) and place.dim() == 0 and place.dtype in (torch.int64, torch.int32)
+
+
+def is_wrapped(value: Any) -> bool:
+    """Whether it is a tensor inside one of `torch.func`'s transformations: `vmap`, by which masks are made."""
+    return isinstance(value, Tensor) and bool(torch._C._functorch.is_functorch_wrapped_tensor(value))
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """The tensor that lies in memory where this one stands for it."""
+    while is_wrapped(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

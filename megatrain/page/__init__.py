@@ -5,14 +5,13 @@ What a page is about comes from elsewhere (`plan.page`, `report`). Every text is
 
 from megatrain.page.curves import CURVES, Curve, Marker, figure
 from megatrain.page.parts import bar, definitions, document, section, table
-from megatrain.page.timeline import KIND_COLOURS, OTHER_COLOUR, TIMELINE, timeline
+from megatrain.page.timeline import TIMELINE, DrawnOp, timeline, timeline_content
 
 __all__ = [
     "CURVES",
-    "KIND_COLOURS",
-    "OTHER_COLOUR",
     "TIMELINE",
     "Curve",
+    "DrawnOp",
     "Marker",
     "bar",
     "definitions",
@@ -21,4 +20,5 @@ __all__ = [
     "section",
     "table",
     "timeline",
+    "timeline_content",
 ]

@@ -1,13 +1,15 @@
 """The ops of a step, a lane for each stream, on a canvas that zooms and tells what is under the pointer.
 
-The page's data holds `timeline`: `seconds`, `streams` and `units` (names), `kinds` (name and colour), and `ops`, each
-[kind, stream, unit, micro-batch, shard, bytes, start, end], by number and in seconds from the start, -1 for none.
+The page's data holds `timeline` (`timeline_content`): `seconds`, `streams` and `units` (names), `kinds` (name and
+colour), and `ops`, each [kind, stream, unit, micro-batch, shard, bytes, start, end], by number and in seconds from the
+start, -1 for none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from typing import Any
 
 KIND_COLOURS = {
     "FORWARD": "#3b82c4",
@@ -22,6 +24,23 @@ KIND_COLOURS = {
     "WRITE": "#b0578d",
 }
 OTHER_COLOUR = "#777777"
+
+DrawnOp = tuple[str, str, int, int, int, int, float, float]
+"""Kind, stream, unit, micro-batch, shard, bytes; start and end in seconds from the start of the step."""
+
+
+def timeline_content(ops: Sequence[DrawnOp], units: Sequence[str], called: Mapping[str, str]) -> dict[str, Any]:
+    """What `TIMELINE` draws; of each stream the ops follow each other. called: streams that have another name there."""
+    kinds, streams = (list(dict.fromkeys(str(op[at]) for op in ops)) for at in (0, 1))
+    return {
+        "seconds": max((op[-1] for op in ops), default=0.0),
+        "streams": [called.get(stream, stream) for stream in streams],
+        "kinds": [{"name": kind, "colour": KIND_COLOURS.get(kind, OTHER_COLOUR)} for kind in kinds],
+        "units": list(units),
+        "ops": [
+            [kinds.index(op[0]), streams.index(op[1]), *op[2:6], *(float(f"{at:.9g}") for at in op[6:])] for op in ops
+        ],
+    }
 
 
 def timeline(kinds: Iterable[str], identity: str) -> str:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.errors import PlanError
-from megatrain.spec import WEIGHT_NBYTES, AttentionRate, DiskRate, ElementwiseRate, Hardware, ProductRate
+from megatrain.rates import AttentionRate, DiskRate, ElementwiseRate, ProductRate
+from megatrain.spec import WEIGHT_NBYTES, Hardware
 from megatrain.whole import written_whole
 
 _LIBRARY = "machines.json"

@@ -8,19 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from typing import Any
 
-from megatrain.page import (
-    KIND_COLOURS,
-    OTHER_COLOUR,
-    TIMELINE,
-    bar,
-    definitions,
-    document,
-    section,
-    table,
-    timeline,
-)
+from megatrain.page import TIMELINE, DrawnOp, bar, definitions, document, section, table, timeline, timeline_content
 from megatrain.plan.compare import Row
 from megatrain.plan.outlook import STREAM_WORDS, Outlook, Sweep
 from megatrain.plan.report import (
@@ -43,14 +32,16 @@ def render_page(
     swept: Sweep | None = None,
 ) -> str:
     """The whole page. `facts` (name and fact) stand above what the outlook tells."""
-    content = as_content(outlook, comparison, swept) | {"timeline": timeline_content(outlook.plan.timeline)}
+    when = outlook.plan.timeline
+    drawn = timeline_content(_drawn(when), when.schedule.units, STREAM_WORDS)
+    content = as_content(outlook, comparison, swept) | {"timeline": drawn}
     model, hardware = outlook.plan.question.model.name, outlook.plan.question.hardware.name
     title = f"{model} on {hardware}"
     sections = [
         definitions([*facts, *summary_rows(outlook)]),
         _memory(outlook),
         section("What limits", _loads(outlook)),
-        section("The step", timeline(dict.fromkeys(op.kind for op in outlook.plan.timeline.schedule.ops), "plan")),
+        section("The step", timeline((kind["name"] for kind in drawn["kinds"]), "plan")),
         section("What one upgrade buys", table(("upgrade", "tokens/s", "gain"), upgrade_rows(outlook.upgrades))),
     ]
     if comparison:
@@ -62,29 +53,11 @@ def render_page(
     return document(title, sections, "plan", content, [TIMELINE])
 
 
-def timeline_content(when: Timeline) -> dict[str, Any]:
-    """Streams, kinds and ops: [kind, stream, unit, micro-batch, shard, bytes, start, end], seconds from the start."""
-    ops = when.schedule.ops
-    streams, kinds = list(dict.fromkeys(op.stream for op in ops)), list(dict.fromkeys(op.kind for op in ops))
-    return {
-        "seconds": when.seconds,
-        "streams": [STREAM_WORDS.get(stream, stream) for stream in streams],
-        "kinds": [{"name": kind, "colour": KIND_COLOURS.get(kind, OTHER_COLOUR)} for kind in kinds],
-        "units": list(when.schedule.units),
-        "ops": [
-            [
-                kinds.index(op.kind),
-                streams.index(op.stream),
-                op.unit,
-                op.micro,
-                op.shard,
-                op.nbytes,
-                float(f"{start:.9g}"),
-                float(f"{end:.9g}"),
-            ]
-            for op, start, end in zip(ops, when.starts, when.ends, strict=True)
-        ],
-    }
+def _drawn(when: Timeline) -> list[DrawnOp]:
+    return [
+        (op.kind, op.stream, op.unit, op.micro, op.shard, op.nbytes, start, end)
+        for op, start, end in zip(when.schedule.ops, when.starts, when.ends, strict=True)
+    ]
 
 
 # Parts -------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from __future__ import annotations
 from itertools import pairwise
 from math import exp, log, log2
 
-from megatrain.spec import WEIGHT_NBYTES, AttentionRate, Hardware, Precision, Transit
+from megatrain.rates import AttentionRate
+from megatrain.spec import WEIGHT_NBYTES, Hardware, Precision, Transit
 
 ASSUMED_DISK = 1e9
 """Bytes per second of a drive that has not been measured."""

@@ -80,7 +80,14 @@ class Timeline:
                 "tid": STREAMS.index(op.stream),
                 "ts": round((origin_seconds + start) * 1e6, 3),
                 "dur": round((end - start) * 1e6, 3),
-                "args": {"unit": self.schedule.units[op.unit], "step": step, "nbytes": op.nbytes},
+                "args": {
+                    "unit": self.schedule.units[op.unit],
+                    "number": op.unit,
+                    "micro": op.micro,
+                    "shard": op.shard,
+                    "step": step,
+                    "nbytes": op.nbytes,
+                },
             }
             for op, start, end in zip(self.schedule.ops, self.starts, self.ends, strict=True)
         ]

@@ -17,8 +17,8 @@ from megatrain.schedule.staging import Route, Staged
 from megatrain.spec import Policy, Transit
 
 SLABS = Route(("PACK", "pack"), ("UNPACK", "unpack"))
-HOST_ONLY = {"low", "moments", "norms"}
-"""Parts that only the optimizer uses, in host memory."""
+HOST_ONLY = {"low", "moments", "norms", "checkpoint"}
+"""Parts that only the optimizer uses, in host memory, and what a save makes there."""
 WHOLE = {"hi", "grad"}
 """Parts that have a buffer for each unit, whatever their number."""
 

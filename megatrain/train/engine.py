@@ -69,14 +69,14 @@ class Engine(Stepping, Restorable):
         self._pool = Pool(device, ledger, disk, [unit.name for unit in self.spec.units], policy.transit)
         self._store = Store(self.spec, policy, self._pool)
         self._schedules = Schedules(self._store, policy, device, fits_activations=fits_activations)
+        threads = policy.host_threads or available_threads()
         try:
             self._schedules.get(self._main_kind, Work((1,)))
+            self._sink = OptimizerSink(self.spec, policy, optimizer, max_grad_norm, threads)
+            self._streamer = Streamer(ported, device, self._pool, policy, seed)
         except BaseException:
             self._pool.release()
             raise
-        threads = policy.host_threads or available_threads()
-        self._sink = OptimizerSink(self.spec, policy, optimizer, max_grad_norm, threads)
-        self._streamer = Streamer(ported, device, self._pool, policy, seed)
         self._saver = Saver(ported, self._store)
         self._sink.before_update = self._saver.before_update
         self._steps = 0

@@ -176,10 +176,7 @@ class WandB:
         self._run.define_metric("*", step_metric="step")  # its own count would refuse steps that come again
 
     def tell(self, event: Event) -> None:
-        values: dict[str, Any] = dict(scalars(event))
-        if isinstance(event, Sampled):
-            values["sample"] = f"{event.prompt}{event.text}"
-        if values:
+        if values := _values(event):
             self._run.log({**values, "step": event.step})
 
     def close(self) -> None:
@@ -201,14 +198,17 @@ class Trackio:
         )
 
     def tell(self, event: Event) -> None:
-        values: dict[str, Any] = dict(scalars(event))
-        if isinstance(event, Sampled):
-            values["sample"] = f"{event.prompt}{event.text}"
-        if values:
+        if values := _values(event):
             self._run.log(values, step=event.step)
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _values(event: Event) -> dict[str, Any]:
+    """The numbers of an event, and the text of a sample."""
+    text = {"sample": f"{event.prompt}{event.text}"} if isinstance(event, Sampled) else {}
+    return {**scalars(event), **text}
 
 
 def identity_of(folder: Path, goes_on: bool) -> str:

@@ -12,9 +12,9 @@ import pytest
 from megatrain.data import (
     EncodeOptions,
     Encoder,
-    PairRows,
     Reference,
     SampleFile,
+    SampleRows,
     collate,
     holds_pairs,
     load_tokenizer,
@@ -142,7 +142,7 @@ def test_pairs_stay_together_in_every_micro_batch_of_every_epoch(tmp_path: Path)
     training, held_out, _ = split_samples(file, 0.2, 2)
     assert len(training) + len(held_out) == 11
     reference = Reference(np.arange(22, dtype=np.float32))
-    pairs = PairRows(file, training, 4, reference)
+    pairs = SampleRows(file, training, 4, 2, reference)
     loader = Loader(pairs, micro_batch=4, micro_batches=2, seed=3)
     seen: list[float] = []
     for _ in range(9):
@@ -153,5 +153,5 @@ def test_pairs_stay_together_in_every_micro_batch_of_every_epoch(tmp_path: Path)
             assert (said[1::2] == said[::2] + 1).all()
             seen += said.tolist()
     assert set(seen[: 2 * len(training)]) == {float(2 * n + half) for n in training for half in (0, 1)}
-    assert "reference_log_probs" not in collate([PairRows(file, training, 4).row(0)])
+    assert "reference_log_probs" not in collate([SampleRows(file, training, 4, 2).row(0)])
     assert 0.3 < pairs.efficiency <= 1

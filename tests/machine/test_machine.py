@@ -12,7 +12,7 @@ import torch
 
 import megatrain.machine
 from megatrain import planning
-from megatrain.device import Device, matmul_flops, peak
+from megatrain.device import Device, matmul_flops
 from megatrain.device.cpu import CpuDevice
 from megatrain.errors import DeviceError, PlanError
 from megatrain.machine import probed_machine, this_machine
@@ -48,7 +48,6 @@ def card(model: str = "NVIDIA H200") -> Device:
 def probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the file of a probe would be."""
     monkeypatch.setattr(megatrain.machine, "PROBED", tmp_path / "hardware.json")
-    monkeypatch.setitem(peak.SIZES, "cpu", 64)
     return tmp_path / "hardware.json"
 
 

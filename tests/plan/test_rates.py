@@ -19,7 +19,8 @@ from megatrain.plan import (
     product_seconds,
 )
 from megatrain.plan.rates import elementwise_seconds
-from megatrain.spec import AttentionRate, ElementwiseRate, Hardware, ProductRate
+from megatrain.rates import AttentionRate, ElementwiseRate, ProductRate
+from megatrain.spec import Hardware
 
 PLAIN = Hardware("plain", 1 << 40, 1 << 40, 1e10, 2e10, 1e15, 3e11, device_bandwidth=3e12, launch_seconds=5e-6)
 SIZES = st.integers(5, 15).map(lambda power: 1 << power)

@@ -16,7 +16,6 @@ from rich.console import Console
 
 import megatrain.machine
 from bench.shapes import llama_shape
-from megatrain.device import peak
 from megatrain.errors import ConfigError, DoesNotFit, MegaTrainError, ModelError, PlanError
 from megatrain.plan import machine, save_hardware
 from megatrain.plan.amounts import parse_nbytes
@@ -169,7 +168,6 @@ def test_this_machine_is_the_probed_one_or_roughly_described(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: str
 ) -> None:
     monkeypatch.setattr(megatrain.machine, "PROBED", tmp_path / "hardware.json")
-    monkeypatch.setitem(peak.SIZES, "cpu", 64)
     rough = find_hardware(None)
     assert "not probed" in rough.name
     text = shown(config, hardware=None, length=128, tokens_per_step=256, compares=True)

@@ -19,11 +19,9 @@ from megatrain.train.checkpoints import Checkpoints
 from megatrain.train.engine import Engine
 from megatrain.train.events import Event, Stepped
 from megatrain.train.metrics import JsonLines
-from tests.run.test_resume import _peak_is_soon_known, config_of, interrupt_at, not_finite_at, steps_in, weights
+from tests.run.test_resume import config_of, interrupt_at, not_finite_at, steps_in, weights
 from tests.run.test_run import lines, losses, train
 from tests.tiny import equal
-
-__all__ = ["_peak_is_soon_known"]
 
 
 def test_a_checkpoint_behind_a_link_is_the_run_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

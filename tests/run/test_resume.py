@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 from megatrain.checkpoint import appear, checkpoints, open_checkpoint, step_of
 from megatrain.checkpoint.direct import DirectFile
-from megatrain.device import peak
 from megatrain.errors import CheckpointError, ConfigError, DataError, NonFinite
 from megatrain.train.engine import Engine, StepOutput
 from megatrain.train.feed import Feed
@@ -26,11 +25,6 @@ from tests.run.test_run import configuration, lines, losses, train
 from tests.tiny import equal
 
 STEPS = 6
-
-
-@pytest.fixture(autouse=True)
-def _peak_is_soon_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(peak.SIZES, "cpu", 64)
 
 
 def config_of(tmp_path: Path, name: str = "run", resume: str | None = None, **changed: Any) -> Any:
@@ -85,9 +79,7 @@ def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and weights of a run that is left alone."""
     tmp_path = tmp_path_factory.mktemp("straight")
-    peak.SIZES["cpu"], before = 64, peak.SIZES["cpu"]
     train(config_of(tmp_path, checkpoint={"every": 0}))
-    peak.SIZES["cpu"] = before
     assert not (tmp_path / "run" / "checkpoints").exists()
     return losses(tmp_path / "run"), weights(tmp_path / "run")
 

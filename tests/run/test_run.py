@@ -61,12 +61,6 @@ def configuration(tmp_path: Path, **changed: dict[str, Any]) -> Config:
     return Config.model_validate(tree)
 
 
-@pytest.fixture(autouse=True)
-def _peak_is_soon_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measuring it with large products would take longer than the rest of a tiny run."""
-    monkeypatch.setitem(peak.SIZES, "cpu", 64)
-
-
 def train(config: Config) -> str:
     """What the run tells the person."""
     console = Console(file=io.StringIO(), width=120)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from megatrain import AdamW, Engine, Policy
 from megatrain.device.cpu import CpuDevice
+from megatrain.device.sim import SimDevice
 from megatrain.errors import BatchError, ConfigError, DeviceError, ModelError, NonFinite, PlanError, StreamFailed
 from megatrain.train.sink import OptimizerSink
 from tests.tiny import VOCAB, batch, equal, tiny_model, unequal_batches
@@ -197,3 +199,28 @@ def test_the_cpu_worker_ends_with_its_device() -> None:
     assert threading.active_count() == before + 1
     device.close()
     assert threading.active_count() == before
+
+
+def test_an_engine_that_is_refused_gives_back_what_it_took() -> None:
+    device = SimDevice(1)
+    with pytest.raises(ConfigError, match="max_grad_norm"):
+        Engine.from_model(tiny_model(), device, max_grad_norm=0.0, verify=False)
+    assert not any(device._owners.values())
+    assert not device.locked
+    device.close()
+
+
+def test_logits_are_the_callers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the memory that ops take is that of their stream, which uses it again whoever still reads it."""
+    with Engine.from_model(tiny_model(), "sim:3", "fp32", verify=False) as engine:
+        made: list[Tensor] = []
+        head = engine._ported.head
+
+        def noting(*given: Any) -> Tensor:
+            made.append(head(*given))
+            return made[-1]
+
+        monkeypatch.setattr(engine._ported, "head", noting)
+        found = engine.logits({"input_ids": good()["input_ids"]})
+    assert torch.equal(found.flatten(0, 1), made[0])
+    assert found.untyped_storage().data_ptr() != made[0].untyped_storage().data_ptr()

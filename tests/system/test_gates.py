@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 
@@ -11,13 +14,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatrain import AdamW, Engine, Policy
+from megatrain.engine.current import Current
 from megatrain.engine.gated import Call
-from megatrain.errors import BrokenPromise, MegaTrainError
+from megatrain.errors import BrokenPromise, MegaTrainError, StreamFailed
 from megatrain.spec import Keep, Precision, Transit
 from megatrain.testing import Fault, SimDevice
-from tests.tiny import equal, relative_error, tiny_model, unequal_batches
+from tests.kinds import KINDS
+from tests.tiny import equal, relative_error, stock_gradients, tiny_model, unequal_batches
 
 ROWS: dict[str, tuple[tuple[Keep, ...], ...]] = {
     "graphs": (("graph",),),
@@ -155,6 +161,18 @@ def test_a_step_is_filled_by_one_shard_and_rows_equal_to_rounding(family: str) -
     assert all(relative_error(gradient, expected[name]) < 1e-5 for name, gradient in found.items())
 
 
+def test_a_model_that_makes_its_mask_by_vmap_trains_as_the_stock_one() -> None:
+    """Tensors inside a transformation lie nowhere themselves; those that they stand for do."""
+    fields = {**KINDS["gemma3_text"], "sliding_window": 4, "use_bidirectional_attention": True}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3_text", **fields)).train()
+    _, expected = stock_gradients(model, unequal_batches(2))
+    policy = replace(GATED, gates="rows", shard_nbytes=1000)
+    with Engine.from_model(model, "sim:1", "fp32", policy=policy, verify=False) as made:
+        found = made.gradients(unequal_batches(2))
+    assert max(relative_error(found[name], expected[name]) for name in expected) < 1e-5
+
+
 def test_a_gradient_that_is_let_go_of_before_it_is_complete_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Call, "finished", lambda self, name: self._completes[self._phase] and self._reach(self._last))
     with engine("sim:1", GATED, "llama") as made, pytest.raises(BrokenPromise):
@@ -175,6 +193,40 @@ def test_a_failure_in_the_middle_of_a_call_surfaces_and_leaves_nothing_behind(at
         assert not calls_under_way()
         losses.append(made.step(batches).loss)
     assert losses == expected
+
+
+@pytest.mark.parametrize("at", ["FETCH u2 s3", "BACKWARD u2 m0 s4", ""])
+@pytest.mark.parametrize("rows", ["graphs", "inputs"])
+def test_a_call_keeps_nothing_of_its_step(rows: str, at: str) -> None:
+    """Slots and activations are let go of at once, without the collector of cycles; of a step that fails, slots."""
+    device = SimDevice(5, faults=[Fault("raise", at)] if at else [])
+    with engine(device, replace(GATED, activation_rows=ROWS[rows]), "llama") as made:
+        gc.collect()
+        gc.disable()
+        try:
+            slots = [weakref.ref(memory) for name, memory in made._pool._memory.items() if name.startswith("device/")]
+            with pytest.raises(StreamFailed) if at else nullcontext():
+                made.step(unequal_batches(2))
+            found = [each for each in gc.get_objects() if type(each) is Current]
+            made.adopt(replace(made.policy, weight_slots=2))
+            assert not any(each() is not None for each in slots)
+        finally:
+            gc.enable()
+    assert at or not found, "a failure is told with the frames that it left, which hold their step"
+
+
+def test_a_system_without_another_thread_costs_a_typed_error_and_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    batches = unequal_batches(1)
+    with engine("sim:3", GATED, "llama") as made:
+        made.evaluate(batches)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(StreamFailed, match="can't start new thread"):
+                made.step(batches)
+        assert equal(results(made, 1), plainest("fp32", "next_forward", "llama", 1))
 
 
 def test_ctrl_c_in_the_middle_of_a_call_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,9 @@ from megatrain import Engine
 from megatrain.device.cpu import CpuDevice
 from megatrain.device.sim import SimDevice
 from megatrain.plan import Plan, Question, examine, op_seconds
+from megatrain.rates import AttentionRate, ElementwiseRate, ProductRate
 from megatrain.schedule import Op
-from megatrain.spec import AttentionRate, ElementwiseRate, Hardware, Policy, ProductRate
+from megatrain.spec import Hardware, Policy
 
 CASES = (
     Case(64, 3, "fp32", length=64, vocabulary=512),

@@ -16,6 +16,7 @@ from megatrain.errors import DeviceError, PlanError, StreamFailed
 from megatrain.machine import this_machine
 from megatrain.plan import Question, find_plan
 from megatrain.schedule.slabs import locked_nbytes
+from megatrain.spec import Transit
 from tests.system.test_tiers import RESIDENT, SPLITS, results, run, usual
 from tests.tiny import equal, tiny_model, unequal_batches
 
@@ -57,6 +58,18 @@ def test_beyond_the_limit_a_run_goes_by_slabs_and_below_them_unlocked() -> None:
         DeviceError, match=r"would make [\d,]+ page-locked, of 1,000 allowed; use a policy with transit"
     ):
         small(SimDevice(1, lockable=1000), Policy())
+
+
+@pytest.mark.parametrize("transit", ["locked", "slabs"])
+def test_what_saves_need_is_not_locked(transit: Transit, tmp_path: Path) -> None:
+    """No copy to or from the device touches it, and it is as large as the largest unit in float32."""
+    device = SimDevice(1)
+    with small(device, replace(usual("bf16", "next_forward"), transit=transit)) as made:
+        made.step(unequal_batches(2))
+        before = sum(device.locked.values())
+        device.lockable_nbytes = before
+        made.save(tmp_path).wait()
+        assert sum(device.locked.values()) == before
 
 
 def test_a_plan_for_such_a_machine_runs_on_it_and_locks_what_it_says() -> None:

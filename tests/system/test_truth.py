@@ -99,7 +99,7 @@ def test_bf16_weights_are_bit_equal_to_a_run_with_whole_float32_masters(family: 
     masters = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
     moments = {name: (np.zeros_like(w.reshape(-1)), np.zeros_like(w.reshape(-1))) for name, w in masters.items()}
     with Engine.from_model(model, "cpu", "bf16", settings, max_grad_norm=0.5) as engine:
-        for step in range(20):
+        for step in range(10):
             batches = [batch(2, 9, step), batch(2, 5, 50 + step, padded=1)]
             gradients = _gradients_at(model, masters, batches)
             norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
@@ -124,7 +124,7 @@ def _gradients_at(
             rounded = torch.from_numpy(hi.view(np.int16)).view(torch.bfloat16).float()
             parameter.copy_(rounded.view(parameter.shape))
     policy = Policy(precision="bf16", weight_slots=1, grad_slots=1, shard_nbytes=512, activations="recompute")
-    with Engine.from_model(model, "sim:11", "bf16", policy=policy) as engine:
+    with Engine.from_model(model, "sim:11", "bf16", policy=policy, verify=False) as engine:
         return engine.gradients(batches)
 
 
