@@ -149,7 +149,7 @@ def splits(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor 
     if func not in BY_ROWS or len(args) < 2 or not all(isinstance(each, Tensor) for each in args[:2]):
         return None
     weight: Tensor = args[1]
-    if func is torch._grouped_mm:
+    if BY_ROWS[func] is _grouped:
         stored = weight if weight.is_contiguous() else weight.transpose(-2, -1)
         return stored.flatten(1) if _is_plain(args, kwargs) and stored.is_contiguous() else None
     if func is functional.embedding and _renorms(args, kwargs):
