@@ -114,8 +114,8 @@ def compare(settings: Settings, against: Sequence[str], turns: int, python: str)
     }
 
 
-def _figures(settings: Settings, told: dict[str, Any], steps: Sequence[dict[str, Any]], warm_up: int) -> dict[str, Any]:
-    seconds = [step["seconds"] for step in steps[warm_up:]]
+def _figures(settings: Settings, told: dict[str, Any], steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    seconds = [step["seconds"] for step in steps[WARM_UP:]]
     return {
         **told,
         **steps[-1],  # of which the bytes read and written are of the last step alone
@@ -209,7 +209,8 @@ def _products_seconds(step: Callable[[], float]) -> float:
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         step()
     names = tuple(f"aten::{name}" for name in PRODUCTS) + tuple(f"aten::_{name}" for name in PRODUCTS)
-    return sum(each.self_cpu_time_total for each in profiled.key_averages() if each.key.startswith(names)) / 1e6
+    averages = profiled.key_averages()
+    return float(sum(each.self_cpu_time_total for each in averages if each.key.startswith(names)) / 1e6)
 
 
 def _disk_nbytes() -> tuple[int, int]:

@@ -25,7 +25,7 @@ WORTH_IT = 0.03
 
 MAY_CHANGE = (
     *("activations", "activation_rows", "offload_slots", "recompute_slots"),
-    *("weight_slots", "grad_slots", "shard_nbytes", "homes", "stage_slots"),
+    *("weight_slots", "grad_slots", "shard_nbytes", "gates", "homes", "stage_slots"),
 )
 """Fields of a policy that a plan chooses anew: no number depends on them. State moves where its home changes."""
 
@@ -105,7 +105,12 @@ class Replanner:
         """Take up the best plan by these times that differs in no other fields, if it is worth it."""
         question, policy, work = self.plan.question, self.engine.policy, self.plan.work
         stays = {name: getattr(policy, name) for name in MAY_CHANGE if name not in may_change}
-        keys = ("loss_chunk_tokens", "mlp_chunk_tokens", "transit")  # rounding is as before, and what is locked too
+        keys: tuple[str, ...] = (
+            "loss_chunk_tokens",
+            "mlp_chunk_tokens",
+            "transit",
+        )  # rounding is as before, and what is locked too
+        keys += ("gates",) if policy.gates == "rows" else ()
         fixed = {"micro_batch": self.plan.micro_batch, **{key: getattr(policy, key) for key in keys}, **stays}
         measured = replace(question, calibration=found, pinned={**question.pinned, **fixed})
         now = examine(measured, policy, self.plan.micro_batch)

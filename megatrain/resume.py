@@ -34,7 +34,7 @@ FREE = (
     *("model.verify", "model.trust_remote_code", "train.hardware", "train.log_every", "train.stall_seconds"),
     *("train.eval_every", "train.eval_batches", "train.sample_every", "train.sample_prompt", "train.sample_tokens"),
     *("train.sample_temperature", "train.sample_top_k", "train.on_nonfinite", "train.nonfinite_limit"),
-    *(f"policy.{name}" for name in PolicySection.model_fields if name not in KEPT_POLICY),
+    *(f"policy.{name}" for name in PolicySection.model_fields if name not in (*KEPT_POLICY, "gates")),
 )
 """Keys, or sections, that no number of the training depends on."""
 
@@ -98,7 +98,13 @@ def facts_of(taken: Checkpoint) -> Mapping[str, Any]:
 def with_numbers(config: Config, policy: Policy) -> Config:
     """The configuration with what the plan has chosen and numbers depend on; what checkpoints tell about the run."""
     chosen = {name: getattr(policy, name) for name in KEPT_POLICY}
+    chosen["gates"] = _rounding(policy.gates)
     return config.model_copy(update={"policy": config.policy.model_copy(update=chosen)})
+
+
+def _rounding(gates: str | None) -> str | None:
+    """What gates say of numbers: by rows they are rounded otherwise, and nothing else depends on them."""
+    return gates if gates == "rows" else None
 
 
 def as_begun(config: Config, taken: Checkpoint) -> Config:
@@ -112,6 +118,7 @@ def as_begun(config: Config, taken: Checkpoint) -> Config:
         **taken.training["engine"]["policy"],
     }  # older ones had no such chunks
     held = {name: policy.get(name) for name in KEPT_POLICY if getattr(config.policy, name) is None}
+    held["gates"] = config.policy.gates or _rounding(policy.get("gates"))
     return config.model_copy(
         update={"train": train.model_copy(update=kept), "policy": config.policy.model_copy(update=held)}
     )
@@ -136,6 +143,8 @@ def refuse_changes(config: Config, taken: Checkpoint, say: Say) -> None:
 def changes_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Dotted key -> its value before and now, of those that differ and that numbers depend on."""
     flat_before, flat_now = _flat(before), _flat(now)
+    for each in (flat_before, flat_now):
+        each["policy.gates"] = _rounding(each.get("policy.gates"))
     keys = [key for key in flat_now if not _within(key, FREE)]
     known = {key: flat_before[key] for key in keys if key in flat_before}  # a key of a newer version has its default
     return {key: (value, flat_now[key]) for key, value in known.items() if value != flat_now[key]}

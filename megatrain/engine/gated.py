@@ -228,7 +228,7 @@ class _Meeting(Uses):
         extent = None if matrix is None else self._bound.extent(matrix)
         if matrix is None or extent is None or self._call.has(*extent):
             return super().compute(func, args, kwargs)
-        others = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each is not matrix)
+        others = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each is not args[1])
         self._meet(func, list(others))
         return BY_ROWS[func](self._call.blocks(extent[0], *matrix.shape), args, kwargs)
 

@@ -1,9 +1,15 @@
 """Products with a matrix of which only the first rows have come: row block by row block, each behind its gate.
 
-Two functions of torch are computed so, which nearly all models' large matrices go through: `linear`, whose rows are
-outputs, and `embedding`, whose rows are looked up. An embedding has the same bits as in one piece; a product of a block
-may be rounded otherwise than the same rows of the whole. Backward everything is there, and is one product again.
-Left out: matrices that are stored the other way around (GPT-2's), and grouped products of experts.
+Three functions of torch are computed so, which nearly all models' large matrices go through: `linear`, whose rows are
+outputs, `embedding`, whose rows are looked up, and the grouped product, whose rows are experts. An embedding has the
+same bits as in one piece; a product of a block may be rounded otherwise than these rows of the whole. Experts are
+products of their own: on the cpu they have the same bits, of other devices that is not known. Backward everything is
+there, and is one product again.
+
+Left out: matrices that are stored the other way around (`Conv1D`, as GPT-2 has). Their rows are inputs, so a block
+would give a partial sum, which bfloat16 rounds once for each; and GPT-2's largest, 20 MB in its largest model, are
+smaller than the shards that they would be cut into. Experts that are gathered token by token (`batched_mm`) need all
+of them.
 """
 
 from __future__ import annotations
@@ -79,19 +85,73 @@ def _embedding(blocks: Blocks, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return found
 
 
+class _Grouped(torch.autograd.Function):
+    """Tokens by experts, sorted: x [tokens, in], weight [experts, in, out], ends [experts] of each one's tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, blocks: Blocks) -> Tensor:
+        out = x.new_empty(x.shape[0], weight.shape[2])
+        places = [0, *ends.tolist()]  # a device waits here once; which tokens are whose is known nowhere else
+        for start, stop in blocks:
+            first, last = places[start], places[stop]
+            if first < last:
+                out[first:last] = torch._grouped_mm(x[first:last], weight[start:stop], offs=ends[start:stop] - first)
+        out[places[-1] :] = 0.0
+        ctx.save_for_backward(x, weight, ends)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """As autograd's own, in the memory order of the weight."""
+        x, weight, ends = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        for_x, for_weight, _, _ = ctx.needs_input_grad
+        found = None
+        if for_weight and weight.is_contiguous():
+            found = torch._grouped_mm(x.t(), gradient, offs=ends)
+        elif for_weight:
+            found = torch._grouped_mm(gradient.t(), x, offs=ends).transpose(-2, -1)
+        return torch._grouped_mm(gradient, weight.transpose(-2, -1), offs=ends) if for_x else None, found, None, None
+
+
+def _grouped(blocks: Blocks, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    found: Tensor = _Grouped.apply(*args[:2], _ends(args, kwargs), blocks)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _ends(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return args[2] if len(args) > 2 else kwargs.get("offs")
+
+
+def _is_plain(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a grouped product is of tokens by experts and nothing else: no bias, and no other dtype."""
+    ends, rest = _ends(args, kwargs), (*args[3:], kwargs.get("bias"), kwargs.get("out_dtype"))
+    plain = isinstance(ends, Tensor) and ends.dim() == 1 and all(each is None for each in rest)
+    return plain and args[0].dim() == 2 and args[1].dim() == 3 and len(ends) == len(args[1])
+
+
 def _renorms(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an embedding changes its table when it is looked up."""
     return (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None
 
 
-BY_ROWS: Mapping[Any, ByRows] = {functional.linear: _linear, functional.embedding: _embedding}
+BY_ROWS: Mapping[Any, ByRows] = {
+    functional.linear: _linear,
+    functional.embedding: _embedding,
+    torch._grouped_mm: _grouped,  # which `functional.grouped_mm` calls
+}
 """Functions whose second argument may come row by row."""
 
 
 def splits(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The matrix that may come row by row in this call of a function, if there is one."""
-    if func not in BY_ROWS or len(args) < 2 or (_renorms(args, kwargs) and func is functional.embedding):
+    """The second argument as a matrix whose rows may come one by one in this call of a function, if they may; an expert
+    is a row."""
+    if func not in BY_ROWS or len(args) < 2 or not all(isinstance(each, Tensor) for each in args[:2]):
         return None
-    weight = args[1]
-    fits = isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_contiguous()
-    return weight if fits and all(isinstance(each, Tensor) for each in args[:2]) else None
+    weight: Tensor = args[1]
+    if BY_ROWS[func] is _grouped:
+        stored = weight if weight.is_contiguous() else weight.transpose(-2, -1)
+        return stored.flatten(1) if _is_plain(args, kwargs) and stored.is_contiguous() else None
+    if func is functional.embedding and _renorms(args, kwargs):
+        return None
+    return weight if weight.dim() == 2 and weight.is_contiguous() else None

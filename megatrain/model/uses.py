@@ -83,11 +83,19 @@ class Uses(TorchFunctionMode):
 
 
 def _is_slice(func: Any, args: Sequence[Any]) -> bool:
-    """Whether it is an indexing that makes a view."""
+    """Whether it is an indexing that makes a view. One number in a tensor counts as a number, as it does to torch: so
+    loops over experts name them."""
     if func is not Tensor.__getitem__:
         return False
     places = args[1] if isinstance(args[1], tuple) else (args[1],)
-    return all(place is None or place is Ellipsis or type(place) in (int, slice) for place in places)
+    return all(
+        place is None or place is Ellipsis or type(place) in (int, slice) or _is_number(place) for place in places
+    )
+
+
+def _is_number(place: Any) -> bool:
+    """Whether a place is an integer in a tensor without dimensions. Torch takes uint8 for a mask."""
+    return isinstance(place, Tensor) and place.dim() == 0 and place.dtype in (torch.int64, torch.int32)
 
 
 def is_wrapped(value: Any) -> bool:

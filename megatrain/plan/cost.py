@@ -42,6 +42,10 @@ PROLOGUE_KERNELS = 400
 """Launches that a prologue is worth: the model's own code makes masks and positions before its first layer, by many
 small ops and more Python. A round number from Llama's."""
 
+CALL_KERNELS, TURN_KERNELS = 220, 3
+"""Launches that a call in phases is worth, for its thread and for watching a Llama layer's functions, and each turn
+between its thread and the one that runs ops. Measured in smallest ops: `python -m bench.gates --turns`."""
+
 SOFTMAX_PASSES = 6
 """Times that the float32 logits of a chunk are read or written for loss and gradient."""
 
@@ -227,7 +231,11 @@ class _Prices:
         if key not in self._known:
             self._known[key] = self.work.repeats * self._compute(op, unit, tokens, kept)
             self._known[key] += self._fresh_nbytes(op, tokens) / self._fresh
-        return self._known[key] * op.share
+        return self._known[key] * op.share + self._turning(op)
+
+    def _turning(self, op: Op) -> float:
+        """What a call takes beyond its work where it is in phases (`schedule.phases`)."""
+        return self._launch * (TURN_KERNELS * (op.shard >= 0) + CALL_KERNELS * (op.shard == 0))
 
     def _fresh_nbytes(self, op: Op, tokens: int) -> float:
         """Memory that the op is the first to touch, in a device that computes in host memory.

@@ -31,6 +31,18 @@ MLP_CHUNK_TOKENS = 4096
 STAGE_SLOTS = (3, 4, 6)
 """Staging buffers that are tried beside the usual two: how far reads from the disk run ahead."""
 
+GATED_SHARDS = (8, 4, 16)
+"""Pieces of the largest unit that are tried with gates; the others only where the first promise a gain."""
+
+LEAST_SHARD = 16 << 20
+"""Bytes; a bus is slower in smaller pieces."""
+
+GATED_TRIES = 2
+"""Plans with gates that are replayed whole."""
+
+WORTH_GATES = 0.99
+"""Of the seconds without gates, below which a plan has them."""
+
 MOST_SHARDS = 4
 """Pieces of the largest unit that candidates are replayed with; smaller shards are not tried."""
 

@@ -18,6 +18,7 @@ from typing import Any
 from megatrain.errors import DoesNotFit
 from megatrain.plan.advice import changes
 from megatrain.plan.estimates import coarse, estimate, examine, fitted, moved, sizes, undisturbed
+from megatrain.plan.gates import with_gates
 from megatrain.plan.homes import PARTS, needed, residents, state_nbytes, state_policy, with_more_on_disk
 from megatrain.plan.knobs import (
     ALIKE,
@@ -49,14 +50,12 @@ Rung = tuple[Estimate, Policy] | None
 def find_plan(question: Question) -> Plan:
     """The quickest plan that fits. Raises `DoesNotFit` naming what is short, by how much, and the nearest that fits."""
     with undisturbed():
-        return within_lock_limit(question, lambda each: _Search(each).answer())
+        return within_lock_limit(question, lambda each: with_gates(_Search(each).answer()))
 
 
 def survey(question: Question, budgets: Iterable[Mapping[str, int]]) -> list[Estimate | None]:
-    """What the quickest plan within each of several budgets (tier -> bytes) takes; `None` where nothing fits.
-
-    Prices do not depend on budgets, so they are found once; no winner is replayed whole.
-    """
+    """What the quickest plan within each of several budgets (tier -> bytes) takes, without gates; `None` where nothing
+    fits. Prices do not depend on budgets and are found once; no winner is replayed whole."""
     search = _Search(question)
     found: list[Estimate | None] = []
     with undisturbed():

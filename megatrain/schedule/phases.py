@@ -201,14 +201,14 @@ def _shares(unit: UnitSpec, call: Op, arrival: Arrival | None, leaves: Sequence[
 
 def _products(unit: UnitSpec, ranges: Sequence[tuple[int, int]], arrival: Arrival | None = None) -> list[float]:
     """The share of each range of elements in the unit's products; a matrix counts where the last part of it is met, or
-    by rows."""
+    by rows, as experts do."""
     by_rows = arrival is not None and arrival.gates == "rows" and not arrival.last_first
     last_first = arrival is not None and arrival.last_first
     amounts = []
     for start, stop in ranges:
         amount = 0.0
         for place, param in zip(layout_of(unit).fields, unit.params, strict=True):
-            if len(param.shape) == 2 and by_rows:
+            if by_rows and (len(param.shape) == 2 or param.active < 1):
                 amount += param.active * max(0, min(stop, place.stop) - max(start, place.start))
             elif len(param.shape) > 1 and start <= (place.start if last_first else place.stop - 1) < stop:
                 amount += param.active * param.numel

@@ -55,12 +55,43 @@ def test_an_embedding_by_rows_has_the_same_bits(padding: int | None) -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("turned", [True, False])
+def test_experts_that_come_one_by_one_have_the_same_bits_on_the_cpu(turned: bool, dtype: torch.dtype) -> None:
+    """Also experts without a token; what is stored the other way around, and tokens that are nobody's."""
+    torch.manual_seed(0)
+    home = torch.randn(5, 24, 16).to(dtype)
+    x, ends = torch.randn(23, 24 if turned else 16).to(dtype), torch.tensor([4, 4, 11, 17, 20], dtype=torch.int32)
+    results = []
+    for by_rows in (False, True):
+        weight = (torch.full_like(home, torch.nan) if by_rows else home.clone()).requires_grad_()
+        start = x.clone().requires_grad_()
+        of, kwargs = (start, weight if turned else weight.transpose(-2, -1)), {"offs": ends}
+        assert splits(torch._grouped_mm, of, kwargs) is not None
+        if by_rows:
+            out = BY_ROWS[torch._grouped_mm](arriving(weight, home, [1, 2, 4]), of, kwargs)
+        else:
+            out = functional.grouped_mm(*of, **kwargs)
+        out[:20].square().sum().backward()
+        assert start.grad is not None
+        results.append([out[:20], start.grad[:20], weight.grad])
+    for found, expected in zip(*results, strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_only_whole_matrices_in_their_own_order_come_by_rows() -> None:
     x, weight = torch.ones(2, 3), torch.ones(4, 3)
     assert splits(functional.linear, (x, weight), {}) is weight
     assert splits(functional.linear, (x, torch.ones(3, 4).t()), {}) is None
     assert splits(functional.embedding, (torch.zeros(1, dtype=torch.long), weight, None, 1.0), {}) is None
     assert splits(torch.matmul, (x, weight.t()), {}) is None
+    experts, ends = torch.ones(2, 3, 5), {"offs": torch.tensor([1, 2], dtype=torch.int32)}
+    rows = splits(torch._grouped_mm, (x, experts), ends)
+    assert rows is not None
+    assert (rows.shape, rows.data_ptr()) == ((2, 15), experts.data_ptr())
+    assert splits(torch._grouped_mm, (x, experts), ends | {"out_dtype": torch.float32}) is None
+    assert splits(torch._grouped_mm, (x.t(), x), ends) is None, "the gradient of experts is no product by experts"
+    assert splits(torch._grouped_mm, (x, torch.ones(4, 3, 5)[::2]), ends) is None
 
 
 def test_shapes_and_views_read_nothing_and_what_is_made_of_a_view_does() -> None:
@@ -74,6 +105,7 @@ def test_shapes_and_views_read_nothing_and_what_is_made_of_a_view_does() -> None
         assert order.names == ["b"]
         _ = second + 1
         _ = weights["b"][torch.tensor([0])]
+        _ = weights["c"][torch.tensor(1)]
     assert order.names == ["b", "a"]
     assert in_order_of_use(["a", "b", "c"], order.names) == ["b", "a", "c"]
 

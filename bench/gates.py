@@ -1,0 +1,170 @@
+"""What gates cost and what they save.
+
+    python -m bench.gates --turns
+    python -m bench.gates [--docs FOLDER]
+
+The first measures, on this machine, what a call in phases takes beyond the same call in one piece: its thread, each
+turn between the threads, and each torch function that is watched; beside the smallest op, in which `plan.cost` prices
+them. The second is a prediction by replay: the planner's step with gates and without, on described machines, where they
+gain anything and where not; it fills the table of docs/planning.md. It leaves out `gates="rows"`, which changes
+rounding and is the user's choice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from bench.scaling import ENOUGH_HOST, GB, filled
+from bench.scaling import shape as known_shape
+from bench.shapes import llama_shape
+from megatrain.engine.gated import OPEN, Call, Gates
+from megatrain.errors import DoesNotFit
+from megatrain.layout import layout_of
+from megatrain.memory import Held
+from megatrain.model.uses import Uses
+from megatrain.plan import Question, find_plan, machine
+from megatrain.plan.cost import CALL_KERNELS, TURN_KERNELS
+from megatrain.schedule import Access, Op
+from megatrain.spec import ParamSpec, UnitSpec
+
+PHASES, FUNCTIONS, ROUNDS = 32, 256, 40
+
+
+# Turns ---------------------------------------------------------------------------------------------------------------
+
+
+def turns() -> list[str]:
+    """Microseconds and smallest ops of what a call in phases takes, as rows of a table."""
+    spent: dict[str, list[float]] = {}
+    cases = {"one": (1, 0, True), "many": (PHASES + 1, 0, True), "watched": (1, FUNCTIONS, True)}
+    cases |= {"nothing": (0, 0, False), "functions": (0, FUNCTIONS, False)}
+    for _ in range(ROUNDS):  # in turn, so that what slows the machine for a while falls on all of them
+        for name, case in cases.items():
+            spent.setdefault(name, []).append(_seconds(*case))
+    found = {name: median(each) for name, each in spent.items()}
+    launch = (found["functions"] - found["nothing"]) / FUNCTIONS
+    per_function = (found["watched"] - found["one"]) / FUNCTIONS - launch
+    layer = functions_of_a_layer()
+    rows = {
+        "the smallest op": launch,
+        "a call in phases, its thread": found["one"] - found["nothing"],
+        "each turn": (found["many"] - found["one"]) / PHASES,
+        "each torch function that is watched": per_function,
+        f"those of a Llama layer ({layer})": layer * per_function,
+    }
+    lines = ["| | microseconds | smallest ops |", "|---|---|---|"]
+    lines += [f"| {name} | {seconds * 1e6:.1f} | {seconds / launch:.1f} |" for name, seconds in rows.items()]
+    return [*lines, f"\npriced as {CALL_KERNELS} smallest ops a call and {TURN_KERNELS} a turn"]
+
+
+def _seconds(phases: int, functions: int, gated: bool) -> float:
+    """Of one call that runs so many of the smallest op, in so many phases, meeting a weight in each."""
+    unit = UnitSpec("layer", "layer", tuple(ParamSpec(f"w{i}", (8,)) for i in range(max(1, phases))))
+    layout, flat, one = layout_of(unit), torch.zeros(layout_of(unit).size), torch.zeros(1)
+
+    def run(op: Op, held: Held, gates: Gates) -> None:
+        with gates.around(flat) if gated else nullcontext():
+            for field in layout.fields:
+                gates.need(field.start, field.stop)
+            for _ in range(functions):
+                one.add_(1.0)
+
+    stops = [*(4 * field.stop for field in layout.fields[:-1]), 4 * layout.size]
+    reads = [(Access("slot", 0, stop, "w0"),) for stop in stops]
+    ops = [Op("FORWARD", "compute", 0, 0, shard=i, reads=each) for i, each in enumerate(reads)]
+    call = Call(ops, layout, nullcontext, run, frozenset())
+    begun = time.perf_counter()
+    if gated:
+        for _ in ops:
+            call.turn({})
+    else:
+        run(ops[0], {}, OPEN)
+    spent = time.perf_counter() - begun
+    if gated:
+        call.unwind()
+    return spent
+
+
+def functions_of_a_layer() -> int:
+    """Torch functions that the forward of one Llama layer calls on tensors' elements."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 64}
+    counts = []
+    for layers in (1, 2):
+        config = AutoConfig.for_model("llama", num_hidden_layers=layers, **sizes)
+        count = 0
+
+        def counted(func: object, tensors: Sequence[Tensor]) -> None:
+            nonlocal count
+            count += 1
+
+        with Uses(counted), torch.no_grad():
+            AutoModelForCausalLM.from_config(config)(torch.zeros(1, 8, dtype=torch.long), use_cache=False)
+        counts.append(count)
+    return counts[1] - counts[0]
+
+
+# Gains ---------------------------------------------------------------------------------------------------------------
+
+
+def gains() -> list[str]:
+    """The step with gates and without, for shapes, machines and tokens per step."""
+    rows = [
+        "| model | machine | tokens/step | slots | without | with | gain | chosen |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for words, question in _questions():
+        try:
+            without = find_plan(replace(question, pinned={**question.pinned, "gates": "unit"}))
+        except DoesNotFit:
+            continue
+        chosen = find_plan(question)
+        policy, gain = chosen.policy, without.seconds / chosen.seconds - 1
+        what = "unit"
+        if policy.gates == "shard":
+            what = f"shard, {policy.weight_slots} slots, {policy.shard_nbytes / 1e6:.0f} MB"
+        step = (f"{each.seconds:.3f} s" for each in (without, chosen))
+        rows.append(f"| {words} | {' | '.join(step)} | {f'{gain:.1%}' if gain else ''} | {what} |")
+    return rows
+
+
+def _questions() -> Iterator[tuple[str, Question]]:
+    """In as many slots as the plan likes, and in one; "clips" is in the words."""
+    large = llama_shape("3B", 26, 2304, feed_forward=9216, vocabulary=256_000)
+    for name, model in (("3B, 256k words", large), ("7B", known_shape("7B"))):
+        for hardware, device in (("rtx-4090", 8), ("gh200", 96)):
+            there = replace(machine(hardware), device_nbytes=round(device * GB), host_nbytes=ENOUGH_HOST)
+            for tokens in (512, 4096, 32_768):
+                for slots, pinned in (("any", {}), ("1", {"weight_slots": 1})):
+                    words = f"{name} | {hardware}, {device} GB | {tokens:,} | {slots}"
+                    yield words, Question(model, there, tokens, min(tokens, 4096), pinned=pinned)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="what gates cost, measured, and what they save, by replay")
+    parser.add_argument("--turns", action="store_true", help="measure what a call in phases takes on this machine")
+    parser.add_argument("--docs", type=Path, default=Path("docs"), help="folder of planning.md")
+    arguments = parser.parse_args()
+    if arguments.turns:
+        print("\n".join(turns()))
+        return 0
+    tables = {"gains": gains()}
+    page = arguments.docs / "planning.md"
+    if page.exists():
+        page.write_text(filled(page.read_text(), tables, "bench.gates"))
+    print("\n".join(tables["gains"]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""Gates are taken where a replay says that they gain, and never where they do not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bench.scaling import shape
+from bench.shapes import llama_shape
+from megatrain.plan import Question, find_plan, machine
+from megatrain.plan.cost import CALL_KERNELS, TURN_KERNELS, op_seconds
+from megatrain.plan.knobs import WORTH_GATES
+from megatrain.schedule import build_step
+from megatrain.spec import ModelSpec, Policy, Work
+
+GB, TB = 10**9, 10**12
+
+
+def model() -> ModelSpec:
+    return llama_shape("3B", 8, 4096, feed_forward=11_008, vocabulary=64_000)
+
+
+QUESTIONS = {
+    "one slot": Question(shape("7B"), replace(machine("rtx-4090"), device_nbytes=8 * GB, host_nbytes=TB), 4096, 1024),
+    "few tokens": Question(model(), machine("gh200"), 512, 512, clips=False),
+    "compute": Question(model(), machine("h200"), 1 << 17, 4096),
+    "the optimizer": Question(model(), machine("rtx-4090"), 512, 512),
+}
+
+
+QUESTIONS["one slot"] = replace(QUESTIONS["one slot"], pinned={"weight_slots": 1})
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_plan_that_may_have_gates_is_never_slower_and_has_them_where_they_gain(name: str) -> None:
+    asked = QUESTIONS[name]
+    without, chosen = find_plan(replace(asked, pinned={**asked.pinned, "gates": "unit"})), find_plan(asked)
+    if chosen.policy.gates == "unit":
+        assert chosen.policy == without.policy
+    else:
+        assert chosen.seconds < WORTH_GATES * without.seconds
+        assert chosen.taken.fits(asked.budgets())
+    assert chosen.policy.gates == ("shard" if name == "one slot" else "unit")
+    assert find_plan(asked).policy == chosen.policy
+
+
+@pytest.mark.parametrize("told", [{"gates": "rows"}, {"gates": "unit"}, {"compile": True}])
+def test_what_the_user_has_said_stays(told: dict[str, object]) -> None:
+    policy = find_plan(replace(QUESTIONS["few tokens"], pinned=told)).policy
+    assert policy.gates == told.get("gates", "unit")
+
+
+def test_shards_and_slots_that_the_user_has_said_stay_beside_gates() -> None:
+    told = {"shard_nbytes": 200 << 20, "weight_slots": 1}
+    policy = find_plan(replace(QUESTIONS["one slot"], pinned=told)).policy
+    assert (policy.shard_nbytes, policy.weight_slots, policy.gates) == (200 << 20, 1, "shard")
+
+
+def test_a_call_in_phases_costs_its_work_and_its_turns() -> None:
+    of, work, hardware = model(), Work((512,), 512), machine("h200")
+    policy = Policy(shard_nbytes=64 << 20)
+    totals = []
+    for each in (policy, replace(policy, gates="shard")):
+        price, ops = op_seconds(of, each, work, hardware), build_step(of, each, work).ops
+        calls = [op for op in ops if op.stream == "compute" and op.unit == 3]
+        turns = sum(op.shard >= 0 for op in calls) * TURN_KERNELS + sum(op.shard == 0 for op in calls) * CALL_KERNELS
+        assert bool(turns) == (each.gates == "shard")
+        totals.append(sum(price(op) for op in calls) - turns * (hardware.launch_seconds or 0.0))
+    assert totals[0] == pytest.approx(totals[1])
