@@ -37,8 +37,8 @@ Level = Literal["chosen", "attention"]
 PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::_grouped_mm": 0}
 """Name of an op -> which of its arguments has rows as long as the sums that make each value."""
 
-Key = tuple[Any, int]
-"""An op, and how many of its kind went before it in the run of the layer."""
+Key = tuple[Any, int, tuple[torch.Size, ...]]
+"""An op, how many of its kind went before it in the run of the layer, and the shapes of what it was given."""
 
 
 @cache
@@ -72,7 +72,7 @@ class Stored:
     def finish(self, where: str) -> None:
         """Raises `ModelError` where the layer has not asked for all that was stored: it ran in another way."""
         if left := (*self.outputs, *self.spared):
-            what = f"computes otherwise the second time: no {', '.join(sorted({str(op) for op, _ in left}))}"
+            what = f"computes otherwise the second time: no {', '.join(sorted({str(op) for op, *_ in left}))}"
             raise ModelError(what, where=where, fix="keep inputs or graphs instead: memory.activation_rows")
 
 
@@ -108,7 +108,7 @@ class _Watching(TorchDispatchMode):
         rows = _rows_of(op)
         if _UNSEEN.get() or (rows is None and (not attends(op) or _draws(op, args, kwargs))):
             return op(*args, **kwargs)
-        key = op, self._met[op]
+        key = op, self._met[op], tuple(each.shape for each in args if isinstance(each, Tensor))
         self._met[op] += 1
         return self.meet(key, lambda: op(*args, **kwargs), 0 if rows is None else int(args[rows].shape[-1]))
 

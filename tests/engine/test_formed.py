@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain import Engine, Policy
 from megatrain.engine.formed import Forming, Homes
@@ -58,6 +60,32 @@ def total_of(uses: list[Use], dtype: torch.dtype, formed: bool) -> Tensor:
         assert leaf.grad is None
     total.close()
     return flat
+
+
+class Ops(TorchDispatchMode):
+    """Lists the products that run, with their shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if "mm" in str(op):
+            self.found.append(f"{op} {[tuple(each.shape) for each in args]}")
+        return op(*args, **(kwargs or {}))
+
+
+def test_rows_that_do_not_lie_behind_each_other_go_through_the_product_of_the_library() -> None:
+    """As Jamba's do behind its convolution. A product for each sample has other bits, and is no product to be kept."""
+    layout = layout_of(UNIT).trained
+    leaf = torch.randn(ROWS, WIDTH, requires_grad=True)
+    x = torch.randn(2, WIDTH + 3, 7, requires_grad=True)[:, :WIDTH].transpose(1, 2)
+    found = []
+    for forming in (nullcontext(), Forming([("w", leaf)], Homes(UnitSum(layout, torch.zeros(layout.size))))):
+        with Ops() as ops, forming:
+            functional.linear(x, leaf)
+        found.append(ops.found)
+    assert found[0] == found[1] == [f"aten.mm.default {[(14, WIDTH), (WIDTH, ROWS)]}"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -76,11 +76,9 @@ def test_new_pages_cost_time_where_the_device_computes_in_host_memory() -> None:
 
     without, with_them = seconds(True, None), seconds(True, 1e3)
     extra = {name: with_them[name] - without[name] for name in without}
-    gradient, logits = 5000 * 4 / 1e3, 8 * 50 * 4 / 1e3
-    assert extra["LOSS u2 m0"] == pytest.approx(gradient / 2 + 2 * logits + gradient, rel=0.01)
-    assert extra["LOSS u2 m1"] == pytest.approx(gradient / 2, rel=0.01)
-    assert extra["BACKWARD u1 m0"] > 10_000 * 4 / 2 / 1e3
-    assert extra["FORWARD u1 m0"] == 0
+    logits = 8 * 50 * 4 / 1e3
+    assert extra.pop("LOSS u2 m0") == pytest.approx(logits, rel=0.01)
+    assert set(extra.values()) == {0.0}, "what has been freed is used again"
     assert seconds(False, 1e3) == seconds(False, None)
 
 

@@ -32,7 +32,8 @@ KINDS: dict[str, dict[str, Any]] = {"mixtral": {}, "qwen3-moe": {}, "olmoe": OLM
 def engine(device: str | SimDevice, kind: str, experts: str, gates: Gates, keeps: str = "input") -> Engine:
     model = tiny_model(kind if kind in FAMILIES else "mixtral", **KINDS[kind])
     model.set_experts_implementation(experts)
-    policy = Policy("fp32", 1, 1, 2500, gates, activation_rows=((keeps,),), loss_chunk_tokens=5)  # type: ignore[arg-type]
+    sizes = {"weight_slots": 1, "grad_slots": 1, "shard_nbytes": 2500, "loss_chunk_tokens": 5}
+    policy = Policy("fp32", gates=gates, activation_rows=((keeps,),), **sizes)  # type: ignore[arg-type]
     how = {"max_grad_norm": 0.5, "policy": policy, "seed": 4, "verify": False}
     return Engine.from_model(model, device, "fp32", AdamW(lr=1e-2), **how)  # type: ignore[arg-type]
 
