@@ -78,7 +78,7 @@ class Ops(TorchDispatchMode):
 def test_rows_that_do_not_lie_behind_each_other_go_through_the_product_of_the_library() -> None:
     """As Jamba's do behind its convolution. A product for each sample has other bits, and is no product to be kept."""
     layout = layout_of(UNIT).trained
-    leaf = torch.randn(ROWS, WIDTH, requires_grad=True)
+    leaf = torch.randn(ROWS * WIDTH + 8)[8:].view(ROWS, WIDTH).requires_grad_()  # a part of its unit, as all weights
     x = torch.randn(2, WIDTH + 3, 7, requires_grad=True)[:, :WIDTH].transpose(1, 2)
     found = []
     for forming in (nullcontext(), Forming([("w", leaf)], Homes(UnitSum(layout, torch.zeros(layout.size))))):
