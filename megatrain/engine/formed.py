@@ -84,8 +84,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, name: str, homes: Homes) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.name, ctx.homes = name, homes
-        # Within a function of our own torch takes no view for a weight that trains, and where rows do not lie behind each
-        # other it would compute one product for each sample then, which is another op and rounds otherwise.
+        # Within a function of our own torch takes no view for a weight that trains, and where rows do not lie behind
+        # each other it would compute one product for each sample then, which is another op and rounds otherwise.
         flat = x.reshape(-1, x.shape[-1])
         found: Tensor = torch.ops.aten._unsafe_view(functional.linear(flat, weight), [*x.shape[:-1], len(weight)])
         return found  # no view of another tensor to autograd, so that a model may change it in place
