@@ -83,8 +83,9 @@ class CpuDevice:
         """Streams with a thread: host work, and reading and writing the disk once there is any."""
         self._closed = False
         self._mappings: dict[int, mmap.mmap] = {}
-        heap.keep_freed()
         self._finalizer = weakref.finalize(self, _shut, self._workers)  # one that is dropped leaves no thread
+        self._keeping: weakref.finalize[..., object] | None = None
+        """Lets go of what has been kept of freed memory, once there are steps that take it again."""
 
     def stream(self, name: str) -> Stream:
         if self._closed:
@@ -122,6 +123,9 @@ class CpuDevice:
 
     def tidy(self) -> None:
         heap.trim()
+        if self._keeping is None:  # not sooner: what loading a model frees is of no use to a step
+            heap.keep_freed()
+            self._keeping = weakref.finalize(self, heap.let_go)
 
     def lend(
         self, task: Task, memory: Mapping[str, torch.Tensor]
@@ -155,8 +159,9 @@ class CpuDevice:
             self._closed = True
             self._finalizer()
             self._mappings.clear()
+            if self._keeping is not None:
+                self._keeping()
 
 
 def _shut(workers: dict[str, WorkerStream]) -> None:
     close_workers(workers)
-    heap.let_go()

@@ -2,9 +2,9 @@
 
 A training step takes and frees the same memory over and over, and the system's fresh pages are dear, most of all on a
 virtual machine (`python -m bench.pages`). By itself the C library maps every block above 32 MiB afresh, and gives back
-the top of its heap whenever much of it is free. While a device is open, it does neither; what has been freed goes back
-when there is reason to (`trim`), and when the last device closes. Left out: any C library but glibc, and threads other
-than the first, whose heaps end at 64 MiB.
+the top of its heap whenever much of it is free. From a device's first step until it is closed, it does neither; what
+has been freed goes back when there is reason to (`trim`), and when the last device closes. Left out: any C library but
+glibc, and threads other than the first, whose heaps end at 64 MiB.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ def faults():
         np.ones(10 << 20, np.float32)  # 40 MiB, above what the C library maps afresh
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 device = CpuDevice()
+device.tidy()
 np.ones(10 << 20, np.float32)
 kept = faults()
 device.close()
