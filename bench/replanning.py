@@ -4,7 +4,7 @@
 
 The device computes on this machine's processor in memory of its own; what crosses its bus is copied by the threads of
 two streams, each of which then sleeps for as long as a bus of the given speed would take. All times are measured, none
-is simulated. A run of `Replanner` is given a bus that falls to an eighth between two steps. The newly optimal step
+is simulated. A run of `Replanner` is given a bus that falls to a 24th between two steps. The newly optimal step
 time is the best of several mixtures measured at that speed with the same engine, the one that the planner finds with
 times measured there among them. Losses are compared with those of a run in plain host memory, bit for bit. It leaves
 out a disk that becomes slow: what is kept on it is decided before training, and is not planned anew.
@@ -36,12 +36,12 @@ from megatrain.spec import Hardware, Keep
 
 RESULTS = Path(__file__).parent / "results" / "replanning.json"
 
-LAYERS, WIDTH, LENGTH, ROWS, MICRO_BATCH = 8, 128, 256, 8, 2
+LAYERS, WIDTH, LENGTH, ROWS, MICRO_BATCH = 8, 64, 512, 16, 4
 
 QUICK = 0.5
 """Of a layer's forward: the time in which its inputs cross the bus, before it falls."""
 
-FALLS_TO = 1 / 8
+FALLS_TO = 1 / 24
 
 BEFORE, AFTER, ROUNDS = 4, 4, 2
 """Steps ahead of the fall and behind it; rounds in which each mixture is measured."""
