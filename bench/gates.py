@@ -25,9 +25,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from bench.scaling import ENOUGH_HOST, GB, filled
-from bench.scaling import shape as known_shape
-from bench.shapes import llama_shape
+from bench.scaling import ENOUGH_HOST, GB, filled, shape
 from megatrain.engine.gated import OPEN, Call, Gates
 from megatrain.errors import DoesNotFit
 from megatrain.layout import layout_of
@@ -139,15 +137,13 @@ def gains() -> list[str]:
 
 
 def _questions() -> Iterator[tuple[str, Question]]:
-    """In as many slots as the plan likes, and in one; "clips" is in the words."""
-    large = llama_shape("3B", 26, 2304, feed_forward=9216, vocabulary=256_000)
-    for name, model in (("3B, 256k words", large), ("7B", known_shape("7B"))):
-        for hardware, device in (("rtx-4090", 8), ("gh200", 96)):
-            there = replace(machine(hardware), device_nbytes=round(device * GB), host_nbytes=ENOUGH_HOST)
-            for tokens in (512, 4096, 32_768):
-                for slots, pinned in (("any", {}), ("1", {"weight_slots": 1})):
-                    words = f"{name} | {hardware}, {device} GB | {tokens:,} | {slots}"
-                    yield words, Question(model, there, tokens, min(tokens, 4096), pinned=pinned)
+    """A 7B in as many slots as the plan likes, and in one."""
+    for hardware, device in (("rtx-4090", 8), ("gh200", 96)):
+        there = replace(machine(hardware), device_nbytes=round(device * GB), host_nbytes=ENOUGH_HOST)
+        for tokens in (512, 4096, 32_768):
+            for slots, pinned in (("any", {}), ("1", {"weight_slots": 1})):
+                words = f"7B | {hardware}, {device} GB | {tokens:,} | {slots}"
+                yield words, Question(shape("7B"), there, tokens, min(tokens, 4096), pinned=pinned)
 
 
 def main() -> int:
