@@ -12,6 +12,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel
 
 from megatrain.errors import MegaTrainError, ModelError, typed_line
 from megatrain.model.blueprint import meta_twin, registering
+from megatrain.model.likeness import learned
 from megatrain.model.load import quiet
 from megatrain.model.look import FirstLook
 from megatrain.model.moments import Differentiable, moments_of
@@ -211,7 +213,8 @@ def _learn_layers(ported: PortedModel) -> tuple[list[Sides], list[LayerProfile],
         if kind not in known:
             layer = ported.templates[index]
             whole = _runner(layer, look.zeros.pop(kind), captures, index)
-            known[kind], parts[kind] = _learn_profile(layer, whole)
+            runs = [(capture.hidden, capture.calls[index].form) for capture in captures.values()]
+            known[kind], parts[kind] = learned(layer, runs, partial(_learn_profile, layer, whole))
     ported.parts = [parts[kind] for kind in look.kinds]
     return look.sides, [known[kind] for kind in look.kinds], [look.used[kind] for kind in look.kinds], given
 

@@ -69,6 +69,8 @@ class Living(TorchDispatchMode):
         """Bytes of each tensor, in the order of making."""
         self.alive: set[int] = set()
         """Numbers of those that exist."""
+        self._nbytes = 0
+        """Their sum."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -80,7 +82,7 @@ class Living(TorchDispatchMode):
                 storage = each.untyped_storage()
                 if storage._cdata not in self._known and storage._cdata not in given:
                     self._enter(each, storage)
-        self.peak = max(self.peak, self.nbytes)
+        self.peak = max(self.peak, self._nbytes)
         self.watch(op, args, output)
         return output
 
@@ -97,7 +99,7 @@ class Living(TorchDispatchMode):
     def nbytes(self) -> int:
         """That exist now."""
         self._forget()
-        return sum(self.sizes[number] for number in self.alive)
+        return self._nbytes
 
     def number_of(self, made: Tensor) -> int | None:
         """Which of the tensors it is, or a view of."""
@@ -109,6 +111,7 @@ class Living(TorchDispatchMode):
         self._refs.append(StorageWeakRef(storage))
         self.sizes.append(self.measure(made))
         self.alive.add(number)
+        self._nbytes += self.sizes[number]
 
     def _forget(self) -> None:
         for place, number in list(self._known.items()):
@@ -118,6 +121,7 @@ class Living(TorchDispatchMode):
                 del self._known[place]
                 self._refs[number] = None
                 self.alive.discard(number)
+                self._nbytes -= self.sizes[number]
 
 
 # A layer's own --------------------------------------------------------------------------------------------------------

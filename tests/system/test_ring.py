@@ -14,8 +14,16 @@ from megatrain.errors import MegaTrainError, ScheduleError
 from megatrain.layout import layout_of
 from megatrain.schedule import CALLS, phases
 from megatrain.spec import IN_HOST, Gates, Home, Keep, Precision, Transit
-from megatrain.testing import Fault, SimDevice
-from tests.system.test_gates import GATED, ROWS, calls_under_way, engine, plainest, results
+from megatrain.testing import SimDevice
+from tests.system.test_gates import (
+    GATED,
+    ROWS,
+    a_step_fails_and_is_done_again,
+    calls_under_way,
+    engine,
+    plainest,
+    results,
+)
 from tests.tiny import equal, unequal_batches
 
 RING = replace(GATED, read_ahead_nbytes=4096)
@@ -143,18 +151,7 @@ def test_a_weight_that_is_read_once_more_after_it_was_given_up_is_named(
 
 @pytest.mark.parametrize("at", ["PLACE u2 s0", "FETCH u2 s3", "FORWARD u1 m1 s3", "BACKWARD u2 m0 s2"])
 def test_a_failure_surfaces_and_leaves_nothing_behind(at: str) -> None:
-    batches = unequal_batches(2)
-    with engine("cpu", replace(GATED, gates="unit"), "llama") as made:
-        expected = [made.step(batches).loss for _ in range(2)]
-    device = SimDevice(5)
-    with engine(device, RING, "llama") as made:
-        losses = [made.step(batches).loss]
-        device.faults.append(Fault("raise", at))
-        with pytest.raises(MegaTrainError):
-            made.step(batches)
-        assert not calls_under_way()
-        losses.append(made.step(batches).loss)
-    assert losses == expected
+    a_step_fails_and_is_done_again(RING, at)
 
 
 def test_an_engine_goes_over_to_a_ring_and_back_between_steps() -> None:
