@@ -84,14 +84,9 @@ def test_leaving_out_any_single_wait_is_detected(case: int) -> None:
     assert surviving_waits(schedule, range(1)) == []
 
 
-def test_three_hundred_seeds_over_varied_policies_have_no_race() -> None:
-    for seed in range(300):
-        run_idle(varied_schedule(seed), SimDevice(seed))
-
-
-@pytest.mark.slow
-def test_five_thousand_seeds_over_varied_policies_have_no_race() -> None:
-    for seed in range(300, 5300):
+@pytest.mark.parametrize("seeds", [range(120), pytest.param(range(120, 5300), marks=pytest.mark.slow)])
+def test_five_thousand_seeds_over_varied_policies_have_no_race(seeds: range) -> None:
+    for seed in seeds:
         run_idle(varied_schedule(seed), SimDevice(seed))
 
 
