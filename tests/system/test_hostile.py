@@ -84,7 +84,9 @@ def test_leaving_out_any_single_wait_is_detected(case: int) -> None:
     assert surviving_waits(schedule, range(1)) == []
 
 
-@pytest.mark.parametrize("seeds", [range(120), pytest.param(range(120, 5300), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "seeds", [range(120), pytest.param(range(120, 5300), marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+)
 def test_five_thousand_seeds_over_varied_policies_have_no_race(seeds: range) -> None:
     for seed in seeds:
         run_idle(varied_schedule(seed), SimDevice(seed))
