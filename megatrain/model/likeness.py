@@ -52,12 +52,13 @@ def learned(layer: nn.Module, given: Any, learn: Callable[[], Learned]) -> Learn
         key = _settings(), _form((layer, given), {})
     except _Unlike:
         return learn()
-    if key not in _LEARNED:
-        found = learn()  # before the old ones go: it may raise
+    found = _LEARNED.get(key)
+    if found is None:
+        found = learn()
         while len(_LEARNED) >= MOST:
-            del _LEARNED[next(iter(_LEARNED))]
+            _LEARNED.pop(next(iter(_LEARNED)), None)
         _LEARNED[key] = found
-    return _LEARNED[key]
+    return found
 
 
 def _settings() -> Hashable:
