@@ -26,6 +26,7 @@ from megatrain.model.blueprint import meta_twin, registering
 from megatrain.model.likeness import learned
 from megatrain.model.load import quiet
 from megatrain.model.look import FirstLook
+from megatrain.model.lookups import only_looks_up
 from megatrain.model.moments import Differentiable, moments_of
 from megatrain.model.ported import ROUTED, PortedModel, Sides, takes
 from megatrain.model.ports import Capture, HandOut, Port, hidden_of, reachable_leaves
@@ -302,6 +303,7 @@ def _learn_spec(model: PreTrainedModel, ported: PortedModel, layers: list[UnitSp
     for call in capture.calls:
         if any(tensor.requires_grad for tensor in call.tensors()):
             raise ModelError("its layers need a gradient other than through the hidden state", where=where)
+    looks_up = only_looks_up(ported, capture.hidden, _probe_inputs())
     ported.hidden_shape = tuple(capture.hidden.shape[2:])
     handed_out = torch.zeros(PROBE_TOKENS, *ported.hidden_shape, dtype=capture.hidden.dtype)
     with torch.enable_grad(), Uses(order.reading):
@@ -325,7 +327,7 @@ def _learn_spec(model: PreTrainedModel, ported: PortedModel, layers: list[UnitSp
         raise ModelError("its logits depend on no parameter outside the layers", where=where)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     units = (
-        UnitSpec("prologue", "prologue", tuple(prologue), profile=given),
+        UnitSpec("prologue", "prologue", tuple(prologue), profile=given, looks_up=looks_up),
         *layers,
         UnitSpec("epilogue", "epilogue", tuple(epilogue), tuple(borrowed)),
     )
