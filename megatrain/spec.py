@@ -257,6 +257,12 @@ class Home:
 
 IN_HOST = Home()
 
+ROUNDED_BY_ROWS = (
+    *("gates", "weight_slots", "read_ahead_nbytes", "shard_nbytes", "homes"),
+    *("activations", "activation_rows"),
+)
+"""Fields of a policy that decide which matrices are cut with `gates="rows"`, and where: so its numbers, by rounding."""
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatrain import Policy
 from megatrain.engine.gated import Call
-from megatrain.errors import MegaTrainError, ScheduleError
+from megatrain.errors import MegaTrainError, PlanError, ScheduleError
 from megatrain.layout import layout_of
 from megatrain.schedule import CALLS, phases
 from megatrain.spec import IN_HOST, Gates, Home, Keep, Precision, Transit
@@ -167,6 +167,20 @@ def test_an_engine_goes_over_to_a_ring_and_back_between_steps() -> None:
             made.adopt(replace(made.policy, read_ahead_nbytes=ahead))
             losses.append(made.step(batches).loss)
             assert ("device/weights/ahead" in made._store.pool._buffers) == (ahead > 0)
+    assert losses == expected
+
+
+def test_an_engine_takes_gates_up_and_gives_them_up_between_steps() -> None:
+    batches = unequal_batches(2)
+    with engine("cpu", replace(GATED, gates="unit"), "llama") as made:
+        expected = [made.step(batches).loss for _ in range(4)]
+    with engine("sim:4", replace(GATED, gates="unit"), "llama") as made:
+        losses = []
+        for gates in ("unit", "shard", "unit", "shard"):
+            made.adopt(replace(made.policy, gates=gates))
+            losses.append(made.step(batches).loss)
+        with pytest.raises(PlanError, match=r"policy\.gates"):
+            made.adopt(replace(made.policy, gates="rows"))
     assert losses == expected
 
 
