@@ -26,7 +26,7 @@ def find_plan(question: Question) -> Plan:
 def _quickest(question: Question) -> Plan:
     search = Search(question)
     if plan := search.answer():
-        return with_ring(with_gates(plan), search.promised, lambda each: Search(each).answer())
+        return with_ring(with_gates(plan), search.promised, search.answer)
     others = [Search(each) for each in rings(question)]
     fits = others and others[-1].least.fits(question.budgets())
     found = [*filter(None, (each.answer() for each in others if fits))]

@@ -84,12 +84,13 @@ class Search:
             self._known.clear()
         self.budgets = budgets
 
-    def answer(self) -> Plan | None:
-        """The quickest candidate that fits, if any does.
+    def answer(self, budgets: Mapping[str, int] | None = None) -> Plan | None:
+        """The quickest candidate that fits these budgets, or the question's, if any does.
 
         Whether a candidate fits is decided by replaying it whole; where that differs from the estimate, it is known
         from then on, and the search goes on.
         """
+        self.within(dict(budgets or self.question.budgets()))
         while True:
             found = self.best()
             candidate = found or self.leanest()
