@@ -41,7 +41,7 @@ from megatrain.plan.knobs import (
 )
 from megatrain.plan.mixture import Mixtures, Option, Rows
 from megatrain.plan.question import Candidate, Estimate, Plan, Question
-from megatrain.plan.ring import ways
+from megatrain.plan.ring import leaner
 from megatrain.spec import Home, Policy
 
 Rung = tuple[Estimate, Policy] | None
@@ -159,20 +159,22 @@ class Search:
         return None if candidate is None else self.outcome(*candidate)
 
     @cached_property
-    def least(self) -> Estimate:
-        """What the leanest policy takes, replayed whole."""
-        return examine(self.question, *self.usual(*self.leanest())[0]).taken
+    def least(self) -> tuple[Estimate, Estimate]:
+        """What the leanest policy takes, and by a ring, replayed whole."""
+        policy, rows = self.usual(*self.leanest())[0]
+        plain, ring = (examine(self.question, each, rows).taken for each in (policy, leaner(self.question, policy)))
+        return plain, ring
 
     def refusal(self) -> DoesNotFit:
         """What is short at the least, by how much, and the nearest change that would fit."""
-        taken = [Search(each).least for each in ways(self.question)]
-        least = min(taken, key=lambda each: max(each.short(self.budgets).values()))
+        plain, _ = self.least
+        least = min(self.least, key=lambda each: max(each.short(self.budgets).values()))
         tier = max(short := least.short(self.budgets), key=lambda name: short[name])
         return DoesNotFit(
             f"needs {least.nbytes[tier]:,} bytes of {tier} memory at the least, {short[tier]:,} more than there are"
             + (", even with all of its state on the disk" if tier == "host" and least.nbytes["disk"] else ""),
             where=f"plan for {self.question.model.name} on {self.question.hardware.name}",
-            fix=self._nearest(least, taken[0].short(least.nbytes).get("device", 0)),
+            fix=self._nearest(least, plain.nbytes.get("device", 0) - least.nbytes.get("device", 0)),
         )
 
     def _nearest(self, least: Estimate, freed: int) -> str:
@@ -181,12 +183,11 @@ class Search:
         freed: bytes of device memory that a ring takes less.
         """
         for words, other in changes(self.question):
-            for search in map(Search, ways(other)):
-                short = search.price(*search.leanest()).short(search.budgets)
-                if max(short.values()) <= 0 and search.least.fits(search.budgets):
-                    return f"{words} would fit"
-                if short.get("device", 0) > freed or freed == 0:
-                    break
+            search = Search(other)
+            short = search.price(*search.leanest()).short(search.budgets)
+            may_fit = all(number <= (freed if tier == "device" else 0) for tier, number in short.items())
+            if may_fit and any(each.fits(search.budgets) for each in search.least):
+                return f"{words} would fit"
         needed = [f"{least.nbytes[tier]:,} bytes of {tier} memory" for tier in self.budgets if least.nbytes[tier]]
         return f"it takes {', '.join(needed)}, or a smaller model"
 
