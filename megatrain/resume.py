@@ -116,11 +116,11 @@ def as_begun(config: Config, taken: Checkpoint) -> Config:
     train, sizes = config.train, {name: then.get(name) for name in KEPT_SIZES}
     kept = {} if any(getattr(train, name) is not None for name in KEPT_SIZES) else sizes
     policy = {"mlp_chunk_tokens": 0, "compile": False, **taken.training["engine"]["policy"]}  # older ones had neither
-    held = {"gates": config.policy.gates or _rounding(policy.get("gates"))}
+    held: dict[str, Any] = {"gates": config.policy.gates or _rounding(policy.get("gates"))}
     rows = tuple(tuple(row) for row in policy.get("activation_rows", ()))
     policy |= {"activation_rows": rows or None}
-    kept = (*KEPT_POLICY, *(KEPT_BY_ROWS if held["gates"] == policy.get("gates") == "rows" else ()))
-    held |= {name: policy.get(name) for name in kept if getattr(config.policy, name) is None}
+    names = (*KEPT_POLICY, *(KEPT_BY_ROWS if held["gates"] == policy.get("gates") == "rows" else ()))
+    held |= {name: policy.get(name) for name in names if getattr(config.policy, name) is None}
     return config.model_copy(
         update={"train": train.model_copy(update=kept), "policy": config.policy.model_copy(update=held)}
     )
