@@ -66,9 +66,8 @@ def test_a_plan_with_other_gates_is_taken_up(gates: Gates, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("ahead", [(0, 16_384), (16_384, 0)])
 def test_a_plan_by_a_ring_is_taken_up_and_given_up(ahead: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    before, after = (
-        Policy("fp32", loss_chunk_tokens=5, shard_nbytes=16_384, gates="shard", read_ahead_nbytes=each) for each in ahead
-    )
+    before = Policy("fp32", loss_chunk_tokens=5, shard_nbytes=16_384, gates="shard", read_ahead_nbytes=ahead[0])
+    after = replace(before, read_ahead_nbytes=ahead[1])
     asked: list[Asked] = []
     plan = finds(after, monkeypatch, asked)
     losses = []
