@@ -84,7 +84,7 @@ def rows(layers: int, tokens: int, micro_batches: Sequence[int]) -> list[str]:
 
 # Plans ---------------------------------------------------------------------------------------------------------------
 
-PLANNED_TOKENS, MEMORIES = 16_384, (7, 8, 11, 12, 16, 24)
+PLANNED_TOKENS, MEMORIES = 16_384, (8, 12, 16, 24)
 
 
 def planned_shapes() -> dict[str, ModelSpec]:
