@@ -55,6 +55,14 @@ class LayerProfile:
     """As `moments`, where token-wise parts run in chunks."""
     host_chunked_moments: tuple[Moment, ...] = ()
 
+    formed_moments: tuple[Moment, ...] = ()
+    """Of the epilogue, whose `moments` are of a chunk: when its logits have been formed, their gradient included."""
+    balance_moments: tuple[Moment, ...] = ()
+    """Of the epilogue: the widest ones of the router auxiliary loss of a micro-batch, forward and backward."""
+    host_balance_moments: tuple[Moment, ...] = ()
+    sides_nbytes: float = 0.0
+    """Bytes per token of what a layer has recorded for that loss, and later of their gradient."""
+
     arguments_nbytes: float = 0.0
     """Of the prologue: bytes per position of what all layers are called with besides the hidden state."""
     arguments_nbytes_by_length: float = 0.0

@@ -9,22 +9,25 @@ name. A model that this cannot train exactly is refused with a `ModelError`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
 from megatrain.errors import MegaTrainError, ModelError, typed_line
 from megatrain.model.blueprint import meta_twin, registering
+from megatrain.model.ending import with_ending
 from megatrain.model.load import quiet
 from megatrain.model.look import FirstLook
-from megatrain.model.moments import Differentiable, moments_of
+from megatrain.model.moments import Differentiable, Sparing, moments_anywhere
 from megatrain.model.ported import ROUTED, PortedModel, Sides, takes
 from megatrain.model.ports import Capture, HandOut, Port, hidden_of, reachable_leaves
 from megatrain.model.profile import LENGTHS, profile_layer
@@ -35,6 +38,9 @@ from megatrain.spec import LayerProfile, ModelSpec, ParamSpec, UnitSpec
 
 PROBE_TOKENS = 4
 """Length of the tiny inputs that a model is learned from."""
+
+Captured = Callable[[int], Capture]
+"""What layers are called with, of so many tokens."""
 
 MOST_STACKS = 4
 """Module lists that are tried; a model with a tower for images may have a larger one than that of its layers."""
@@ -67,6 +73,7 @@ def _ported(model: PreTrainedModel, stack: str, dtype: torch.dtype) -> PortedMod
         ported.spec = _learn_spec(model, ported, _layer_specs(model, ported, profiles, used), given)
         if ported.routers_off:
             ported.balance_coefficient = _learn_balance(ported, sides)
+        ported.spec = replace(ported.spec, units=with_ending(ported, sides, PROBE_TOKENS))
     return ported
 
 
@@ -200,17 +207,21 @@ def _learn_layers(ported: PortedModel) -> tuple[list[Sides], list[LayerProfile],
         _run_probe(ported, look, PROBE_TOKENS)
     for port in ported.ports:
         port.others = ()
-    captures = {tokens: Capture(len(ported.ports)) for tokens in LENGTHS}
-    with torch.no_grad():
-        for tokens, capture in captures.items():
+
+    @cache
+    def captured(tokens: int) -> Capture:
+        capture = Capture(len(ported.ports))
+        with _disable_current_modes(), torch.no_grad():  # type: ignore[no-untyped-call]  # no part of what is looked at
             _run_probe(ported, capture, tokens)
-    given = _learn_arguments(captures)
+        return capture
+
+    given = _learn_arguments({tokens: captured(tokens) for tokens in LENGTHS})
     known: dict[object, LayerProfile] = {}
     parts: dict[object, tuple[str, ...]] = {}
     for index, kind in enumerate(look.kinds):
         if kind not in known:
             layer = ported.templates[index]
-            whole = _runner(layer, look.zeros.pop(kind), captures, index)
+            whole = _runner(layer, look.zeros.pop(kind), captured, index)
             known[kind], parts[kind] = _learn_profile(layer, whole)
     ported.parts = [parts[kind] for kind in look.kinds]
     return look.sides, [known[kind] for kind in look.kinds], [look.used[kind] for kind in look.kinds], given
@@ -240,9 +251,14 @@ def _learn_profile(layer: nn.Module, whole: Differentiable) -> tuple[LayerProfil
         output, others, _ = whole(tokens)
         return output, others
 
-    parts, (device, host) = token_wise(layer, run), moments_of(whole, LENGTHS)
-    profile = replace(profile_layer(layer, run), moments=device, host_moments=host)
-    return with_chunks(profile, layer, parts, run, whole), parts
+    def sparing(tokens: int) -> tuple[Tensor, Sequence[Tensor]]:
+        with Sparing():  # type: ignore[no-untyped-call]
+            return run(tokens)
+
+    parts, (device, host, lengths) = token_wise(layer, sparing), moments_anywhere(whole)
+    with Sparing():  # type: ignore[no-untyped-call]  # below the modes that look at ops
+        profile = replace(profile_layer(layer, run, lengths), moments=device, host_moments=host)
+    return with_chunks(profile, layer, parts, sparing, whole, lengths), parts
 
 
 def _run_probe(ported: PortedModel, capture: Capture, tokens: int) -> None:
@@ -255,11 +271,11 @@ def _run_probe(ported: PortedModel, capture: Capture, tokens: int) -> None:
         raise ModelError(f"its hidden state is {shape}, which does not start with batch and length", where=where)
 
 
-def _runner(layer: nn.Module, zeros: dict[str, Tensor], captures: dict[int, Capture], index: int) -> Differentiable:
+def _runner(layer: nn.Module, zeros: dict[str, Tensor], captured: Captured, index: int) -> Differentiable:
     leaves = {name: zero.detach().requires_grad_() for name, zero in zeros.items()}
 
     def whole(tokens: int) -> tuple[Tensor, list[Tensor], Tensor]:
-        capture = captures[tokens]
+        capture = captured(tokens)
         assert capture.hidden is not None
         call, given = capture.calls[index], capture.hidden.detach().requires_grad_()
         args, kwargs = call.arguments(given)
@@ -301,10 +317,10 @@ def _learn_spec(model: PreTrainedModel, ported: PortedModel, layers: list[UnitSp
             raise ModelError("its layers need a gradient other than through the hidden state", where=where)
     ported.hidden_shape = tuple(capture.hidden.shape[2:])
     handed_out = torch.zeros(PROBE_TOKENS, *ported.hidden_shape, dtype=capture.hidden.dtype)
-    with torch.enable_grad(), Uses(order.reading):
+    with torch.enable_grad(), Sparing(), Uses(order.reading):  # type: ignore[no-untyped-call]
         logits = ported.head(leaves, handed_out)
     whole = HandOut(len(ported.ports), handed_out.unsqueeze(1))
-    with torch.no_grad():
+    with torch.no_grad(), Sparing():  # type: ignore[no-untyped-call]
         ported.run(whole, ported.placeholders, {"input_ids": torch.zeros(PROBE_TOKENS, 1, dtype=torch.long)})
     if whole.order != list(range(len(ported.ports))):
         raise ModelError("goes through its decoder layers more than once", where=where)

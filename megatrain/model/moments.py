@@ -5,7 +5,8 @@ gradients of activations, and the gradient of a weight that is about to be added
 the layer's code, so no formula per architecture could be right. Here a layer runs forward and backward on zeros at two
 short lengths; each tensor that an op makes is followed by its storage, and what does not grow with the tokens is told
 from what does by comparing the two runs, tensor by tensor. Of all moments those remain that could be the widest at some
-length. Results as large as weights are not computed: they are stood for by tensors that take no memory.
+length. Results as large as weights are not computed: they are stood for by tensors that take no memory; and a product
+with a large weight, which is zero as all weights are, is zero without being multiplied.
 
 Left out: what kernels take for themselves, but for two that are large: the gradient of the queries, summed in float32
 by fused attention on an accelerator (Dao 2023, FlashAttention-2), and the float32 result of a product that a cpu
@@ -30,6 +31,14 @@ from megatrain.spec import Moment
 
 LARGE_NUMEL = 1 << 22
 """Elements from which a result is not computed."""
+SHORT = (8, 16)
+"""Tokens of the two runs."""
+FURTHER, ROUNDED = 300, 1.01
+"""Tokens of a run that shows whether what two short ones tell holds beyond, and by how much it may be exceeded."""
+BLOCKS = ((65, 129), (257, 513))
+"""Tokens of two runs of a layer that pads: each begins one more block of 64, and of 128 or 256."""
+LOOPED = (24, 48)
+"""Tokens of two runs of a layer that does more at more tokens."""
 
 ADDING = ("aten::addmm", "aten::baddbmm")
 PRODUCTS = (*ADDING, "aten::mm", "aten::bmm", "aten::_grouped_mm")
@@ -69,12 +78,12 @@ class Living(TorchDispatchMode):
         """Bytes of each tensor, in the order of making."""
         self.alive: set[int] = set()
         """Numbers of those that exist."""
+        self._nbytes = 0
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
         output = self.compute(op, args, kwargs)
-        self._forget()
         for each in tree_leaves(output):
             if isinstance(each, Tensor) and not each.is_meta:
                 storage = each.untyped_storage()
@@ -97,7 +106,7 @@ class Living(TorchDispatchMode):
     def nbytes(self) -> int:
         """That exist now."""
         self._forget()
-        return sum(self.sizes[number] for number in self.alive)
+        return self._nbytes
 
     def number_of(self, made: Tensor) -> int | None:
         """Which of the tensors it is, or a view of."""
@@ -109,15 +118,15 @@ class Living(TorchDispatchMode):
         self._refs.append(StorageWeakRef(storage))
         self.sizes.append(self.measure(made))
         self.alive.add(number)
+        self._nbytes += self.sizes[number]
 
     def _forget(self) -> None:
-        for place, number in list(self._known.items()):
-            ref = self._refs[number]
-            assert ref is not None
-            if ref.expired():
-                del self._known[place]
-                self._refs[number] = None
-                self.alive.discard(number)
+        ended = [place for place, number in self._known.items() if self._refs[number].expired()]  # type: ignore[union-attr]
+        for place in ended:  # until here the reference has kept the place from being used again
+            number = self._known.pop(place)
+            self._refs[number] = None
+            self.alive.discard(number)
+            self._nbytes -= self.sizes[number]
 
 
 # A layer's own --------------------------------------------------------------------------------------------------------
@@ -126,8 +135,20 @@ Parts = tuple[float, float, float, float]
 """Bytes of a tensor: fixed, per token, per token and position, per token of a chunk."""
 
 
-class _Recording(Living):
-    """A run of a layer: every tensor's bytes and kind, and at each op what there was."""
+class Sparing(TorchDispatchMode):
+    """In the block, products with large weights are zero without being multiplied. For runs on zeros alone."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        schema = getattr(op, "_schema", None)
+        if schema is None or schema.name not in PRODUCTS:
+            return op(*args, **(kwargs or {}))
+        return _multiplied(op, args, kwargs or {})
+
+
+class Recording(Living):
+    """A run on zeros: every tensor's bytes and kind, and at each op what there was."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,14 +158,7 @@ class _Recording(Living):
         """The tensors that there were, the one that a product has just made, and whether attention was at work."""
 
     def compute(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        schema = getattr(op, "_schema", None)
-        if schema is None or _result_numel(schema.name, args) < LARGE_NUMEL:
-            return op(*args, **kwargs)
-        if schema.is_mutable:
-            return args[0]
-        if any(each.alias_info is not None for each in schema.returns):
-            return op(*args, **kwargs)  # a view
-        return _hollow(op, args, kwargs)
+        return _spared(op, args, kwargs)
 
     def measure(self, made: Tensor) -> int:
         self.chunked.append(_IN_CHUNK.get())
@@ -162,12 +176,15 @@ def moments_of(run: Differentiable, lengths: tuple[int, int]) -> tuple[tuple[Mom
     run: for so many tokens of one sequence, the layer's output, its weights and arguments, and its input. Nothing where
     the layer does other things at another length, so that its tensors cannot be told apart.
     """
-    records = [_recorded(run, length) for length in lengths]
+    return widest_of([_recorded(run, length) for length in lengths], lengths)
+
+
+def widest_of(records: Sequence[Recording], lengths: tuple[int, int]) -> tuple[tuple[Moment, ...], tuple[Moment, ...]]:
+    """As `moments_of`, of runs at the two lengths."""
     short, long = records
     if short.moments != long.moments or short.chunked != long.chunked:
         return (), ()
-    sizes = zip(short.sizes, long.sizes, short.chunked, strict=True)
-    parts = [_parts(less, more, chunked, lengths) for less, more, chunked in sizes]
+    parts = _parts_of(short, long, lengths)
     device, host = set[tuple[Parts, bool]](), set[tuple[Parts, bool]]()
     for alive, product, attends in short.moments:
         there = _sum(parts[number] for number in alive)
@@ -177,21 +194,71 @@ def moments_of(run: Differentiable, lengths: tuple[int, int]) -> tuple[tuple[Mom
     return _widest(device), _widest(host)
 
 
-def _recorded(run: Differentiable, length: int) -> _Recording:
-    record = _Recording()
+def moments_anywhere(run: Differentiable) -> tuple[tuple[Moment, ...], tuple[Moment, ...], tuple[int, int]]:
+    """As `moments_of`, also for layers that pad sequences to blocks of their own or go through them in loops, and the
+    two lengths that tell how such a layer grows."""
+    device, host = moments_of(run, SHORT)
+    if not device:  # of a loop over positions
+        return *_of_peaks([_recorded(run, length) for length in LOOPED], LOOPED), LOOPED
+    try:
+        further = _recorded(run, FURTHER).peak
+    except (RuntimeError, IndexError):  # fewer positions
+        return device, host, SHORT
+    for lengths in (SHORT, *BLOCKS):
+        if lengths != SHORT:
+            device, host = _of_peaks([_recorded(run, length) for length in lengths], lengths)
+        if further <= ROUNDED * max(each.nbytes(FURTHER, FURTHER, FURTHER // 2) for each in device):
+            break
+    return device, host, lengths
+
+
+def _of_peaks(records: Sequence[Recording], lengths: tuple[int, int]) -> tuple[tuple[Moment, ...], tuple[Moment, ...]]:
+    """A moment that is as wide as the widest of both runs."""
+    found = []
+    for beside in (0, 2):
+        less, more = (
+            max(
+                sum(record.sizes[number] for number in alive) + (0 if made is None else beside * record.sizes[made])
+                for alive, made, _ in record.moments
+            )
+            for record in records
+        )
+        found.append((Moment(*growth(less, more, lengths), attends=any(each[2] for each in records[0].moments)),))
+    return found[0], found[1]
+
+
+def moment_at(place: int, records: Sequence[Recording], lengths: tuple[int, int]) -> Moment:
+    """What there was at one op of runs that have all ops alike."""
+    parts = _parts_of(records[0], records[1], lengths)
+    return Moment(*_sum(parts[number] for number in records[0].moments[place][0]))
+
+
+def _parts_of(short: Recording, long: Recording, lengths: tuple[int, int]) -> list[Parts]:
+    sizes = zip(short.sizes, long.sizes, short.chunked, strict=True)
+    return [_parts(less, more, chunked, lengths) for less, more, chunked in sizes]
+
+
+def _recorded(run: Differentiable, length: int) -> Recording:
+    record = Recording()
     with torch.enable_grad():
         with record:
             output, others, given = run(length)
         gradient = torch.zeros_like(output)  # there before the backward
         wanted = [each for each in others if each.requires_grad]
-        hooks = [each.register_hook(_let_go) for each in wanted]
-        try:
-            with record:
-                torch.autograd.grad([output], [given, *wanted], [gradient], allow_unused=True)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with record, letting_go(wanted):
+            torch.autograd.grad([output], [given, *wanted], [gradient], allow_unused=True)
     return record
+
+
+@contextmanager
+def letting_go(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """In the block, gradients of these are forgotten as soon as they are complete."""
+    hooks = [each.register_hook(_let_go) for each in leaves]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _let_go(gradient: Tensor) -> Tensor:
@@ -239,6 +306,28 @@ def _widest(moments: Iterable[tuple[Parts, bool]]) -> tuple[Moment, ...]:
     return tuple(
         Moment(*parts, attends) for parts, attends in sorted(kept, key=lambda each: (each[0][1], each), reverse=True)
     )
+
+
+def _spared(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What an op gives; computed where that takes little."""
+    schema = getattr(op, "_schema", None)
+    if schema is None:
+        return op(*args, **kwargs)
+    if _result_numel(schema.name, args) >= LARGE_NUMEL:
+        if schema.is_mutable:
+            return args[0]
+        if any(each.alias_info is not None for each in schema.returns):
+            return op(*args, **kwargs)  # a view
+        return _hollow(op, args, kwargs)
+    return _multiplied(op, args, kwargs) if schema.name in PRODUCTS else op(*args, **kwargs)
+
+
+def _multiplied(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """A product; of a large weight, which is zero, zeros."""
+    if max(each.numel() for each in args if isinstance(each, Tensor)) < LARGE_NUMEL:
+        return op(*args, **kwargs)  # type: ignore[no-any-return]
+    found: Tensor = _hollow(op, args, kwargs)
+    return torch.zeros_like(found, memory_format=torch.contiguous_format)
 
 
 def _result_numel(name: str, args: Sequence[Any]) -> int:

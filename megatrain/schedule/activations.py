@@ -197,6 +197,14 @@ class Activations:
             nbytes += self._boundary_nbytes(micro)  # the input: a norm in float32 saves a copy of it instead
         return self.transient(f"graph/{layer}.{micro}", nbytes, f"k{layer}.{micro}")
 
+    def sides(self, layer: int, micro: int, content: str = "s") -> list[Access]:
+        """What a layer has recorded for the loss; `t` once it is the gradient of that."""
+        each = self._model.units[layer].profile.sides_nbytes
+        if not each:
+            return []
+        nbytes = round(self._work.repeats * self._work.tokens[micro] * each)
+        return [self.transient(f"sides/{layer}.{micro}", max(1, nbytes), f"{content}{layer}.{micro}")]
+
     def stored(self, layer: int, micro: int) -> Access:
         """What a layer's forward has stored of its ops' outputs."""
         keep, tokens = self._keeps[layer, micro], self._work.tokens[micro]

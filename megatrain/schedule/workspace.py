@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from math import ceil, prod
 
-from megatrain.spec import ModelSpec, Policy, UnitSpec, Work
+from megatrain.spec import ModelSpec, Moment, Policy, UnitSpec, Work
 
 LOSS_BLOCK_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Logits that exist in float32 at one time, by device type: a share of the cache on a cpu, few launches on a GPU."""
@@ -25,7 +25,9 @@ ATTENTION_ROWS, ATTENTION_COLUMNS = ((768, 256), (192, 64), (0, 32)), 512
 PLACES_NBYTES = 40
 """Per token, for which rows of a table were looked up, and which of those each token is."""
 HEAD_FLOATS = 5
-"""Float32 values per token and channel that the norm in front of the head makes and keeps."""
+"""Float32 values per token and channel that the norm in front of a head makes and keeps of which nothing is known."""
+TARGET_NBYTES = 40
+"""Per token of a chunk: its place and its target, and a row's largest logit, sum and loss."""
 
 
 def _forms(policy: Policy, work: Work) -> bool:
@@ -61,18 +63,43 @@ def _windows(model: ModelSpec, length: int) -> set[int]:
 
 
 def loss_nbytes(model: ModelSpec, policy: Policy, work: Work, micro: int, *, trains: bool) -> int:
-    """Of a chunk: the norm's, logits, their gradient, and then a float32 block of them or the head's own gradient."""
-    chunk = min(policy.loss_chunk_tokens, work.tokens[micro])
+    """Of a chunk: what the head makes and keeps, the gradient of its logits, and then a float32 block of them or what
+    the head's backward makes; or of the micro-batch, what a router's auxiliary loss makes.
+
+    As the head's own tensors had it, where a profile tells; else for one behind a norm.
+    """
+    profile, tokens = model.units[-1].profile, work.tokens[micro]
+    chunk = min(policy.loss_chunk_tokens, tokens)
     logits = chunk * model.vocab_size * policy.weight_nbytes
     numel = LOSS_BLOCK_NUMEL["cpu" if policy.shares_memory else "cuda"]
-    block = 4 * min(chunk * model.vocab_size, numel)
+    block = 4 * min(chunk, max(1, numel // model.vocab_size)) * model.vocab_size
     largest = largest_nbytes(model, policy, model.epilogue) if trains else 0
-    head = _product_nbytes(policy, largest)
-    first = micro == 0 and work.repeats == 1 and work.tokens[micro] <= policy.loss_chunk_tokens
-    if first and _forms(policy, work):
-        head -= largest
-    made = max(2 * logits + max(block, head), _product_nbytes(policy, logits))
-    return made + HEAD_FLOATS * 4 * chunk * model.hidden_size
+    first = micro == 0 and work.repeats == 1 and tokens <= policy.loss_chunk_tokens
+    formed = largest if first and _forms(policy, work) else 0
+    if not profile.formed_moments:
+        made = max(2 * logits + max(block, _product_nbytes(policy, largest) - formed), _product_nbytes(policy, logits))
+        return made + HEAD_FLOATS * 4 * chunk * model.hidden_size
+    made = ceil(profile.formed_moments[0].nbytes(chunk, 1, chunk)) + block
+    if trains:
+        moments = profile.host_moments if policy.shares_memory else profile.moments
+        made = max(
+            made, *(ceil(each.nbytes(chunk, 1, chunk)) - _not_made(model, policy, each, formed) for each in moments)
+        )
+    made += TARGET_NBYTES * chunk
+    balancing = profile.host_balance_moments if policy.shares_memory else profile.balance_moments
+    length = min(work.length or tokens, tokens)
+    return max(made, *(ceil(each.nbytes(tokens, length, tokens)) for each in balancing), 1)
+
+
+def _not_made(model: ModelSpec, policy: Policy, moment: Moment, formed: int) -> int:
+    """What a moment of the head has of a gradient that is formed where it is summed, or that nobody wants."""
+    params = [param for param in model.units[0].params if param.name in model.units[-1].borrows]
+    largest = max((param.numel for param in (*model.units[-1].params, *params)), default=0) * policy.weight_nbytes
+    if not 0 < largest <= moment.fixed:
+        return 0
+    if largest_nbytes(model, policy, model.epilogue) < largest:
+        return int(moment.fixed // largest) * largest
+    return formed
 
 
 def backward_nbytes(
