@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -27,10 +27,11 @@ from megatrain.model.blueprint import meta_twin, registering
 from megatrain.model.ending import with_ending
 from megatrain.model.load import quiet
 from megatrain.model.look import FirstLook
-from megatrain.model.moments import Differentiable, Sparing, moments_anywhere
+from megatrain.model.masks import Rows, alike, captured, padded, whole, widest_forward, windows_of, with_rows
+from megatrain.model.moments import Differentiable, Sparing, moments_anywhere, moments_of
 from megatrain.model.ported import ROUTED, PortedModel, Sides, takes
 from megatrain.model.ports import Capture, HandOut, Port, hidden_of, reachable_leaves
-from megatrain.model.profile import LENGTHS, profile_layer
+from megatrain.model.profile import LENGTHS, kept_growth, profile_layer
 from megatrain.model.recorded import install_recorders
 from megatrain.model.tokenwise import token_wise, with_chunks
 from megatrain.model.uses import TO_THE_END, OrderOfUse, Uses, in_order_of_use
@@ -209,39 +210,26 @@ def _learn_layers(ported: PortedModel) -> tuple[list[Sides], list[LayerProfile],
         port.others = ()
 
     @cache
-    def captured(tokens: int) -> Capture:
-        capture = Capture(len(ported.ports))
-        with _disable_current_modes(), torch.no_grad():  # type: ignore[no-untyped-call]  # no part of what is looked at
-            _run_probe(ported, capture, tokens)
-        return capture
+    def called(rows: Rows, tokens: int) -> Capture:
+        with _disable_current_modes():  # type: ignore[no-untyped-call]  # no part of what is looked at
+            return captured(ported, rows(1, tokens))
 
-    given = _learn_arguments({tokens: captured(tokens) for tokens in LENGTHS})
+    given, windows = with_rows(ported), windows_of(ported)
     known: dict[object, LayerProfile] = {}
     parts: dict[object, tuple[str, ...]] = {}
     for index, kind in enumerate(look.kinds):
         if kind not in known:
             layer = ported.templates[index]
-            whole = _runner(layer, look.zeros.pop(kind), captured, index)
-            known[kind], parts[kind] = _learn_profile(layer, whole)
+            zeros = look.zeros.pop(kind)
+            plain, masked = (_runner(layer, zeros, partial(called, rows), index) for rows in (whole, padded))
+            known[kind], parts[kind] = _learn_profile(layer, plain)
+            if given.padded is not None and not alike(called(whole, LENGTHS[0]), called(padded, LENGTHS[0]), index):
+                known[kind] = replace(known[kind], masked=_learn_masked(layer, masked, known[kind], parts[kind]))
     ported.parts = [parts[kind] for kind in look.kinds]
-    return look.sides, [known[kind] for kind in look.kinds], [look.used[kind] for kind in look.kinds], given
-
-
-def _learn_arguments(captures: dict[int, Capture]) -> LayerProfile:
-    """What layers are called with, all of them together: each storage counts once, and the hidden state does not."""
-    found = []
-    for tokens, capture in captures.items():
-        assert capture.hidden is not None
-        given = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for call in capture.calls
-            for tensor in call.tensors()
-        }
-        given.pop(capture.hidden.untyped_storage().data_ptr(), None)
-        found.append(sum(given.values()) / tokens)
-    (short, long), (less, more) = LENGTHS, found
-    by_length = max(0.0, (more - less) / (long - short))
-    return LayerProfile(arguments_nbytes=less - by_length * short, arguments_nbytes_by_length=by_length)
+    profiles = [
+        replace(known[kind], window=windows.get(index, known[kind].window)) for index, kind in enumerate(look.kinds)
+    ]
+    return look.sides, profiles, [look.used[kind] for kind in look.kinds], given
 
 
 def _learn_profile(layer: nn.Module, whole: Differentiable) -> tuple[LayerProfile, tuple[str, ...]]:
@@ -255,10 +243,44 @@ def _learn_profile(layer: nn.Module, whole: Differentiable) -> tuple[LayerProfil
         with Sparing():  # type: ignore[no-untyped-call]
             return run(tokens)
 
+    forward, host_forward = widest_forward(whole, LENGTHS)
     parts, (device, host, lengths) = token_wise(layer, sparing), moments_anywhere(whole)
     with Sparing():  # type: ignore[no-untyped-call]  # below the modes that look at ops
-        profile = replace(profile_layer(layer, run, lengths), moments=device, host_moments=host)
+        profile = replace(
+            profile_layer(layer, run, lengths),
+            moments=device,
+            host_moments=host,
+            forward_moments=forward,
+            host_forward_moments=host_forward,
+        )
     return with_chunks(profile, layer, parts, sparing, whole, lengths), parts
+
+
+def _learn_masked(
+    layer: nn.Module, masked: Differentiable, profile: LayerProfile, parts: tuple[str, ...]
+) -> LayerProfile | None:
+    """What a layer takes that is called with a mask; `None` where that cannot be told."""
+
+    def run(tokens: int) -> tuple[Tensor, Sequence[Tensor]]:
+        with Sparing():  # type: ignore[no-untyped-call]
+            output, others, _ = masked(tokens)
+        return output, others
+
+    device, host = moments_of(masked, LENGTHS)
+    if not device:
+        return None
+    forward, host_forward = widest_forward(masked, LENGTHS)
+    each, by_length = kept_growth(run)
+    found = replace(
+        profile,
+        moments=device,
+        host_moments=host,
+        forward_moments=forward,
+        host_forward_moments=host_forward,
+        kept_nbytes=each,
+        kept_nbytes_by_length=by_length,
+    )
+    return with_chunks(found, layer, parts, run, masked)
 
 
 def _run_probe(ported: PortedModel, capture: Capture, tokens: int) -> None:

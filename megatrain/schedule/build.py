@@ -132,6 +132,7 @@ class Builder:
             else:
                 reads += [self.alive.hidden(unit, micro), self.alive.arguments(micro)]
                 writes += [*self.alive.left_by(unit, micro), *self.alive.sides(unit, micro)]
+            writes += self.alive.made(unit, micro)
             visit.compute.append(Op("FORWARD", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))
         return visit
 
@@ -170,7 +171,8 @@ class Builder:
         for step in steps:
             reads = [self._weights(unit)] if self.layouts[unit].size else []
             reads += [step.source, self.alive.arguments(step.micro)]
-            visit.compute.append(Op("FORWARD", "compute", unit, step.micro, reads=tuple(reads), writes=(step.target,)))
+            writes = (step.target, *self.alive.made(unit, step.micro, again=True))
+            visit.compute.append(Op("FORWARD", "compute", unit, step.micro, reads=tuple(reads), writes=writes))
         return visit
 
     def _backward_visit(self, unit: int) -> Visit:
