@@ -27,11 +27,11 @@ from megatrain.model.blueprint import meta_twin, registering
 from megatrain.model.ending import with_ending
 from megatrain.model.load import quiet
 from megatrain.model.look import FirstLook
-from megatrain.model.masks import Rows, alike, captured, padded, whole, widest_forward, windows_of, with_rows
-from megatrain.model.moments import Differentiable, Sparing, moments_anywhere, moments_of
+from megatrain.model.masks import Rows, alike, captured, padded, whole, windows_of, with_rows
+from megatrain.model.moments import Differentiable, Sparing, forward_moments, moments_anywhere
 from megatrain.model.ported import ROUTED, PortedModel, Sides, takes
 from megatrain.model.ports import Capture, HandOut, Port, hidden_of, reachable_leaves
-from megatrain.model.profile import LENGTHS, kept_growth, profile_layer
+from megatrain.model.profile import LENGTHS, kept_growth, profile_layer, steady_lengths
 from megatrain.model.recorded import install_recorders
 from megatrain.model.tokenwise import token_wise, with_chunks
 from megatrain.model.uses import TO_THE_END, OrderOfUse, Uses, in_order_of_use
@@ -243,8 +243,9 @@ def _learn_profile(layer: nn.Module, whole: Differentiable) -> tuple[LayerProfil
         with Sparing():  # type: ignore[no-untyped-call]
             return run(tokens)
 
-    forward, host_forward = widest_forward(whole, LENGTHS)
-    parts, (device, host, lengths) = token_wise(layer, sparing), moments_anywhere(whole)
+    parts, lengths = token_wise(layer, sparing), steady_lengths(sparing)
+    device, host, lengths = moments_anywhere(whole, lengths)
+    forward, host_forward = forward_moments(whole, lengths)
     with Sparing():  # type: ignore[no-untyped-call]  # below the modes that look at ops
         profile = replace(
             profile_layer(layer, run, lengths),
@@ -258,19 +259,17 @@ def _learn_profile(layer: nn.Module, whole: Differentiable) -> tuple[LayerProfil
 
 def _learn_masked(
     layer: nn.Module, masked: Differentiable, profile: LayerProfile, parts: tuple[str, ...]
-) -> LayerProfile | None:
-    """What a layer takes that is called with a mask; `None` where that cannot be told."""
+) -> LayerProfile:
+    """What a layer takes that is called with a mask."""
 
     def run(tokens: int) -> tuple[Tensor, Sequence[Tensor]]:
         with Sparing():  # type: ignore[no-untyped-call]
             output, others, _ = masked(tokens)
         return output, others
 
-    device, host = moments_of(masked, LENGTHS)
-    if not device:
-        return None
-    forward, host_forward = widest_forward(masked, LENGTHS)
-    each, by_length = kept_growth(run)
+    device, host, lengths = moments_anywhere(masked, steady_lengths(run))
+    forward, host_forward = forward_moments(masked, lengths)
+    each, by_length = kept_growth(run, lengths)
     found = replace(
         profile,
         moments=device,
@@ -280,7 +279,7 @@ def _learn_masked(
         kept_nbytes=each,
         kept_nbytes_by_length=by_length,
     )
-    return with_chunks(found, layer, parts, run, masked)
+    return with_chunks(found, layer, parts, run, masked, lengths)
 
 
 def _run_probe(ported: PortedModel, capture: Capture, tokens: int) -> None:

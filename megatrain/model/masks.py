@@ -19,7 +19,7 @@ from megatrain.model.moments import Recording, growth, widest_of
 from megatrain.model.ported import PortedModel
 from megatrain.model.ports import Call, Capture
 from megatrain.model.profile import LENGTHS
-from megatrain.spec import LayerProfile, Moment
+from megatrain.spec import LayerProfile
 
 WINDOWS = ("sliding_window", "attention_chunk_size")
 """Fields of a config that the library's masks are made by (`transformers.masking_utils`)."""
@@ -170,13 +170,3 @@ def alike(one: Capture, other: Capture, index: int) -> bool:
     return len(ones) == len(others) and all(
         one.shape == other.shape and bool((one == other).all()) for one, other in zip(ones, others, strict=True)
     )
-
-
-def widest_forward(run: Callable[[int], object], lengths: tuple[int, int]) -> tuple[tuple[Moment, ...], ...]:
-    """The widest moments of a run without gradients: on an accelerator, and on a cpu."""
-    records = []
-    for tokens in lengths:
-        records.append(record := Recording())
-        with torch.no_grad(), record:
-            run(tokens)
-    return widest_of(records, lengths)

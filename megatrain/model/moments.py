@@ -33,10 +33,6 @@ LARGE_NUMEL = 1 << 22
 """Elements from which a result is not computed."""
 SHORT = (8, 16)
 """Tokens of the two runs."""
-FURTHER, ROUNDED = 300, 1.01
-"""Tokens of a run that shows whether what two short ones tell holds beyond, and by how much it may be exceeded."""
-BLOCKS = ((65, 129), (257, 513))
-"""Tokens of two runs of a layer that pads: each begins one more block of 64, and of 128 or 256."""
 LOOPED = (24, 48)
 """Tokens of two runs of a layer that does more at more tokens."""
 
@@ -194,22 +190,28 @@ def widest_of(records: Sequence[Recording], lengths: tuple[int, int]) -> tuple[t
     return _widest(device), _widest(host)
 
 
-def moments_anywhere(run: Differentiable) -> tuple[tuple[Moment, ...], tuple[Moment, ...], tuple[int, int]]:
-    """As `moments_of`, also for layers that pad sequences to blocks of their own or go through them in loops, and the
-    two lengths that tell how such a layer grows."""
-    device, host = moments_of(run, SHORT)
-    if not device:  # of a loop over positions
-        return *_of_peaks([_recorded(run, length) for length in LOOPED], LOOPED), LOOPED
-    try:
-        further = _recorded(run, FURTHER).peak
-    except (RuntimeError, IndexError):  # fewer positions
-        return device, host, SHORT
-    for lengths in (SHORT, *BLOCKS):
-        if lengths != SHORT:
-            device, host = _of_peaks([_recorded(run, length) for length in lengths], lengths)
-        if further <= ROUNDED * max(each.nbytes(FURTHER, FURTHER, FURTHER // 2) for each in device):
-            break
-    return device, host, lengths
+def moments_anywhere(
+    run: Differentiable, lengths: tuple[int, int]
+) -> tuple[tuple[Moment, ...], tuple[Moment, ...], tuple[int, int]]:
+    """As `moments_of`, also for layers that pad sequences to blocks of their own (`lengths` are not `SHORT`) or go
+    through them in loops, and the two lengths that tell how such a layer grows."""
+    if lengths == SHORT:
+        device, host = moments_of(run, lengths)
+        if device:
+            return device, host, lengths
+        lengths = LOOPED
+    return *_of_peaks([_recorded(run, length) for length in lengths], lengths), lengths
+
+
+def forward_moments(run: Differentiable, lengths: tuple[int, int]) -> tuple[tuple[Moment, ...], tuple[Moment, ...]]:
+    """The widest moments of a forward without gradients, for lengths as `moments_anywhere` has found them."""
+    records = []
+    for tokens in lengths:
+        records.append(record := Recording())
+        with torch.no_grad(), record:
+            run(tokens)
+    device, host = widest_of(records, lengths)
+    return (device, host) if device and lengths == SHORT else _of_peaks(records, lengths)
 
 
 def _of_peaks(records: Sequence[Recording], lengths: tuple[int, int]) -> tuple[tuple[Moment, ...], tuple[Moment, ...]]:

@@ -24,6 +24,11 @@ from megatrain.spec import LayerProfile
 LENGTHS = SHORT
 """Tokens of the two runs."""
 
+FURTHER, ROUNDED = 300, 1.01
+"""Tokens of a run that shows whether what two short ones tell holds beyond, and by how much it may be exceeded."""
+BLOCKS = ((65, 129), (257, 513))
+"""Tokens of two runs of a layer that pads: each begins one more block of 64, and of 128 or 256."""
+
 FEW_TOKENS = 128
 """Over which what is fixed is spread; with more it is counted too high, and is little."""
 
@@ -116,12 +121,30 @@ class _Attention(TorchFunctionMode):
 def kept_growth(run: Run, lengths: tuple[int, int] = LENGTHS) -> tuple[float, float]:
     """Bytes that autograd keeps of a run per token, and per token and position; tensor by tensor where both lengths
     keep as many, since some have the size of a weight whatever the length. Those count as of `FEW_TOKENS` tokens."""
+    fixed, each, by_length = _kept_parts(run, lengths)
+    return each + fixed / FEW_TOKENS, by_length
+
+
+def steady_lengths(run: Run) -> tuple[int, int]:
+    """Two lengths that tell how a layer grows: short ones, unless it pads sequences to blocks of its own."""
+    try:
+        further = kept_nbytes(run, FURTHER)
+        for lengths in (LENGTHS, *BLOCKS):
+            fixed, each, by_length = _kept_parts(run, lengths)
+            if further <= ROUNDED * (fixed + FURTHER * (each + FURTHER * by_length)):
+                return lengths
+    except (RuntimeError, IndexError):  # it takes fewer positions
+        return LENGTHS
+    return BLOCKS[-1]
+
+
+def _kept_parts(run: Run, lengths: tuple[int, int]) -> tuple[float, float, float]:
     short, long = (_kept(run, length) for length in lengths)
     if len(short) != len(long) or lengths != LENGTHS:
         short, long = [sum(short)], [sum(long)]
     parts = [growth(less, more, lengths) for less, more in zip(short, long, strict=True)]
     fixed, each, by_length = (sum(part[place] for part in parts) for place in range(3))
-    return each + fixed / FEW_TOKENS, by_length
+    return fixed, each, by_length
 
 
 def kept_nbytes(run: Run, length: int) -> int:

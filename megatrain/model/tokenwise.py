@@ -87,7 +87,7 @@ def with_chunks(
         with in_chunks(layer, names, tokens // 2):
             return whole(tokens)
 
-    device, host, _ = moments_anywhere(in_halves)
+    device, host, _ = moments_anywhere(in_halves, lengths)
     return replace(
         profile,
         chunked_moments=device,

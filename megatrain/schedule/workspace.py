@@ -55,7 +55,9 @@ def arguments_nbytes(model: ModelSpec, policy: Policy, work: Work, tokens: int) 
     if not profile.forward_moments and not each:  # nothing is known
         each = ARGUMENT_CHANNELS * policy.weight_nbytes
     shared = length * (each + profile.arguments_nbytes_by_length * length)
-    return int(shared + tokens * (profile.arguments_row_nbytes + profile.arguments_row_nbytes_by_length * length))
+    return max(
+        1, int(shared + tokens * (profile.arguments_row_nbytes + profile.arguments_row_nbytes_by_length * length))
+    )
 
 
 def forward_nbytes(model: ModelSpec, policy: Policy, work: Work, unit: int, tokens: int) -> int:
