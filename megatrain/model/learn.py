@@ -211,7 +211,7 @@ def _learn_layers(ported: PortedModel) -> tuple[list[Sides], list[LayerProfile],
 
     @cache
     def called(rows: Rows, tokens: int) -> Capture:
-        with _disable_current_modes():  # type: ignore[no-untyped-call]  # no part of what is looked at
+        with _disable_current_modes():  # no part of what is looked at
             return captured(ported, rows(1, tokens))
 
     given, windows = with_rows(ported), windows_of(ported)

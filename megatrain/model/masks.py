@@ -106,7 +106,8 @@ def with_rows(ported: PortedModel) -> LayerProfile:
     if windows_of(ported):
         with small_windows(ported):
             others["masked"] = _tried(lambda: of_prologue(ported, whole))
-    return replace(profile, **{name: other for name, other in others.items() if other not in (None, profile)})
+    told = {name: None if other == profile else other for name, other in others.items()}
+    return replace(profile, masked=told.get("masked"), padded=told["padded"], packed=told["packed"])
 
 
 def _tried(run: Callable[[], Any]) -> Any:
@@ -126,7 +127,7 @@ def windows_of(ported: PortedModel) -> dict[int, int]:
     configs = _configs(ported)
     plain = captured(ported, whole(1, LENGTHS[0]))
     for name in WINDOWS:
-        sizes = [size for size in (getattr(each, name, None) for each in configs) if _is_size(size)]
+        sizes = [int(size) for size in (getattr(each, name, 0) for each in configs) if _is_size(size)]
         if not sizes:
             continue
         with small_windows(ported, name):
