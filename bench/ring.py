@@ -35,7 +35,7 @@ POLICIES: dict[str, Policy] = {
 
 @dataclass(frozen=True)
 class Found:
-    """What a policy takes: bytes of device memory that layers' weights pass through, and seconds of a step."""
+    """What a policy takes: bytes of device memory that weights pass through, and seconds of a step."""
 
     nbytes: int
     seconds: float
@@ -43,10 +43,9 @@ class Found:
     """With a bus of infinite speed."""
 
 
-def layer_weights_nbytes(schedule: Schedule) -> int:
-    """Slots of layers and the read-ahead; those of the ends are the same for all."""
-    names = ("device/weights/layer", "device/weights/ahead")
-    places = (each for each in schedule.buffers.values() if each.name.startswith(names))
+def weights_nbytes(schedule: Schedule) -> int:
+    """Slots, and the read-ahead."""
+    places = (each for each in schedule.buffers.values() if each.name.startswith("device/weights/"))
     return sum(each.nbytes for each in places)
 
 
@@ -57,13 +56,13 @@ def found(model: ModelSpec, policy: Policy, work: Work, hardware: Hardware) -> F
     free = replace(hardware, fetch_bandwidth=1e18, grad_bandwidth=1e18)
     free = replace(free, duplex_fetch_bandwidth=None, duplex_grad_bandwidth=None)
     seconds = [replay(schedule, op_seconds(model, policy, work, each)).seconds for each in (hardware, free)]
-    return Found(layer_weights_nbytes(schedule), *seconds)
+    return Found(weights_nbytes(schedule), *seconds)
 
 
 def rows(layers: int, tokens: int, micro_batches: Sequence[int]) -> list[str]:
     model, hardware = llama_shape("8B", layers, 4096), machine("h200")
     lines = [
-        "| micro-batches | kept | policy | weights of layers | step | of an infinite bus |",
+        "| micro-batches | kept | policy | weights | step | of an infinite bus |",
         "|---|---|---|---|---|---|",
     ]
     words: dict[str, ActivationPlan] = {"inputs": "recompute", "graphs": "keep"}

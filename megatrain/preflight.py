@@ -15,7 +15,7 @@ from megatrain.errors import DiskError, DoesNotFit, OutOfDeviceMemory
 from megatrain.plan import Calibration, Plan, calibrate, examine, find_plan, op_seconds, peak_table
 from megatrain.plan.cost import LIKE
 from megatrain.plan.locks import locks_too_much
-from megatrain.spec import IN_HOST, Policy
+from megatrain.spec import IN_HOST, ROUNDED_BY_ROWS, Policy
 from megatrain.train.engine import Engine
 from megatrain.train.events import Planned, Replanned
 from megatrain.train.progress import describe_policy
@@ -28,7 +28,6 @@ MAY_CHANGE = (
     *("weight_slots", "grad_slots", "shard_nbytes", "gates", "homes", "stage_slots"),
 )
 """Fields of a policy that a plan chooses anew: no number depends on them. State moves where its home changes."""
-
 
 DRIFT = 0.2
 """Of the speed of the bus that the plan was made for: what changes by less is followed by nothing."""
@@ -105,12 +104,8 @@ class Replanner:
         """Take up the best plan by these times that differs in no other fields, if it is worth it."""
         question, policy, work = self.plan.question, self.engine.policy, self.plan.work
         stays = {name: getattr(policy, name) for name in MAY_CHANGE if name not in may_change}
-        keys: tuple[str, ...] = (
-            "loss_chunk_tokens",
-            "mlp_chunk_tokens",
-            "transit",
-        )  # rounding is as before, and what is locked too
-        keys += ("gates",) if policy.gates == "rows" else ()
+        keys = ["loss_chunk_tokens", "mlp_chunk_tokens", "transit"]  # rounding is as before, and what is locked too
+        keys += ROUNDED_BY_ROWS if policy.gates == "rows" else []
         fixed = {"micro_batch": self.plan.micro_batch, **{key: getattr(policy, key) for key in keys}, **stays}
         measured = replace(question, calibration=found, pinned={**question.pinned, **fixed})
         now = examine(measured, policy, self.plan.micro_batch)

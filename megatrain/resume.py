@@ -18,7 +18,7 @@ from megatrain.checkpoint import Checkpoint, checkpoints, newest_sound, open_che
 from megatrain.checkpoint.appear import vanish
 from megatrain.config import Config, PolicySection
 from megatrain.errors import CheckpointError, ConfigError, DataError
-from megatrain.spec import Policy
+from megatrain.spec import ROUNDED_BY_ROWS, Policy
 from megatrain.train.feed import Feed
 
 Say = Callable[[str], None]
@@ -28,6 +28,9 @@ AUTO = "auto"
 KEPT_SIZES = ("windows_per_step", "micro_batch", "micro_batches")
 KEPT_POLICY = ("grad_precision", "update", "loss_chunk_tokens", "mlp_chunk_tokens", "compile")
 """Fields of a policy that numbers depend on, by rounding."""
+
+KEPT_BY_ROWS = tuple(name for name in PolicySection.model_fields if name in ROUNDED_BY_ROWS and name != "gates")
+"""More of them, with gates by rows."""
 
 FREE = (
     *("output", "trace", "resume", "accept_changes", "checkpoint", "memory", "disk", "data.cache", "data.workers"),
@@ -112,13 +115,12 @@ def as_begun(config: Config, taken: Checkpoint) -> Config:
     then = facts_of(taken)["config"]["train"]
     train, sizes = config.train, {name: then.get(name) for name in KEPT_SIZES}
     kept = {} if any(getattr(train, name) is not None for name in KEPT_SIZES) else sizes
-    policy = {
-        "mlp_chunk_tokens": 0,
-        "compile": False,
-        **taken.training["engine"]["policy"],
-    }  # older ones had no such chunks
-    held = {name: policy.get(name) for name in KEPT_POLICY if getattr(config.policy, name) is None}
-    held["gates"] = config.policy.gates or _rounding(policy.get("gates"))
+    policy = {"mlp_chunk_tokens": 0, "compile": False, **taken.training["engine"]["policy"]}  # older ones had neither
+    held: dict[str, Any] = {"gates": config.policy.gates or _rounding(policy.get("gates"))}
+    rows = tuple(tuple(row) for row in policy.get("activation_rows", ()))
+    policy |= {"activation_rows": rows or None}
+    names = (*KEPT_POLICY, *(KEPT_BY_ROWS if held["gates"] == policy.get("gates") == "rows" else ()))
+    held |= {name: policy.get(name) for name in names if getattr(config.policy, name) is None}
     return config.model_copy(
         update={"train": train.model_copy(update=kept), "policy": config.policy.model_copy(update=held)}
     )

@@ -261,6 +261,12 @@ class Home:
 
 IN_HOST = Home()
 
+ROUNDED_BY_ROWS = (
+    *("gates", "weight_slots", "read_ahead_nbytes", "shard_nbytes", "homes"),
+    *("activations", "activation_rows"),
+)
+"""Fields of a policy that decide which matrices are cut with `gates="rows"`, and where: so its numbers, by rounding."""
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
@@ -270,9 +276,9 @@ class Policy:
     weight_slots: int = 2
     """Device buffers that the layers' weights pass through; 2 hides each fetch behind the layer before."""
     read_ahead_nbytes: int = 0
-    """In place of `weight_slots`, where it is not 0: layers share one slot, and while it is in use the first shards of
-    the next layer come into this much device memory. With gates, shards then follow straight into places of the slot
-    that the layer before has given up. Shards of layers are no larger than this."""
+    """In place of `weight_slots`, where it is not 0: all units share one slot, embedding and head with the layers, and
+    while it is in use the first shards of the next layer come into this much device memory. With gates, shards then
+    follow straight into places of the slot that the layer before has given up. Shards of layers are no larger."""
     grad_slots: int = 2
     """Device buffers that the layers' gradients pass through."""
     shard_nbytes: int = 64 << 20

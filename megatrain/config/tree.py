@@ -233,8 +233,8 @@ class PolicySection(Section):
     weight_slots: PositiveInt | None = None
     """Device buffers that the layers' weights pass through."""
     read_ahead_nbytes: NonNegativeInt | None = None
-    """In place of weight_slots: layers share one slot, and shards of the next come ahead into so many bytes. Best with
-    gates at shards."""
+    """In place of weight_slots: all units share one slot, and shards of the next layer come ahead into so many bytes.
+    Best with gates at shards."""
     grad_slots: PositiveInt | None = None
     """Device buffers that the layers' gradients pass through."""
     shard_nbytes: PositiveInt | None = None

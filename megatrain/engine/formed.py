@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from megatrain.engine.arguments import bias_of, lookup_of
 from megatrain.engine.gradients import UnitSum
 from megatrain.model import is_wrapped
 
@@ -99,7 +100,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _linear(name: str, homes: Homes, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    if kwargs.get("bias") is not None or any(each is not None for each in args[2:]):
+    if bias_of(args, kwargs) is not None:
         return functional.linear(*args, **kwargs)
     return _Linear.apply(*args[:2], name, homes)  # type: ignore[no-untyped-call]
 
@@ -118,13 +119,10 @@ class _Embedding(torch.autograd.Function):
 
 
 def _embedding(name: str, homes: Homes, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    words = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-    given = {**dict(zip(words, args[2:], strict=False)), **kwargs}
-    if any(given.get(word) for word in ("max_norm", "scale_grad_by_freq", "sparse")):
+    of = lookup_of(args, kwargs)
+    if of.renorms or of.by_frequency or of.sparse:
         return functional.embedding(*args, **kwargs)
-    padding = given.get("padding_idx")
-    place = -1 if padding is None else padding % len(args[1])
-    return _Embedding.apply(*args[:2], place, name, homes)  # type: ignore[no-untyped-call]
+    return _Embedding.apply(*args[:2], of.padding, name, homes)  # type: ignore[no-untyped-call]
 
 
 _FORMED: Mapping[Any, Any] = {functional.linear: _linear, functional.embedding: _embedding}

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megatrain.engine.arguments import bias_of, lookup_of
+
 Blocks = Iterator[tuple[int, int]]
 """Rows [start, stop) that have come when they are given, all of them in turn."""
 
@@ -52,8 +54,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _linear(blocks: Blocks, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    x, weight, bias = (*args, *([None] if len(args) < 3 else []))[:3]
-    found: Tensor = _Linear.apply(x, weight, kwargs.get("bias", bias), blocks)  # type: ignore[no-untyped-call]
+    found: Tensor = _Linear.apply(*args[:2], bias_of(args, kwargs), blocks)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -77,11 +78,8 @@ class _Embedding(torch.autograd.Function):
 
 
 def _embedding(blocks: Blocks, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    ids, weight = args[:2]
-    padding = args[2] if len(args) > 2 else kwargs.get("padding_idx")
-    by_frequency = args[5] if len(args) > 5 else kwargs.get("scale_grad_by_freq", False)
-    place = -1 if padding is None else padding % weight.shape[0]
-    found: Tensor = _Embedding.apply(ids, weight, place, by_frequency, blocks)  # type: ignore[no-untyped-call]
+    of = lookup_of(args, kwargs)
+    found: Tensor = _Embedding.apply(*args[:2], of.padding, of.by_frequency, blocks)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -130,11 +128,6 @@ def _is_plain(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return plain and args[0].dim() == 2 and args[1].dim() == 3 and len(ends) == len(args[1])
 
 
-def _renorms(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an embedding changes its table when it is looked up."""
-    return (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None
-
-
 BY_ROWS: Mapping[Any, ByRows] = {
     functional.linear: _linear,
     functional.embedding: _embedding,
@@ -152,6 +145,6 @@ def splits(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor 
     if BY_ROWS[func] is _grouped:
         stored = weight if weight.is_contiguous() else weight.transpose(-2, -1)
         return stored.flatten(1) if _is_plain(args, kwargs) and stored.is_contiguous() else None
-    if func is functional.embedding and _renorms(args, kwargs):
+    if func is functional.embedding and lookup_of(args, kwargs).renorms:
         return None
     return weight if weight.dim() == 2 and weight.is_contiguous() else None

@@ -36,7 +36,7 @@ class Bound:
 
     def extent(self, tensor: Tensor) -> tuple[int, int] | None:
         """The elements [start, stop) among which a tensor lies; `None` for one that is elsewhere, or empty."""
-        if tensor.untyped_storage().data_ptr() != self.flat.untyped_storage().data_ptr() or not tensor.numel():
+        if not tensor.numel() or not self._covers(tensor):
             return None
         if tensor.dtype != self.flat.dtype:
             return 0, self.flat.numel()
@@ -44,10 +44,14 @@ class Bound:
         return start, start + 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
     def holds(self, tensor: Tensor) -> bool:
-        return (
-            tensor.dtype == self.flat.dtype
-            and tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
-        )
+        return tensor.dtype == self.flat.dtype and self._covers(tensor)
+
+    def _covers(self, tensor: Tensor) -> bool:
+        """Whether a tensor begins in the flat buffer. Beside it in memory, others may lie."""
+        if tensor.untyped_storage().data_ptr() != self.flat.untyped_storage().data_ptr():
+            return False
+        begin = self.flat.storage_offset() * self.flat.itemsize
+        return begin <= tensor.storage_offset() * tensor.itemsize < begin + self.flat.nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from megatrain.schedule.fetches import Fetches, Visit
 from megatrain.schedule.ops import USED, Access, Buffer, Op, Schedule, Stream
 from megatrain.schedule.order import derive_waits
 from megatrain.schedule.slabs import Slabs
+from megatrain.schedule.slots import Slots
 from megatrain.schedule.staging import Staged, stage
 from megatrain.schedule.sums import Sums
 from megatrain.schedule.workspace import backward_nbytes, loss_nbytes
@@ -68,6 +69,7 @@ class Builder:
         self.staged: dict[str, Staged] = {}
         """Names of host memory that stand for state on the disk."""
         self.slabs = Slabs(policy, self.buffers, self.staged)
+        self.slots = Slots(model, policy, self.layouts, self.buffers)
         self.sums = Sums(model, policy, work, self.buffers)
         self.contributions = [0] * len(model.units)
         self.lowest = model.lowest_trained
@@ -77,12 +79,10 @@ class Builder:
     # Whole schedules ------------------------------------------------------------------------------------------------
 
     def step(self) -> Schedule:
-        visits = [self._forward_visit(unit) for unit in self.units[:-1]]
-        return self._emit([*visits, self._loss_visit(), *self._backward_visits()])
+        return self._emit([*self._forward_visits(), self._loss_visit(), *self._backward_visits()])
 
     def forward(self) -> Schedule:
-        visits = [self._forward_visit(unit) for unit in self.units[:-1]]
-        return self._emit([*visits, self._loss_visit()])
+        return self._emit([*self._forward_visits(), self._loss_visit()])
 
     def flush(self) -> Schedule:
         return self._emit([])
@@ -93,11 +93,8 @@ class Builder:
                 visit.body = [*visit.compute, *visit.after]
         else:
             resident = {f"device/hi/{unit}": unit for unit in self.units if self.homes[unit].on_device}
-            Fetches(
-                *(self.model, self.policy, self.layouts, self.buffers, self.slabs),
-                slots=self._weight_slots,
-                ready=self._updated_at if self.pending == "all" else lambda unit: 0,
-            ).place(visits, resident)
+            ready = self._updated_at if self.pending == "all" else lambda unit: 0
+            Fetches(self.slots, self.slabs, ready).place(visits, resident)
         updates = [unit for unit in self.units if self.trained[unit].size] if self.pending == "all" else []
         ops: list[Op] = []
         for index, visit in enumerate(visits):
@@ -121,6 +118,11 @@ class Builder:
         return max(earliest, unit - self.policy.stage_slots + 1)
 
     # Compute --------------------------------------------------------------------------------------------------------
+
+    def _forward_visits(self) -> list[Visit]:
+        """From the bottom up; in the last the prologue comes once more, for a tied head that finds it gone."""
+        visits = [self._forward_visit(unit) for unit in self.units[:-1]]
+        return [*visits, Visit(0)] if self.slots.again_for_head() else visits
 
     def _forward_visit(self, unit: int) -> Visit:
         visit = Visit(unit)
@@ -204,27 +206,6 @@ class Builder:
         name = f"host/hi/{unit}" if self.policy.shares_memory else f"?{unit}"
         return Access(name, 0, nbytes, f"w{unit}")
 
-    def _weight_slots(self, unit: int) -> list[str]:
-        if self.homes[unit].weights == "device":
-            return [f"device/hi/{unit}"]
-        return self._slots("weights", unit, self.policy.layer_slots, self.policy.weight_nbytes, "device")
-
-    def _slots(self, kind: str, unit: int, count: int, nbytes_per_element: int, tier: Tier) -> list[str]:
-        """Names of the slots that a unit may use. The ends share one; a tied head keeps the prologue in its own."""
-        if self.model.units[unit].kind == "layer":
-            users = list(self.model.layers)
-            names = [f"{tier}/{kind}/layer{k}" for k in range(min(count, len(users)))]
-        else:
-            users = [unit] if self.model.tied else [0, self.model.epilogue]
-            names = [f"{tier}/{kind}/{self.model.units[unit].kind if self.model.tied else 'ends'}"]
-        layouts = self.layouts if kind == "weights" else self.trained
-        nbytes = max(layouts[user].size for user in users) * nbytes_per_element
-        for name in names:
-            known = self.buffers.get(name)
-            if known is None or known.nbytes < nbytes:
-                self.buffers[name] = Buffer(name, tier, nbytes, kind)
-        return names
-
     # Gradients ------------------------------------------------------------------------------------------------------
 
     def _contribute(self, unit: int, reads: list[Access], writes: list[Access]) -> None:
@@ -248,8 +229,18 @@ class Builder:
         tier: Tier = "device" if self.homes[unit].on_device else "host"
         if self.policy.update != "during_backward":
             return f"{tier}/grad/{unit}"
-        slots = self._slots("grad", unit, self.policy.grad_slots, self.policy.grad_nbytes, tier)
-        return slots[unit % len(slots)]
+        return self._gradient_slot("grad", unit, tier)
+
+    def _gradient_slot(self, kind: str, unit: int, tier: Tier) -> str:
+        """The buffer of a unit's gradient where they take turns: layers in a ring, the ends in one."""
+        is_layer, tied = self.model.units[unit].kind == "layer", self.model.tied
+        users = self.model.layers if is_layer else [unit] if tied else [0, self.model.epilogue]
+        number = unit % min(self.policy.grad_slots, len(users)) if is_layer else ""
+        name = f"{tier}/{kind}/{self.model.units[unit].kind if is_layer or tied else 'ends'}{number}"
+        nbytes = max(self.trained[user].size for user in users) * self.policy.grad_nbytes
+        if name not in self.buffers or self.buffers[name].nbytes < nbytes:
+            self.buffers[name] = Buffer(name, tier, nbytes, kind)
+        return name
 
     def _gradient_out(self, unit: int) -> list[Op]:
         ops: list[Op] = []

@@ -4,9 +4,9 @@ A unit passes through a *slot* whole: parameters are views at fixed offsets of o
 model code knows. Of several slots the one whose content is needed again last is overwritten (Belady 1966). With two
 slots for layers, each layer is fetched while the one before computes.
 
-With `Policy.read_ahead_nbytes` there is one slot, and a ring of shards in front of it. While a layer computes, the
-first shards of the next one come into the *read-ahead*, and a PLACE on the compute stream copies each to its place in
-the slot when that is free. The others are fetched straight into the slot, each as soon as its place is given up: at
+With `Policy.read_ahead_nbytes` there is one slot for all, and a ring of shards in front of it. While a layer computes,
+the first shards of the next one come into the *read-ahead*, and a PLACE on the compute stream copies each to its place
+in the slot when that is free. The others are fetched straight into the slot, each as soon as its place is given up: at
 the end of the visit, or, where there are gates, piece by piece within its last call (`phases`). All of it is declared
 ranges, so that waits, proofs, replay and traces need no rule for it but the price of a PLACE.
 
@@ -15,14 +15,14 @@ Left out: phases (`phases`), and what is on the way from further away (`staging`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from megatrain.layout import Layout, Shard
+from megatrain.layout import Shard
 from megatrain.schedule.ops import Access, Buffer, Op
 from megatrain.schedule.phases import Arrival, gated
-from megatrain.spec import ModelSpec, Policy
+from megatrain.schedule.slots import Slots
 
 if TYPE_CHECKING:
     from megatrain.schedule.slabs import Slabs
@@ -61,22 +61,12 @@ class Visit:
 class Fetches:
     """Gives the visits of one schedule their slots, their fetches and their phases.
 
-    slots: unit -> names of the slots that it may use. ready: unit -> the visit in front of which the last step's update
-    of it stands, and behind which it may be fetched.
+    ready: unit -> the visit in front of which the last step's update of it stands, and behind which it may be fetched.
     """
 
-    def __init__(
-        self,
-        model: ModelSpec,
-        policy: Policy,
-        layouts: Sequence[Layout],
-        buffers: dict[str, Buffer],
-        slabs: Slabs,
-        slots: Callable[[int], list[str]],
-        ready: Callable[[int], int],
-    ) -> None:
-        self._model, self._policy, self._layouts, self._buffers = model, policy, layouts, buffers
-        self._slabs, self._slots, self._ready = slabs, slots, ready
+    def __init__(self, slots: Slots, slabs: Slabs, ready: Callable[[int], int]) -> None:
+        self._model, self._policy, self._layouts = slots.model, slots.policy, slots.layouts
+        self._slots, self._slabs, self._ready, self._buffers = slots, slabs, ready, slots.buffers
         self._visits: list[Visit] = []
         self._uses: dict[int, list[int]] = {}
         """Unit -> the visits that use its weights."""
@@ -102,11 +92,11 @@ class Fetches:
         content = dict(resident)
         for index, visit in enumerate(visits):
             if self._model.tied and visit.unit == self._model.epilogue:
-                self._last_visit[self._slots(0)[0]] = index
+                self._last_visit[self._slots.of(0)[0]] = index
             if not self._layouts[visit.unit].size:
                 visit.body = [*(self._with_slots(op, visit) for op in visit.compute), *visit.after]
                 continue
-            slots = self._slots(visit.unit)
+            slots = self._slots.of(visit.unit)
             held = [slot for slot in slots if content.get(slot) == visit.unit]
             visit.slot = held[0] if held else max(slots, key=lambda slot: self._worth(slot, content, index))
             visit.compute = [self._with_slots(op, visit) for op in visit.compute]
@@ -114,6 +104,7 @@ class Fetches:
             if not held:
                 self._earliest = max(self._earliest, (self._ready(visit.unit), 0))
                 placed = self._fetch(visit)
+                content = {slot: unit for slot, unit in content.items() if slot not in self._slots.over(visit.slot)}
                 content[visit.slot] = visit.unit
             visit.body = self._body(index, arrives=not held, placed=placed)
             self._note_placed(index)
@@ -131,8 +122,8 @@ class Fetches:
         for access in op.reads:
             if access.buffer.startswith("?"):
                 owner = int(access.buffer[1:])
-                slot = visit.slot if owner == visit.unit else self._slots(owner)[0]
-                access = replace(access, buffer=slot)
+                slot = visit.slot if owner == visit.unit else self._slots.of(owner)[0]
+                access = self._slots.access(slot, access.start, access.stop, access.content)
             reads.append(access)
         return replace(op, reads=tuple(reads))
 
@@ -149,7 +140,7 @@ class Fetches:
             there = self._access(visit, shard)
             stop = start + there.stop - there.start
             here = max(self._earliest, self._placed_by(start, stop))
-            if stop > self._policy.read_ahead_nbytes or here >= max(self._earliest, self._free_from(there)):
+            if stop > self._policy.read_ahead_nbytes or here >= max(self._earliest, self._free_from(visit, there)):
                 break
             ahead = replace(there, buffer=AHEAD, start=start, stop=stop)
             self._put(visit, shard, ahead, here)
@@ -161,7 +152,7 @@ class Fetches:
             self._buffers[AHEAD] = Buffer(AHEAD, "device", nbytes, "weights")
         for shard in self._as_given_up(visit, order[len(placed) :]):
             there = self._access(visit, shard)
-            self._put(visit, shard, there, self._free_from(there))
+            self._put(visit, shard, there, self._free_from(visit, there))
         return placed
 
     def _as_given_up(self, visit: Visit, order: list[Shard]) -> list[Shard]:
@@ -170,7 +161,7 @@ class Fetches:
         A backward pass gives up the last ones first, which the next layer's recomputation uses last. So its second half
         comes as it is given up, ahead of the first half, most of which is only given up when nothing computes.
         """
-        free = [self._free_from(self._access(visit, shard)) for shard in order]
+        free = [self._free_from(visit, self._access(visit, shard)) for shard in order]
         if free == sorted(free):
             return order
         half = len(order) // 2
@@ -189,18 +180,21 @@ class Fetches:
     def _access(self, visit: Visit, shard: Shard) -> Access:
         """The place of a shard in the visit's slot."""
         size = self._policy.weight_nbytes
-        return Access(visit.slot, shard.start * size, shard.stop * size, f"w{visit.unit}")
+        return self._slots.access(visit.slot, shard.start * size, shard.stop * size, f"w{visit.unit}")
 
     def _reads_ahead(self, visit: Visit) -> bool:
         """Whether shards of this visit may come before its slot is free."""
-        through = self._policy.read_ahead_nbytes > 0 and self._model.units[visit.unit].kind == "layer"
-        return through and visit.slot.startswith("device/weights/") and visit.slot in self._last_visit
+        through = self._slots.in_ring and self._model.units[visit.unit].kind == "layer"
+        over = self._slots.over(visit.slot)
+        return through and visit.slot.startswith("device/weights/") and any(slot in self._last_visit for slot in over)
 
-    def _free_from(self, place: Access) -> Position:
-        """Behind which op the last visit of a slot no longer needs these bytes of it."""
-        if place.buffer not in self._last_visit:
-            return 0, 0
-        index = self._last_visit[place.buffer]
+    def _free_from(self, visit: Visit, place: Access) -> Position:
+        """Behind which op the visits before no longer need these bytes of the slot of this one."""
+        before = (self._last_visit[slot] for slot in self._slots.over(visit.slot) if slot in self._last_visit)
+        return max((self._left_by(index, place) for index in before), default=(0, 0))
+
+    def _left_by(self, index: int, place: Access) -> Position:
+        """Behind which op a visit no longer needs these bytes."""
         if not self._policy.gives_up_shards:
             return index + 1, 0
         body = self._visits[index].body
@@ -222,6 +216,8 @@ class Fetches:
     def _body(self, index: int, *, arrives: bool, placed: dict[int, Op]) -> list[Op]:
         """The ops of a visit, in phases where the policy has gates at shards, each PLACE ahead of what needs it."""
         visit = self._visits[index]
+        if not visit.compute:
+            return []
         ops = [*visit.compute, *visit.after]
         arrival = Arrival(self._shards(visit), self._policy.weight_nbytes, visit.last_first, self._policy.gates)
         if self._policy.gates != "unit":
@@ -244,9 +240,9 @@ class Fetches:
             return False
         if self._policy.mlp_chunk_tokens and visit.compute[-1].kind == "FORWARD":
             return False  # a chunk of tokens comes back to what the chunk before has used
-        following = (each.unit for each in self._visits[index + 1 :] if self._model.units[each.unit].kind == "layer")
-        successor = next((unit for unit in following if visit.slot in self._slots(unit)), visit.unit)
-        return successor != visit.unit
+        over = set(self._slots.over(visit.slot))
+        following = (each.unit for each in self._visits[index + 1 :] if self._layouts[each.unit].size)
+        return next((unit for unit in following if over & {*self._slots.of(unit)}), visit.unit) != visit.unit
 
     def _shards(self, visit: Visit) -> tuple[Shard, ...]:
         """No larger than the read-ahead, where they are to come through it."""

@@ -60,8 +60,7 @@ class _MicroMajor(Builder):
         (micro,) = self.micros
         source = self._accumulator(unit)
         each, out = (source.stop - source.start) // self.trained[unit].size, self.policy.grad_nbytes
-        landing = self._slots("landing", unit, self.policy.grad_slots, out, "host")
-        home = landing[unit % len(landing)]
+        home = self._gradient_slot("landing", unit, "host")
         ops: list[Op] = []
         for shard in self.trained[unit].shards(max(1, self.policy.shard_nbytes // each)):
             start, stop = source.start + shard.start * each, source.start + shard.stop * each

@@ -86,7 +86,7 @@ def _phases(
     for phase, window in enumerate(windows):
         own = [access for access in call.reads if access.content == f"w{call.unit}"]
         reads = [access for access in call.reads if not _is_gradient(access) and access not in own]
-        reads += [replace(each, start=start, stop=stop) for each in own for start, stop in window]
+        reads += [replace(each, start=each.start + a, stop=each.start + b) for each in own for a, b in window]
         writes = [access for access in call.writes if not _is_gradient(access)] if phase == count - 1 else []
         for total in (access for access in call.writes if _is_gradient(access) and phase >= sums_from):
             left = leaves[max(0, phase - turn) :]

@@ -16,22 +16,13 @@ from megatrain.errors import DoesNotFit, PlanError
 from megatrain.memory import Disk, Store
 from megatrain.plan import available_host_nbytes, fit_activations, nearest_that_fits
 from megatrain.schedule import Schedule, build_flush, build_forward, build_step, check
-from megatrain.spec import ModelSpec, Policy, Precision, Work
+from megatrain.spec import ROUNDED_BY_ROWS, ModelSpec, Policy, Precision, Work
 
 FREE = (
-    *(
-        "weight_slots",
-        "read_ahead_nbytes",
-        "grad_slots",
-        "shard_nbytes",
-        "host_threads",
-        "homes",
-        "stage_slots",
-        "slabs",
-    ),
-    *("activations", "activation_rows", "offload_slots", "recompute_slots"),
+    *("weight_slots", "read_ahead_nbytes", "grad_slots", "shard_nbytes", "homes", "stage_slots", "slabs"),
+    *("activations", "activation_rows", "offload_slots", "recompute_slots", "host_threads", "gates"),
 )
-"""Fields of a policy that no number depends on, and that may change between steps."""
+"""Fields of a policy that no number depends on, and that may change between steps; by rows fewer."""
 
 Kind = Literal["step", "pending step", "forward", "flush"]
 Key = tuple[Kind, int, Policy]
@@ -83,7 +74,8 @@ class Schedules:
         """
         for field in fields(Policy):
             before, after = getattr(self.policy, field.name), getattr(policy, field.name)
-            if before != after and field.name not in FREE:
+            by_rows = field.name in ROUNDED_BY_ROWS and "rows" in (self.policy.gates, policy.gates)
+            if before != after and (field.name not in FREE or by_rows):
                 raise PlanError(f"cannot be changed under way ({before} to {after})", where=f"policy.{field.name}")
         self._store.settle()
         self._pool.keep_state()

@@ -10,11 +10,12 @@ from typing import Any, cast
 import pytest
 
 from megatrain import AdamW, Engine, Policy, preflight
+from megatrain.errors import PlanError
 from megatrain.memory import Disk
 from megatrain.memory.disk_faults import DiskFault
 from megatrain.plan import Calibration, Plan
 from megatrain.preflight import Replanner
-from megatrain.spec import Home, Work
+from megatrain.spec import ROUNDED_BY_ROWS, Gates, Home, Work
 from tests.run.test_run import configuration, train
 from tests.tiny import tiny_model, unequal_batches
 
@@ -33,11 +34,7 @@ def test_a_disk_that_is_full_meanwhile_ends_no_run(
 ) -> None:
     usual = Policy("fp32", shares_memory=True, loss_chunk_tokens=5)
     better = replace(usual, homes=(Home(moments="disk"),) * 5)
-    monkeypatch.setattr(preflight, "op_seconds", lambda *_: None)
-    monkeypatch.setattr(preflight, "calibrate", lambda *_, **__: Calibration())
-    monkeypatch.setattr(preflight, "examine", lambda *_: SimpleNamespace(seconds=2.0))
-    monkeypatch.setattr(preflight, "find_plan", lambda _: SimpleNamespace(question=Asked(), seconds=1.0, policy=better))
-    plan = cast(Plan, SimpleNamespace(question=Asked(), work=Work((20, 18)), micro_batch=1))
+    plan = finds(better, monkeypatch)
     faults = [DiskFault("full", "disk/moments/3")] if refuses else []
     losses = []
     for disk in (Disk([tmp_path]), Disk([tmp_path], faults=faults)):
@@ -48,6 +45,54 @@ def test_a_disk_that_is_full_meanwhile_ends_no_run(
                 assert engine.policy.homes == (() if refuses else better.homes)
             losses[-1] += [engine.step(unequal_batches(2)).loss for _ in range(2)]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("gates", ["unit", "shard"])
+def test_a_plan_with_other_gates_is_taken_up(gates: Gates, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = Policy("fp32", loss_chunk_tokens=5, shard_nbytes=64, gates=gates)
+    other: Gates = "shard" if gates == "unit" else "unit"
+    plan = finds(replace(usual, gates=other, weight_slots=3), monkeypatch)
+    losses = []
+    for replanned in (False, True):
+        with Engine.from_model(tiny_model(), "sim:2", "fp32", AdamW(lr=1e-2), 0.5, usual) as engine:
+            losses.append([engine.step(unequal_batches(2)).loss])
+            if replanned:
+                changed = Replanner(engine, plan)(1)
+                assert changed is not None
+                assert engine.policy.gates == other
+            losses[-1] += [engine.step(unequal_batches(2)).loss for _ in range(2)]
+    assert losses[0] == losses[1]
+
+
+def test_with_gates_by_rows_what_decides_where_matrices_are_cut_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a unit is still in its slot nothing arrives, and its products are not cut: other slots, other rounding."""
+    usual = Policy("fp32", loss_chunk_tokens=5, shard_nbytes=64, gates="rows", weight_slots=3)
+    asked: list[Asked] = []
+    plan = finds(replace(usual, grad_slots=3), monkeypatch, asked)
+    with Engine.from_model(tiny_model(), "sim:2", "fp32", AdamW(lr=1e-2), 0.5, usual) as engine:
+        engine.step(unequal_batches(2))
+        assert Replanner(engine, plan)(1) is not None
+        assert {name: asked[0].pinned[name] for name in ROUNDED_BY_ROWS} == {
+            name: getattr(usual, name) for name in ROUNDED_BY_ROWS
+        }
+        for other in ({"weight_slots": 2}, {"shard_nbytes": 128}, {"activations": "keep"}, {"gates": "unit"}):
+            with pytest.raises(PlanError, match="cannot be changed under way"):
+                engine.adopt(replace(engine.policy, **other))
+
+
+def finds(better: Policy, monkeypatch: pytest.MonkeyPatch, asked: list[Asked] | None = None) -> Plan:
+    """A plan to begin with, for a planner that then finds `better` at half the time; what it is asked is noted."""
+
+    def found(question: Asked) -> object:
+        if asked is not None:
+            asked.append(question)
+        return SimpleNamespace(question=question, seconds=1.0, policy=better)
+
+    monkeypatch.setattr(preflight, "op_seconds", lambda *_: None)
+    monkeypatch.setattr(preflight, "calibrate", lambda *_, **__: Calibration())
+    monkeypatch.setattr(preflight, "examine", lambda *_: SimpleNamespace(seconds=2.0))
+    monkeypatch.setattr(preflight, "find_plan", found)
+    return cast(Plan, SimpleNamespace(question=Asked(), work=Work((20, 18)), micro_batch=1))
 
 
 def test_a_run_hands_the_times_of_every_step_to_whoever_replans(

@@ -8,19 +8,22 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatrain.checkpoint import appear, checkpoints, open_checkpoint, step_of
+from megatrain.checkpoint import Checkpoint, appear, checkpoints, open_checkpoint, step_of
 from megatrain.checkpoint.direct import DirectFile
 from megatrain.errors import CheckpointError, ConfigError, DataError, NonFinite
+from megatrain.resume import as_begun
+from megatrain.spec import Policy
 from megatrain.train.engine import Engine, StepOutput
 from megatrain.train.feed import Feed
 from megatrain.train.metrics import JsonLines
-from megatrain.train.saver import Save, Saver
+from megatrain.train.saver import Save, Saver, as_json
 from tests.run.test_run import configuration, lines, losses, train
 from tests.tiny import equal
 
@@ -242,6 +245,19 @@ def test_sizes_that_were_chosen_when_the_run_began_are_kept(
     )
     train(left_open)
     assert losses(tmp_path / "run") == straight[0]
+
+
+@pytest.mark.parametrize("gates", ["rows", "shard"])
+def test_with_gates_by_rows_a_run_goes_on_with_what_decides_where_matrices_are_cut(gates: str, tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    then = Policy(gates=gates, shard_nbytes=777, activation_rows=(("graph", "input"), ("drop",)))  # type: ignore[arg-type]
+    run = {"step": 1, "data": {}, "config": config.model_dump(mode="json")}
+    training = {"run": run, "engine": {"policy": json.loads(json.dumps(as_json(then)))}}
+    begun = as_begun(config, cast(Checkpoint, SimpleNamespace(training=training, folder=tmp_path))).policy.pinned
+    kept = ("gates", "shard_nbytes", "weight_slots", "read_ahead_nbytes", "activation_rows")
+    assert {name: begun.get(name) for name in kept} == {
+        name: getattr(then, name) if gates == "rows" else None for name in kept
+    }
 
 
 # Faults --------------------------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.layout import layout_of
-from megatrain.schedule import Op, build_forward, build_step, check, replay
+from megatrain.schedule import Op, Schedule, build_forward, build_step, check, replay
 from megatrain.schedule.phases import Arrival, _last_phases
-from megatrain.spec import Gates, ParamSpec, Policy, UnitSpec, Work
+from megatrain.spec import IN_HOST, Gates, Home, ParamSpec, Policy, UnitSpec, Work
 from megatrain.testing import surviving_waits
 from tests.schedule.test_schedule import policies, works
 from tests.small import small_spec
@@ -50,11 +50,12 @@ def test_rings_are_proven(
     fetched = [{(op.unit, op.nbytes) for op in each.ops if op.kind == "FETCH"} for each in (step, plain)]
     assert {unit for unit, _ in fetched[0]} == {unit for unit, _ in fetched[1]}
     if not policy.shares_memory:
-        size = layout_of(of.units[1]).size * policy.weight_nbytes
-        assert step.buffers["device/weights/layer0"].nbytes == size
-        assert "device/weights/layer1" not in step.buffers
-        through = step.buffers.get("device/weights/ahead")
-        assert through is None or through.nbytes <= min(ahead, size)
+        first, layer, *_, last = (layout_of(unit).size * policy.weight_nbytes for unit in of.units)
+        ends = first + last if tied else max(first, last)  # a tied head needs both at once
+        places = {each.name: each.nbytes for each in step.buffers.values() if each.name.startswith("device/weights/")}
+        assert places.pop("device/weights/ring") == max(layer, ends)
+        assert places.pop("device/weights/ahead", 0) <= min(ahead, layer)
+        assert not places
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
@@ -64,10 +65,30 @@ def test_each_wait_that_is_left_out_is_found(activations: str, micro_batches: in
     assert surviving_waits(build_step(small_spec(2), ring, Work((4,) * micro_batches), "all")) == []
 
 
-def test_the_arena_is_one_layer_the_ends_and_the_read_ahead() -> None:
-    step = build_step(small_spec(4), RING, Work((4, 4)))
-    weights = sum(each.nbytes for each in step.buffers.values() if each.owner == "weights" and each.tier == "device")
-    assert weights == LAYER + ENDS + RING.read_ahead_nbytes
+def weights_nbytes(schedule: Schedule) -> int:
+    """Device memory that weights pass through."""
+    return sum(each.nbytes for each in schedule.buffers.values() if each.owner == "weights" and each.tier == "device")
+
+
+def test_weights_take_one_unit_and_the_read_ahead() -> None:
+    """The largest unit: here the head, which comes into the place of the layers. Without a ring it has its own."""
+    work = Work((4, 4))
+    assert weights_nbytes(build_step(small_spec(4), RING, work)) == ENDS + RING.read_ahead_nbytes
+    assert weights_nbytes(build_step(small_spec(4), replace(RING, read_ahead_nbytes=0), work)) == ENDS + 2 * LAYER
+
+
+@pytest.mark.parametrize("stays", ["prologue", "epilogue"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_ends_that_stay_on_the_device_have_no_place_in_the_ring(stays: str, tied: bool) -> None:
+    of = small_spec(3, tied)
+    homes = tuple(Home(weights="device") if unit.kind == stays else IN_HOST for unit in of.units)
+    step = build_step(of, replace(RING, homes=homes), Work((4,)))
+    check(step)
+    first, layer, *_, last = (layout_of(unit).size * RING.weight_nbytes for unit in of.units)
+    assert step.buffers["device/weights/ring"].nbytes == max(layer, last if stays == "prologue" else first)
+    fetched = [op.unit for op in step.ops if op.kind == "FETCH" and op.shard == 0]
+    assert fetched.count(0 if stays == "prologue" else of.epilogue) == 1
+    assert stays == "prologue" or fetched.count(0) == 2 + tied  # forward, a tied head, backward
 
 
 def test_a_ring_is_as_quick_as_two_slots_where_a_fetch_takes_as_long_as_a_call_and_one_slot_is_not() -> None:

@@ -444,12 +444,24 @@ def test_the_executed_timeline_is_the_replayed_one_whatever_the_adversary(case: 
         assert executed.starts == pytest.approx(predicted.starts, rel=0.01, abs=1e-9)
 
 
-@pytest.mark.parametrize("clip", [1.0, None])
-def test_an_engine_step_takes_the_predicted_time_on_the_virtual_clock(clip: float | None) -> None:
+SHARDS = Policy(gates="shard", shard_nbytes=2000)
+WAYS = {
+    "clipping": (Policy(), 1.0),
+    "not clipping": (Policy(update="during_backward"), None),
+    "gates": (SHARDS, 1.0),
+    "gates and graphs": (replace(SHARDS, activations="keep", weight_slots=1), 1.0),
+    "ring": (replace(SHARDS, read_ahead_nbytes=4000, update="during_backward"), None),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_engine_step_takes_the_predicted_time_on_the_virtual_clock(way: str) -> None:
     """With real work and the schedule that the engine really ran, a step after others, and an evaluation."""
+    policy, clip = WAYS[way]
     prices = {"FETCH": 3.0, "GRAD": 1.0, "FORWARD": 2.0, "LOSS": 2.0, "BACKWARD": 5.0, "NORM": 0.2, "UPDATE": 4.0}
+    prices |= {"PLACE": 0.1}
     device = SimDevice(6, cost=lambda task: prices[task.name.split()[0]])
-    with Engine.from_model(tiny_model(), device, max_grad_norm=clip) as engine:
+    with Engine.from_model(tiny_model(), device, max_grad_norm=clip, policy=policy) as engine:
         for run in (engine.step, engine.step, engine.step, engine.evaluate):
             run(unequal_batches())
             timeline = engine._streamer.timeline

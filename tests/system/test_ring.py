@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatrain import Policy
 from megatrain.engine.gated import Call
-from megatrain.errors import MegaTrainError, ScheduleError
+from megatrain.errors import MegaTrainError, PlanError, ScheduleError
 from megatrain.layout import layout_of
 from megatrain.schedule import CALLS, phases
 from megatrain.spec import IN_HOST, Gates, Home, Keep, Precision, Transit
@@ -84,12 +84,11 @@ def test_what_is_frozen_stays_to_the_end_of_a_call(frozen: tuple[str, ...]) -> N
     assert equal(found[0][1], found[1][1])
 
 
-def test_the_device_holds_one_layer_and_the_read_ahead() -> None:
+def test_the_device_holds_one_unit_and_the_read_ahead() -> None:
     with engine("sim:2", RING, "llama") as made:
         made.step(unequal_batches(2))
         spec, held = made.spec, made.memory_table()["device", "weights"]
-    layer, ends = layout_of(spec.units[1]).size, max(layout_of(spec.units[i]).size for i in (0, -1))
-    ahead = held - 4 * (layer + ends)
+    ahead = held - 4 * max(layout_of(unit).size for unit in spec.units)
     assert 0.5 * RING.read_ahead_nbytes < ahead <= RING.read_ahead_nbytes
 
 
@@ -166,8 +165,37 @@ def test_an_engine_goes_over_to_a_ring_and_back_between_steps() -> None:
         for ahead in (0, 4096, 1000, 0):
             made.adopt(replace(made.policy, read_ahead_nbytes=ahead))
             losses.append(made.step(batches).loss)
-            assert ("device/weights/ahead" in made._store.pool._buffers) == (ahead > 0)
+            assert ("device/weights/ring" in made._store.pool._buffers) == (ahead > 0)
     assert losses == expected
+
+
+def test_an_engine_takes_gates_up_and_gives_them_up_between_steps() -> None:
+    batches = unequal_batches(2)
+    with engine("cpu", replace(GATED, gates="unit"), "llama") as made:
+        expected = [made.step(batches).loss for _ in range(4)]
+    with engine("sim:4", replace(GATED, gates="unit"), "llama") as made:
+        losses = []
+        for gates in ("unit", "shard", "unit", "shard"):
+            made.adopt(replace(made.policy, gates=gates))
+            losses.append(made.step(batches).loss)
+        with pytest.raises(PlanError, match=r"policy\.gates"):
+            made.adopt(replace(made.policy, gates="rows"))
+    assert losses == expected
+
+
+@pytest.mark.parametrize("rows", ["graphs", "inputs"])
+@pytest.mark.parametrize("gates", ["unit", "shard"])
+def test_a_tied_head_finds_its_table_once_more_beside_its_own_weights(rows: str, gates: Gates) -> None:
+    """All of them in one memory: what reads one of the two is not told to wait for the other."""
+    batches, kept = unequal_batches(2), ROWS[rows]
+    with engine("cpu", Policy("fp32", shares_memory=True, loss_chunk_tokens=5), "llama-tied") as made:
+        expected = [made.step(batches).loss for _ in range(3)], made.master_weights()
+    with engine("sim:7", replace(RING, gates=gates, shard_nbytes=2000, activation_rows=kept), "llama-tied") as made:
+        found = [made.step(batches).loss for _ in range(3)], made.master_weights()
+        fetched = [op.unit for op in next(iter(made._schedules.known.values())).ops if op.kind == "FETCH"]
+    assert found[0] == expected[0]
+    assert equal(found[1], expected[1])
+    assert fetched.count(0) == 3 * len(layout_of(made.spec.units[0]).shards(2000 // 4))
 
 
 def test_phases_between_which_a_shard_is_placed_are_still_one_call() -> None:
