@@ -117,7 +117,7 @@ def rows_of(rows: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("family", "rows", "changes"), MASKED)
 def test_no_more_exists_in_any_op_than_the_schedule_says(
     family: str, rows: str, changes: dict[str, Any], precision: str, monkeypatch: pytest.MonkeyPatch
