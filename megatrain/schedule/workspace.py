@@ -26,7 +26,7 @@ PLACES_NBYTES = 40
 """Per token, for which rows of a table were looked up, and which of those each token is."""
 HEAD_FLOATS = 5
 """Float32 values per token and channel that the norm in front of a head makes and keeps of which nothing is known."""
-TARGET_NBYTES = 56
+HOST_TARGET_NBYTES, TARGET_NBYTES = 192, 56
 """Per token of a chunk: its place and its target, and a row's largest logit, sum and loss."""
 
 
@@ -95,7 +95,7 @@ def loss_nbytes(model: ModelSpec, policy: Policy, work: Work, micro: int, *, tra
         made = max(
             made, *(ceil(each.nbytes(chunk, 1, chunk)) - _not_made(model, policy, each, formed) for each in moments)
         )
-    made += TARGET_NBYTES * chunk
+    made += (HOST_TARGET_NBYTES if policy.shares_memory else TARGET_NBYTES) * chunk
     balancing = profile.host_balance_moments if policy.shares_memory else profile.balance_moments
     length = min(work.length or tokens, tokens)
     return max(made, *(ceil(each.nbytes(tokens, length, tokens)) for each in balancing), 1)
