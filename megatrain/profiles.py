@@ -55,10 +55,34 @@ class LayerProfile:
     """As `moments`, where token-wise parts run in chunks."""
     host_chunked_moments: tuple[Moment, ...] = ()
 
+    formed_moments: tuple[Moment, ...] = ()
+    """Of the epilogue, whose `moments` are of a chunk: when its logits have been formed, their gradient included."""
+    balance_moments: tuple[Moment, ...] = ()
+    """Of the epilogue: the widest ones of the router auxiliary loss of a micro-batch, forward and backward."""
+    host_balance_moments: tuple[Moment, ...] = ()
+    sides_nbytes: float = 0.0
+    """Bytes per token of what a layer has recorded for that loss, and later of their gradient."""
+
     arguments_nbytes: float = 0.0
     """Of the prologue: bytes per position of what all layers are called with besides the hidden state."""
     arguments_nbytes_by_length: float = 0.0
     """And per position and position, of masks."""
+    arguments_row_nbytes: float = 0.0
+    """And beside those, per row and position, where rows do not share them."""
+    arguments_row_nbytes_by_length: float = 0.0
+    """And per row, position and position."""
+
+    forward_moments: tuple[Moment, ...] = ()
+    """The widest ones of the forward without gradients, its output included; of the prologue, with what it hands on."""
+    host_forward_moments: tuple[Moment, ...] = ()
+
+    masked: LayerProfile | None = None
+    """Where attention is told by a mask: a window that the sequence fills, or padded or packed rows. Of the prologue,
+    of the window alone."""
+    padded: LayerProfile | None = None
+    """Of the prologue: with padded rows."""
+    packed: LayerProfile | None = None
+    """Of the prologue: with packed rows."""
 
     chosen_nbytes: float = 0.0
     """Bytes per token of what `chosen` keeps beside the input; 0 where nothing is known of it."""
@@ -70,6 +94,12 @@ class LayerProfile:
     """Share of the operations of the forward's products that `chosen` does not do again."""
     spared_share: float = 0.0
     """Share of them that neither it nor `attention` does again, since no gradient needs their results."""
+
+    def of_rows(self, rows: str, *, windowed: bool) -> LayerProfile:
+        """The profile for such rows, which reach a window or not."""
+        found = {"padded": self.padded, "packed": self.packed}.get(rows)
+        masked = self.masked if windowed or rows != "whole" else None
+        return found or masked or self
 
     def stored(self, keep: str, tokens: int) -> int:
         """Bytes that `chosen` or `attention` keeps of so many tokens, beside the input."""

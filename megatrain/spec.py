@@ -27,6 +27,8 @@ nothing, and the input is computed again from the nearest one below that was not
 UpdateTime = Literal["next_forward", "during_backward", "after_backward"]
 Gates = Literal["unit", "shard", "rows"]
 Tier = Literal["device", "host", "disk"]
+Rows = Literal["whole", "padded", "packed"]
+"""Rows of one length without a mask; padded ones with theirs; several samples in a row, with their positions."""
 Transit = Literal["locked", "slabs", "pageable"]
 """How weights and gradients cross the bus: page-locked where they lie, through page-locked slabs, or not locked."""
 
@@ -207,6 +209,8 @@ class Work:
     """Tokens of a sequence; `None` where a micro-batch is one sequence. It matters for prices, not for ops."""
     repeats: float = 1
     """How many micro-batches each stands for: 1 but in the planner's first look, where fewer ops do."""
+    rows: Rows = "whole"
+    """What the rows of micro-batches are, which decides what layers are told by masks."""
 
     def __post_init__(self) -> None:
         if not self.tokens or min(self.tokens) < 1:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import BatchError
-from megatrain.spec import ModelSpec, Work
+from megatrain.spec import ModelSpec, Rows, Work
 
 IGNORED = -100
 """The label that marks a token as no target (Hugging Face convention)."""
@@ -34,7 +34,17 @@ def check_micro_batches(model: ModelSpec, micro_batches: Sequence[MicroBatch]) -
             where="labels",
             fix="give at least one token a label",
         )
-    return Work(tuple(batch["input_ids"].numel() for batch in micro_batches))
+    sizes, lengths = zip(*(tuple(batch["input_ids"].shape) for batch in micro_batches), strict=True)
+    tokens = tuple(rows * length for rows, length in zip(sizes, lengths, strict=True))
+    alike = lengths[0] if len(set(lengths)) == 1 else None
+    return Work(tokens, alike, rows=_rows_of(micro_batches))
+
+
+def _rows_of(micro_batches: Sequence[MicroBatch]) -> Rows:
+    """What rows are, where some are padded or packed."""
+    if any(batch.get("position_ids") is not None for batch in micro_batches):
+        return "packed"
+    return "padded" if any(batch.get("attention_mask") is not None for batch in micro_batches) else "whole"
 
 
 def target_mask(batch: MicroBatch) -> Tensor:

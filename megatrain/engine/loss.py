@@ -145,6 +145,7 @@ def log_probs(chunks: Chunks) -> Tensor:
         for rows, work in _blocks(logits):
             total, exponents = _exponentials(work, part.targets[rows])
             found[part.chosen[rows]] = exponents - total.squeeze(-1).log()
+        del logits, work
     return found
 
 
@@ -167,6 +168,7 @@ def backward(chunks: Chunks, gradient_of: Callable[[Tensor, Part], Tensor]) -> T
         torch.autograd.backward([logits], [gradient], inputs=[hidden, *chunks.leaves])
         assert hidden.grad is not None
         found[part.chosen] = hidden.grad
+        del hidden, logits, gradient  # before the next part makes its own
     return found
 
 

@@ -9,28 +9,31 @@ name. A model that this cannot train exactly is refused with a `ModelError`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
 from megatrain.errors import MegaTrainError, ModelError, typed_line
 from megatrain.model.blueprint import meta_twin, registering
+from megatrain.model.ending import with_ending
 from megatrain.model.likeness import learned
 from megatrain.model.load import quiet
 from megatrain.model.look import FirstLook
 from megatrain.model.lookups import only_looks_up
-from megatrain.model.moments import Differentiable, moments_of
+from megatrain.model.masks import Rows, alike, captured, padded, whole, windows_of, with_rows
+from megatrain.model.moments import Differentiable, Sparing, forward_moments, moments_anywhere
 from megatrain.model.ported import ROUTED, PortedModel, Sides, takes
 from megatrain.model.ports import Capture, HandOut, Port, hidden_of, reachable_leaves
-from megatrain.model.profile import LENGTHS, profile_layer
+from megatrain.model.profile import LENGTHS, kept_growth, profile_layer, steady_lengths
 from megatrain.model.recorded import install_recorders
 from megatrain.model.tokenwise import token_wise, with_chunks
 from megatrain.model.uses import TO_THE_END, OrderOfUse, Uses, in_order_of_use
@@ -38,6 +41,9 @@ from megatrain.spec import LayerProfile, ModelSpec, ParamSpec, UnitSpec
 
 PROBE_TOKENS = 4
 """Length of the tiny inputs that a model is learned from."""
+
+Captured = Callable[[int], Capture]
+"""What layers are called with, of so many tokens."""
 
 MOST_STACKS = 4
 """Module lists that are tried; a model with a tower for images may have a larger one than that of its layers."""
@@ -70,6 +76,7 @@ def _ported(model: PreTrainedModel, stack: str, dtype: torch.dtype) -> PortedMod
         ported.spec = _learn_spec(model, ported, _layer_specs(model, ported, profiles, used), given)
         if ported.routers_off:
             ported.balance_coefficient = _learn_balance(ported, sides)
+        ported.spec = replace(ported.spec, units=with_ending(ported, sides, PROBE_TOKENS))
     return ported
 
 
@@ -203,38 +210,33 @@ def _learn_layers(ported: PortedModel) -> tuple[list[Sides], list[LayerProfile],
         _run_probe(ported, look, PROBE_TOKENS)
     for port in ported.ports:
         port.others = ()
-    captures = {tokens: Capture(len(ported.ports)) for tokens in LENGTHS}
-    with torch.no_grad():
-        for tokens, capture in captures.items():
-            _run_probe(ported, capture, tokens)
-    given = _learn_arguments(captures)
+
+    @cache
+    def called(rows: Rows, tokens: int) -> Capture:
+        with _disable_current_modes():  # no part of what is looked at
+            return captured(ported, rows(1, tokens))
+
+    def learn(layer: nn.Module, zeros: dict[str, Tensor], index: int) -> tuple[LayerProfile, tuple[str, ...]]:
+        plain, masked = (_runner(layer, zeros, partial(called, rows), index) for rows in (whole, padded))
+        profile, parts = _learn_profile(layer, plain)
+        if given.padded is not None and not alike(called(whole, LENGTHS[0]), called(padded, LENGTHS[0]), index):
+            profile = replace(profile, masked=_learn_masked(layer, masked, profile, parts))
+        return profile, parts
+
+    given, windows = with_rows(ported), windows_of(ported)
     known: dict[object, LayerProfile] = {}
     parts: dict[object, tuple[str, ...]] = {}
     for index, kind in enumerate(look.kinds):
         if kind not in known:
             layer = ported.templates[index]
-            whole = _runner(layer, look.zeros.pop(kind), captures, index)
-            runs = [(capture.hidden, capture.calls[index].form) for capture in captures.values()]
-            known[kind], parts[kind] = learned(layer, runs, partial(_learn_profile, layer, whole))
+            runs = [called(rows, tokens) for rows in (whole, padded) for tokens in LENGTHS]
+            key = given.padded is not None, [(run.hidden, run.calls[index].form) for run in runs]
+            known[kind], parts[kind] = learned(layer, key, partial(learn, layer, look.zeros.pop(kind), index))
     ported.parts = [parts[kind] for kind in look.kinds]
-    return look.sides, [known[kind] for kind in look.kinds], [look.used[kind] for kind in look.kinds], given
-
-
-def _learn_arguments(captures: dict[int, Capture]) -> LayerProfile:
-    """What layers are called with, all of them together: each storage counts once, and the hidden state does not."""
-    found = []
-    for tokens, capture in captures.items():
-        assert capture.hidden is not None
-        given = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for call in capture.calls
-            for tensor in call.tensors()
-        }
-        given.pop(capture.hidden.untyped_storage().data_ptr(), None)
-        found.append(sum(given.values()) / tokens)
-    (short, long), (less, more) = LENGTHS, found
-    by_length = max(0.0, (more - less) / (long - short))
-    return LayerProfile(arguments_nbytes=less - by_length * short, arguments_nbytes_by_length=by_length)
+    profiles = [
+        replace(known[kind], window=windows.get(index, known[kind].window)) for index, kind in enumerate(look.kinds)
+    ]
+    return look.sides, profiles, [look.used[kind] for kind in look.kinds], given
 
 
 def _learn_profile(layer: nn.Module, whole: Differentiable) -> tuple[LayerProfile, tuple[str, ...]]:
@@ -244,9 +246,47 @@ def _learn_profile(layer: nn.Module, whole: Differentiable) -> tuple[LayerProfil
         output, others, _ = whole(tokens)
         return output, others
 
-    parts, (device, host) = token_wise(layer, run), moments_of(whole, LENGTHS)
-    profile = replace(profile_layer(layer, run), moments=device, host_moments=host)
-    return with_chunks(profile, layer, parts, run, whole), parts
+    def sparing(tokens: int) -> tuple[Tensor, Sequence[Tensor]]:
+        with Sparing():  # type: ignore[no-untyped-call]
+            return run(tokens)
+
+    parts, lengths = token_wise(layer, sparing), steady_lengths(sparing)
+    device, host, lengths = moments_anywhere(whole, lengths)
+    forward, host_forward = forward_moments(whole, lengths)
+    with Sparing():  # type: ignore[no-untyped-call]  # below the modes that look at ops
+        profile = replace(
+            profile_layer(layer, run, lengths),
+            moments=device,
+            host_moments=host,
+            forward_moments=forward,
+            host_forward_moments=host_forward,
+        )
+    return with_chunks(profile, layer, parts, sparing, whole, lengths), parts
+
+
+def _learn_masked(
+    layer: nn.Module, masked: Differentiable, profile: LayerProfile, parts: tuple[str, ...]
+) -> LayerProfile:
+    """What a layer takes that is called with a mask."""
+
+    def run(tokens: int) -> tuple[Tensor, Sequence[Tensor]]:
+        with Sparing():  # type: ignore[no-untyped-call]
+            output, others, _ = masked(tokens)
+        return output, others
+
+    device, host, lengths = moments_anywhere(masked, steady_lengths(run))
+    forward, host_forward = forward_moments(masked, lengths)
+    each, by_length = kept_growth(run, lengths)
+    found = replace(
+        profile,
+        moments=device,
+        host_moments=host,
+        forward_moments=forward,
+        host_forward_moments=host_forward,
+        kept_nbytes=each,
+        kept_nbytes_by_length=by_length,
+    )
+    return with_chunks(found, layer, parts, run, masked, lengths)
 
 
 def _run_probe(ported: PortedModel, capture: Capture, tokens: int) -> None:
@@ -259,11 +299,11 @@ def _run_probe(ported: PortedModel, capture: Capture, tokens: int) -> None:
         raise ModelError(f"its hidden state is {shape}, which does not start with batch and length", where=where)
 
 
-def _runner(layer: nn.Module, zeros: dict[str, Tensor], captures: dict[int, Capture], index: int) -> Differentiable:
+def _runner(layer: nn.Module, zeros: dict[str, Tensor], captured: Captured, index: int) -> Differentiable:
     leaves = {name: zero.detach().requires_grad_() for name, zero in zeros.items()}
 
     def whole(tokens: int) -> tuple[Tensor, list[Tensor], Tensor]:
-        capture = captures[tokens]
+        capture = captured(tokens)
         assert capture.hidden is not None
         call, given = capture.calls[index], capture.hidden.detach().requires_grad_()
         args, kwargs = call.arguments(given)
@@ -306,10 +346,10 @@ def _learn_spec(model: PreTrainedModel, ported: PortedModel, layers: list[UnitSp
     looks_up = only_looks_up(ported, capture.hidden, _probe_inputs())
     ported.hidden_shape = tuple(capture.hidden.shape[2:])
     handed_out = torch.zeros(PROBE_TOKENS, *ported.hidden_shape, dtype=capture.hidden.dtype)
-    with torch.enable_grad(), Uses(order.reading):
+    with torch.enable_grad(), Sparing(), Uses(order.reading):  # type: ignore[no-untyped-call]
         logits = ported.head(leaves, handed_out)
     whole = HandOut(len(ported.ports), handed_out.unsqueeze(1))
-    with torch.no_grad():
+    with torch.no_grad(), Sparing():  # type: ignore[no-untyped-call]
         ported.run(whole, ported.placeholders, {"input_ids": torch.zeros(PROBE_TOKENS, 1, dtype=torch.long)})
     if whole.order != list(range(len(ported.ports))):
         raise ModelError("goes through its decoder layers more than once", where=where)

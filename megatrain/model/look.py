@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from megatrain.errors import ModelError
+from megatrain.model.moments import Sparing
 from megatrain.model.ported import PortedModel, Sides
 from megatrain.model.ports import Capture, split_hidden
 from megatrain.model.profile import window_of
@@ -46,7 +47,7 @@ class FirstLook(Capture):
             self.zeros[kind] = {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in layer.named_parameters()}
             before = _contents((args, dict(kwargs)))
             order = OrderOfUse(self.zeros[kind])
-            with torch.no_grad(), recorded() as sides, Uses(order.reading):
+            with torch.no_grad(), recorded() as sides, Sparing(), Uses(order.reading):  # type: ignore[no-untyped-call]
                 output = functional_call(layer, self.zeros[kind], args, dict(kwargs))
             if _contents((args, dict(kwargs))) != before:
                 raise self._refusal("layers write into an object that they are all called with")

@@ -5,7 +5,8 @@ gradients of activations, and the gradient of a weight that is about to be added
 the layer's code, so no formula per architecture could be right. Here a layer runs forward and backward on zeros at two
 short lengths; each tensor that an op makes is followed by its storage, and what does not grow with the tokens is told
 from what does by comparing the two runs, tensor by tensor. Of all moments those remain that could be the widest at some
-length. Results as large as weights are not computed: they are stood for by tensors that take no memory.
+length. Results as large as weights are not computed: they are stood for by tensors that take no memory; and a product
+with a large weight, which is zero as all weights are, is zero without being multiplied.
 
 Left out: what kernels take for themselves, but for two that are large: the gradient of the queries, summed in float32
 by fused attention on an accelerator (Dao 2023, FlashAttention-2), and the float32 result of a product that a cpu
@@ -24,12 +25,16 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatrain.spec import Moment
 
 LARGE_NUMEL = 1 << 22
 """Elements from which a result is not computed."""
+SHORT = (8, 16)
+"""Tokens of the two runs."""
+LOOPED = (24, 48)
+"""Tokens of two runs of a layer that does more at more tokens."""
 
 ADDING = ("aten::addmm", "aten::baddbmm")
 PRODUCTS = (*ADDING, "aten::mm", "aten::bmm", "aten::_grouped_mm")
@@ -62,26 +67,25 @@ class Living(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
-        self._known: dict[int, tuple[int, StorageWeakRef]] = {}
-        """Storage -> the tensor that it belongs to, by number, and whether it still exists."""
+        self._known: dict[int, int] = {}
+        """Storage -> the tensor that it belongs to, by number."""
+        self._refs: list[StorageWeakRef | None] = []
         self.sizes: list[int] = []
         """Bytes of each tensor, in the order of making."""
         self.alive: set[int] = set()
         """Numbers of those that exist."""
         self._nbytes = 0
-        """Their sum."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
+        given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
         output = self.compute(op, args, kwargs)
-        self._forget()
-        for each in _tensors(output):
-            if not each.is_meta:
+        for each in tree_leaves(output):
+            if isinstance(each, Tensor) and not each.is_meta:
                 storage = each.untyped_storage()
                 if storage._cdata not in self._known and storage._cdata not in given:
                     self._enter(each, storage)
-        self.peak = max(self.peak, self._nbytes)
+        self.peak = max(self.peak, self.nbytes)
         self.watch(op, args, output)
         return output
 
@@ -102,19 +106,21 @@ class Living(TorchDispatchMode):
 
     def number_of(self, made: Tensor) -> int | None:
         """Which of the tensors it is, or a view of."""
-        known = self._known.get(made.untyped_storage()._cdata)
-        return known[0] if known else None
+        return self._known.get(made.untyped_storage()._cdata)
 
     def _enter(self, made: Tensor, storage: Any) -> None:
         number = len(self.sizes)
-        self._known[storage._cdata] = number, StorageWeakRef(storage)
+        self._known[storage._cdata] = number
+        self._refs.append(StorageWeakRef(storage))
         self.sizes.append(self.measure(made))
         self.alive.add(number)
         self._nbytes += self.sizes[number]
 
     def _forget(self) -> None:
-        for place in [place for place, (_, ref) in self._known.items() if ref.expired()]:
-            number, _ = self._known.pop(place)
+        ended = [place for place, number in self._known.items() if self._refs[number].expired()]  # type: ignore[union-attr]
+        for place in ended:  # until here the reference has kept the place from being used again
+            number = self._known.pop(place)
+            self._refs[number] = None
             self.alive.discard(number)
             self._nbytes -= self.sizes[number]
 
@@ -125,8 +131,20 @@ Parts = tuple[float, float, float, float]
 """Bytes of a tensor: fixed, per token, per token and position, per token of a chunk."""
 
 
-class _Recording(Living):
-    """A run of a layer: every tensor's bytes and kind, and at each op what there was."""
+class Sparing(TorchDispatchMode):
+    """In the block, products with large weights are zero without being multiplied. For runs on zeros alone."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        schema = getattr(op, "_schema", None)
+        if schema is None or schema.name not in PRODUCTS:
+            return op(*args, **(kwargs or {}))
+        return _multiplied(op, args, kwargs or {})
+
+
+class Recording(Living):
+    """A run on zeros: every tensor's bytes and kind, and at each op what there was."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,14 +154,7 @@ class _Recording(Living):
         """The tensors that there were, the one that a product has just made, and whether attention was at work."""
 
     def compute(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        schema = getattr(op, "_schema", None)
-        if schema is None or _result_numel(schema.name, args) < LARGE_NUMEL:
-            return op(*args, **kwargs)
-        if schema.is_mutable:
-            return args[0]
-        if any(each.alias_info is not None for each in schema.returns):
-            return op(*args, **kwargs)  # a view
-        return _hollow(op, args, kwargs)
+        return _spared(op, args, kwargs)
 
     def measure(self, made: Tensor) -> int:
         self.chunked.append(_IN_CHUNK.get())
@@ -161,12 +172,15 @@ def moments_of(run: Differentiable, lengths: tuple[int, int]) -> tuple[tuple[Mom
     run: for so many tokens of one sequence, the layer's output, its weights and arguments, and its input. Nothing where
     the layer does other things at another length, so that its tensors cannot be told apart.
     """
-    records = [_recorded(run, length) for length in lengths]
+    return widest_of([_recorded(run, length) for length in lengths], lengths)
+
+
+def widest_of(records: Sequence[Recording], lengths: tuple[int, int]) -> tuple[tuple[Moment, ...], tuple[Moment, ...]]:
+    """As `moments_of`, of runs at the two lengths."""
     short, long = records
     if short.moments != long.moments or short.chunked != long.chunked:
         return (), ()
-    sizes = zip(short.sizes, long.sizes, short.chunked, strict=True)
-    parts = [_parts(less, more, chunked, lengths) for less, more, chunked in sizes]
+    parts = _parts_of(short, long, lengths)
     device, host = set[tuple[Parts, bool]](), set[tuple[Parts, bool]]()
     for alive, product, attends in short.moments:
         there = _sum(parts[number] for number in alive)
@@ -176,21 +190,77 @@ def moments_of(run: Differentiable, lengths: tuple[int, int]) -> tuple[tuple[Mom
     return _widest(device), _widest(host)
 
 
-def _recorded(run: Differentiable, length: int) -> _Recording:
-    record = _Recording()
+def moments_anywhere(
+    run: Differentiable, lengths: tuple[int, int]
+) -> tuple[tuple[Moment, ...], tuple[Moment, ...], tuple[int, int]]:
+    """As `moments_of`, also for layers that pad sequences to blocks of their own (`lengths` are not `SHORT`) or go
+    through them in loops, and the two lengths that tell how such a layer grows."""
+    if lengths == SHORT:
+        device, host = moments_of(run, lengths)
+        if device:
+            return device, host, lengths
+        lengths = LOOPED
+    return *_of_peaks([_recorded(run, length) for length in lengths], lengths), lengths
+
+
+def forward_moments(run: Differentiable, lengths: tuple[int, int]) -> tuple[tuple[Moment, ...], tuple[Moment, ...]]:
+    """The widest moments of a forward without gradients, for lengths as `moments_anywhere` has found them."""
+    records = []
+    for tokens in lengths:
+        records.append(record := Recording())
+        with torch.no_grad(), record:
+            run(tokens)
+    device, host = widest_of(records, lengths)
+    return (device, host) if device and lengths == SHORT else _of_peaks(records, lengths)
+
+
+def _of_peaks(records: Sequence[Recording], lengths: tuple[int, int]) -> tuple[tuple[Moment, ...], tuple[Moment, ...]]:
+    """A moment that is as wide as the widest of both runs."""
+    found = []
+    for beside in (0, 2):
+        less, more = (
+            max(
+                sum(record.sizes[number] for number in alive) + (0 if made is None else beside * record.sizes[made])
+                for alive, made, _ in record.moments
+            )
+            for record in records
+        )
+        found.append((Moment(*growth(less, more, lengths), attends=any(each[2] for each in records[0].moments)),))
+    return found[0], found[1]
+
+
+def moment_at(place: int, records: Sequence[Recording], lengths: tuple[int, int]) -> Moment:
+    """What there was at one op of runs that have all ops alike."""
+    parts = _parts_of(records[0], records[1], lengths)
+    return Moment(*_sum(parts[number] for number in records[0].moments[place][0]))
+
+
+def _parts_of(short: Recording, long: Recording, lengths: tuple[int, int]) -> list[Parts]:
+    sizes = zip(short.sizes, long.sizes, short.chunked, strict=True)
+    return [_parts(less, more, chunked, lengths) for less, more, chunked in sizes]
+
+
+def _recorded(run: Differentiable, length: int) -> Recording:
+    record = Recording()
     with torch.enable_grad():
         with record:
             output, others, given = run(length)
         gradient = torch.zeros_like(output)  # there before the backward
         wanted = [each for each in others if each.requires_grad]
-        hooks = [each.register_hook(_let_go) for each in wanted]
-        try:
-            with record:
-                torch.autograd.grad([output], [given, *wanted], [gradient], allow_unused=True)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with record, letting_go(wanted):
+            torch.autograd.grad([output], [given, *wanted], [gradient], allow_unused=True)
     return record
+
+
+@contextmanager
+def letting_go(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """In the block, gradients of these are forgotten as soon as they are complete."""
+    hooks = [each.register_hook(_let_go) for each in leaves]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _let_go(gradient: Tensor) -> Tensor:
@@ -240,20 +310,33 @@ def _widest(moments: Iterable[tuple[Parts, bool]]) -> tuple[Moment, ...]:
     )
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Those among the arguments or results of an op, in their order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))
+def _spared(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What an op gives; computed where that takes little."""
+    schema = getattr(op, "_schema", None)
+    if schema is None:
+        return op(*args, **kwargs)
+    if schema.is_mutable and isinstance(args[0], Tensor) and torch._debug_has_internal_overlap(args[0]) == 1:
+        return args[0]  # a part of what takes no memory
+    if _result_numel(schema.name, args) >= LARGE_NUMEL:
+        if schema.is_mutable:
+            return args[0]
+        if any(each.alias_info is not None for each in schema.returns):
+            return op(*args, **kwargs)  # a view
+        return _hollow(op, args, kwargs)
+    return _multiplied(op, args, kwargs) if schema.name in PRODUCTS else op(*args, **kwargs)
+
+
+def _multiplied(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """A product; of a large weight, which is zero, zeros."""
+    if max(each.numel() for each in args if isinstance(each, Tensor)) < LARGE_NUMEL:
+        return op(*args, **kwargs)  # type: ignore[no-any-return]
+    found: Tensor = _hollow(op, args, kwargs)
+    return torch.zeros_like(found, memory_format=torch.contiguous_format)
 
 
 def _result_numel(name: str, args: Sequence[Any]) -> int:
     """Elements that the result of an op could have."""
-    tensors = list(_tensors(args))
+    tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
     if name in PRODUCTS:
         left, right = tensors[1:3] if name in ADDING else tensors[:2]
         groups = tensors[2].numel() if len(tensors) > 2 and left.dim() == right.dim() == 2 and name not in ADDING else 1

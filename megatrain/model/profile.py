@@ -18,11 +18,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from megatrain.model.chosen import Answering, Keeping, Key, Level, Stored
-from megatrain.model.moments import growth
+from megatrain.model.moments import SHORT, growth
 from megatrain.spec import LayerProfile
 
-LENGTHS = (8, 16)
+LENGTHS = SHORT
 """Tokens of the two runs."""
+
+FURTHER, ROUNDED = 300, 1.01
+"""Tokens of a run that shows whether what two short ones tell holds beyond, and by how much it may be exceeded."""
+BLOCKS = ((65, 129), (257, 513))
+"""Tokens of two runs of a layer that pads: each begins one more block of 64, and of 128 or 256."""
 
 FEW_TOKENS = 128
 """Over which what is fixed is spread; with more it is counted too high, and is little."""
@@ -33,10 +38,12 @@ Run = Callable[[int], tuple[Tensor, Iterable[Tensor]]]
 """Runs the layer on so many tokens with gradients; its output, and tensors that do not count: weights, arguments."""
 
 
-def profile_layer(layer: nn.Module, run: Run) -> LayerProfile:
-    """Profile of one layer from two runs, one per length of `LENGTHS`."""
+def profile_layer(layer: nn.Module, run: Run, lengths: tuple[int, int] = LENGTHS) -> LayerProfile:
+    """Profile of one layer from two runs, one per length of `LENGTHS`; what it keeps grows as `lengths` tell."""
     with _Attention() as attention:
         each, by_length = kept_growth(run)
+    if lengths != LENGTHS:
+        each, by_length = kept_growth(run, lengths)
     plain = LayerProfile(
         attention_flops=attention.flops / len(LENGTHS),
         window=window_of(layer),
@@ -111,15 +118,33 @@ class _Attention(TorchFunctionMode):
         return output
 
 
-def kept_growth(run: Run) -> tuple[float, float]:
+def kept_growth(run: Run, lengths: tuple[int, int] = LENGTHS) -> tuple[float, float]:
     """Bytes that autograd keeps of a run per token, and per token and position; tensor by tensor where both lengths
     keep as many, since some have the size of a weight whatever the length. Those count as of `FEW_TOKENS` tokens."""
-    short, long = (_kept(run, length) for length in LENGTHS)
-    if len(short) != len(long):
-        short, long = [sum(short)], [sum(long)]
-    parts = [growth(less, more, LENGTHS) for less, more in zip(short, long, strict=True)]
-    fixed, each, by_length = (sum(part[place] for part in parts) for place in range(3))
+    fixed, each, by_length = _kept_parts(run, lengths)
     return each + fixed / FEW_TOKENS, by_length
+
+
+def steady_lengths(run: Run) -> tuple[int, int]:
+    """Two lengths that tell how a layer grows: short ones, unless it pads sequences to blocks of its own."""
+    try:
+        further = kept_nbytes(run, FURTHER)
+        for lengths in (LENGTHS, *BLOCKS):
+            fixed, each, by_length = _kept_parts(run, lengths)
+            if further <= ROUNDED * (fixed + FURTHER * (each + FURTHER * by_length)):
+                return lengths
+    except (RuntimeError, IndexError):  # it takes fewer positions
+        return LENGTHS
+    return BLOCKS[-1]
+
+
+def _kept_parts(run: Run, lengths: tuple[int, int]) -> tuple[float, float, float]:
+    short, long = (_kept(run, length) for length in lengths)
+    if len(short) != len(long) or lengths != LENGTHS:
+        short, long = [sum(short)], [sum(long)]
+    parts = [growth(less, more, lengths) for less, more in zip(short, long, strict=True)]
+    fixed, each, by_length = (sum(part[place] for part in parts) for place in range(3))
+    return fixed, each, by_length
 
 
 def kept_nbytes(run: Run, length: int) -> int:

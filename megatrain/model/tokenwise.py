@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from megatrain.model.chosen import unseen
-from megatrain.model.moments import Differentiable, in_chunk, moments_of
+from megatrain.model.moments import Differentiable, in_chunk, moments_anywhere
 from megatrain.model.profile import LENGTHS, Run, kept_growth, kept_nbytes
 from megatrain.spec import LayerProfile
 
@@ -64,15 +64,20 @@ def token_wise(layer: nn.Module, run: Run) -> tuple[str, ...]:
 
 
 def with_chunks(
-    profile: LayerProfile, layer: nn.Module, names: Sequence[str], run: Run, whole: Differentiable
+    profile: LayerProfile,
+    layer: nn.Module,
+    names: Sequence[str],
+    run: Run,
+    whole: Differentiable,
+    lengths: tuple[int, int] = LENGTHS,
 ) -> LayerProfile:
     """The profile, with what a layer takes when these parts run in chunks. `run` as for `token_wise`, `whole` as for
-    `moments_of`."""
+    `moments_of`, `lengths` as for `profile_layer`."""
     if not names:
         return profile
     short = LENGTHS[0]
-    with in_chunks(layer, names, short // 2):
-        left, _ = kept_growth(run)
+    with in_chunks(layer, names, lengths[0] // 2):
+        left, _ = kept_growth(run, lengths)
     parts = [layer.get_submodule(name) for name in names]
     with _noted_inputs(parts) as inputs, torch.no_grad():
         run(short)
@@ -82,7 +87,7 @@ def with_chunks(
         with in_chunks(layer, names, tokens // 2):
             return whole(tokens)
 
-    device, host = moments_of(in_halves, LENGTHS)
+    device, host, _ = moments_anywhere(in_halves, lengths)
     return replace(
         profile,
         chunked_moments=device,

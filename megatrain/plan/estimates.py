@@ -155,7 +155,7 @@ def cut(question: Question, micro_batch: int) -> Work:
     """A step's sequences in micro-batches of `micro_batch`; the last may be smaller."""
     full, rest = divmod(question.rows, micro_batch)
     sizes = [micro_batch] * full + ([rest] if rest else [])
-    return Work(tuple(size * question.length for size in sizes), question.length)
+    return Work(tuple(size * question.length for size in sizes), question.length, rows=question.rows_are)
 
 
 def coarse(question: Question, micro_batch: int) -> Work:
@@ -164,7 +164,7 @@ def coarse(question: Question, micro_batch: int) -> Work:
     if question.rows <= micro_batch * MOST_MICRO_BATCHES:
         return cut(question, micro_batch)
     repeats = question.rows / micro_batch / MOST_MICRO_BATCHES
-    return Work((micro_batch * question.length,) * MOST_MICRO_BATCHES, question.length, repeats)
+    return Work((micro_batch * question.length,) * MOST_MICRO_BATCHES, question.length, repeats, question.rows_are)
 
 
 def sizes(rows: int) -> list[int]:

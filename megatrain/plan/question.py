@@ -12,7 +12,7 @@ from typing import Any
 from megatrain.errors import PlanError
 from megatrain.plan.cost import Calibration
 from megatrain.schedule import Timeline
-from megatrain.spec import Hardware, ModelSpec, Policy, Precision, Work
+from megatrain.spec import Hardware, ModelSpec, Policy, Precision, Rows, Work
 
 MOST_TOKENS = 1 << 26
 """Tokens per step beyond which nobody trains."""
@@ -46,6 +46,8 @@ class Question:
     host_budget_nbytes: int | None = None
     disk_budget_nbytes: int | None = None
     calibration: Calibration | None = None
+    rows_are: Rows = "whole"
+    """What a micro-batch's sequences are (`Work.rows`)."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.length <= self.tokens_per_step:

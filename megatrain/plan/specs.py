@@ -14,6 +14,8 @@ from megatrain.errors import MegaTrainError, ModelError
 from megatrain.spec import LayerProfile, ModelSpec, Moment, ParamSpec, UnitSpec
 
 MOMENTS = tuple(field.name for field in fields_of(LayerProfile) if field.name.endswith("moments"))
+OTHERS = ("masked", "padded", "packed")
+"""Profiles within a profile."""
 MOST = 1e15
 """Of bytes and operations: what is beyond is a mistake."""
 
@@ -51,27 +53,32 @@ def _unit(fields: Mapping[str, Any]) -> UnitSpec:
         )
         for each in fields["params"]
     )
-    given = dict(fields.get("profile", {}))
+    return UnitSpec(
+        _text(fields["name"]),
+        fields["kind"],
+        params,
+        tuple(map(_text, fields.get("borrows", ()))),
+        _profile(fields.get("profile", {})),
+        _flag(fields.get("looks_up", False)),
+    )
+
+
+def _profile(fields: Mapping[str, Any], depth: int = 0) -> LayerProfile:
+    given = dict(fields)
     window = given.get("window")
-    apart = ("window", "chunk_numel", *MOMENTS)
+    apart = ("window", "chunk_numel", *MOMENTS, *OTHERS)
     amounts = [field.name for field in fields_of(LayerProfile) if field.name not in apart]
     told: dict[str, Any] = {name: tuple(map(_moment, given.get(name, ()))) for name in MOMENTS}
     told |= {
         name: _number(given.get(name, 0.0), **({"most": 1.0} if "share" in name.split("_")[1:] else {}))
         for name in amounts
     }
-    profile = LayerProfile(
+    if depth == 0:
+        told |= {name: _profile(given[name], 1) for name in OTHERS if given.get(name)}
+    return LayerProfile(
         window=None if window is None else _count(window),
         chunk_numel=_count(given["chunk_numel"]) if given.get("chunk_numel") else 0,
         **told,
-    )
-    return UnitSpec(
-        _text(fields["name"]),
-        fields["kind"],
-        params,
-        tuple(map(_text, fields.get("borrows", ()))),
-        profile,
-        _flag(fields.get("looks_up", False)),
     )
 
 

@@ -24,7 +24,7 @@ from functools import lru_cache
 from megatrain.errors import PlanError
 from megatrain.schedule.ops import Access, Buffer, Op
 from megatrain.schedule.staging import Route, Staged, stage
-from megatrain.schedule.workspace import arguments_nbytes, masked_nbytes, runs_in_chunks
+from megatrain.schedule.workspace import arguments_nbytes, forward_nbytes, profile_of, runs_in_chunks
 from megatrain.spec import Keep, ModelSpec, Policy, Work
 
 THROUGH_THE_BUS = Route(("RELOAD", "fetch"), ("OFFLOAD", "grad"))
@@ -186,16 +186,31 @@ class Activations:
         tokens = self._work.tokens[micro]
         length = min(self._work.length or tokens, tokens)
         alike = self._work.repeats if self.keeps_graph(layer, micro) else 1  # one at a time where recomputed
-        profile, keep = self._model.units[layer].profile, self._keeps[layer, micro]
+        profile, keep = profile_of(self._model, layer, self._work, length), self._keeps[layer, micro]
         there = {"chosen": profile.shared_nbytes, "attention": profile.attention_nbytes}.get(keep, 0.0)
         if keep == "chosen" and runs_in_chunks(self._model.units[layer], self._policy, tokens):
             there = 0.0  # products within chunks are not stored
         kept = profile.kept(tokens // length, length, self._policy.mlp_chunk_tokens)
-        kept += masked_nbytes(self._model, self._policy, layer, tokens, length)
         nbytes = max(1, round(alike * kept - tokens * there))
         if self.keeps_graph(layer, micro) and self._policy.weight_nbytes == 2:
             nbytes += self._boundary_nbytes(micro)  # the input: a norm in float32 saves a copy of it instead
         return self.transient(f"graph/{layer}.{micro}", nbytes, f"k{layer}.{micro}")
+
+    def sides(self, layer: int, micro: int, content: str = "s") -> list[Access]:
+        """What a layer has recorded for the loss; `t` once it is the gradient of that."""
+        each = self._model.units[layer].profile.sides_nbytes
+        if not each:
+            return []
+        nbytes = round(self._work.repeats * self._work.tokens[micro] * each)
+        return [self.transient(f"sides/{layer}.{micro}", max(1, nbytes), f"{content}{layer}.{micro}")]
+
+    def made(self, unit: int, micro: int, *, again: bool = False) -> list[Access]:
+        """What a forward makes for itself; where it keeps its graph, little that is not in that."""
+        if unit and not again and (unit, micro) in self._keeps and self.keeps_graph(unit, micro):
+            return []
+        nbytes = forward_nbytes(self._model, self._policy, self._work, unit, self._work.tokens[micro])
+        kind = self._model.units[unit].kind
+        return [self.transient(f"made/{kind}", nbytes, "made")] if nbytes else []
 
     def stored(self, layer: int, micro: int) -> Access:
         """What a layer's forward has stored of its ops' outputs."""

@@ -133,7 +133,8 @@ class Builder:
                 writes.append(self.alive.arguments(micro))
             else:
                 reads += [self.alive.hidden(unit, micro), self.alive.arguments(micro)]
-                writes += self.alive.left_by(unit, micro)
+                writes += [*self.alive.left_by(unit, micro), *self.alive.sides(unit, micro)]
+            writes += self.alive.made(unit, micro)
             visit.compute.append(Op("FORWARD", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))
         return visit
 
@@ -145,8 +146,10 @@ class Builder:
             reads = [self.alive.hidden(unit, micro), *(self._weights(owner) for owner in owners)]
             nbytes = loss_nbytes(self.model, self.policy, self.work, micro, trains=self.trains)
             writes = [self.alive.transient("loss", nbytes, "loss")]
+            reads += [side for layer in self.model.layers for side in self.alive.sides(layer, micro)]
             if self.trains:
                 writes.append(self.alive.dhidden(unit, micro))
+                writes += [side for layer in self.model.layers for side in self.alive.sides(layer, micro, "t")]
                 for owner in owners:
                     if self.trained[owner].size:
                         self._contribute(owner, reads, writes)
@@ -170,7 +173,8 @@ class Builder:
         for step in steps:
             reads = [self._weights(unit)] if self.layouts[unit].size else []
             reads += [step.source, self.alive.arguments(step.micro)]
-            visit.compute.append(Op("FORWARD", "compute", unit, step.micro, reads=tuple(reads), writes=(step.target,)))
+            writes = (step.target, *self.alive.made(unit, step.micro, again=True))
+            visit.compute.append(Op("FORWARD", "compute", unit, step.micro, reads=tuple(reads), writes=writes))
         return visit
 
     def _backward_visit(self, unit: int) -> Visit:
@@ -181,6 +185,7 @@ class Builder:
             writes = []
             if unit > 0:
                 reads += [self.alive.arguments(micro), *self.alive.taken_up_by(unit, micro)]
+                reads += self.alive.sides(unit, micro, "t")
                 if not self.alive.keeps_graph(unit, micro):
                     writes.append(self.alive.graph(unit, micro))
                 writes.append(self.alive.dhidden(unit, micro))

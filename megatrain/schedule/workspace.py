@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from math import ceil, prod
 
-from megatrain.spec import ModelSpec, Policy, UnitSpec, Work
+from megatrain.spec import LayerProfile, ModelSpec, Moment, Policy, UnitSpec, Work
 
 LOSS_BLOCK_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Logits that exist in float32 at one time, by device type: a share of the cache on a cpu, few launches on a GPU."""
@@ -19,13 +19,15 @@ ARGUMENT_CHANNELS = 256
 ANGLE_FLOATS = 256
 """Float32 values per position that exist beside rotary tables while they are made."""
 MASKED = ("sdpa", "eager")
-"""Kernels that are told of a window by a mask of all positions."""
+"""Kernels that are told of windows, padding and packing by a mask of all positions."""
 ATTENTION_ROWS, ATTENTION_COLUMNS = ((768, 256), (192, 64), (0, 32)), 512
 """Rows of a block of scores in a cpu's attention kernel from so many tokens on, and its columns (torch's own)."""
 PLACES_NBYTES = 40
 """Per token, for which rows of a table were looked up, and which of those each token is."""
 HEAD_FLOATS = 5
-"""Float32 values per token and channel that the norm in front of the head makes and keeps."""
+"""Float32 values per token and channel that the norm in front of a head makes and keeps of which nothing is known."""
+HOST_TARGET_NBYTES, TARGET_NBYTES = 192, 56
+"""Per token of a chunk: its place and its target, and a row's largest logit, sum and loss."""
 
 
 def _forms(policy: Policy, work: Work) -> bool:
@@ -34,45 +36,80 @@ def _forms(policy: Policy, work: Work) -> bool:
     return policy.shares_memory and not policy.compile and (policy.weight_nbytes == 4 or alone)
 
 
+def profile_of(model: ModelSpec, unit: int, work: Work, length: int) -> LayerProfile:
+    """The profile of a unit for the step's rows, of sequences of `length`."""
+    profile = model.units[unit].profile
+    if model.attention not in MASKED:
+        return profile
+    of = (profile,) if unit else tuple(model.units[layer].profile for layer in model.layers)
+    windowed = any(each.window is not None and each.window <= length for each in of)
+    return profile.of_rows(work.rows, windowed=windowed)
+
+
 def arguments_nbytes(model: ModelSpec, policy: Policy, work: Work, tokens: int) -> int:
     """What layers are called with besides the hidden state, of a micro-batch of `tokens`: rotary tables, positions, and
-    a mask for each window that is shorter than the sequence, where the kernel takes one. All rows share them, unless
-    they are padded or packed."""
-    length, profile = min(work.length or tokens, tokens), model.units[0].profile
-    each = profile.arguments_nbytes or ARGUMENT_CHANNELS * policy.weight_nbytes
-    masks = len(_windows(model, length)) * length * length
-    return int(length * (each + profile.arguments_nbytes_by_length * length)) + masks
+    masks where the kernel takes them. All rows share them, unless they are padded or packed."""
+    length = min(work.length or tokens, tokens)
+    profile = profile_of(model, 0, work, length)
+    each = profile.arguments_nbytes
+    if not profile.forward_moments and not each:  # nothing is known
+        each = ARGUMENT_CHANNELS * policy.weight_nbytes
+    shared = length * (each + profile.arguments_nbytes_by_length * length)
+    return max(
+        1, int(shared + tokens * (profile.arguments_row_nbytes + profile.arguments_row_nbytes_by_length * length))
+    )
 
 
-def masked_nbytes(model: ModelSpec, policy: Policy, unit: int, tokens: int, length: int) -> int:
-    """What a layer's graph holds more where its window is shorter than the sequence and has to be told by a mask, which
-    no tiny run has met: the mask in the compute dtype, and keys and values for every head."""
-    profile = model.units[unit].profile
-    if model.attention != "sdpa" or profile.window is None or profile.window >= length:
+def forward_nbytes(model: ModelSpec, policy: Policy, work: Work, unit: int, tokens: int) -> int:
+    """What a forward makes beside its output and, of the prologue, beside what it hands on; 0 where it is not known."""
+    length = min(work.length or tokens, tokens)
+    profile = profile_of(model, unit, work, length)
+    moments = profile.host_forward_moments if policy.shares_memory else profile.forward_moments
+    if not moments:
         return 0
-    channels = round(profile.attention_flops / 4)
-    return policy.weight_nbytes * (length * length + 2 * channels * tokens)
-
-
-def _windows(model: ModelSpec, length: int) -> set[int]:
-    """Windows of layers that are shorter than a sequence, and are told by a mask."""
-    seen = {model.units[layer].profile.window for layer in model.layers} if model.attention in MASKED else set()
-    return {window for window in seen if window is not None and window < length}
+    widest = max(each.nbytes(tokens, length, tokens) for each in moments)
+    given = tokens * model.hidden_size * policy.weight_nbytes
+    return max(0, ceil(widest) - given - (0 if unit else arguments_nbytes(model, policy, work, tokens)))
 
 
 def loss_nbytes(model: ModelSpec, policy: Policy, work: Work, micro: int, *, trains: bool) -> int:
-    """Of a chunk: the norm's, logits, their gradient, and then a float32 block of them or the head's own gradient."""
-    chunk = min(policy.loss_chunk_tokens, work.tokens[micro])
+    """Of a chunk: what the head makes and keeps, the gradient of its logits, and then a float32 block of them or what
+    the head's backward makes; or of the micro-batch, what a router's auxiliary loss makes.
+
+    As the head's own tensors had it, where a profile tells; else for one behind a norm.
+    """
+    profile, tokens = model.units[-1].profile, work.tokens[micro]
+    chunk = min(policy.loss_chunk_tokens, tokens)
     logits = chunk * model.vocab_size * policy.weight_nbytes
     numel = LOSS_BLOCK_NUMEL["cpu" if policy.shares_memory else "cuda"]
-    block = 4 * min(chunk * model.vocab_size, numel)
+    block = 4 * min(chunk, max(1, numel // model.vocab_size)) * model.vocab_size
     largest = largest_nbytes(model, policy, model.epilogue) if trains else 0
-    head = _product_nbytes(policy, largest)
-    first = micro == 0 and work.repeats == 1 and work.tokens[micro] <= policy.loss_chunk_tokens
-    if first and _forms(policy, work):
-        head -= largest
-    made = max(2 * logits + max(block, head), _product_nbytes(policy, logits))
-    return made + HEAD_FLOATS * 4 * chunk * model.hidden_size
+    first = micro == 0 and work.repeats == 1 and tokens <= policy.loss_chunk_tokens
+    formed = largest if first and _forms(policy, work) else 0
+    if not profile.formed_moments:
+        made = max(2 * logits + max(block, _product_nbytes(policy, largest) - formed), _product_nbytes(policy, logits))
+        return made + HEAD_FLOATS * 4 * chunk * model.hidden_size
+    made = ceil(profile.formed_moments[0].nbytes(chunk, 1, chunk)) + block
+    if trains:
+        moments = profile.host_moments if policy.shares_memory else profile.moments
+        made = max(
+            made, *(ceil(each.nbytes(chunk, 1, chunk)) - _not_made(model, policy, each, formed) for each in moments)
+        )
+    made += (HOST_TARGET_NBYTES if policy.shares_memory else TARGET_NBYTES) * chunk
+    balancing = profile.host_balance_moments if policy.shares_memory else profile.balance_moments
+    length = min(work.length or tokens, tokens)
+    return max(made, *(ceil(each.nbytes(tokens, length, tokens)) for each in balancing), 1)
+
+
+def _not_made(model: ModelSpec, policy: Policy, moment: Moment, formed: int) -> int:
+    """What a moment of the head has of a gradient that is formed where it is summed, or that nobody wants."""
+    params = [param for param in model.units[0].params if param.name in model.units[-1].borrows]
+    largest = max((param.numel for param in (*model.units[-1].params, *params)), default=0) * policy.weight_nbytes
+    if not 0 < largest <= moment.fixed:
+        return 0
+    if largest_nbytes(model, policy, model.epilogue) < largest:
+        return int(moment.fixed // largest) * largest
+    return formed
 
 
 def backward_nbytes(
@@ -88,8 +125,11 @@ def backward_nbytes(
         angles = 4 * ANGLE_FLOATS * min(work.length or tokens, tokens)
         looked_up = tokens * (model.hidden_size * policy.weight_nbytes + PLACES_NBYTES)
         largest = _product_nbytes(policy, largest_nbytes(model, policy, unit))
-        return again + max(angles, min(largest, looked_up) if _forms(policy, work) else largest)
-    profile, chunk = model.units[unit].profile, policy.mlp_chunk_tokens
+        again += max(angles, min(largest, looked_up) if _forms(policy, work) else largest)
+        made = forward_nbytes(model, policy, work, unit, tokens) + arguments_nbytes(model, policy, work, tokens)
+        return max(again, made + tokens * model.hidden_size * policy.weight_nbytes)
+    length, chunk = min(work.length or tokens, tokens), policy.mlp_chunk_tokens
+    profile = profile_of(model, unit, work, length)
     chunked = runs_in_chunks(model.units[unit], policy, tokens)
     if policy.shares_memory:
         moments = profile.host_chunked_moments if chunked else profile.host_moments
@@ -97,7 +137,6 @@ def backward_nbytes(
         moments = profile.chunked_moments if chunked else profile.moments
     if not moments:
         return _unseen_nbytes(model, policy, work, unit, tokens)
-    length = min(work.length or tokens, tokens)
     kernel = _attention_nbytes(model.units[unit], policy, tokens, length)
     widest = max(each.nbytes(tokens, length, chunk) + (kernel if each.attends else 0) for each in moments)
     # A kept graph's input is among what it keeps, but where the norm has saved a copy of it in float32 (`Activations`).

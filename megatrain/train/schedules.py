@@ -123,7 +123,8 @@ def budgets(policy: Policy, device: Device, disk: Disk | None = None) -> dict[st
 
 def _larger(left: Work, right: Work) -> Work:
     """Micro-batches as large as those of either."""
-    return Work(tuple(max(pair) for pair in zip(left.tokens, right.tokens, strict=True)))
+    tokens = tuple(max(pair) for pair in zip(left.tokens, right.tokens, strict=True))
+    return Work(tokens, left.length if left.length == right.length else None, rows=right.rows)
 
 
 def _build(kind: Kind, spec: ModelSpec, policy: Policy, work: Work) -> Schedule:

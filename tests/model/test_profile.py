@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.model import port_model
+from megatrain.model import port_model, profile
 from tests.tiny import FAMILIES, batch, tiny_model
 
 
@@ -60,3 +60,21 @@ def test_windows_limit_what_is_attended() -> None:
     attended = sum(min(position + 1, 4) for position in range(10)) / 10
     assert windowed.attended(10) == pytest.approx(attended)
     assert full.attended(10) == pytest.approx(5.5)
+
+
+def test_a_layer_that_pads_to_blocks_is_looked_at_where_blocks_begin() -> None:
+    """Of 64 tokens: at 8 and 16 it keeps as much, and a longer run shows that this does not go on."""
+
+    def run(block: int) -> profile.Run:
+        def padding(tokens: int) -> tuple[Tensor, list[Tensor]]:
+            padded = torch.zeros(1, -(-tokens // block) * block, 4, requires_grad=True)
+            return padded.sigmoid()[:, :tokens], []
+
+        return padding
+
+    for block, expected in ((1, (8, 16)), (64, (65, 129)), (256, (257, 513))):
+        lengths = profile.steady_lengths(run(block))
+        assert lengths == expected
+        each, by_length = profile.kept_growth(run(block), lengths)
+        for tokens in (300, 1000):
+            assert tokens * (each + tokens * by_length) >= profile.kept_nbytes(run(block), tokens)
