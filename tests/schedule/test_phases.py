@@ -115,7 +115,7 @@ def test_gates_spare_waiting_where_copies_are_slow() -> None:
 
 
 def test_by_rows_where_weights_arrive_is_moved_by_no_field_that_may_change() -> None:
-    """What is computed again in fewer slots is computed in other visits, of which others find their weights in place."""
+    """What is computed again in fewer slots is so in other visits, of which others find their weights in place."""
     rows = tuple((keep,) for keep in ("input", "drop", "drop", "input", "drop", "drop", "drop", "drop"))
     usual = Policy(shard_nbytes=200, gates="rows", weight_slots=3, activation_rows=rows)  # type: ignore[arg-type]
     others = {"recompute_slots": 1, "grad_slots": 3, "offload_slots": 5, "stage_slots": 5, "slabs": 5}
