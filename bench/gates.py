@@ -141,7 +141,7 @@ def _questions() -> Iterator[tuple[str, Question]]:
     for hardware, device in (("rtx-4090", 8), ("gh200", 96)):
         there = replace(machine(hardware), device_nbytes=round(device * GB), host_nbytes=ENOUGH_HOST)
         for tokens in (512, 4096, 32_768):
-            for slots, pinned in (("any", {}), ("1", {"weight_slots": 1})):
+            for slots, pinned in (("any", {"read_ahead_nbytes": 0}), ("1", {"weight_slots": 1})):  # not by a ring
                 words = f"7B | {hardware}, {device} GB | {tokens:,} | {slots}"
                 yield words, Question(shape("7B"), there, tokens, min(tokens, 4096), pinned=pinned)
 

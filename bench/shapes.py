@@ -53,7 +53,8 @@ def llama_shape(
         "mlp.up_proj": (inner, width),
         "mlp.down_proj": (width, inner),
     }
-    units = [UnitSpec("prologue", "prologue", (ParamSpec("model.embed_tokens.weight", (vocabulary, width)),))]
+    table = ParamSpec("model.embed_tokens.weight", (vocabulary, width))
+    units = [UnitSpec("prologue", "prologue", (table,), looks_up=True)]
     for index in range(layers):
         params = (ParamSpec(f"model.layers.{index}.{each}.weight", shape) for each, shape in shapes.items())
         units.append(UnitSpec(f"layers.{index}", "layer", tuple(params), (), profile))

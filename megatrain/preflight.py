@@ -25,7 +25,7 @@ WORTH_IT = 0.03
 
 MAY_CHANGE = (
     *("activations", "activation_rows", "offload_slots", "recompute_slots"),
-    *("weight_slots", "grad_slots", "shard_nbytes", "gates", "homes", "stage_slots"),
+    *("weight_slots", "read_ahead_nbytes", "grad_slots", "shard_nbytes", "gates", "homes", "stage_slots"),
 )
 """Fields of a policy that a plan chooses anew: no number depends on them. State moves where its home changes."""
 

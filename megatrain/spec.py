@@ -66,6 +66,8 @@ class UnitSpec:
     params: tuple[ParamSpec, ...]
     borrows: tuple[str, ...] = ()
     profile: LayerProfile = NOTHING_KNOWN
+    looks_up: bool = False
+    """Of a prologue: its gradient depends on ids alone, so its backward pass needs no weights."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "params", tuple(sorted(self.params, key=lambda param: not param.trainable)))

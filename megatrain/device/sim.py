@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -111,9 +112,14 @@ def _undeclared_host_write(task: Task, held: Mapping[str, Tensor], before: Mappi
         for span in task.writes:
             if span.buffer == name:
                 old[span.start : span.stop] = held[name][span.start : span.stop]
-        if not torch.equal(old, held[name]):
+        if not _same(old, held[name]):
             return f"changes {name} outside what it declares to write"
     return ""
+
+
+def _same(left: Tensor, right: Tensor) -> bool:
+    """Of bytes; numpy compares many at a time, where torch takes ten times as long."""
+    return np.array_equal(left.numpy(), right.numpy())
 
 
 class SimDevice:
@@ -256,13 +262,13 @@ class SimDevice:
         for span in task.reads:
             if span.buffer in ours:
                 visible, kept = ours[span.buffer]
-                if not torch.equal(visible[span.start : span.stop], kept[span.start : span.stop]):
+                if not _same(visible[span.start : span.stop], kept[span.start : span.stop]):
                     broken = f"changes {span.buffer}, which it declares only to read"
         for span in (*task.reads, *task.writes):
             if span.buffer in ours:
                 ours[span.buffer][0][span.start : span.stop] = POISON
         for visible, _ in self._kept.values():
-            if not bool((visible == POISON).all()):
+            if visible.numel() and visible.numpy().min() != POISON:  # the largest there is, so that all are
                 visible.fill_(POISON)
                 broken = broken or "writes device memory that it does not declare"
         return broken

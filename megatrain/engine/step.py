@@ -334,7 +334,8 @@ class Streamer:
     def _backward_prologue(self, now: Current, op: Op, held: Held) -> None:
         """Run the prologue again, this time for its gradient; it is cheap, and nothing of it has been kept."""
         alive = now.activations
-        leaves = self._binders[0].leaves(self._weights(op, held, 0))
+        there = any(access.content == "w0" for access in op.reads)  # else only their shapes matter
+        leaves = self._binders[0].leaves(self._weights(op, held, 0)) if there else self._unseen_leaves()
         self._reseed(now, 0, op.micro)
         trained, homes = self._binders[0].trained(leaves), Homes()
         with torch.enable_grad(), self._gate(now, op, held), self._forming(trained, homes):
@@ -346,6 +347,11 @@ class Streamer:
         gradient = alive.gradients.pop(op.micro)
         if hidden.requires_grad:
             torch.autograd.backward([hidden], [gradient], inputs=[leaf for _, leaf in trained])
+
+    def _unseen_leaves(self) -> dict[str, Tensor]:
+        """Zeros that take no memory, for weights of the prologue."""
+        trains = {param.name: param.trainable for param in self.spec.units[0].params}
+        return {name: self.ported.placeholders[name].detach().requires_grad_(of) for name, of in trains.items()}
 
     # Gradients ------------------------------------------------------------------------------------------------------
 
@@ -395,7 +401,7 @@ class Streamer:
 
     def _gate(self, now: Current, op: Op, held: Held) -> AbstractContextManager[object]:
         """While active, the unit's own weights are waited for where they are read."""
-        owns = self._layouts[op.unit].size
+        owns = any(access.content == f"w{op.unit}" for access in op.reads)
         return now.gates.around(self._weights(op, held, op.unit)) if owns else nullcontext()
 
     def _finite_loss(self, now: Current) -> float:

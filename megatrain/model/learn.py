@@ -12,6 +12,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -22,8 +23,10 @@ from transformers import PreTrainedModel
 
 from megatrain.errors import MegaTrainError, ModelError, typed_line
 from megatrain.model.blueprint import meta_twin, registering
+from megatrain.model.likeness import learned
 from megatrain.model.load import quiet
 from megatrain.model.look import FirstLook
+from megatrain.model.lookups import only_looks_up
 from megatrain.model.moments import Differentiable, moments_of
 from megatrain.model.ported import ROUTED, PortedModel, Sides, takes
 from megatrain.model.ports import Capture, HandOut, Port, hidden_of, reachable_leaves
@@ -211,7 +214,8 @@ def _learn_layers(ported: PortedModel) -> tuple[list[Sides], list[LayerProfile],
         if kind not in known:
             layer = ported.templates[index]
             whole = _runner(layer, look.zeros.pop(kind), captures, index)
-            known[kind], parts[kind] = _learn_profile(layer, whole)
+            runs = [(capture.hidden, capture.calls[index].form) for capture in captures.values()]
+            known[kind], parts[kind] = learned(layer, runs, partial(_learn_profile, layer, whole))
     ported.parts = [parts[kind] for kind in look.kinds]
     return look.sides, [known[kind] for kind in look.kinds], [look.used[kind] for kind in look.kinds], given
 
@@ -299,6 +303,7 @@ def _learn_spec(model: PreTrainedModel, ported: PortedModel, layers: list[UnitSp
     for call in capture.calls:
         if any(tensor.requires_grad for tensor in call.tensors()):
             raise ModelError("its layers need a gradient other than through the hidden state", where=where)
+    looks_up = only_looks_up(ported, capture.hidden, _probe_inputs())
     ported.hidden_shape = tuple(capture.hidden.shape[2:])
     handed_out = torch.zeros(PROBE_TOKENS, *ported.hidden_shape, dtype=capture.hidden.dtype)
     with torch.enable_grad(), Uses(order.reading):
@@ -322,7 +327,7 @@ def _learn_spec(model: PreTrainedModel, ported: PortedModel, layers: list[UnitSp
         raise ModelError("its logits depend on no parameter outside the layers", where=where)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     units = (
-        UnitSpec("prologue", "prologue", tuple(prologue), profile=given),
+        UnitSpec("prologue", "prologue", tuple(prologue), profile=given, looks_up=looks_up),
         *layers,
         UnitSpec("epilogue", "epilogue", tuple(epilogue), tuple(borrowed)),
     )

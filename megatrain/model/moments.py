@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from megatrain.spec import Moment
 
@@ -62,25 +62,26 @@ class Living(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
-        self._known: dict[int, int] = {}
-        """Storage -> the tensor that it belongs to, by number."""
-        self._refs: list[StorageWeakRef | None] = []
+        self._known: dict[int, tuple[int, StorageWeakRef]] = {}
+        """Storage -> the tensor that it belongs to, by number, and whether it still exists."""
         self.sizes: list[int] = []
         """Bytes of each tensor, in the order of making."""
         self.alive: set[int] = set()
         """Numbers of those that exist."""
+        self._nbytes = 0
+        """Their sum."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        given = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
         output = self.compute(op, args, kwargs)
         self._forget()
-        for each in tree_leaves(output):
-            if isinstance(each, Tensor) and not each.is_meta:
+        for each in _tensors(output):
+            if not each.is_meta:
                 storage = each.untyped_storage()
                 if storage._cdata not in self._known and storage._cdata not in given:
                     self._enter(each, storage)
-        self.peak = max(self.peak, self.nbytes)
+        self.peak = max(self.peak, self._nbytes)
         self.watch(op, args, output)
         return output
 
@@ -97,27 +98,25 @@ class Living(TorchDispatchMode):
     def nbytes(self) -> int:
         """That exist now."""
         self._forget()
-        return sum(self.sizes[number] for number in self.alive)
+        return self._nbytes
 
     def number_of(self, made: Tensor) -> int | None:
         """Which of the tensors it is, or a view of."""
-        return self._known.get(made.untyped_storage()._cdata)
+        known = self._known.get(made.untyped_storage()._cdata)
+        return known[0] if known else None
 
     def _enter(self, made: Tensor, storage: Any) -> None:
         number = len(self.sizes)
-        self._known[storage._cdata] = number
-        self._refs.append(StorageWeakRef(storage))
+        self._known[storage._cdata] = number, StorageWeakRef(storage)
         self.sizes.append(self.measure(made))
         self.alive.add(number)
+        self._nbytes += self.sizes[number]
 
     def _forget(self) -> None:
-        for place, number in list(self._known.items()):
-            ref = self._refs[number]
-            assert ref is not None
-            if ref.expired():
-                del self._known[place]
-                self._refs[number] = None
-                self.alive.discard(number)
+        for place in [place for place, (_, ref) in self._known.items() if ref.expired()]:
+            number, _ = self._known.pop(place)
+            self.alive.discard(number)
+            self._nbytes -= self.sizes[number]
 
 
 # A layer's own --------------------------------------------------------------------------------------------------------
@@ -241,9 +240,20 @@ def _widest(moments: Iterable[tuple[Parts, bool]]) -> tuple[Moment, ...]:
     )
 
 
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Those among the arguments or results of an op, in their order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+
+
 def _result_numel(name: str, args: Sequence[Any]) -> int:
     """Elements that the result of an op could have."""
-    tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+    tensors = list(_tensors(args))
     if name in PRODUCTS:
         left, right = tensors[1:3] if name in ADDING else tensors[:2]
         groups = tensors[2].numel() if len(tensors) > 2 and left.dim() == right.dim() == 2 and name not in ADDING else 1

@@ -40,6 +40,11 @@ class Call:
             return self.args, {HIDDEN: hidden, **self.kwargs}
         return (hidden, *self.args), dict(self.kwargs)
 
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """All of it, in plain containers."""
+        return self.args, dict(self.kwargs), self.by_keyword
+
     def tensors(self) -> list[Tensor]:
         """Every tensor among the arguments, through tuples, lists and dicts."""
         return _tensors_in((self.args, dict(self.kwargs)))

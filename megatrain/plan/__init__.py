@@ -1,6 +1,7 @@
 """What a policy costs, on paper. Imports no torch, so that a laptop can plan for a machine it has never seen."""
 
 from megatrain.plan.advice import nearest_that_fits
+from megatrain.plan.answer import find_plan, survey
 from megatrain.plan.compare import Row, compare
 from megatrain.plan.cost import Calibration, calibrate, op_seconds, step_flops
 from megatrain.plan.estimates import cut, estimate, examine
@@ -25,7 +26,6 @@ from megatrain.plan.question import Estimate, Plan, Question
 from megatrain.plan.rates import attention_seconds, duplex_bandwidths, optimizer_bandwidth, product_seconds
 from megatrain.plan.report import memory_table, peak_table
 from megatrain.plan.rules import choose_policy, fit_activations
-from megatrain.plan.search import find_plan, survey
 from megatrain.plan.specs import read_model
 
 __all__ = [

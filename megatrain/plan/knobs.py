@@ -43,6 +43,15 @@ GATED_TRIES = 2
 WORTH_GATES = 0.99
 """Of the seconds without gates, below which a plan has them."""
 
+ROOMY_RING, LEAN_RING = 2, 16
+"""Which part of a layer comes ahead by a ring: where that is to be quick, and where it is to take little memory."""
+
+RING_SHARDS = 4
+"""Pieces of a layer by a ring, or as large as the read-ahead, if that is smaller."""
+
+WORTH_A_RING = 0.99
+"""Of the seconds without a ring, below which a plan has one."""
+
 MOST_SHARDS = 4
 """Pieces of the largest unit that candidates are replayed with; smaller shards are not tried."""
 

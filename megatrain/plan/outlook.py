@@ -15,11 +15,11 @@ from functools import cache
 from itertools import chain
 from math import inf
 
+from megatrain.plan.answer import survey
 from megatrain.plan.cost import step_flops
 from megatrain.plan.estimates import estimate
 from megatrain.plan.machines import machine, machine_names
 from megatrain.plan.question import MOST_TOKENS, Estimate, Plan, Question, usable_nbytes
-from megatrain.plan.search import survey
 from megatrain.schedule import Timeline
 from megatrain.spec import Hardware, Policy, Precision
 

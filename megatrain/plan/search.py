@@ -4,21 +4,22 @@ The search goes through every micro-batch size and activation plan, then moves o
 until nothing improves; where memory is short, from the leanest policy of each size that could be quicker too. What the
 host has no room for goes to the disk, and spare device memory to weights and state that stay (`homes`); the homes that
 promise most are replayed whole, as is every winner, which also decides whether it fits. It draws nothing at random: the
-same question has the same answer. Left out: what a candidate takes (`estimates`).
+same question has the same answer. Left out: what a candidate takes (`estimates`), and what is decided behind the search
+(`answer`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from itertools import product
 from math import inf
 from typing import Any
 
 from megatrain.errors import DoesNotFit
 from megatrain.plan.advice import changes
-from megatrain.plan.estimates import coarse, estimate, examine, fitted, moved, sizes, undisturbed
-from megatrain.plan.gates import with_gates
+from megatrain.plan.estimates import coarse, estimate, examine, fitted, moved, sizes
 from megatrain.plan.homes import PARTS, needed, residents, state_nbytes, state_policy, with_more_on_disk
 from megatrain.plan.knobs import (
     ALIKE,
@@ -38,35 +39,16 @@ from megatrain.plan.knobs import (
     WORTH_A_REPLAY,
     WORTH_A_ROUND,
 )
-from megatrain.plan.locks import within_lock_limit
 from megatrain.plan.mixture import Mixtures, Option, Rows
 from megatrain.plan.question import Candidate, Estimate, Plan, Question
+from megatrain.plan.ring import leaner
 from megatrain.spec import Home, Policy
 
 Rung = tuple[Estimate, Policy] | None
 """A policy with homes, and what it promises, if it fits."""
 
 
-def find_plan(question: Question) -> Plan:
-    """The quickest plan that fits. Raises `DoesNotFit` naming what is short, by how much, and the nearest that fits."""
-    with undisturbed():
-        return within_lock_limit(question, lambda each: with_gates(_Search(each).answer()))
-
-
-def survey(question: Question, budgets: Iterable[Mapping[str, int]]) -> list[Estimate | None]:
-    """What the quickest plan within each of several budgets (tier -> bytes) takes, without gates; `None` where nothing
-    fits. Prices do not depend on budgets and are found once; no winner is replayed whole."""
-    search = _Search(question)
-    found: list[Estimate | None] = []
-    with undisturbed():
-        for each in budgets:
-            search.within({**question.budgets(), **each})
-            candidate = search.best()
-            found.append(None if candidate is None else search.outcome(*candidate))
-    return found
-
-
-class _Search:
+class Search:
     """One search: remembers what it has priced."""
 
     def __init__(self, question: Question) -> None:
@@ -75,7 +57,7 @@ class _Search:
         self._estimates: dict[Candidate, Estimate] = {}
         self._moved: dict[Candidate, Estimate] = {}
         self._mixtures: dict[Candidate, Mixtures] = {}
-        self._alikes: dict[Rows, _Search] = {}
+        self._alikes: dict[Rows, Search] = {}
         self._homes: dict[tuple[Policy, int], tuple[Home, ...]] = {}
         self._resident: dict[tuple[int, int], int] = {}
         pinned = dict(question.pinned)
@@ -102,12 +84,13 @@ class _Search:
             self._known.clear()
         self.budgets = budgets
 
-    def answer(self) -> Plan:
-        """The quickest candidate that fits. Raises `DoesNotFit`.
+    def answer(self, budgets: Mapping[str, int] | None = None) -> Plan | None:
+        """The quickest candidate that fits these budgets, or the question's, if any does.
 
         Whether a candidate fits is decided by replaying it whole; where that differs from the estimate, it is known
         from then on, and the search goes on.
         """
+        self.within(dict(budgets or self.question.budgets()))
         while True:
             found = self.best()
             candidate = found or self.leanest()
@@ -119,7 +102,7 @@ class _Search:
             if fitting and found:
                 return min(fitting, key=lambda plan: float(f"{plan.seconds:.4g}"))
             if not fitting and not found:
-                raise self._refusal(plans[0].taken)
+                return None
             self._known[candidate] = replace(self._known[candidate], seconds=plans[0].seconds, nbytes=plans[0].nbytes)
             self._mixtures.clear()
 
@@ -169,25 +152,42 @@ class _Search:
                 return best
         return None
 
-    def _refusal(self, least: Estimate) -> DoesNotFit:
-        """What is short, by how much, and the nearest change that would fit."""
+    def promised(self, budgets: Mapping[str, int]) -> Estimate | None:
+        """What the quickest candidate within these budgets should take, if there is one."""
+        self.within(dict(budgets))
+        candidate = self.best()
+        return None if candidate is None else self.outcome(*candidate)
+
+    @cached_property
+    def least(self) -> tuple[Estimate, Estimate]:
+        """What the leanest policy takes, and by a ring, replayed whole."""
+        policy, rows = self.usual(*self.leanest())[0]
+        plain, ring = (examine(self.question, each, rows).taken for each in (policy, leaner(self.question, policy)))
+        return plain, ring
+
+    def refusal(self) -> DoesNotFit:
+        """What is short at the least, by how much, and the nearest change that would fit."""
+        plain, _ = self.least
+        least = min(self.least, key=lambda each: max(each.short(self.budgets).values()))
         tier = max(short := least.short(self.budgets), key=lambda name: short[name])
         return DoesNotFit(
             f"needs {least.nbytes[tier]:,} bytes of {tier} memory at the least, {short[tier]:,} more than there are"
             + (", even with all of its state on the disk" if tier == "host" and least.nbytes["disk"] else ""),
             where=f"plan for {self.question.model.name} on {self.question.hardware.name}",
-            fix=self._nearest(least),
+            fix=self._nearest(least, plain.nbytes.get("device", 0) - least.nbytes.get("device", 0)),
         )
 
-    def _nearest(self, least: Estimate) -> str:
-        """The first of a few changes of the question, least painful first, that makes it fit."""
+    def _nearest(self, least: Estimate, freed: int) -> str:
+        """The first of a few changes of the question, least painful first, that makes it fit.
+
+        freed: bytes of device memory that a ring takes less.
+        """
         for words, other in changes(self.question):
-            search = _Search(other)
-            candidate = search.leanest()
-            if search._fits(*candidate):
-                plan = examine(other, *search.usual(*candidate)[0])
-                if plan.taken.fits(search.budgets):
-                    return f"{words} would fit"
+            search = Search(other)
+            short = search.price(*search.leanest()).short(search.budgets)
+            may_fit = all(number <= (freed if tier == "device" else 0) for tier, number in short.items())
+            if may_fit and any(each.fits(search.budgets) for each in search.least):
+                return f"{words} would fit"
         needed = [f"{least.nbytes[tier]:,} bytes of {tier} memory" for tier in self.budgets if least.nbytes[tier]]
         return f"it takes {', '.join(needed)}, or a smaller model"
 
@@ -360,13 +360,13 @@ class _Search:
             plans += [*(examine(self.question, *each) for each in other.usual(*found)), *other._filled(*found)]
         return plans
 
-    def _all_alike(self, busy: float, seconds: float) -> Iterator[tuple[_Search, Candidate]]:
+    def _all_alike(self, busy: float, seconds: float) -> Iterator[tuple[Search, Candidate]]:
         """Where compute waits, the best by which all layers keep the same, and the search that knows it."""
         waits, stores = busy < COMPUTES * seconds, self.question.model.units[1].profile.chosen_nbytes > 0
         begin = 2 if self.question.hardware.shares_memory else 0
         for kept in ALIKE[begin : None if stores else 2] if waits and not self._keeps_as_told else ():
             asked = replace(self.question, pinned={**self.question.pinned, "activation_rows": kept})
-            other = self._alikes.setdefault(kept, _Search(asked))
+            other = self._alikes.setdefault(kept, Search(asked))
             other.within(self.budgets)
             if found := other.best():
                 yield other, found

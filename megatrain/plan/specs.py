@@ -66,7 +66,12 @@ def _unit(fields: Mapping[str, Any]) -> UnitSpec:
         **told,
     )
     return UnitSpec(
-        _text(fields["name"]), fields["kind"], params, tuple(map(_text, fields.get("borrows", ()))), profile
+        _text(fields["name"]),
+        fields["kind"],
+        params,
+        tuple(map(_text, fields.get("borrows", ()))),
+        profile,
+        _flag(fields.get("looks_up", False)),
     )
 
 

@@ -174,10 +174,10 @@ class Builder:
         return visit
 
     def _backward_visit(self, unit: int) -> Visit:
-        visit, kind = Visit(unit), self.model.units[unit].kind
+        visit, kind = Visit(unit, reads=self._backward_reads(unit)), self.model.units[unit].kind
         nbytes = cache(partial(backward_nbytes, self.model, self.policy, self.work, unit))
         for micro in reversed(self.micros):
-            reads = [self.alive.dhidden(unit + 1, micro), *([self._weights(unit)] if self.layouts[unit].size else [])]
+            reads = [self.alive.dhidden(unit + 1, micro), *([self._weights(unit)] if visit.reads else [])]
             writes = []
             if unit > 0:
                 reads += [self.alive.arguments(micro), *self.alive.taken_up_by(unit, micro)]
@@ -192,6 +192,11 @@ class Builder:
         visit.after = self._gradient_out(unit)
         visit.last_first = unit > 0 and self.alive.keeps_graph(unit, self.micros[-1])
         return visit
+
+    def _backward_reads(self, unit: int) -> bool:
+        """Whether the backward pass of a unit needs its weights; where memory is shared they are there anyway."""
+        blind = self.model.units[unit].looks_up and not self.policy.shares_memory
+        return self.layouts[unit].size > 0 and not blind
 
     # Weights --------------------------------------------------------------------------------------------------------
 

@@ -41,6 +41,8 @@ class Visit:
     unit: int
     compute: list[Op] = field(default_factory=list)
     after: list[Op] = field(default_factory=list)
+    reads: bool = True
+    """Whether it needs the unit's weights."""
     last_first: bool = False
     """Whether it uses the weights in reverse: a backward pass through a kept graph."""
     slot: str = ""
@@ -86,14 +88,15 @@ class Fetches:
         """
         self._visits = visits
         for index, visit in enumerate(visits):
-            self._uses.setdefault(visit.unit, []).append(index)
+            if visit.reads:
+                self._uses.setdefault(visit.unit, []).append(index)
             if self._model.tied and visit.unit == self._model.epilogue:
                 self._uses[0].append(index)
         content = dict(resident)
         for index, visit in enumerate(visits):
             if self._model.tied and visit.unit == self._model.epilogue:
                 self._last_visit[self._slots.of(0)[0]] = index
-            if not self._layouts[visit.unit].size:
+            if not (visit.reads and self._layouts[visit.unit].size):
                 visit.body = [*(self._with_slots(op, visit) for op in visit.compute), *visit.after]
                 continue
             slots = self._slots.of(visit.unit)
@@ -240,7 +243,7 @@ class Fetches:
             return False
         if self._policy.mlp_chunk_tokens and visit.compute[-1].kind == "FORWARD":
             return False  # a chunk of tokens comes back to what the chunk before has used
-        following = (each.unit for each in self._visits[index + 1 :] if self._layouts[each.unit].size)
+        following = (each.unit for each in self._visits[index + 1 :] if each.reads and self._layouts[each.unit].size)
         over = (unit for unit in following if {*self._slots.of(unit)} & {*self._slots.over(visit.slot)})
         return next(over, visit.unit) != visit.unit  # a slot counts from its first `of` on
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatrain.model import moments, port_model
+from megatrain.model import likeness, moments, port_model
 from megatrain.model.moments import Living, moments_of
 from tests.tiny import tiny_model
 
@@ -32,6 +32,7 @@ def test_what_is_not_computed_is_counted_all_the_same(family: str, numel: int, m
     """From `numel` elements on, which gradients of weights have and activations have not."""
     expected = port_model(tiny_model(family), torch.float32).spec.units[1].profile
     monkeypatch.setattr(moments, "LARGE_NUMEL", numel)
+    monkeypatch.setattr(likeness, "_LEARNED", {})
     found = port_model(tiny_model(family), torch.float32).spec.units[1].profile
     for tokens in (1, 100, 10_000):
         widest = [max(each.nbytes(tokens, tokens, 0) for each in profile.moments) for profile in (found, expected)]

@@ -14,7 +14,7 @@ from megatrain.errors import PlanError
 from megatrain.memory import Disk
 from megatrain.memory.disk_faults import DiskFault
 from megatrain.plan import Calibration, Plan
-from megatrain.preflight import Replanner
+from megatrain.preflight import MAY_CHANGE, MAY_FOLLOW, Replanner
 from megatrain.spec import ROUNDED_BY_ROWS, Gates, Home, Work
 from tests.run.test_run import configuration, train
 from tests.tiny import tiny_model, unequal_batches
@@ -62,6 +62,30 @@ def test_a_plan_with_other_gates_is_taken_up(gates: Gates, monkeypatch: pytest.M
                 assert engine.policy.gates == other
             losses[-1] += [engine.step(unequal_batches(2)).loss for _ in range(2)]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("ahead", [(0, 16_384), (16_384, 0)])
+def test_a_plan_by_a_ring_is_taken_up_and_given_up(ahead: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Policy("fp32", loss_chunk_tokens=5, shard_nbytes=16_384, gates="shard", read_ahead_nbytes=ahead[0])
+    after = replace(before, read_ahead_nbytes=ahead[1])
+    asked: list[Asked] = []
+    plan = finds(after, monkeypatch, asked)
+    losses = []
+    for replanned in (False, True):
+        with Engine.from_model(tiny_model(), "sim:3", "fp32", AdamW(lr=1e-2), 0.5, before) as engine:
+            losses.append([engine.step(unequal_batches(2)).loss])
+            if replanned:
+                changed = Replanner(engine, plan)(1)
+                assert changed is not None
+                assert "read_ahead_nbytes" in changed.changes
+                assert engine.policy.read_ahead_nbytes == after.read_ahead_nbytes
+                assert "read_ahead_nbytes" not in asked[0].pinned
+            losses[-1] += [engine.step(unequal_batches(2)).loss for _ in range(2)]
+    assert losses[0] == losses[1]
+
+
+def test_what_layers_keep_follows_the_bus_beside_the_ring_that_is_there() -> None:
+    assert "read_ahead_nbytes" in set(MAY_CHANGE) - set(MAY_FOLLOW)  # and so pinned, when a bus is followed
 
 
 def test_with_gates_by_rows_what_decides_where_matrices_are_cut_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,11 +185,16 @@ def test_a_gradient_that_is_let_go_of_before_it_is_complete_is_found(monkeypatch
 
 @pytest.mark.parametrize("at", ["FETCH u2 s3", "FETCH u4 s1", "GRAD u1 s2", "BACKWARD u2 m0 s4", "FORWARD u1 m0 s1"])
 def test_a_failure_in_the_middle_of_a_call_surfaces_and_leaves_nothing_behind(at: str) -> None:
+    a_step_fails_and_is_done_again(GATED, at)
+
+
+def a_step_fails_and_is_done_again(policy: Policy, at: str) -> None:
+    """A failure at this op is told, ends the call under way, and costs nothing but the step."""
     batches = unequal_batches(2)
     with engine("cpu", replace(GATED, gates="unit"), "llama") as made:
         expected = [made.step(batches).loss for _ in range(2)]
     device = SimDevice(5)
-    with engine(device, GATED, "llama") as made:
+    with engine(device, policy, "llama") as made:
         losses = [made.step(batches).loss]
         device.faults.append(Fault("raise", at))
         with pytest.raises(MegaTrainError):

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -83,14 +84,11 @@ def test_leaving_out_any_single_wait_is_detected(case: int) -> None:
     assert surviving_waits(schedule, range(1)) == []
 
 
-def test_three_hundred_seeds_over_varied_policies_have_no_race() -> None:
-    for seed in range(300):
-        run_idle(varied_schedule(seed), SimDevice(seed))
-
-
-@pytest.mark.slow
-def test_five_thousand_seeds_over_varied_policies_have_no_race() -> None:
-    for seed in range(300, 5300):
+@pytest.mark.parametrize(
+    "seeds", [range(120), pytest.param(range(120, 5300), marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+)
+def test_five_thousand_seeds_over_varied_policies_have_no_race(seeds: range) -> None:
+    for seed in seeds:
         run_idle(varied_schedule(seed), SimDevice(seed))
 
 
@@ -141,7 +139,7 @@ def test_a_missing_wait_also_gives_a_wrong_number_on_some_seed() -> None:
     """The detector is not the only net: poison and order show it in the values."""
     expected = _weights_after(SimDevice(0), lambda schedule: schedule)
     wrong = 0
-    for seed in range(12):
+    for seed in range(6):
 
         def without_fetch_waits(schedule: Schedule) -> Schedule:
             waits = tuple(
@@ -156,7 +154,7 @@ def test_a_missing_wait_also_gives_a_wrong_number_on_some_seed() -> None:
             wrong += not equal(_weights_after(device, without_fetch_waits), expected)
         except (NonFinite, StreamFailed):
             wrong += 1
-    assert wrong >= 6
+    assert wrong >= 3
 
 
 def _weights_after(device: SimDevice, change: object) -> dict[str, Tensor]:
@@ -236,28 +234,38 @@ EXPECTED = {
 }
 
 
-def _fail_somewhere(kind: str, seeds: range, update: str) -> None:
-    """After any failure: the right error, no lease out, each unit whole, and a next step that works or refuses."""
+def clip_of(update: str) -> float | None:
+    return 0.5 if update == "next_forward" else None
+
+
+def fresh(device: SimDevice, update: str) -> Engine:
     policy = Policy(shard_nbytes=4000, update=update)  # type: ignore[arg-type]
-    clip = 0.5 if update == "next_forward" else None
+    return Engine.from_model(tiny_model(), device, "bf16", AdamW(lr=1e-2), clip_of(update), policy)
+
+
+@cache
+def calm_steps(update: str) -> tuple[Schedule, dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """The schedule of a step, and the weights after one, two and three that nothing disturbs."""
     batches = unequal_batches()
-
-    def fresh(device: SimDevice) -> Engine:
-        return Engine.from_model(tiny_model(), device, "bf16", AdamW(lr=1e-2), clip, policy)
-
-    with fresh(SimDevice(0)) as calm:
+    with fresh(SimDevice(0), update) as calm:
         calm.step(batches)
         after_one = calm.master_weights()
-    with fresh(SimDevice(0)) as calm:
+    with fresh(SimDevice(0), update) as calm:
         calm.step(batches)
         calm.step(batches)
         after_two = calm.master_weights()
         calm.step(batches)
-        after_three = calm.master_weights()
-        schedule = calm._schedules.known["step" if clip is None else "pending step", 2, calm.policy]
+        kind = "step" if clip_of(update) is None else "pending step"
+        return calm._schedules.known[kind, 2, calm.policy], after_one, after_two, calm.master_weights()
+
+
+def _fail_somewhere(kind: str, seeds: range, update: str) -> None:
+    """After any failure: the right error, no lease out, each unit whole, and a next step that works or refuses."""
+    clip, batches = clip_of(update), unequal_batches()
+    schedule, after_one, after_two, after_three = calm_steps(update)
     for seed in seeds:
         device = SimDevice(seed)
-        with fresh(device) as engine:
+        with fresh(device, update) as engine:
             engine.step(batches)
             fault = random_fault(schedule, kind, seed)  # type: ignore[arg-type]
             device.faults.append(fault)

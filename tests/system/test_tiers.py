@@ -47,10 +47,10 @@ RESIDENT: dict[str, tuple[Home, ...]] = {
 }
 
 
-def results(engine: Engine, steps: int = 3) -> dict[str, Tensor]:
-    """Gradients, losses and weights after a few steps, as one mapping."""
-    found = {f"gradient {name}": g for name, g in engine.gradients(unequal_batches(3)).items()}
-    losses = [engine.step(unequal_batches(3)).loss for _ in range(steps)]
+def results(engine: Engine) -> dict[str, Tensor]:
+    """Gradients, losses and weights after two steps, the second of which begins with what the first one wrote."""
+    found = {f"gradient {name}": g for name, g in engine.gradients(unequal_batches(2)).items()}
+    losses = [engine.step(unequal_batches(2)).loss for _ in range(2)]
     found["losses"] = torch.tensor([*losses, engine.evaluate(unequal_batches(2))], dtype=torch.float64)
     return found | engine.master_weights()
 
@@ -198,13 +198,13 @@ def test_a_third_of_the_memory_and_a_folder_give_the_same_numbers(device: str, t
     with deep(plain) as made:
         assert made.policy.homes == ()
         state = 12 * made.spec.numel
-        expected = results(made, steps=2)
+        expected = results(made)
     with deep(replace(plain, host_budget_nbytes=state // 3)) as made:
         table = made.memory_table()
         tiers = ("host", "device") if device == "cpu" else ("host",)
         assert sum(nbytes for (tier, _), nbytes in table.items() if tier in tiers) <= state // 3
         assert table["disk", "optimizer state"] > 0
-        assert equal(results(made, steps=2), expected)
+        assert equal(results(made), expected)
     with pytest.raises(DoesNotFit, match="even with all of the model's state on the disk"):
         deep(replace(plain, host_budget_nbytes=1000))
 
@@ -257,7 +257,7 @@ def _storm(seeds: range, folder: Path) -> int:
 
 @pytest.mark.timeout(120)
 def test_a_disk_that_fails_once_costs_an_error_and_no_number(tmp_path: Path) -> None:
-    assert _storm(range(12), tmp_path) >= 4
+    assert _storm(range(6), tmp_path) >= 2
 
 
 @pytest.mark.slow
