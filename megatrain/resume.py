@@ -30,7 +30,10 @@ KEPT_POLICY = ("grad_precision", "update", "loss_chunk_tokens", "mlp_chunk_token
 """Fields of a policy that numbers depend on, by rounding."""
 
 KEPT_BY_ROWS = tuple(name for name in PolicySection.model_fields if name in ROUNDED_BY_ROWS and name != "gates")
-"""More of them, with gates by rows."""
+"""More of them, with gates by rows. Homes, which no configuration names, are planned anew."""
+
+IN_PLACE_OF = {"activation_rows": "activations", "read_ahead_nbytes": "weight_slots"}
+"""Fields that rule others out: they are not kept where the other is asked for now."""
 
 FREE = (
     *("output", "trace", "resume", "accept_changes", "checkpoint", "memory", "disk", "data.cache", "data.workers"),
@@ -120,7 +123,8 @@ def as_begun(config: Config, taken: Checkpoint) -> Config:
     rows = tuple(tuple(row) for row in policy.get("activation_rows", ()))
     policy |= {"activation_rows": rows or None}
     names = (*KEPT_POLICY, *(KEPT_BY_ROWS if held["gates"] == policy.get("gates") == "rows" else ()))
-    held |= {name: policy.get(name) for name in names if getattr(config.policy, name) is None}
+    pinned = config.policy.pinned
+    held |= {name: policy.get(name) for name in names if not {name, IN_PLACE_OF.get(name)} & pinned.keys()}
     return config.model_copy(
         update={"train": train.model_copy(update=kept), "policy": config.policy.model_copy(update=held)}
     )

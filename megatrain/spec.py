@@ -265,7 +265,7 @@ IN_HOST = Home()
 
 ROUNDED_BY_ROWS = (
     *("gates", "weight_slots", "read_ahead_nbytes", "shard_nbytes", "homes"),
-    *("activations", "activation_rows"),
+    *("activations", "activation_rows", "recompute_slots"),
 )
 """Fields of a policy that decide which matrices are cut with `gates="rows"`, and where: so its numbers, by rounding."""
 

@@ -64,7 +64,9 @@ class _Embedding(torch.autograd.Function):
         out = weight.new_empty(*ids.shape, weight.shape[1])
         for start, stop in blocks:
             within = ((ids >= start) & (ids < stop)).unsqueeze(-1)
-            local = (ids - start).clamp(0, stop - start - 1)
+            local = ids - start  # an id below the first row or above the last is an error, as in one piece
+            local = local.clamp(min=0) if start else local
+            local = local.clamp(max=stop - start - 1) if stop < len(weight) else local
             torch.where(within, functional.embedding(local, weight[start:stop]), out, out=out)
         ctx.save_for_backward(ids)
         ctx.rows, ctx.padding, ctx.by_frequency = weight.shape[0], padding, by_frequency

@@ -36,20 +36,21 @@ def _of_unit(model: ModelSpec, policy: Policy, hardware: Hardware, index: int) -
     home, layout = policy.home(index), layout_of(model.units[index])
     weights, trained = layout.size * policy.weight_nbytes, layout.trained.size
     visits = 2 if index in model.layers and index >= model.lowest_trained else 1
+    fetches = visits + int(index == 0 and model.tied and policy.read_ahead_nbytes > 0)  # for the head, from one read
     fetching, leaving = bus_bandwidths(hardware, policy.transit)
     packing = packing_bandwidth(hardware) if policy.transit == "slabs" else inf
     if home.on_device:
         touched = update_nbytes(layout, policy)
         return {
-            "fetch": -visits * weights / fetching,
-            "pack": -visits * weights / packing,
+            "fetch": -fetches * weights / fetching,
+            "pack": -fetches * weights / packing,
             "grad": -trained * policy.grad_nbytes / leaving,
             "unpack": -trained * policy.grad_nbytes / packing,
             "host": -touched / optimizer_bandwidth(hardware, policy.host_threads),
             "compute": touched / (hardware.device_bandwidth or inf),
         }
-    saved = -(visits - 1) * weights if home.weights == "device" else 0
-    packed = -visits * weights if home.weights == "disk" else saved  # staging buffers are page-locked
+    saved = -(fetches - 1) * weights if home.weights == "device" else 0
+    packed = -fetches * weights if home.weights == "disk" else saved  # staging buffers are page-locked
     unpacked = -trained * policy.grad_nbytes if home.gradients == "disk" else 0
     reads = writes = 0
     if home.moments == "disk":

@@ -243,9 +243,9 @@ class Fetches:
             return False
         if self._policy.mlp_chunk_tokens and visit.compute[-1].kind == "FORWARD":
             return False  # a chunk of tokens comes back to what the chunk before has used
-        over = set(self._slots.over(visit.slot))
         following = (each.unit for each in self._visits[index + 1 :] if each.reads and self._layouts[each.unit].size)
-        return next((unit for unit in following if over & {*self._slots.of(unit)}), visit.unit) != visit.unit
+        over = (unit for unit in following if {*self._slots.of(unit)} & {*self._slots.over(visit.slot)})
+        return next(over, visit.unit) != visit.unit  # a slot counts from its first `of` on
 
     def _shards(self, visit: Visit) -> tuple[Shard, ...]:
         """No larger than the read-ahead, where they are to come through it."""

@@ -55,6 +55,13 @@ def test_an_embedding_by_rows_has_the_same_bits(padding: int | None) -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("blocks", [[(0, 8)], [(0, 3), (3, 5), (5, 8)]])
+@pytest.mark.parametrize("wrong", [-1, 8])
+def test_an_id_without_a_row_is_an_error_as_in_one_piece(wrong: int, blocks: list[tuple[int, int]]) -> None:
+    with pytest.raises(IndexError):
+        BY_ROWS[functional.embedding](iter(blocks), (torch.tensor([2, wrong, 7]), torch.ones(8, 4)), {})
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("turned", [True, False])
 def test_experts_that_come_one_by_one_have_the_same_bits_on_the_cpu(turned: bool, dtype: torch.dtype) -> None:

@@ -8,8 +8,9 @@ from itertools import pairwise
 import pytest
 
 from megatrain.plan.homes import ON_DEVICE, residents, spread, state_nbytes, to_disk
+from megatrain.plan.traffic import home_seconds
 from megatrain.schedule import build_step
-from megatrain.spec import Policy, Precision, Work
+from megatrain.spec import IN_HOST, Hardware, Home, Policy, Precision, Work
 from tests.small import small_spec
 
 MODEL = small_spec(layers=12)
@@ -53,6 +54,23 @@ def test_bytes_are_those_of_the_schedule() -> None:
     assert state_nbytes(MODEL, homes)["disk"] == step.arena_nbytes("disk")
     slots = sum(b.nbytes for b in step.buffers.values() if b.tier == "host" and b.arena and b.owner == "grad")
     assert state_nbytes(MODEL, homes)["host"] == step.arena_nbytes("host") - slots
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("ahead", [0, 100])
+def test_a_table_that_stays_on_the_device_saves_what_a_tied_head_has_fetched_again(ahead: int, tied: bool) -> None:
+    """A frozen one, which no backward pass comes to."""
+    model = small_spec(4, tied)
+    table = replace(model.units[0], params=tuple(replace(each, trainable=False) for each in model.units[0].params))
+    model = replace(model, units=(table, *model.units[1:]))
+    policy = Policy(read_ahead_nbytes=ahead, homes=(Home(weights="device"), *(IN_HOST,) * 5))
+    fetched = [
+        sum(op.nbytes for op in build_step(model, each, Work((4,))).ops if op.kind == "FETCH")
+        for each in (replace(policy, homes=()), policy)
+    ]
+    slow = Hardware("slow", 1 << 40, 1 << 40, fetch_bandwidth=1.0, grad_bandwidth=1.0, flops=1.0, host_bandwidth=1.0)
+    assert home_seconds(model, policy, slow)[0]["fetch"] == fetched[1] - fetched[0]
+    assert (fetched[1] < fetched[0]) == (tied and ahead > 0)
 
 
 def test_homes_are_spread_evenly() -> None:

@@ -260,6 +260,18 @@ def test_with_gates_by_rows_a_run_goes_on_with_what_decides_where_matrices_are_c
     }
 
 
+def test_what_is_asked_for_now_is_not_ruled_out_by_what_a_run_by_rows_began_with(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    then = Policy(gates="rows", read_ahead_nbytes=777, activation_rows=(("input",), ("drop",)))
+    run = {"step": 1, "data": {}, "config": config.model_dump(mode="json")}
+    training = {"run": run, "engine": {"policy": json.loads(json.dumps(as_json(then)))}}
+    asked = config.policy.model_copy(update={"activations": "keep", "weight_slots": 3})
+    taken = cast(Checkpoint, SimpleNamespace(training=training, folder=tmp_path))
+    begun = as_begun(config.model_copy(update={"policy": asked}), taken).policy.pinned
+    assert {"activations": "keep", "weight_slots": 3, "gates": "rows"}.items() <= begun.items()
+    assert not {"activation_rows", "read_ahead_nbytes"} & begun.keys()
+
+
 # Faults --------------------------------------------------------------------------------------------------------------
 
 

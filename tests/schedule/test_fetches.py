@@ -91,6 +91,16 @@ def test_ends_that_stay_on_the_device_have_no_place_in_the_ring(stays: str, tied
     assert stays == "prologue" or fetched.count(0) == 2 + tied  # forward, a tied head, backward
 
 
+def test_a_head_comes_into_what_the_top_layer_gives_up_also_where_nothing_else_is_in_the_ring() -> None:
+    """Its slot is met here for the first time."""
+    of = small_spec(3, tied=True)
+    homes = tuple(Home(weights="device") if unit.kind == "prologue" else IN_HOST for unit in of.units)
+    for policy in (RING, replace(RING, homes=homes)):
+        names = [op.name for op in build_step(of, policy, Work((4,))).ops]
+        meanwhile = names[names.index("FORWARD u3 m0 s0") - 2 : names.index("FORWARD u3 m0 s2")]
+        assert any(name.startswith(("FETCH u0", f"FETCH u{of.epilogue}")) for name in meanwhile), policy
+
+
 def test_a_ring_is_as_quick_as_two_slots_where_a_fetch_takes_as_long_as_a_call_and_one_slot_is_not() -> None:
     def price(op: Op) -> float:
         return {"FETCH": 1.0, "FORWARD": 3.0, "BACKWARD": 6.0, "PLACE": 0.01}.get(op.kind, 0.0) * op.share

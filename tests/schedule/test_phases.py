@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatrain.plan.cost import op_seconds
 from megatrain.schedule import Op, Schedule, build_forward, build_step, calls_in, check, replay, whole
 from megatrain.schedule.order import unordered
-from megatrain.spec import Hardware, Policy, Work
+from megatrain.spec import ROUNDED_BY_ROWS, Hardware, Policy, Work
 from megatrain.testing import surviving_waits
 from tests.schedule.test_schedule import policies, works
 from tests.small import small_spec
@@ -112,3 +112,19 @@ def test_gates_spare_waiting_where_copies_are_slow() -> None:
         for each in (policy, gated(policy))
     ]
     assert seconds[1] < seconds[0]
+
+
+def test_by_rows_where_weights_arrive_is_moved_by_no_field_that_may_change() -> None:
+    """What is computed again in fewer slots is so in other visits, of which others find their weights in place."""
+    rows = tuple((keep,) for keep in ("input", "drop", "drop", "input", "drop", "drop", "drop", "drop"))
+    usual = Policy(shard_nbytes=200, gates="rows", weight_slots=3, activation_rows=rows)  # type: ignore[arg-type]
+    others = {"recompute_slots": 1, "grad_slots": 3, "offload_slots": 5, "stage_slots": 5, "slabs": 5}
+    cuts = {}
+    for name, other in others.items():
+        found = []
+        for policy in (usual, replace(usual, **{name: other})):  # type: ignore[arg-type]
+            ops = build_step(small_spec(8), policy, Work((4,))).ops
+            found.append({(op.name, a.start, a.stop) for op in ops for a in op.reads if a.content == f"w{op.unit}"})
+        cuts[name] = found[0] != found[1]
+    assert {name for name, differ in cuts.items() if differ} == {"recompute_slots"}
+    assert "recompute_slots" in ROUNDED_BY_ROWS
