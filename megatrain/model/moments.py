@@ -200,33 +200,56 @@ def moments_anywhere(
         if device:
             return device, host, lengths
         lengths = LOOPED
-    return *_of_peaks([_recorded(run, length) for length in lengths], lengths), lengths
+    return *_of_peaks([_recorded(run, length) for length in _three(lengths)], lengths), lengths
 
 
 def forward_moments(run: Differentiable, lengths: tuple[int, int]) -> tuple[tuple[Moment, ...], tuple[Moment, ...]]:
     """The widest moments of a forward without gradients, for lengths as `moments_anywhere` has found them."""
-    records = []
-    for tokens in lengths:
-        records.append(record := Recording())
-        with torch.no_grad(), record:
+
+    def record(tokens: int) -> Recording:
+        with torch.no_grad(), Recording() as found:
             run(tokens)
-    device, host = widest_of(records, lengths)
-    return (device, host) if device and lengths == SHORT else _of_peaks(records, lengths)
+        return found
+
+    if lengths == SHORT:
+        device, host = widest_of([record(tokens) for tokens in lengths], lengths)
+        if device:
+            return device, host
+    return _of_peaks([record(tokens) for tokens in _three(lengths)], lengths)
+
+
+def _three(lengths: tuple[int, int]) -> tuple[int, int, int]:
+    """Lengths that tell what is fixed, what grows with the tokens, and what with their square."""
+    return *lengths, 2 * lengths[1]
 
 
 def _of_peaks(records: Sequence[Recording], lengths: tuple[int, int]) -> tuple[tuple[Moment, ...], tuple[Moment, ...]]:
-    """A moment that is as wide as the widest of both runs."""
+    """A moment that is as wide as the widest of three runs."""
     found = []
     for beside in (0, 2):
-        less, more = (
+        peaks = [
             max(
                 sum(record.sizes[number] for number in alive) + (0 if made is None else beside * record.sizes[made])
                 for alive, made, _ in record.moments
             )
             for record in records
-        )
-        found.append((Moment(*growth(less, more, lengths), attends=any(each[2] for each in records[0].moments)),))
+        ]
+        grows = through(peaks, _three(lengths))
+        found.append((Moment(*grows, attends=any(each[2] for each in records[0].moments)),))
     return found[0], found[1]
+
+
+def through(peaks: Sequence[int], lengths: tuple[int, int, int]) -> tuple[float, float, float]:
+    """Bytes that are fixed, per token, and per token and position, none of them negative, of a sum that has been seen
+    at three lengths and is said to be no less there."""
+    (short, long, further), (less, more, most) = lengths, peaks
+    slope = (more - less) / (long - short)
+    by_length = max(0.0, ((most - more) / (further - long) - slope) / (further - short))
+    each = max(0.0, slope - by_length * (short + long))
+    fixed = max(
+        0.0, *(peak - length * (each + by_length * length) for peak, length in zip(peaks, lengths, strict=True))
+    )
+    return fixed, each, by_length
 
 
 def moment_at(place: int, records: Sequence[Recording], lengths: tuple[int, int]) -> Moment:
