@@ -1,0 +1,104 @@
+"""What the compute ops of a step hold, tensor by tensor, beside what the schedule says, for whatever architectures.
+
+    python -m bench.held [KIND ...] [--precision bf16] [--rows whole|padded|packed]
+
+Each kind is a model type of the installed library, shrunk to a twin of a few thousand parameters (all of them where
+none is named, which takes an hour). Two micro-batches of two rows of 96 tokens go forward and backward on the simulated
+device, inputs kept, losses in chunks of 64 tokens; every tensor is followed from its making to its end. A number is the
+most that existed during an op over what the schedule has there then: above 1 it is said too low. Memory on a cpu or a
+GPU is not asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from megatrain import Engine, Policy
+from megatrain.engine import step
+from megatrain.model.moments import Living
+from megatrain.model.twin import shrink, twin_from, with_dropout
+from megatrain.schedule import Op
+from megatrain.testing import SimDevice
+from megatrain.train.cases import micro_batch, ordinary_tokens, packed
+
+LENGTH, CHUNK, PADDING = 96, 64, 5
+KINDS = ("FORWARD", "LOSS", "BACKWARD")
+
+Row = tuple[Op, int, int]
+"""A compute op, the most bytes that existed while it ran, and those that the schedule has there."""
+
+
+@contextmanager
+def followed() -> Iterator[list[Row]]:
+    """In its block, the compute ops of engines on the simulated device, one after the other."""
+    living, rows, honest = Living(), list[Row](), dict(step.ACTIONS)
+
+    def following(act: Callable[..., None]) -> Callable[..., None]:
+        def run(streamer: Any, now: Any, op: Op, held: Any) -> None:
+            living.peak = 0
+            with living:
+                act(streamer, now, op, held)
+            schedule = streamer._running
+            at = next(index for index, each in enumerate(schedule.ops) if each is op)
+            there = (name for name, (first, last) in schedule.lifetimes.items() if first <= at <= last)
+            device = (schedule.buffers[name] for name in there)
+            rows.append((op, living.peak, sum(each.nbytes for each in device if each.tier == "device")))
+
+        return run
+
+    step.ACTIONS.update({kind: following(honest[kind]) for kind in KINDS})
+    try:
+        yield rows
+    finally:
+        step.ACTIONS.update(honest)
+
+
+def shares(kind: str, precision: str, rows: str) -> dict[str, float]:
+    """Kind of op, with the kind of unit -> the worst share of what is said; and of the peak."""
+    model = twin_from(with_dropout(shrink(AutoConfig.for_model(kind)), 0.0), 0)
+    tokens = ordinary_tokens(model.config)
+    make: dict[str, Callable[[int], dict[str, Any]]] = {
+        "whole": lambda seed: micro_batch(tokens, 2, LENGTH, seed),
+        "padded": lambda seed: micro_batch(tokens, 2, LENGTH, seed, right=PADDING),
+        "packed": lambda seed: packed(tokens, (LENGTH // 2, LENGTH // 4, LENGTH // 4), seed),
+    }
+    policy = Policy(precision, activation_rows=(("input",),), loss_chunk_tokens=CHUNK)  # type: ignore[arg-type]
+    with (
+        followed() as ops,
+        Engine.from_model(model, SimDevice(1), precision, policy=policy, verify=False) as engine,  # type: ignore[arg-type]
+    ):
+        engine.gradients([make[rows](seed) for seed in (0, 1)])
+        units = engine.spec.units
+    found: dict[str, float] = {}
+    for op, held, said in ops:
+        name = f"{op.kind} {units[op.unit].kind}"
+        found[name] = max(found.get(name, 0.0), held / said)
+    return found | {"peak": max(held for _, held, _ in ops) / max(said for _, _, said in ops)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="what ops hold beside what the schedule says")
+    parser.add_argument("kinds", nargs="*", metavar="KIND")
+    parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
+    parser.add_argument("--rows", choices=["whole", "padded", "packed"], default="whole")
+    given = parser.parse_args(arguments)
+    columns = "FORWARD prologue", "FORWARD layer", "LOSS epilogue", "BACKWARD layer", "BACKWARD prologue", "peak"
+    print(f"| | {' | '.join(columns)} |\n|---{'|---' * len(columns)}|")
+    for kind in given.kinds or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        try:
+            found = shares(kind, given.precision, given.rows)
+            print(f"| {kind} | {' | '.join(f'{found.get(name, 0.0):.2f}' for name in columns)} |", flush=True)
+        except Exception as error:  # one that the library cannot build from its defaults, or that is refused
+            print(f"| {kind} | {type(error).__name__}: {str(error).splitlines()[0][:80]} |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
