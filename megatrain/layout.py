@@ -94,7 +94,18 @@ class Layout:
 
 def layout_of(unit: UnitSpec) -> Layout:
     """The layout of a unit's own parameters (borrowed ones live in their owner's)."""
-    return _layout_of_params(unit.params)
+    known = _KNOWN.get(id(unit.params))
+    if known is None or known[0] is not unit.params:
+        if len(_KNOWN) >= MOST_KNOWN:
+            _KNOWN.clear()
+        known = _KNOWN[id(unit.params)] = unit.params, _layout_of_params(unit.params)
+    return known[1]
+
+
+MOST_KNOWN = 1 << 14
+_KNOWN: dict[int, tuple[tuple[ParamSpec, ...], Layout]] = {}
+"""The tuple's `id` -> the tuple, kept so that no other has its `id`, and its layout: a search for a plan asks some
+hundred thousand times, and to hash a tuple of parameters takes longer than all else that it wants to know."""
 
 
 @lru_cache(maxsize=4096)

@@ -229,8 +229,9 @@ def _learn_layers(ported: PortedModel) -> tuple[list[Sides], list[LayerProfile],
     for index, kind in enumerate(look.kinds):
         if kind not in known:
             layer = ported.templates[index]
-            runs = [called(rows, tokens) for rows in (whole, padded) for tokens in LENGTHS]
-            key = given.padded is not None, [(run.hidden, run.calls[index].form) for run in runs]
+            kinds = (whole,) if given.padded is None else (whole, padded)
+            runs = [called(rows, tokens) for rows in kinds for tokens in LENGTHS]
+            key = [(run.hidden, run.calls[index].form) for run in runs]
             known[kind], parts[kind] = learned(layer, key, partial(learn, layer, look.zeros.pop(kind), index))
     ported.parts = [parts[kind] for kind in look.kinds]
     profiles = [

@@ -160,13 +160,14 @@ def _kept(run: Run, length: int) -> list[int]:
     def pack(tensor: Tensor) -> Tensor:
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         alive.append(tensor)
-        return tensor
+        return tensor.detach()  # a node that saves its own output would keep itself alive
 
     with _hooks(pack):
         output, others = run(length)
     for tensor in others:
         kept.pop(tensor.untyped_storage().data_ptr(), None)
     del output
+    alive.clear()  # else each would hold the graph that holds the list
     return list(kept.values())
 
 

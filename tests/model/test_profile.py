@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
@@ -78,3 +80,16 @@ def test_a_layer_that_pads_to_blocks_is_looked_at_where_blocks_begin() -> None:
         each, by_length = profile.kept_growth(run(block), lengths)
         for tokens in (300, 1000):
             assert tokens * (each + tokens * by_length) >= profile.kept_nbytes(run(block), tokens)
+
+
+def test_what_a_run_keeps_goes_with_it() -> None:
+    """Also where an operation saves its own output."""
+    refs: list[weakref.ref[torch.Tensor]] = []
+
+    def run(tokens: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        output = torch.ones(tokens, 8, requires_grad=True).softmax(-1)
+        refs.append(weakref.ref(output))
+        return output.sum(), []
+
+    assert profile.kept_nbytes(run, 5) == 5 * 8 * 4
+    assert refs[0]() is None

@@ -136,9 +136,9 @@ def test_the_specification_of_each_family_is_found_from_its_config(family: str, 
 
 def test_without_a_number_of_tokens_fewer_are_taken_until_they_fit(saved: str) -> None:
     assert "65,536 tokens in" in shown(saved, hardware="h200")
-    assert "32,768 tokens in" in shown(saved, device_memory="3.1GB")
+    assert "32,768 tokens in" in shown(saved, device_memory="2.9GB")
     with pytest.raises(DoesNotFit):
-        shown(saved, device_memory="3.1GB", tokens_per_step=65_536)
+        shown(saved, device_memory="2.9GB", tokens_per_step=65_536)
 
 
 def test_options_reach_the_plan(saved: str) -> None:

@@ -45,7 +45,7 @@ def planned(engine: Engine, hardware: Hardware, **pinned: Any) -> Plan:
     lean = find_plan(replace(asked, pinned={**asked.pinned, "activation_rows": (("offload",),)})).nbytes["device"]
     whole = find_plan(replace(asked, pinned={**asked.pinned, "activation_rows": (("input",),)})).nbytes["device"]
     return find_plan(
-        replace(asked, device_budget_nbytes=round(0.4 * lean + 0.6 * whole), pinned={**asked.pinned, **pinned})
+        replace(asked, device_budget_nbytes=round(0.3 * lean + 0.7 * whole), pinned={**asked.pinned, **pinned})
     )
 
 

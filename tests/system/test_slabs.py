@@ -46,13 +46,13 @@ def small(device: SimDevice, policy: Policy | str = "auto") -> Engine:
 
 def test_beyond_the_limit_a_run_goes_by_slabs_and_below_them_unlocked() -> None:
     with small(SimDevice(1)) as free:
-        expected = results(free, steps=1)
+        expected = results(free)
         everything = sum(free._device.locked.values())  # type: ignore[attr-defined]
     for limit, transit in ((everything, "locked"), (everything - 1, "slabs"), (1000, "pageable")):
         device = SimDevice(1, lockable=limit)
         with small(device) as made:
             assert made.policy.transit == transit
-            assert equal(results(made, steps=1), expected)
+            assert equal(results(made), expected)
             assert sum(device.locked.values()) <= limit
     with pytest.raises(
         DeviceError, match=r"would make [\d,]+ page-locked, of 1,000 allowed; use a policy with transit"
