@@ -23,10 +23,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from megatrain import Engine, Policy
 from megatrain.engine import step
 from megatrain.model.moments import Living
-from megatrain.model.twin import shrink, twin_from, with_dropout
+from megatrain.model.twin import ordinary_tokens, shrink, twin_from, with_dropout
 from megatrain.schedule import Op
 from megatrain.testing import SimDevice
-from megatrain.train.cases import micro_batch, ordinary_tokens, packed
+from megatrain.train.cases import micro_batch, packed
 
 LENGTH, CHUNK, PADDING = 96, 64, 5
 KINDS = ("FORWARD", "LOSS", "BACKWARD")

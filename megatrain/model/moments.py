@@ -207,7 +207,8 @@ def forward_moments(run: Differentiable, lengths: tuple[int, int]) -> tuple[tupl
     """The widest moments of a forward without gradients, for lengths as `moments_anywhere` has found them."""
 
     def record(tokens: int) -> Recording:
-        with torch.no_grad(), Recording() as found:
+        found = Recording()
+        with torch.no_grad(), found:
             run(tokens)
         return found
 
