@@ -18,7 +18,7 @@ no model, and one that stood there stays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -60,7 +60,7 @@ from megatrain.objective import loss_of, take_up_reference, without_reference
 from megatrain.optim import AdamW, lr_schedule
 from megatrain.plan import Plan, Question, available_threads, find_plan
 from megatrain.preflight import Replanner, foreseen
-from megatrain.spec import Hardware, ModelSpec
+from megatrain.spec import Hardware, ModelSpec, Rows
 from megatrain.train.checkpoints import Checkpoints
 from megatrain.train.engine import Engine
 from megatrain.train.events import Compiled, Ended, Evaluated, Event, Resumed, Watcher
@@ -224,6 +224,10 @@ def _check_limits(config: Config, tokenizer: Tokenizer, model: Any) -> int:
     return vocabulary
 
 
+ROWS_OF: Mapping[str, Rows] = {"best_fit": "packed", "grouped": "padded"}
+"""By how samples are told to be packed; with `auto` it is known only when the data have been read, behind the plan."""
+
+
 def _plan(config: Config, spec: ModelSpec, device: Device) -> Plan:
     """How to run it on this machine. Raises `DoesNotFit` before anything is allocated."""
     train = config.train
@@ -248,6 +252,7 @@ def _plan(config: Config, spec: ModelSpec, device: Device) -> Plan:
         precision=train.precision,
         clips=train.max_grad_norm is not None,
         pinned=pinned,
+        rows_are="padded" if train.objective == "dpo" else ROWS_OF.get(config.data.packing, "whole"),
         **planned,
     )
     plan = find_plan(question)

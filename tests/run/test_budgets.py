@@ -7,11 +7,16 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from megatrain import Engine, Policy, budgets
+from megatrain import run as run_module
+from megatrain.device import open_device
 from megatrain.errors import ConfigError, DoesNotFit
 from megatrain.memory import Disk, scratch
+from megatrain.model import port_model
+from megatrain.plan import Question
 from megatrain.run import _for_saves
 from megatrain.spec import Hardware, Home, Precision
 from tests.run.test_run import configuration, lines, train
@@ -118,3 +123,28 @@ def test_folders_hold_shares_by_their_measured_speed(monkeypatch: pytest.MonkeyP
     assert asked == [1, 2]
     assert budgets._shares(folders[:1]) is None
     assert asked == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("changed", "rows"),
+    [
+        ({}, "whole"),
+        ({"data": {"packing": "best_fit"}}, "packed"),
+        ({"data": {"packing": "grouped"}}, "padded"),
+        ({"train": {"objective": "dpo"}}, "padded"),
+    ],
+)
+def test_a_plan_is_for_the_rows_that_the_configuration_tells(
+    changed: dict[str, Any], rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Question] = []
+
+    def noted(question: Question) -> None:
+        asked.append(question)
+        raise DoesNotFit("seen")
+
+    monkeypatch.setattr(run_module, "find_plan", noted)
+    spec, device = port_model(tiny_model(), torch.float32).spec, open_device("sim")
+    with pytest.raises(DoesNotFit, match="seen"):
+        run_module._plan(configuration(tmp_path, **changed), spec, device)
+    assert asked[0].rows_are == rows
