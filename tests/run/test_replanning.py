@@ -49,7 +49,7 @@ def test_a_disk_that_is_full_meanwhile_ends_no_run(
 
 @pytest.mark.parametrize("gates", ["unit", "shard"])
 def test_a_plan_with_other_gates_is_taken_up(gates: Gates, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = Policy("fp32", loss_chunk_tokens=5, shard_nbytes=64, gates=gates)
+    usual = Policy("fp32", loss_chunk_tokens=5, shard_nbytes=2000, gates=gates)
     other: Gates = "shard" if gates == "unit" else "unit"
     plan = finds(replace(usual, gates=other, weight_slots=3), monkeypatch)
     losses = []
@@ -90,7 +90,7 @@ def test_what_layers_keep_follows_the_bus_beside_the_ring_that_is_there() -> Non
 
 def test_with_gates_by_rows_what_decides_where_matrices_are_cut_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a unit is still in its slot nothing arrives, and its products are not cut: other slots, other rounding."""
-    usual = Policy("fp32", loss_chunk_tokens=5, shard_nbytes=64, gates="rows", weight_slots=3)
+    usual = Policy("fp32", loss_chunk_tokens=5, shard_nbytes=2000, gates="rows", weight_slots=3)
     asked: list[Asked] = []
     plan = finds(replace(usual, grad_slots=3), monkeypatch, asked)
     with Engine.from_model(tiny_model(), "sim:2", "fp32", AdamW(lr=1e-2), 0.5, usual) as engine:
@@ -99,7 +99,7 @@ def test_with_gates_by_rows_what_decides_where_matrices_are_cut_stays(monkeypatc
         assert {name: asked[0].pinned[name] for name in ROUNDED_BY_ROWS} == {
             name: getattr(usual, name) for name in ROUNDED_BY_ROWS
         }
-        for other in ({"weight_slots": 2}, {"shard_nbytes": 128}, {"activations": "keep"}, {"gates": "unit"}):
+        for other in ({"weight_slots": 2}, {"shard_nbytes": 4000}, {"activations": "keep"}, {"gates": "unit"}):
             with pytest.raises(PlanError, match="cannot be changed under way"):
                 engine.adopt(replace(engine.policy, **other))
 
