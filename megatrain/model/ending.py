@@ -58,6 +58,8 @@ def _of_balance(
     ported: PortedModel, leaves: dict[str, Tensor], sides: Sequence[Sides], seen: int, profile: LayerProfile
 ) -> LayerProfile:
     records = []
+    if any(seen not in side.shape for of_layer in sides for side in of_layer):
+        return profile  # nothing says how it grows, and to be counted is no condition for being trained
     for tokens in LENGTHS:
         given = [tuple(_as_long(side, seen, tokens).requires_grad_() for side in of_layer) for of_layer in sides]
         inputs = {"input_ids": torch.zeros(1, tokens, dtype=torch.long)}

@@ -112,4 +112,4 @@ def test_a_model_of_120_billion_parameters_is_planned_for_in_two_seconds() -> No
         began = time.process_time()
         find_plan(Question(model, machine("b200"), 65_536, 4096))
         spent.append(time.process_time() - began)
-    assert min(spent) < 3.0  # two seconds where the machine is not at its slowest: its speed changes by half
+    assert min(spent) < 2.0

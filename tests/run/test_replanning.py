@@ -50,38 +50,32 @@ def test_a_disk_that_is_full_meanwhile_ends_no_run(
 @pytest.mark.parametrize("gates", ["unit", "shard"])
 def test_a_plan_with_other_gates_is_taken_up(gates: Gates, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = Policy("fp32", loss_chunk_tokens=5, shard_nbytes=2000, gates=gates)
-    other: Gates = "shard" if gates == "unit" else "unit"
-    plan = finds(replace(usual, gates=other, weight_slots=3), monkeypatch)
-    losses = []
-    for replanned in (False, True):
-        with Engine.from_model(tiny_model(), "sim:2", "fp32", AdamW(lr=1e-2), 0.5, usual) as engine:
-            losses.append([engine.step(unequal_batches(2)).loss])
-            if replanned:
-                changed = Replanner(engine, plan)(1)
-                assert changed is not None
-                assert engine.policy.gates == other
-            losses[-1] += [engine.step(unequal_batches(2)).loss for _ in range(2)]
-    assert losses[0] == losses[1]
+    goes_over(usual, replace(usual, gates="shard" if gates == "unit" else "unit", weight_slots=3), monkeypatch)
 
 
 @pytest.mark.parametrize("ahead", [(0, 16_384), (16_384, 0)])
 def test_a_plan_by_a_ring_is_taken_up_and_given_up(ahead: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     before = Policy("fp32", loss_chunk_tokens=5, shard_nbytes=16_384, gates="shard", read_ahead_nbytes=ahead[0])
-    after = replace(before, read_ahead_nbytes=ahead[1])
+    told, asked = goes_over(before, replace(before, read_ahead_nbytes=ahead[1]), monkeypatch)
+    assert "read_ahead_nbytes" in told
+    assert "read_ahead_nbytes" not in asked.pinned
+
+
+def goes_over(before: Policy, after: Policy, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Asked]:
+    """A re-plan takes up the other policy, and losses stay. What it tells, and what it asks the planner."""
     asked: list[Asked] = []
-    plan = finds(after, monkeypatch, asked)
-    losses = []
+    plan, losses, told = finds(after, monkeypatch, asked), [], ""
     for replanned in (False, True):
-        with Engine.from_model(tiny_model(), "sim:3", "fp32", AdamW(lr=1e-2), 0.5, before) as engine:
+        with Engine.from_model(tiny_model(), "sim:2", "fp32", AdamW(lr=1e-2), 0.5, before) as engine:
             losses.append([engine.step(unequal_batches(2)).loss])
             if replanned:
                 changed = Replanner(engine, plan)(1)
                 assert changed is not None
-                assert "read_ahead_nbytes" in changed.changes
-                assert engine.policy.read_ahead_nbytes == after.read_ahead_nbytes
-                assert "read_ahead_nbytes" not in asked[0].pinned
+                assert engine.policy == after
+                told = changed.changes
             losses[-1] += [engine.step(unequal_batches(2)).loss for _ in range(2)]
     assert losses[0] == losses[1]
+    return told, asked[0]
 
 
 def test_what_layers_keep_follows_the_bus_beside_the_ring_that_is_there() -> None:

@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from bench.held import followed
 from megatrain import Engine
 from megatrain.device.sim import SimDevice
-from megatrain.engine import step
-from megatrain.model.moments import Living
-from megatrain.schedule import Op
 from megatrain.spec import Policy
 from tests.tiny import batch, tiny_model
 
@@ -50,45 +48,17 @@ SLOW = [
 ]
 
 
-def followed(
-    engine: Engine, micro_batches: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> list[tuple[Op, int, int]]:
-    """Each compute op of a step, the most bytes that existed while it ran, and those that the schedule has there."""
-    living, rows = Living(), []
-
-    def following(act: Any) -> Any:
-        def run(streamer: Any, now: Any, op: Op, held: Any) -> None:
-            living.peak = 0
-            with living:
-                act(streamer, now, op, held)
-            schedule = streamer._running
-            at = next(index for index, each in enumerate(schedule.ops) if each is op)
-            there = (
-                schedule.buffers[name].nbytes
-                for name, (first, last) in schedule.lifetimes.items()
-                if first <= at <= last and schedule.buffers[name].tier == "device"
-            )
-            rows.append((op, living.peak, sum(there)))
-
-        return run
-
-    for kind in ("FORWARD", "LOSS", "BACKWARD"):
-        monkeypatch.setitem(step.ACTIONS, kind, following(step.ACTIONS[kind]))
-    engine.gradients(micro_batches)
-    return rows
-
-
 @pytest.mark.parametrize(
     ("family", "precision", "chunk", "keep"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
 )
 def test_no_more_exists_in_a_backward_than_the_schedule_says(
-    family: str, precision: str, chunk: int, keep: str, monkeypatch: pytest.MonkeyPatch
+    family: str, precision: str, chunk: int, keep: str
 ) -> None:
     policy = Policy(precision, mlp_chunk_tokens=chunk, activation_rows=((keep,),), loss_chunk_tokens=64)  # type: ignore[arg-type]
     model = tiny_model(family, **(GPT2 if family == "gpt2" else WIDER))
     micro_batches = [batch(1, 192, 0), batch(1, 192, 1)]
-    with Engine.from_model(model, SimDevice(1), policy.precision, policy=policy, verify=False) as engine:
-        rows = followed(engine, micro_batches, monkeypatch)
+    with followed() as rows, Engine.from_model(model, SimDevice(1), precision, policy=policy, verify=False) as engine:
+        engine.gradients(micro_batches)
     for op, live, declared in rows:
         if op.kind == "BACKWARD":
             assert live <= declared + SCALARS, op.name
@@ -120,13 +90,13 @@ def rows_of(rows: str) -> dict[str, Any]:
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("family", "rows", "changes"), MASKED)
 def test_no_more_exists_in_any_op_than_the_schedule_says(
-    family: str, rows: str, changes: dict[str, Any], precision: str, monkeypatch: pytest.MonkeyPatch
+    family: str, rows: str, changes: dict[str, Any], precision: str
 ) -> None:
     """Forward, loss and backward, of masks, windows, capped logits and a router's auxiliary loss."""
     policy = Policy(precision, activation_rows=(("input",),), loss_chunk_tokens=32)  # type: ignore[arg-type]
     model = tiny_model(family, **{"num_hidden_layers": 2, "max_position_embeddings": 128, **changes})
-    with Engine.from_model(model, SimDevice(1), policy.precision, policy=policy, verify=False) as engine:
-        found = followed(engine, [rows_of(rows)] * 2, monkeypatch)
+    with followed() as found, Engine.from_model(model, SimDevice(1), precision, policy=policy, verify=False) as engine:
+        engine.gradients([rows_of(rows)] * 2)
     for op, live, declared in found:
         assert live <= declared + SCALARS, op.name
         if op.kind == "LOSS":
