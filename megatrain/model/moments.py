@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -270,9 +271,10 @@ def _recorded(run: Differentiable, length: int) -> Recording:
         with record:
             output, others, given = run(length)
         gradient = torch.zeros_like(output)  # there before the backward
-        wanted = [each for each in others if each.requires_grad]
+        wanted, edge = [each for each in others if each.requires_grad], get_gradient_edge(output)
+        del output  # as the engine does
         with record, letting_go(wanted):
-            torch.autograd.grad([output], [given, *wanted], [gradient], allow_unused=True)
+            torch.autograd.grad([edge], [given, *wanted], [gradient], allow_unused=True)
     return record
 
 
