@@ -317,7 +317,7 @@ class Streamer:
             graph = alive.graphs.pop((unit, micro), None)
             if graph is None:
                 self._reseed(now, unit, micro)
-                graph, _, _ = self._grown(now, op, held, self._input(now, op, held))
+                graph = self._grown(now, op, held, self._input(now, op, held))[0]  # the rest is let go of here
             else:
                 graph.bound.flat, graph.bound.need = self._weights(op, held, unit), now.gates.need
             now.gates.add()

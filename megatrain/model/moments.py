@@ -39,6 +39,8 @@ LOOPED = (24, 48)
 
 ADDING = ("aten::addmm", "aten::baddbmm")
 PRODUCTS = (*ADDING, "aten::mm", "aten::bmm", "aten::_grouped_mm")
+APART_NBYTES = 128
+"""By which the float32 result of a product that a cpu multiplies in bfloat16 keeps apart from what lies beside it."""
 FACTORIES = ("aten::zeros", "aten::new_zeros", "aten::empty", "aten::new_empty", "aten::full", "aten::new_full")
 
 Differentiable = Callable[[int], tuple[Tensor, Sequence[Tensor], Tensor]]
@@ -186,7 +188,7 @@ def widest_of(records: Sequence[Recording], lengths: tuple[int, int]) -> tuple[t
     for alive, product, attends in short.moments:
         there = _sum(parts[number] for number in alive)
         device.add((there, attends))
-        beside = () if product is None else (parts[product],) * 2  # its float32 result
+        beside = () if product is None else ((APART_NBYTES, 0.0, 0.0, 0.0), *(parts[product],) * 2)  # its float32 result
         host.add((_sum((there, *beside)), attends))
     return _widest(device), _widest(host)
 
@@ -228,10 +230,11 @@ def _three(lengths: tuple[int, int]) -> tuple[int, int, int]:
 def _of_peaks(records: Sequence[Recording], lengths: tuple[int, int]) -> tuple[tuple[Moment, ...], tuple[Moment, ...]]:
     """A moment that is as wide as the widest of three runs."""
     found = []
-    for beside in (0, 2):
+    for on_cpu in (False, True):
         peaks = [
             max(
-                sum(record.sizes[number] for number in alive) + (0 if made is None else beside * record.sizes[made])
+                sum(record.sizes[number] for number in alive)
+                + (APART_NBYTES + 2 * record.sizes[made] if on_cpu and made is not None else 0)
                 for alive, made, _ in record.moments
             )
             for record in records

@@ -209,9 +209,9 @@ class Activations:
         if unit and not again and (unit, micro) in self._keeps and self.keeps_graph(unit, micro):
             return []
         nbytes = forward_nbytes(self._model, self._policy, self._work, unit, self._work.tokens[micro])
-        kind = self._model.units[unit].kind
-        nbytes += beside_nbytes(self._policy)
-        return [self.transient(f"made/{kind}", nbytes, "made")] if nbytes else []
+        if not nbytes:
+            return []
+        return [self.transient(f"made/{self._model.units[unit].kind}", nbytes + beside_nbytes(self._policy), "made")]
 
     def stored(self, layer: int, micro: int) -> Access:
         """What a layer's forward has stored of its ops' outputs."""

@@ -31,7 +31,7 @@ INDEX_NBYTES = 8
 ROW_NBYTES = 4 + 4 + 8 + 4
 """Per row of a float32 block of logits: its sum, its target's exponent, its number, and what is there of its target."""
 SCALARS_NBYTES = 64
-"""Sums of losses in float64, and numbers that torch takes for tensors."""
+"""The sums of losses so far, in float64, and numbers that torch takes for tensors."""
 RANDOM_STATE_NBYTES = 5056
 """The state of torch's generator, which a step gives back at its end; on a cpu a part of what each op has."""
 
@@ -68,7 +68,7 @@ def arguments_nbytes(model: ModelSpec, policy: Policy, work: Work, tokens: int) 
 
 def beside_nbytes(policy: Policy) -> int:
     """What exists all through a step in the memory that ops compute in, and belongs to none of them."""
-    return RANDOM_STATE_NBYTES if policy.shares_memory else 0
+    return SCALARS_NBYTES + (RANDOM_STATE_NBYTES if policy.shares_memory else 0)
 
 
 def forward_nbytes(model: ModelSpec, policy: Policy, work: Work, unit: int, tokens: int) -> int:
@@ -107,7 +107,7 @@ def loss_nbytes(model: ModelSpec, policy: Policy, work: Work, micro: int, *, tra
         made = max(
             made, *(ceil(each.nbytes(chunk, 1, chunk)) - _not_made(model, policy, each, formed) for each in moments)
         )
-    made += INDEX_NBYTES * (2 * tokens + (1 if policy.shares_memory else 2) * chunk) + SCALARS_NBYTES
+    made += INDEX_NBYTES * (2 * tokens + (1 if policy.shares_memory else 2) * chunk)
     balancing = profile.host_balance_moments if policy.shares_memory else profile.balance_moments
     length = min(work.length or tokens, tokens)
     targets = INDEX_NBYTES * tokens
