@@ -188,7 +188,9 @@ def widest_of(records: Sequence[Recording], lengths: tuple[int, int]) -> tuple[t
     for alive, product, attends in short.moments:
         there = _sum(parts[number] for number in alive)
         device.add((there, attends))
-        beside = () if product is None else ((APART_NBYTES, 0.0, 0.0, 0.0), *(parts[product],) * 2)  # its float32 result
+        beside = (
+            () if product is None else ((APART_NBYTES, 0.0, 0.0, 0.0), *(parts[product],) * 2)
+        )  # its float32 result
         host.add((_sum((there, *beside)), attends))
     return _widest(device), _widest(host)
 

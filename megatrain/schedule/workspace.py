@@ -45,17 +45,17 @@ def _forms(policy: Policy, work: Work) -> bool:
 
 def profile_of(model: ModelSpec, unit: int, work: Work, length: int) -> LayerProfile:
     """The profile of a unit for the step's rows, of sequences of `length`."""
-    return _profile_of(model, unit, work.rows, length)
+    return _profile_of(model, unit, work.rows, length, max(work.tokens, default=0) > length)
 
 
 @lru_cache(maxsize=4096)
-def _profile_of(model: ModelSpec, unit: int, rows: Rows, length: int) -> LayerProfile:
+def _profile_of(model: ModelSpec, unit: int, rows: Rows, length: int, several: bool) -> LayerProfile:
     profile = model.units[unit].profile
-    if model.attention not in MASKED:
-        return profile
-    of = (profile,) if unit else tuple(model.units[layer].profile for layer in model.layers)
-    windowed = any(each.window is not None and each.window <= length for each in of)
-    return profile.of_rows(rows, windowed=windowed)
+    if model.attention in MASKED:
+        of = (profile,) if unit else tuple(model.units[layer].profile for layer in model.layers)
+        windowed = any(each.window is not None and each.window <= length for each in of)
+        profile = profile.of_rows(rows, windowed=windowed)
+    return profile.several or profile if several else profile
 
 
 def arguments_nbytes(model: ModelSpec, policy: Policy, work: Work, tokens: int) -> int:
