@@ -175,7 +175,7 @@ def moments_of(run: Differentiable, lengths: tuple[int, int]) -> tuple[tuple[Mom
     run: for so many tokens of one sequence, the layer's output, its weights and arguments, and its input. Nothing where
     the layer does other things at another length, so that its tensors cannot be told apart.
     """
-    return widest_of([_recorded(run, length) for length in lengths], lengths)
+    return widest_of([recorded(run, length) for length in lengths], lengths)
 
 
 def widest_of(records: Sequence[Recording], lengths: tuple[int, int]) -> tuple[tuple[Moment, ...], tuple[Moment, ...]]:
@@ -205,7 +205,7 @@ def moments_anywhere(
         if device:
             return device, host, lengths
         lengths = LOOPED
-    return *_of_peaks([_recorded(run, length) for length in _three(lengths)], lengths), lengths
+    return *_of_peaks([recorded(run, length) for length in _three(lengths)], lengths), lengths
 
 
 def forward_moments(run: Differentiable, lengths: tuple[int, int]) -> tuple[tuple[Moment, ...], tuple[Moment, ...]]:
@@ -270,7 +270,7 @@ def _parts_of(short: Recording, long: Recording, lengths: tuple[int, int]) -> li
     return [_parts(less, more, chunked, lengths) for less, more, chunked in sizes]
 
 
-def _recorded(run: Differentiable, length: int) -> Recording:
+def recorded(run: Differentiable, length: int) -> Recording:
     record = Recording()
     with torch.enable_grad():
         with record:

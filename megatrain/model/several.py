@@ -1,20 +1,28 @@
 """Layers that take more of several rows than as many times what they take of one.
 
 A product of tensors of which one is shared by heads or positions needs no copy of it for one row, and for several it
-makes one for each: a layer that is learned of one row is then said to take too little. So each is run forward once on
+makes one for each: a layer that is learned of one row is then said to take too little. So each is run once on
 two rows, and learned of two where they take more than twice; never less than of one, whose lengths may tell more of
 layers that pad.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from megatrain.model.moments import SHORT, Differentiable, Recording, Sparing, forward_moments, moments_anywhere
+from megatrain.model.moments import (
+    SHORT,
+    Differentiable,
+    Recording,
+    Sparing,
+    forward_moments,
+    moments_anywhere,
+    recorded,
+)
 from megatrain.model.profile import kept_growth
 from megatrain.model.tokenwise import in_chunks
 from megatrain.profiles import LayerProfile
@@ -29,8 +37,7 @@ TOKENS = 32
 def with_several(profile: LayerProfile, layer: nn.Module, parts: Sequence[str], twice: Differentiable) -> LayerProfile:
     """The profile, with what the layer takes of several rows. twice: as for `moments_of`, of `ROWS` rows of so many
     tokens each; parts: names of the layer's token-wise parts."""
-    said = max((each.nbytes(ROWS * TOKENS, TOKENS, 0) for each in profile.forward_moments), default=0.0)
-    if not said or _held(twice) <= said:
+    if not any(_exceeds(twice, profile)):
         return profile
     device, host, lengths = moments_anywhere(twice, SHORT)
     forward, host_forward = forward_moments(twice, lengths)
@@ -60,15 +67,23 @@ def with_several(profile: LayerProfile, layer: nn.Module, parts: Sequence[str], 
     return replace(profile, several=found)
 
 
-def _held(twice: Differentiable) -> int:
-    """The most that a forward makes at one time; 0 where it takes fewer positions."""
-    record = Recording()
-    try:
+def _exceeds(twice: Differentiable, profile: LayerProfile) -> Iterator[bool]:
+    """Whether a forward makes more than is said, and forward and backward; not where it takes fewer tokens."""
+
+    def forward() -> int:
+        record = Recording()
         with torch.no_grad(), record:
             twice(TOKENS)
-    except (RuntimeError, IndexError):
-        return 0
-    return record.peak
+        return record.peak
+
+    for moments, run in (
+        (profile.forward_moments, forward),
+        (profile.moments, lambda: recorded(twice, TOKENS).peak),
+    ):
+        try:
+            yield 0 < max((each.nbytes(ROWS * TOKENS, TOKENS, 0) for each in moments), default=0.0) < run()
+        except (RuntimeError, IndexError, ValueError):
+            yield False
 
 
 def _of_a_row(moments: Iterable[Moment]) -> tuple[Moment, ...]:

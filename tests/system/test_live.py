@@ -106,7 +106,7 @@ def test_no_more_exists_in_any_op_than_the_schedule_says(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["axk2", "bloom", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["axk2", "bloom", "deepseek_v3", "falcon"])
 def test_of_two_rows_no_layer_holds_more_than_twice_what_one_does_unseen(kind: str) -> None:
     """Keys that heads share, and biases of positions, are copied where there is more than one row."""
     found = shares(kind, "bf16", "whole")
