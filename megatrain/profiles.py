@@ -79,6 +79,8 @@ class LayerProfile:
     masked: LayerProfile | None = None
     """Where attention is told by a mask: a window that the sequence fills, or padded or packed rows. Of the prologue,
     of the window alone."""
+    several: LayerProfile | None = None
+    """Where several rows take more, row by row, than one: products that copy what they share. Of a layer."""
     padded: LayerProfile | None = None
     """Of the prologue: with padded rows."""
     packed: LayerProfile | None = None

@@ -19,8 +19,8 @@ class Current:
     """The step under way."""
 
     micro_batches: Sequence[MicroBatch]
-    targets: list[Tensor]
-    """Per micro-batch, int64[batch x length] on the host; empty when only the next logits are wanted."""
+    labels: list[Tensor]
+    """Per micro-batch, int64[batch, length] on the host; empty when only the next logits are wanted."""
     sink: GradSink | None
     number: int
     scale: float

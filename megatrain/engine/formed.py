@@ -95,8 +95,9 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         flat, rows = gradient.reshape(-1, weight.shape[0]), x.reshape(-1, weight.shape[1])
+        of_weight = ctx.homes.product(ctx.name, flat.t(), rows)  # first, as autograd forms it
         for_x = (flat @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        return for_x, ctx.homes.product(ctx.name, flat.t(), rows), None, None
+        return for_x, of_weight, None, None
 
 
 def _linear(name: str, homes: Homes, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

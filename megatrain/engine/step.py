@@ -75,7 +75,7 @@ class Streamer:
         loss_fn: cross-entropy if not given. Raises `NonFinite` when the loss is not finite, `LossError` for what is no
         loss, and whatever an op, the sink or the loss function raises.
         """
-        targets = [shifted(batch["labels"].cpu()).reshape(-1) for batch in micro_batches]
+        labels = [batch["labels"].cpu() for batch in micro_batches]
         tokens = sum(count_targets(batch) for batch in micro_batches)
         divisors = [divisor_of(loss_fn, batch) for batch in micro_batches]
         total = sum(divisors)
@@ -83,7 +83,7 @@ class Streamer:
             raise LossError("every micro-batch counts for nothing", where="divisor", fix="divide by more than 0")
         own = own_entries(loss_fn)
         seen = [{key: value for key, value in batch.items() if key not in own} for batch in micro_batches]
-        now = Current(seen, targets, sink, number, 1.0 / (total or 1.0), loss_fn, micro_batches, divisors)
+        now = Current(seen, labels, sink, number, 1.0 / (total or 1.0), loss_fn, micro_batches, divisors)
         self._execute(schedule, now)
         means = {name: value.item() / (total or 1.0) for name, value in now.reported.items()}
         return StepResult(self._finite_loss(now) / (total or 1.0), tokens, means)
@@ -269,7 +269,8 @@ class Streamer:
     def _chunks(self, now: Current, op: Op, weights: dict[str, Tensor], trained: list[Tensor], flat: Tensor) -> Chunks:
         """The head over a micro-batch, whose hidden states are `flat` [tokens, hidden size]."""
         head, rewind = partial(self.ported.head, weights), partial(self._reseed, now, op.unit, op.micro)
-        return Chunks(head, trained, flat, now.targets[op.micro], self.policy.loss_chunk_tokens, rewind)
+        targets = shifted(now.labels[op.micro]).reshape(-1)
+        return Chunks(head, trained, flat, targets, self.policy.loss_chunk_tokens, rewind)
 
     def _balance(self, now: Current, weights: dict[str, Tensor], micro: int) -> None:
         """Add the router auxiliary loss of a micro-batch, by its share of the divisor; its sides become gradients.
@@ -277,7 +278,7 @@ class Streamer:
         So the step's loss is the mean, over target tokens, of the losses that the stock model gives each micro-batch.
         """
         alive, layers = now.activations, self.spec.layers
-        if self.ported.balance_coefficient is None or not now.targets:
+        if self.ported.balance_coefficient is None or not now.labels:
             return
         sides = [tuple(side.detach().requires_grad_() for side in alive.sides.pop((unit, micro))) for unit in layers]
         leaves = [side for of_layer in sides for side in of_layer]
@@ -296,7 +297,7 @@ class Streamer:
 
     def _loss_only(self, now: Current, op: Op, weights: dict[str, Tensor], hidden: Tensor) -> None:
         """The loss, or the next logits, without gradients. `hidden` [batch, length, ...]."""
-        if now.targets:
+        if now.labels:
             chunks = self._chunks(now, op, weights, [], hidden.flatten(0, 1))
             now.count(measure(now.loss_fn, chunks, now.own[op.micro]))
             passes = isinstance(now.gates, PassingCall)  # then the head, which is dropped there, would come once more
@@ -320,7 +321,7 @@ class Streamer:
             graph = alive.graphs.pop((unit, micro), None)
             if graph is None:
                 self._reseed(now, unit, micro)
-                graph, _, _ = self._grown(now, op, held, self._input(now, op, held))
+                graph = self._grown(now, op, held, self._input(now, op, held))[0]  # the rest is let go of here
             else:
                 graph.bound.flat, graph.bound.need = self._weights(op, held, unit), now.gates.need
             now.gates.add()

@@ -35,6 +35,7 @@ from megatrain.model.ported import ROUTED, PortedModel, Sides, takes
 from megatrain.model.ports import Capture, HandOut, Port, hidden_of, reachable_leaves
 from megatrain.model.profile import LENGTHS, kept_growth, profile_layer, steady_lengths
 from megatrain.model.recorded import install_recorders
+from megatrain.model.several import ROWS, with_several
 from megatrain.model.tokenwise import token_wise, with_chunks
 from megatrain.model.uses import LOOKUP, TO_THE_END, OrderOfUse, Uses, in_order_of_use
 from megatrain.spec import LayerProfile, ModelSpec, ParamSpec, UnitSpec
@@ -212,16 +213,21 @@ def _learn_layers(ported: PortedModel) -> tuple[list[Sides], list[LayerProfile],
         port.others = ()
 
     @cache
-    def called(rows: Rows, tokens: int) -> Capture:
+    def called(rows: Rows, tokens: int, count: int = 1) -> Capture:
         with _disable_current_modes():  # no part of what is looked at
-            return captured(ported, rows(1, tokens))
+            return captured(ported, rows(count, tokens))
 
     def learn(layer: nn.Module, zeros: dict[str, Tensor], index: int) -> tuple[LayerProfile, tuple[str, ...]]:
-        plain, masked = (_runner(layer, zeros, partial(called, rows), index) for rows in (whole, padded))
+        plain, masked, twice, twice_masked = (
+            _runner(layer, zeros, partial(called, rows, count=count), index)
+            for count in (1, ROWS)
+            for rows in (whole, padded)
+        )
         profile, parts = _learn_profile(layer, plain)
         if given.padded is not None and not alike(called(whole, LENGTHS[0]), called(padded, LENGTHS[0]), index):
-            profile = replace(profile, masked=_learn_masked(layer, masked, profile, parts))
-        return profile, parts
+            of_masks = _learn_masked(layer, masked, profile, parts)
+            profile = replace(profile, masked=with_several(of_masks, layer, parts, twice_masked))
+        return with_several(profile, layer, parts, twice), parts
 
     given, windows = with_rows(ported), windows_of(ported)
     known: dict[object, LayerProfile] = {}

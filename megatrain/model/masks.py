@@ -48,23 +48,35 @@ def packed(rows: int, tokens: int) -> Inputs:
     return {**whole(rows, tokens), "position_ids": positions.expand(rows, tokens).contiguous()}
 
 
+class NotTaken(Exception):
+    """The model's code raises something of such rows; that is the cause."""
+
+
 def captured(ported: PortedModel, inputs: Inputs) -> Capture:
-    """What layers are called with."""
+    """What layers are called with. Raises what the model's code raises."""
     capture = Capture(len(ported.ports))
     with torch.no_grad():
         ported.run(capture, ported.placeholders, inputs)
     return capture
 
 
+def _captured(ported: PortedModel, inputs: Inputs) -> Capture:
+    """As `captured`; raises `NotTaken`."""
+    try:
+        return captured(ported, inputs)
+    except Exception as error:  # whatever foreign code raises
+        raise NotTaken from error
+
+
 def of_prologue(ported: PortedModel, rows: Rows) -> LayerProfile:
-    """What the prologue hands on, and what it makes. Raises what the model's code raises of such rows."""
+    """What the prologue hands on, and what it makes. Raises `NotTaken`."""
     records, found = [], []
     for tokens in LENGTHS:
         one = rows(1, tokens)
         records.append(record := Recording())
         with record:
-            given = captured(ported, one)
-        found.append((_sizes(given), _sizes(captured(ported, rows(2, tokens)))))
+            given = _captured(ported, one)
+        found.append((_sizes(given), _sizes(_captured(ported, rows(2, tokens)))))
     (one_short, two_short), (one_long, two_long) = found
     if len({len(each) for each in (one_short, two_short, one_long, two_long)}) > 1:
         one_short, two_short, one_long, two_long = ([sum(each)] for each in (one_short, two_short, one_long, two_long))
@@ -98,8 +110,12 @@ def _given(calls: list[Call]) -> list[Tensor]:
 
 
 def with_rows(ported: PortedModel) -> LayerProfile:
-    """The profile of the prologue, with those for other rows where the model takes them."""
-    profile = of_prologue(ported, whole)
+    """The profile of the prologue, with those for other rows where the model takes them. Raises what its code raises of
+    whole ones."""
+    try:
+        profile = of_prologue(ported, whole)
+    except NotTaken as error:
+        raise error.__cause__ or error from None
     others: dict[str, LayerProfile | None] = {}
     for name, rows in (("padded", padded), ("packed", packed)):
         others[name] = _tried(lambda rows=rows: of_prologue(ported, rows))  # type: ignore[misc]
@@ -114,7 +130,7 @@ def _tried(run: Callable[[], Any]) -> Any:
     """`None` where the model's code takes no such rows."""
     try:
         return run()
-    except Exception:  # whatever foreign code raises
+    except NotTaken:
         return None
 
 
@@ -131,7 +147,7 @@ def windows_of(ported: PortedModel) -> dict[int, int]:
         if not sizes:
             continue
         with small_windows(ported, name):
-            small = _tried(lambda: captured(ported, whole(1, LENGTHS[0])))
+            small = _tried(lambda: _captured(ported, whole(1, LENGTHS[0])))
         for index in range(len(plain.calls) if small else 0):
             if not alike(plain, small, index):
                 found[index] = min(sizes)

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -38,6 +39,8 @@ LOOPED = (24, 48)
 
 ADDING = ("aten::addmm", "aten::baddbmm")
 PRODUCTS = (*ADDING, "aten::mm", "aten::bmm", "aten::_grouped_mm")
+APART_NBYTES = 128
+"""By which the float32 result of a product that a cpu multiplies in bfloat16 keeps apart from what lies beside it."""
 FACTORIES = ("aten::zeros", "aten::new_zeros", "aten::empty", "aten::new_empty", "aten::full", "aten::new_full")
 
 Differentiable = Callable[[int], tuple[Tensor, Sequence[Tensor], Tensor]]
@@ -172,7 +175,7 @@ def moments_of(run: Differentiable, lengths: tuple[int, int]) -> tuple[tuple[Mom
     run: for so many tokens of one sequence, the layer's output, its weights and arguments, and its input. Nothing where
     the layer does other things at another length, so that its tensors cannot be told apart.
     """
-    return widest_of([_recorded(run, length) for length in lengths], lengths)
+    return widest_of([recorded(run, length) for length in lengths], lengths)
 
 
 def widest_of(records: Sequence[Recording], lengths: tuple[int, int]) -> tuple[tuple[Moment, ...], tuple[Moment, ...]]:
@@ -185,7 +188,9 @@ def widest_of(records: Sequence[Recording], lengths: tuple[int, int]) -> tuple[t
     for alive, product, attends in short.moments:
         there = _sum(parts[number] for number in alive)
         device.add((there, attends))
-        beside = () if product is None else (parts[product],) * 2  # its float32 result
+        beside = (
+            () if product is None else ((APART_NBYTES, 0.0, 0.0, 0.0), *(parts[product],) * 2)
+        )  # its float32 result
         host.add((_sum((there, *beside)), attends))
     return _widest(device), _widest(host)
 
@@ -200,7 +205,7 @@ def moments_anywhere(
         if device:
             return device, host, lengths
         lengths = LOOPED
-    return *_of_peaks([_recorded(run, length) for length in _three(lengths)], lengths), lengths
+    return *_of_peaks([recorded(run, length) for length in _three(lengths)], lengths), lengths
 
 
 def forward_moments(run: Differentiable, lengths: tuple[int, int]) -> tuple[tuple[Moment, ...], tuple[Moment, ...]]:
@@ -227,10 +232,11 @@ def _three(lengths: tuple[int, int]) -> tuple[int, int, int]:
 def _of_peaks(records: Sequence[Recording], lengths: tuple[int, int]) -> tuple[tuple[Moment, ...], tuple[Moment, ...]]:
     """A moment that is as wide as the widest of three runs."""
     found = []
-    for beside in (0, 2):
+    for on_cpu in (False, True):
         peaks = [
             max(
-                sum(record.sizes[number] for number in alive) + (0 if made is None else beside * record.sizes[made])
+                sum(record.sizes[number] for number in alive)
+                + (APART_NBYTES + 2 * record.sizes[made] if on_cpu and made is not None else 0)
                 for alive, made, _ in record.moments
             )
             for record in records
@@ -264,15 +270,16 @@ def _parts_of(short: Recording, long: Recording, lengths: tuple[int, int]) -> li
     return [_parts(less, more, chunked, lengths) for less, more, chunked in sizes]
 
 
-def _recorded(run: Differentiable, length: int) -> Recording:
+def recorded(run: Differentiable, length: int) -> Recording:
     record = Recording()
     with torch.enable_grad():
         with record:
             output, others, given = run(length)
         gradient = torch.zeros_like(output)  # there before the backward
-        wanted = [each for each in others if each.requires_grad]
+        wanted, edge = [each for each in others if each.requires_grad], get_gradient_edge(output)
+        del output  # as the engine does
         with record, letting_go(wanted):
-            torch.autograd.grad([output], [given, *wanted], [gradient], allow_unused=True)
+            torch.autograd.grad([edge], [given, *wanted], [gradient], allow_unused=True)
     return record
 
 

@@ -24,7 +24,7 @@ from functools import lru_cache
 from megatrain.errors import PlanError
 from megatrain.schedule.ops import Access, Buffer, Op
 from megatrain.schedule.staging import Route, Staged, stage
-from megatrain.schedule.workspace import arguments_nbytes, forward_nbytes, profile_of, runs_in_chunks
+from megatrain.schedule.workspace import arguments_nbytes, beside_nbytes, forward_nbytes, profile_of, runs_in_chunks
 from megatrain.spec import Keep, ModelSpec, Policy, Work
 
 THROUGH_THE_BUS = Route(("RELOAD", "fetch"), ("OFFLOAD", "grad"))
@@ -210,8 +210,9 @@ class Activations:
         if unit and not again and (unit, micro) in self._keeps and self.keeps_graph(unit, micro):
             return []
         nbytes = forward_nbytes(self._model, self._policy, self._work, unit, self._work.tokens[micro])
-        kind = self._model.units[unit].kind
-        return [self.transient(f"made/{kind}", nbytes, "made")] if nbytes else []
+        if not nbytes:
+            return []
+        return [self.transient(f"made/{self._model.units[unit].kind}", nbytes + beside_nbytes(self._policy), "made")]
 
     def stored(self, layer: int, micro: int) -> Access:
         """What a layer's forward has stored of its ops' outputs."""

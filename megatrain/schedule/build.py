@@ -30,7 +30,7 @@ from megatrain.schedule.slots import Slots
 from megatrain.schedule.staging import Staged, stage
 from megatrain.schedule.state import Pending, State, version
 from megatrain.schedule.sums import Sums
-from megatrain.schedule.workspace import backward_nbytes, loss_nbytes
+from megatrain.schedule.workspace import backward_nbytes, beside_nbytes, loss_nbytes
 from megatrain.spec import Home, ModelSpec, Policy, Tier, Work
 
 
@@ -156,7 +156,7 @@ class Builder:
             owners = [owner for owner in (unit, *((0,) if self.model.tied else ())) if self.layouts[owner].size]
             reads = [self.alive.hidden(unit, micro), *(self._weights(owner) for owner in owners)]
             nbytes = loss_nbytes(self.model, self.policy, self.work, micro, trains=self.trains)
-            writes = [self.alive.transient("loss", nbytes, "loss")]
+            writes = [self.alive.transient("loss", nbytes + beside_nbytes(self.policy), "loss")]
             reads += [side for layer in self.model.layers for side in self.alive.sides(layer, micro)]
             if self.trains:
                 writes.append(self.alive.dhidden(unit, micro))
@@ -201,7 +201,7 @@ class Builder:
                     writes.append(self.alive.graph(unit, micro))
                 writes.append(self.alive.dhidden(unit, micro))
             made = nbytes(self.work.tokens[micro], keeps_graph=unit > 0 and self.alive.keeps_graph(unit, micro))
-            writes.append(self.alive.transient(f"partial/{kind}", made, "partial"))
+            writes.append(self.alive.transient(f"partial/{kind}", made + beside_nbytes(self.policy), "partial"))
             if self.trained[unit].size:
                 self._contribute(unit, reads, writes)
             visit.compute.append(Op("BACKWARD", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))

@@ -27,8 +27,14 @@ PLACES_NBYTES = 40
 """Per token, for which rows of a table were looked up, and which of those each token is."""
 HEAD_FLOATS = 5
 """Float32 values per token and channel that the norm in front of a head makes and keeps of which nothing is known."""
-HOST_TARGET_NBYTES, TARGET_NBYTES = 192, 56
-"""Per token of a chunk: its place and its target, and a row's largest logit, sum and loss."""
+INDEX_NBYTES = 8
+"""A target, or the place of one: LOSS has both of all tokens of a micro-batch, and once more of a chunk's."""
+ROW_NBYTES = 4 + 4 + 8 + 4
+"""Per row of a float32 block of logits: its sum, its target's exponent, its number, and what is there of its target."""
+SCALARS_NBYTES = 64
+"""The sums of losses so far, in float64, and numbers that torch takes for tensors."""
+RANDOM_STATE_NBYTES = 5056
+"""The state of torch's generator, which a step gives back at its end; on a cpu a part of what each op has."""
 
 
 def _forms(policy: Policy, work: Work) -> bool:
@@ -39,17 +45,17 @@ def _forms(policy: Policy, work: Work) -> bool:
 
 def profile_of(model: ModelSpec, unit: int, work: Work, length: int) -> LayerProfile:
     """The profile of a unit for the step's rows, of sequences of `length`."""
-    return _profile_of(model, unit, work.rows, length)
+    return _profile_of(model, unit, work.rows, length, max(work.tokens, default=0) > length)
 
 
 @lru_cache(maxsize=4096)
-def _profile_of(model: ModelSpec, unit: int, rows: Rows, length: int) -> LayerProfile:
+def _profile_of(model: ModelSpec, unit: int, rows: Rows, length: int, several: bool) -> LayerProfile:
     profile = model.units[unit].profile
-    if model.attention not in MASKED:
-        return profile
-    of = (profile,) if unit else tuple(model.units[layer].profile for layer in model.layers)
-    windowed = any(each.window is not None and each.window <= length for each in of)
-    return profile.of_rows(rows, windowed=windowed)
+    if model.attention in MASKED:
+        of = (profile,) if unit else tuple(model.units[layer].profile for layer in model.layers)
+        windowed = any(each.window is not None and each.window <= length for each in of)
+        profile = profile.of_rows(rows, windowed=windowed)
+    return profile.several or profile if several else profile
 
 
 def arguments_nbytes(model: ModelSpec, policy: Policy, work: Work, tokens: int) -> int:
@@ -64,6 +70,11 @@ def arguments_nbytes(model: ModelSpec, policy: Policy, work: Work, tokens: int) 
     return max(
         1, int(shared + tokens * (profile.arguments_row_nbytes + profile.arguments_row_nbytes_by_length * length))
     )
+
+
+def beside_nbytes(policy: Policy) -> int:
+    """What exists all through a step in the memory that ops compute in, and belongs to none of them."""
+    return SCALARS_NBYTES + (RANDOM_STATE_NBYTES if policy.shares_memory else 0)
 
 
 def forward_nbytes(model: ModelSpec, policy: Policy, work: Work, unit: int, tokens: int) -> int:
@@ -88,7 +99,8 @@ def loss_nbytes(model: ModelSpec, policy: Policy, work: Work, micro: int, *, tra
     chunk = min(policy.loss_chunk_tokens, tokens)
     logits = chunk * model.vocab_size * policy.weight_nbytes
     numel = LOSS_BLOCK_NUMEL["cpu" if policy.shares_memory else "cuda"]
-    block = 4 * min(chunk, max(1, numel // model.vocab_size)) * model.vocab_size
+    rows = min(chunk, max(1, numel // model.vocab_size))
+    block = rows * (4 * model.vocab_size + ROW_NBYTES)
     largest = largest_nbytes(model, policy, model.epilogue) if trains else 0
     first = micro == 0 and work.repeats == 1 and tokens <= policy.loss_chunk_tokens
     formed = largest if first and _forms(policy, work) else 0
@@ -101,10 +113,11 @@ def loss_nbytes(model: ModelSpec, policy: Policy, work: Work, micro: int, *, tra
         made = max(
             made, *(ceil(each.nbytes(chunk, 1, chunk)) - _not_made(model, policy, each, formed) for each in moments)
         )
-    made += (HOST_TARGET_NBYTES if policy.shares_memory else TARGET_NBYTES) * chunk
+    made += INDEX_NBYTES * (2 * tokens + (1 if policy.shares_memory else 2) * chunk)
     balancing = profile.host_balance_moments if policy.shares_memory else profile.balance_moments
     length = min(work.length or tokens, tokens)
-    return max(made, *(ceil(each.nbytes(tokens, length, tokens)) for each in balancing), 1)
+    targets = INDEX_NBYTES * tokens
+    return max(made, *(targets + ceil(each.nbytes(tokens, length, tokens)) for each in balancing), 1)
 
 
 def _not_made(model: ModelSpec, policy: Policy, moment: Moment, formed: int) -> int:
@@ -156,7 +169,7 @@ def _attention_nbytes(unit: UnitSpec, policy: Policy, tokens: int, length: int) 
     if not policy.shares_memory:
         return tokens * round(unit.profile.attention_flops)  # 4 bytes for each channel, whose operations are 4
     rows = next(rows for least, rows in ATTENTION_ROWS if length >= least)
-    return rows * ATTENTION_COLUMNS * (13 if policy.weight_nbytes == 2 else 8)
+    return rows * (ATTENTION_COLUMNS * (13 if policy.weight_nbytes == 2 else 8) + 4)  # and a sum for each row
 
 
 def runs_in_chunks(unit: UnitSpec, policy: Policy, tokens: int) -> bool:

@@ -21,8 +21,8 @@ def test_two_products_meet_as_they_must() -> None:
 
     device, host = moments_of(run, (8, 16))
     assert device == host  # float32: a cpu's products take nothing beside
-    # 800 tokens: those three, the output, which the caller holds, and the input, which the run makes.
-    assert max(each.nbytes(800, 800, 0) for each in device) == pytest.approx(4 * 800 * (3 * 32 + 8 + 8), rel=0.01)
+    # 800 tokens: those three, and the input, which the run makes; the output has been let go of.
+    assert max(each.nbytes(800, 800, 0) for each in device) == pytest.approx(4 * 800 * (3 * 32 + 8), rel=0.01)
     # One token: the gradient of a weight counts.
     assert max(each.nbytes(1, 1, 0) for each in device) >= 4 * 8 * 32
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.held import followed
+from bench.held import followed, shares
 from megatrain import Engine
 from megatrain.device.sim import SimDevice
 from megatrain.spec import Policy
@@ -103,3 +103,11 @@ def test_no_more_exists_in_any_op_than_the_schedule_says(
             assert declared <= 1.03 * live
     peak = max(live for _, live, _ in found)
     assert max(declared for _, _, declared in found) <= 1.06 * peak
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["axk2", "bloom", "deepseek_v3", "falcon"])
+def test_of_two_rows_no_layer_holds_more_than_twice_what_one_does_unseen(kind: str) -> None:
+    """Keys that heads share, and biases of positions, are copied where there is more than one row."""
+    found = shares(kind, "bf16", "whole")
+    assert max(found.values()) <= 1.005, found

@@ -1,0 +1,52 @@
+"""What layers are called with for padded and packed rows, where a model's code takes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.errors import ModelError
+from megatrain.model import masks, port_model
+from megatrain.model.ported import PortedModel
+from tests.tiny import tiny_model
+
+
+def test_rows_that_a_model_does_not_take_are_not_counted_and_refuse_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    ported, honest = port_model(tiny_model("llama"), torch.float32), PortedModel.run
+
+    def run(self: PortedModel, capture: Any, weights: Any, inputs: Any) -> Any:
+        if "position_ids" in inputs:
+            raise LookupError("no positions here")
+        return honest(self, capture, weights, inputs)
+
+    assert masks.with_rows(ported).padded is not None
+    monkeypatch.setattr(PortedModel, "run", run)
+    found = masks.with_rows(ported)
+    assert found.packed is None
+    assert found.padded is not None
+
+
+def test_what_goes_wrong_in_counting_is_not_taken_for_rows_that_a_model_does_not_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ported = port_model(tiny_model("llama"), torch.float32)
+
+    def packed(rows: int, tokens: int) -> dict[str, torch.Tensor]:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(masks, "packed", packed)
+    with pytest.raises(ZeroDivisionError):
+        masks.with_rows(ported)
+
+
+def test_a_model_that_takes_no_whole_rows_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    ported = port_model(tiny_model("llama"), torch.float32)
+
+    def run(*_: Any) -> Any:
+        raise ModelError("cannot be run", where="here")
+
+    monkeypatch.setattr(PortedModel, "run", run)
+    with pytest.raises(ModelError, match="cannot be run"):
+        masks.with_rows(ported)
