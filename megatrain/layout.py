@@ -71,6 +71,15 @@ class Layout:
 
     def shards(self, most: int) -> tuple[Shard, ...]:
         """Cut the unit into shards of at most `most` elements (or one row, where a row is longer)."""
+        if most not in self._known_shards:
+            self._known_shards[most] = self._cut(most)
+        return self._known_shards[most]
+
+    @cached_property
+    def _known_shards(self) -> dict[int, tuple[Shard, ...]]:
+        return {}
+
+    def _cut(self, most: int) -> tuple[Shard, ...]:
         shards: list[Shard] = []
         start = stop = 0
         for piece_stop in self._cuts(most):

@@ -103,6 +103,10 @@ class ModelSpec:
                 f"units must be a prologue, layers and an epilogue, not {kinds}", where=f"model {self.name}"
             )
 
+    def __hash__(self) -> int:
+        """Of what is short; equality looks at all. A search asks for it some hundred times."""
+        return hash((self.name, len(self.units), self.hidden_size, self.vocab_size, self.max_positions, self.attention))
+
     @property
     def layers(self) -> range:
         """Indices of the decoder layers among the units."""

@@ -16,14 +16,13 @@ from functools import lru_cache
 from math import isqrt, log2
 
 from megatrain.plan.cost import op_seconds, shape_of
-from megatrain.plan.homes import state_nbytes
 from megatrain.plan.knobs import FITS, WORTH_A_REPLAY
 from megatrain.plan.mixture import Counts, Option, mixed, rows_of
 from megatrain.plan.question import Estimate, Plan, Question
 from megatrain.plan.traffic import home_seconds
 from megatrain.schedule import Schedule, Timeline, build_step, replay
-from megatrain.schedule.build import Pending
 from megatrain.schedule.replay import DISK_STREAMS
+from megatrain.schedule.state import Pending, state_nbytes
 from megatrain.spec import ModelSpec, Policy, Work
 
 SHALLOW, MORE = 6, 2

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import product
 
-from megatrain.schedule.build import Builder
-from megatrain.spec import IN_HOST, Home, ModelSpec, Policy, Tier, Work
+from megatrain.schedule.state import state_nbytes
+from megatrain.spec import IN_HOST, Home, ModelSpec, Policy, Tier
 
 PARTS = 16
 """Parts of the layers by which the device's spare memory is filled."""
@@ -24,11 +24,6 @@ ON_DEVICE = Home("device", "device", "device")
 
 FIELDS = ("moments", "low_bits", "gradients", "weights")
 """Of a `Home`, from the coldest."""
-
-
-def state_nbytes(model: ModelSpec, policy: Policy) -> dict[str, int]:
-    """Tier -> bytes of all units' state between steps, with the buffers that it passes through on its way from disk."""
-    return dict(_state_nbytes(model, state_policy(policy)))
 
 
 def state_policy(policy: Policy) -> Policy:
@@ -43,14 +38,6 @@ def state_policy(policy: Policy) -> Policy:
         grad_slots=1,
         host_threads=0,
     )
-
-
-@lru_cache(maxsize=4096)
-def _state_nbytes(model: ModelSpec, policy: Policy) -> tuple[tuple[str, int], ...]:
-    totals = {"device": 0, "host": 0, "disk": 0}
-    for buffer in Builder(model, policy, Work((1,)), "none", trains=True).buffers.values():
-        totals[buffer.tier] += buffer.nbytes
-    return tuple(totals.items())
 
 
 def to_disk(model: ModelSpec, policy: Policy, host_nbytes: int) -> Policy | None:

@@ -20,7 +20,7 @@ from typing import Any
 from megatrain.errors import DoesNotFit
 from megatrain.plan.advice import changes
 from megatrain.plan.estimates import coarse, estimate, examine, fitted, moved, sizes
-from megatrain.plan.homes import PARTS, needed, residents, state_nbytes, state_policy, with_more_on_disk
+from megatrain.plan.homes import PARTS, needed, residents, state_policy, with_more_on_disk
 from megatrain.plan.knobs import (
     ALIKE,
     ATTENTION,
@@ -42,6 +42,7 @@ from megatrain.plan.knobs import (
 from megatrain.plan.mixture import Mixtures, Option, Rows
 from megatrain.plan.question import Candidate, Estimate, Plan, Question
 from megatrain.plan.ring import leaner
+from megatrain.schedule.state import state_nbytes
 from megatrain.spec import Home, Policy
 
 Rung = tuple[Estimate, Policy] | None

@@ -101,6 +101,7 @@ class Activations:
         }
         self._held: dict[tuple[int, int], Access] = {}
         """Where a dropped input is that has been computed again."""
+        self._arguments: dict[int, Access] = {}
         self._times: Counter[tuple[int, int]] = Counter()
         """How often each has been."""
 
@@ -176,10 +177,10 @@ class Activations:
 
     def arguments(self, micro: int) -> Access:
         """What layers are called with besides the hidden state."""
-        nbytes = round(
-            self._work.repeats * arguments_nbytes(self._model, self._policy, self._work, self._work.tokens[micro])
-        )
-        return self.transient(f"args/{micro}", nbytes, f"a{micro}")
+        if micro not in self._arguments:
+            each = arguments_nbytes(self._model, self._policy, self._work, self._work.tokens[micro])
+            self._arguments[micro] = self.transient(f"args/{micro}", round(self._work.repeats * each), f"a{micro}")
+        return self._arguments[micro]
 
     def graph(self, layer: int, micro: int) -> Access:
         """What autograd keeps of a layer between its forward (or its recomputation) and its backward."""

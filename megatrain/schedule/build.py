@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Literal
 
 from megatrain.layout import Layout, layout_of
 from megatrain.schedule.activations import Activations, Again
@@ -27,15 +26,10 @@ from megatrain.schedule.order import derive_waits
 from megatrain.schedule.slabs import Slabs
 from megatrain.schedule.slots import Slots
 from megatrain.schedule.staging import Staged, stage
+from megatrain.schedule.state import Pending, State, version
 from megatrain.schedule.sums import Sums
 from megatrain.schedule.workspace import backward_nbytes, loss_nbytes
 from megatrain.spec import Home, ModelSpec, Policy, Tier, Work
-
-MOMENTS_NBYTES = 8
-"""Per trained parameter: float32 m and v."""
-
-Pending = Literal["none", "all"]
-"""Whether every unit has an update of the last step waiting, or none has."""
 
 
 def build_step(model: ModelSpec, policy: Policy, work: Work, pending: Pending = "none") -> Schedule:
@@ -74,7 +68,7 @@ class Builder:
         self.contributions = [0] * len(model.units)
         self.lowest = model.lowest_trained
         """What lies below has no backward pass: nothing in it trains."""
-        self._declare_state()
+        self.state = State(model, policy, pending, self.buffers, self.staged)
 
     # Whole schedules ------------------------------------------------------------------------------------------------
 
@@ -274,87 +268,14 @@ class Builder:
         on_device, size = self.homes[unit].on_device, self.trained[unit].size
         # What is frozen counts as written, so that each part has one version.
         parts = [
-            (f"{'device' if on_device else 'host'}/{part}/{unit}", nbytes, f"{letter}{unit}")
-            for part, letter, nbytes in self._parts(unit)
+            (f"{'device' if on_device else 'host'}/{part.name}/{unit}", part.nbytes, f"{part.letter}{unit}")
+            for part in self.state.of(unit)
+            if part.name != "grad"
         ]
         home = Access(self._gradient_home(unit), 0, size * self.policy.grad_nbytes, gradient)
-        reads = [home, *(Access(name, 0, nbytes, _version(what, before)) for name, nbytes, what in parts)]
+        reads = [home, *(Access(name, 0, nbytes, version(what, before)) for name, nbytes, what in parts)]
         if self.pending == "none":
             reads.append(Access("host/norms", 8 * unit, 8 * unit + 8, f"n{unit}"))
-        writes = [Access(name, 0, nbytes, _version(what, after)) for name, nbytes, what in parts]
+        writes = [Access(name, 0, nbytes, version(what, after)) for name, nbytes, what in parts]
         writes.append(Access(home.buffer, home.start, home.stop, USED))
         return Op("UPDATE", "compute" if on_device else "host", unit, reads=tuple(reads), writes=tuple(writes))
-
-    # Buffers --------------------------------------------------------------------------------------------------------
-
-    def _parts(self, unit: int) -> list[tuple[str, str, int]]:
-        """(name, letter of its contents, bytes) of the parts of a unit's state: weights, low bits, moments."""
-        layout = self.layouts[unit]
-        parts = (
-            ("hi", "w", layout.size * self.policy.weight_nbytes),
-            ("low", "l", low_nbytes(layout, self.policy)),
-            ("moments", "m", MOMENTS_NBYTES * layout.trained.size),
-        )
-        return [part for part in parts if part[2]]
-
-    def _declare_state(self) -> None:
-        old = "old" if self.pending == "all" else ""
-        for unit, layout in enumerate(self.layouts):
-            if not layout.size:
-                continue  # an epilogue that only borrows
-            trains = self.trained[unit].size > 0
-            for part, letter, nbytes in self._parts(unit):
-                self._declare_part(unit, part, nbytes, _version(f"{letter}{unit}", old if trains else ""))
-            if trains and self.policy.update != "during_backward":
-                pending = f"g{unit}.old" if old else None
-                nbytes = self.trained[unit].size * self.policy.grad_nbytes
-                self._declare_gradient(unit, nbytes, pending)
-        self._declare("host/norms", 8 * len(self.layouts), "norms", None)
-
-    def _declare_part(self, unit: int, part: str, nbytes: int, content: str) -> None:
-        """The memory of a part of a unit's state, in its tier."""
-        home = self.homes[unit]
-        tier: Tier = {"hi": home.weights, "low": home.low_bits, "moments": home.moments}[part]
-        owner = "weights" if part == "hi" else "optimizer state"
-        if part == "hi" and tier == "device" and not home.on_device:
-            self._declare(f"device/hi/{unit}", nbytes, "resident weights", None)
-            tier = "host"
-        self._declare(f"{tier}/{part}/{unit}", nbytes, owner, content)
-        if tier == "disk":
-            slots = self._stages(unit, part, nbytes)
-            self.staged[f"host/{part}/{unit}"] = Staged(unit, f"disk/{part}/{unit}", nbytes, content, slots)
-
-    def _declare_gradient(self, unit: int, nbytes: int, pending: str | None) -> None:
-        """Where a gradient waits for the norm."""
-        if self.homes[unit].gradients != "disk":
-            self._declare(self._gradient_home(unit), nbytes, "gradients", pending)
-            return
-        self._declare(f"disk/grad/{unit}", nbytes, "gradients", pending)
-        slots = self._stages(unit, "grad", nbytes)
-        self.staged[self._gradient_home(unit)] = Staged(unit, f"disk/grad/{unit}", nbytes, pending or "", slots)
-
-    def _stages(self, unit: int, part: str, nbytes: int) -> tuple[str, ...]:
-        """Staging buffers that a part of a unit may pass through, large enough; as for slots, the ends share one."""
-        is_layer, tied, count = self.model.units[unit].kind == "layer", self.model.tied, self.policy.stage_slots
-        if part == "hi" and self.policy.update == "during_backward" and not self.policy.shares_memory:
-            count = max(count, self.policy.layers_fetched)  # from a layer's fetch to its update others are fetched
-        names = [f"host/stage/{part}/layer{k}" for k in range(min(count, len(self.model.layers)))]
-        if not is_layer:
-            names = [f"host/stage/{part}/{self.model.units[unit].kind if tied else 'ends'}"]
-        for name in names:
-            known = self.buffers.get(name)
-            self._declare(name, max(nbytes, known.nbytes if known else 0), "staging", None)
-        return tuple(names)
-
-    def _declare(self, name: str, nbytes: int, owner: str, initial: str | None) -> None:
-        tier: Tier = "device" if name.startswith("device/") else "disk" if name.startswith("disk/") else "host"
-        self.buffers[name] = Buffer(name, tier, nbytes, owner, initial)
-
-
-def low_nbytes(layout: Layout, policy: Policy) -> int:
-    """Bytes of a unit that complete its weights to masters: low bits in bf16, or whole masters beside them."""
-    return layout.size * (0 if policy.precision == "fp32" else 2 if policy.masters == "split" else 4)
-
-
-def _version(content: str, suffix: str) -> str:
-    return f"{content}.{suffix}" if suffix else content

@@ -121,14 +121,16 @@ class Fetches:
 
     def _with_slots(self, op: Op, visit: Visit) -> Op:
         """The op with the names of slots, in place of units (`?3`)."""
+        if not any(access.buffer[0] == "?" for access in op.reads):
+            return op
         reads = []
         for access in op.reads:
-            if access.buffer.startswith("?"):
+            if access.buffer[0] == "?":
                 owner = int(access.buffer[1:])
                 slot = visit.slot if owner == visit.unit else self._slots.of(owner)[0]
                 access = self._slots.access(slot, access.start, access.stop, access.content)
             reads.append(access)
-        return replace(op, reads=tuple(reads))
+        return Op(op.kind, op.stream, op.unit, op.micro, op.shard, tuple(reads), op.writes, op.share)
 
     # Fetches --------------------------------------------------------------------------------------------------------
 

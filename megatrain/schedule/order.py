@@ -10,21 +10,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from megatrain.schedule.ops import Op, Schedule
+from megatrain.schedule.ops import Op, Schedule, Stream
 
 Clock = dict[str, int]
 """Stream -> index of the last op of that stream known to have finished; absent means none."""
 
 
-@dataclass(slots=True)
-class _Record:
-    start: int
-    stop: int
-    index: int
-    stream: str
-    writes: bool
+_Record = tuple[int, int, int, Stream, bool]
+"""Bytes [start, stop) that an op touched: its index and its stream, and whether it wrote."""
 
 
 class Conflicts:
@@ -33,36 +28,41 @@ class Conflicts:
     def __init__(self) -> None:
         self._records: dict[str, list[_Record]] = defaultdict(list)
 
-    def before(self, op: Op) -> set[int]:
-        """Indices of earlier ops whose accesses conflict with those of `op`."""
-        found: set[int] = set()
-        for accesses, writes in ((op.reads, False), (op.writes, True)):
-            for access in accesses:
-                start, stop = access.start, access.stop
-                for record in self._records[access.buffer]:
-                    if (writes or record.writes) and record.start < stop and start < record.stop:
-                        found.add(record.index)
-        return found
+    def add(self, index: int, op: Op) -> set[int]:
+        """Record the accesses of `op`. Returns the indices of earlier ops whose accesses conflict with them.
 
-    def add(self, index: int, op: Op) -> None:
-        """Record the accesses of `op`. A write hides what it covers: its own conflicts order it after those.
-
-        A read hides earlier reads of its own stream that it covers: whoever follows it follows them too.
+        A write hides what it covers: its own conflicts order it after those. A read hides earlier reads of its own
+        stream that it covers: whoever follows it follows them too.
         """
+        found: set[int] = set()
+        stream = op.stream
+        for access in op.reads:
+            start, stop = access.start, access.stop
+            records, hidden = self._records[access.buffer], []
+            for record in records:
+                first, last, earlier, of, writes = record
+                if first < stop and start < last:
+                    if writes:
+                        found.add(earlier)
+                    elif of == stream and start <= first and last <= stop:
+                        hidden.append(record)
+            for record in hidden:
+                records.remove(record)
+            records.append((start, stop, index, stream, False))
         for access in op.writes:
             start, stop = access.start, access.stop
-            kept = [r for r in self._records[access.buffer] if r.start < start or stop < r.stop]
-            kept.append(_Record(start, stop, index, op.stream, True))
-            self._records[access.buffer] = kept
-        for access in op.reads:
-            start, stop, stream = access.start, access.stop, op.stream
-            kept = [
-                r
-                for r in self._records[access.buffer]
-                if r.writes or r.stream != stream or r.start < start or stop < r.stop
-            ]
-            kept.append(_Record(start, stop, index, stream, False))
-            self._records[access.buffer] = kept
+            records, hidden = self._records[access.buffer], []
+            for record in records:
+                first, last, earlier, _, _ = record
+                if first < stop and start < last:
+                    found.add(earlier)
+                    if start <= first and last <= stop:
+                        hidden.append(record)
+            for record in hidden:
+                records.remove(record)
+            records.append((start, stop, index, stream, True))
+        found.discard(index)
+        return found
 
 
 def conflicts(ops: Sequence[Op]) -> list[set[int]]:
@@ -71,11 +71,7 @@ def conflicts(ops: Sequence[Op]) -> list[set[int]]:
     Enough of them, with the order inside streams, to imply all others.
     """
     seen = Conflicts()
-    result = []
-    for index, op in enumerate(ops):
-        result.append(seen.before(op))
-        seen.add(index, op)
-    return result
+    return [seen.add(index, op) for index, op in enumerate(ops)]
 
 
 def derive_waits(schedule: Schedule) -> Schedule:
@@ -86,11 +82,8 @@ def derive_waits(schedule: Schedule) -> Schedule:
     waits: list[tuple[int, ...]] = []
     for index, needed in enumerate(conflicts(ops)):
         stream = ops[index].stream
-        clock: Clock = {}
         previous = last_of_stream.get(stream)
-        if previous is not None:
-            join(clock, clocks[previous])
-            clock[stream] = previous
+        clock: Clock = {} if previous is None else {**clocks[previous], stream: previous}
         chosen = []
         for earlier in sorted(needed, reverse=True):
             if clock.get(ops[earlier].stream, -1) < earlier:

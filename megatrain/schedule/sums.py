@@ -24,22 +24,24 @@ class Sums:
     def __init__(self, model: ModelSpec, policy: Policy, work: Work, buffers: dict[str, Buffer]) -> None:
         self._model, self._policy, self._work, self._buffers = model, policy, work, buffers
         self._slots = max(1, min(policy.grad_slots, len(model.layers)))
-        self._nbytes = [0 if self.at_home(unit) else self._whole(unit) for unit in range(len(model.units))]
+        units = range(len(model.units))
+        self._each = [accumulator_nbytes(model, policy, work, unit) for unit in units]
+        """Of each unit, the bytes per parameter of its sum."""
+        self._nbytes = [0 if self.at_home(unit) else self._whole(unit) for unit in units]
         """Of each unit that passes through."""
+        self._layers = max((self._nbytes[layer] for layer in model.layers), default=0)
 
     def _whole(self, unit: int) -> int:
-        each = accumulator_nbytes(self._model, self._policy, self._work, unit)
-        return layout_of(self._model.units[unit]).trained.size * each
+        return layout_of(self._model.units[unit]).trained.size * self._each[unit]
 
     def at_home(self, unit: int) -> bool:
         """Whether the sum is formed where the gradient stays: in shared memory, where the dtypes agree."""
-        each = accumulator_nbytes(self._model, self._policy, self._work, unit)
-        return self._policy.shares_memory and each == self._policy.grad_nbytes
+        return self._policy.shares_memory and self._each[unit] == self._policy.grad_nbytes
 
     def place(self, unit: int) -> Access:
         """The bytes of a unit's sum; its content is for the caller to name."""
         kind, nbytes = self._model.units[unit].kind, self._nbytes[unit]
-        layers = max((self._nbytes[layer] for layer in self._model.layers), default=0)
+        layers = self._layers
         beside = self._model.tied and kind != "layer"
         name = f"device/grads/{kind if beside else 'slots'}"
         ends = nbytes if beside else 0 if self._model.tied else max(self._nbytes[0], self._nbytes[-1])

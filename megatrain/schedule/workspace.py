@@ -8,9 +8,10 @@ and of the queries' gradient on an accelerator, and a cpu's blocks of scores.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import ceil, prod
 
-from megatrain.spec import LayerProfile, ModelSpec, Moment, Policy, UnitSpec, Work
+from megatrain.spec import LayerProfile, ModelSpec, Moment, Policy, Rows, UnitSpec, Work
 
 LOSS_BLOCK_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Logits that exist in float32 at one time, by device type: a share of the cache on a cpu, few launches on a GPU."""
@@ -38,12 +39,17 @@ def _forms(policy: Policy, work: Work) -> bool:
 
 def profile_of(model: ModelSpec, unit: int, work: Work, length: int) -> LayerProfile:
     """The profile of a unit for the step's rows, of sequences of `length`."""
+    return _profile_of(model, unit, work.rows, length)
+
+
+@lru_cache(maxsize=4096)
+def _profile_of(model: ModelSpec, unit: int, rows: Rows, length: int) -> LayerProfile:
     profile = model.units[unit].profile
     if model.attention not in MASKED:
         return profile
     of = (profile,) if unit else tuple(model.units[layer].profile for layer in model.layers)
     windowed = any(each.window is not None and each.window <= length for each in of)
-    return profile.of_rows(work.rows, windowed=windowed)
+    return profile.of_rows(rows, windowed=windowed)
 
 
 def arguments_nbytes(model: ModelSpec, policy: Policy, work: Work, tokens: int) -> int:

@@ -12,8 +12,9 @@ from megatrain.memory import Disk
 from megatrain.model import require_compiler
 from megatrain.optim import AdamW
 from megatrain.plan import available_host_nbytes, available_threads, choose_policy, memory_table
-from megatrain.plan.homes import state_nbytes, to_disk
+from megatrain.plan.homes import to_disk
 from megatrain.plan.locks import fit_transit
+from megatrain.schedule.state import state_nbytes
 from megatrain.spec import IN_HOST, ModelSpec, Policy, Precision, Work
 from megatrain.train.schedules import refuse_contradictions
 

@@ -7,9 +7,10 @@ from itertools import pairwise
 
 import pytest
 
-from megatrain.plan.homes import ON_DEVICE, residents, spread, state_nbytes, to_disk
+from megatrain.plan.homes import ON_DEVICE, residents, spread, to_disk
 from megatrain.plan.traffic import home_seconds
 from megatrain.schedule import build_step
+from megatrain.schedule.state import state_nbytes
 from megatrain.spec import IN_HOST, Hardware, Home, Policy, Precision, Work
 from tests.small import small_spec
 
