@@ -65,7 +65,7 @@ def stock(family: str) -> PreTrainedModel:
 def ported(model: PreTrainedModel) -> tuple[PortedModel, Callable[[str], Tensor]]:
     """Taken apart, without what is learned of its layers' memory, which takes long and no file depends on."""
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    with mock.patch.object(learn, "learned", lambda *_: (LayerProfile(), ())):
+    with mock.patch.object(learn, "learned", return_value=(LayerProfile(), ())):
         return port_model(model, torch.bfloat16), weights.__getitem__
 
 

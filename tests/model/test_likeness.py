@@ -48,7 +48,9 @@ def counted_only(learned_anew: Counted, monkeypatch: pytest.MonkeyPatch) -> Coun
     return learned_anew
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gpt2", "deepseek_v3", "bamba"))]
+@pytest.mark.parametrize(
+    "kind",
+    ["llama", "gemma2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gpt2", "deepseek_v3", "bamba"))],
 )
 def test_a_model_that_was_met_before_is_not_learned_again(kind: str, learned_anew: Counted) -> None:
     assert kind in KINDS

@@ -204,7 +204,8 @@ def test_an_engine_goes_back_in_place(tmp_path: Path) -> None:
     assert saved.training["run"] == {"a": [1, None]}
 
 
-@pytest.mark.parametrize("family", ["llama-tied", "gpt2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("mixtral", "gemma2"))]
+@pytest.mark.parametrize(
+    "family", ["llama-tied", "gpt2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("mixtral", "gemma2"))]
 )
 def test_other_architectures_go_on_too(family: str, tmp_path: Path) -> None:
     with made(policy(shares_memory=True), tmp_path, family=family) as engine:
