@@ -34,8 +34,11 @@ ROWS: dict[str, tuple[tuple[Keep, ...], ...]] = {
 }
 
 
-SMALL = 300 if settings.default.max_examples > 100 else 1000
+THOROUGH = settings.default.max_examples > 100
+SMALL = 300 if THOROUGH else 1000
 """Bytes of a small shard; the time that a schedule takes grows with the square of their number."""
+DRAWN = settings.default.max_examples // 8 if THOROUGH else 1
+"""Policies drawn at random, a comparison of which is made on the cpu and on the simulator."""
 
 
 def engine(device: str | SimDevice, policy: Policy, family: str, freeze: tuple[str, ...] = ()) -> Engine:
@@ -69,7 +72,7 @@ def plainest(precision: Precision, update: str, family: str, micro_batches: int,
         return results(made, micro_batches)
 
 
-@settings(max_examples=settings.default.max_examples // 8)
+@settings(max_examples=DRAWN)
 @given(
     family=st.sampled_from(["llama", "llama-tied", "gpt2", "mixtral-balanced"]),
     precision=st.sampled_from(["bf16", "fp32"]),

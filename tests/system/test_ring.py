@@ -17,6 +17,7 @@ from megatrain.spec import IN_HOST, Gates, Home, Keep, Precision, Transit
 from megatrain.testing import SimDevice
 from tests.system.test_gates import (
     GATED,
+    DRAWN,
     ROWS,
     SMALL,
     a_step_fails_and_is_done_again,
@@ -31,7 +32,7 @@ RING = replace(GATED, read_ahead_nbytes=4096)
 KEPT: dict[str, tuple[tuple[Keep, ...], ...]] = ROWS | {"dropped": (("input",), ("drop",), ("drop",))}
 
 
-@settings(max_examples=settings.default.max_examples // 8)
+@settings(max_examples=DRAWN)
 @given(
     family=st.sampled_from(["llama", "llama-tied", "gpt2", "mixtral-balanced"]),
     precision=st.sampled_from(["bf16", "fp32"]),
