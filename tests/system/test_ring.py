@@ -16,8 +16,8 @@ from megatrain.schedule import CALLS, phases
 from megatrain.spec import IN_HOST, Gates, Home, Keep, Precision, Transit
 from megatrain.testing import SimDevice
 from tests.system.test_gates import (
-    GATED,
     DRAWN,
+    GATED,
     ROWS,
     SMALL,
     a_step_fails_and_is_done_again,
