@@ -43,7 +43,7 @@ FACTORIES = ("aten::zeros", "aten::new_zeros", "aten::empty", "aten::new_empty",
 Differentiable = Callable[[int], tuple[Tensor, Sequence[Tensor], Tensor]]
 """A layer run on so many tokens with gradients: its output, its weights and arguments, and its input."""
 
-_expired: Callable[[int], bool] = torch.UntypedStorage._expired  # type: ignore[attr-defined]
+_expired: Callable[[int], bool] = torch.UntypedStorage._expired  # type: ignore[assignment]
 
 _IN_CHUNK: ContextVar[bool] = ContextVar("in chunk", default=False)
 
