@@ -49,6 +49,8 @@ class ParamSpec:
     held: int = 0
     """Parameters behind it, in order of use, that a forward of its layer comes to before it reads this one for the last
     time: 1 for a matrix that is read together with its bias; -1 where it may come back to it at any time."""
+    by_rows: bool = False
+    """A forward reads it once, by a function that may take it row by row (`linear`, `embedding`, a grouped product)."""
 
     @property
     def numel(self) -> int:
@@ -268,7 +270,7 @@ class Home:
 IN_HOST = Home()
 
 ROUNDED_BY_ROWS = (
-    *("gates", "weight_slots", "read_ahead_nbytes", "shard_nbytes", "homes"),
+    *("gates", "weight_slots", "read_ahead_nbytes", "forward_nbytes", "shard_nbytes", "homes"),
     *("activations", "activation_rows", "recompute_slots"),
 )
 """Fields of a policy that decide which matrices are cut with `gates="rows"`, and where: so its numbers, by rounding."""
@@ -285,6 +287,10 @@ class Policy:
     """In place of `weight_slots`, where it is not 0: all units share one slot, embedding and head with the layers, and
     while it is in use the first shards of the next layer come into this much device memory. With gates, shards then
     follow straight into places of the slot that the layer before has given up. Shards of layers are no larger."""
+    forward_nbytes: int = 0
+    """Device memory that weights pass through where there is no backward pass, in evaluation and generation: shards lie
+    there while they are used, so it may be less than a unit. Micro-batches then go through the model one by one, and
+    weights come again for each. 0 is as in training, whose slots a run that trains has anyway."""
     grad_slots: int = 2
     """Device buffers that the layers' gradients pass through."""
     shard_nbytes: int = 64 << 20
@@ -354,6 +360,7 @@ class Policy:
         self._require("host_threads", self.host_threads >= 0, "0 or more")
         self._require("mlp_chunk_tokens", self.mlp_chunk_tokens >= 0, "0 or more")
         self._require("read_ahead_nbytes", self.read_ahead_nbytes >= 0, "0 or more")
+        self._require("forward_nbytes", self.forward_nbytes >= 0, "0 or more")
         if self.precision == "fp32" and self.grad_precision == "bf16":
             raise PlanError(
                 "gradients in bf16 would hold less than precision fp32 promises",
@@ -365,6 +372,12 @@ class Policy:
         if self.compile and self.gates != "unit":
             what = "a compiled layer does not say which weight it comes to"
             raise PlanError(what, where="policy.gates", fix="use unit, or no policy.compile")
+        if self.forward_nbytes and (self.shares_memory or self.gates == "unit"):
+            what = "weights pass through less than a unit where compute waits for shards of them"
+            fix = (
+                "use 0, since nothing is fetched here" if self.shares_memory else "use policy.gates=shard or rows, or 0"
+            )
+            raise PlanError(what, where="policy.forward_nbytes", fix=fix)
         if self.shares_memory and any(home.weights == "device" for home in self.homes):
             raise PlanError("the device has no memory of its own", where="policy.homes", fix="use host or disk")
 

@@ -8,14 +8,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatrain.layout import Layout
-from megatrain.schedule import AHEAD, UNDER_WAY, Schedule
+from megatrain.schedule import AHEAD, UNDER_WAY, Schedule, passing_place
 from megatrain.spec import ModelSpec
 
 
 def place_of(
-    spec: ModelSpec, layouts: Sequence[Layout], running: Schedule | None, buffer: str, start: int, content: str
+    spec: ModelSpec,
+    layouts: Sequence[Layout],
+    running: Schedule | None,
+    buffer: str,
+    start: int,
+    content: str,
+    nbytes: int = 2,
 ) -> str:
-    """The unit, and for weights and gradients the parameter, that lie at byte `start` of a buffer."""
+    """The unit, and for weights and gradients the parameter, that lie at byte `start` of a buffer. nbytes: of an
+    element of weights."""
+    if place := passing_place(content):
+        reads = (access for op in running.ops for access in op.reads) if running else ()
+        found = [each for each in reads if (each.buffer, each.content) == (buffer, content) and each.start <= start]
+        within = start - max((each.start for each in found), default=start)
+        return _named(spec, layouts[place[0]], place[0], (place[1] + within) // nbytes)
     digits = content.lstrip("wglmnhdakc").partition(".")[0].partition("~")[0].rstrip(UNDER_WAY)
     if not digits.isdigit() or int(digits) >= len(spec.units):
         return buffer
@@ -24,6 +36,9 @@ def place_of(
         return spec.units[unit].name
     layout = layouts[unit] if content[0] == "w" else layouts[unit].trained
     begin, end = running.extent(buffer, content)
-    element = (start - begin) // ((end - begin) // layout.size)
+    return _named(spec, layout, unit, (start - begin) // ((end - begin) // layout.size))
+
+
+def _named(spec: ModelSpec, layout: Layout, unit: int, element: int) -> str:
     inside = (field.name for field in layout.fields if field.start <= element < field.stop)
     return f"unit {spec.units[unit].name}, {next(inside, 'between parameters')}"

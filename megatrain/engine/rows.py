@@ -23,8 +23,8 @@ from torch.nn import functional
 
 from megatrain.engine.arguments import bias_of, lookup_of
 
-Blocks = Iterator[tuple[int, int]]
-"""Rows [start, stop) that have come when they are given, all of them in turn."""
+Blocks = Iterator[tuple[int, int, Tensor]]
+"""Rows [start, stop) that have come when they are given, all of them in turn, and where they lie."""
 
 ByRows = Callable[[Blocks, Sequence[Any], Mapping[str, Any]], Tensor]
 """(blocks, arguments) -> what the function returns."""
@@ -34,9 +34,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: Blocks) -> Tensor:
         out = x.new_empty(*x.shape[:-1], weight.shape[0])
-        for start, stop in blocks:
+        for start, stop, rows in blocks:
             part = None if bias is None else bias[start:stop]
-            out[..., start:stop] = functional.linear(x, weight[start:stop], part)
+            out[..., start:stop] = functional.linear(x, rows, part)
         ctx.save_for_backward(x, weight)
         return out
 
@@ -62,12 +62,12 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int, by_frequency: bool, blocks: Blocks) -> Tensor:
         out = weight.new_empty(*ids.shape, weight.shape[1])
-        for start, stop in blocks:
+        for start, stop, rows in blocks:
             within = ((ids >= start) & (ids < stop)).unsqueeze(-1)
             local = ids - start  # an id below the first row or above the last is an error, as in one piece
             local = local.clamp(min=0) if start else local
             local = local.clamp(max=stop - start - 1) if stop < len(weight) else local
-            torch.where(within, functional.embedding(local, weight[start:stop]), out, out=out)
+            torch.where(within, functional.embedding(local, rows), out, out=out)
         ctx.save_for_backward(ids)
         ctx.rows, ctx.padding, ctx.by_frequency = weight.shape[0], padding, by_frequency
         return out
@@ -92,10 +92,10 @@ class _Grouped(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, blocks: Blocks) -> Tensor:
         out = x.new_empty(x.shape[0], weight.shape[2])
         places = [0, *ends.tolist()]  # a device waits here once; which tokens are whose is known nowhere else
-        for start, stop in blocks:
+        for start, stop, rows in blocks:
             first, last = places[start], places[stop]
             if first < last:
-                out[first:last] = torch._grouped_mm(x[first:last], weight[start:stop], offs=ends[start:stop] - first)
+                out[first:last] = torch._grouped_mm(x[first:last], rows, offs=ends[start:stop] - first)
         out[places[-1] :] = 0.0
         ctx.save_for_backward(x, weight, ends)
         return out
@@ -138,15 +138,20 @@ BY_ROWS: Mapping[Any, ByRows] = {
 """Functions whose second argument may come row by row."""
 
 
+def may_split(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the rows of the second argument may come one by one in this call of a function, if they lie in order."""
+    if func not in BY_ROWS or len(args) < 2 or not all(isinstance(each, Tensor) for each in args[:2]):
+        return False
+    if BY_ROWS[func] is _grouped:
+        return _is_plain(args, kwargs)
+    return args[1].dim() == 2 and not (func is functional.embedding and lookup_of(args, kwargs).renorms)
+
+
 def splits(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     """The second argument as a matrix whose rows may come one by one in this call of a function, if they may; an expert
     is a row."""
-    if func not in BY_ROWS or len(args) < 2 or not all(isinstance(each, Tensor) for each in args[:2]):
+    if not may_split(func, args, kwargs):
         return None
     weight: Tensor = args[1]
-    if BY_ROWS[func] is _grouped:
-        stored = weight if weight.is_contiguous() else weight.transpose(-2, -1)
-        return stored.flatten(1) if _is_plain(args, kwargs) and stored.is_contiguous() else None
-    if func is functional.embedding and lookup_of(args, kwargs).renorms:
-        return None
-    return weight if weight.dim() == 2 and weight.is_contiguous() else None
+    stored = weight if weight.dim() == 2 or weight.is_contiguous() else weight.transpose(-2, -1)
+    return stored.flatten(1) if stored.is_contiguous() else None

@@ -24,11 +24,12 @@ from megatrain.engine.batch import MicroBatch, count_targets, model_inputs, shif
 from megatrain.engine.current import Current
 from megatrain.engine.executor import Executor
 from megatrain.engine.formed import Forming, Homes
-from megatrain.engine.gated import OPEN, Gates, calls_of, undisturbed, unwinding
+from megatrain.engine.gated import OPEN, Gates, undisturbed, unwinding
 from megatrain.engine.gradients import GradSink, UnitSum, send_to_sum
 from megatrain.engine.held import DTYPE_OF_NBYTES, PART_LETTERS, access_of, part_of
 from megatrain.engine.loss import Chunks
 from megatrain.engine.losses import LossFn, StepResult, differentiate, divisor_of, measure, own_entries
+from megatrain.engine.passing import PassingCall, calls_of
 from megatrain.engine.place import place_of
 from megatrain.engine.weights import Bound, UnitBinder, names_weights
 from megatrain.errors import LossError, NonFinite
@@ -128,7 +129,7 @@ class Streamer:
         if schedule is not self._running:
             self.device.tidy()  # what other work has freed will not fit this as well
         self._running = schedule
-        calls = calls_of(schedule, self._layouts, self.device.alongside, run, self.policy.gates)
+        calls = calls_of(schedule, self._layouts, self.dtype, self.device.alongside, run, self.policy.gates)
         with self.device.preserved_random_state(), self.region(), unwinding(calls):
             self.timeline = self._executor.run(schedule, act)
 
@@ -167,7 +168,7 @@ class Streamer:
         output = written[f"h{unit + 1}.{micro}"].buffer
         if unit == 0:
             inputs = model_inputs(now.micro_batches[micro], self.device.torch_device)
-            weights = self._binders[0].bind(self._weights(op, held, 0))
+            weights = self._views(now, op, held, 0)
             with self._gate(now, op, held):
                 alive.inputs[output], alive.calls[micro] = self.ported.prologue(weights, inputs)
             return
@@ -185,7 +186,7 @@ class Streamer:
             alive.inputs[output], alive.stored[unit, micro] = found.detach(), keeping.stored()
             alive.sides[unit, micro] = tuple(side.detach() for side in sides)
         else:
-            weights = self._binders[unit].bind(self._weights(op, held, unit))
+            weights = self._views(now, op, held, unit)
             with self._gate(now, op, held):
                 found, sides = self.ported.layer(unit - 1, weights, hidden, alive.calls[micro][unit - 1], self.policy)
             alive.inputs[output] = found
@@ -233,8 +234,11 @@ class Streamer:
         self._reseed(now, unit, micro)
         hidden = self._input(now, op, held)
         if now.sink is None:
+            weights: dict[str, Tensor] = {}
+            for owner in self._head_owners():
+                weights |= self._views(now, op, held, owner)
             with self._gate(now, op, held):
-                self._loss_only(now, op, held, hidden)
+                self._loss_only(now, op, weights, hidden)
             return
         flat = hidden.flatten(0, 1)
         leaves: dict[str, Tensor] = {}
@@ -291,15 +295,15 @@ class Streamer:
         assert now.loss is not None
         now.loss = now.loss + loss.detach().double()
 
-    def _loss_only(self, now: Current, op: Op, held: Held, hidden: Tensor) -> None:
+    def _loss_only(self, now: Current, op: Op, weights: dict[str, Tensor], hidden: Tensor) -> None:
         """The loss, or the next logits, without gradients. `hidden` [batch, length, ...]."""
-        weights: dict[str, Tensor] = {}
-        for owner in self._head_owners():
-            weights |= self._binders[owner].bind(self._weights(op, held, owner))
         if now.labels:
             chunks = self._chunks(now, op, weights, [], hidden.flatten(0, 1))
             now.count(measure(now.loss_fn, chunks, now.own[op.micro]))
-            self._balance(now, weights, op.micro)
+            passes = isinstance(now.gates, PassingCall)  # then the head, which is dropped there, would come once more
+            self._balance(
+                now, {name: self.ported.placeholders[name] for name in weights} if passes else weights, op.micro
+            )
         else:
             last = hidden[:, -now.kept :]
             now.logits = self.ported.head(weights, last.flatten(0, 1)).view(*last.shape[:2], -1)
@@ -400,8 +404,16 @@ class Streamer:
         """The flat weights of `unit`, where this op reads them; what arrives beside them while it runs is no change."""
         return part_of(held, access_of(op.reads, f"w{unit}")).view(self.dtype).data
 
+    def _views(self, now: Current, op: Op, held: Held, unit: int) -> dict[str, Tensor]:
+        """The parameters of `unit`, where no gradient is wanted."""
+        if isinstance(now.gates, PassingCall) and unit in now.gates.units:
+            return now.gates.named(unit, self._binders[unit])
+        return self._binders[unit].bind(self._weights(op, held, unit))
+
     def _gate(self, now: Current, op: Op, held: Held) -> AbstractContextManager[object]:
         """While active, the unit's own weights are waited for where they are read."""
+        if isinstance(now.gates, PassingCall):
+            return now.gates.meeting()
         owns = any(access.content == f"w{op.unit}" for access in op.reads)
         return now.gates.around(self._weights(op, held, op.unit)) if owns else nullcontext()
 
@@ -416,7 +428,7 @@ class Streamer:
         return loss
 
     def _locate(self, buffer: str, start: int, content: str) -> str:
-        return place_of(self.spec, self._layouts, self._running, buffer, start, content)
+        return place_of(self.spec, self._layouts, self._running, buffer, start, content, self.dtype.itemsize)
 
     def _reseed(self, now: Current, unit: int, micro: int) -> None:
         self.device.seed(hash((self.seed, now.number, unit, micro)) & 0x7FFF_FFFF_FFFF_FFFF)

@@ -13,7 +13,7 @@ from megatrain.model.ports import Call
 from megatrain.model.pretrained import PretrainedSource
 from megatrain.model.sources import Masters, ModelSource, Progress, Source
 from megatrain.model.speaker import TextStream, speak
-from megatrain.model.uses import Uses, is_wrapped
+from megatrain.model.uses import Uses, is_wrapped, tensors_in
 from megatrain.model.written import WrittenModel, WrittenTensor
 
 __all__ = [
@@ -43,5 +43,6 @@ __all__ = [
     "require_compiler",
     "speak",
     "spent",
+    "tensors_in",
     "why_not_packable",
 ]

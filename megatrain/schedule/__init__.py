@@ -7,15 +7,28 @@ prints it. The room imports no torch and knows no model code: units are numbers 
 from megatrain.schedule.build import build_flush, build_forward, build_step
 from megatrain.schedule.check import check
 from megatrain.schedule.fetches import AHEAD
-from megatrain.schedule.ops import CALLS, UNDER_WAY, USED, Access, Buffer, Op, Schedule, nbytes_by_owner
+from megatrain.schedule.ops import (
+    CALLS,
+    UNDER_WAY,
+    USED,
+    Access,
+    Buffer,
+    Op,
+    Schedule,
+    nbytes_by_owner,
+    passing_place,
+)
 from megatrain.schedule.order import derive_waits
+from megatrain.schedule.passing import head_passes
 from megatrain.schedule.phases import calls_in, whole
 from megatrain.schedule.replay import Timeline, chrome_trace, replay
 from megatrain.schedule.show import show_op, show_schedule
+from megatrain.schedule.slots import RING
 
 __all__ = [
     "AHEAD",
     "CALLS",
+    "RING",
     "UNDER_WAY",
     "USED",
     "Access",
@@ -30,7 +43,9 @@ __all__ = [
     "check",
     "chrome_trace",
     "derive_waits",
+    "head_passes",
     "nbytes_by_owner",
+    "passing_place",
     "replay",
     "show_op",
     "show_schedule",

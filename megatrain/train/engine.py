@@ -97,6 +97,7 @@ class Engine(Stepping, Restorable):
         seed: int = 0,
         verify: bool = True,
         disk: Sequence[str | Path] | Disk = (),
+        forward_nbytes: int = 0,
     ) -> Engine:
         """An engine that starts from a copy of the weights of a Hugging Face causal language model.
 
@@ -107,7 +108,8 @@ class Engine(Stepping, Restorable):
         `None` not to. policy: `auto`, or a `Policy` whose precision and clipping agree with the arguments. seed:
         decides all randomness inside layers. verify: at the first meeting of an architecture, compare a small model
         of its kind with the stock code, and refuse to go on with one that is computed wrong. disk: folders, on quick
-        drives, for the state that the policy puts there.
+        drives, for the state that the policy puts there. forward_nbytes: with `auto`, device memory that weights pass
+        through where there is no backward pass, row by row of a matrix (`Policy.forward_nbytes`).
 
         Raises `ModelError` for a model that cannot be streamed exactly, `PlanError` for a policy that contradicts
         the other arguments, `DoesNotFit` before anything is allocated, `DeviceError` for an absent device.
@@ -115,6 +117,7 @@ class Engine(Stepping, Restorable):
         refuse_other_kinds(model)
         options: EngineOptions = {"device": device, "precision": precision, "optimizer": optimizer, "policy": policy}
         options |= {"max_grad_norm": max_grad_norm, "seed": seed, "verify": verify, "disk": disk}
+        options["forward_nbytes"] = forward_nbytes
         source = ModelSource(model)  # type: ignore[arg-type]  # everything but a PreTrainedModel has been refused
         return cls.from_source(source, **options)
 
@@ -258,7 +261,7 @@ class Engine(Stepping, Restorable):
         self._settle()
 
         def last_logits(inputs: Mapping[str, Any], kept: int) -> Tensor:
-            schedule = self._schedules.get("forward", Work((inputs["input_ids"].numel(),)))
+            schedule = self._schedules.get("logits", Work((inputs["input_ids"].numel(),)))
             return self._streamer.next_logits(schedule, inputs, kept)
 
         with self._ported.evaluation_mode(), self._device.preserved_random_state():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypedDict
 
@@ -18,6 +19,10 @@ from megatrain.schedule.state import state_nbytes
 from megatrain.spec import IN_HOST, ModelSpec, Policy, Precision, Work
 from megatrain.train.schedules import refuse_contradictions
 
+SHARDS_THAT_PASS = 8
+"""Shards of weights that there is room for at one time, where they pass through little memory: the more, the sooner the
+next ones are on their way, and the smaller."""
+
 
 class EngineOptions(TypedDict, total=False):
     """Keyword arguments that every way to make an engine takes; `Engine.from_model` explains them."""
@@ -30,6 +35,8 @@ class EngineOptions(TypedDict, total=False):
     seed: int
     verify: bool
     disk: Sequence[str | Path] | Disk
+    forward_nbytes: int
+    """`Policy.forward_nbytes` of the usual policy, by rows; a policy that is given has its own."""
 
 
 def policy_of(options: EngineOptions, device: Device, spec: ModelSpec) -> Policy:
@@ -73,12 +80,17 @@ def _without_homes(options: EngineOptions, device: Device) -> Policy:
     policy, precision = options.get("policy", "auto"), options.get("precision", "bf16")
     max_grad_norm = options.get("max_grad_norm", 1.0)
     if policy == "auto":
-        return choose_policy(
+        usual = choose_policy(
             precision,
             shares_memory=device.shares_memory,
             clips=max_grad_norm is not None,
             host_threads=available_threads(),
         )
+        passing = options.get("forward_nbytes", 0)
+        shard = min(usual.shard_nbytes, max(1, passing // SHARDS_THAT_PASS))
+        return replace(usual, gates="rows", forward_nbytes=passing, shard_nbytes=shard) if passing else usual
+    if options.get("forward_nbytes"):
+        raise PlanError("is the policy's own where one is given", where="forward_nbytes", fix="give it in the policy")
     refuse_contradictions(policy, precision, max_grad_norm, device)
     return policy
 

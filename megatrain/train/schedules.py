@@ -15,18 +15,28 @@ from megatrain.device import Device
 from megatrain.errors import DoesNotFit, PlanError
 from megatrain.memory import Disk, Store
 from megatrain.plan import available_host_nbytes, fit_activations, nearest_that_fits
-from megatrain.schedule import Schedule, build_flush, build_forward, build_step, check
+from megatrain.schedule import Schedule, build_flush, build_forward, build_step, check, head_passes
 from megatrain.spec import ROUNDED_BY_ROWS, ModelSpec, Policy, Precision, Work
 
 FREE = (
-    *("weight_slots", "read_ahead_nbytes", "grad_slots", "shard_nbytes", "homes", "stage_slots", "slabs"),
+    *(
+        "weight_slots",
+        "read_ahead_nbytes",
+        "forward_nbytes",
+        "grad_slots",
+        "shard_nbytes",
+        "homes",
+        "stage_slots",
+        "slabs",
+    ),
     *("activations", "activation_rows", "offload_slots", "recompute_slots", "host_threads", "gates"),
 )
 """Fields of a policy that no number depends on, and that may change between steps; by rows fewer."""
 
-Kind = Literal["step", "pending step", "forward", "flush"]
-Key = tuple[Kind, int, Policy]
-"""What is run, over how many micro-batches, by which policy."""
+Kind = Literal["step", "pending step", "forward", "logits", "flush"]
+"""`logits` is a forward whose head is run once, on however many tokens."""
+Key = tuple[Kind, int, Policy, *tuple[int, ...]]
+"""What is run, over how many micro-batches, by which policy, and how often heads that come by rows come for each."""
 
 
 class Schedules:
@@ -51,19 +61,24 @@ class Schedules:
         self._gather()
         if self._fits_activations and kind in ("step", "pending step"):
             self.policy = fit_activations(self.spec, self.policy, work, self._memory_for_activations)
-        key = (kind, work.micro_batches, self.policy)
+        passes: tuple[int, ...] = ()
+        if kind in ("forward", "logits") and self.policy.forward_nbytes:
+            passes = head_passes(self.policy, work) if kind == "forward" else (1,) * work.micro_batches
+        key: Key = ("forward" if kind == "logits" else kind, work.micro_batches, self.policy, *passes)
         built = self._work.get(key)
         wanted = built or work
         if self.policy.offloads:
             wanted = _larger(wanted, work)
         if wanted != built:
-            schedule = _build(kind, self.spec, self.policy, wanted)
+            schedule = _build(kind, self.spec, self.policy, wanted, passes)
             check(schedule)
             self.known[key], self._work[key] = schedule, wanted
         try:
             self._pool.provide(self.known[key].buffers.values())
         except DoesNotFit as error:
             error.fix = f"{error.fix}; {nearest_that_fits(self.spec, self.policy, work, self._pool.ledger.budgets)}"
+            if kind in ("forward", "logits") and not (self.policy.shares_memory or self.policy.forward_nbytes):
+                error.fix += "; less than a unit's weights with policy.gates=rows and policy.forward_nbytes"
             raise
         return self.known[key]
 
@@ -127,12 +142,12 @@ def _larger(left: Work, right: Work) -> Work:
     return Work(tokens, left.length if left.length == right.length else None, rows=right.rows)
 
 
-def _build(kind: Kind, spec: ModelSpec, policy: Policy, work: Work) -> Schedule:
+def _build(kind: Kind, spec: ModelSpec, policy: Policy, work: Work, passes: tuple[int, ...]) -> Schedule:
     match kind:
         case "flush":
             return build_flush(spec, policy)
-        case "forward":
-            return build_forward(spec, policy, work)
+        case "forward" | "logits":
+            return build_forward(spec, policy, work, passes)
         case "step":
             return build_step(spec, policy, work)
         case "pending step":

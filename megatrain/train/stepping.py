@@ -125,7 +125,7 @@ class Stepping:
         """
         check_inputs(self.spec, {"labels": inputs.get("input_ids"), **inputs}, "logits")
         self._settle()
-        schedule = self._schedules.get("forward", Work((inputs["input_ids"].numel(),)))
+        schedule = self._schedules.get("logits", Work((inputs["input_ids"].numel(),)))
         with self._ported.evaluation_mode():
             return self._streamer.next_logits(schedule, inputs, kept=0)
 

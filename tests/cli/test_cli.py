@@ -123,6 +123,12 @@ def test_what_a_model_leaves_out_of_its_files_is_told_beside_the_answer(
     assert "left out" not in out
     assert err.startswith(notice)
     assert run(capsys, "generate", str(target), "--max-new-tokens", "2")[2].count("\n") == 1
+    code, less, _ = run(capsys, "generate", str(target), "--max-new-tokens", "2", *PASSING)
+    assert (code, less) == (0, out)
+    assert "use 0, since nothing is fetched here" in run(capsys, "generate", str(target), *PASSING[2:])[2]
+
+
+PASSING = ("--device", "sim:1", "--weights-memory", "1MiB")
 
 
 def test_a_probe_is_written_where_plan_and_train_look_for_it(

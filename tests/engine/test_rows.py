@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatrain.engine.rows import BY_ROWS, splits
+from megatrain.engine.rows import BY_ROWS, Blocks, splits
 from megatrain.model.uses import OrderOfUse, Uses, in_order_of_use
 
 
-def arriving(weight: Tensor, home: Tensor, cuts: list[int]) -> Iterator[tuple[int, int]]:
+def arriving(weight: Tensor, home: Tensor, cuts: list[int], turned: bool = False) -> Blocks:
     """Rows that were NaN until they are given."""
     for start, stop in zip([0, *cuts], [*cuts, len(home)], strict=True):
         with torch.no_grad():
             weight.data[start:stop] = home[start:stop]
-        yield start, stop
+        rows = weight.detach()[start:stop]
+        yield start, stop, rows.transpose(-2, -1) if turned else rows
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -58,8 +57,10 @@ def test_an_embedding_by_rows_has_the_same_bits(padding: int | None) -> None:
 @pytest.mark.parametrize("blocks", [[(0, 8)], [(0, 3), (3, 5), (5, 8)]])
 @pytest.mark.parametrize("wrong", [-1, 8])
 def test_an_id_without_a_row_is_an_error_as_in_one_piece(wrong: int, blocks: list[tuple[int, int]]) -> None:
+    table = torch.ones(8, 4)
+    rows = ((start, stop, table[start:stop]) for start, stop in blocks)
     with pytest.raises(IndexError):
-        BY_ROWS[functional.embedding](iter(blocks), (torch.tensor([2, wrong, 7]), torch.ones(8, 4)), {})
+        BY_ROWS[functional.embedding](rows, (torch.tensor([2, wrong, 7]), table), {})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -76,7 +77,7 @@ def test_experts_that_come_one_by_one_have_the_same_bits_on_the_cpu(turned: bool
         of, kwargs = (start, weight if turned else weight.transpose(-2, -1)), {"offs": ends}
         assert splits(torch._grouped_mm, of, kwargs) is not None
         if by_rows:
-            out = BY_ROWS[torch._grouped_mm](arriving(weight, home, [1, 2, 4]), of, kwargs)
+            out = BY_ROWS[torch._grouped_mm](arriving(weight, home, [1, 2, 4], not turned), of, kwargs)
         else:
             out = functional.grouped_mm(*of, **kwargs)
         out[:20].square().sum().backward()
