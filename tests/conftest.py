@@ -50,11 +50,15 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """
     from megatrain import machine
     from megatrain.device import peak
+    from megatrain.model import likeness
     from megatrain.train import vetted
 
     peak.SIZES = {**peak.SIZES, "cpu": 64}
-    vetted.CACHE = tmp_path_factory.mktemp("verified")
-    machine.PROBED = vetted.CACHE / "hardware.json"
+    likeness.MOST = 2000  # the files of a session meet the same tiny models again and again
+    folder = tmp_path_factory.mktemp("verified")
+    machine.PROBED = folder / "hardware.json"
+    beside = "PYTEST_XDIST_WORKER" in os.environ  # one folder for all workers, above their own
+    vetted.CACHE = tmp_path_factory.getbasetemp().parent / "verified" if beside else folder
 
 
 @pytest.fixture(autouse=True)

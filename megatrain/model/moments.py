@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from megatrain.spec import Moment
 
@@ -45,6 +45,8 @@ FACTORIES = ("aten::zeros", "aten::new_zeros", "aten::empty", "aten::new_empty",
 
 Differentiable = Callable[[int], tuple[Tensor, Sequence[Tensor], Tensor]]
 """A layer run on so many tokens with gradients: its output, its weights and arguments, and its input."""
+
+_expired: Callable[[int], bool] = torch.UntypedStorage._expired  # type: ignore[assignment]
 
 _IN_CHUNK: ContextVar[bool] = ContextVar("in chunk", default=False)
 
@@ -81,10 +83,10 @@ class Living(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        given = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
         output = self.compute(op, args, kwargs)
-        for each in tree_leaves(output):
-            if isinstance(each, Tensor) and not each.is_meta:
+        for each in _tensors(output):
+            if not each.is_meta:
                 storage = each.untyped_storage()
                 if storage._cdata not in self._known and storage._cdata not in given:
                     self._enter(each, storage)
@@ -114,18 +116,31 @@ class Living(TorchDispatchMode):
     def _enter(self, made: Tensor, storage: Any) -> None:
         number = len(self.sizes)
         self._known[storage._cdata] = number
-        self._refs.append(StorageWeakRef(storage))
+        ref = StorageWeakRef(storage)
+        assert ref.cdata == storage._cdata  # which `_forget` asks about
+        self._refs.append(ref)
         self.sizes.append(self.measure(made))
         self.alive.add(number)
         self._nbytes += self.sizes[number]
 
     def _forget(self) -> None:
-        ended = [place for place, number in self._known.items() if self._refs[number].expired()]  # type: ignore[union-attr]
-        for place in ended:  # until here the reference has kept the place from being used again
+        for place in list(filter(_expired, self._known)):  # behind every op, over every tensor: no Python in between
+            # Until here the reference has kept the place from being used again.
             number = self._known.pop(place)
             self._refs[number] = None
             self.alive.discard(number)
             self._nbytes -= self.sizes[number]
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Of the arguments or the results of an op."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
 
 
 # A layer's own --------------------------------------------------------------------------------------------------------
@@ -155,6 +170,8 @@ class Recording(Living):
         """Of each tensor, whether it is of the size of a chunk."""
         self.moments: list[tuple[frozenset[int], int | None, bool]] = []
         """The tensors that there were, the one that a product has just made, and whether attention was at work."""
+        self.sums: list[int] = []
+        """Bytes of the tensors that there were at each moment."""
 
     def compute(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return _spared(op, args, kwargs)
@@ -167,6 +184,7 @@ class Recording(Living):
         name = op._schema.name if hasattr(op, "_schema") else str(op)
         product = self.number_of(output) if name in PRODUCTS and output.element_size() == 2 else None
         self.moments.append((frozenset(self.alive), product, "attention" in name))
+        self.sums.append(self._nbytes)
 
 
 def moments_of(run: Differentiable, lengths: tuple[int, int]) -> tuple[tuple[Moment, ...], tuple[Moment, ...]]:
@@ -235,9 +253,8 @@ def _of_peaks(records: Sequence[Recording], lengths: tuple[int, int]) -> tuple[t
     for on_cpu in (False, True):
         peaks = [
             max(
-                sum(record.sizes[number] for number in alive)
-                + (APART_NBYTES + 2 * record.sizes[made] if on_cpu and made is not None else 0)
-                for alive, made, _ in record.moments
+                total + (APART_NBYTES + 2 * record.sizes[made] if on_cpu and made is not None else 0)
+                for total, (_, made, _) in zip(record.sums, record.moments, strict=True)
             )
             for record in records
         ]
@@ -367,7 +384,7 @@ def _multiplied(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
 
 def _result_numel(name: str, args: Sequence[Any]) -> int:
     """Elements that the result of an op could have."""
-    tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+    tensors = list(_tensors(args))
     if name in PRODUCTS:
         left, right = tensors[1:3] if name in ADDING else tensors[:2]
         groups = tensors[2].numel() if len(tensors) > 2 and left.dim() == right.dim() == 2 and name not in ADDING else 1

@@ -35,7 +35,23 @@ def learned_anew(monkeypatch: pytest.MonkeyPatch) -> Counted:
     return seen
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2", "deepseek_v3", "bamba"])
+@pytest.fixture
+def counted_only(learned_anew: Counted, monkeypatch: pytest.MonkeyPatch) -> Counted:
+    """As `learned_anew`, but nothing is learned of them, which takes long and is not asked about."""
+
+    def counted(layer: nn.Module, _: Any) -> Any:
+        learned_anew.append(layer)
+        return ANSWER
+
+    monkeypatch.setattr(learn, "_learn_profile", counted)
+    monkeypatch.setattr(learn, "_learn_masked", lambda layer, masked, profile, parts: profile)
+    return learned_anew
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["llama", "gemma2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gpt2", "deepseek_v3", "bamba"))],
+)
 def test_a_model_that_was_met_before_is_not_learned_again(kind: str, learned_anew: Counted) -> None:
     assert kind in KINDS
     first = port_model(stock_model(tiny_config(kind), 0), torch.float32)
@@ -84,23 +100,23 @@ CHANGES = [no_gradient, a_hook, an_object, another_function, an_attribute, anoth
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_whatever_a_run_depends_on_calls_for_another_one(
-    change: Callable[[PreTrainedModel], None], learned_anew: Counted
+    change: Callable[[PreTrainedModel], None], counted_only: Counted
 ) -> None:
     port_model(tiny_model(num_hidden_layers=1), torch.float32)
     changed = tiny_model(num_hidden_layers=1)
     change(changed)
     port_model(changed, torch.float32)
-    assert len(learned_anew) == 2
+    assert len(counted_only) == 2
 
 
-def test_another_dtype_calls_for_another_run(learned_anew: Counted) -> None:
+def test_another_dtype_calls_for_another_run(counted_only: Counted) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         port_model(tiny_model(num_hidden_layers=1), dtype)
-    assert len(learned_anew) == 2
+    assert len(counted_only) == 2
 
 
 def test_a_function_of_the_class_put_there_from_outside_calls_for_another_run(
-    learned_anew: Counted, monkeypatch: pytest.MonkeyPatch
+    counted_only: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model(num_hidden_layers=1)
     port_model(model, torch.float32)
@@ -108,7 +124,7 @@ def test_a_function_of_the_class_put_there_from_outside_calls_for_another_run(
     plain = kind.forward
     monkeypatch.setattr(kind, "forward", lambda self, hidden: 2 * plain(self, hidden))
     port_model(model, torch.float32)
-    assert len(learned_anew) == 2
+    assert len(counted_only) == 2
 
 
 ANSWER = LayerProfile(), ()

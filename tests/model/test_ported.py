@@ -8,9 +8,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megatrain.errors import ModelError
-from megatrain.model import PortedModel, causal_lm_from_config, load_causal_lm, port_model
+from megatrain.model import PortedModel, causal_lm_from_config, learn, load_causal_lm, port_model
 from megatrain.model.ports import split_hidden
+from megatrain.spec import LayerProfile
 from tests.tiny import FAMILIES, batch, tiny_model
+
+
+@pytest.fixture
+def not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is learned of what layers hold, which takes long and is not asked about here."""
+    monkeypatch.setattr(learn, "learned", lambda *_: (LayerProfile(), ()))
 
 
 def in_pieces(model: PreTrainedModel, ported: PortedModel, inputs: dict[str, Tensor]) -> Tensor:
@@ -26,6 +33,7 @@ def in_pieces(model: PreTrainedModel, ported: PortedModel, inputs: dict[str, Ten
     return ported.head(head, hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 
 
+@pytest.mark.usefixtures("not_measured")
 @pytest.mark.parametrize("padded", [0, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_in_pieces_are_bit_equal_to_the_stock_models(family: str, padded: int) -> None:
@@ -35,6 +43,7 @@ def test_logits_in_pieces_are_bit_equal_to_the_stock_models(family: str, padded:
         assert torch.equal(in_pieces(model, port_model(model, torch.float32), inputs), model(**inputs).logits)
 
 
+@pytest.mark.usefixtures("not_measured")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_parameter_has_one_place_and_no_storage(family: str) -> None:
     model = tiny_model(family)

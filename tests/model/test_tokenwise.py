@@ -23,8 +23,14 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("family", PARTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        pytest.param(family, dtype, marks=pytest.mark.slow if (place + other) % 2 else ())
+        for place, family in enumerate(PARTS)
+        for other, dtype in enumerate((torch.float32, torch.bfloat16))
+    ],
+)
 def test_feed_forwards_and_norms_are_found_and_experts_left_whole(family: str, dtype: torch.dtype) -> None:
     ported = port_model(tiny_model(family), dtype)
     assert [set(parts) for parts in ported.parts] == [PARTS[family]] * len(ported.templates)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -16,6 +17,7 @@ from megatrain.spec import ModelSpec, Policy, Work
 MODEL = llama_shape("1B", 12, 2048, vocabulary=32_000)
 
 
+@cache
 def planned(model: ModelSpec, name: str, tokens: int, length: int, clips: bool = True) -> Plan:
     roomy = replace(machine(name), host_nbytes=4 * 10**12)
     return find_plan(Question(model, roomy, tokens, length, clips=clips))
@@ -29,9 +31,9 @@ def by_name(rows: tuple[Row, ...]) -> dict[str, Row]:
     ("name", "tokens", "length", "clips"),
     [
         ("laptop", 4096, 1024, True),
-        ("rtx-4090", 32_768, 4096, True),
+        pytest.param("rtx-4090", 32_768, 4096, True, marks=pytest.mark.slow),
         ("h200", 65_536, 4096, False),
-        ("gh200", 4096, 4096, True),
+        pytest.param("gh200", 4096, 4096, True, marks=pytest.mark.slow),
     ],
 )
 def test_nobody_is_quicker_than_ours_but_a_model_that_fits(name: str, tokens: int, length: int, clips: bool) -> None:

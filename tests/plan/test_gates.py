@@ -32,7 +32,10 @@ QUESTIONS = {
 QUESTIONS["one slot"] = replace(QUESTIONS["one slot"], pinned={"weight_slots": 1})
 
 
-@pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in ("few tokens", "compute") else ()) for name in QUESTIONS],
+)
 def test_a_plan_that_may_have_gates_is_never_slower_and_has_them_where_they_gain(name: str) -> None:
     asked = QUESTIONS[name]
     without, chosen = find_plan(replace(asked, pinned={**asked.pinned, "gates": "unit"})), find_plan(asked)

@@ -34,7 +34,9 @@ def planned(step: int, **pinned: object) -> Plan | None:
         return None
 
 
-@pytest.mark.parametrize(("step", "gains"), [(0, True), (1, True), (2, True), (5, False)])
+@pytest.mark.parametrize(
+    ("step", "gains"), [(0, True), pytest.param(1, True, marks=pytest.mark.slow), (2, True), (5, False)]
+)
 def test_a_plan_that_may_have_a_ring_is_never_slower_and_has_one_where_it_gains(step: int, gains: bool) -> None:
     without, chosen = planned(step, read_ahead_nbytes=0), planned(step)
     assert chosen

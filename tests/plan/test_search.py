@@ -122,11 +122,22 @@ DRIVE = replace(
 )
 
 
-@pytest.mark.parametrize("tokens", [128, 2048])
-def test_every_further_part_of_device_memory_never_makes_the_step_slower(tokens: int) -> None:
+FURTHER = [*range(8), *range(8, 40, 5)]
+"""Parts of memory, of half of the least: those beyond the first are needed only to see the end."""
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parts"),
+    [
+        (128, FURTHER[::3]),
+        (2048, FURTHER[1::4]),
+        pytest.param(128, FURTHER, marks=pytest.mark.slow),
+        pytest.param(2048, FURTHER, marks=pytest.mark.slow),
+    ],
+)
+def test_every_further_part_of_device_memory_never_makes_the_step_slower(tokens: int, parts: list[int]) -> None:
     asked = question(DRIVE, model=llama(layers=12), tokens_per_step=tokens)
     least = examine(asked, Policy(weight_slots=1, grad_slots=1, loss_chunk_tokens=64), 1).nbytes["device"]
-    parts = [*range(8), *range(8, 40, 5)]  # of half of the least: further ones are needed only to see the end
     budgets = [round(1.01 * least) + part * (least // 2) for part in parts]
     seconds = [find_plan(replace(asked, device_budget_nbytes=budget)).seconds for budget in budgets]
     assert all(after <= 1.0001 * before for before, after in pairwise(seconds)), seconds
@@ -140,11 +151,12 @@ def test_spare_device_memory_holds_what_saves_most() -> None:
     assert plan.seconds < 0.7 * streamed.seconds
 
 
-def test_what_the_host_has_no_room_for_is_on_the_disk_and_no_more() -> None:
+@pytest.mark.parametrize("parts", [4, pytest.param(10, marks=pytest.mark.slow)])
+def test_what_the_host_has_no_room_for_is_on_the_disk_and_no_more(parts: int) -> None:
     asked = question(replace(DRIVE, device_nbytes=3 << 20), model=llama(layers=12))
     everything = find_plan(asked).nbytes["host"]
     before = 0
-    for budget in range(everything, everything // 2, -everything // 10):
+    for budget in range(everything, everything // 2 - 1, -everything // parts):
         plan = find_plan(replace(asked, host_budget_nbytes=budget))
         assert fits(plan)
         assert plan.nbytes["disk"] >= before
@@ -156,10 +168,11 @@ def test_what_the_host_has_no_room_for_is_on_the_disk_and_no_more() -> None:
         find_plan(replace(asked, host_budget_nbytes=everything // 50))
 
 
-def test_reads_run_as_far_ahead_as_the_replay_asks_for() -> None:
+@pytest.mark.parametrize("layers", [16, pytest.param(40, marks=pytest.mark.slow)])
+def test_reads_run_as_far_ahead_as_the_replay_asks_for(layers: int) -> None:
     """The chosen number of staging buffers is as quick as any that fits."""
     slow = replace(DRIVE, device_nbytes=6 << 20, disk_read_bandwidth=2e8, disk_write_bandwidth=2e8)
-    asked = question(slow, model=llama(layers=40))
+    asked = question(slow, model=llama(layers))
     asked = replace(asked, host_budget_nbytes=int(0.8 * find_plan(asked).nbytes["host"]))
     plan = find_plan(asked)
     assert plan.nbytes["disk"]

@@ -81,18 +81,19 @@ def test_a_step_takes_as_many_target_tokens_as_asked(tmp_path: Path) -> None:
     assert all(step["tokens"] >= 40 for step in steps)
 
 
-MAMBA = {
+MIXING = {
     "config": {
-        "model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 257,
-        "bos_token_id": 0, "eos_token_id": 256, "pad_token_id": 0,
+        "model_type": "opt", "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "word_embed_proj_dim": 32, "max_position_embeddings": 64, "vocab_size": 257, "bos_token_id": 0,
+        "eos_token_id": 256, "pad_token_id": 0,
     }
 }  # fmt: skip
 
 
 def test_a_model_that_would_mix_packed_samples_is_refused_or_gets_groups(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"data\.packing: cannot be trained on packed samples.*data\.packing=grouped"):
-        train(chat_run(tmp_path, model=MAMBA, packing="best_fit"))
-    assert "like lengths together" in train(chat_run(tmp_path, model=MAMBA, train={"steps": 1, "sample_tokens": 0}))
+        train(chat_run(tmp_path, model=MIXING, packing="best_fit"))
+    assert "like lengths together" in train(chat_run(tmp_path, model=MIXING, train={"steps": 1, "sample_tokens": 0}))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.errors import PlanError, ScheduleError
@@ -191,6 +191,7 @@ def test_derived_waits_order_every_conflict_and_none_is_redundant(policy: Policy
             assert list(unordered(replace(schedule, waits=tuple(fewer)))), f"op {index} need not wait for {wait}"
 
 
+@settings(max_examples=settings.default.max_examples // 2)
 @given(policy=policies, work=works, tied=st.booleans())
 def test_conflicts_agree_with_their_slow_definition(policy: Policy, work: Work, tied: bool) -> None:
     """With the order inside each stream, what `conflicts` reports implies what all conflicting pairs do."""

@@ -66,8 +66,17 @@ def assert_same(found: Any, expected: Any) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("device", ["cpu", "sim:5"])
-@pytest.mark.parametrize("family", FAMILIES)
+DEVICES = ("cpu", "sim:5")
+
+
+@pytest.mark.parametrize(
+    ("family", "device"),
+    [
+        pytest.param(family, device, marks=pytest.mark.slow if (place + other) % 2 else ())
+        for place, family in enumerate(FAMILIES)
+        for other, device in enumerate(DEVICES)
+    ],
+)
 def test_tokens_and_logits_are_the_stock_models(family: str, device: str) -> None:
     model = tiny_model(family).eval()
     options = {**left_padded(), "max_new_tokens": 5, "do_sample": False, **NEVER_ENDS, **WITH_LOGITS}
@@ -75,7 +84,9 @@ def test_tokens_and_logits_are_the_stock_models(family: str, device: str) -> Non
         assert_same(engine.generate(**options), said_by_stock(model, **options))
 
 
-@pytest.mark.parametrize("family", OTHER_PASTS)
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=pytest.mark.slow if each == "mamba" else ()) for each in OTHER_PASTS]
+)
 def test_a_past_of_another_kind_is_kept_too(family: str) -> None:
     fields = dict(OTHER_PASTS[family])
     torch.manual_seed(3)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -72,28 +72,22 @@ def usual(precision: Precision, update: str, **fields: object) -> Policy:
     return Policy(precision, update=update, loss_chunk_tokens=5, shard_nbytes=3000, **fields)  # type: ignore[arg-type]
 
 
+WAYS = [("bf16", "next_forward"), ("fp32", "during_backward"), ("bf16", "during_backward"), ("fp32", "next_forward")]
+FAMILIES = ("llama", "llama-tied")
+
+
 @pytest.mark.parametrize(
-    ("precision", "update"),
+    ("precision", "update", "family", "part"),
     [
-        ("bf16", "next_forward"),
-        ("fp32", "during_backward"),
-        pytest.param("bf16", "during_backward", marks=pytest.mark.slow),
-        pytest.param("fp32", "next_forward", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize(
-    ("family", "part"),
-    [
-        ("llama", slice(0, None, 2)),
-        ("llama-tied", slice(1, None, 2)),
-        pytest.param("llama", slice(None), marks=pytest.mark.slow),
-        pytest.param("llama-tied", slice(None), marks=pytest.mark.slow),
+        (*WAYS[0], "llama", slice(0, None, 2)),
+        (*WAYS[1], "llama-tied", slice(1, None, 2)),
+        *(pytest.param(*way, family, slice(None), marks=pytest.mark.slow) for way, family in product(WAYS, FAMILIES)),
     ],
 )
 def test_ten_splits_between_host_and_disk_give_the_same_bits(
-    family: str, part: slice, precision: Precision, update: str, tmp_path: Path
+    precision: Precision, update: str, family: str, part: slice, tmp_path: Path
 ) -> None:
-    """Each on both devices; in the quick suite on the cpu or the simulator, and with one of the two families."""
+    """Each on both devices; in the quick suite on the cpu or the simulator, with one of the families."""
     expected = run("cpu", usual(precision, update, shares_memory=True), tmp_path, family)
     for number, homes in list(enumerate(SPLITS.values()))[part]:
         fields = {"homes": homes, "stage_slots": 1 + number % 3}
@@ -104,26 +98,34 @@ def test_ten_splits_between_host_and_disk_give_the_same_bits(
             assert equal(run(f"sim:{number}", usual(precision, update, **fields), tmp_path, family), expected), homes
 
 
-@pytest.mark.parametrize(("precision", "update"), [("bf16", "next_forward"), ("fp32", "during_backward")])
+@pytest.mark.parametrize(
+    ("precision", "update", "part"),
+    [
+        (*WAYS[0], slice(0, None, 2)),
+        (*WAYS[1], slice(1, None, 2)),
+        *(pytest.param(*way, slice(None), marks=pytest.mark.slow) for way in WAYS[:2]),
+    ],
+)
 def test_what_is_resident_is_updated_with_the_same_arithmetic(
-    precision: Precision, update: str, tmp_path: Path
+    precision: Precision, update: str, part: slice, tmp_path: Path
 ) -> None:
     """On the simulator, whose arithmetic is the cpu's, to the bit; the norm's sum has another order, in float64."""
     expected = run("cpu", usual(precision, update, shares_memory=True), tmp_path)
-    for number, homes in enumerate(RESIDENT.values()):
+    for number, homes in list(enumerate(RESIDENT.values()))[part]:
         assert equal(run(f"sim:{number}", usual(precision, update, homes=homes), tmp_path), expected), homes
 
 
-def test_state_moves_between_tiers_while_training(tmp_path: Path) -> None:
-    """Twenty moves between random splits, a step after each: the same losses and weights as if nothing had moved."""
+@pytest.mark.parametrize("moves", [8, pytest.param(20, marks=pytest.mark.slow)])
+def test_state_moves_between_tiers_while_training(moves: int, tmp_path: Path) -> None:
+    """Moves between random splits, a step after each: the same losses and weights as if nothing had moved."""
     plain = usual("bf16", "next_forward")
     with engine("cpu", plain, tmp_path) as still:
-        expected = [still.step(unequal_batches(2)).loss for _ in range(20)]
+        expected = [still.step(unequal_batches(2)).loss for _ in range(moves)]
         weights = still.master_weights()
     draw = random.Random(5)
     with engine("sim:3", plain, tmp_path) as moving:
         found = []
-        for _ in range(20):
+        for _ in range(moves):
             homes = tuple(draw.choice([ON_DEVICE, CACHED, _random_home(draw)]) for _ in range(UNITS))
             moving.adopt(usual("bf16", "next_forward", homes=homes, stage_slots=draw.randint(1, 3)))
             found.append(moving.step(unequal_batches(2)).loss)
@@ -161,7 +163,8 @@ def test_state_is_read_and_written_once_a_step_and_weights_read_twice_at_most(
     assert len(writes) == 4 * UNITS
 
 
-def test_more_device_memory_never_makes_an_executed_step_slower(tmp_path: Path) -> None:
+@pytest.mark.parametrize("halves", [(2, 4, 7), pytest.param(range(2, 8), marks=pytest.mark.slow)])
+def test_more_device_memory_never_makes_an_executed_step_slower(halves: Iterable[int]) -> None:
     """Planned for each budget, and run on the simulator's clock at the planner's prices; the numbers stay the same."""
     machine = Hardware("sim", 1 << 30, 1 << 34, 2e7, 2e7, 1e11, 1e9, device_bandwidth=1e11, disk_nbytes=0)
     model = tiny_model(num_hidden_layers=6)
@@ -170,7 +173,7 @@ def test_more_device_memory_never_makes_an_executed_step_slower(tmp_path: Path) 
     question = Question(spec, machine, tokens_per_step=16, length=8)
     least = find_plan(replace(question, pinned={"homes": (), "weight_slots": 1, "grad_slots": 1})).nbytes["device"]
     seconds, losses = [], []
-    for budget in range(least, 4 * least, least // 2):
+    for budget in (half * least // 2 for half in halves):
         plan = find_plan(replace(question, device_budget_nbytes=budget))
         price = op_seconds(spec, plan.policy, plan.work, machine)
         device = SimDevice(3, cost=lambda task, price=price: price(task) if isinstance(task, Op) else 0.0)
@@ -192,7 +195,7 @@ def test_a_third_of_the_memory_and_a_folder_give_the_same_numbers(device: str, t
     plain = usual("bf16", "during_backward", shares_memory=device == "cpu")
 
     def deep(policy: Policy) -> Engine:
-        model = tiny_model(num_hidden_layers=24)
+        model = tiny_model(num_hidden_layers=16)
         return Engine.from_model(model, device, "bf16", AdamW(lr=1e-2), None, policy, verify=False, disk=[tmp_path])
 
     with deep(plain) as made:

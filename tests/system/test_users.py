@@ -69,7 +69,7 @@ def test_the_backward_pass_ends_at_the_lowest_unit_that_trains(device: str, acti
     model.model.layers[:2].requires_grad_(False)
     _, expected = stock_gradients(model, unequal_batches())
     policy = Policy(precision="fp32", shares_memory=device == "cpu", activations=activations)
-    with Engine.from_model(model, device, "fp32", policy=policy) as engine:
+    with Engine.from_model(model, device, "fp32", policy=policy, verify=False) as engine:
         found = engine.gradients(unequal_batches())
         visited = {op.unit for op in engine.prepare(Work((1, 1))).ops if op.kind == "BACKWARD"}
     assert visited == {3}
@@ -190,13 +190,13 @@ def test_failing_steps_leak_no_memory() -> None:
     process = psutil.Process()
     big = [batch(8, 64, 0)]
     policy = Policy(activations="keep", shares_memory=True)
-    with Engine.from_model(tiny_model(hidden_size=128, intermediate_size=512), policy=policy) as engine:
+    with Engine.from_model(tiny_model(hidden_size=128, intermediate_size=512), policy=policy, verify=False) as engine:
         engine.step(big)
         engine._sink.norm = failing  # type: ignore[method-assign]
-        for count in range(15):
+        for count in range(10):
             with pytest.raises(NonFinite):
                 engine.step(big)
-            if count == 4:
+            if count == 2:
                 gc.collect()
                 before = process.memory_info().rss
         gc.collect()

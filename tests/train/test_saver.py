@@ -89,9 +89,9 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
     ("how", "device"),
     [
         (policy(shares_memory=True), "cpu"),
-        (policy("fp32", shares_memory=True), "cpu"),
+        pytest.param(policy("fp32", shares_memory=True), "cpu", marks=pytest.mark.slow),
         (policy("bf16", "during_backward", shares_memory=True), "cpu"),
-        (policy(shares_memory=True, homes=HOMES["mixed"]), "cpu"),
+        pytest.param(policy(shares_memory=True, homes=HOMES["mixed"]), "cpu", marks=pytest.mark.slow),
         (policy("fp32", homes=HOMES["disk"]), "sim:5"),
         (policy(homes=(Home(), DEVICE, Home("device"), Home(), DISK)), "sim:2"),
         (policy("bf16", "during_backward", homes=(DEVICE, Home(), DEVICE, Home(), Home())), "sim:3"),
@@ -204,7 +204,9 @@ def test_an_engine_goes_back_in_place(tmp_path: Path) -> None:
     assert saved.training["run"] == {"a": [1, None]}
 
 
-@pytest.mark.parametrize("family", ["llama-tied", "gpt2", "mixtral", "gemma2"])
+@pytest.mark.parametrize(
+    "family", ["llama-tied", "gpt2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("mixtral", "gemma2"))]
+)
 def test_other_architectures_go_on_too(family: str, tmp_path: Path) -> None:
     with made(policy(shares_memory=True), tmp_path, family=family) as engine:
         steps(engine, 2)

@@ -81,9 +81,12 @@ def test_a_frozen_parameter_is_not_asked_for() -> None:
     assert "lm_head.weight" not in {finding.group for finding in report.findings}
 
 
-def test_everything_is_asked_and_every_group_is_in_the_table() -> None:
-    settings = {setting.name for setting in cases.full_settings()}
-    assert {"cpu", cases.SIM} == {name.partition(",")[0] for name in settings}
+@pytest.mark.parametrize("part", [slice(0, None, 6), pytest.param(slice(None), marks=pytest.mark.slow)])
+def test_everything_is_asked_and_every_group_is_in_the_table(part: slice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quick suite compares in the plainest setting and in the last, a mixture of plans on the simulator."""
+    settings = cases.full_settings()
+    assert {"cpu", cases.SIM} == {setting.name.partition(",")[0] for setting in settings}
+    monkeypatch.setattr(verify, "full_settings", lambda: settings[part])
     report = full_report(small_of("olmoe"), make)
     assert report.ok, report.worst
     assert not report.left_out
