@@ -7,7 +7,7 @@ specification is read from a real model (`model.unit`) and how a policy is chose
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from math import prod
 from typing import Literal, get_args
 
@@ -281,6 +281,7 @@ class Policy:
     """How a model is streamed. The numbers that come out of a step never depend on it, only time and memory do."""
 
     precision: Precision = "bf16"
+    _: KW_ONLY
     weight_slots: int = 2
     """Device buffers that the layers' weights pass through; 2 hides each fetch behind the layer before."""
     read_ahead_nbytes: int = 0

@@ -14,8 +14,10 @@ from megatrain.errors import MegaTrainError, ModelError
 from megatrain.spec import LayerProfile, ModelSpec, Moment, ParamSpec, UnitSpec
 
 MOMENTS = tuple(field.name for field in fields_of(LayerProfile) if field.name.endswith("moments"))
-OTHERS = ("masked", "padded", "packed")
+OTHERS = ("masked", "several", "padded", "packed")
 """Profiles within a profile."""
+DEEPEST = 2
+"""Of profiles: with masks, and of those for several rows."""
 MOST = 1e15
 """Of bytes and operations: what is beyond is a mistake."""
 
@@ -74,8 +76,8 @@ def _profile(fields: Mapping[str, Any], depth: int = 0) -> LayerProfile:
         name: _number(given.get(name, 0.0), **({"most": 1.0} if "share" in name.split("_")[1:] else {}))
         for name in amounts
     }
-    if depth == 0:
-        told |= {name: _profile(given[name], 1) for name in OTHERS if given.get(name)}
+    if depth < DEEPEST:
+        told |= {name: _profile(given[name], depth + 1) for name in OTHERS if given.get(name)}
     return LayerProfile(
         window=None if window is None else _count(window),
         chunk_numel=_count(given["chunk_numel"]) if given.get("chunk_numel") else 0,

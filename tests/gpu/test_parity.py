@@ -36,7 +36,15 @@ def test_no_schedule_changes_a_bit(precision: Precision, update: str) -> None:
     results = []
     ways = ((1, 500, "keep", "slabs"), (2, 1 << 20, "recompute", "locked"), (4, 3000, "keep", "pageable"))
     for slots, shard, activations, transit in ways:
-        policy = Policy(precision, slots, slots, shard, activations, update=update, transit=transit)  # type: ignore[arg-type]
+        policy = Policy(
+            precision,
+            weight_slots=slots,
+            grad_slots=slots,
+            shard_nbytes=shard,
+            activations=activations,  # type: ignore[arg-type]
+            update=update,  # type: ignore[arg-type]
+            transit=transit,
+        )
         model = tiny_model(attn_implementation="eager")  # fused attention sums its gradients in any order
         with Engine.from_model(model, "cuda:0", precision, AdamW(lr=1e-2), clip, policy) as engine:
             for _ in range(5):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -20,7 +20,13 @@ COUNTS = st.integers(1, 10_000)
 PARAMS = st.builds(
     ParamSpec, NAMES, st.lists(COUNTS, min_size=1, max_size=3).map(tuple), st.floats(0.01, 1.0), st.booleans()
 )
-PROFILES = st.builds(LayerProfile, st.floats(0, 1e6), st.none() | COUNTS, st.floats(0, 1e6), st.floats(0, 10))
+PLAIN = st.builds(LayerProfile, st.floats(0, 1e6), st.none() | COUNTS, st.floats(0, 1e6), st.floats(0, 10))
+PROFILES = st.builds(
+    lambda plain, masked, several: replace(
+        plain, masked=masked and replace(masked, several=several), several=several, padded=masked
+    ),
+    *(PLAIN, st.none() | PLAIN, st.none() | PLAIN),
+)
 
 
 def units(kind: str) -> st.SearchStrategy[UnitSpec]:

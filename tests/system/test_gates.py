@@ -100,7 +100,9 @@ def test_gates_change_no_bit(
     """Whatever else the policy says, slabs and chunks of tokens included."""
     policy = Policy(
         precision,
-        *(slots, slots, shard),
+        weight_slots=slots,
+        grad_slots=slots,
+        shard_nbytes=shard,
         gates="shard",
         activation_rows=ROWS[rows],
         update=update,  # type: ignore[arg-type]

@@ -102,7 +102,7 @@ def test_a_forward_in_less_than_a_unit_finds_the_same(
 ) -> None:
     units = 6 if family == "gemma2" else 5
     homes = tuple(Home(weights="device" if unit in resident else "host") for unit in range(units))
-    policy = Policy(precision, 2, shard_nbytes=shard, gates=gates, transit=transit, homes=homes, loss_chunk_tokens=9)
+    policy = Policy(precision, shard_nbytes=shard, gates=gates, transit=transit, homes=homes, loss_chunk_tokens=9)
     policy = replace(policy, forward_nbytes=least(family, policy) + spare)
     for device in (f"sim:{seed}", "cpu"):
         with engine(device, policy, family, FROZEN) as made:
