@@ -12,7 +12,7 @@ from megatrain.errors import ConfigError
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
     f"{letter}I": 1 << 10 * power for power, letter in enumerate("KMGT", 1)
 }
-_LEAST, _MOST = 1 << 20, 1e18
+_LEAST, _MOST = 10**6, 1e18
 
 
 def parse_nbytes(text: str, where: str, there: int | None = None) -> int:

@@ -11,7 +11,7 @@ from bench.replanning import run
 @pytest.mark.timeout(1200)  # most of it slept: the slower this machine computes, the slower the bus is made
 def test_a_run_whose_bus_falls_computes_again_what_it_fetched_and_its_numbers_stay() -> None:
     """With much room for a noisy machine; the benchmark says how near to the newly optimal step time it comes."""
-    found = run(layers=6, length=256)
+    found = run()
     fell = found.fell_before
     assert found.equal
     ((step, change),) = ((step, change) for step, change in found.changes.items() if step >= fell)
