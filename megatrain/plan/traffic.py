@@ -12,10 +12,8 @@ from math import inf
 from megatrain.layout import layout_of
 from megatrain.plan.cost import update_nbytes
 from megatrain.plan.rates import bus_bandwidths, disk_bandwidths, optimizer_bandwidth, packing_bandwidth
+from megatrain.schedule.state import MOMENTS_NBYTES
 from megatrain.spec import Hardware, ModelSpec, Policy
-
-MOMENTS_NBYTES = 8
-"""Per parameter: m and v in float32."""
 
 LOW_BITS_NBYTES = 2
 

@@ -17,7 +17,6 @@ from megatrain.schedule.ops import Op, Schedule, Stream
 Clock = dict[str, int]
 """Stream -> index of the last op of that stream known to have finished; absent means none."""
 
-
 _Record = tuple[int, int, int, Stream, bool]
 """Bytes [start, stop) that an op touched: its index and its stream, and whether it wrote."""
 
@@ -36,31 +35,20 @@ class Conflicts:
         """
         found: set[int] = set()
         stream = op.stream
-        for access in op.reads:
-            start, stop = access.start, access.stop
-            records, hidden = self._records[access.buffer], []
-            for record in records:
-                first, last, earlier, of, writes = record
-                if first < stop and start < last:
-                    if writes:
-                        found.add(earlier)
-                    elif of == stream and start <= first and last <= stop:
-                        hidden.append(record)
-            for record in hidden:
-                records.remove(record)
-            records.append((start, stop, index, stream, False))
-        for access in op.writes:
-            start, stop = access.start, access.stop
-            records, hidden = self._records[access.buffer], []
-            for record in records:
-                first, last, earlier, _, _ = record
-                if first < stop and start < last:
-                    found.add(earlier)
-                    if start <= first and last <= stop:
-                        hidden.append(record)
-            for record in hidden:
-                records.remove(record)
-            records.append((start, stop, index, stream, True))
+        for writes, accesses in ((False, op.reads), (True, op.writes)):
+            for access in accesses:
+                start, stop = access.start, access.stop
+                records, hidden = self._records[access.buffer], []
+                for record in records:
+                    first, last, earlier, of, wrote = record
+                    if first < stop and start < last:
+                        if writes or wrote:
+                            found.add(earlier)
+                        if start <= first and last <= stop and (writes or (not wrote and of == stream)):
+                            hidden.append(record)
+                for record in hidden:
+                    records.remove(record)
+                records.append((start, stop, index, stream, writes))
         found.discard(index)
         return found
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -136,10 +135,7 @@ def test_a_sum_starts_afresh_fills_gaps_and_zeroes_what_nothing_reached() -> Non
 
 
 def test_the_executor_spends_under_150_microseconds_an_op() -> None:
-    """With work that takes no time, over a schedule with every kind of op, worker thread included.
-
-    On a slow or busy machine, as many as six times that it takes there to hand something over to a thread and back.
-    """
+    """With work that takes no time, over a schedule with every kind of op, worker thread included."""
     layers = tuple(UnitSpec(f"l{i}", "layer", (ParamSpec(f"l{i}.w", (4, 8)),)) for i in range(40))
     ends = (UnitSpec("p", "prologue", (ParamSpec("e", (9, 8)),)), UnitSpec("h", "epilogue", (ParamSpec("h", (9, 8)),)))
     model = ModelSpec("m", (ends[0], *layers, ends[1]), hidden_size=8, vocab_size=9)
@@ -148,15 +144,10 @@ def test_the_executor_spends_under_150_microseconds_an_op() -> None:
     pool = Pool(device, Ledger())
     pool.provide(schedule.buffers.values())
     executor = Executor(device, pool)
-    took, handed_over = [], []
-    with ThreadPoolExecutor(1) as thread:
-        for _ in range(5):
-            began = time.perf_counter()
-            executor.run(schedule, lambda op, held: None)
-            took.append((time.perf_counter() - began) / len(schedule.ops))
-            began = time.perf_counter()
-            for _ in range(500):
-                thread.submit(int).result()
-            handed_over.append((time.perf_counter() - began) / 500)
+    took = []
+    for _ in range(5):
+        began = time.perf_counter()
+        executor.run(schedule, lambda op, held: None)
+        took.append((time.perf_counter() - began) / len(schedule.ops))
     device.close()
-    assert statistics.median(took) < max(150e-6, 6 * statistics.median(handed_over))
+    assert statistics.median(took) < 150e-6

@@ -111,8 +111,8 @@ def test_what_a_survey_puts_on_the_disk_is_up_to_each_budget() -> None:
 
 
 TREE = [{"a": (number, str(number)), "b": [number, {"c": number}]} for number in range(3000)]
-"""What is copied to tell how quick a processor runs Python: one that has nothing else to do takes a 20th of a second, a
-busy one or an older one twice as long and more."""
+"""What is copied to tell how quick a processor runs Python: one that has nothing else to do takes 0.06 s, a busy one or
+an older one twice as long and more."""
 
 
 def spent(call: Callable[[], object]) -> float:
@@ -123,7 +123,7 @@ def spent(call: Callable[[], object]) -> float:
 
 
 def test_a_model_of_120_billion_parameters_is_planned_for_in_two_seconds() -> None:
-    """Of a processor that copies the tree in a 20th of one."""
+    """Of a processor that copies the tree in 0.06 s."""
     turns = []
     for turn in range(3):  # under names of their own, so that nothing is remembered from one to the other
         model = llama_shape(f"120B {turn}", 120, 8704)
@@ -132,4 +132,4 @@ def test_a_model_of_120_billion_parameters_is_planned_for_in_two_seconds() -> No
         before = spent(lambda: deepcopy(TREE))
         planning = spent(lambda question=question: find_plan(question))  # type: ignore[misc]
         turns.append(2 * planning / (before + spent(lambda: deepcopy(TREE))))
-    assert min(turns) < 2.0 / 0.05
+    assert min(turns) < 2.0 / 0.06

@@ -186,13 +186,16 @@ def test_this_machine_is_the_probed_one_or_roughly_described(
         (" 80 GiB ", 80 << 30),
         ("512m", 512 * 10**6),
         ("2000000", 2 * 10**6),
+        ("1MB", 10**6),
     ],
 )
 def test_amounts_of_memory_are_read(text: str, nbytes: int) -> None:
     assert parse_nbytes(text, "here") == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-3GB", "24 gigs", "1e9", "nan", "0", "5", "9" * 40, "12XB", "inf TB"])
+@pytest.mark.parametrize(
+    "text", ["", "GB", "-3GB", "24 gigs", "1e9", "nan", "0", "5", "999999", "9" * 40, "12XB", "inf TB"]
+)
 def test_what_is_no_amount_of_memory_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is no amount of memory; give one such as 24GB"):
         parse_nbytes(text, "--device-memory")

@@ -74,7 +74,7 @@ def test_the_end_waits_no_longer_than_it_may_for_two_saves_together(tmp_path: Pa
     assert checkpoints.save(2) is None
     began = time.monotonic()
     told = checkpoints.finish(3, timeout=0.8)
-    assert time.monotonic() - began < 1.15  # both take 1.2
+    assert time.monotonic() - began < 1.1  # both take 1.2
     assert [type(event) for event in told] == [Saved, Warned]
     assert "the deadline has come before step 3 was saved; the newest checkpoint is that of step 2" in str(told[1])
     assert engine.saved == [2]
