@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, zip_longest
-from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config, DataSection
@@ -48,6 +47,7 @@ from megatrain.data import (
 )
 from megatrain.data.formats import Format
 from megatrain.errors import ConfigError, ModelError
+from megatrain.files import usable_path
 from megatrain.model import only_single_rows, why_not_packable
 from megatrain.plan import Plan
 
@@ -128,10 +128,11 @@ class _Opening:
     def __init__(self, config: Config, micro_batch: int, tokenizer: Tokenizer, vocabulary: int, model: Any) -> None:
         self.config, self.data, self.micro_batch = config, config.data, micro_batch
         self.tokenizer, self.vocabulary, self.model = tokenizer, vocabulary, model
-        self.cache = Path(config.data.cache).expanduser()
+        self.cache = config.data.cache_folder
         self.prefers = config.train.objective == "dpo"
         chosen: Format = "preference" if self.prefers else self.data.format
         self.schema = Schema(chosen, self.data.columns, self.data.tags)
+        self.schema.refuse_unused()
         self.encoder = Encoder(tokenizer, _options(self.data, self.data.window))
         self._packs: bool | None = None
 
@@ -153,7 +154,7 @@ class _Opening:
         whole = self.data.packing in ("best_fit", "grouped")
         found = holds_samples(name, self.schema, self.data.pattern)
         if whole and not found:
-            if not Path(name).expanduser().exists():
+            if not usable_path(name, where="data.sources").exists():
                 what = "is plain text, which stays whole from files only"
                 raise ConfigError(what, where="data.packing", fix="set data.packing=windows")
             return True

@@ -1,10 +1,10 @@
 """What steers a run: a YAML file and `key=value` overrides, checked into one frozen tree.
 
 A key that does not exist is an error that names the nearest one that does; a key given twice and a value of the wrong
-type are errors too, each with its line. Of the environment, only a default for OpenMP is set, here too.
+type are errors too, each with its line. The environment is read here too: how many processes a launcher has started.
 """
 
-from megatrain.config.environment import let_idle_threads_sleep
+from megatrain.config.environment import let_idle_threads_sleep, refuse_several_processes
 from megatrain.config.keys import describe_keys
 from megatrain.config.load import load_config, save_config
 from megatrain.config.tree import (
@@ -34,5 +34,6 @@ __all__ = [
     "describe_keys",
     "let_idle_threads_sleep",
     "load_config",
+    "refuse_several_processes",
     "save_config",
 ]

@@ -15,6 +15,7 @@ from megatrain.config.complaints import complaint
 from megatrain.config.source import YamlDumper, parse, put, read
 from megatrain.config.tree import Config
 from megatrain.errors import ConfigError
+from megatrain.files import shown, usable_path, written_whole
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -22,13 +23,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises `ConfigError`, with file and line, for whatever is wrong with any of them.
     """
-    path = Path(path).expanduser()
+    path = usable_path(path)
     tree, places = read(path)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not all(key.split(".")):
-            raise ConfigError("is not KEY=VALUE", where=repr(override), fix="write train.steps=100, say")
-        place = f"override {override!r}"
+            raise ConfigError("is not KEY=VALUE", where=repr(shown(override)), fix="write train.steps=100, say")
+        place = f"override {shown(override)!r}"
         put(tree, key.split("."), parse(text, place, {}))
         for inner in [one for one in places if one.startswith(f"{key}.")]:
             del places[inner]
@@ -44,10 +45,12 @@ def save_config(config: Config, path: Path) -> None:
 
     Raises `ConfigError` where the disk refuses.
     """
-    text = yaml.dump(config.model_dump(mode="json"), Dumper=YamlDumper, sort_keys=False, allow_unicode=True)
+    keys = yaml.dump(config.model_dump(mode="json"), Dumper=YamlDumper, sort_keys=False, allow_unicode=True)
+    text = "# Every key of this run, defaults included. `megatrain train --keys` explains them.\n" + keys
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("# Every key of this run, defaults included. `megatrain train --keys` explains them.\n" + text)
+        with written_whole(path) as draft:
+            draft.write_text(text, encoding="utf-8")
     except OSError as error:
         what = f"cannot be written ({error.strerror or error})"
         raise ConfigError(what, where=str(path), fix="free some space, or choose another output.folder") from error

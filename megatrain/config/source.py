@@ -6,7 +6,6 @@ which keys there are (`tree`).
 
 from __future__ import annotations
 
-import difflib
 import re
 from contextlib import closing
 from pathlib import Path
@@ -15,6 +14,10 @@ from typing import Any
 import yaml
 
 from megatrain.errors import ConfigError
+from megatrain.files import missing, read_text
+
+MOST_VALUES = 1_000_000
+"""In a file, each value that an alias stands for counted again."""
 
 
 class _Yaml(yaml.SafeLoader):
@@ -24,7 +27,16 @@ class _Yaml(yaml.SafeLoader):
 
 
 class YamlDumper(yaml.SafeDumper):
-    """Writes text that `_Yaml` would read as a float in quotes."""
+    """Writes text that `_Yaml` would read as a float in quotes, and line breaks of Unicode by their escapes."""
+
+
+def _represented(dumper: YamlDumper, text: str) -> yaml.Node:
+    """In single quotes, where the library puts such characters, they come back as spaces."""
+    style = '"' if any(character in text for character in "\x85\u2028\u2029\ufeff") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+YamlDumper.add_representer(str, _represented)
 
 
 for _kind in (_Yaml, YamlDumper):  # tried after the rules of YAML 1.1, so this takes only what those leave as text
@@ -36,9 +48,9 @@ for _kind in (_Yaml, YamlDumper):  # tried after the rules of YAML 1.1, so this 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """The file as nested dicts, and for each dotted key the place where it stands, `file:line`."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except FileNotFoundError:
-        raise _missing(path) from None
+        raise missing(path) from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.reason if isinstance(error, UnicodeDecodeError) else error.strerror
         raise ConfigError(f"cannot be read ({reason})", where=str(path), fix="give a YAML file") from error
@@ -56,6 +68,7 @@ def parse(text: str, where: str, places: dict[str, str]) -> Any:
             root = loader.get_single_node()
             if root is None:
                 return None
+            _refuse_growth(root, where)
             _note_places(root, "", where, places)
             return loader.construct_document(root)
     except yaml.MarkedYAMLError as error:
@@ -65,6 +78,23 @@ def parse(text: str, where: str, places: dict[str, str]) -> Any:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason, place = str(error).splitlines()[0], where.replace(":{line}", "")
         raise ConfigError(f"malformed YAML ({reason})", where=place, fix="correct it") from None
+
+
+def _refuse_growth(root: yaml.Node, where: str) -> None:
+    """Raise `ConfigError` for aliases of aliases, by which a few lines can stand for more values than memory holds."""
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node) -> int:
+        if id(node) not in sizes:
+            sizes[id(node)] = 1  # while it is counted: what holds itself is refused elsewhere
+            inside = node.value if isinstance(node, yaml.CollectionNode) else []
+            parts = [part for each in inside for part in (each if isinstance(each, tuple) else (each,))]
+            sizes[id(node)] = 1 + sum(size(part) for part in parts)
+        return sizes[id(node)]
+
+    if (values := size(root)) > MOST_VALUES:
+        place = where.replace(":{line}", "")
+        raise ConfigError(f"stands for {values:,} values by its aliases", where=place, fix="write them out")
 
 
 def _note_places(node: yaml.Node, prefix: str, where: str, places: dict[str, str]) -> None:
@@ -88,11 +118,3 @@ def put(tree: dict[str, Any], keys: list[str], value: Any) -> None:
             tree[key] = {}
         tree = tree[key]
     tree[keys[-1]] = value
-
-
-def _missing(path: Path) -> ConfigError:
-    folder = path.parent
-    names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
-    nearest = difflib.get_close_matches(path.name, names, n=1)
-    fix = f"did you mean {folder / nearest[0]}?" if nearest else "name a YAML file, configs/quickstart.yaml say"
-    return ConfigError("no such file", where=str(path), fix=fix)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -19,9 +20,13 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     Strict,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 
+from megatrain.errors import ConfigError
+from megatrain.files import usable_path
 from megatrain.spec import Keep
 
 
@@ -33,20 +38,45 @@ def _as_section(value: object) -> object:
     return {} if value == "auto" else value
 
 
+def _checked_path(to_write: Literal["", "folder", "file"] = "") -> AfterValidator:
+    """A text that is, or may be, a path; see `usable_path` for what is refused."""
+
+    def check(value: Any) -> Any:
+        try:
+            usable_path(value, to_write=to_write)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return value
+
+    return AfterValidator(check)
+
+
+PathOrName = Annotated[str, _checked_path()]
+Folder = Annotated[str, _checked_path("folder")]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Betas = Annotated[tuple[Fraction, Fraction], Strict(False)]
 Names = Annotated[tuple[str, ...], Strict(False), BeforeValidator(_as_list)]
+Sources = Annotated[tuple[PathOrName, ...], Strict(False), BeforeValidator(_as_list), Field(min_length=1)]
+Folders = Annotated[tuple[Folder, ...], Strict(False), BeforeValidator(_as_list)]
 
 
 Rows = Annotated[tuple[Annotated[tuple[Keep, ...], Strict(False)], ...], Strict(False)]
 Amount = Annotated[PositiveInt | str, Field(union_mode="left_to_right")]
 Trackers = Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Strict(False), BeforeValidator(_as_list)]
 Weights = Annotated[tuple[PositiveFloat, ...], Strict(False)]
+Seconds = Annotated[float, Field(gt=0, le=1e9)]
 
+
+MOST_TOKENS = 1 << 26
+"""Of a step, as a plan has it (`plan.question`)."""
 
 USUAL_ROWS = 8
 """Windows of a step where the user names no number."""
+
+
+MOST_COUNT, LEAST, MOST = 10**18, 1e-30, 1e30
+"""Of any whole number, and of any other that is not 0. Within them no arithmetic with a key overflows."""
 
 
 class Section(BaseModel):
@@ -56,11 +86,24 @@ class Section(BaseModel):
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
+    @field_validator("*", mode="after")
+    @classmethod
+    def _within_reason(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuses numbers that only a mistake can mean, here rather than where a run trips over them."""
+        metadata = cls.model_fields[str(info.field_name)].metadata
+        bounded = any(hasattr(each, "lt") or hasattr(each, "le") for each in metadata)
+        for each in value if isinstance(value, tuple) else (value,):
+            if isinstance(each, int) and each > MOST_COUNT and not bounded:
+                raise ValueError(f"{str(each)[:40]} is beyond reason; give {MOST_COUNT:.0e} at most")
+            if isinstance(each, float) and each and not LEAST <= abs(each) <= MOST:
+                raise ValueError(f"{each:g} is beyond reason; give 0, or a number from {LEAST:g} to {MOST:g}")
+        return value
+
 
 class ModelSection(Section):
-    path: str | None = None
-    """Folder or hub name of the model to go on from. Give this or `config`."""
-    config: str | dict[str, Any] | None = None
+    path: PathOrName | None = None
+    """Folder (of a model or of a run) or hub name of the model to go on from. Give this or `config`."""
+    config: PathOrName | dict[str, Any] | None = None
     """Fresh model: the fields of its Hugging Face configuration, `model_type` among them, or a file that holds them."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = "auto"
     """Attention kernel; auto is what the library chooses for the model, and the plan says which."""
@@ -77,7 +120,7 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    sources: Annotated[Names, Field(min_length=1)]
+    sources: Sources
     """Text, or samples in JSON, JSON lines, Parquet or Arrow: files, folders, hub names, dataset_info.json#NAME; a file
     of token ids; or `python-stdlib`, the code of Python's own library."""
     weights: Weights | None = None
@@ -92,7 +135,7 @@ class DataSection(Section):
     """Which split of a hub or saved data set is read."""
     subset: str | None = None
     """Which configuration of a hub data set is read."""
-    template: str = "model"
+    template: PathOrName = "model"
     """How a chat becomes text: the model's own template, `chatml`, `none` (contents on lines of their own), a file."""
     template_values: dict[str, Any] = {}
     """What the template is handed beside the messages, {enable_thinking: false} say."""
@@ -108,17 +151,22 @@ class DataSection(Section):
     """What happens to a sample that cannot be used: end with its place, or leave it out and count it."""
     pattern: str = "*"
     """Which files of a folder are read, `*.md` say."""
-    tokenizer: str | None = None
+    tokenizer: PathOrName | None = None
     """`bytes`, a folder or a hub name; without it, the model's own (`model.path`)."""
     window: Annotated[int, Field(ge=2)] = 512
     """Tokens of a training sequence."""
     validation_fraction: Fraction = 0.02
     """Share that is held out to measure the loss on: of text its end, of samples evenly spaced ones without a copy; 0
     holds out nothing."""
-    cache: str = "~/.cache/megatrain/tokens"
+    cache: Folder = "~/.cache/megatrain/tokens"
     """Folder that keeps tokenised text for the next run."""
     workers: Annotated[int, Field(ge=0, le=64)] = 1
     """Threads that read ahead; they change nothing about what is read."""
+
+    @property
+    def cache_folder(self) -> Path:
+        """Where tokenised text is kept. Raises `ConfigError` where the default lies in a home that nobody knows."""
+        return usable_path(self.cache, where="data.cache", to_write="folder")
 
     @model_validator(mode="after")
     def _a_weight_each(self) -> DataSection:
@@ -145,7 +193,7 @@ class TrainSection(Section):
     """Windows that the device computes at once; null is for the plan to choose."""
     micro_batches: PositiveInt | None = None
     """Micro-batches of a step, which sees micro_batch x micro_batches windows; null is for the plan to choose."""
-    targets_per_step: PositiveInt | None = None
+    targets_per_step: Annotated[int, Field(gt=0, le=MOST_TOKENS)] | None = None
     """Target tokens that a step has at least: it takes micro-batches until it has them, whatever is said above."""
     lr: NonNegativeFloat = 3e-4
     """Peak learning rate."""
@@ -175,7 +223,7 @@ class TrainSection(Section):
     """cpu, cuda:0, or sim:SEED (CPU arithmetic behind a hostile simulated accelerator)."""
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     """Decides fresh weights, the order of the data, dropout and samples."""
-    hardware: str | None = None
+    hardware: PathOrName | None = None
     """What the plan is made for: a file of `megatrain probe` or a described machine; null is this machine."""
     eval_every: NonNegativeInt = 100
     """Steps between measurements of the validation loss; 0 measures it at the end only."""
@@ -185,7 +233,7 @@ class TrainSection(Section):
     """Steps between samples of text; 0 samples at the end only."""
     sample_prompt: str = ""
     """What a sample continues; empty starts a new document."""
-    sample_tokens: NonNegativeInt = 200
+    sample_tokens: Annotated[int, Field(ge=0, le=1_000_000)] = 200
     """Tokens of a sample; 0 draws none at all."""
     sample_temperature: NonNegativeFloat = 0.8
     """Below 1 sharpens what is drawn; 0 takes the likeliest token each time."""
@@ -198,7 +246,7 @@ class TrainSection(Section):
     the last checkpoint and on from there without the data of that step."""
     nonfinite_limit: PositiveInt = 3
     """Steps in a row that are not finite, each skipped or gone back from, after which the run stops."""
-    stall_seconds: PositiveFloat = 600.0
+    stall_seconds: Seconds = 600.0
     """An operation, or a checkpoint, that stands still for longer is reported, with its name and age."""
 
     @model_validator(mode="after")
@@ -289,7 +337,7 @@ class MemorySection(Section):
 class DiskSection(Section):
     """The disk tier, which holds what the host has no room for, the coldest first."""
 
-    folders: Names = ()
+    folders: Folders = ()
     """Folders on fast drives; several share the load. Without one, no state leaves memory."""
     max_write_per_day: Amount | None = None
     """What may be written to the drives in a day, 500GB say; a plan that writes more is refused."""
@@ -310,18 +358,19 @@ class CheckpointSection(Section):
     """Keep those of every so many steps too, for good."""
     keep_best: NonNegativeInt = 0
     """Keep so many with the lowest validation loss too."""
-    folder: str | None = None
+    folder: Folder | None = None
     """Where they go; null is `checkpoints` in the run folder."""
-    deadline_seconds: PositiveFloat | None = None
+    deadline_seconds: Seconds | None = None
     """Time from a stop signal until the machine is taken away: a step that leaves none for the checkpoint is broken
     off, and done again when the run goes on."""
 
 
 class OutputSection(Section):
-    folder: str
+    folder: Folder
     """Run folder: resolved configuration, metrics, and the trained model in `model/`."""
     overwrite: bool = False
-    """Whether to train into a folder that holds a finished run; its model is replaced when the new one is whole."""
+    """Whether to replace what another run has left in the folder: its checkpoints and metrics when training begins, its
+    model when the new one is whole. Without it such a folder is refused; the run's config.yaml does not repeat it."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Of the weights in `model/`: the exact masters, or those rounded to bfloat16."""
     trackers: Trackers = ("tensorboard",)
@@ -354,12 +403,12 @@ class Config(Section):
     disk: DiskSection = DiskSection()
     checkpoint: CheckpointSection = CheckpointSection()
     output: OutputSection
-    resume: str | None = None
+    resume: PathOrName | None = None
     """auto: go on from this run's newest sound checkpoint, if it has any; or a checkpoint, or a run folder with some.
     With more train.steps than a finished run had, it goes on behind its end."""
     accept_changes: bool = False
     """Whether to go on although model, data or precision have changed since in a way that a resumed run refuses."""
-    trace: Path | None = None
+    trace: Annotated[str, _checked_path("file")] | None = None
     """File for a trace of three early steps, op by op, which Perfetto and chrome://tracing open."""
 
     @model_validator(mode="after")
@@ -374,9 +423,14 @@ class Config(Section):
         return Path(self.output.folder).expanduser()
 
     @property
+    def trace_file(self) -> Path | None:
+        """Where the trace goes that was asked for."""
+        return None if self.trace is None else Path(self.trace).expanduser()
+
+    @property
     def checkpoints(self) -> Path:
-        """The folder of the run's checkpoints."""
-        return Path(self.checkpoint.folder).expanduser() if self.checkpoint.folder else self.folder / "checkpoints"
+        """The folder of the run's checkpoints. Raises `ConfigError` where the one in the run folder is of no use."""
+        return usable_path(self.checkpoint.folder or self.folder / "checkpoints", to_write="folder")
 
     @model_validator(mode="after")
     def _has_pairs(self) -> Config:

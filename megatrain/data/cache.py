@@ -27,8 +27,9 @@ from megatrain.data.records import HUB_TIMEOUT_SECONDS
 from megatrain.data.sample_file import SampleFile, are_samples, open_samples, write_samples
 from megatrain.data.samples import Source, read_samples
 from megatrain.errors import DataError, SampleError
+from megatrain.files import usable_path
 
-FORMAT = 3  # part of the key: raise it when the same content would give other samples
+FORMAT = 4  # part of the key: raise it when the same content would give other samples
 
 Runs = list[tuple[str, bool]]
 """A rendered example: runs of text, and whether they are trained."""
@@ -143,11 +144,14 @@ def _key(source: Source, encoder: Encoder, bad: str) -> str:
 
 def _content(source: Source) -> object:
     """What tells the content of `source` from any other."""
-    path = Path(source.name).expanduser()
+    path = usable_path(source.name, error=DataError)
     if path.is_file():
         return [path.suffix, _digest(path)]
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file())
+        try:
+            files = sorted(file for file in path.rglob("*") if file.is_file())
+        except OSError as error:
+            raise _unreadable(error, path) from error
         return [[str(file.relative_to(path)), _digest(file)] for file in files]
     if path.exists():
         return source.name
@@ -165,4 +169,8 @@ def _digest(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise DataError(error.strerror or str(error), where=str(path), fix="make it readable") from error
+        raise _unreadable(error, path) from error
+
+
+def _unreadable(error: OSError, path: Path) -> DataError:
+    return DataError(error.strerror or str(error), where=str(error.filename or path), fix="make it readable")

@@ -13,19 +13,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from megatrain.data.formats import Sample
 from megatrain.data.messages import Message, Tool
-from megatrain.data.missing import missing
 from megatrain.data.tokenizer import Tokenizer, marked_chat, special_tokens
 from megatrain.data.turns import Span, Turns, Unclear, Unrendered, tail_of_last
 from megatrain.errors import DataError, SampleError, first_line
+from megatrain.files import missing, read_text, usable_path
+from megatrain.time_limit import OutOfTime, within
 
+T = TypeVar("T")
 TrainOn: TypeAlias = Literal["assistant", "last", "all"]
 
 CHOICES = "`chatml`, `none` (contents on lines of their own), or a .jinja file"
@@ -40,6 +43,8 @@ NONE = (
 )
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+SECONDS = 10.0
+"""Of work that a template may take for one conversation: a thousand times what the longest take."""
 EMPTY_ANSWER = "have an empty answer, of which only the end is learned"
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
@@ -101,13 +106,13 @@ def choose_template(
         return ChatTemplate(tokenizer, choice, CHATML.replace("END", end), chosen)
     if choice == "none":
         return ChatTemplate(tokenizer, choice, NONE, chosen)
-    path = Path(choice).expanduser()
+    path = usable_path(choice, where="data.template", error=DataError)
     if not path.is_file():
-        if path.suffix or path.parent != Path():
-            raise missing(path)
+        if path.exists() or path.suffix or path.parent != Path():
+            raise missing(path, DataError)
         raise DataError(f"no chat template is called {choice!r}", where="data.template", fix=f"name `model`, {CHOICES}")
     try:
-        return ChatTemplate(tokenizer, choice, path.read_text("utf-8"), chosen)
+        return ChatTemplate(tokenizer, choice, read_text(path), chosen)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot be read ({first_line(error)})", where=choice, fix="name a text file") from error
 
@@ -173,27 +178,58 @@ class _Rendering:
 
     def marked(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
         """The text and what lies between its marks of generation."""
-        return marked_chat(
-            self.template.tokenizer, self._shaped(messages), self.tools, template=self.text, values=self.template.values
-        )
+        tokenizer, values = self.template.tokenizer, self.template.values
+        shaped = self._shaped(messages)
+        return self._in_time(lambda: marked_chat(tokenizer, shaped, self.tools, template=self.text, values=values))
 
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         apply: Any = self.template.tokenizer.apply_chat_template
+        shaped = self._shaped(messages)
+
+        def render() -> str:
+            try:
+                text: str = apply(
+                    shaped,
+                    tools=self.tools,
+                    chat_template=self.text,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    **self.template.values,
+                )
+            except Exception as error:  # a template is a program: it raises by intention, and what its mistakes raise
+                raise Unrendered(first_line(error)) from error
+            return text
+
+        return self._in_time(render)
+
+    def _in_time(self, render: Callable[[], T]) -> T:
+        """What `render` returns. Raises `DataError` for a template that does not end."""
+        where = f"the chat template {self.template.name}"
+        fix = "correct it, or choose another data.template"
+        if _raises_to_a_power(self.text):  # in one call into C, which no limit of time can end
+            raise DataError("raises a number to a power, which may never end", where=where, fix=fix)
         try:
-            text: str = apply(
-                self._shaped(messages),
-                tools=self.tools,
-                chat_template=self.text,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **self.template.values,
-            )
-        except Exception as error:  # a template is a program: it raises by intention, and whatever its mistakes raise
-            raise Unrendered(first_line(error)) from error
-        return text
+            return within(SECONDS, render)
+        except OutOfTime as error:
+            raise DataError(f"does not end ({error})", where=where, fix=fix) from error
 
     def _shaped(self, messages: Sequence[Message]) -> list[Message]:
         return list(messages) if self.arguments == "object" else [_with_json_arguments(message) for message in messages]
+
+
+@lru_cache(maxsize=16)
+def _raises_to_a_power(template: str) -> bool:
+    """Whether `**` stands between two values of a template, and not before the arguments of a call."""
+    import jinja2
+
+    try:
+        tokens = [(kind, value) for _, kind, value in jinja2.Environment().lex(template) if kind != "whitespace"]
+    except jinja2.TemplateError:
+        return False  # whoever renders it says what is wrong
+    return any(
+        token == ("operator", "**") and before not in (("operator", "("), ("operator", ","))
+        for before, token in pairwise(tokens)
+    )
 
 
 def _rendered(sample: Sample, template: ChatTemplate, tools: Sequence[Tool]) -> tuple[_Rendering, Turns]:

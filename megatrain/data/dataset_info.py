@@ -16,9 +16,9 @@ from typing import Any
 
 from megatrain.data.formats import Format, Schema
 from megatrain.data.json_text import parsed
-from megatrain.data.missing import missing
 from megatrain.data.samples import Source
 from megatrain.errors import DataError
+from megatrain.files import missing, read_text, usable_path
 
 # LLaMA-Factory's name of a column -> ours, by formatting
 COLUMNS: dict[str, dict[str, str]] = {
@@ -37,11 +37,11 @@ def read_dataset_info(path: str | Path, names: Sequence[str]) -> list[Source]:
 
     Raises `DataError` for an entry that does not exist, and for what it asks that is not done here.
     """
-    path = Path(path).expanduser()
+    path = usable_path(path, error=DataError)
     if not path.is_file():
-        raise missing(path)
+        raise missing(path, DataError)
     try:
-        entries = parsed(path.read_text("utf-8-sig"))
+        entries = parsed(read_text(path, "utf-8-sig"))
     except OSError as error:
         raise DataError(error.strerror or str(error), where=str(path)) from error
     except json.JSONDecodeError as error:

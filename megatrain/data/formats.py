@@ -11,7 +11,9 @@ A sample is a conversation, a text (behind a prompt that is not trained, perhaps
     preference   chosen, rejected [, prompt and others]          two samples: see `preferences`
 
 `auto` takes the first of preference, tokens, chat, sharegpt, completion, alpaca and text whose required fields a row
-has. `columns` says what the user calls a field, `tags` what a ShareGPT file calls roles and keys. Left out: pictures.
+has. `columns` says what the user calls a field, `tags` what turns call roles and keys; chat and sharegpt are told apart
+by the keys of the first turn. Rows that are marked as good or bad, as data for KTO is, are refused: trained as they
+are, the bad ones would be learned too. Left out: pictures.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from typing import Any, Literal, NoReturn, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from megatrain.data.messages import Message, Tool, read_calls, read_messages, read_tools
+from megatrain.data.hints import columns_for, tags_for
+from megatrain.data.messages import OTHER_ROLES, ROLES, Message, Tool, read_calls, read_messages, read_tools
 from megatrain.data.records import Row
 from megatrain.data.tokens import TokenArray
 from megatrain.errors import ConfigError, SampleError
@@ -41,6 +44,7 @@ FIELDS: dict[Format, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "alpaca": (("instruction", "output"), ("input", "system", "history")),
     "text": (("text",), ()),
 }
+KNOWN_FIELDS = tuple(sorted({name for fields in FIELDS.values() for names in fields for name in names}))
 # LLaMA-Factory's name of a tag -> (its role, or None for a key; what is taken for it where the user names nothing)
 TAGS: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "role_tag": (None, ("from",)),
@@ -51,6 +55,15 @@ TAGS: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "observation_tag": ("tool", ("observation", "tool", "function_response")),
     "function_tag": ("call", ("function_call",)),
 }
+WITH_TURNS: tuple[Format, ...] = ("auto", "chat", "sharegpt", "preference")
+KEYS_OF_TURNS = {"role": "role_tag", "from": "role_tag", "content": "content_tag", "value": "content_tag"}
+MARKS = ("label", "kto_tag", "desirable", "undesirable", "chosen", "rejected", "accepted", "preferred", "thumbs_up")
+"""Columns that say whether an answer is good, where they hold a boolean; with `is_` before them too."""
+WEIGHTS = ("weight", "loss_weight")
+"""What messages call how much they are trained: OpenAI and LLaMA-Factory."""
+SWITCHES = ("train", "training")
+"""The same where it is a boolean: axolotl."""
+ROLE_NAMES = {*ROLES, *OTHER_ROLES, *(name for _, names in TAGS.values() for name in names)}
 MEDIA = ("image", "video", "audio")
 NOT_A_TARGET = -100
 
@@ -64,10 +77,24 @@ class Schema:
     tags: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        required, optional = zip(*FIELDS.values(), strict=True)
-        _require_known(self.columns, {*sum(required, ()), *sum(optional, ())}, "data.columns")
+        for name, theirs in self.columns.items():
+            if name in KEYS_OF_TURNS:
+                fix = f"set data.tags={{{KEYS_OF_TURNS[name]}: {theirs}}}"
+                raise ConfigError(f"{name!r} is no column, but a key of turns", where="data.columns", fix=fix)
+        _require_known(self.columns, set(KNOWN_FIELDS), "data.columns")
         _require_known(self.tags, set(TAGS), "data.tags")
         _require_known([self.format], set(get_args(Format)), "data.format")
+
+    def refuse_unused(self) -> None:
+        """Raise `ConfigError` for columns and tags that no row of the format has."""
+        if self.tags and self.format not in WITH_TURNS:
+            fix = f"leave data.tags out, or data.format={self.format}"
+            raise ConfigError(f"{self.format} samples have no turns", where="data.tags", fix=fix)
+        fields = FIELDS.get(self.format, (KNOWN_FIELDS, ()))
+        for name in self.columns:
+            if name not in {*fields[0], *fields[1]}:
+                fix = f"theirs are {', '.join((*fields[0], *fields[1]))}"
+                raise ConfigError(f"{self.format} samples have no {name!r}", where="data.columns", fix=fix)
 
     def column(self, name: str) -> str:
         """What the user calls field `name`."""
@@ -95,30 +122,59 @@ class Sample:
 
 def detect_schema(row: Row, schema: Schema) -> Schema:
     """`schema` with its format decided by `row`, where it is `auto`. Raises `SampleError` where nothing fits."""
+    if schema.format == "chat" and schema.fits(row.fields):
+        return _by_turns(row, schema) if schema.tags else schema
     if schema.format != "auto":
         return schema
     for name in FIELDS:
         candidate = replace(schema, format=name)
         if not candidate.fits(row.fields):
             continue
-        turns = row.fields[candidate.column("conversations")] if name == "sharegpt" else None
-        if isinstance(turns, Sequence) and turns and isinstance(turns[0], Mapping) and "role" in turns[0]:
-            return replace(
-                schema, format="chat", columns={**schema.columns, "messages": schema.column("conversations")}
-            )
-        return candidate
+        if name not in ("preference", "tokens", "text"):
+            _refuse_half_a_pair(row)
+        return _by_turns(row, candidate) if name in ("chat", "sharegpt") else candidate
     held = ", ".join(map(repr, row.fields)) or "nothing"
     raise SampleError(
-        f"none of the known formats: it holds {held}",
+        f"none of the known formats: it holds {held[:200]}",
         reason="of no known format",
         where=row.place,
-        fix="set data.format, and data.columns to what the fields are called",
+        fix=columns_for(row.fields, KNOWN_FIELDS, ROLE_NAMES),
     )
+
+
+def _by_turns(row: Row, schema: Schema) -> Schema:
+    """`schema`, of chat or sharegpt, as the other of the two where the keys of the first turn or the tags say so."""
+    column = schema.column(FIELDS[schema.format][0][0])
+    turns = row.fields[column]
+    first = turns[0] if isinstance(turns, Sequence) and turns and isinstance(turns[0], Mapping) else {}
+    if schema.tags:
+        usual = {"role_tag": "role", "content_tag": "content"} if "role" in first else {}
+        return replace(
+            schema,
+            format="sharegpt",
+            columns={**schema.columns, "conversations": column},
+            tags={**usual, **schema.tags},
+        )
+    if "role" in first:
+        return replace(schema, format="chat", columns={**schema.columns, "messages": column})
+    if "from" in first:
+        return replace(schema, format="sharegpt", columns={**schema.columns, "conversations": column})
+    return schema
+
+
+def _refuse_half_a_pair(row: Row) -> None:
+    """Raise `SampleError` for a rejected answer where no field is called `chosen`."""
+    for name, value in row.fields.items():
+        if name.lower().startswith("rejected") and isinstance(value, str | Sequence | Mapping) and value:
+            what = f"{name!r} holds a rejected answer, and there is no 'chosen' one"
+            fix = "set data.columns={chosen: ..., rejected: ...} and train.objective=dpo, or data.format, or remove it"
+            raise SampleError(what, reason="half a preference", where=row.place, fix=fix)
 
 
 def read_sample(row: Row, schema: Schema) -> Sample:
     """What `row` means under `schema`, whose format is decided. Raises `SampleError`: what is wrong, and where."""
     require_fields(row, schema)
+    _refuse_marks(row, schema)
     sample = _READERS[schema.format](row, schema)
     _require_text_only(row, sample)
     return _weighed(sample) if sample.messages else sample
@@ -127,11 +183,28 @@ def read_sample(row: Row, schema: Schema) -> Sample:
 def require_fields(row: Row, schema: Schema) -> None:
     """Raise `SampleError` where a row lacks what its format has."""
     if not schema.fits(row.fields):
+        _refuse_marks(row, schema)
         lacking = next(n for n in FIELDS[schema.format][0] if row.fields.get(schema.column(n)) is None)
         held = ", ".join(map(repr, row.fields)) or "nothing"
         what = f"no {schema.column(lacking)!r}, which {schema.format} samples have; it holds {held}"
         fix = "add the field, or set data.columns to what it is called"
         raise SampleError(what, reason=f"without {schema.column(lacking)!r}", where=row.place, fix=fix)
+
+
+def _refuse_marks(row: Row, schema: Schema) -> None:
+    """Raise `SampleError` where a column says whether the answer is good: what is bad must not be learned."""
+    if schema.format in ("text", "tokens"):
+        return
+    required, optional = FIELDS[schema.format]
+    fields = {schema.column(name) for name in (*required, *optional)}
+    for name, value in row.fields.items():
+        plain = name.lower().removeprefix("is_")
+        if plain not in MARKS or name in fields:
+            continue
+        if isinstance(value, bool | np.bool_) or (plain != "label" and isinstance(value, int) and value in (0, 1)):
+            what = f"{name!r} marks the answer as good or bad, as data for KTO does, which is not trained on here"
+            fix = "keep the rows with good answers and remove the column"
+            raise SampleError(what, reason="marked as good or bad", where=row.place, fix=fix)
 
 
 def _require_text_only(row: Row, sample: Sample) -> None:
@@ -162,12 +235,13 @@ def _read_sharegpt(row: Row, schema: Schema) -> Sample:
         for key in (role_key, content_key):
             if not isinstance(turn, Mapping) or turn.get(key) is None:
                 what = f"message {number} has no {key!r}"
-                raise SampleError(what, reason=f"message without {key!r}", where=row.place, fix="set data.tags")
+                fix = tags_for(turn if isinstance(turn, Mapping) else {}, ROLE_NAMES)
+                raise SampleError(what, reason=f"message without {key!r}", where=row.place, fix=fix)
         said, named = turn[content_key], turn[role_key]
         role = roles.get(named) if isinstance(named, str) else None
         if role is None:
             what = f"message {number} has the role {named!r}"
-            fix = f"known are {', '.join(roles)}; set data.tags"
+            fix = f"known are {', '.join(roles)}; for others set data.tags={{user_tag: ..., assistant_tag: ...}}"
             raise SampleError(what, reason="unknown role", where=row.place, fix=fix)
         if role == "call":
             messages.append({"role": "assistant", "tool_calls": read_calls(said, row.place)})
@@ -242,17 +316,19 @@ _READERS = {
 
 
 def _weighed(sample: Sample) -> Sample:
-    """Without the `weight` that an assistant message may have (0: not trained), which no template reads."""
+    """Without what says whether a message is trained, which no template reads: a weight of 0 or 1, or a boolean."""
     untrained = set(sample.untrained)
     messages = []
     for number, message in enumerate(sample.messages):
-        weight = message.get("weight", 1)
-        if weight not in (0, 1):
-            what = f"message {number + 1} has a weight of {weight!r}"
-            raise SampleError(what, reason="fractional weight", where=sample.origin, fix="a weight is 0 or 1")
-        if not weight:
+        marks = {key: message[key] for key in WEIGHTS if key in message}
+        marks |= {key: message[key] for key in SWITCHES if isinstance(message.get(key), bool)}
+        for key, weight in marks.items():
+            if weight not in (0, 1):
+                what = f"message {number + 1} has a {key} of {weight!r}"
+                raise SampleError(what, reason="fractional weight", where=sample.origin, fix="a weight is 0 or 1")
+        if not all(marks.values()):
             untrained.add(number)
-        messages.append({key: value for key, value in message.items() if key != "weight"})
+        messages.append({key: value for key, value in message.items() if key not in marks})
     return replace(sample, messages=tuple(messages), untrained=frozenset(untrained))
 
 

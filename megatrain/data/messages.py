@@ -2,9 +2,10 @@
 
 A message is `{"role": ..., "content": text}`, with `tool_calls` where an assistant makes some, and then perhaps
 without content; a call is `{"type": "function", "function": {"name": ..., "arguments": {...}}}`, with its arguments as
-an object, whether they came as one or as JSON text. Contents in parts become one text. Whatever else a message holds
-(`reasoning_content`, `tool_call_id`, `name`) is kept for the template. What does not fit is a `SampleError` that names
-the message. Left out: the order of roles, which is the template's business, and parts other than text.
+an object, whether they came as one or as JSON text. Contents in parts become one text, with reasoning and calls among
+them under their own keys. Whatever else a message holds (`reasoning_content`, `tool_call_id`, `name`) is kept for the
+template. What does not fit is a `SampleError` that names the message. Left out: the order of roles, which is the
+template's business, and pictures and sound.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from megatrain.data.hints import tags_for
 from megatrain.data.json_text import parsed
 from megatrain.errors import SampleError
 
 Message: TypeAlias = dict[str, Any]
 Tool: TypeAlias = dict[str, Any]
 
+OTHER_ROLES = ("human", "gpt", "chatgpt", "model", "bot", "ai", "observation", "function_call", "function")
+"""Names of roles in other data sets, for advice."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -62,10 +66,15 @@ def _read_message(message: object, number: int, place: str) -> Message:
     if role is None:
         held = ", ".join(map(repr, kept)) or "nothing"
         what = f"message {number} has no 'role'; it holds {held}"
-        raise SampleError(what, reason="message without a role", where=place, fix="name its role, or set data.columns")
+        raise SampleError(
+            what, reason="message without a role", where=place, fix=tags_for(kept, {*ROLES, *OTHER_ROLES})
+        )
     if role not in ROLES:
         what = f"message {number} has the role {role!r}"
-        raise SampleError(what, reason="unknown role", where=place, fix=f"known are {', '.join(ROLES)}")
+        fix = f"known are {', '.join(ROLES)}; for others set data.tags={{user_tag: ..., assistant_tag: ...}}"
+        raise SampleError(what, reason="unknown role", where=place, fix=fix)
+    if isinstance(kept.get("content"), Sequence) and not isinstance(kept["content"], str):
+        kept = _with_parts_apart(kept, number, place)
     calls = kept.pop("tool_calls", None)
     if calls:
         if role != "assistant":
@@ -79,21 +88,36 @@ def _read_message(message: object, number: int, place: str) -> Message:
     return kept
 
 
+def _with_parts_apart(message: Message, number: int, place: str) -> Message:
+    """A message whose content is a list of parts, with their text as its content.
+
+    A part is a text, or an object with a `type` and what it says under `text` or, in LLaMA-Factory's v1 format,
+    under `value`; there are also parts for reasoning and for tool calls.
+    """
+    said: dict[str, list[str]] = {"text": [], "reasoning": [], "tool_call": []}
+    for part in message["content"]:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+        value = part.get("text", part.get("value")) if isinstance(part, Mapping) else part
+        if kind not in said or not isinstance(value, str):
+            named = kind if isinstance(part, Mapping) else type(part).__name__
+            what = f"message {number} holds a part of kind {named!r}; only text is trained"
+            if kind in said and isinstance(part, Mapping):
+                what = f"message {number} holds a part of kind {named!r} without 'text' or 'value'"
+            raise SampleError(what, reason="content that is not text", where=place, fix="remove it, or the sample")
+        said[str(kind)].append(value)
+    apart: Message = {} if said["tool_call"] and not said["text"] else {"content": "".join(said["text"])}
+    if said["reasoning"]:
+        apart["reasoning_content"] = "".join(said["reasoning"])
+    if said["tool_call"]:
+        apart["tool_calls"] = [call for text in said["tool_call"] for call in read_calls(text, place)]
+    return {**{key: value for key, value in message.items() if key != "content"}, **apart}
+
+
 def _read_content(content: object, number: int, place: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, Sequence):
+    if not isinstance(content, str):
         what = f"the content of message {number} is {type(content).__name__}, not text"
         raise SampleError(what, reason="content that is not text", where=place, fix="bring text")
-    texts: list[str] = []
-    for part in content:
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
-        if not isinstance(text, str):
-            kind = part.get("type", "nameless") if isinstance(part, Mapping) else type(part).__name__
-            what = f"message {number} holds a part of kind {kind!r}; only text is trained"
-            raise SampleError(what, reason="content that is not text", where=place, fix="remove it, or the sample")
-        texts.append(text)
-    return "".join(texts)
+    return content
 
 
 def _read_call(call: object, place: str) -> dict[str, Any]:

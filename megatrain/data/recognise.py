@@ -33,6 +33,7 @@ from megatrain.data.text import STDLIB, find_files
 from megatrain.data.tokenizer import HUB_NAME
 from megatrain.data.tokens import is_token_file
 from megatrain.errors import DataError, SampleError
+from megatrain.files import usable_path
 
 FIRST_ROWS = 1000
 """Of a JSON file: how many are looked at for one of a known format."""
@@ -46,7 +47,7 @@ def holds_samples(name: str, schema: Schema | None = None, pattern: str = "*") -
     `pattern` chooses the files of a folder. What does not exist is taken for a data set on the hub where its name
     could be one. Raises `DataError` where it cannot be told without a word of the user.
     """
-    schema, path = schema or Schema(), Path(name).expanduser()
+    schema, path = schema or Schema(), usable_path(name, error=DataError)
     says_samples = schema.format not in ("auto", "text")
     if name == STDLIB or is_token_file(path):
         if says_samples:
@@ -107,17 +108,22 @@ def _folder_holds_samples(folder: Path, schema: Schema, pattern: str) -> bool:
 
 
 def _is_rich(path: Path, schema: Schema) -> bool:
-    """Whether the first object of a JSON file is more than a plain text, or one that has to be looked for."""
+    """Whether the first object of a JSON file is more than a plain text, or one that has to be looked for.
+
+    JSON lines of which none is of a known format count too: whoever reads samples says what such rows want.
+    """
     if kind_of(path) not in (".json", *JSON_LINES):
         return False
+    unknown = False
     try:
         for row in islice(read_rows(str(path), LeftOut("leave_out")), FIRST_ROWS):
             found = _format_of(row, schema)
             if found is not None:
                 return found != "text" or schema.column("text") != "text"
+            unknown = unknown or "text" not in row.fields
     except DataError:
         pass  # whoever reads it says what is wrong, with its line
-    return False
+    return unknown and kind_of(path) in JSON_LINES
 
 
 def _format_of(row: Row, schema: Schema) -> Format | None:

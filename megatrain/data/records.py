@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,10 +24,10 @@ from typing import Any, TextIO
 
 from megatrain.data.json_text import Malformed, elements, parsed
 from megatrain.data.left_out import LeftOut
-from megatrain.data.missing import missing, nearest_path
 from megatrain.data.text import SourceFile, find_files
 from megatrain.data.tokenizer import HUB_NAME
 from megatrain.errors import DataError, SampleError, first_line
+from megatrain.files import missing, nearest_path, read_json, refuse_unreadable_in, usable_path
 
 HUB_TIMEOUT_SECONDS = 2.0
 JSON_LINES = (".jsonl", ".ndjson")
@@ -62,18 +63,20 @@ def read_rows(
     repeat another byte for byte are left out and counted. Raises `DataError` for what is missing, unreadable or
     malformed, and asks `left_out` about single rows.
     """
-    path = Path(name).expanduser()
+    path = usable_path(name, error=DataError)
     if path.is_dir():
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             yield from _numbered(name, lambda library: _saved(library, path, split))
             return
         yield from _folder_rows(path, left_out, pattern)
+    elif path.is_file() and path.name == FOREIGN_INDEX:
+        raise _list_of_data_sets(path)
     elif path.is_file():
         yield from _file_rows(path, left_out)
     elif path.exists():
         raise DataError("neither a file nor a folder", where=name)
     elif kind_of(path) in SUFFIXES or not HUB_NAME.fullmatch(name) or name.startswith("."):
-        raise missing(path)
+        raise missing(path, DataError)
     else:
         yield from _hub_rows(name, split, subset, folder)
 
@@ -92,8 +95,7 @@ def without_companions(files: Sequence[SourceFile]) -> list[SourceFile]:
 
 def _folder_rows(folder: Path, left_out: LeftOut, pattern: str) -> Iterator[Row]:
     if (folder / FOREIGN_INDEX).is_file():
-        what = f"holds a {FOREIGN_INDEX} of several data sets, which are not one"
-        raise DataError(what, where=str(folder), fix=f"name one of them: {folder / FOREIGN_INDEX}#NAME")
+        raise _list_of_data_sets(folder / FOREIGN_INDEX)
     found, skipped = find_files([folder], pattern)
     for reason, count in skipped.items():
         left_out.add(f"{reason} in a folder", str(folder), count)
@@ -108,6 +110,22 @@ def _folder_rows(folder: Path, left_out: LeftOut, pattern: str) -> Iterator[Row]
         raise DataError("holds no file of samples", where=str(folder), fix=f"known are {', '.join(SUFFIXES)}")
     for file in _once(files, left_out):
         yield from _file_rows(file.path, left_out)
+
+
+def _list_of_data_sets(index: Path) -> DataError:
+    """The error for a list that was named in place of one of its data sets, or for a saved data set's description."""
+    try:
+        entries = read_json(index)
+        names = [str(name) for name, entry in entries.items() if isinstance(entry, dict)]
+    except (OSError, ValueError, AttributeError) as error:
+        what = f"cannot be read ({getattr(error, 'strerror', None) or first_line(error)})"
+        return DataError(what, where=str(index), fix="correct the file, or name a file of samples")
+    if "features" in names or not names:
+        return DataError("describes a data set and holds no sample", where=str(index), fix="name a file of samples")
+    shown = [f"{index}#{names[0]}", *(f"#{name}" for name in names[1:4])]
+    more = f", {len(names) - 4:,} more" if len(names) > 4 else ""
+    fix = f"name one of them: {', '.join(shown)}{more}"
+    return DataError("is a list of data sets, which are not one", where=str(index), fix=fix)
 
 
 def _once(files: Sequence[SourceFile], left_out: LeftOut) -> Iterator[SourceFile]:
@@ -255,7 +273,7 @@ def _is_downloaded(name: str) -> bool:
     """Whether the library's cache may hold `name`; told without the library, which takes seconds to load."""
     from huggingface_hub import constants
 
-    return (Path(constants.HF_HOME) / "datasets" / name.replace("/", "___")).is_dir()
+    return os.path.isdir(os.path.join(constants.HF_HOME, "datasets", name.replace("/", "___")))
 
 
 def _downloaded(library: ModuleType, name: str, subset: str | None, folder: str | None, split: str) -> Any:
@@ -273,6 +291,8 @@ def _table(library: ModuleType, path: Path) -> Any:
 
 
 def _saved(library: ModuleType, path: Path, split: str) -> Any:
+    for folder in (path, *filter(Path.is_dir, path.iterdir())):  # a folder for each split
+        refuse_unreadable_in(folder)
     saved = library.load_from_disk(str(path))
     return saved[split] if isinstance(saved, dict) else saved
 

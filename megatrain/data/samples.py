@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from megatrain.data.formats import Sample, Schema, detect_schema, read_sample
 from megatrain.data.left_out import LeftOut
 from megatrain.data.preferences import read_pair
 from megatrain.data.records import Row, read_rows
 from megatrain.errors import DataError, SampleError
+from megatrain.files import usable_path
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Source:
     @property
     def is_local(self) -> bool:
         """Whether its name is that of a file or folder that exists."""
-        return Path(self.name).expanduser().exists()
+        return usable_path(self.name, error=DataError).exists()
 
 
 def read_samples(sources: Sequence[Source], left_out: LeftOut) -> Iterator[Sample]:

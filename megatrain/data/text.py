@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn, TextIO
 
 from megatrain.data.json_text import parsed
-from megatrain.data.missing import missing
 from megatrain.errors import DataError
+from megatrain.files import missing, usable_path
 
 STDLIB = "python-stdlib"
 PIECE_CHARACTERS = 1 << 20
@@ -63,7 +63,7 @@ def find_files(sources: Sequence[str | Path], pattern: str = "*") -> tuple[list[
     files: list[SourceFile] = []
     skipped: Counter[str] = Counter()
     for source in sources:
-        path = Path(source).expanduser()
+        path = usable_path(source, error=DataError)
         if source == STDLIB:
             found = _stdlib_files()
         elif path.is_dir():
@@ -73,7 +73,7 @@ def find_files(sources: Sequence[str | Path], pattern: str = "*") -> tuple[list[
         elif path.exists():
             raise DataError("neither a file nor a folder", where=str(path))
         else:
-            raise missing(path)
+            raise missing(path, DataError)
         files += [_source_file(file, named=file == path) for file in found]
     if not sources:
         raise DataError("no data source was given", fix=f"name a file or folder, or `{STDLIB}`")
@@ -119,7 +119,7 @@ def _folder_files(folder: Path, pattern: str, skipped: Counter[str]) -> list[Pat
             continue
         if path.name.startswith("."):
             skipped["hidden"] += 1
-        elif not path.is_file():
+        elif not _is_file(path):
             skipped["special"] += 1  # a pipe, a broken link
         else:
             found.append(path)
@@ -127,6 +127,13 @@ def _folder_files(folder: Path, pattern: str, skipped: Counter[str]) -> list[Pat
         fix = "name a folder with text in it" if glob == "*" else "correct the pattern"
         raise DataError(f"no file matches {pattern!r}", where=str(folder), fix=fix)
     return sorted(found)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError as error:  # in a folder that may be listed and not entered
+        raise _unreadable(error, path) from error
 
 
 def _stdlib_files() -> list[Path]:

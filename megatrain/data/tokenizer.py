@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from megatrain.data.missing import missing, nearest_path
 from megatrain.data.tokens import TokenArray
 from megatrain.errors import DataError, first_line
+from megatrain.files import missing, nearest_path, refuse_unreadable_in, usable_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,13 +46,17 @@ def load_tokenizer(name: str) -> Tokenizer:
     """
     if name == "bytes":
         return _byte_tokenizer()
-    folder = Path(name).expanduser()
+    folder = usable_path(name, error=DataError)
     if folder.is_dir():
+        try:
+            refuse_unreadable_in(folder)
+        except OSError as error:
+            raise DataError(error.strerror or str(error), where=str(error.filename), fix="bring a whole one") from error
         return _from_pretrained(str(folder), local=True)
-    if folder.exists():
+    if folder.is_file():
         raise DataError("is a file, not a tokenizer folder", where=name, fix=f"name its folder: {folder.parent}")
-    if not HUB_NAME.fullmatch(name) or name.startswith("."):
-        raise missing(folder)
+    if folder.exists() or not HUB_NAME.fullmatch(name) or name.startswith("."):
+        raise missing(folder, DataError)
     try:
         return _from_pretrained(name, local=True)
     except DataError:

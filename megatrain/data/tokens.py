@@ -21,8 +21,8 @@ from typing import Any, BinaryIO, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from megatrain.data.missing import missing
 from megatrain.errors import DataError
+from megatrain.files import missing, read_json, usable_path
 
 DTYPES: dict[str, np.dtype[np.unsignedinteger[Any]]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 SUFFIXES = (".bin", ".npy")
@@ -92,9 +92,9 @@ def is_token_file(path: Path) -> bool:
 
 def open_tokens(path: str | Path) -> TokenFile:
     """Opens a `.bin` or `.npy` memory mapped. Raises `DataError` where it is missing, empty or malformed."""
-    path = Path(path).expanduser()
+    path = usable_path(path, error=DataError)
     if not path.is_file():
-        raise missing(path) if not path.exists() else DataError("not a token file", where=str(path))
+        raise missing(path, DataError)
     try:
         file = _open_npy(path) if path.suffix == ".npy" else _open_bin(path)
     except OSError as error:
@@ -141,7 +141,7 @@ def _open_bin(path: Path) -> TokenFile:
     if not note_path.is_file():
         raise DataError(f"has no {note_path.name} beside it to tell its dtype", where=str(path), fix=fix)
     try:
-        note = json.loads(note_path.read_bytes())
+        note = read_json(note_path)
         dtype = DTYPES[note["dtype"]]
         vocab_size = None if note.get("vocab_size") is None else int(note["vocab_size"])
         details = dict(note.get("details", {}))

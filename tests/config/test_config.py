@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
@@ -16,15 +19,19 @@ from megatrain.config import (
     Config,
     MemorySection,
     PolicySection,
+    Section,
     TrainSection,
     describe_keys,
     let_idle_threads_sleep,
     load_config,
     save_config,
+    tree,
 )
 from megatrain.errors import ConfigError
 from megatrain.optim.lr import NAMES
+from megatrain.plan.question import MOST_TOKENS
 from megatrain.spec import Policy
+from tests.bad_paths import FOR_A_FILE, FOR_A_FOLDER, KINDS, bad_path
 
 HERE = Path(__file__).parents[2]
 MINIMAL = """\
@@ -38,6 +45,12 @@ train:
   lr: 3e-4
 output: {folder: runs/test}
 """
+
+
+BILLION = "a0: &a0 {k: x}\n" + "".join(
+    f"a{n}: &a{n} {{{', '.join(f'k{k}: *a{n - 1}' for k in range(10))}}}\n" for n in range(1, 10)
+)
+"""Nine lines, each ten times the one before."""
 
 
 def load(tmp_path: Path, text: str = MINIMAL, *overrides: str) -> Config:
@@ -91,10 +104,16 @@ def test_the_model_brings_its_tokenizer(tmp_path: Path) -> None:
     assert config.tokenizer == "some/model"
 
 
-TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.sampled_from(["3e-4", "null", "yes", "1_0"])
+CHARACTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\0~")
+TEXTS = st.text(CHARACTERS, max_size=20) | st.sampled_from(["3e-4", "null", "yes", "1_0", "a\x85b", "\u2028", "\ufeff"])
 
 
-@given(prompt=TEXTS, lr=st.floats(0, 1), slots=st.none() | st.integers(1, 9), theta=st.floats(1e-30, 1e30))
+@given(
+    prompt=TEXTS,
+    lr=st.just(0.0) | st.floats(1e-30, 1),
+    slots=st.none() | st.integers(1, 9),
+    theta=st.floats(1e-30, 1e30),
+)
 def test_a_saved_configuration_loads_back_equal(
     tmp_path_factory: pytest.TempPathFactory, prompt: str, lr: float, slots: int | None, theta: float
 ) -> None:
@@ -143,6 +162,8 @@ def test_a_saved_configuration_loads_back_equal(
         (MINIMAL + "a: \x00", (), "run.yaml: malformed YAML"),
         (MINIMAL + "a: 2026-99-99", (), "run.yaml: malformed YAML"),
         (MINIMAL + "a: &x {b: *x}", (), "run.yaml: malformed YAML"),
+        (MINIMAL + BILLION, (), "by its aliases; write them out"),
+        (MINIMAL + "a: " + "[" * 5000, (), "run.yaml: malformed YAML"),
         (MINIMAL + "train: {steps: 3}\n", (), "run.yaml:10: key train is given twice"),
         (MINIMAL.replace("steps: 10", "steps: 10\n  steps: 11"), (), "run.yaml:8: key train.steps is given twice"),
         ("", (), "run.yaml: holds no keys"),
@@ -156,9 +177,99 @@ def test_a_mistake_is_answered_in_one_line_with_its_place(
     assert expected in refusal(tmp_path, text, *overrides)
 
 
+READ = ("model.path", "model.config", "data.sources", "data.template", "data.tokenizer", "train.hardware", "resume")
+FOLDERS = ("data.cache", "disk.folders", "checkpoint.folder", "output.folder")
+FILES = ("trace",)
+NO_PATHS = (
+    *("data.format", "data.tags", "data.pattern", "data.packing", "memory.disk", "output.overwrite"),
+    "output.trackers_online",
+)
+"""Their meanings speak of files and folders all the same."""
+
+BAD_PATHS = [
+    (key, kind, says)
+    for keys, kinds in ((READ, {}), (FOLDERS, FOR_A_FOLDER), (FILES, FOR_A_FILE))
+    for key in keys
+    for kind, says in {**KINDS, **kinds}.items()
+]
+
+
+@pytest.mark.parametrize(("key", "kind", "says"), BAD_PATHS)
+def test_a_path_that_nobody_can_use_is_refused_whatever_key_holds_it(
+    key: str, kind: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = json.dumps(bad_path(kind, tmp_path, monkeypatch))
+    lists = key in ("data.sources", "disk.folders")
+    value = f"{{path: {text}}}" if key == "model.path" else f"[{text}]" if lists else text
+    override = f"model={value}" if key == "model.path" else f"{key}={value}"
+    message = refusal(tmp_path, MINIMAL, override)
+    assert key in message
+    assert says in message
+    assert len(message) < 600
+    assert message.isprintable()
+
+
+def test_what_lies_in_the_run_folder_in_place_of_checkpoints_is_refused(tmp_path: Path) -> None:
+    config = load(tmp_path, MINIMAL, f"output.folder={tmp_path}")
+    assert config.checkpoints == tmp_path / "checkpoints"
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(ConfigError, match="checkpoints: is a file, not a folder"):
+        _ = config.checkpoints
+    (tmp_path / "checkpoints").unlink()
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "checkpoints")
+    with pytest.raises(ConfigError, match="checkpoints: is reached by links that lead in a circle"):
+        _ = config.checkpoints
+
+
+def test_every_key_that_holds_a_path_takes_one_and_gives_it_back(tmp_path: Path) -> None:
+    for key in (*READ[2:], *FOLDERS, *FILES):
+        config = load(tmp_path, MINIMAL, f"{key}={tmp_path}/new")
+        save_config(config, tmp_path / "saved.yaml")
+        assert load_config(tmp_path / "saved.yaml") == config
+        assert f"{tmp_path}/new" in (tmp_path / "saved.yaml").read_text()
+
+
+def test_every_key_that_may_hold_a_path_is_among_those_tried() -> None:
+    speak = {key for key, _, meaning in describe_keys() if re.search(r"\b([Ff]olders?|[Ff]iles?|path)\b", meaning)}
+    assert speak - {*NO_PATHS} <= {*READ, *FOLDERS, *FILES}
+
+
+def numbers_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(key, type) of every key that may be a number or a list of numbers."""
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from numbers_of(field.annotation, f"{prefix}{name}.")
+        elif re.search(r"\b(int|float)\b", str(field.annotation)):
+            yield f"{prefix}{name}", field.annotation
+
+
+NUMBERS = dict(numbers_of(Config))
+SEVERAL = {"data.weights": 1, "train.betas": 2}
+"""Keys of lists of numbers, with how many there are."""
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_a_number_beyond_reason_is_refused_whatever_key_holds_it(key: str, tmp_path: Path) -> None:
+    whole = "int" in str(NUMBERS[key])
+    for value in (10**30, 2**63, -(10**30)) if whole else ("1e300", "5e-324", "-1e300"):
+        text = f"[{', '.join([str(value)] * SEVERAL[key])}]" if key in SEVERAL else str(value)
+        message = refusal(tmp_path, MINIMAL, f"{key}={text}")
+        assert key in message
+        assert re.search(r"is beyond reason; give |should be (less|greater) than ", message)
+
+
+def test_the_largest_numbers_that_are_taken_go_into_machine_words(tmp_path: Path) -> None:
+    bounded = {"data.workers": 64, "train.targets_per_step": MOST_TOKENS, "train.sample_tokens": 10**6}
+    for key, kind in NUMBERS.items():
+        if "int" in str(kind):
+            load(tmp_path, MINIMAL, f"{key}={bounded.get(key, 10**18)}")
+    assert tree.MOST_TOKENS == MOST_TOKENS
+    assert len(NUMBERS) > 40
+
+
 def test_a_missing_file_is_answered_with_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "quickstart.yaml").write_text(MINIMAL)
-    with pytest.raises(ConfigError, match=r"no such file; did you mean .*quickstart\.yaml\?"):
+    with pytest.raises(ConfigError, match=r"no such file or folder; did you mean .*quickstart\.yaml\?"):
         load_config(tmp_path / "quikstart.yaml")
     with pytest.raises(ConfigError, match="no such file"):
         load_config(tmp_path / "absent" / "x.yaml")
@@ -170,6 +281,9 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
         load_config(tmp_path / "a.yaml")
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path)
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(ConfigError, match=r"cannot be read \(a pipe, not a file\)"):
+        load_config(tmp_path / "pipe.yaml")
 
 
 def test_every_key_has_a_meaning_and_a_default_that_is_its_own() -> None:

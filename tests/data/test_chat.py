@@ -6,6 +6,7 @@ the rendered conversation. The code under test knows no pattern and no mark.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatrain.data import chat as chats
 from megatrain.data.chat import MarkedText, choose_template, mark_chat
 from megatrain.data.encode import EncodeOptions, Encoder, Statistics, encode_sample, trained_tokens
 from megatrain.data.formats import Sample
@@ -338,6 +340,53 @@ def test_a_template_that_does_not_tell_its_turns_apart_is_refused(template: str,
     tokenizer.chat_template = template
     with pytest.raises(SampleError, match=r"does not tell what is trained: .*message 2.*choose another data\.template"):
         mark_chat(chat(*CONVERSATIONS[messages]), choose_template(tokenizer), "assistant")
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        (ENDLESS, r"does not end \(not done after 0\.1 seconds of work\)"),
+        ("{% if messages | length > 2 %}" + ENDLESS + "{% endif %}{{ messages[0].content }}", "does not end"),
+        ("{% generation %}" + ENDLESS + "{% endgeneration %}", "does not end"),
+        ("{{ 9 ** 9 ** 9 ** 9 }}", "raises a number to a power, which may never end"),
+        ("{% set n = 10 %}{% if n**n**n > 1 %}{% endif %}", "raises a number to a power"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of an exception lost in a callback
+def test_a_template_that_never_ends_is_ended_and_called_so(
+    template: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a sample at a time, which would take as many times the limit, even where bad samples are left out."""
+    monkeypatch.setattr(chats, "SECONDS", 0.1)
+    tokenizer = byte_tokenizer("chatml")
+    tokenizer.chat_template = template
+    sample = chat(user("q"), assistant("a"), user("r"), assistant("b"))
+    with pytest.raises(DataError, match=rf"the chat template of .*: {says}.*; correct it, or choose another") as caught:
+        mark_chat(sample, choose_template(tokenizer), "assistant")
+    assert not isinstance(caught.value, SampleError)
+
+
+def test_two_stars_in_a_text_or_before_arguments_are_no_power() -> None:
+    tokenizer = byte_tokenizer("chatml")
+    tokenizer.chat_template = (
+        "{% for m in messages %}**{{ m.role }}** {# a ** b #}{{ dict(**{'x': '**'}).x }}{{ dict(a=1, **{}).a }}"
+        "{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}**assistant** **1{% endif %}"
+    )
+    found = mark_chat(chat(user("q"), assistant("a")), choose_template(tokenizer), "assistant")
+    assert [found.text[a:b] for a, b in found.spans] == ["a<|im_end|>"]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "zeros"])
+def test_a_template_file_that_never_ends_is_not_read(kind: str, tmp_path: Path) -> None:
+    if kind == "pipe":
+        os.mkfifo(tmp_path / "pipe")
+    else:
+        (tmp_path / "zeros").symlink_to("/dev/zero")
+    with pytest.raises(DataError, match=r"is a (pipe|device), not a file; name a file"):
+        choose_template(byte_tokenizer("chatml"), str(tmp_path / kind))
 
 
 def test_what_is_lost_or_read_as_special_is_noted() -> None:

@@ -140,14 +140,17 @@ def test_columns_may_have_other_names() -> None:
 @pytest.mark.parametrize(
     ("fields", "what"),
     [
-        ({"question": "q", "answer": "a"}, "none of the known formats: it holds 'question', 'answer'; set data.format"),
+        ({"name": "q", "size": 3}, "none of the known formats: it holds 'name', 'size'; set data.format"),
         ({"instruction": "q"}, "none of the known formats: it holds 'instruction'"),
         ({}, "it holds nothing"),
         ({"messages": []}, "an empty list in place of messages"),
         ({"messages": "q"}, "str in place of messages"),
         ({"messages": ["q"]}, "message 1 is str, not an object"),
-        ({"messages": [HELLO[0], {"content": "a"}]}, "message 2 has no 'role'; it holds 'content'"),
-        ({"messages": [{"role": "robot", "content": "a"}]}, "message 1 has the role 'robot'; known are system"),
+        ({"messages": [HELLO[0], {"content": "a"}]}, "message 2 has no 'role'; it holds 'content'; set data.tags"),
+        (
+            {"messages": [{"role": "robot", "content": "a"}]},
+            "message 1 has the role 'robot'; known are system, developer, user, assistant, tool; for others set data",
+        ),
         ({"messages": [HELLO[0], {"role": "assistant"}]}, "message 2 (assistant) has no content"),
         ({"messages": [{"role": "user", "content": 5}]}, "the content of message 1 is int, not text"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "message 1 holds a part of kind 'image'"),
@@ -191,9 +194,143 @@ def test_a_missing_field_is_named_with_what_is_there() -> None:
     assert "no 'reply'" in refused({"instruction": "q"}, format="alpaca", columns={"output": "reply"})
 
 
+@pytest.mark.parametrize(
+    ("fields", "hint"),
+    [
+        ({"dialog": HELLO}, "set data.columns={messages: dialog}"),
+        ({"dialog": [{"from": "human", "value": "q"}]}, "set data.columns={conversations: dialog}"),
+        (
+            {"id": 5, "talk": [{"who": "User", "says": "q"}]},
+            "set data.columns={messages: talk} and data.tags={role_tag: who, content_tag: says}",
+        ),
+        ({"question": "q", "answer": "a"}, "set data.columns={instruction: question, output: answer}"),
+        (
+            {"instruction": "q", "context": "c", "response": "a", "category": "x"},
+            "set data.columns={output: response, input: context}",
+        ),
+        ({"Query": "q", "response": "a"}, "set data.columns={instruction: Query, output: response}"),
+        ({"content": "t", "url": "u"}, "set data.columns={text: content}"),
+        ({"raw": "t"}, "set data.columns={text: raw}"),
+        ({"mesages": "q", "n": 1}, "set data.columns={messages: mesages}"),
+        (
+            {"chosen_messages": HELLO, "rejected_messages": HELLO},
+            "set data.columns={chosen: chosen_messages, rejected: rejected_messages}",
+        ),
+        ({"a": "q", "b": "a"}, "set data.format, and data.columns to what the fields are called"),
+        ({"messages": [{"speaker": "user", "text": "q"}]}, "set data.tags={role_tag: speaker, content_tag: text}"),
+        ({"conversations": [{"speaker": "bot", "x": "q"}]}, "set data.tags={role_tag: speaker, content_tag: x}"),
+        ({"messages": [{"speaker": "x", "text": "q"}]}, "set data.tags={role_tag: ..., content_tag: ...} to what"),
+    ],
+)
+def test_a_row_of_another_shape_is_answered_with_what_to_set(fields: dict[str, Any], hint: str) -> None:
+    message = refused(fields)
+    assert f"; {hint}" in message
+    assert len(message) < 300
+
+
+def test_what_a_hint_says_to_set_is_understood() -> None:
+    """Each hint, followed; turns of any keys, in a column of either name, and for a format that is named."""
+    turns = [{"speaker": "user", "text": "q"}, {"speaker": "assistant", "text": "a"}]
+    tags = {"role_tag": "speaker", "content_tag": "text"}
+    assert list(read({"messages": turns}, tags=tags).messages) == HELLO
+    assert list(read({"conversations": turns}, tags=tags).messages) == HELLO
+    assert list(read({"messages": turns}, format="chat", tags=tags).messages) == HELLO
+    assert list(read({"talk": turns}, columns={"messages": "talk"}, tags=tags).messages) == HELLO
+    named = [{"role": "human", "content": "q"}, {"role": "robot", "content": "a"}]
+    assert list(read({"messages": named}, tags={"assistant_tag": "robot"}).messages) == HELLO
+    assert list(read({"messages": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}).messages) == HELLO
+    columns = {"instruction": "question", "output": "answer"}
+    assert list(read({"question": "q", "answer": "a"}, columns=columns).messages) == HELLO
+
+
+def test_parts_with_values_are_those_of_llama_factory() -> None:
+    def part(kind: str, value: str) -> dict[str, str]:
+        return {"type": kind, "value": value}
+
+    call = part("tool_call", '{"name": "f", "arguments": {"x": 1}}')
+    sample = read(
+        {
+            "messages": [
+                {"role": "user", "content": [part("text", "q")], "loss_weight": 0.0},
+                {"role": "assistant", "content": [part("reasoning", "r"), call], "loss_weight": 0.0},
+                {"role": "tool", "content": [part("text", "1")], "loss_weight": 0.0},
+                {"role": "assistant", "content": [part("reasoning", "r"), part("text", "a")], "loss_weight": 1.0},
+            ]
+        }
+    )
+    assert list(sample.messages) == [
+        HELLO[0],
+        {"role": "assistant", "reasoning_content": "r", "tool_calls": [CALL]},
+        {"role": "tool", "content": "1"},
+        {"role": "assistant", "reasoning_content": "r", "content": "a"},
+    ]
+    assert sample.untrained == {0, 1, 2}
+    assert "a part of kind 'image_url'; only text" in refused(
+        {"messages": [{"role": "user", "content": [part("image_url", "a.png")]}]}
+    )
+    assert "a part of kind 'text' without 'text' or 'value'" in refused(
+        {"messages": [{"role": "user", "content": [{"type": "text", "words": "q"}]}]}
+    )
+
+
+@pytest.mark.parametrize("key", ["weight", "loss_weight", "train", "training"])
+def test_whatever_says_that_a_message_is_not_trained_is_heeded(key: str) -> None:
+    off, on = (False, True) if key in ("train", "training") else (0, 1.0)
+    sample = read({"messages": [HELLO[0], {**HELLO[1], key: off}, HELLO[0], {**HELLO[1], key: on}]})
+    assert (list(sample.messages), sample.untrained) == ([*HELLO, *HELLO], {1})
+    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", key: off}]
+    assert read({"conversations": turns}).untrained == {1}
+
+
+ANSWERED: list[dict[str, Any]] = [
+    {"messages": HELLO},
+    {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+    {"prompt": "q", "completion": "a"},
+    {"prompt": HELLO[:1], "completion": HELLO[1:]},
+    {"instruction": "q", "output": "a"},
+]
+
+
+@pytest.mark.parametrize("fields", ANSWERED, ids=lambda fields: next(iter(fields)))
+def test_rows_that_say_whether_their_answer_is_good_are_refused_by_name(fields: dict[str, Any]) -> None:
+    for mark in ({"label": True}, {"label": False}, {"label": np.bool_(False)}, {"kto_tag": 0}, {"is_rejected": True}):
+        (name,) = mark
+        message = refused({**fields, **mark})
+        assert f"{name!r} marks the answer as good or bad, as data for KTO does" in message
+    for other in ({"label": 3}, {"label": "joy"}, {"label": 0}, {"labels": [True]}, {"score": 1}, {"chosen": "x"}):
+        read({**fields, **other})
+    assert read({"text": "t", "label": True}).text == "t"  # a class, and no answer
+    assert "'label' marks the answer" in refused({**fields, "label": True}, format="preference")
+
+
+def test_a_rejected_answer_without_a_chosen_one_is_refused() -> None:
+    message = refused({"messages": HELLO, "rejected_response": "b"})
+    assert "'rejected_response' holds a rejected answer, and there is no 'chosen' one; set data.columns" in message
+    read({"messages": HELLO, "rejected_response": "b"}, format="chat")  # the user says what it is
+    read({"messages": HELLO, "rejected_response": None, "rejected_ids": np.array([1, 2])})
+
+
+def test_columns_and_tags_that_nothing_uses_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data\.tags: alpaca samples have no turns"):
+        Schema("alpaca", tags={"role_tag": "x"}).refuse_unused()
+    with pytest.raises(ConfigError, match=r"data\.columns: chat samples have no 'conversations'; theirs are messages"):
+        Schema("chat", {"conversations": "x"}).refuse_unused()
+    for schema in (
+        Schema("chat", {"messages": "x"}, {"role_tag": "x"}),
+        Schema("auto", {"output": "x", "messages": "y"}, {"role_tag": "x"}),
+        Schema("preference", {"chosen": "x"}, {"role_tag": "x"}),
+        Schema("text", {"text": "x"}),
+    ):
+        schema.refuse_unused()
+
+
 def test_a_schema_of_unknown_names_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.columns: unknown name 'mesages'; did you mean 'messages'"):
         Schema(columns={"mesages": "x"})
+    for name, tag in (("role", "role_tag"), ("content", "content_tag")):
+        hint = rf"data\.columns: '{name}' is no column, but a key of turns; set data\.tags={{{tag}: x}}"
+        with pytest.raises(ConfigError, match=hint):
+            Schema(columns={name: "x"})
     with pytest.raises(ConfigError, match=r"data\.tags: unknown name 'user'; did you mean 'user_tag'"):
         Schema(tags={"user": "x"})
     with pytest.raises(ConfigError, match=r"data\.format: unknown name 'sharegtp'; did you mean 'sharegpt'"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import datasets
@@ -77,6 +78,38 @@ def test_the_first_object_decides_whatever_stands_before_it(tmp_path: Path) -> N
     path = lines(tmp_path / "a.jsonl", "{", {"about": "these chats"}, CHAT)
     assert holds_samples(str(path))
     assert counts(Source(str(path))) == (1, {"not a line of JSON": 1, "of no known format": 1})
+
+
+def test_json_lines_of_an_unknown_shape_are_answered_as_samples(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"dialog": CHAT["messages"]})
+    assert holds_samples(str(path))
+    with pytest.raises(DataError, match=r"it holds 'dialog'; set data\.columns=\{messages: dialog\}"):
+        counts(Source(str(path)), "stop")
+    assert holds_samples(str(tmp_path))
+    assert not holds_samples(str(lines(tmp_path / "b.jsonl", {"title": "x"}, {"text": "t"})))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "zeros"])
+def test_files_that_never_end_are_no_source(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in ("a.jsonl", "a.json", "a.txt", "a.parquet", "a.bin", "dataset_info.json"):
+        os.mkfifo(folder / name) if kind == "pipe" else (folder / name).symlink_to("/dev/zero")
+        for source in (str(folder / name), f"{folder / name}#x"):
+            with pytest.raises(DataError, match=r"neither a file nor a folder|is a (pipe|device), not a file|no such"):
+                prepare_tokens([source], load_tokenizer("bytes"), cache=tmp_path / "cache")
+            with pytest.raises(DataError, match=r"neither a file nor a folder|is a (pipe|device), not a file|no such"):
+                counts(source_called(source, Schema()))
+    with pytest.raises(DataError, match=r"left out: 6 special|no file matches"):
+        prepare_tokens([folder], load_tokenizer("bytes"), cache=tmp_path / "cache")
+    saved = tmp_path / "saved"
+    datasets.Dataset.from_list([ALPACA]).save_to_disk(str(saved))
+    assert counts(Source(str(saved)))[0] == 1
+    (table,) = saved.glob("*.arrow")
+    table.unlink()
+    os.mkfifo(table) if kind == "pipe" else table.symlink_to("/dev/zero")
+    with pytest.raises(DataError, match=r"cannot be read .*a (pipe|device), not a file"):
+        counts(Source(str(saved)))
 
 
 def test_the_names_of_the_users_fields_count(tmp_path: Path) -> None:

@@ -69,6 +69,16 @@ def test_every_kind_of_file_gives_the_same_samples(tmp_path: Path, suffix: str) 
     assert not left_out.counts
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "arrow", "saved"])
+def test_data_for_kto_is_refused_in_every_kind_of_file(tmp_path: Path, suffix: str) -> None:
+    """Trained as it is, its undesirable answers would be learned too."""
+    for number, row in enumerate((CHAT, {"prompt": "q", "completion": "a"})):
+        path = written(tmp_path / f"{number}.{suffix}", [{**row, "label": good} for good in (True, False)])
+        assert "'label' marks the answer as good or bad, as data for KTO does" in refused(path)
+        with pytest.raises(DataError, match=r"no sample \(left out: 2 marked as good or bad"):
+            read(path, bad="leave_out")
+
+
 def test_json_lines_under_the_name_of_json_are_read(tmp_path: Path) -> None:
     assert [sample.origin for sample in read(lines(tmp_path / "a.json", *ROWS))[0]] == [
         f"{tmp_path}/a.json:{n}" for n in (1, 2, 3)
@@ -314,7 +324,8 @@ def test_what_a_dataset_info_asks_and_is_not_done_is_refused(tmp_path: Path, nam
     with pytest.raises(DataError) as caught:
         read_dataset_info(path, [name])
     assert str(caught.value).startswith(f"{path}#{name}: {what}")
-    assert f"name one of them: {path}#NAME" in refused(tmp_path)
+    for named in (tmp_path, path):
+        assert f"a list of data sets, which are not one; name one of them: {path}#plain, #renamed" in refused(named)
 
 
 def test_samples_are_refused_one_by_one() -> None:

@@ -1,0 +1,90 @@
+"""Several processes: each is told at once that one trains, and none trains alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatrain import Engine, cli
+from megatrain.config import refuse_several_processes
+from megatrain.config.environment import LAUNCHERS
+from megatrain.errors import ConfigError
+from megatrain.model import freeze_parameters
+from tests.tiny import tiny_model
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _started_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*(name for names in LAUNCHERS.values() for name in names), "TORCHELASTIC_ERROR_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_each_of_several_processes_is_refused(launcher: str, rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    size, number = LAUNCHERS[launcher]
+    monkeypatch.setenv(size, "2")
+    monkeypatch.setenv(number, rank)
+    told = f"here: one of 2 processes ({size}=2, {number}={rank}), and MegaTrain trains with one; start a single one,"
+    with pytest.raises(ConfigError, match=re.escape(f"{told} without {launcher}, or unset {size}")):
+        refuse_several_processes("here")
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"},
+        {"WORLD_SIZE": ""},
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},  # of a batch script, which runs once
+        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"},
+    ],
+)
+def test_a_single_process_is_one(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    refuse_several_processes("here")
+
+
+def test_an_engine_that_trains_is_refused_and_one_that_does_not_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    model = tiny_model()
+    with pytest.raises(ConfigError, match=r"engine: one of 2 processes \(WORLD_SIZE=2, RANK=1\)"):
+        Engine.from_model(model, verify=False)
+    freeze_parameters(model, ("*",))
+    Engine.from_model(model, verify=False).close()
+
+
+def test_every_verb_tells_it_in_a_line_and_torchrun_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "error.json"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
+    for verb in ("train", "plan", "verify", "generate", "export", "init", "probe", "report"):
+        with pytest.raises(SystemExit) as caught:
+            cli.main((verb, "x"))
+        assert caught.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: megatrain {verb}: one of 2 processes (WORLD_SIZE=2), and MegaTrain")
+        assert f"error: {json.loads(report.read_text())['message']}" == line
+
+
+@pytest.mark.slow
+def test_torchrun_with_two_processes_ends_at_once_and_says_why(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "megatrain", "train"]
+    overrides = ["configs/quickstart.yaml", f"output.folder={tmp_path / 'run'}"]
+    done = subprocess.run([*command, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    reason = "megatrain train: one of 2 processes (WORLD_SIZE=2, RANK="
+    assert f"error: {reason}" in done.stderr
+    assert reason in "\n".join(done.stderr.splitlines()[-10:]), "at the end, and not buried"
+    assert not (tmp_path / "run").exists()
