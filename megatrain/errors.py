@@ -31,8 +31,14 @@ leaves out logging and exit codes: see `cli.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 _NAMED = (KeyError, TypeError, AttributeError, IndexError, ZeroDivisionError, RuntimeError)
 """Exceptions of code that trips over something; what they say means little without their names."""
+
+
+LONGEST_LINE = 300
+"""Characters of what an exception of another library says; some list every model that they know."""
 
 
 def first_line(error: BaseException) -> str:
@@ -45,6 +51,7 @@ def first_line(error: BaseException) -> str:
     if not lines:
         return type(error).__name__
     said = (" ".join(lines[:2]) if lines[0].endswith(":") else lines[0]).rstrip(".")
+    said = said if len(said) <= LONGEST_LINE else f"{said[:LONGEST_LINE]}..."
     return f"{type(error).__name__}: {said}" if isinstance(error, _NAMED) else said
 
 
@@ -162,7 +169,14 @@ class CorruptRegion(DiskError):
 
 
 class NonFinite(MegaTrainError):
-    """A loss or a gradient is not finite. The text says which units, if any, had been updated already."""
+    """A loss or a gradient is not finite. The text says which units, if any, had been updated already.
+
+    parameters: names of weights that are not finite themselves; no step will be as long as they are what they are.
+    """
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "", parameters: Sequence[str] = ()) -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.parameters = tuple(parameters)
 
 
 class ExportError(MegaTrainError):

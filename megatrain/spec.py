@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 from math import prod
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 from megatrain.errors import PlanError
+from megatrain.fields import Bounds, check_fields
 from megatrain.profiles import NOTHING_KNOWN
 from megatrain.profiles import LayerProfile as LayerProfile
 from megatrain.profiles import Moment as Moment
@@ -31,6 +32,10 @@ Rows = Literal["whole", "padded", "packed"]
 """Rows of one length without a mask; padded ones with theirs; several samples in a row, with their positions."""
 Transit = Literal["locked", "slabs", "pageable"]
 """How weights and gradients cross the bus: page-locked where they lie, through page-locked slabs, or not locked."""
+
+Slots = Annotated[int, Bounds(1, 1 << 12)]
+Tokens = Annotated[int, Bounds(1, 1 << 60)]
+Nbytes = Annotated[int, Bounds(0, 1 << 60)]
 
 WEIGHT_NBYTES: dict[Precision, int] = {"bf16": 2, "fp32": 4}
 """Bytes per parameter of what the device streams, and of a gradient that crosses the bus in the compute dtype."""
@@ -210,19 +215,18 @@ class Hardware:
 class Work:
     """What one step has to do: the token count (batch x length, padding included) of each micro-batch."""
 
-    tokens: tuple[int, ...]
-    length: int | None = None
+    tokens: tuple[Tokens, ...]
+    length: Tokens | None = None
     """Tokens of a sequence; `None` where a micro-batch is one sequence. It matters for prices, not for ops."""
-    repeats: float = 1
+    repeats: Annotated[float, Bounds(1)] = 1
     """How many micro-batches each stands for: 1 but in the planner's first look, where fewer ops do."""
     rows: Rows = "whole"
     """What the rows of micro-batches are, which decides what layers are told by masks."""
 
     def __post_init__(self) -> None:
-        if not self.tokens or min(self.tokens) < 1:
-            raise PlanError(f"a step needs micro-batches of at least one token, not {self.tokens}")
-        if self.repeats < 1:
-            raise PlanError(f"a micro-batch cannot stand for {self.repeats}", where="work.repeats", fix="use 1")
+        check_fields(self, PlanError, "work.")
+        if not self.tokens:
+            raise PlanError("a step needs micro-batches of at least one token", where="work.tokens")
 
     @property
     def micro_batches(self) -> int:
@@ -246,8 +250,10 @@ class Home:
     """Where a gradient waits for the norm; with the whole state on the device, it waits there."""
 
     def __post_init__(self) -> None:
+        check_fields(self, PlanError, "home.")
         if self.gradients == "device":
-            raise PlanError("a gradient waits where its unit is updated", where="policy.homes", fix="use host or disk")
+            fix = "leave gradients out" if self.on_device else "use host or disk"
+            raise PlanError("a gradient waits where its unit is updated", where="home.gradients", fix=fix)
         aside = self.low_bits == "device", self.moments == "device"
         if any(aside) and not (all(aside) and self.weights == "device"):
             raise PlanError(
@@ -255,6 +261,9 @@ class Home:
                 where="policy.homes",
                 fix="put all parts on the device, or the weights alone, or none",
             )
+        if self.on_device and self.gradients == "disk":
+            what = "a gradient whose unit is updated on the device waits there, and not on the disk"
+            raise PlanError(what, where="home.gradients", fix="leave gradients out")
 
     @property
     def uses_disk(self) -> bool:
@@ -282,19 +291,19 @@ class Policy:
 
     precision: Precision = "bf16"
     _: KW_ONLY
-    weight_slots: int = 2
+    weight_slots: Slots = 2
     """Device buffers that the layers' weights pass through; 2 hides each fetch behind the layer before."""
-    read_ahead_nbytes: int = 0
+    read_ahead_nbytes: Nbytes = 0
     """In place of `weight_slots`, where it is not 0: all units share one slot, embedding and head with the layers, and
     while it is in use the first shards of the next layer come into this much device memory. With gates, shards then
     follow straight into places of the slot that the layer before has given up. Shards of layers are no larger."""
-    forward_nbytes: int = 0
+    forward_nbytes: Nbytes = 0
     """Device memory that weights pass through where there is no backward pass, in evaluation and generation: shards lie
     there while they are used, so it may be less than a unit. Micro-batches then go through the model one by one, and
     weights come again for each. 0 is as in training, whose slots a run that trains has anyway."""
-    grad_slots: int = 2
+    grad_slots: Slots = 2
     """Device buffers that the layers' gradients pass through."""
-    shard_nbytes: int = 64 << 20
+    shard_nbytes: Annotated[int, Bounds(1, 1 << 60)] = 64 << 20
     """Largest piece of a unit that one copy moves."""
     gates: Gates = "unit"
     """What compute waits for: all weights of a unit; or, inside a layer's code, the shard that it comes to, and then
@@ -302,13 +311,13 @@ class Policy:
     into shards (equal to rounding). Where memory is shared there is nothing to wait for."""
     activations: ActivationPlan = "recompute"
     """Keep each layer's autograd graph until its backward, or keep its input and compute the layer again."""
-    activation_rows: tuple[tuple[Keep, ...], ...] = ()
+    activation_rows: tuple[Annotated[tuple[Keep, ...], Bounds(1)], ...] = ()
     """In place of `activations`, for each layer and micro-batch: a row per layer, an entry per micro-batch. Rows and
     entries start over at their end, so `(("input",), ("drop",))` keeps every other input. The lowest layer that has a
     backward pass keeps its input where it says `drop`; where memory is shared, `offload` is `input`."""
-    offload_slots: int = 2
+    offload_slots: Slots = 2
     """Device buffers that offloaded inputs pass through, out and back."""
-    recompute_slots: int | None = None
+    recompute_slots: Slots | None = None
     """Dropped inputs, computed again, that a micro-batch may hold at one time: with fewer, layers are computed more
     often. `None` is as many as are dropped in a row, so that each layer is computed again once."""
     grad_precision: Precision | None = None
@@ -318,50 +327,31 @@ class Policy:
     all of them when the backward pass has ended, as other systems do (for comparison only)."""
     masters: Literal["split", "whole"] = "split"
     """Weights as the upper halves of their masters, 4 bytes in all; or both side by side, 6 (for comparison only)."""
-    loss_chunk_tokens: int = 512
+    loss_chunk_tokens: Tokens = 512
     """Target tokens whose logits exist at one time."""
-    mlp_chunk_tokens: int = 0
+    mlp_chunk_tokens: Annotated[int, Bounds(0, 1 << 60)] = 0
     """Tokens that token-wise parts of a layer, its feed-forward above all, compute at one time, keeping their input
     alone of more; 0 is all. As `loss_chunk_tokens` and `compile`, it changes numbers by rounding."""
     compile: bool = False
     """Run layers through `torch.compile`."""
     shares_memory: bool = False
     """The device computes in host memory: weights need no fetch, and gradients of the right dtype are born at home."""
-    host_threads: int = 0
+    host_threads: Annotated[int, Bounds(0, 1 << 10)] = 0
     """Threads of the optimizer pass; 0 is one per available core."""
     transit: Transit = "locked"
     """What is page-locked; it is decided when the state is allocated, and stays."""
-    slabs: int = 2
+    slabs: Slots = 2
     """Page-locked buffers of a shard each, in each direction, where `transit` is by slabs."""
     homes: tuple[Home, ...] = ()
     """Of each unit, in order; empty keeps everything in host memory."""
-    stage_slots: int = 2
+    stage_slots: Slots = 2
     """Host buffers that each kind of state passes through on its way from and to the disk: how far reads run ahead."""
-    device_budget_nbytes: int | None = None
-    host_budget_nbytes: int | None = None
-    disk_budget_nbytes: int | None = None
+    device_budget_nbytes: Nbytes | None = None
+    host_budget_nbytes: Nbytes | None = None
+    disk_budget_nbytes: Nbytes | None = None
 
     def __post_init__(self) -> None:
-        self._require("precision", self.precision in WEIGHT_NBYTES, "bf16 or fp32")
-        self._require("grad_precision", self.grad_precision in (None, *WEIGHT_NBYTES), "bf16, fp32 or None")
-        self._require("activations", self.activations in ("keep", "recompute"), "keep or recompute")
-        for index, row in enumerate(self.activation_rows):
-            if not row or not set(row) <= set(get_args(Keep)):
-                fix = "give one or more of graph, chosen, attention, input, offload and drop"
-                raise PlanError(f"row {index} is {row!r}", where="policy.activation_rows", fix=fix)
-        self._require("gates", self.gates in get_args(Gates), "unit, shard or rows")
-        times = ("next_forward", "during_backward", "after_backward")
-        self._require("update", self.update in times, "next_forward or during_backward")
-        self._require("masters", self.masters in ("split", "whole"), "split")
-        self._require("transit", self.transit in get_args(Transit), "locked, slabs or pageable")
-        counts = ("weight_slots", "grad_slots", "shard_nbytes", "loss_chunk_tokens", "offload_slots", "stage_slots")
-        for key in (*counts, "slabs"):
-            self._require(key, getattr(self, key) >= 1, "at least 1")
-        self._require("recompute_slots", self.recompute_slots is None or self.recompute_slots > 0, "at least 1 or None")
-        self._require("host_threads", self.host_threads >= 0, "0 or more")
-        self._require("mlp_chunk_tokens", self.mlp_chunk_tokens >= 0, "0 or more")
-        self._require("read_ahead_nbytes", self.read_ahead_nbytes >= 0, "0 or more")
-        self._require("forward_nbytes", self.forward_nbytes >= 0, "0 or more")
+        check_fields(self, PlanError, "policy.")
         if self.precision == "fp32" and self.grad_precision == "bf16":
             raise PlanError(
                 "gradients in bf16 would hold less than precision fp32 promises",
@@ -382,15 +372,17 @@ class Policy:
         if self.shares_memory and any(home.weights == "device" for home in self.homes):
             raise PlanError("the device has no memory of its own", where="policy.homes", fix="use host or disk")
 
-    def _require(self, key: str, holds: bool, expected: str) -> None:
-        if not holds:
-            raise PlanError(f"{getattr(self, key)!r} is not valid", where=f"policy.{key}", fix=f"use {expected}")
+    def homes_of(self, model: ModelSpec) -> tuple[Home, ...]:
+        """Where the state of each unit of a model lives. Raises `PlanError` where there are homes for fewer or more."""
+        if not self.homes:
+            return (IN_HOST,) * len(model.units)
+        if len(self.homes) != len(model.units):
+            what = f"names homes for {len(self.homes)} units, and the model has {len(model.units)}"
+            raise PlanError(what, where="policy.homes", fix="give one for each unit, or none")
+        return self.homes
 
     def home(self, unit: int) -> Home:
-        """Where the state of a unit lives. Raises `PlanError` for one that has no home."""
-        if self.homes and unit >= len(self.homes):
-            what = f"names homes for {len(self.homes)} units, and the model has more"
-            raise PlanError(what, where="policy.homes", fix="give one for each unit, or none")
+        """Where the state of a unit lives."""
         return self.homes[unit] if self.homes else IN_HOST
 
     def keep(self, layer: int, micro: int) -> Keep:

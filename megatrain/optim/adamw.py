@@ -1,9 +1,16 @@
-"""AdamW (Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019) as one fused pass.
+"""AdamW (Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019) as one fused pass, with the
+arithmetic of `torch.optim.AdamW`.
 
     g = grad_scale * grad
-    m = b1 * m + (1 - b1) * g
-    v = b2 * v + (1 - b2) * g * g
-    w = (1 - lr * weight_decay) * w - lr / (1 - b1**t) * m / (sqrt(v) / sqrt(1 - b2**t) + eps)
+    m = m + (1 - b1) * (g - m)                        for b1 > 0.5, else g - b1 * (g - m), as `torch.lerp` does
+    v = b2 * v + ((1 - b2) * g) * g
+    w = (1 - lr * weight_decay) * w - (lr / (1 - b1**t) * m) / (sqrt(v) / sqrt(1 - b2**t) + eps)
+
+The operations and their order are those of torch on the cpu, where `foreach`, `fused` and neither agree, so the same
+gradients overflow and underflow: `v` is infinite, and the weight dead, from a scaled gradient of 5.8e20 on (with b2 =
+0.999), and not from 1.8e19 on, where its square overflows. Finite results differ from torch's by rounding alone: it
+contracts some products and sums into one rounding, depending on the processor. On a GPU torch orders some of these
+operations otherwise; ours do not change.
 
 The factors are computed in float64 and rounded to float32 once per step; everything else is float32, one
 rounding per operation. `update_split` works on the split master (see `split.py`): 14 bytes read and 12
@@ -11,7 +18,7 @@ written per parameter with bfloat16 gradients. `reference_update` and `reference
 result bit for bit, with any number of threads. The passes hold no state and may run in several threads at
 once on disjoint arrays.
 
-Left out: AMSGrad, `maximize`, sparse gradients. As in torch, a scaled gradient beyond 1.8e19 overflows v.
+Left out: AMSGrad, `maximize`, sparse gradients.
 """
 
 from __future__ import annotations
@@ -20,10 +27,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from fnmatch import fnmatchcase
+from typing import Annotated
 
 import numpy as np
 
 from megatrain.errors import ConfigError, NonFinite
+from megatrain.fields import Bounds, check_fields, checked
 from megatrain.optim import kernels
 from megatrain.optim.blocks import F32, U16, Segment, check_arrays, cut, run
 from megatrain.optim.clip import sum_of_squares
@@ -50,14 +59,13 @@ class StepScalars:
     step_size: np.float32  # lr / (1 - b1**t)
     root_scale: np.float32  # 1 / sqrt(1 - b2**t)
     eps: np.float32
-    b1: np.float32
     rest1: np.float32  # 1 - b1
     b2: np.float32
     rest2: np.float32  # 1 - b2
     grad_scale: np.float32
 
     def packed(self) -> F32:
-        """float32[9], in the order of the fields."""
+        """float32[8], in the order of the fields."""
         return np.array(astuple(self), np.float32)
 
 
@@ -73,31 +81,26 @@ class AdamW:
     no_decay: glob patterns (case counts) of parameter names that do not decay, for example `*norm*`.
     """
 
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
+    lr: Annotated[float, Bounds(0)] = 1e-3
+    betas: tuple[Annotated[float, Bounds(0, 1)], Annotated[float, Bounds(0, 1)]] = (0.9, 0.999)
+    eps: Annotated[float, Bounds(0)] = 1e-8
+    weight_decay: Annotated[float, Bounds(0)] = 0.01
     no_decay: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 <= self.lr < math.inf:
-            raise ConfigError(f"{self.lr} is no learning rate", where="lr", fix="give a finite number, 0 or more")
-        if len(self.betas) != 2 or not all(0 <= float(np.float32(beta)) < 1 for beta in self.betas):
+        check_fields(self, ConfigError)
+        if not all(_f32(beta) < 1 for beta in self.betas):
             raise ConfigError(f"{self.betas} are no decay rates", where="betas", fix="give two numbers in [0, 1)")
-        if not 0 < float(np.float32(self.eps)) < math.inf:
-            raise ConfigError(f"{self.eps} is 0 or less in float32", where="eps", fix="give 1e-8 or so")
-        if not 0 <= self.weight_decay < math.inf or self.lr * self.weight_decay >= 1:
+        if not 0 < _f32(self.eps) < math.inf:
+            raise ConfigError(f"{self.eps} is 0 or infinite in float32", where="eps", fix="give 1e-8 or so")
+        if self.lr * self.weight_decay >= 1:
             raise ConfigError(
                 f"{self.weight_decay} is no weight decay at a learning rate of {self.lr}",
                 where="weight_decay",
-                fix="give 0 or more, and less than 1 / lr",
+                fix="give less than 1 / lr",
             )
-        if not isinstance(self.no_decay, tuple) or not all(self.no_decay):
-            raise ConfigError(
-                f"{self.no_decay!r} is no tuple of patterns",
-                where="no_decay",
-                fix='write ("*norm*", "*.bias")',
-            )
+        if not all(self.no_decay):
+            raise ConfigError("a pattern is empty", where="no_decay", fix='write ("*norm*", "*.bias")')
 
     def decays(self, name: str) -> bool:
         """Whether the parameter of this name decays."""
@@ -111,8 +114,9 @@ class AdamW:
         """
         if step < 1:
             raise ConfigError(f"update number {step}", where="step", fix="count updates from 1")
-        if not (0 <= lr < math.inf and lr * self.weight_decay < 1):
-            raise ConfigError(f"{lr} is no learning rate", where="lr", fix="give 0 or more, below 1 / weight_decay")
+        lr = checked(lr, Annotated[float, Bounds(0)], ConfigError, "lr")
+        if lr * self.weight_decay >= 1 or _f32(lr / (1 - self.betas[0] ** step)) == math.inf:
+            raise ConfigError(f"{lr} is no learning rate", where="lr", fix="give less, below 1 / weight_decay")
         if not math.isfinite(grad_scale):
             raise NonFinite(f"the factor for the gradients is {grad_scale}", where=f"update number {step}")
         b1, b2 = self.betas
@@ -121,13 +125,18 @@ class AdamW:
             lr / (1 - b1**step),
             1 / math.sqrt(1 - b2**step),
             self.eps,
-            b1,
             1 - b1,
             b2,
             1 - b2,
             grad_scale,
         )
-        return StepScalars(*map(np.float32, factors))
+        return StepScalars(*map(_f32, factors))
+
+
+def _f32(value: float) -> np.float32:
+    """Rounded to float32; infinite where it is beyond."""
+    with np.errstate(over="ignore"):
+        return np.float32(value)
 
 
 def update_split(
@@ -175,20 +184,22 @@ def reference_update(
         g = bf16_to_f32(grad[part].view(np.uint16)) if grad.dtype == np.uint16 else grad[part]
         with np.errstate(all="ignore"):  # overflow and underflow are results here, as they are in the fused pass
             g = g * scalars.grad_scale
-            kept_m = scalars.b1 * m[part]
-            new_m = scalars.rest1 * g
-            m[part] = kept_m + new_m
-            square = g * g
+            way = g - m[part]
+            if scalars.rest1 < np.float32(0.5):
+                m[part] = m[part] + scalars.rest1 * way
+            else:
+                m[part] = g + (scalars.rest1 - np.float32(1)) * way
             kept_v = scalars.b2 * v[part]
-            new_v = scalars.rest2 * square
+            new_v = scalars.rest2 * g
+            new_v = new_v * g
             v[part] = kept_v + new_v
             root = np.sqrt(v[part])
             root = root * scalars.root_scale
             root = root + scalars.eps
-            ratio = m[part] / root
-            step = scalars.step_size * ratio
+            change = scalars.step_size * m[part]
+            change = change / root
             kept_weight = weight[part] * (scalars.decay if decays else np.float32(1))
-            weight[part] = kept_weight - step
+            weight[part] = kept_weight - change
 
 
 def reference_update_split(

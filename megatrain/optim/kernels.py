@@ -114,6 +114,13 @@ def _lo(u: Any) -> Any:
     return np.uint16(u & np.uint32(0xFFFF))
 
 
+@inlined
+def _lerp(weight: Any) -> Any:
+    """How `torch.lerp` goes from m to g by this weight: whether from m, and by which part of g - m."""
+    near = weight < np.float32(0.5)
+    return near, weight if near else weight - np.float32(1.0)
+
+
 @compiled
 def split(master: Any, hi: Any, lo: Any, blocks: Any, counter: Any) -> None:
     """float32[n] to uint16[n] and uint16[n]; see `split.py`."""
@@ -144,9 +151,10 @@ def join(hi: Any, lo: Any, out: Any, blocks: Any, counter: Any) -> None:
 
 @compiled
 def adamw_split(hi: Any, lo: Any, m: Any, v: Any, grad: Any, scalars: Any, blocks: Any, counter: Any) -> None:
-    """`adamw.reference_update_split`, fused. `scalars` is `StepScalars.packed()`, float32[9]."""
+    """`adamw.reference_update_split`, fused. `scalars` is `StepScalars.packed()`, float32[8]."""
     decay, step_size, root_scale, eps = scalars[0], scalars[1], scalars[2], scalars[3]
-    b1, rest1, b2, rest2, grad_scale = scalars[4], scalars[5], scalars[6], scalars[7], scalars[8]
+    rest1, b2, rest2, grad_scale = scalars[4], scalars[5], scalars[6], scalars[7]
+    from_m, share = _lerp(rest1)
     while True:
         i = _claim(counter)
         if i >= blocks.shape[0]:
@@ -157,10 +165,10 @@ def adamw_split(hi: Any, lo: Any, m: Any, v: Any, grad: Any, scalars: Any, block
         m_b, v_b = m[start:stop], v[start:stop]
         for j in range(stop - start):
             g = _to_f32(grad_b[j]) * grad_scale
-            m_j = b1 * m_b[j] + rest1 * g
-            v_j = b2 * v_b[j] + rest2 * (g * g)
-            ratio = m_j / (np.sqrt(v_j) * root_scale + eps)
-            u = _bits(_join(hi_b[j], lo_b[j]) * keep - step_size * ratio)
+            m_j = (m_b[j] if from_m else g) + share * (g - m_b[j])
+            v_j = b2 * v_b[j] + (rest2 * g) * g
+            change = (step_size * m_j) / (np.sqrt(v_j) * root_scale + eps)
+            u = _bits(_join(hi_b[j], lo_b[j]) * keep - change)
             m_b[j] = m_j
             v_b[j] = v_j
             hi_b[j] = _hi(u)
@@ -169,9 +177,10 @@ def adamw_split(hi: Any, lo: Any, m: Any, v: Any, grad: Any, scalars: Any, block
 
 @compiled
 def adamw_fp32(weight: Any, m: Any, v: Any, grad: Any, scalars: Any, blocks: Any, counter: Any) -> None:
-    """`adamw.reference_update`, fused. `scalars` is `StepScalars.packed()`, float32[9]."""
+    """`adamw.reference_update`, fused. `scalars` is `StepScalars.packed()`, float32[8]."""
     decay, step_size, root_scale, eps = scalars[0], scalars[1], scalars[2], scalars[3]
-    b1, rest1, b2, rest2, grad_scale = scalars[4], scalars[5], scalars[6], scalars[7], scalars[8]
+    rest1, b2, rest2, grad_scale = scalars[4], scalars[5], scalars[6], scalars[7]
+    from_m, share = _lerp(rest1)
     while True:
         i = _claim(counter)
         if i >= blocks.shape[0]:
@@ -182,10 +191,10 @@ def adamw_fp32(weight: Any, m: Any, v: Any, grad: Any, scalars: Any, blocks: Any
         m_b, v_b = m[start:stop], v[start:stop]
         for j in range(stop - start):
             g = _to_f32(grad_b[j]) * grad_scale
-            m_j = b1 * m_b[j] + rest1 * g
-            v_j = b2 * v_b[j] + rest2 * (g * g)
-            ratio = m_j / (np.sqrt(v_j) * root_scale + eps)
-            weight_b[j] = weight_b[j] * keep - step_size * ratio
+            m_j = (m_b[j] if from_m else g) + share * (g - m_b[j])
+            v_j = b2 * v_b[j] + (rest2 * g) * g
+            change = (step_size * m_j) / (np.sqrt(v_j) * root_scale + eps)
+            weight_b[j] = weight_b[j] * keep - change
             m_b[j] = m_j
             v_b[j] = v_j
 

@@ -23,9 +23,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Protocol
+from typing import Annotated, Protocol
 
 from megatrain.errors import ConfigError
+from megatrain.fields import Bounds, check_fields
+
+Steps = Annotated[int, Bounds(0, 1 << 60)]
 
 
 class LrSchedule(Protocol):
@@ -40,10 +43,10 @@ class LrSchedule(Protocol):
 class Constant:
     """Warm-up, then the full rate for ever."""
 
-    warmup_steps: int = 0
+    warmup_steps: Steps = 0
 
     def __post_init__(self) -> None:
-        _check_warmup(self.warmup_steps)
+        check_fields(self, ConfigError)
 
     def multiplier(self, step: int) -> float:
         return _warmup(step, self.warmup_steps)
@@ -53,12 +56,13 @@ class Constant:
 class Linear:
     """Warm-up, then a straight line to `min_ratio` at `total_steps`."""
 
-    total_steps: int
-    warmup_steps: int = 0
-    min_ratio: float = 0.0
+    total_steps: Steps
+    warmup_steps: Steps = 0
+    min_ratio: Annotated[float, Bounds(0, 1)] = 0.0
 
     def __post_init__(self) -> None:
-        _check_span(self.warmup_steps, self.total_steps, self.min_ratio)
+        check_fields(self, ConfigError)
+        _check_span(self.warmup_steps, self.total_steps)
 
     def multiplier(self, step: int) -> float:
         x = _progress(step, self.warmup_steps, self.total_steps)
@@ -69,12 +73,13 @@ class Linear:
 class Cosine:
     """Warm-up, then half a cosine to `min_ratio` at `total_steps`."""
 
-    total_steps: int
-    warmup_steps: int = 0
-    min_ratio: float = 0.0
+    total_steps: Steps
+    warmup_steps: Steps = 0
+    min_ratio: Annotated[float, Bounds(0, 1)] = 0.0
 
     def __post_init__(self) -> None:
-        _check_span(self.warmup_steps, self.total_steps, self.min_ratio)
+        check_fields(self, ConfigError)
+        _check_span(self.warmup_steps, self.total_steps)
 
     def multiplier(self, step: int) -> float:
         x = _progress(step, self.warmup_steps, self.total_steps)
@@ -86,13 +91,14 @@ class Cosine:
 class WarmupStableDecay:
     """Warm-up, the full rate, then a straight line to `min_ratio` over the last `decay_steps` steps."""
 
-    total_steps: int
-    decay_steps: int
-    warmup_steps: int = 0
-    min_ratio: float = 0.0
+    total_steps: Steps
+    decay_steps: Steps
+    warmup_steps: Steps = 0
+    min_ratio: Annotated[float, Bounds(0, 1)] = 0.0
 
     def __post_init__(self) -> None:
-        _check_span(self.warmup_steps, self.total_steps, self.min_ratio)
+        check_fields(self, ConfigError)
+        _check_span(self.warmup_steps, self.total_steps)
         if not 0 <= self.decay_steps <= self.total_steps - self.warmup_steps:
             raise ConfigError(
                 f"{self.decay_steps} steps of decay and {self.warmup_steps} of warm-up in {self.total_steps}",
@@ -141,18 +147,10 @@ def _progress(step: int, first: int, end: int) -> float:
     return max(0.0, (step - first) / (end - first)) if end > first else 0.0
 
 
-def _check_warmup(warmup_steps: int) -> None:
-    if warmup_steps < 0:
-        raise ConfigError(f"{warmup_steps} steps of warm-up", where="warmup_steps", fix="give 0 or more")
-
-
-def _check_span(warmup_steps: int, total_steps: int, min_ratio: float) -> None:
-    _check_warmup(warmup_steps)
+def _check_span(warmup_steps: int, total_steps: int) -> None:
     if total_steps < max(1, warmup_steps):
         raise ConfigError(
             f"{total_steps} steps in all, {warmup_steps} of them warm-up",
             where="total_steps",
             fix="train for longer",
         )
-    if not 0 <= min_ratio <= 1:
-        raise ConfigError(f"{min_ratio} of the peak", where="min_ratio", fix="give a number in [0, 1]")

@@ -1,0 +1,112 @@
+"""Which arguments the code of a model reads, so that one that nothing reads is refused and not passed over.
+
+Most models of the library take `**kwargs` and hand them on, through their layers, to the attention kernel; whatever no
+function on the way asks for by name is ignored there. So the names are read off the code: optional parameters, and
+texts such as that of `kwargs.get("seq_idx")`, in the forward of every module, in the functions with `**kwargs` that it
+calls, and in the kernel that the config names. No list of models or arguments says which; nothing is run.
+
+Left out: whether the value is of any use to the model, which the model says itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from types import CellType, CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+DEEPEST = 4
+"""Calls that are followed from a forward to functions that take whatever they are given."""
+
+
+class Arguments:
+    """The arguments that a model's forward takes. `own` are its parameters, `read` is what its code asks for besides,
+    where the forward hands on what it does not know."""
+
+    def __init__(self, own: Iterable[str] = (), read: Iterable[str] = ()) -> None:
+        self.own, self.read = frozenset(own), frozenset(read)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.own or name in self.read
+
+
+def arguments_of(model: PreTrainedModel, layers: Iterable[nn.Module]) -> Arguments:
+    """What the forward of a model takes, whose decoder `layers` need not stand in it."""
+    forward = _function(model.forward)
+    parameters = inspect.signature(model.forward if forward is None else forward).parameters.values()
+    kinds = {each.name: each.kind for each in parameters}
+    own = [name for name, kind in kinds.items() if kind in BY_NAME and name != "self"]
+    if inspect.Parameter.VAR_KEYWORD not in kinds.values():
+        return Arguments(own)
+    read: set[str] = set()
+    for function, owner in _forwards([model, *layers]):
+        read |= _names_in(function, owner, DEEPEST, set())
+    for kernel in {getattr(module.config, "_attn_implementation", None) for module in _with_config(model)}:
+        if (called := _function(ALL_ATTENTION_FUNCTIONS.get(kernel))) is not None:
+            read |= _names_in(called, None, DEEPEST, set())
+    return Arguments(own, read)
+
+
+def _with_config(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    return (module for module in model.modules() if isinstance(module, PreTrainedModel))
+
+
+def _forwards(roots: Iterable[nn.Module]) -> Iterator[tuple[FunctionType, type]]:
+    """The forward of every module, once for each class, and those that instances have of their own."""
+    seen: set[Any] = set()
+    for root in roots:
+        for module in root.modules():
+            function = _function(module.forward)
+            if function is not None and (function, type(module)) not in seen:
+                seen.add((function, type(module)))
+                yield function, type(module)
+
+
+def _function(callable_: Any) -> FunctionType | None:
+    """The Python function behind a method and its decorators."""
+    found = inspect.unwrap(getattr(callable_, "__func__", callable_)) if callable(callable_) else None
+    return found if isinstance(found, FunctionType) else None
+
+
+def _names_in(function: FunctionType, owner: type | None, depth: int, seen: set[CodeType]) -> set[str]:
+    """Optional parameters (the others are given by whoever calls) and texts of a function, of those that it wraps, and
+    of those with `**kwargs` that it calls: methods of `owner` and functions of its module's."""
+    code = function.__code__
+    if code in seen:
+        return set()
+    seen.add(code)
+    positional = code.co_varnames[: code.co_argcount]
+    optional = positional[len(positional) - len(function.__defaults__ or ()) :]
+    found = {*optional, *(function.__kwdefaults__ or ()), *_texts(code)}
+    for name in code.co_names if depth else ():
+        called: Callable[..., Any] | None = getattr(owner, name, None) if owner is not None else None
+        inner = _function(called) or _function(function.__globals__.get(name))
+        if inner is not None and inner.__code__.co_flags & inspect.CO_VARKEYWORDS:
+            found |= _names_in(inner, owner, depth - 1, seen)
+    for cell in function.__closure__ or ():
+        if depth and (wrapped := _held_in(cell)) is not None:
+            found |= _names_in(wrapped, owner, depth - 1, seen)
+    return found
+
+
+def _held_in(cell: CellType) -> FunctionType | None:
+    """The function or method that a closure holds in a cell."""
+    try:
+        return _function(cell.cell_contents)
+    except ValueError:  # it is empty
+        return None
+
+
+def _texts(code: CodeType) -> Iterator[str]:
+    """The texts that a function and those inside it hold and that could be names."""
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _texts(each)
+        elif isinstance(each, str) and each.isidentifier():
+            yield each
