@@ -1,6 +1,8 @@
 """What a `Trainer` takes for its optimizer: parameter groups whose learning rate a scheduler moves, and no state.
 
-The engine updates while it streams, so `step` does nothing; moments live in the engine and in its checkpoints.
+The engine updates while it streams, so `step` does nothing; moments live in the engine and in its checkpoints. To write
+them into `optimizer.pt` as well would cost two thirds more of disk and time for each checkpoint, and their size again
+in memory, so a stock `Trainer` cannot go on from it, and is to say why: see `MOMENTS`.
 """
 
 from __future__ import annotations
@@ -14,20 +16,31 @@ from torch import nn
 from megatrain.errors import ConfigError
 from megatrain.optim import AdamW
 
+MOMENTS = (
+    b"this checkpoint is of a streamed trainer, and its optimizer's moments are in files of MegaTrain: resume with "
+    b"megatrain.hf.streamed, or start from the weights of this folder as a model"
+)
+"""In the place of the first parameter's `step` in `optimizer.pt`. AdamW converts it to a float as it loads, which fails
+with these words; they are bytes because it would take a text apart."""
+
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """The groups of a `Trainer`: what decays, and what does not."""
+    """The groups of a `Trainer`: what decays, and what does not. `stepped` is called when a step is asked for."""
 
-    def __init__(self, model: nn.Module, decaying: set[str], adamw: AdamW) -> None:
+    def __init__(
+        self, model: nn.Module, decaying: set[str], adamw: AdamW, stepped: Callable[[], None] = lambda: None
+    ) -> None:
         trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         groups = [
             {"params": [p for name, p in trained if name in decaying], "weight_decay": adamw.weight_decay},
             {"params": [p for name, p in trained if name not in decaying], "weight_decay": 0.0},
         ]
-        super().__init__([group for group in groups if group["params"]], {"lr": adamw.lr})
+        super().__init__(groups, {"lr": adamw.lr})
+        self._stepped = stepped
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Nothing: the engine has updated already."""
+        """Only tell: the engine has updated already."""
+        self._stepped()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing: gradients are not kept here."""
@@ -42,8 +55,14 @@ class EngineOptimizer(torch.optim.Optimizer):
         return rates.pop()
 
     def state_dict(self) -> dict[str, Any]:
-        """The groups, with the learning rate as it is; there are no moments here."""
-        return {**super().state_dict(), "state": {}}
+        """The groups, with the learning rate as it is, and in place of moments the words where they are."""
+        found = super().state_dict()
+        numbers = [number for group in found["param_groups"] for number in group["params"]]
+        return {**found, "state": {number: {"step": MOMENTS} for number in numbers[:1]}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The groups."""
+        super().load_state_dict({**state_dict, "state": {}})
 
 
 __all__ = ["EngineOptimizer"]

@@ -6,7 +6,10 @@ predictions on the host) are not refused: they change no number, and the engine'
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+import torch
 
 from megatrain.errors import ConfigError, ModelError
 
@@ -81,12 +84,20 @@ def refuse_class(kind: type) -> None:
             raise ConfigError(what, where="StreamedTrainer", fix="give loss_fn instead, see megatrain.losses")
 
 
+def refuse_dtypes(dtypes: Iterable[torch.dtype]) -> None:
+    """Raise `ConfigError` for weights that are neither float32 nor bfloat16, whether loaded or by name."""
+    if odd := sorted(str(dtype) for dtype in {*dtypes} - {torch.float32, torch.bfloat16}):
+        what = f"weights in {odd[0].removeprefix('torch.')}"
+        raise ConfigError(what, where="StreamedTrainer", fix="load them with dtype=torch.float32 or torch.bfloat16")
+
+
 def refuse_model(model: Any) -> None:
-    """Raise `ModelError` for adapters and for weights that are not plain numbers."""
+    """Raise `ModelError` for adapters and for quantized weights, `ConfigError` for those of half precision."""
     if getattr(model, "peft_config", None) is not None:
         raise ModelError("has adapters", where=type(model).__name__, fix="merge them first: merge_and_unload()")
     if getattr(model, "quantization_method", None) is not None:
         raise ModelError("is quantized", where=type(model).__name__, fix="load it in full precision")
+    refuse_dtypes(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
 
 
-__all__ = ["refuse_arguments", "refuse_class", "refuse_keywords", "refuse_model"]
+__all__ = ["refuse_arguments", "refuse_class", "refuse_dtypes", "refuse_keywords", "refuse_model"]

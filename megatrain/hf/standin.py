@@ -1,82 +1,212 @@
-"""The user's model while the engine holds its weights: all but empty, saved by the engine, and loud where it is run.
+"""The trainer's model while its weights are elsewhere: in its files before training, in the engine from then on.
 
 A `Trainer`, its callbacks and its loggers look at a model in many places: its config, its number of parameters, its
-mode. So the model stays what it is, with parameters that take no memory, and gets its weights back when training ends.
-Until then they read as nan, and a forward pass is refused. A model that was never loaded (a folder's) stays without.
+mode. So the model stays what it is, and only the values of its parameters are elsewhere: a `LazyParameter` tells its
+shape and its dtype without them, and becomes an ordinary parameter when its values are wanted, as a forward pass, a
+clone or a write wants them. Before the engine runs again it takes back what has been read, and what has been written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
 
 from megatrain.errors import ModelError
+from megatrain.memory.checksum import checksum
+from megatrain.train.engine import Engine
 
-OWN = ("forward", "save_pretrained")
-"""Methods that a stand-in has of its own; TRL puts a `forward` of its own there too."""
+KNOWN_WITHOUT_VALUES = frozenset(
+    {
+        *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.__len__),
+        *(torch.Tensor.element_size, torch.Tensor.is_floating_point, torch.Tensor.is_complex),
+        *(torch.Tensor.get_device, torch.Tensor.requires_grad_, torch.Tensor.is_inference),
+        *(torch.numel, torch.is_floating_point, torch.is_complex),
+    }
+)
+"""What may be asked of a parameter whose values are elsewhere, beside its properties."""
+
+VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag", "_base"})
+"""Properties of a tensor that have its values."""
+
+
+class LazyParameter(nn.Parameter):
+    """A parameter whose values are read when they are first wanted; from then on it is an ordinary one."""
+
+    read: Callable[[], Tensor]
+    """Gives the values, in the parameter's shape and dtype; the parameter keeps that very memory."""
+
+    @classmethod
+    def of(cls, parameter: Tensor, dtype: torch.dtype, read: Callable[[], Tensor]) -> LazyParameter:
+        """A new one in the place of `parameter`, of which only the shape counts and whether it trains."""
+        made = cls(_nothing(parameter.shape, dtype), requires_grad=parameter.requires_grad)
+        made.read = read
+        return made
+
+    @staticmethod
+    def put_away(parameter: nn.Parameter, read: Callable[[], Tensor]) -> None:
+        """Let go of the values of an ordinary parameter, which is a lazy one from now on, or change how one reads."""
+        if not isinstance(parameter, LazyParameter):
+            parameter.data = _nothing(parameter.shape, parameter.dtype, parameter.device)
+            parameter.__class__ = LazyParameter
+        assert isinstance(parameter, LazyParameter)
+        parameter.read = read
+
+    def materialize(self) -> None:
+        """Read the values, and become an ordinary parameter. Raises what reading raises."""
+        with torch.inference_mode(False):  # what is read may be trained, whoever asks
+            values = self.read()
+        self._become_ordinary()
+        self.data = values
+
+    def _become_ordinary(self) -> None:
+        del self.read
+        self.__class__ = nn.Parameter  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(getattr(func, "__self__", None), "__name__", "")
+        is_property = func.__class__.__name__ == "method-wrapper"
+        if is_property and name == "data" and func.__name__ == "__set__":
+            args[0]._become_ordinary()  # with other values
+        elif func not in KNOWN_WITHOUT_VALUES and not (is_property and name not in VALUES):
+            for each in tree_iter((args, kwargs)):
+                if isinstance(each, LazyParameter):
+                    each.materialize()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self.materialize()
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.materialize()
+        return self.__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # the same, with its types
+        return f"Parameter of shape {list(self.shape)}, {self.dtype}, whose values have not been read"
+
+
+def _nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """A tensor that takes no memory."""
+    return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
 
 
 class StandIn:
-    """A model without its weights. `export` is called with a folder in place of `save_pretrained`."""
+    """The model of a trainer, and where its weights are."""
 
-    def __init__(self, model: nn.Module, export: Callable[[Path], object]) -> None:
-        self.model, self._export = model, export
-        self.loaded = not any(parameter.is_meta for parameter in model.parameters())
-        """Whether the user had the weights in memory, and gets them back."""
-        self._before: dict[str, Any] | None = None
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._engine: Engine | None = None
+        self._lent: dict[str, tuple[int, int | None]] = {}
+        """Parameters that have been read: address, and a sum over a copy's bytes; none for the engine's own memory."""
+        self.is_ahead = False
+        """Whether the engine has updated and the trainer's loop has not come to that: a stock model would not have."""
 
-    def take(self) -> None:
-        """The engine holds the weights from now on."""
-        if self._before is not None:
-            return
-        self._before = {name: self.model.__dict__[name] for name in OWN if name in self.model.__dict__}
-        self.model.__dict__ |= {"forward": _refusing(self.model.forward), "save_pretrained": self._save}
-        if self.loaded:
-            for parameter in self.model.parameters():
-                nothing = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
-                parameter.data = nothing.expand(parameter.shape)
-
-    def give_back(self, master: Callable[[str], torch.Tensor]) -> None:
-        """The model is the user's again, with the weights that `master` gives by name, each in its own dtype."""
-        if self._before is None or not self.loaded:
-            return
+    def lend(self, engine: Engine) -> None:
+        """The engine has the weights from now on, and they are read from there."""
+        self._engine = engine
         for name, parameter in self.model.named_parameters():
-            parameter.data = master(name).to(parameter.dtype)
-        for name in OWN:
-            self.model.__dict__.pop(name, None)
-        self.model.__dict__ |= self._before
-        self._before = None
+            self._put_away(name, parameter)
 
-    def _save(
-        self,
-        save_directory: str | Path,
-        is_main_process: bool = True,
-        state_dict: dict[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        """As `PreTrainedModel.save_pretrained`. Raises `ModelError` for what the engine's export does not offer."""
-        if refused := sorted({*options, *(["state_dict"] if state_dict is not None else [])} - {"safe_serialization"}):
-            raise ModelError(
-                f"is saved by the engine, without {refused[0]}", where="save_pretrained", fix="leave it out"
-            )
-        if is_main_process:
-            self._export(Path(save_directory))
+    def take_back(self) -> dict[str, Tensor]:
+        """Let go of what has been read since the engine lent it. Returns what has been changed, by name."""
+        changed: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            if not isinstance(parameter, LazyParameter):
+                now = parameter.detach()
+                if self._is_changed(name, now):
+                    changed[name] = now
+                self._put_away(name, parameter)
+        self._lent.clear()
+        return changed
+
+    def _is_changed(self, name: str, now: Tensor) -> bool:
+        """Not by what the engine has: that may have been stepped by hand since."""
+        address, of_copy = self._lent.get(name, (0, None))
+        return now.data_ptr() != address if of_copy is None else _sum_over(now) != of_copy
+
+    def _put_away(self, name: str, parameter: nn.Parameter) -> None:
+        LazyParameter.put_away(parameter, partial(self._read, name, parameter.dtype, parameter.device))
+
+    def _read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self.is_ahead:
+            what = "its weights have been updated already, and gradients are not kept"
+            fix = "read weights from on_optimizer_step on"
+            raise ModelError(what, where="the trainer's model, before the optimizer's step", fix=fix)
+        assert self._engine is not None
+        there = self._engine.weight_view(name)
+        if there is not None and there.dtype == dtype and device.type == "cpu":
+            self._lent[name] = there.data_ptr(), None
+            return there
+        copied = self._engine.master(name).to(dtype)
+        self._lent[name] = copied.data_ptr(), _sum_over(copied)
+        return copied.to(device)
+
+    @contextmanager
+    def saved_by(self, export: Callable[[Path], object]) -> Iterator[None]:
+        """In the block, `export` takes the place of the model's `save_pretrained`: no second copy of the weights."""
+
+        def save(save_directory: str | Path, is_main_process: bool = True, **options: Any) -> None:
+            if odd := sorted(name for name, value in options.items() if value is not None):
+                raise ModelError(f"is saved without {odd[0]}", where="save_pretrained", fix="leave it out")
+            if is_main_process:
+                export(Path(save_directory))
+
+        self.model.__dict__["save_pretrained"] = save
+        try:
+            yield
+        finally:
+            del self.model.__dict__["save_pretrained"]
 
 
-def _refusing(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """In place of `forward`, with its signature, by which a `Trainer` knows the columns that a model takes."""
-
-    @wraps(forward)
-    def refused(*_: Any, **__: Any) -> Any:
-        fix = "use trainer.evaluate, trainer.save_model or trainer.engine.generate; after train() the model has them"
-        raise ModelError("its weights are in the streaming engine", where="the trainer's model", fix=fix)
-
-    return refused
+AROUND_A_FORWARD = ("trl.", "accelerate.", "torch.amp.")
+"""Modules whose wrappers trainers put around the `forward` of a model: a fused head, autocast."""
 
 
-__all__ = ["StandIn"]
+@contextmanager
+def own_forward(model: nn.Module) -> Iterator[None]:
+    """In the block, the model has the `forward` that its user knows, without what trainers have put around it."""
+    names = ("forward", "_original_forward")
+    around: dict[str, Any] = {name: model.__dict__.pop(name) for name in names if name in model.__dict__}
+    inner = around.get("forward")
+    while inner is not None and _module_of(inner).startswith(AROUND_A_FORWARD):
+        function = getattr(inner, "__func__", inner)
+        fused = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+        inner = fused.get("original_forward", getattr(function, "__wrapped__", None))
+    if inner is not None and getattr(inner, "__func__", inner) is not type(model).forward:
+        model.__dict__["forward"] = inner  # the user's own
+    try:
+        yield
+    finally:
+        model.__dict__.pop("forward", None)
+        model.__dict__ |= around
+
+
+def _module_of(wrapper: Any) -> str:
+    """Where a function was written, whatever it says that it wraps."""
+    function = getattr(wrapper, "__func__", wrapper)
+    return str(getattr(function, "__globals__", {}).get("__name__") or type(function).__module__)
+
+
+def _sum_over(values: Tensor) -> int:
+    """A checksum of the bytes."""
+    flat = values.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    whole, rest = flat[: flat.size // 8 * 8], np.zeros(8, np.uint8)
+    rest[: flat.size - whole.size] = flat[whole.size :]
+    return checksum([whole, rest])
+
+
+__all__ = ["LazyParameter", "StandIn"]

@@ -4,39 +4,45 @@ The library keeps its loop, and with it data, callbacks, logging, evaluation, ch
 touches weights is replaced, by overriding methods that transformers 5.17 and 5.23 have alike. The micro-batches of an
 optimizer step are collected by `training_step`, the last of which runs them all. The learning rate is the scheduler's.
 
+The model is the trainer's own, given or by name, as its user and TRL have made it when the engine is first needed. It
+may be read, run and written to between steps, as in a callback, and before and after training.
+
 Differences to know: a loss or gradient that is not finite raises `NonFinite` and nothing is applied; dropout draws
-other numbers; a router auxiliary loss counts by each micro-batch's share of the target tokens; TRL's `entropy` and
-`mean_token_accuracy` are means over the tokens of a step, and its `aux_loss` is not logged.
+other numbers.
 """
 
 from __future__ import annotations
 
+import copy
+import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-from transformers import Trainer
+from transformers import AutoProcessor, Trainer
 
 from megatrain.checkpoint import open_checkpoint
 from megatrain.engine import count_targets
 from megatrain.engine.losses import own_entries
 from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
+from megatrain.hf.losses import router_coefficient, router_weights, stock_loss
+from megatrain.hf.named import NamedSource, named_model
 from megatrain.hf.optimizer import EngineOptimizer
 from megatrain.hf.refusals import refuse_arguments, refuse_class, refuse_keywords, refuse_model
-from megatrain.hf.standin import StandIn
-from megatrain.losses import LogitsLoss, LossFn, SmoothedCrossEntropy
+from megatrain.hf.standin import StandIn, own_forward
+from megatrain.losses import LossFn
 from megatrain.model import PretrainedSource
 from megatrain.optim import AdamW
 from megatrain.spec import Precision
 from megatrain.train.engine import Engine
 from megatrain.train.options import EngineOptions
 
-MODEL_ARGUMENTS = {"attn_implementation": "attention", "trust_remote_code": "trust_remote_code"}
-"""Of TRL's `model_init_kwargs`, those that mean something for a model that streams, and what they are called here."""
+CHANGES_NO_NUMBER = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "architectures")
+"""Fields of a config that a `Trainer` sets while it trains, or its user may; others have to be set before."""
 
 
 class Streamed:
@@ -75,68 +81,102 @@ class Streamed:
             refuse_arguments(args)
         self.loss_fn, self._options = loss_fn, dict(engine_options or {})
         self._engine: Engine | None = None
+        self._fixed: dict[str, dict[str, Any]] = {}
+        """The model's config and generation config that the engine knows of."""
         self._waiting: list[Mapping[str, Any]] = []
         self._norm: float | None = None
         self._saves_all = False
         """Whether what is saved is a checkpoint, with all of the engine's state."""
-        self._folder = str(model) if isinstance(model, str | Path) else None
-        if self._folder is not None:
-            model = self._source(args).model
-        super().__init__(model=model, args=args, **keywords)  # type: ignore[call-arg]  # the trainer's
+        self._by_name = isinstance(model, str | Path)
+        if self._by_name:
+            name, model = str(model), named_model(str(model), args)
+            keywords = self._with_processor(name, args, keywords)
+        with _without_init_arguments(args if self._by_name else None):
+            super().__init__(model=model, args=args, **keywords)  # type: ignore[call-arg]  # the trainer's
         refuse_arguments(self.args)
         refuse_model(self.model)
         if not self.model_accepts_loss_kwargs:
             what = f"{type(self.model).__name__} takes no num_items_in_batch, so its loss is a mean of means"
             raise ConfigError(what, where="StreamedTrainer", fix="give loss_fn, see megatrain.losses")
-        self._standin = StandIn(self.model, self._export)
-        if not self._standin.loaded:
-            self._standin.take()
+        self._standin = StandIn(self.model)
         self.accelerator.device_placement = False  # nothing goes to the device but through the engine
+
+    def _with_processor(self, name: str, args: Any, keywords: dict[str, Any]) -> dict[str, Any]:
+        """TRL reads a processor beside a model by name, of the same revision; it is not told the name here."""
+        revision = (getattr(args, "model_init_kwargs", None) or {}).get("revision")
+        if revision is None or keywords.get("processing_class") is not None:
+            return keywords
+        trusted = getattr(args, "trust_remote_code", False)
+        found = AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=trusted)
+        return {**keywords, "processing_class": found}
 
     # The engine -------------------------------------------------------------------------------------------------------
 
     @property
     def engine(self) -> Engine:
-        """Made when it is first needed, from the weights that the model has then."""
+        """Made when it is first needed, from the model as it is then."""
         if self._engine is None:
-            options = self._engine_options()
-            self.model.train()  # its dropout works in training, and never in evaluation
-            if self._folder is not None:
-                source = self._source(self.args)
-                source.model.train()
-                for name, parameter in source.model.named_parameters():
-                    parameter.requires_grad_(self.model.get_parameter(name).requires_grad)
-                self._engine = Engine.from_source(source, **options)
-            else:
-                theirs = self.model.__dict__.pop("forward", None)  # TRL's, which the engine's copy must not have
-                try:
-                    self._engine = Engine.from_model(self.model, **options)
-                finally:
-                    if theirs is not None:
-                        self.model.__dict__["forward"] = theirs
+            engine = self._make_engine()
+            self._engine = engine
+            self._fixed = {"config": self.model.config.to_dict()}
+            if getattr(self.model, "generation_config", None) is not None:
+                self._fixed["generation_config"] = self.model.generation_config.to_dict()
+            self._standin.lend(engine)
         return self._engine
+
+    def _make_engine(self) -> Engine:
+        options, mode, coefficient = self._engine_options(), self.model.training, router_coefficient(self)
+        if coefficient is not None and hasattr(self.model, "router_aux_loss_coef"):
+            self.model.router_aux_loss_coef = coefficient  # taken from the config when the model was made
+        self.model.train()  # its dropout works in training, and never in evaluation
+        try:
+            with own_forward(self.model):
+                if self._by_name:
+                    engine = Engine.from_source(NamedSource(self.model), **options)
+                else:
+                    engine = Engine.from_model(self.model, **options)
+        finally:
+            self.model.train(mode)
+        if coefficient is not None:
+            found = engine.router_aux_loss_coef
+            if found is None or not math.isclose(coefficient, found, rel_tol=1e-6):  # a float32 in the model's forward
+                engine.close()
+                own = "has no such loss" if found is None else f"multiplies it by {found:g}"
+                what = f"router_aux_loss_coef={coefficient:g} cannot be honoured: the model's own forward {own}"
+                raise ConfigError(what, where=type(self.model).__name__, fix="set router_aux_loss_coef=0.0")
+        return engine
+
+    def _catch_up(self) -> None:
+        """Honour what has been changed in the model since the engine was made, or raise `ConfigError`."""
+        engine = self.engine
+        where, fix = "the trainer's model", "change it before the first train() or evaluate(), or make a new trainer"
+        for kind, before in self._fixed.items():
+            for name, value in getattr(self.model, kind).to_dict().items():
+                if name in before and value == before[name]:
+                    continue
+                if kind == "config" and name not in CHANGES_NO_NUMBER:
+                    what = f"config.{name} was {before.get(name)!r} when the engine was made and is {value!r} now"
+                    raise ConfigError(what, where=where, fix=fix)
+                setattr(getattr(engine, kind), name, copy.deepcopy(getattr(getattr(self.model, kind), name, value)))
+                before[name] = value
+        ours = {param.name: (param.shape, param.trainable) for unit in engine.spec.units for param in unit.params}
+        now = {name: (tuple(p.shape), p.requires_grad) for name, p in self.model.named_parameters()}
+        if odd := sorted({*ours.items()} ^ {*now.items()}):
+            what = f"its parameter {odd[0][0]} has been added, removed, resized or frozen since the engine was made"
+            raise ConfigError(what, where=where, fix=fix)
+        self._take_back()
+
+    def _take_back(self) -> None:
+        """What has been read of the weights, and what has been written to them."""
+        if changed := self._standin.take_back():
+            self.engine.set_weights(changed)
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """It stays where it is: only what a layer needs goes to the device."""
 
-    def _source(self, args: Any) -> PretrainedSource:
-        given = dict(getattr(args, "model_init_kwargs", None) or {})
-        given.pop("dtype", None), given.pop("torch_dtype", None)  # masters are float32; `bf16` says how it computes
-        if refused := sorted(given.keys() - MODEL_ARGUMENTS.keys()):
-            what = f"model_init_kwargs[{refused[0]!r}] cannot be honoured"
-            raise ConfigError(what, where="StreamedTrainer", fix="leave it out")
-        how = {MODEL_ARGUMENTS[name]: value for name, value in given.items()}
-        if getattr(args, "trust_remote_code", False):
-            how.setdefault("trust_remote_code", True)
-        assert self._folder is not None
-        return PretrainedSource(self._folder, **how)
-
     def _engine_options(self) -> EngineOptions:
         args = self.args
-        low = args.bf16 or (self._folder is None and self.model.dtype == torch.bfloat16)
-        if self.model.dtype == torch.float16:
-            raise ConfigError("weights in float16", where="StreamedTrainer", fix="load them with dtype=torch.float32")
-        precision: Precision = "bf16" if low else "fp32"
+        precision: Precision = "bf16" if args.bf16 or self.model.dtype == torch.bfloat16 else "fp32"
         options: EngineOptions = {
             "device": str(args.device) if args.device.type != "cpu" else "cpu",
             "precision": precision,
@@ -158,16 +198,13 @@ class Streamed:
     # Training ---------------------------------------------------------------------------------------------------------
 
     def train(self, *arguments: Any, **keywords: Any) -> Any:
-        """As the trainer's; the model has the trained weights afterwards, if it had any before."""
-        engine = self.engine
-        self._standin.take()
+        """As the trainer's."""
+        self._catch_up()
         self._waiting.clear()
         try:
             return super().train(*arguments, **keywords)  # type: ignore[misc]
         finally:
-            if self._standin.loaded:
-                engine.flush()
-                self._standin.give_back(engine.master)
+            self._standin.is_ahead = False
 
     def training_step(self, model: Any, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Keeps the micro-batch; the last one of an optimizer step runs them all, and returns the loss of the step."""
@@ -176,11 +213,13 @@ class Streamed:
         loss = 0.0
         if self.accelerator.sync_gradients:
             self._refuse_other_divisor(num_items_in_batch)
+            self._take_back()
             lr = self._plain_optimizer.lr
-            out = self.engine.step(self._waiting, lr, self._loss())
+            out = self.engine.step(self._waiting, lr, self._loss(), self._router_weights(len(self._waiting)))
             loss, self._norm = out.loss, out.grad_norm
-            self._tell("train", out.metrics, self._waiting)
+            self._tell("train", out.by_micro_batch, self._waiting)
             self._waiting.clear()
+            self._standin.is_ahead = True
         return torch.tensor(loss, device=self.args.device)
 
     def _refuse_other_divisor(self, items: Any) -> None:
@@ -195,8 +234,11 @@ class Streamed:
     def create_optimizer(self, model: Any = None) -> Any:
         """Groups of parameters for the scheduler; the engine updates."""
         if self.optimizer is None:
-            self.optimizer = EngineOptimizer(self.model, self._decaying(), self._adamw())
+            self.optimizer = EngineOptimizer(self.model, self._decaying(), self._adamw(), self._has_stepped)
         return self.optimizer
+
+    def _has_stepped(self) -> None:
+        self._standin.is_ahead = False
 
     @property
     def _plain_optimizer(self) -> EngineOptimizer:
@@ -210,21 +252,20 @@ class Streamed:
         return self._norm
 
     def _loss(self) -> LossFn | None:
-        """What takes the place of `compute_loss`: `None` is cross-entropy over the step's target tokens."""
-        if self.loss_fn is not None:
-            return self.loss_fn
-        smoothing = float(self.args.label_smoothing_factor or 0.0)
-        if hasattr(self, "_metrics"):  # TRL's, which are logged
-            return TokenLoss(smoothing, getattr(self.args, "loss_type", "nll") == "dft")
-        return SmoothedCrossEntropy(smoothing) if smoothing else None
+        """What takes the place of `compute_loss`."""
+        return self.loss_fn or stock_loss(self)
 
-    def _tell(self, mode: str, metrics: Mapping[str, float], batches: list[Mapping[str, Any]]) -> None:
-        """Hand TRL what it logs."""
+    def _router_weights(self, count: int) -> list[float] | None:
+        return None if self.loss_fn is not None else router_weights(self, count)
+
+    def _tell(self, mode: str, found: Sequence[Mapping[str, float]], batches: Sequence[Mapping[str, Any]]) -> None:
+        """Hand TRL what it logs, of each micro-batch."""
         if not hasattr(self, "_metrics"):
             return
         told: Any = self
-        for name, value in metrics.items():
-            told._metrics[mode][name].append(value)
+        for of_batch in found:
+            for name, value in of_batch.items():
+                told._metrics[mode][name].append(value)
         if mode == "train":
             for batch in batches:
                 mask = batch.get("attention_mask")
@@ -232,6 +273,11 @@ class Streamed:
         told._metrics[mode]["num_tokens"] = [told._total_train_tokens]
 
     # Evaluation -------------------------------------------------------------------------------------------------------
+
+    def evaluation_loop(self, *arguments: Any, **keywords: Any) -> Any:
+        """The trainer's, of the model as it is now."""
+        self._catch_up()
+        return super().evaluation_loop(*arguments, **keywords)  # type: ignore[misc]
 
     def prediction_step(
         self,
@@ -244,8 +290,8 @@ class Streamed:
         batch, loss = dict(inputs), None
         labels = batch.get("labels")
         if labels is not None and bool((labels[:, 1:] != -100).any()):
-            found = self.engine.measure([batch], self._loss())
-            self._tell("eval", found.metrics, [batch])
+            found = self.engine.measure([batch], self._loss(), self._router_weights(1))
+            self._tell("eval", found.by_micro_batch, [batch])
             loss = torch.tensor(found.loss, device=self.args.device)
         if prediction_loss_only:
             return loss, None, None
@@ -257,6 +303,7 @@ class Streamed:
 
     def _export(self, folder: Path) -> None:
         """What `save_pretrained` of the model does: its files, among those that are there; or those of a checkpoint."""
+        self._catch_up()
         engine = self.engine
         if self._saves_all:
             made = engine.save(folder.parent, step=self.state.global_step).wait()
@@ -274,6 +321,14 @@ class Streamed:
             if path.name != "README.md" or not (folder / path.name).exists():
                 path.replace(folder / path.name)
         shutil.rmtree(beside)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """The trainer's; the engine writes the weights if it has them."""
+        if self._engine is None:
+            super()._save(output_dir, state_dict)  # type: ignore[misc]
+            return
+        with self._standin.saved_by(self._export):
+            super()._save(output_dir, state_dict)  # type: ignore[misc]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """The trainer's, with the engine's whole state in place of the optimizer's, unless `save_only_model`."""
@@ -294,28 +349,23 @@ class Streamed:
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
+        self._take_back()
         self.engine.flush()
         self.engine.fill(PretrainedSource(best))
 
 
-class TokenLoss(LogitsLoss):
-    """Cross-entropy, or dynamic fine-tuning (Wu et al., "On the Generalization of SFT", 2025), and what TRL logs."""
-
-    def __init__(self, smoothing: float, dynamic: bool) -> None:
-        self.smoothing, self.dynamic = smoothing, dynamic
-
-    def __call__(self, logits: Tensor, labels: Tensor, **own: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sum over the tokens, with the sums of the entropy and of right guesses."""
-        log_probs = functional.log_softmax(logits, dim=-1)
-        losses = functional.nll_loss(log_probs, labels, reduction="none")
-        if self.dynamic:
-            losses = losses * torch.exp(-losses).detach()
-        elif self.smoothing:
-            losses = (1 - self.smoothing) * losses - self.smoothing * log_probs.mean(dim=-1)
-        with torch.no_grad():
-            entropy = -(log_probs.exp() * log_probs).sum()
-            right = (logits.argmax(dim=-1) == labels).sum()
-        return losses.sum(), {"entropy": entropy, "mean_token_accuracy": right}
+@contextmanager
+def _without_init_arguments(args: Any) -> Iterator[None]:
+    """In the block, TRL's `model_init_kwargs` are unset: they are honoured, and it would say that they are not."""
+    given = getattr(args, "model_init_kwargs", None)
+    if given is None:
+        yield
+        return
+    args.model_init_kwargs = None
+    try:
+        yield
+    finally:
+        args.model_init_kwargs = given
 
 
 class StreamedTrainer(Streamed, Trainer):
@@ -332,4 +382,4 @@ def streamed(kind: type) -> Any:
     return made
 
 
-__all__ = ["Streamed", "StreamedTrainer", "TokenLoss", "streamed"]
+__all__ = ["Streamed", "StreamedTrainer", "streamed"]

@@ -1,24 +1,45 @@
-"""A TRL SFT script, run twice, stock and through the engine: the same losses to 1e-5 in float32, and the same logs."""
+"""TRL SFT scripts, run twice, stock and through the engine: the same losses to 1e-5 in float32, and the same logs."""
 
 from __future__ import annotations
 
+import json
+import re
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatrain.data import load_tokenizer
 from megatrain.errors import ConfigError
-from tests.tiny import relative_error, tiny_model
+from tests.tiny import FAMILIES, relative_error
 
-pytest.importorskip("trl", reason="TRL is not installed; it is a development dependency")
+trl = pytest.importorskip("trl", reason="TRL is not installed; it is a development dependency")
 pytestmark = pytest.mark.filterwarnings("default")  # the libraries' own, of which some come with each release
 
-LOGGED = ("loss", "eval_loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "eval_num_tokens", "step")
+KEPT = ("step", "loss", "grad_norm", "learning_rate", "entropy", "accuracy", "num_tokens")
+"""Ends of the names of what a log has besides times."""
+GPT_OSS: dict[str, Any] = {
+    **FAMILIES["mixtral"], "model_type": "gpt_oss", "head_dim": 8, "num_hidden_layers": 2, "sliding_window": 8,
+    "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
+}  # fmt: skip
 
 
-def script(tmp_path: Path, streams: bool, **changes: Any) -> Any:
+GLM: dict[str, Any] = {
+    **FAMILIES["qwen3-moe"], "model_type": "glm4_moe", "n_routed_experts": 4, "first_k_dense_replace": 1,
+}  # fmt: skip
+
+
+def model(family: str) -> Any:
+    fields = {**FAMILIES, "gpt-oss": GPT_OSS, "glm4-moe": GLM}[family] | {"vocab_size": 320}
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+
+
+def script(tmp_path: Path, streams: bool, family: str = "llama", by_name: bool = False, **changes: Any) -> Any:
     """The script. Two lines tell the runs apart: the import and the class."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
@@ -33,8 +54,12 @@ def script(tmp_path: Path, streams: bool, **changes: Any) -> Any:
         "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 5, "save_strategy": "no", "report_to": "none",
         "disable_tqdm": True, "use_cpu": True, "bf16": False, "max_length": 48,
     }  # fmt: skip
+    made = model(family)
+    if by_name:
+        made.save_pretrained(tmp_path / "model")
+        made = str(tmp_path / "model")
     trainer = kind(
-        model=tiny_model("llama", vocab_size=320),
+        model=made,
         args=SFTConfig(**{**usual, **changes}),
         train_dataset=Dataset.from_list(rows[:20]),
         eval_dataset=Dataset.from_list(rows[20:]),
@@ -44,6 +69,15 @@ def script(tmp_path: Path, streams: bool, **changes: Any) -> Any:
     trainer.train()
     trainer.save_model(str(tmp_path / "final"))
     return trainer
+
+
+def assert_equal_logs(ours: Any, stock: Any) -> None:
+    """Every number but times, to 1e-5: losses, norms, rates, entropies, accuracies, auxiliary losses."""
+    assert len(ours.state.log_history) == len(stock.state.log_history)
+    for mine, theirs in zip(ours.state.log_history, stock.state.log_history, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name in theirs.keys() - {name for name in theirs if name.endswith(("runtime", "per_second"))}:
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-5), (name, theirs)
 
 
 @pytest.fixture(autouse=True)
@@ -63,19 +97,83 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_script_gives_the_same_losses_stock_and_streamed(tmp_path: Path, changes: dict[str, Any]) -> None:
     stock = script(tmp_path / "stock", False, **changes)
     ours = script(tmp_path / "ours", True, **changes)
-    assert len(ours.state.log_history) == len(stock.state.log_history)
-    for mine, theirs in zip(ours.state.log_history, stock.state.log_history, strict=True):
-        assert mine.keys() == theirs.keys()
-        for name in LOGGED:
-            if name in theirs:
-                assert mine[name] == pytest.approx(theirs[name], rel=1e-5), (name, theirs)
-        for name in ("entropy", "mean_token_accuracy"):  # over a step's tokens here, over micro-batches there
-            if name in theirs:
-                assert mine[name] == pytest.approx(theirs[name], rel=0.2, abs=0.1)
+    assert_equal_logs(ours, stock)
     folders = [
         dict(AutoModelForCausalLM.from_pretrained(tmp_path / n / "final").named_parameters()) for n in ("ours", "stock")
     ]
     assert max(relative_error(folders[0][name], value) for name, value in folders[1].items()) < 1e-5
+    assert read_json(tmp_path / "ours/final/config.json") == read_json(tmp_path / "stock/final/config.json")
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("family", "by_name", "changes"),
+    [
+        ("mixtral", True, {}),
+        ("gpt-oss", False, {"router_aux_loss_coef": 0.5}),
+        pytest.param("mixtral", False, {"router_aux_loss_coef": 0.5}, marks=pytest.mark.slow),
+        pytest.param("gpt-oss", True, {}, marks=pytest.mark.slow),
+        pytest.param("qwen3-moe", True, {"router_aux_loss_coef": 0.5}, marks=pytest.mark.slow),
+        pytest.param("qwen3-moe", False, {"router_aux_loss_coef": 0.0}, marks=pytest.mark.slow),
+        pytest.param("gpt-oss", True, {"router_aux_loss_coef": 0.5, "loss_type": "dft"}, marks=pytest.mark.slow),
+        pytest.param(
+            "mixtral", True, {"router_aux_loss_coef": 0.5, "label_smoothing_factor": 0.1}, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_mixtures_of_experts_have_the_auxiliary_loss_that_trl_asks_for(
+    tmp_path: Path, family: str, by_name: bool, changes: dict[str, Any]
+) -> None:
+    """By name and loaded, over two micro-batches of different target tokens: losses, gradient norms and `aux_loss`."""
+    quick = {"max_steps": 2, "eval_steps": 2, **changes}
+    stock = script(tmp_path / "stock", False, family, by_name, **quick)
+    ours = script(tmp_path / "ours", True, family, by_name, **quick)
+    assert_equal_logs(ours, stock)
+    assert ("aux_loss" in ours.state.log_history[0]) == (changes.get("router_aux_loss_coef") != 0.0)
+
+
+def test_an_auxiliary_loss_that_the_model_itself_does_not_have_is_refused(tmp_path: Path) -> None:
+    """TRL computes one from recorded router logits; the engine has what the model's own forward has."""
+    with pytest.raises(
+        ConfigError, match=r"router_aux_loss_coef=0\.5 cannot be honoured: the model's own forward has no"
+    ):
+        script(tmp_path, True, "glm4-moe", router_aux_loss_coef=0.5)
+
+
+def test_trls_own_script_runs_with_two_changed_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It always gives a revision, and an attention that is None. It packs, saves, and goes on from a checkpoint."""
+    stock = (Path(trl.__file__).parent / "scripts" / "sft.py").read_text()
+    ours = re.sub(
+        r"^( *)(from trl import SFTTrainer,.*)$", r"\1\2\n\1from megatrain.hf import streamed", stock, flags=re.M
+    )
+    ours = ours.replace("trainer = SFTTrainer(", "trainer = streamed(SFTTrainer)(")
+    assert len(set(ours.splitlines()) - set(stock.splitlines())) == 2
+    model("llama").save_pretrained(tmp_path / "model")
+    load_tokenizer("bytes").save_pretrained(tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    for split in ("train", "test"):
+        lines = [json.dumps({"text": f"{n} and {n + 1} is {2 * n + 1}"}) for n in range(8)]
+        (tmp_path / "data" / f"{split}.jsonl").write_text("\n".join(lines))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+
+    def run(name: str, text: str, *more: str) -> list[dict[str, float]]:
+        (tmp_path / "sft.py").write_text(text)
+        command = f"""sft.py --model_name_or_path {tmp_path}/model --dataset_name {tmp_path}/data
+            --output_dir {tmp_path}/{name} --eval_strategy steps --eval_steps 2 --max_steps 2 --save_steps 1 --use_cpu
+            --bf16 false --report_to none --packing --max_length 32 --gradient_accumulation_steps 2 --logging_steps 1"""
+        monkeypatch.setattr(sys, "argv", [*command.split(), *more])
+        runpy.run_path(str(tmp_path / "sft.py"), run_name="__main__")
+        log = read_json(tmp_path / name / "checkpoint-2" / "trainer_state.json")["log_history"]
+        return [{name: value for name, value in entry.items() if name.endswith(KEPT)} for entry in log]
+
+    expected, found = run("stock", stock), run("ours", ours)
+    assert found == [pytest.approx(entry, rel=1e-5) for entry in expected]
+    again = run("ours", ours, "--resume_from_checkpoint", f"{tmp_path}/ours/checkpoint-1")
+    assert [entry["loss"] for entry in again[:2]] == [entry["loss"] for entry in found[:2]]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "ours").config.model_type == "llama"
 
 
 def test_trainers_with_losses_of_their_own_are_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from megatrain.errors import CheckpointError, ConfigError, MegaTrainError, ModelError
+from megatrain import Engine
+from megatrain.errors import CheckpointError, ConfigError, ModelError
 from megatrain.hf import StreamedTrainer, streamed
+from megatrain.hf.standin import LazyParameter
 from tests.tiny import VOCAB, relative_error, tiny_model
 
 pytest.importorskip("accelerate", reason="a Trainer needs accelerate")
@@ -63,6 +67,7 @@ def run(kind: type, folder: Path, model: Any = None, resume: Any = None, **chang
     """The script: train, and save the model."""
     seen = Seen()
     more = dict(changes.pop("more", {}))
+    callbacks = [seen, *more.pop("callbacks", [])]
     if kind is not Trainer:
         more = {**QUICK, **more}
     trainer = kind(
@@ -70,7 +75,7 @@ def run(kind: type, folder: Path, model: Any = None, resume: Any = None, **chang
         args=arguments(folder, **changes),
         train_dataset=rows(18, 1),
         eval_dataset=rows(7, 2),
-        callbacks=[seen],
+        callbacks=callbacks,
         **more,
     )
     trainer.train(resume_from_checkpoint=resume)
@@ -134,16 +139,178 @@ def test_a_checkpoint_of_the_stock_trainer_is_refused_and_its_weights_are_not(tm
         run(StreamedTrainer, tmp_path / "a", resume=str(tmp_path / "stock" / "checkpoint-5"))
 
 
-@pytest.mark.slow
-def test_a_folder_in_place_of_a_model_is_never_loaded_and_gives_the_same(tmp_path: Path) -> None:
-    tiny_model("qwen3-tied").save_pretrained(tmp_path / "model")
-    ours, _ = run(StreamedTrainer, tmp_path / "a", family="qwen3-tied", eval_strategy="no")
-    streams, _ = run(StreamedTrainer, tmp_path / "b", model=str(tmp_path / "model"), eval_strategy="no")
+def named(folder: Path, family: str = "llama", **changes: Any) -> str:
+    """A folder with a model."""
+    tiny_model(family, **changes).save_pretrained(folder / "model")
+    return str(folder / "model")
+
+
+def test_a_name_gives_what_its_model_gives_and_is_never_loaded_whole(tmp_path: Path) -> None:
+    model = named(tmp_path, "qwen3-tied")
+    ours, _ = run(StreamedTrainer, tmp_path / "a", family="qwen3-tied", max_steps=4, eval_strategy="no")
+    streams, _ = run(StreamedTrainer, tmp_path / "b", model=model, max_steps=4, eval_strategy="no")
+    assert all(isinstance(parameter, LazyParameter) for parameter in streams.model.parameters())  # nobody has read one
     assert history(streams, "loss")[:-1] == history(ours, "loss")[:-1]
     mine, theirs = weights_of(tmp_path / "b" / "final"), weights_of(tmp_path / "a" / "final")
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
-    with pytest.raises(ModelError, match=r"weights are in the streaming engine.*trainer\.evaluate"):
-        streams.model(input_ids=torch.tensor([[5, 6]]))
+
+
+def test_a_model_by_name_can_be_read_before_and_after_training(tmp_path: Path) -> None:
+    """Its parameters, its forward, `generate`; and after training all of it as trained, in the engine's own memory."""
+    stock = tiny_model()
+    trainer = StreamedTrainer(
+        model=named(tmp_path), args=arguments(tmp_path, max_steps=2, eval_strategy="no"), train_dataset=rows(8, 1),
+        **QUICK,
+    )  # fmt: skip
+    before = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
+    assert all(torch.equal(before[name], value) for name, value in stock.named_parameters())
+    ids = torch.tensor([[5, 6, 7]])
+    assert torch.equal(trainer.model(ids).logits, stock.eval()(ids).logits)
+    trainer.train()
+    trainer.model.eval()
+    expected = trainer.engine.generate(ids, max_new_tokens=4)
+    assert torch.equal(trainer.model.generate(ids, max_new_tokens=4, do_sample=False), expected)
+    for name, parameter in trainer.model.named_parameters():
+        assert not torch.equal(parameter, before[name])
+        assert parameter.data_ptr() == trainer.engine.weight_view(name).data_ptr()
+
+
+def test_what_is_read_before_training_is_a_map_of_the_file(tmp_path: Path) -> None:
+    trainer = StreamedTrainer(
+        model=named(tmp_path, hidden_size=256),
+        args=arguments(tmp_path, eval_strategy="no"),
+        train_dataset=rows(4, 1),
+        **QUICK,
+    )
+    weight = trainer.model.model.layers[0].mlp.up_proj.weight
+    assert bool(weight.isfinite().all())
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    spans = [line.split()[0].split("-") for line in maps if line.endswith(str(tmp_path / "model/model.safetensors"))]
+    assert any(int(start, 16) <= weight.data_ptr() < int(stop, 16) for start, stop in spans)
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_what_is_set_on_the_model_before_training_reaches_the_engine(tmp_path: Path, by_name: bool) -> None:
+    """Its config, a parameter that was frozen, one that was written to, and a vocabulary of another size."""
+    made = []
+    for kind in (Trainer, StreamedTrainer):
+        model: Any = tiny_model("mixtral") if kind is Trainer or not by_name else named(tmp_path, "mixtral")
+        trainer: Any = kind(
+            model=model,
+            args=arguments(tmp_path / kind.__name__, max_steps=3, eval_strategy="no", save_strategy="no"),
+            train_dataset=rows(12, 1),
+            **({} if kind is Trainer else QUICK),
+        )
+        trainer.model.config.output_router_logits = True
+        trainer.model.resize_token_embeddings(VOCAB + 8, mean_resizing=False)
+        with torch.no_grad():
+            trainer.model.get_output_embeddings().weight.zero_()
+            trainer.model.get_input_embeddings().weight[VOCAB:] = 0.01
+        trainer.model.model.norm.weight.requires_grad_(False)
+        trainer.train()
+        made.append(trainer)
+    stock, ours = made
+    assert_equal_histories(ours, stock)
+    mine, theirs = dict(ours.model.named_parameters()), dict(stock.model.named_parameters())
+    assert max(relative_error(mine[name], theirs[name]) for name in theirs) < 1e-5
+
+
+def test_a_router_auxiliary_loss_counts_as_in_the_stock_trainer(tmp_path: Path) -> None:
+    """Whole in each of two micro-batches, whose target tokens differ in number."""
+    stock, _ = run(Trainer, tmp_path / "stock", family="mixtral-balanced", max_steps=4, save_strategy="no")
+    ours, _ = run(StreamedTrainer, tmp_path / "ours", family="mixtral-balanced", max_steps=4, save_strategy="no")
+    assert_equal_histories(ours, stock)
+
+
+def trained(folder: Path) -> Any:
+    trainer = StreamedTrainer(
+        model=tiny_model(), args=arguments(folder, max_steps=2, eval_strategy="no", save_strategy="no"),
+        train_dataset=rows(8, 1), eval_dataset=rows(4, 2), **QUICK,
+    )  # fmt: skip
+    trainer.train()
+    return trainer
+
+
+def test_weights_that_are_changed_after_training_are_what_is_used_next(tmp_path: Path) -> None:
+    trainer = trained(tmp_path)
+    with torch.no_grad():
+        trainer.model.lm_head.weight.zero_()
+    trainer.model.model.norm.weight.data = torch.zeros(32)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(torch.tensor(VOCAB).log().item(), rel=1e-5)
+    trainer.save_model(str(tmp_path / "final"))
+    assert not weights_of(tmp_path / "final")["model.norm.weight"].any()
+
+
+def test_a_config_that_is_changed_after_training_is_refused_where_numbers_depend_on_it(tmp_path: Path) -> None:
+    trainer = trained(tmp_path)
+    trainer.model.config.eos_token_id = 7
+    trainer.model.generation_config.max_length = 17
+    trainer.save_model(str(tmp_path / "final"))
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    assert (saved.config.eos_token_id, saved.generation_config.max_length) == (7, 17)
+    trainer.model.config.rms_norm_eps = 0.5
+    with pytest.raises(ConfigError, match=r"config\.rms_norm_eps was 1e-06 when the engine was made and is 0\.5 now"):
+        trainer.evaluate()
+
+
+def test_a_parameter_that_is_frozen_after_training_is_refused(tmp_path: Path) -> None:
+    trainer = trained(tmp_path)
+    trainer.model.lm_head.weight.requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"lm_head\.weight has been .* frozen since the engine was made"):
+        trainer.train()
+
+
+def test_one_rule_for_dtypes_by_name_and_loaded(tmp_path: Path) -> None:
+    """Weights in bfloat16, rounded if their files hold more, train in bfloat16; those in float16 are refused."""
+    losses = []
+    for by_name in (True, False):
+
+        def trainer(dtype: torch.dtype, by_name: bool = by_name) -> Any:
+            args: Any = arguments(tmp_path, max_steps=2, eval_strategy="no", save_strategy="no")
+            args.model_init_kwargs = {"dtype": dtype}  # as TRL's arguments have them
+            folder = named(tmp_path, "gemma2")
+            model = folder if by_name else AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+            return StreamedTrainer(model=model, args=args, train_dataset=rows(8, 1), **QUICK)
+
+        with pytest.raises(ConfigError, match=r"weights in float16; load them with dtype=torch\.float32"):
+            trainer(torch.float16)
+        made = trainer(torch.bfloat16)
+        made.train()
+        assert (made.engine.policy.precision, made.model.dtype) == ("bf16", torch.bfloat16)
+        weight = made.model.model.norm.weight
+        assert bool(weight.isfinite().all())
+        assert weight.data_ptr() == made.engine.weight_view("model.norm.weight").data_ptr()
+        made.save_model(str(tmp_path / "final"))
+        assert weights_of(tmp_path / "final")["model.norm.weight"].dtype == torch.bfloat16
+        losses.append(history(made, "loss", "grad_norm")[:-1])
+    assert losses[0] == losses[1]
+
+
+def test_a_stock_trainer_says_why_it_cannot_resume_a_streamed_checkpoint(tmp_path: Path) -> None:
+    run(StreamedTrainer, tmp_path / "ours", max_steps=5, eval_strategy="no")
+    with pytest.raises(ValueError, match="moments are in files of MegaTrain: resume with megatrain"):
+        run(Trainer, tmp_path / "stock", resume=str(tmp_path / "ours" / "checkpoint-5"))
+
+
+def test_a_users_own_forward_is_what_the_engine_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what trainers put around it, autocast say; the engine decides whether it can be honoured."""
+    model = tiny_model()
+    plain, seen = model.forward, []
+
+    @wraps(plain)
+    def own(*given: Any, **inputs: Any) -> Any:
+        return plain(*given, **inputs)
+
+    model.forward = own
+    args = arguments(tmp_path, bf16=True, max_steps=1, eval_strategy="no")
+    stock = Trainer(model=model, args=args, train_dataset=rows(4, 1), eval_dataset=rows(4, 1))
+    stock.evaluate()  # accelerate puts autocast around it
+    assert model.forward is not own
+    trainer = StreamedTrainer(model=model, args=args, train_dataset=rows(4, 1), **QUICK)
+    monkeypatch.setattr(Engine, "from_model", lambda given, **_: seen.append(given.__dict__["forward"]))
+    with pytest.raises(AttributeError):
+        trainer.train()
+    assert seen == [own]
 
 
 @pytest.mark.slow
@@ -207,16 +374,70 @@ def test_a_trainer_with_a_loss_of_its_own_is_refused() -> None:
         streamed(OwnLoss)
 
 
-def test_a_model_that_is_run_while_it_trains_says_where_its_weights_are(tmp_path: Path) -> None:
-    class Runs(TrainerCallback):
-        def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
-            assert all(bool(parameter.isnan().all()) for parameter in model.parameters())
-            model.generate(torch.tensor([[5, 6]]), max_new_tokens=1)
+class Uses(TrainerCallback):
+    """Reads, runs and writes to the model between steps."""
 
-    trainer = StreamedTrainer(
-        model=tiny_model(), args=arguments(tmp_path, max_steps=1, eval_strategy="no"), train_dataset=rows(4, 1),
-        callbacks=[Runs()], **QUICK,
-    )  # fmt: skip
-    with pytest.raises(MegaTrainError, match="its weights are in the streaming engine"):
+    def __init__(self, folder: Path) -> None:
+        self.seen: list[float] = []
+        self.said: list[list[int]] = []
+        self.folder = folder
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        self.seen += [parameter.norm().item() for parameter in model.parameters()]
+        if state.global_step == 1:
+            model.lm_head.weight.data.mul_(0.5)
+        elif state.global_step == 2:
+            model.model.norm.weight.data = torch.full((32,), 1.5)
+        elif state.global_step == 3:
+            model.save_pretrained(self.folder)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        self.said.append(model.generate(torch.tensor([[5, 6]]), max_new_tokens=4, do_sample=False).flatten().tolist())
+
+
+def test_a_model_that_is_used_between_steps_is_as_in_a_stock_run(tmp_path: Path) -> None:
+    """Read, run, written to and saved by callbacks."""
+    used, made = [], []
+    for kind in (Trainer, StreamedTrainer):
+        uses = Uses(tmp_path / kind.__name__)
+        trainer: Any = kind(
+            model=tiny_model(),
+            args=arguments(tmp_path / "run", max_steps=4, eval_steps=2, save_strategy="no"),
+            train_dataset=rows(16, 1),
+            eval_dataset=rows(4, 2),
+            callbacks=[uses],
+            **({} if kind is Trainer else QUICK),
+        )
         trainer.train()
-    assert not any(bool(parameter.isnan().any()) for parameter in trainer.model.parameters())
+        used.append(uses)
+        made.append(trainer)
+    assert_equal_histories(made[1], made[0])
+    assert used[1].seen == pytest.approx(used[0].seen, rel=1e-5)
+    assert used[1].said == used[0].said
+    mine, theirs = weights_of(tmp_path / "StreamedTrainer"), weights_of(tmp_path / "Trainer")
+    assert max(relative_error(mine[name], theirs[name]) for name in theirs) < 1e-5
+
+
+def test_a_model_is_not_read_where_a_stock_one_would_not_be_updated_yet(tmp_path: Path) -> None:
+    class Reads(TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+            model.lm_head.weight.norm()
+
+    with pytest.raises(ModelError, match=r"weights have been updated already.*from on_optimizer_step on"):
+        run(StreamedTrainer, tmp_path, max_steps=1, eval_strategy="no", more={"callbacks": [Reads()]})
+
+
+def test_what_has_been_read_and_not_changed_does_not_undo_a_step_of_ones_own(tmp_path: Path) -> None:
+    """In bf16 a float32 weight that is read is a copy, which is of the past once the engine has been stepped."""
+    trainer = StreamedTrainer(
+        model=tiny_model(), args=arguments(tmp_path, bf16=True, eval_strategy="no"), train_dataset=rows(4, 1), **QUICK
+    )
+    trainer.train()
+    before = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
+    trainer.engine.step([{name: value[None] for name, value in rows(1, 3)[0].items()}], 1e-2)
+    trainer.save_model(str(tmp_path / "final"))
+    saved = weights_of(tmp_path / "final")
+    assert not torch.equal(saved["lm_head.weight"], before["lm_head.weight"])
+    assert torch.equal(saved["lm_head.weight"], trainer.engine.master("lm_head.weight"))
+    twin = copy.deepcopy(trainer.model)
+    assert torch.equal(twin.lm_head.weight, saved["lm_head.weight"])
