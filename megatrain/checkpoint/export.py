@@ -22,6 +22,7 @@ from megatrain.checkpoint.appear import appearing
 from megatrain.checkpoint.card import model_card
 from megatrain.checkpoint.shards import Shard, ShardWriter, plan_shards, write_index
 from megatrain.errors import ExportError
+from megatrain.files import usable_path
 from megatrain.model import PortedModel, WrittenModel
 from megatrain.spec import Precision
 
@@ -83,7 +84,7 @@ def export_units(
     """As `export_model`, from an iterable that gives all masters of one unit after another, by name, in the order of
     the specification. It is advanced once the unit before has been written, so whatever makes units may reuse memory.
     """
-    target = Path(folder).resolve()
+    target = usable_path(folder, error=ExportError, to_write="folder").resolve()
     _refuse_foreign(target)
     written = WrittenModel(ported, _WRITTEN_DTYPES[precision])
     shards = plan_shards((tensor for unit in written.units for tensor in unit), shard_nbytes)

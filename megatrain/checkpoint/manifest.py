@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megatrain.checkpoint.sums import FileSum, differences
 from megatrain.errors import DamagedCheckpoint
+from megatrain.files import lies_within, parsed_json, read_bytes
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -70,13 +71,13 @@ Check = Callable[[Path], list[Damage]]
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint. Raises `DamagedCheckpoint` where there is none that is as it was written."""
     try:
-        raw = (folder / MANIFEST).read_bytes()
+        raw = read_bytes(folder / MANIFEST)
     except FileNotFoundError as error:
         raise _damaged(folder, "is missing: the folder is unfinished, or no checkpoint") from error
     except OSError as error:
         raise _damaged(folder, f"cannot be read ({error.strerror or error})") from error
     try:
-        fields = json.loads(raw)
+        fields = parsed_json(raw)
         found = fields["format"]
         if isinstance(found, int) and found > FORMAT:
             raise _damaged(folder, f"has format {found}, and this MegaTrain reads up to {FORMAT}")
@@ -108,7 +109,7 @@ def _look(folder: Path) -> tuple[Mapping[str, FileSum], list[Damage]]:
         files = read_manifest(folder).files
     except DamagedCheckpoint as error:
         return {}, [Damage(MANIFEST, error.what.removeprefix(f"{MANIFEST} "))]
-    wrong = {name: _size_wrong(folder / name, file.nbytes) for name, file in files.items()}
+    wrong = {name: _size_wrong(folder, name, file.nbytes) for name, file in files.items()}
     return files, [*(Damage(name, what) for name, what in wrong.items() if what), *_strangers(folder, files)]
 
 
@@ -121,8 +122,11 @@ def _damaged(folder: Path, what: str) -> DamagedCheckpoint:
     return DamagedCheckpoint(f"{MANIFEST} {what}", where=str(folder))
 
 
-def _size_wrong(path: Path, nbytes: int) -> str:
+def _size_wrong(folder: Path, name: str, nbytes: int) -> str:
+    path = folder / name
     try:
+        if not lies_within(path, folder):
+            return "lies outside the folder"
         if not path.is_file():
             return "is missing"
         found = path.stat().st_size

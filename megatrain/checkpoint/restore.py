@@ -19,6 +19,7 @@ from megatrain.checkpoint.manifest import Check, full_check, read_manifest
 from megatrain.checkpoint.save import OPTIMIZER
 from megatrain.checkpoint.training import read_training
 from megatrain.errors import CheckpointError, DamagedCheckpoint, first_line
+from megatrain.files import usable_path
 
 
 class Checkpoint:
@@ -79,7 +80,7 @@ class Checkpoint:
 
 def open_checkpoint(folder: str | Path, check: Check = full_check) -> Checkpoint:
     """A checkpoint to read from. Raises `DamagedCheckpoint`, naming the first fault, if `check` finds any."""
-    folder = Path(folder).resolve()
+    folder = usable_path(folder, error=CheckpointError).resolve()
     if damages := check(folder):
         more = f" (and {len(damages) - 1:,} more)" if len(damages) > 1 else ""
         raise DamagedCheckpoint(f"{damages[0]}{more}", where=str(folder), fix="go on from an older one")

@@ -36,6 +36,7 @@ from megatrain.checkpoint.shared import Earlier, SharedFile, share_instead
 from megatrain.checkpoint.sums import FileSum, sum_of
 from megatrain.checkpoint.training import TRAINING, write_training
 from megatrain.errors import CheckpointError
+from megatrain.files import usable_path
 from megatrain.model import PortedModel, WrittenModel, WrittenTensor
 from megatrain.spec import ModelSpec, ParamSpec
 
@@ -125,7 +126,7 @@ def write_checkpoint(
     May run in a thread beside training, as may `units`, one call at a time. Raises `CheckpointError` when it cannot be
     written, for lack of space among others; what was there is then there as before. What `units` raises comes through.
     """
-    target = step_folder(Path(folder).resolve(), step)
+    target = step_folder(usable_path(folder, error=CheckpointError, to_write="folder").resolve(), step)
     _refuse_foreign(target)
     try:
         with appearing(target) as staging:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.errors import CheckpointError, DamagedCheckpoint
+from megatrain.files import read_json
 
 TRAINING = "training.json"
 FORMAT = 1
@@ -33,7 +34,7 @@ def write_training(folder: Path, training: Mapping[str, Any]) -> None:
 def read_training(folder: Path) -> dict[str, Any]:
     """What `write_training` was given. Raises `DamagedCheckpoint` for a file that is missing or damaged, or newer."""
     try:
-        fields = json.loads((folder / TRAINING).read_bytes())
+        fields = read_json(folder / TRAINING)
         if fields["format"] > FORMAT:
             what = f"{TRAINING} has format {fields['format']}, and this MegaTrain reads up to {FORMAT}"
             raise DamagedCheckpoint(what, where=str(folder), fix="use the version that wrote it")
@@ -41,7 +42,7 @@ def read_training(folder: Path) -> dict[str, Any]:
     except OSError as error:
         what = f"{TRAINING} cannot be read ({error.strerror or error})"
         raise DamagedCheckpoint(what, where=str(folder)) from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{TRAINING} is damaged", where=str(folder)) from error
 
 

@@ -7,23 +7,29 @@ that nobody allowed. What shows only in the structure is refused by `ported`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megatrain.errors import ModelError, first_line
-from megatrain.model.hub import is_local, refuse_absent
+from megatrain.files import read_json
+from megatrain.model.hub import cached_folder, is_local, located
+from megatrain.time_limit import OutOfTime, within
+
+T = TypeVar("T")
 
 COMMON_FIELDS = (
     "attn_implementation",
@@ -39,32 +45,126 @@ COMMON_FIELDS = (
 SOURCES = "give a local Hugging Face folder, a hub name, or a config with a causal-LM model_type"
 """What to do about a model that is not there."""
 
+MOST_LAYERS = 100_000
+"""In a config. To build so many takes minutes, and no model has a hundredth of them."""
+
+SECONDS = 120.0
+"""Of work on a config, or on the structure that it describes. The largest structures take a tenth of it."""
+
 TRUST = "set trust_remote_code=true if you have read its code and trust it"
 
 
 def read_config(
-    source: str | Path | Mapping[str, Any] | PreTrainedConfig, *, where: str, trust_remote_code: bool = False
+    source: str | Path | Mapping[str, Any] | PreTrainedConfig,
+    *,
+    where: str,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
 ) -> PreTrainedConfig:
     """The config of a model, from a local folder, a `config.json`, a hub name, or its fields with `model_type`.
 
-    `where` names the place in errors. Raises `ModelError` when it is missing, malformed, or needs code that has not
-    been allowed, and for a field that its model type does not know.
+    `where` names the place in errors; `revision` is the version of a hub name: a branch, a tag or a commit. Raises
+    `ModelError` when it is missing, malformed, or needs code that has not been allowed, and for a field that its model
+    type does not know.
     """
     if isinstance(source, PreTrainedConfig):
         return source
     with plain_errors(where):
         if isinstance(source, Mapping):
             fields = dict(source)
-            kind = fields.pop("model_type", None)
-            if kind is None:
-                raise ModelError("has no model_type", where=where, fix="add model_type: llama, say")
+            _refuse_endless(fields, where)
+            kind = _known_kind(fields.pop("model_type", None), where)
             _refuse_unknown_fields(kind, fields, where)
-            return AutoConfig.for_model(kind, **fields)
-        refuse_absent(source, where=where)
-        config: PreTrainedConfig = AutoConfig.from_pretrained(
-            str(source), local_files_only=is_local(source), trust_remote_code=trust_remote_code
-        )
-        return config
+            return _before_long(lambda: AutoConfig.for_model(kind, **fields), where)
+        name = located(source, where=where, revision=revision)
+        found = _fields_at(name, where, revision)
+        if found is not None:
+            _refuse_endless(found, where)
+            if "auto_map" not in found:  # else its own code says what it is
+                _known_kind(found.get("model_type"), where)
+
+        def read() -> PreTrainedConfig:
+            config: PreTrainedConfig = AutoConfig.from_pretrained(
+                name,
+                local_files_only=is_local(name),
+                trust_remote_code=trust_remote_code,
+                revision=revision or "main",
+            )
+            return config
+
+        return read() if trust_remote_code else _before_long(read, where)
+
+
+def _before_long(read: Callable[[], T], where: str) -> T:
+    """What `read` makes of a config. Raises `ModelError` where it takes more than `SECONDS` of work."""
+    with ended(where):
+        return within(SECONDS, read)
+
+
+@contextmanager
+def ended(where: str) -> Iterator[None]:
+    """A limit of time that was reached, as a `ModelError`."""
+    try:
+        yield
+    except OutOfTime as error:
+        what = f"its config describes a model that cannot be built ({error})"
+        raise ModelError(what, where=where, fix="correct its sizes") from error
+
+
+def _fields_at(name: str, where: str, revision: str | None) -> dict[str, Any] | None:
+    """What the config.json of a folder, or the file itself, holds; `None` where the hub has it alone.
+
+    Raises `ModelError` for what is no JSON object.
+    """
+    path = Path(name)
+    folder = path if path.exists() else cached_folder(name, revision)
+    if folder is None:
+        return None
+    file = folder / "config.json" if folder.is_dir() else folder
+    try:
+        fields = read_json(file)
+    except (OSError, ValueError) as error:
+        what = f"its {file.name} is not a valid JSON file ({getattr(error, 'strerror', None) or error})"
+        raise ModelError(what, where=where, fix="copy or download it again") from error
+    if not isinstance(fields, dict):
+        what = f"its {file.name} holds {type(fields).__name__}, not an object of fields"
+        raise ModelError(what, where=where, fix="copy or download it again")
+    return fields
+
+
+def _known_kind(kind: object, where: str) -> str:
+    """`kind`, if the library knows a model of that type. Raises `ModelError` with the nearest ones."""
+    if kind is None:
+        raise ModelError("has no model_type", where=where, fix="add model_type: llama, say")
+    if isinstance(kind, str) and kind in CONFIG_MAPPING:
+        return kind
+    near = get_close_matches(str(kind).lower(), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3)
+    fix = f"did you mean {' or '.join(near)}?" if near else "a newer transformers may know it"
+    raise ModelError(f"transformers knows no model_type {str(kind)[:80]!r}", where=where, fix=fix)
+
+
+def _refuse_endless(fields: Mapping[str, Any], where: str) -> None:
+    """Raise `ModelError` for a number of layers that could only be a mistake, before anything makes a list of them."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            _refuse_endless(value, where)
+        elif "layer" in str(name) and isinstance(value, int) and value > MOST_LAYERS:
+            raise ModelError(f"{value:,} for {name}", where=where, fix=f"give {MOST_LAYERS:,} at most")
+
+
+def set_fields(config: PreTrainedConfig, fields: Mapping[str, Any], *, where: str) -> None:
+    """Change fields of a config, as `from_pretrained` does with those among its arguments.
+
+    Raises `ModelError` for one that the config does not have, and for a value that it refuses.
+    """
+    for name, value in fields.items():
+        if not hasattr(config, name):
+            known = [*config.to_dict(), *config.attribute_map, *COMMON_FIELDS]
+            near = get_close_matches(name, known, n=1)
+            what = f"{name} is neither a field of its config nor an argument that can be honoured"
+            raise ModelError(what, where=where, fix=f"did you mean {near[0]!r}?" if near else "leave it out")
+        with plain_errors(where):
+            setattr(config, name, value)
 
 
 def refuse_other_configs(config: PreTrainedConfig, *, where: str, trust_remote_code: bool = False) -> None:

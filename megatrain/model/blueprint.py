@@ -30,8 +30,10 @@ from transformers.utils.import_utils import (
 )
 
 from megatrain.errors import ModelError
+from megatrain.model import architecture
 from megatrain.model.architecture import causal_class, plain_errors, refuse_other_configs
 from megatrain.model.load import quiet
+from megatrain.time_limit import Deadline
 
 HUGE = 1 << 26
 """Elements from which a new tensor is taken for a parameter; a buffer of this size would be refused."""
@@ -72,12 +74,16 @@ def outline(
     """
     twins: dict[int, nn.Parameter] = {}  # by storage
 
+    deadline = None if trust_remote_code else Deadline(architecture.SECONDS)
+
     def registered(parameter: nn.Parameter) -> nn.Parameter:
+        if deadline is not None:
+            deadline.check()
         twin = meta_twin(parameter)
         twins.setdefault(storage_of(twin), twin)
         return twin
 
-    with _Outline():  # type: ignore[no-untyped-call]
+    with architecture.ended(where_of(config)), _Outline():  # type: ignore[no-untyped-call]
         model = build(config, registered, seed=0, attention=attention, trust_remote_code=trust_remote_code)
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
@@ -91,7 +97,7 @@ def build(
     """Run the library's own construction from `seed`, with every parameter passed through `registered`."""
     where = where_of(config)
     refuse_other_configs(config, where=where, trust_remote_code=trust_remote_code)
-    _refuse_attention(config, attention, where)
+    refuse_attention(config, attention, where)
     with (
         quiet(),
         torch.random.fork_rng(devices=[]),
@@ -192,7 +198,7 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ite
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
-def _refuse_attention(config: PreTrainedConfig, attention: str, where: str) -> None:
+def refuse_attention(config: PreTrainedConfig, attention: str, where: str) -> None:
     """Raise `ModelError` for an attention that the model or this machine has not, and name those that they have."""
     model_class = causal_class(config)
     if attention == "auto" or model_class is None:

@@ -65,7 +65,7 @@ def _of_balance(
         inputs = {"input_ids": torch.zeros(1, tokens, dtype=torch.long)}
         records.append(record := Recording())
         with torch.enable_grad(), record:
-            loss = ported.balance(leaves, inputs, given)
+            loss = (ported.balance_coefficient or 0.0) * ported.balance(leaves, inputs, given)
             each = [side for of_layer in given for side in of_layer]
             torch.autograd.grad(loss, each, allow_unused=True, materialize_grads=True)
     device, host = widest_of(records, LENGTHS)

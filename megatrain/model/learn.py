@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
 from megatrain.errors import MegaTrainError, ModelError, typed_line
+from megatrain.model.arguments import arguments_of
 from megatrain.model.blueprint import meta_twin, registering
 from megatrain.model.ending import with_ending
 from megatrain.model.likeness import learned
@@ -135,7 +136,7 @@ def _stacks(model: nn.Module) -> list[str]:
 def _take_apart(model: PreTrainedModel, stack: str, dtype: torch.dtype) -> PortedModel:
     """Copy the structure with meta parameters of `dtype` and put ports in the place of the layers of `stack`."""
     memo: dict[int, Any] = {}
-    dtypes = _buffer_dtypes(model, dtype)
+    dtypes = buffer_dtypes(model, dtype)
     for parameter in model.parameters():
         if not parameter.is_floating_point():
             raise ModelError("has parameters that are not floating point (quantized?)", where=type(model).__name__)
@@ -160,10 +161,13 @@ def _take_apart(model: PreTrainedModel, stack: str, dtype: torch.dtype) -> Porte
     setattr(skeleton.get_submodule(parent), attribute, nn.ModuleList(ports))
     nothing = ModelSpec(type(model).__name__, _placeholder_units(len(templates)), 1, 1)
     placeholders = {name: _zeros(parameter) for name, parameter in skeleton.named_parameters()}
-    return PortedModel(nothing, skeleton, templates, ports, stack, placeholders, routers_off=routers_off)
+    taken = arguments_of(skeleton, templates)
+    return PortedModel(
+        nothing, skeleton, templates, ports, stack, placeholders, routers_off=routers_off, arguments=taken
+    )
 
 
-def _buffer_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+def buffer_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Which dtype each buffer has when the library makes the model in `dtype`; some stay float32, rotary tables say."""
     if dtype == torch.float32 or next(model.parameters()).dtype == dtype:
         return {}

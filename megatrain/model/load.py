@@ -13,17 +13,22 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from megatrain.model.architecture import plain_errors, read_config
-from megatrain.model.hub import is_local, refuse_absent
+from megatrain.model.hub import is_local, located
 
 
-def load_causal_lm(source: str) -> PreTrainedModel:
-    """A causal language model with its weights, from a local folder or a hub name, in float32 and training mode.
+def load_causal_lm(
+    source: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """A causal language model with its weights, from a local folder or a hub name, in training mode.
 
+    dtype: of the weights; buffers are as the library makes them for it. trust_remote_code: run the model's own code.
     Raises `ModelError` when it is missing, unreadable, or not a causal language model.
     """
     with quiet(), plain_errors(f"model {source}"):
-        refuse_absent(source, where=f"model {source}")
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, local_files_only=is_local(source))
+        source = located(source, where=f"model {source}")
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, local_files_only=is_local(source), trust_remote_code=trust_remote_code
+        )
     loaded: PreTrainedModel = model.train()
     return loaded
 

@@ -20,6 +20,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from megatrain.errors import ModelError
+from megatrain.model.arguments import Arguments
 from megatrain.model.chosen import watched
 from megatrain.model.compiled import compiled_call
 from megatrain.model.ports import Call, Capture, HandOut, Port, PrologueDone, hidden_of
@@ -67,6 +68,8 @@ class PortedModel:
     """Weight of the router auxiliary loss; `None` where the model has none, or its config does not ask for it."""
     parts: list[tuple[str, ...]] = field(default_factory=list)
     """Of each layer, the names of its token-wise parts (`tokenwise`)."""
+    arguments: Arguments = field(default_factory=Arguments)
+    """What its forward takes."""
 
     def prefix(self, index: int) -> str:
         """Name prefix of the parameters of layer `index` (counted from 0), `model.layers.3.`"""
@@ -120,18 +123,17 @@ class PortedModel:
         return logits.reshape(tokens, -1)
 
     def balance(self, weights: Weights, inputs: Mapping[str, Any], sides: Sequence[Sides]) -> Tensor:
-        """The router auxiliary loss times its coefficient, a scalar: the model's own, from the sides of all layers.
+        """The router auxiliary loss, a scalar: the model's own, from the sides of all layers, without its coefficient.
 
         `weights` are the head's, `inputs` those of the micro-batch, of which the prologue had been run. The head runs
         on one zero per row, as the model insists, and its result is dropped.
         """
-        assert self.balance_coefficient is not None
         rows = inputs["input_ids"].shape
         some = next(iter(weights.values()))
         hidden = torch.zeros((), dtype=some.dtype, device=some.device).expand(*rows, *self.hidden_shape)
         asked = {**inputs, **ROUTED}
         output = self.run(HandOut(len(self.ports), hidden, sides), {**self.placeholders, **weights}, asked)
-        loss: Tensor = self.balance_coefficient * output.aux_loss
+        loss: Tensor = output.aux_loss
         return loss
 
     def to_device(self, device: torch.device) -> None:

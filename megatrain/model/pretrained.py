@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
+    build_glob_alternation,
     convert_and_load_state_dict_in_model,
     dot_natural_key,
     rename_source_key,
@@ -33,9 +35,9 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from megatrain.errors import ModelError, first_line
-from megatrain.model.architecture import plain_errors, read_config
+from megatrain.model.architecture import plain_errors, read_config, set_fields
 from megatrain.model.blueprint import blueprint
-from megatrain.model.hub import is_local
+from megatrain.model.hub import is_local, located, model_named
 from megatrain.model.load import quiet
 from megatrain.model.shards import DTYPES, Shards
 from megatrain.model.sources import Masters, Progress, Report, listed, require_all
@@ -45,28 +47,43 @@ BATCH_NBYTES = 256 << 20
 
 
 class PretrainedSource:
-    """The weights of a local Hugging Face folder or a hub name, as the library would load them in float32."""
+    """The weights of a local Hugging Face folder, the folder of a run or a hub name, as the library would load them in
+    float32."""
 
-    def __init__(self, source: str | Path, *, attention: str = "auto", trust_remote_code: bool = False) -> None:
+    def __init__(
+        self,
+        source: str | Path,
+        *,
+        attention: str = "auto",
+        trust_remote_code: bool = False,
+        revision: str | None = None,
+        fields: Mapping[str, Any] | None = None,
+    ) -> None:
         """Read config and headers, build the structure, load its buffers, and check that everything fits.
 
+        revision: of a hub name, a branch, a tag or a commit. fields: of the config, changed before the model is built.
         Raises `ModelError` for what is not a causal language model with plain weights, for a file that is missing,
         truncated or damaged, and for parameters that are missing or of another shape than the config says.
         """
         self._where = f"model {source}"
-        config = read_config(source, where=self._where, trust_remote_code=trust_remote_code)
+        source = located(model_named(source), where=self._where, revision=revision)
+        config = read_config(source, where=self._where, trust_remote_code=trust_remote_code, revision=revision)
+        set_fields(config, fields or {}, where=self._where)
+        saved = config.dtype
         self.model: PreTrainedModel = blueprint(config, attention=attention, trust_remote_code=trust_remote_code)
-        self._shards = Shards(str(source), config, where=self._where)
+        self._shards = Shards(source, config, where=self._where, revision=revision)
         self._mapping: list[Any] = get_model_conversion_mapping(self.model)
         for transform in self._mapping:
             if getattr(transform, "force_cpu", False):
                 transform.force_cpu = False  # only ever the cpu here, but for the check, which has no values to move
-        self._keys = _keys_by_target(self.model, self._mapping, self._shards.headers)
+        self.dtype: torch.dtype = saved if isinstance(saved, torch.dtype) else self._shards.dtype
+        """That its config names, or that of its first tensor: what the library takes for `auto`."""
+        self._keys, self._renamed = _keys_by_target(self.model, self._mapping, self._shards.headers)
         self.unexpected: list[str] = self._check()
         """Tensors of the checkpoint that the model has no place for; `left_out` tells a person."""
         self._untie()
         self._load_buffers()
-        self._load_generation_config(source)
+        self._load_generation_config(source, revision)
 
     def left_out(self) -> str:
         """A phrase that names what of the checkpoint the model does not use, empty where it uses everything."""
@@ -74,6 +91,38 @@ class PretrainedSource:
             return ""
         count = "1 tensor" if len(self.unexpected) == 1 else f"{len(self.unexpected):,} tensors"
         return f"{count} in its files that the model does not use: {listed(self.unexpected)}"
+
+    def dtypes(self, asked: torch.dtype) -> dict[str, torch.dtype]:
+        """Name of each parameter -> the dtype that the library would load it in where `asked` is asked for."""
+        plan = self.model._get_dtype_plan(asked)
+        names = [name for name, _ in self.model.named_parameters()]
+        if not plan:
+            return dict.fromkeys(names, asked)
+        pattern, kept, _ = build_glob_alternation(list(plan))
+        found = {name: pattern.search(name) for name in names}
+        return {name: plan[kept[match.lastgroup or ""]] if match else asked for name, match in found.items()}
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """One parameter, as the library would load it in `dtype`; of the mapped file where nothing is converted.
+
+        Who writes to it writes to no file. Raises `ModelError` for files that cannot be read.
+        """
+        targets = self._targets.get(name, [])
+        if (key := next((self._renamed[target] for target in targets if target in self._renamed), None)) is not None:
+            with torch.inference_mode(False), self._shards.open([key], dtype) as slices:
+                value: Tensor = slices[key][...]
+                return value.to(dtype)
+        with self._loaded(key for target in targets for key in self._keys[target]) as values:
+            return next(values[target] for target in targets if target in values).to(dtype)
+
+    @cached_property
+    def _targets(self) -> dict[str, list[str]]:
+        """Name of each parameter -> all its names that the files have something for."""
+        first, found = _first_names(self.model), dict[str, list[str]]()
+        for target in self._keys:
+            if target in first:
+                found.setdefault(first[target], []).append(target)
+        return found
 
     def fill(self, masters: Masters, units: Sequence[Sequence[str]], progress: Progress | None = None) -> None:
         """Write every parameter of every unit (see `Source`)."""
@@ -191,14 +240,14 @@ class PretrainedSource:
             owner, _, name = target.rpartition(".")
             setattr(self.model.get_submodule(owner), name, value)
 
-    def _load_generation_config(self, source: str | Path) -> None:
+    def _load_generation_config(self, source: str | Path, revision: str | None) -> None:
         """How to sample is part of what is loaded, and of what is saved again; a checkpoint may have none."""
         if not self.model.can_generate():
             return
         with quiet(), plain_errors(self._where):
             try:
                 self.model.generation_config = GenerationConfig.from_pretrained(
-                    str(source), local_files_only=is_local(source)
+                    str(source), local_files_only=is_local(source), revision=revision or "main"
                 )
             except OSError:
                 return
@@ -216,18 +265,26 @@ def _batches(names: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[st
         yield batch
 
 
-def _keys_by_target(model: PreTrainedModel, mapping: Sequence[Any], keys: Iterable[str]) -> dict[str, list[str]]:
-    """Name in the model -> names in the checkpoint, as the library's loading pairs them (one key may make several)."""
+def _keys_by_target(
+    model: PreTrainedModel, mapping: Sequence[Any], keys: Iterable[str]
+) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Name in the model -> names in the checkpoint, as the library's loading pairs them (one key may make several).
+
+    And the same for those tensors that are what a file holds under another name, or the same one.
+    """
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     state = model.state_dict()
     found: dict[str, list[str]] = {}
+    renamed: dict[str, str] = {}
     for key in sorted(keys, key=dot_natural_key):
-        target, _ = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        target, converter = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
         if target not in state and key in state:
-            target, _ = rename_source_key(key, [], [], model.base_model_prefix, state)
+            target, converter = rename_source_key(key, [], [], model.base_model_prefix, state)
         found.setdefault(target, []).append(key)
-    return found
+        if converter is None:
+            renamed[target] = key
+    return found, renamed
 
 
 def _first_names(model: PreTrainedModel) -> dict[str, str]:

@@ -8,6 +8,7 @@ out what the tensors mean: see `pretrained`.
 from __future__ import annotations
 
 import math
+import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -21,8 +22,9 @@ from transformers import PreTrainedConfig
 from transformers.modeling_utils import _get_resolved_checkpoint_files
 
 from megatrain.errors import ModelError, first_line
+from megatrain.files import lies_within
 from megatrain.model.architecture import plain_errors
-from megatrain.model.hub import is_local
+from megatrain.model.hub import cached_folder, is_local
 from megatrain.model.pages import float32_pages
 
 Unread = Any
@@ -50,19 +52,27 @@ class Header:
 class Shards:
     """The tensors of a checkpoint, by their names in its files."""
 
-    def __init__(self, source: str, config: PreTrainedConfig, *, where: str) -> None:
+    def __init__(self, source: str, config: PreTrainedConfig, *, where: str, revision: str | None = None) -> None:
         """Find the files of a folder or a hub name, and read their headers.
 
         Raises `ModelError`, naming the file, for one that is missing, truncated or damaged.
         """
         self.where = where
         self.headers: dict[str, Header] = {}
-        for file in _files(source, config, where):
+        for file in _files(source, config, where, revision):
             self.headers.update(_headers(file, where))
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the first tensor of floating point, float32 where there is none."""
+        return next((DTYPES[each.dtype] for each in self.headers.values() if each.dtype in DTYPES), torch.float32)
+
     @contextmanager
-    def open(self, names: Iterable[str]) -> Iterator[dict[str, Unread]]:
-        """These tensors, unread, until the end of the block. Only the files that hold them are opened."""
+    def open(self, names: Iterable[str], dtype: torch.dtype = torch.float32) -> Iterator[dict[str, Unread]]:
+        """These tensors, unread, until the end of the block. Only the files that hold them are opened.
+
+        dtype: what they will be wanted in. What is mapped stays so for as long as somebody holds it.
+        """
         by_file: dict[Path, list[str]] = {}
         for name in names:
             by_file.setdefault(self.headers[name].file, []).append(name)
@@ -72,7 +82,7 @@ class Shards:
                 with _damage_named(file, self.where):
                     if file.suffix == ".safetensors":
                         opened = files.enter_context(safe_open(file, framework="pt"))
-                        slices.update({name: self._unread(opened, name) for name in held})
+                        slices.update({name: self._unread(opened, name, dtype) for name in held})
                     else:
                         mapped = _mapped(file)
                         slices.update({name: mapped[name] for name in held})
@@ -81,10 +91,11 @@ class Shards:
             finally:
                 slices.clear()  # a slice keeps its file mapped
 
-    def _unread(self, opened: Any, name: str) -> Unread:
+    def _unread(self, opened: Any, name: str, dtype: torch.dtype) -> Unread:
         header = self.headers[name]
         is_large = len(header.shape) > 0 and 2 * math.prod(header.shape) >= LARGE_NBYTES
-        return _InBlocks(name, header) if is_large and header.dtype in ("BF16", "F16") else opened.get_slice(name)
+        widened = dtype == torch.float32 and header.dtype in ("BF16", "F16")
+        return _InBlocks(name, header) if is_large and widened else opened.get_slice(name)
 
 
 class _InBlocks:
@@ -104,7 +115,7 @@ class _InBlocks:
         return value
 
 
-def _files(source: str, config: PreTrainedConfig, where: str) -> list[Path]:
+def _files(source: str, config: PreTrainedConfig, where: str, revision: str | None) -> list[Path]:
     with plain_errors(where):
         found, _ = _get_resolved_checkpoint_files(
             source,
@@ -114,10 +125,14 @@ def _files(source: str, config: PreTrainedConfig, where: str) -> list[Path]:
             user_agent=None,
             is_remote_code=True,  # keeps the library from asking the hub to convert the files
             transformers_explicit_filename=getattr(config, "transformers_weights", None),
-            download_kwargs={"local_files_only": is_local(source)},
+            download_kwargs={"local_files_only": is_local(source), "revision": revision or "main"},
         )
     files = [Path(file) for file in found or ()]
+    folder = Path(source) if Path(source).is_dir() else cached_folder(source, revision)
     for file in files:
+        if folder is not None and not lies_within(file, folder):
+            what = f"its index names a file outside its folder, {os.path.relpath(file, folder)}"
+            raise ModelError(what, where=where, fix="download the model again from where you trust it")
         if not file.is_file():
             raise ModelError(f"its file {file.name} is missing", where=where, fix="copy or download it again")
     return files

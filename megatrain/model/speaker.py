@@ -66,6 +66,8 @@ def speak(
     model = _dressed(ported, last_logits, device)
     options = {"disable_compile": True, **options}  # what streams is not one graph
     if attention_mask is not None:
+        if not isinstance(attention_mask, Tensor) or attention_mask.is_meta:
+            raise BatchError("attention_mask is no tensor with values", where=WHERE, fix="give int64[rows, length]")
         if attention_mask.shape != input_ids.shape:
             what = f"attention_mask is {list(attention_mask.shape)}, and input_ids are {list(input_ids.shape)}"
             raise BatchError(what, where=WHERE)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatrain.checkpoint import PlannedCheckpoint, full_check, open_checkpoint, quick_check, sums
+from megatrain.checkpoint.manifest import read_manifest
 from megatrain.errors import DamagedCheckpoint
 from tests.saved import ported, save
 
@@ -195,6 +198,8 @@ def test_weights_that_were_not_written_with_it_are_found_and_other_files_are_not
     [
         ("", "is damaged"),
         ("[]", "is damaged"),
+        ("[" * 100_000 + "]" * 100_000, "is damaged"),
+        ('{"a":' * 100_000 + "1" + "}" * 100_000, "is damaged"),
         ("{}", "is damaged"),
         ('{"format": 1}', "is damaged"),
         ('{"format": 1, "files": [], "step": 0, "score": null, "version": ""}', "is damaged"),
@@ -204,6 +209,28 @@ def test_weights_that_were_not_written_with_it_are_found_and_other_files_are_not
 def test_a_manifest_that_is_none_or_newer_says_so(text: str, said: str, checkpoint: Path) -> None:
     (checkpoint / "manifest.json").write_text(text)
     assert [str(damage) for damage in quick_check(checkpoint)] == [f"manifest.json {said}"]
+
+
+@pytest.mark.parametrize("target", ["", "/dev/zero"])
+def test_a_file_that_never_ends_is_found_and_not_read(target: str, checkpoint: Path) -> None:
+    """A pipe, or a link to a device."""
+    for path in files_of(checkpoint):
+        path.rename(checkpoint.parent / "kept")
+        path.symlink_to(target) if target else os.mkfifo(path)
+        for check in (quick_check, full_check):
+            (damage,) = check(checkpoint)
+            assert damage.file == path.relative_to(checkpoint).as_posix()
+            assert damage.what.startswith("cannot be read (a " if path.name == "manifest.json" else "is missing")
+        (checkpoint.parent / "kept").replace(path)
+
+
+def test_a_manifest_that_names_files_outside_its_folder_is_refused(checkpoint: Path) -> None:
+    shutil.copyfile(checkpoint / "config.json", checkpoint.parent / "config.json")
+    manifest = read_manifest(checkpoint)
+    files = {**manifest.files, "../config.json": manifest.files["config.json"]}
+    (checkpoint / "manifest.json").write_text(replace(manifest, files=files).text())
+    for check in (quick_check, full_check):
+        assert [str(damage) for damage in check(checkpoint)] == ["../config.json lies outside the folder"]
 
 
 def test_a_manifest_with_the_same_content_in_another_text_is_damaged(checkpoint: Path) -> None:

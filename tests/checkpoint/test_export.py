@@ -329,7 +329,7 @@ def test_a_parent_that_cannot_be_written_is_one_clear_error(
     llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ExportError, match="cannot be written"):
+    with pytest.raises(ExportError, match="file is not a folder; name a path without it"):
         export_model(*llama, tmp_path / "file" / "model")
 
     def denied(self: Path, *_: object, **__: object) -> None:

@@ -88,6 +88,28 @@ def test_damaged_and_unfinished_ones_are_skipped_with_a_line_each(planned: Plann
     assert quickly.checkpoint.step == 3, "nothing was read"
 
 
+@pytest.mark.parametrize("manifest", ["deep", "pipe", "zeros"])
+def test_a_newer_one_whose_manifest_never_ends_is_skipped(
+    manifest: str, planned: PlannedCheckpoint, tmp_path: Path
+) -> None:
+    for step in (1, 2):
+        save(tmp_path, step, planned=planned)
+    path = tmp_path / "step-00000002" / "manifest.json"
+    path.unlink()
+    match manifest:
+        case "deep":
+            path.write_text("[" * 100_000 + "]" * 100_000)
+        case "pipe":
+            os.mkfifo(path)
+        case "zeros":
+            path.symlink_to("/dev/zero")
+    found = newest_sound(tmp_path)
+    assert found.checkpoint is not None
+    assert found.checkpoint.step == 1
+    assert len(found.skipped) == 1
+    assert prune(tmp_path, Retention(1)) == []
+
+
 def test_where_none_is_sound_there_is_none(planned: PlannedCheckpoint, tmp_path: Path) -> None:
     assert newest_sound(tmp_path / "none").checkpoint is None
     flip(save(tmp_path, planned=planned) / "config.json")
@@ -275,7 +297,9 @@ def test_kills_at_random_moments_of_saving_and_pruning(planned: PlannedCheckpoin
     longest = max(0.15, 3 * (time.perf_counter() - began))  # so that a busy machine comes to save something
     draw = random.Random(0)
     newest = 1
-    for _ in range(10):
+    for kills in range(100):
+        if kills >= 10 and newest > 1:  # some were written, however busy the machine is
+            break
         child = os.fork()
         if child == 0:
             try:
@@ -296,7 +320,7 @@ def test_kills_at_random_moments_of_saving_and_pruning(planned: PlannedCheckpoin
         newest = found.checkpoint.step
         assert bits(loaded(found.checkpoint, planned)) == expected(planned, newest)
         assert found.checkpoint.training == {"step": newest}
-    assert newest > 1, "some were written"
+    assert newest > 1
     put_all_right(tmp_path)
     prune(tmp_path, Retention(keep_last=1))
     assert names_in(tmp_path) == [f"step-{newest:08d}"]

@@ -70,7 +70,13 @@ def test_what_would_not_come_back_is_refused_with_its_place(value: Any, said: st
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{", "{}", '{"format": 1}', '{"format": 1, "training": []}', '{"format": "1"}']
+    "text",
+    [
+        *("", "[]", "{", "{}", '{"format": 1}', '{"format": 1, "training": []}', '{"format": "1"}'),
+        "[" * 100_000,
+        '{"format": 1, "training": {"a": %s}}' % ("[" * 900 + "]" * 900),
+    ],
+    ids=lambda text: text[:20],
 )
 def test_a_damaged_file_is_one_clear_error(text: str, tmp_path: Path) -> None:
     (tmp_path / TRAINING).write_text(text)

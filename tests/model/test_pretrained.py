@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatrain.errors import ModelError
-from megatrain.model import PretrainedSource, port_model, shards
+from megatrain.model import PretrainedSource, architecture, port_model, shards
 from tests.kinds import KINDS, TIED, stock_model, tiny_config
 
 
@@ -205,7 +206,64 @@ def need_code(folder: Path) -> None:
     change_config(folder, model_type="homemade", auto_map={"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"})
 
 
+def name_a_shard(name: str) -> Callable[[Path], None]:
+    """The first shard lies outside its folder, and the index names it there."""
+
+    def spoil(folder: Path) -> None:
+        shard = sorted(folder.glob("*.safetensors"))[0]
+        elsewhere = folder.parent / "elsewhere"
+        elsewhere.mkdir()
+        (folder / "link").symlink_to(elsewhere)
+        shard.rename(elsewhere / "x.safetensors")
+        index = folder / "model.safetensors.index.json"
+        named = name.replace("HERE", str(folder.parent))
+        index.write_text(index.read_text().replace(json.dumps(shard.name), json.dumps(named)))
+
+    return spoil
+
+
+def make_deep(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text("[" * 100_000 + "]" * 100_000) and None
+
+
+def never_end(name: str, *, pipe: bool) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        if pipe:
+            os.mkfifo(folder / name)
+        else:
+            (folder / name).symlink_to("/dev/zero")
+
+    return spoil
+
+
+def keep_an_adapter(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.unlink()
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base", "peft_type": "LORA"}')
+    (folder / "adapter_model.safetensors").write_bytes(b"")
+
+
+INDEX = "model.safetensors.index.json"
+READ_FILES = ("config.json", "generation_config.json", INDEX, "tokenizer.json", "chat_template.jinja")
+OUTSIDE = "its index names a file outside its folder"
 BAD: list[tuple[Callable[[Path], None], str]] = [
+    (name_a_shard("../elsewhere/x.safetensors"), rf"{OUTSIDE}, \.\./elsewhere/x\.safetensors"),
+    (name_a_shard("HERE/elsewhere/x.safetensors"), OUTSIDE),
+    (name_a_shard("link/x.safetensors"), OUTSIDE),
+    (name_a_shard("link/../elsewhere/x.safetensors"), OUTSIDE),
+    (name_a_shard("a\0b.safetensors"), OUTSIDE),
+    *((make_deep(name), "nested too deeply|maximum recursion depth") for name in READ_FILES[:3]),
+    *((never_end(name, pipe=True), f"its file {name} is a pipe, not a file") for name in READ_FILES),
+    *((never_end(name, pipe=False), f"its file {name} is a device, not a file") for name in READ_FILES),
+    (never_end("model-00002-of-00005.safetensors", pipe=True), "is a pipe, not a file"),
+    (lambda folder: change_config(folder, model_type="lama"), "no model_type 'lama'; did you mean llama or "),
+    (lambda folder: change_config(folder, model_type="zzzzz"), "no model_type 'zzzzz'; a newer transformers"),
+    (lambda folder: change_config(folder, model_type=5), "no model_type '5'"),
+    (lambda folder: change_config(folder, model_type=None), "has no model_type; add model_type: llama, say"),
+    (lambda folder: (folder / "config.json").write_text("[]") and None, "holds list, not an object of fields"),
+    (lambda folder: change_config(folder, num_hidden_layers=10**12), "1,000,000,000,000 for num_hidden_layers; give"),
+    (keep_an_adapter, "holds a LoRA adapter for org/base, not a whole model; merge it into that model"),
     (cut, r"model-00005-of-00005\.safetensors is truncated or damaged \(.*\); copy or download it again"),
     (scramble, r"model-00001-of-00005\.safetensors is truncated or damaged"),
     (lose_shard, r"its file model-00002-of-00005\.safetensors is missing"),
@@ -236,6 +294,30 @@ def test_bad_input_is_refused_in_one_line_before_anything_is_loaded(
         PretrainedSource(folder)
     assert "\n" not in str(raised.value)
     assert str(folder) in str(raised.value)
+    assert len(str(raised.value)) < 700
+
+
+def test_a_cached_model_keeps_its_files_behind_links(tmp_path: Path) -> None:
+    """As the hub's client keeps them: each file of a snapshot is a link to a blob elsewhere."""
+    saved(tmp_path / "blobs")
+    (tmp_path / "snapshot").mkdir()
+    for blob in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / blob.name).symlink_to(Path("..") / "blobs" / blob.name)
+    assert fill(PretrainedSource(tmp_path / "snapshot"))
+
+
+def test_a_config_that_describes_what_never_ends_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architecture, "SECONDS", 0.3)
+    saved(tmp_path)
+    change_config(tmp_path, num_hidden_layers=100_000)
+    with pytest.raises(ModelError, match=r"cannot be built \(not done after 0\.3 seconds of work\); correct its sizes"):
+        PretrainedSource(tmp_path)
+
+
+def test_a_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    saved(tmp_path / "model")
+    assert fill(PretrainedSource("~/model"))
 
 
 def test_experts_of_the_wrong_shape_are_found_without_reading_them(tmp_path: Path) -> None:
