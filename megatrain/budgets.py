@@ -25,10 +25,13 @@ SAMPLE_NBYTES, SAMPLE_SECONDS = 64 << 20, 1.0
 
 
 def with_disk(hardware: Hardware, disk: DiskSection) -> Hardware:
-    """The machine with what is free in the folders of the disk tier; with none, it has no disk to use.
+    """The machine with what is free in the folders of the disk tier; as it is where there are none, so that a plan can
+    say what a disk would help.
 
     Raises `ConfigError` for a folder that is missing or lies in host memory.
     """
+    if not disk.folders:
+        return hardware
     for folder in disk.paths:
         if not folder.is_dir():
             raise ConfigError(f"there is no folder {folder}", where="disk.folders", fix="make it, or name another")
@@ -40,7 +43,10 @@ def with_disk(hardware: Hardware, disk: DiskSection) -> Hardware:
 
 
 def budgets(memory: MemorySection, disk: DiskSection, hardware: Hardware) -> dict[str, Any]:
-    """Field of `Question` and `Policy` -> bytes, `None` where the user names none. Raises `ConfigError`."""
+    """Field of `Question` and `Policy` -> bytes, `None` where the user names none, and no more than there are.
+
+    Raises `ConfigError`.
+    """
     there = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
     if memory.device is not None and hardware.shares_memory:
         what = "the device computes in host memory and has none of its own"
@@ -51,7 +57,7 @@ def budgets(memory: MemorySection, disk: DiskSection, hardware: Hardware) -> dic
     found: dict[str, int | None] = {}
     for tier, value in given.items():
         nbytes = parse_nbytes(value, f"memory.{tier}", there[tier]) if isinstance(value, str) else value
-        found[f"{tier}_budget_nbytes"] = nbytes
+        found[f"{tier}_budget_nbytes"] = None if nbytes is None else min(nbytes, there[tier])
     if not disk.folders:
         found["disk_budget_nbytes"] = 0
     return found
@@ -99,6 +105,13 @@ def _shares(folders: Sequence[Path]) -> list[float] | None:
             best = disk_speed(folder, SAMPLE_NBYTES, SAMPLE_SECONDS).best
             speeds[system] = 1 / (1 / best.read_bandwidth + 1 / best.write_bandwidth)
     return [speeds[system] / systems.count(system) for system in systems]
+
+
+def describe_memory(plan: Plan) -> str:
+    """What a plan takes of each tier that it uses, of what it may, and what of it checkpoints take."""
+    budgets = plan.question.budgets()
+    tiers = ", ".join(f"{amount(plan.nbytes[tier])} of {amount(most)} {tier}" for tier, most in budgets.items() if most)
+    return tiers + (f" ({amount(plan.save_nbytes)} of it for checkpoints)" if plan.save_nbytes else "")
 
 
 def describe_disk(disk: Disk | None, section: DiskSection) -> list[tuple[str, str]]:

@@ -7,8 +7,10 @@ traceback means a defect of ours, so any other exception keeps its own.
 from __future__ import annotations
 
 import difflib
+import platform
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 import typer
@@ -33,6 +35,20 @@ class _Verbs(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
+def _path(to_write: Literal["", "folder", "file"] = "") -> Any:
+    """The callback of arguments and options that hold paths; see `usable_path` for what is refused."""
+
+    def check(param: typer.CallbackParam, value: str | list[str] | None) -> str | list[str] | None:
+        from megatrain.files import usable_path
+
+        where = param.opts[0] if param.opts[0].startswith("-") else str(param.metavar).strip("[]")
+        for each in [value] if isinstance(value, str) else value or []:
+            usable_path(each, where=where, to_write=to_write)
+        return value
+
+    return check
+
+
 app = typer.Typer(
     cls=_Verbs,
     invoke_without_command=True,
@@ -42,16 +58,42 @@ app = typer.Typer(
 )
 
 
+def _show_version(asked: bool) -> None:
+    """MegaTrain's version and those of what decides its numbers, read without loading any of them."""
+    if asked:
+        from importlib.metadata import PackageNotFoundError, version
+
+        from megatrain import __version__
+
+        others = []
+        for name in ("torch", "transformers"):
+            with suppress(PackageNotFoundError):
+                others.append(f"{name} {version(name)}")
+        typer.echo(f"megatrain {__version__} ({', '.join((*others, f'python {platform.python_version()}'))})")
+        raise typer.Exit
+
+
 @app.callback()
-def _about(context: typer.Context) -> None:
+def _about(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show versions, and leave.")
+    ] = False,
+) -> None:
     """Full-precision training of any Hugging Face causal language model on one machine."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
+        return
+    from megatrain.config.environment import refuse_several_processes
+
+    refuse_several_processes(f"megatrain {context.invoked_subcommand}")
 
 
 @app.command("train")
 def _train(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file, configs/quickstart.yaml say.")] = "",
+    config: Annotated[
+        str | None, typer.Argument(metavar="CONFIG", help="YAML file, configs/quickstart.yaml say.", callback=_path())
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Dotted keys to set, train.steps=100 say.")
     ] = None,
@@ -64,7 +106,7 @@ def _train(
         for key, default, meaning in describe_keys():
             typer.echo(f"{key} = {default}\n    {meaning}" if default else f"{key}  (required)\n    {meaning}")
         return
-    if not config:
+    if config is None:
         raise ConfigError("which CONFIG?", where="megatrain train", fix="try configs/quickstart.yaml")
     checked = load_config(config, overrides or ())
     let_idle_threads_sleep()
@@ -77,22 +119,32 @@ def _train(
 
 @app.command("init")
 def _init(
-    file: Annotated[str, typer.Argument(metavar="[FILE]", help="YAML file to write.")] = "config.yaml",
-    model: Annotated[str | None, typer.Option(help="Folder or hub name; for a fresh model also a config.json.")] = None,
-    data: Annotated[list[str] | None, typer.Option(help="File, folder or hub name; may be given often.")] = None,
+    file: Annotated[
+        str, typer.Argument(metavar="[FILE]", help="YAML file to write.", callback=_path("file"))
+    ] = "config.yaml",
+    model: Annotated[
+        str | None, typer.Option(help="Folder or hub name; for a fresh model also a config.json.", callback=_path())
+    ] = None,
+    data: Annotated[
+        list[str] | None, typer.Option(help="File, folder or hub name; may be given often.", callback=_path())
+    ] = None,
     from_scratch: Annotated[bool, typer.Option("--from-scratch", help="Only the model's sizes are taken.")] = False,
-    hardware: Annotated[str | None, typer.Option(help="A described machine or a file; left out, this one.")] = None,
+    hardware: Annotated[
+        str | None, typer.Option(help="A described machine or a file; left out, this one.", callback=_path())
+    ] = None,
     window: Annotated[int | None, typer.Option(min=2, help="Tokens of a training sequence.")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 1000,
-    folder: Annotated[str, typer.Option(help="Run folder.")] = "runs/new",
-    disk: Annotated[list[str] | None, typer.Option(help="Folder on a fast drive for what memory cannot hold.")] = None,
+    steps: Annotated[int, typer.Option(min=1, max=10**18, help="Optimizer steps.")] = 1000,
+    folder: Annotated[str, typer.Option(help="Run folder.", callback=_path("folder"))] = "runs/new",
+    disk: Annotated[
+        list[str] | None,
+        typer.Option(help="Folder on a fast drive for what memory cannot hold.", callback=_path("folder")),
+    ] = None,
     precision: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
 ) -> None:
     """Write a configuration from a few answers, with what the plan says of it. Asks for what is not given."""
     _quiet_threads()
-    from pathlib import Path
-
+    from megatrain.files import usable_path
     from megatrain.recipe import Answers, write_recipe
 
     if model is None:
@@ -113,7 +165,7 @@ def _init(
         precision=_precision(precision),
         trust_remote_code=trust_remote_code,
     )
-    target = Path(file).expanduser()
+    target = usable_path(file, where="FILE", to_write="file")
     plan = write_recipe(answers, target)
     typer.echo(f"{target}: {plan.tokens_per_second:,.0f} tokens/s on {plan.question.hardware.name}")
     typer.echo(f"megatrain train {target}")
@@ -134,8 +186,15 @@ PrecisionName = Annotated[str, typer.Option(help="bf16 or fp32.")]
 
 @app.command("plan")
 def _plan(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder, hub name, config.json or a saved plan.")],
-    hardware: Annotated[str | None, typer.Option(help="A described machine (h200, rtx-4090, ...) or a file.")] = None,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="Folder, run folder, hub name, config.json or a saved plan.", callback=_path()
+        ),
+    ],
+    hardware: Annotated[
+        str | None, typer.Option(help="A described machine (h200, rtx-4090, ...) or a file.", callback=_path())
+    ] = None,
     tokens_per_step: Annotated[int | None, typer.Option(min=1, help="Of all sequences of a step.")] = None,
     length: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")] = None,
     precision: PrecisionName = "bf16",
@@ -146,8 +205,10 @@ def _plan(
     token_budget: Annotated[float, typer.Option(help="Tokens to train on, for days and energy.")] = 1e12,
     compare: Annotated[bool, typer.Option("--compare", help="Replay other systems' schedules beside ours.")] = False,
     sweep: Annotated[bool, typer.Option("--sweep", help="Heat map of tokens/s over memory budgets.")] = False,
-    html: Annotated[str | None, typer.Option(help="Page to write, with the timeline of a step.")] = None,
-    json: Annotated[str | None, typer.Option(help="File to write the numbers to.")] = None,
+    html: Annotated[
+        str | None, typer.Option(help="Page to write, with the timeline of a step.", callback=_path("file"))
+    ] = None,
+    json: Annotated[str | None, typer.Option(help="File to write the numbers to.", callback=_path("file"))] = None,
     attention: Attention = "auto",
     trust_remote_code: Remote = False,
 ) -> None:
@@ -180,7 +241,9 @@ def _plan(
 
 @app.command("verify")
 def _verify(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder, hub name or config.json.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Folder, run folder, hub name or config.json.", callback=_path())
+    ],
     attention: Attention = "auto",
     trust_remote_code: Remote = False,
 ) -> None:
@@ -196,7 +259,9 @@ def _verify(
 
 @app.command("generate")
 def _generate(
-    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Model folder or hub name.")],
+    folder: Annotated[
+        str, typer.Argument(metavar="FOLDER", help="Model folder, run folder or hub name.", callback=_path())
+    ],
     prompt: Annotated[str, typer.Option(help="Text to continue; empty starts a new one.")] = "",
     device: DeviceName = "cpu",
     precision: PrecisionName = "bf16",
@@ -244,9 +309,12 @@ def _generate(
 
 @app.command("export")
 def _export(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Model folder, run folder or hub name.")],
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="Folder to write.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="Model folder, run folder or hub name.", callback=_path())
+    ],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="Folder to write.", callback=_path("folder"))],
     precision: PrecisionName = "bf16",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model in TARGET.")] = False,
     trust_remote_code: Remote = False,
 ) -> None:
     """Write a model as a Hugging Face folder, unit by unit; it appears whole or not at all."""
@@ -261,6 +329,7 @@ def _export(
             source,
             target,
             precision=_precision(precision),
+            overwrite=overwrite,
             trust_remote_code=trust_remote_code,
             progress=progress,
             notice=_tell,
@@ -270,8 +339,13 @@ def _export(
 
 @app.command("report")
 def _report(
-    folder: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, of a run that goes on or was killed too.")],
-    html: Annotated[str | None, typer.Option(help="File to write, if not report.html in RUN.")] = None,
+    folder: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="Run folder, of a run that goes on or was killed too.", callback=_path()),
+    ],
+    html: Annotated[
+        str | None, typer.Option(help="File to write, if not report.html in RUN.", callback=_path("file"))
+    ] = None,
 ) -> None:
     """A run as one page for a browser: loss, speed, memory, a step's timeline, samples, what happened."""
     from megatrain.report import run_report
@@ -282,23 +356,27 @@ def _report(
 @app.command("probe")
 def _probe(
     device: DeviceName = "cpu",
-    path: Annotated[str, typer.Option(help="Folder on the disk to measure, a run's own say.")] = ".",
-    output: Annotated[str | None, typer.Option(help="File to write, not the one that plan and train look for.")] = None,
-    seconds: Annotated[float, typer.Option(min=1.0, help="Time to take.")] = 45.0,
+    path: Annotated[
+        str, typer.Option(help="Folder on the disk to measure, a run's own say.", callback=_path("folder"))
+    ] = ".",
+    output: Annotated[
+        str | None,
+        typer.Option(help="File to write, not the one that plan and train look for.", callback=_path("file")),
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=1.0, max=3600.0, help="Time to take.")] = 45.0,
 ) -> None:
     """Measure this machine in under a minute; `plan` and `train` use what is found."""
     _quiet_threads()
-    from pathlib import Path
-
     from megatrain.device import open_device
+    from megatrain.files import usable_path
     from megatrain.machine import PROBED
     from megatrain.plan import save_hardware
     from megatrain.probe import probe
 
-    target = Path(output or PROBED).expanduser()
+    target = usable_path(output or PROBED, where="--output", to_write="file")
     opened = open_device(device)
     try:
-        hardware = probe(opened, Path(path).expanduser(), seconds, say=typer.echo)
+        hardware = probe(opened, usable_path(path, where="--path", to_write="folder"), seconds, say=typer.echo)
     finally:
         opened.close()
     save_hardware(hardware, target)

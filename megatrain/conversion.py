@@ -10,8 +10,9 @@ from torch import Tensor
 
 from megatrain.checkpoint import export_units
 from megatrain.data import load_tokenizer
-from megatrain.errors import DataError
-from megatrain.model import PretrainedSource, Progress, port_model
+from megatrain.errors import DataError, ExportError
+from megatrain.files import usable_path
+from megatrain.model import PretrainedSource, Progress, model_named, port_model
 from megatrain.spec import Precision, UnitSpec
 from megatrain.train.progress import printable
 
@@ -21,18 +22,23 @@ def run_export(
     target: str | Path,
     *,
     precision: Precision = "bf16",
+    overwrite: bool = False,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
     notice: Callable[[str], object] = lambda line: None,
 ) -> Path:
     """Write the model of `source` (model folder, run folder or hub name) to `target`, its tokenizer with it.
 
-    precision: of the weights. progress: called with (done, total) bytes. notice: told, in a line each, what a person
-    should know about the source. Raises `ModelError` for a model that cannot be read, `ExportError` for a folder that
-    cannot be written.
+    precision: of the weights. overwrite: replace a model that is there. progress: called with (done, total) bytes.
+    notice: told, in a line each, what a person should know about the source, and a model that is replaced. Raises
+    `ModelError` for a model that cannot be read, `ExportError` for a folder that cannot be written, or holds a model.
     """
-    run = Path(source).expanduser() / "model"
-    name = str(run) if (run / "config.json").exists() else source
+    there = usable_path(target, where="TARGET", error=ExportError, to_write="folder")
+    if (there / "config.json").exists():
+        if not overwrite:
+            raise ExportError("holds a model", where=str(there), fix="choose another folder, or give --overwrite")
+        notice(f"replaces the model in {there}")
+    name = model_named(source)
     pretrained = PretrainedSource(name, trust_remote_code=trust_remote_code, attention="auto")
     if left_out := pretrained.left_out():
         notice(f"left out: {printable(left_out)}")
@@ -41,7 +47,7 @@ def run_export(
     return export_units(
         ported,
         units,
-        target,
+        there,
         precision=precision,
         facts={"made from": source},
         write_more=_tokenizer(name),

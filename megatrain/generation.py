@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from megatrain.config import TrainSection
+from megatrain.config.tree import LEAST, MOST
 from megatrain.corpus import Corpus
 from megatrain.data import Tokenizer, load_tokenizer, vocabulary_size
 from megatrain.data.tokenizer import encode_text, end_of_text_id
-from megatrain.errors import BatchError, DataError
-from megatrain.model import PretrainedSource, Progress, TextStream, freeze_parameters
+from megatrain.errors import BatchError, ConfigError, DataError
+from megatrain.model import PretrainedSource, Progress, TextStream, freeze_parameters, model_named
 from megatrain.model.architecture import read_config
 from megatrain.spec import Precision
 from megatrain.train.engine import Engine
@@ -64,7 +65,7 @@ def run_generation(
     progress: Progress | None = None,
     notice: Callable[[str], object] = lambda line: None,
 ) -> Spoken:
-    """Continue `prompt` with the model and the tokenizer in `folder`, telling `heard` each piece of new text.
+    """Continue `prompt` with the model and the tokenizer in `folder`, of a model or a run, telling `heard` new text.
 
     An empty prompt starts a new text. Special tokens spelled out in the prompt count as such. What `heard` gets can
     steer no terminal. max_new_tokens: `None` for 200, or for what the model has room for. temperature, top_k, top_p:
@@ -76,6 +77,8 @@ def run_generation(
     Raises a `MegaTrainError` for whatever is wrong: `ModelError` for the model, `DataError` for the tokenizer,
     `BatchError` for a prompt that is too long, `ConfigError` for a setting.
     """
+    _refuse_settings(temperature, seed)
+    folder = model_named(folder)
     config = read_config(folder, where=f"model {folder}", trust_remote_code=trust_remote_code)
     positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     tokenizer = load_tokenizer(folder)
@@ -107,6 +110,15 @@ def run_generation(
             streamer=TextStream(tokenizer, listen),
         )
         return Spoken("".join(pieces), len(new), time.perf_counter() - began)
+
+
+def _refuse_settings(temperature: float | None, seed: int) -> None:
+    """Raise `ConfigError` for numbers with which nothing can be drawn."""
+    if temperature and not LEAST <= temperature <= MOST:  # NaN among them
+        fix = f"give 0, or a number from {LEAST:g} to {MOST:g}"
+        raise ConfigError(f"{temperature:g} is no temperature", where=WHERE, fix=fix)
+    if not 0 <= seed < 1 << 63:
+        raise ConfigError(f"{str(seed)[:40]} is no seed", where=WHERE, fix="give a number from 0 to 2**63 - 1")
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:

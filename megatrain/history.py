@@ -7,7 +7,6 @@ arrays, 100 bytes a step. It leaves out how any of it is shown (`report`).
 
 from __future__ import annotations
 
-import json
 import math
 from array import array
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.errors import ConfigError
+from megatrain.files import parsed_json, read_json, read_text, refuse_special
 from megatrain.page import DrawnOp, timeline_content
 from megatrain.plan.outlook import STREAM_WORDS
 from megatrain.train.health import STATUS
@@ -147,10 +147,11 @@ def read_history(folder: Path) -> History:
     """What there is to know of the run in a folder. Raises `ConfigError` where there is none, or it cannot be read."""
     history = History(folder)
     try:
+        refuse_special(folder / METRICS)
         with (folder / METRICS).open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 try:
-                    history.add(json.loads(line))
+                    history.add(parsed_json(line))
                 except (ValueError, KeyError, TypeError, AttributeError):
                     continue
     except FileNotFoundError as error:
@@ -158,15 +159,20 @@ def read_history(folder: Path) -> History:
         raise ConfigError(f"holds no {METRICS}", where=str(folder), fix=fix) from error
     except OSError as error:
         raise ConfigError(f"{METRICS} cannot be read ({error.strerror or error})", where=str(folder)) from error
-    status = _json(folder / STATUS)
-    history.status = status if isinstance(status, dict) else {}
+    history.status = status_of(folder)
     history.steps = history.steps or int(_or_zero(history.status.get("steps")))
     try:
-        history.config = (folder / CONFIG).read_text(encoding="utf-8", errors="replace")
+        history.config = read_text(folder / CONFIG, errors="replace")
     except OSError:
         history.config = ""
     history.trace = timeline_in(_json(folder / TRACE))
     return history
+
+
+def status_of(folder: Path) -> Mapping[str, Any]:
+    """What the `status.json` of a run says (`train.health`); empty where there is none."""
+    status = _json(folder / STATUS)
+    return status if isinstance(status, dict) else {}
 
 
 def timeline_in(trace: Any) -> dict[str, Any] | None:
@@ -208,6 +214,6 @@ def _or_zero(value: Any) -> float:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
+        return read_json(path)
     except (OSError, ValueError):
         return None

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from torch.nn import functional
 from megatrain.data import rows
 from megatrain.engine import LogitsLoss, LogProbLoss, LossFn, MicroBatch, target_mask
 from megatrain.errors import BatchError, ConfigError
+from megatrain.fields import Bounds, check_fields
 
 REFERENCE = rows.REFERENCE
 """Entry of a micro-batch: per row, the sum of the reference's log-probabilities of its targets, float32[batch]."""
@@ -44,21 +45,18 @@ class DPO(LogProbLoss):
     `logps/chosen` and `logps/rejected`, means over the pairs of a step. Raises `ConfigError` for a value out of range.
     """
 
-    beta: float = 0.1
-    label_smoothing: float = 0.0
+    beta: Annotated[float, Bounds(0)] = 0.1
+    label_smoothing: Annotated[float, Bounds(0, 0.5)] = 0.0
     loss_type: Literal["sigmoid", "ipo"] = "sigmoid"
 
     own = (REFERENCE,)
 
     def __post_init__(self) -> None:
-        if not 0 < self.beta < float("inf"):
-            raise ConfigError(f"a beta of {self.beta}", where="DPO", fix="use a number above 0")
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ConfigError(
-                f"a label smoothing of {self.label_smoothing}", where="DPO", fix="use 0 or more, below 0.5"
-            )
-        if self.loss_type not in ("sigmoid", "ipo"):
-            raise ConfigError(f"an unknown loss type {self.loss_type!r}", where="DPO", fix="use sigmoid or ipo")
+        check_fields(self, ConfigError, "DPO.")
+        if self.beta == 0:
+            raise ConfigError("a beta of 0 learns nothing", where="DPO.beta", fix="use a number above 0")
+        if self.label_smoothing == 0.5:
+            raise ConfigError("a label smoothing of 0.5 learns nothing", where="DPO.label_smoothing", fix="use less")
         if self.loss_type == "ipo" and self.label_smoothing:
             raise ConfigError("ipo has no label smoothing", where="DPO", fix="set it to 0, or use sigmoid")
 
@@ -104,8 +102,11 @@ class SmoothedCrossEntropy(LogitsLoss):
     """Cross-entropy to labels of which `smoothing` is spread over the vocabulary (Szegedy et al., CVPR 2016), plus
     `z_loss` times the square of the log of the softmax's denominator (Chowdhery et al., "PaLM", 2022)."""
 
-    smoothing: float = 0.0
-    z_loss: float = 0.0
+    smoothing: Annotated[float, Bounds(0, 1)] = 0.0
+    z_loss: Annotated[float, Bounds(0)] = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError, "SmoothedCrossEntropy.")
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]  # it has nothing of its own
         """The sum over the tokens."""

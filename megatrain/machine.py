@@ -7,6 +7,7 @@ as long as nothing is measured. It leaves out measuring with care (`probe`) and 
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,8 +36,8 @@ def probed_machine() -> Hardware | None:
 
     Raises `PlanError` for a file that cannot be read: a plan for another machine would be worse than none.
     """
-    path = PROBED.expanduser()
-    if not path.exists():
+    path = Path(os.path.expanduser(PROBED))
+    if not os.path.exists(path):  # false too in a home that may not be entered
         return None
     try:
         return load_hardware(path)

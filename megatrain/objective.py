@@ -27,11 +27,11 @@ from megatrain.data import Batch, SampleFile, SampleRows, batch_of
 from megatrain.data.alone import alone
 from megatrain.data.rows import REFERENCE
 from megatrain.errors import CheckpointError, DataError
+from megatrain.files import refuse_special, written_whole
 from megatrain.losses import DPO, LossFn
 from megatrain.memory.checksum import checksum
 from megatrain.plan import Plan
 from megatrain.train.engine import Engine
-from megatrain.whole import written_whole
 
 FORMAT = 2  # part of the key: raise it when the same content would give other numbers
 FILE = "reference.npz"
@@ -89,7 +89,7 @@ def _asked(
     for name, file in files.items():
         key = [FORMAT, weights, name, config.train.precision, plan.micro_batch, engine.spec.attention]
         digest = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
-        path = Path(config.data.cache).expanduser() / f"reference-{digest}.npz"
+        path = config.data.cache_folder / f"reference-{digest}.npz"
         if not (said := _read(path)):
             with alone(path):
                 if not (said := _read(path)):
@@ -129,6 +129,7 @@ def _digest(engine: Engine) -> str:
 def _read(path: Path) -> Said:
     """What a file holds, nothing where there is none or it is damaged."""
     try:
+        refuse_special(path)
         with np.load(path) as held:
             return {name: held[name] for name in held.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile):

@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatrain.errors import ConfigError, DeviceError, DoesNotFit, ModelError, PlanError
+from megatrain.files import read_json, usable_path, written_whole
 from megatrain.machine import described_machine, probed_machine, this_machine
 from megatrain.plan import (
     Outlook,
@@ -51,7 +52,6 @@ from megatrain.plan.report import (
     upgrade_rows,
 )
 from megatrain.spec import Hardware, ModelSpec, Precision
-from megatrain.whole import written_whole
 
 LENGTH, TOKENS_PER_STEP = 4096, 65_536
 """What is taken where the user says nothing; fewer tokens where so many do not fit."""
@@ -91,15 +91,13 @@ def run_plan(
     if not 0 < token_budget <= 1e18:
         raise ConfigError(f"{token_budget:g} tokens", where="--token-budget", fix="give a number such as 1e12")
     files = {"--html": html, "--json": json_file}
-    targets = {option: Path(os.path.expanduser(file)) for option, file in files.items() if file}
-    for option, path in targets.items():
-        _refuse_unwritable(option, path)
+    targets = {option: _writable(option, file) for option, file in files.items() if file is not None}
     machine = find_hardware(hardware, precision)
     spec = find_model(model, precision, attention=attention, trust_remote_code=trust_remote_code)
     length = _length(spec, length, tokens_per_step)
     tokens = max(length, TOKENS_PER_STEP) if tokens_per_step is None else tokens_per_step
     budgets = _budgets(machine, device_memory, host_memory, disk_memory)
-    question = Question(spec, machine, tokens, length, precision, clips, **budgets)  # type: ignore[arg-type]
+    question = Question(spec, machine, tokens, length, precision, clips, saves=True, **budgets)  # type: ignore[arg-type]
     plan = _planned(question, may_shrink=tokens_per_step is None)
     outlook = look(plan, token_budget)
     comparison = compare(plan) if compares else ()
@@ -120,28 +118,29 @@ def find_model(
     source: str, precision: Precision, *, attention: str = "auto", trust_remote_code: bool = False
 ) -> ModelSpec:
     """The specification of a model, by hub name, folder, config.json, or saved plan; no weight is read."""
-    path = Path(os.path.expanduser(source))  # these two take any text for a name, and do not raise
-    where, exists = f"model {source}", os.path.exists(path)
+    path, where = usable_path(source, where="model", error=ModelError), f"model {source}"
+    exists = path.exists()
     if exists and path.is_file():
         content = _content(path, where)
         if isinstance(content, dict) and "model" in content:
             return read_model(content, where)
     import torch
 
-    from megatrain.model import port_model
+    from megatrain.model import model_named, port_model
     from megatrain.model.architecture import read_config
     from megatrain.model.blueprint import blueprint
 
     try:
-        config = read_config(str(path) if exists else source, where=where, trust_remote_code=trust_remote_code)
+        named = model_named(str(path)) if exists else source
+        config = read_config(named, where=where, trust_remote_code=trust_remote_code)
     except ModelError as error:
         if exists or not (near := _nearest_models(source)):
             raise
         raise ModelError(error.what, where=where, fix=f"did you mean {' or '.join(near)}?") from error
     structure = blueprint(config, attention=attention, trust_remote_code=trust_remote_code)
     spec = port_model(structure, torch.bfloat16 if precision == "bf16" else torch.float32).spec
-    named = path.resolve() if exists else path
-    return replace(spec, name=named.parent.name if named.is_file() else named.name)
+    place = path.resolve() if exists else path
+    return replace(spec, name=place.parent.name if place.is_file() else place.name)
 
 
 def find_hardware(source: str | None, precision: Precision = "bf16") -> Hardware:
@@ -211,8 +210,8 @@ def _planned(question: Question, *, may_shrink: bool) -> Plan:
 
 def _content(path: Path, where: str) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return read_json(path)
+    except (OSError, ValueError) as error:
         what = f"cannot be read ({getattr(error, 'strerror', None) or 'not JSON'})"
         raise ModelError(what, where=where, fix="give a folder, a config.json or a saved plan") from error
 
@@ -221,13 +220,19 @@ def _nearest_models(source: str) -> list[str]:
     """Folders and configs beside where `source` would be, and models that the hub's cache holds."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    path = Path(os.path.expanduser(source))
-    beside = sorted(os.listdir(path.parent)) if os.path.isdir(path.parent) else []
-    near = [str(path.parent / name) for name in difflib.get_close_matches(path.name, beside, n=2, cutoff=0.7)]
-    hub = Path(HF_HUB_CACHE)
-    cached = sorted(hub.glob("models--*")) if hub.is_dir() else []
-    names = [each.name.removeprefix("models--").replace("--", "/") for each in cached]
+    path = usable_path(source)
+    near = [str(path.parent / name) for name in difflib.get_close_matches(path.name, _names_in(path.parent), 2, 0.7)]
+    cached = [name for name in _names_in(HF_HUB_CACHE) if name.startswith("models--")]
+    names = [name.removeprefix("models--").replace("--", "/") for name in cached]
     return [*near, *difflib.get_close_matches(source, names, n=2, cutoff=0.6)]
+
+
+def _names_in(folder: str | Path) -> list[str]:
+    """None where there is no such folder, or it may not be listed."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
 
 
 # What is shown -----------------------------------------------------------------------------------------------------
@@ -329,11 +334,11 @@ def _heat_map(swept: Sweep) -> Table:
 # Files -------------------------------------------------------------------------------------------------------------
 
 
-def _refuse_unwritable(option: str, path: Path) -> None:
-    if os.path.isdir(path):
-        raise ConfigError(f"{path} is a folder", where=option, fix="give a file")
-    if not os.path.isdir(path.parent):
+def _writable(option: str, file: str) -> Path:
+    path = usable_path(file, where=option, to_write="file")
+    if not path.parent.is_dir():
         raise ConfigError(f"there is no folder {path.parent}", where=option, fix="make it, or choose another file")
+    return path
 
 
 def _write(path: Path, text: str) -> None:

@@ -34,6 +34,7 @@ from megatrain.device.probe import (
 )
 from megatrain.device.probe_disk import disk_speed, refuse_unwritable
 from megatrain.errors import DeviceError
+from megatrain.files import usable_path
 from megatrain.optim import AdamW, sum_of_squares, update_split
 from megatrain.plan.hardware import (
     available_disk_nbytes,
@@ -333,7 +334,7 @@ def _disk(folder: Path, seconds: float, clock: _Clock, found: _Findings) -> None
 
 def _existing(path: Path) -> Path:
     """`path`, or the nearest folder above it that is there."""
-    folder = path.expanduser().absolute()
+    folder = usable_path(path).absolute()
     while not folder.exists():
         folder = folder.parent
     return folder

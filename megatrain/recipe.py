@@ -15,11 +15,11 @@ from megatrain.config import load_config
 from megatrain.data import begins_with_text, holds_samples, source_called
 from megatrain.data.formats import Schema
 from megatrain.errors import ConfigError, DataError
+from megatrain.files import written_whole
 from megatrain.plan import Plan, Question, find_plan, survey
 from megatrain.plan.report import amount, duration
 from megatrain.planning import find_hardware, find_model
 from megatrain.spec import Precision
-from megatrain.whole import written_whole
 
 WINDOW = 4096
 TOKENS_PER_STEP = 65_536
@@ -128,7 +128,7 @@ def _planned(answers: Answers) -> Plan:
     hardware = find_hardware(answers.hardware, answers.precision)
     rows = max(1, TOKENS_PER_STEP // length)
     disk = None if answers.disk else 0
-    question = Question(spec, hardware, rows * length, length, answers.precision, disk_budget_nbytes=disk)
+    question = Question(spec, hardware, rows * length, length, answers.precision, disk_budget_nbytes=disk, saves=True)
     while question.rows > 1 and survey(question, [question.budgets()]) == [None]:
         question = replace(question, tokens_per_step=question.rows // 2 * length)
     return find_plan(question)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from megatrain.errors import ExportError
+from megatrain.files import usable_path, written_whole
 from megatrain.history import HeldOut, History, Note, read_history
 from megatrain.page import (
     CURVES,
@@ -32,7 +33,6 @@ from megatrain.page import (
     timeline,
 )
 from megatrain.plan.report import amount, duration
-from megatrain.whole import written_whole
 
 REPORT = "report.html"
 SILENT_SECONDS = 30.0
@@ -82,8 +82,8 @@ def render_report(run: History, now: float) -> str:
 
 def run_report(folder: str, html: str | None) -> Path:
     """The verb."""
-    target = None if html is None else Path(html).expanduser()
-    return write_report(Path(folder).expanduser(), target)
+    target = None if html is None else usable_path(html, where="--html", to_write="file")
+    return write_report(usable_path(folder, where="RUN"), target)
 
 
 # Parts -------------------------------------------------------------------------------------------------------------

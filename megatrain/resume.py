@@ -10,14 +10,17 @@ anew. It leaves out the state itself (`train.restored`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatrain.checkpoint import Checkpoint, checkpoints, newest_sound, open_checkpoint, put_all_right, step_of
 from megatrain.checkpoint.appear import vanish
-from megatrain.config import Config, PolicySection
+from megatrain.config import Config, PolicySection, TrainSection
 from megatrain.errors import CheckpointError, ConfigError, DataError
+from megatrain.files import usable_path
+from megatrain.history import METRICS, status_of
 from megatrain.spec import ROUNDED_BY_ROWS, Policy
 from megatrain.train.feed import Feed
 
@@ -25,7 +28,12 @@ Say = Callable[[str], None]
 """Tells the person a line."""
 
 AUTO = "auto"
-KEPT_SIZES = ("windows_per_step", "micro_batch", "micro_batches")
+MODEL = "model"
+"""What a finished run leaves in its folder."""
+MOST_NAMED = 4
+"""Checkpoints that are named one by one."""
+SIZES = ("windows_per_step", "micro_batch", "micro_batches")
+"""Keys of `train` that say how a step is cut."""
 KEPT_POLICY = ("grad_precision", "update", "loss_chunk_tokens", "mlp_chunk_tokens", "compile")
 """Fields of a policy that numbers depend on, by rounding."""
 
@@ -54,30 +62,84 @@ COMPARED = ("data.sources",)
 def find(config: Config, say: Say) -> Checkpoint | None:
     """The checkpoint that the run goes on from, checked in every byte; `None` where it starts.
 
-    Raises `ConfigError` where the folder holds an earlier run that the configuration does not speak of, and
-    `CheckpointError` where it is to go on and no checkpoint is sound.
+    Nothing of an earlier run is replaced by mistake. What has to go from the run folder and the folder of checkpoints
+    is said here; it is removed when training begins, and the model when the new one is whole. Raises `ConfigError`
+    where more than metrics would go and `output.overwrite` does not allow it, and `CheckpointError` where the run is to
+    go on and no checkpoint is sound.
     """
+    if config.folder.exists() and not config.folder.is_dir():
+        raise ConfigError("is a file", where=str(config.folder), fix="choose another output.folder")
     put_all_right(config.checkpoints)
-    there = checkpoints(config.checkpoints)
+    taken = _wanted(config, say)
+    goes = _what_goes(config, taken)
+    if goes.names and not config.output.overwrite:
+        fix = f"{goes.fix}, or output.overwrite=true, which replaces all of this"
+        raise ConfigError(f"{goes.kind}: {' and '.join(goes.names)}", where=str(goes.where), fix=fix)
+    if goes.names:
+        metrics = " and its metrics" if goes.has_metrics else ""
+        say(f"output.overwrite=true: replaces {' and '.join(goes.names)} in {goes.where}{metrics}")
+    elif goes.has_metrics:
+        say(f"replaces the metrics of an earlier run in {config.folder}")
+    return taken
+
+
+def is_finished(config: Config, taken: Checkpoint) -> bool:
+    """Whether a checkpoint is the end of this very run, as long as it is to be, and its model is there."""
+    return taken.step >= config.train.steps and _has_model(config) and is_own(config, taken)
+
+
+def _has_model(config: Config) -> bool:
+    return (config.folder / MODEL).exists()
+
+
+@dataclass(frozen=True, slots=True)
+class _Goes:
+    """What of an earlier run cannot stay where this one is to write."""
+
+    names: tuple[str, ...] = ()
+    """Whatever took an effort: its model, its checkpoints. Empty where there is nothing."""
+    kind: str = ""
+    where: Path = Path()
+    fix: str = ""
+    """What else can be done."""
+    has_metrics: bool = False
+
+
+def _what_goes(config: Config, taken: Checkpoint | None) -> _Goes:
+    there = [step_of(path) for path in reversed(checkpoints(config.checkpoints))]
+    if taken is not None and is_own(config, taken):  # it goes on; its model is replaced by what becomes of it
+        sound = config.resume != AUTO  # else what is newer is damaged, and that has been told
+        later = [step for step in there if sound and step > taken.step]
+        what = f"holds checkpoints after step {taken.step:,}, which would be of another past"
+        return _Goes(_steps(later), what, config.checkpoints, "set resume=auto to go on from the newest")
+    has_metrics = (config.folder / METRICS).exists()
+    if not _has_model(config):
+        fix = "set resume=auto to go on, output.folder=NEW"
+        return _Goes(_steps(there), "holds an earlier run", config.checkpoints, fix, has_metrics)
+    status = status_of(config.folder)
+    done = f" of {status['step']:,} steps" if isinstance(status.get("step"), int) else ""
+    names = (f"the model{done}", *_steps(there))
+    fix = f"set output.folder=NEW{', resume=auto with more train.steps to extend it' if there else ''}"
+    return _Goes(names, "holds a finished run", config.folder, fix, has_metrics)
+
+
+def _steps(there: Sequence[int]) -> tuple[str, ...]:
+    """Checkpoints of these steps in words, if there are any."""
+    if not there:
+        return ()
+    if len(there) > MOST_NAMED:
+        return (f"{len(there):,} checkpoints, of steps {there[0]:,} to {there[-1]:,}",)
+    steps = ", ".join(f"{step:,}" for step in there)
+    return (f"the checkpoint of step {steps}" if len(there) == 1 else f"the checkpoints of steps {steps}",)
+
+
+def _wanted(config: Config, say: Say) -> Checkpoint | None:
+    """The checkpoint that `resume` asks for. Raises `ConfigError`, `CheckpointError`."""
     if config.resume is None:
-        if there and not config.output.overwrite:
-            raise ConfigError(
-                f"holds checkpoints of an earlier run, the newest of step {step_of(there[0]):,}",
-                where=str(config.checkpoints),
-                fix="set resume=auto to go on, output.folder=NEW, or output.overwrite=true, which removes them",
-            )
         return None
     if config.resume == AUTO:
-        return _newest(config.checkpoints, say) if there else None
-    found = _at(Path(config.resume).expanduser(), say)
-    newer = [path for path in there if step_of(path) > found.step]
-    if newer and not config.output.overwrite:
-        raise ConfigError(
-            f"holds checkpoints after step {found.step:,}, which would be of another past",
-            where=str(config.checkpoints),
-            fix="set output.folder=NEW, or output.overwrite=true, which removes them",
-        )
-    return found
+        return _newest(config.checkpoints, say) if checkpoints(config.checkpoints) else None
+    return _at(usable_path(config.resume, where="resume"), say)
 
 
 def is_own(config: Config, taken: Checkpoint) -> bool:
@@ -114,10 +176,11 @@ def _rounding(gates: str | None) -> str | None:
 
 
 def as_begun(config: Config, taken: Checkpoint) -> Config:
-    """The configuration with the sizes that the run began with, where they are left open now."""
-    then = facts_of(taken)["config"]["train"]
-    train, sizes = config.train, {name: then.get(name) for name in KEPT_SIZES}
-    kept = {} if any(getattr(train, name) is not None for name in KEPT_SIZES) else sizes
+    """The configuration with the sizes that the run began with, where they are open now and go with those given."""
+    train, then = config.train, _sizes(facts_of(taken)["config"]["train"])
+    given = {name: getattr(train, name) for name in SIZES if getattr(train, name) is not None}
+    goes_on = all(then[name] == size for name, size in given.items())
+    kept = {name: then[name] for name in ("micro_batch", "micro_batches")} if goes_on else {}
     policy = {"mlp_chunk_tokens": 0, "compile": False, **taken.training["engine"]["policy"]}  # older ones had neither
     held: dict[str, Any] = {"gates": config.policy.gates or _rounding(policy.get("gates"))}
     rows = tuple(tuple(row) for row in policy.get("activation_rows", ()))
@@ -147,13 +210,24 @@ def refuse_changes(config: Config, taken: Checkpoint, say: Say) -> None:
 
 
 def changes_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> its value before and now, of those that differ and that numbers depend on."""
+    """Dotted key -> its value before and now, of those that differ and that numbers depend on.
+
+    Sizes that are left open now are the plan's to choose, and no change; the windows of a step follow from the others.
+    """
     flat_before, flat_now = _flat(before), _flat(now)
-    for each in (flat_before, flat_now):
-        each["policy.gates"] = _rounding(each.get("policy.gates"))
-    keys = [key for key in flat_now if not _within(key, FREE)]
+    for flat, tree in ((flat_before, before), (flat_now, now)):
+        flat["policy.gates"] = _rounding(flat.get("policy.gates"))
+        flat |= {f"train.{name}": size for name, size in _sizes(tree["train"]).items()}
+    left_open = {f"train.{name}" for name in SIZES if flat_now[f"train.{name}"] is None}
+    keys = [key for key in flat_now if not _within(key, FREE) and key not in left_open]
     known = {key: flat_before[key] for key in keys if key in flat_before}  # a key of a newer version has its default
     return {key: (value, flat_now[key]) for key, value in known.items() if value != flat_now[key]}
+
+
+def _sizes(train: Mapping[str, Any]) -> dict[str, int | None]:
+    """How a step is cut, by the section of a configuration; `None` for what that leaves open."""
+    rows = TrainSection.model_construct(**train).rows
+    return {name: rows if name == "windows_per_step" else train.get(name) for name in SIZES}
 
 
 def take_up_data(feed: Feed, taken: Checkpoint, config: Config, say: Say) -> None:

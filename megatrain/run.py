@@ -13,7 +13,7 @@ once and kept), the model; the engine is built last. The run folder then holds
     model/            Hugging Face folder with the tokenizer; it appears whole, at the end
 
 A run that is told to stop writes a checkpoint, or the model if there are to be no checkpoints. A run that fails writes
-no model, and one that stood there stays.
+no model, and one that stood there stays. One that could not save its last state ends as failed, with its model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megatrain import resume
-from megatrain.budgets import budgets, describe_disk, open_disk, refuse_wear, with_disk
+from megatrain.budgets import budgets, describe_disk, describe_memory, open_disk, refuse_wear, with_disk
 from megatrain.checkpoint import Checkpoint, Retention
 from megatrain.claim import Claim
 from megatrain.config import Config, TrainSection
@@ -43,7 +43,6 @@ from megatrain.device import Device, open_device
 from megatrain.engine import DTYPES
 from megatrain.errors import ConfigError, NonFinite
 from megatrain.generation import sample_of
-from megatrain.layout import layout_of
 from megatrain.losses import LossFn
 from megatrain.machine import this_machine
 from megatrain.model import (
@@ -52,15 +51,17 @@ from megatrain.model import (
     PretrainedSource,
     Source,
     freeze_parameters,
+    model_named,
     port_model,
     spent,
 )
 from megatrain.model import Progress as LoadingProgress
+from megatrain.model.hub import located
 from megatrain.objective import loss_of, take_up_reference, without_reference
 from megatrain.optim import AdamW, lr_schedule
 from megatrain.plan import Plan, Question, available_threads, find_plan
 from megatrain.preflight import Replanner, foreseen
-from megatrain.spec import Hardware, ModelSpec, Rows
+from megatrain.spec import ModelSpec, Rows
 from megatrain.train.checkpoints import Checkpoints
 from megatrain.train.engine import Engine
 from megatrain.train.events import Compiled, Ended, Evaluated, Event, Resumed, Watcher
@@ -93,23 +94,25 @@ def run_training(config: Config, console: Console) -> Path:
     folder = config.folder
     say = partial(warn, console)
     refuse_missing(config.output.trackers)
+    if config.model.path is not None:
+        model = config.model.model_copy(update={"path": model_named(config.model.path)})
+        config = config.model_copy(update={"model": model})
     with ExitStack() as stack:
         claim = stack.enter_context(Claim())
         claim.take(folder)
         claim.take(config.checkpoints)
-        if config.resume is None:
-            _refuse_finished(folder, config.output.overwrite)
         taken = resume.find(config, say)
-        if taken is None:
-            _refuse_finished(folder, config.output.overwrite)
-        elif resume.facts_of(taken)["step"] >= config.train.steps and (folder / "model").exists():
-            say(f"{folder} is a finished run of {config.train.steps:,} steps; set train.steps to more to extend it")
-            return folder / "model"
-        else:
+        if taken is not None:
+            if resume.is_finished(config, taken):
+                say(f"{folder} is a finished run of {taken.step:,} steps; set train.steps to more to extend it")
+                say_where(folder, console)
+                return folder / resume.MODEL
             config = resume.as_begun(config, taken)
             resume.refuse_changes(config, taken, say)
         device = open_device(config.train.device)
         stack.callback(device.close)
+        if taken is None and config.model.path is not None:
+            located(config.model.path, where=f"model {config.model.path}")  # what it is comes before its tokenizer
         tokenizer = load_tokenizer(config.tokenizer)
         source = _source(config, taken)
         vocabulary = _check_limits(config, tokenizer, source.model)
@@ -129,19 +132,21 @@ def run_training(config: Config, console: Console) -> Path:
         if config.train.objective == "dpo":
             with loading(console, "asking the reference about each answer") as progress:
                 take_up_reference(config, corpus, engine, plan, taken, progress)
-        if config.trace is not None:
-            engine.trace(config.trace)
+        if config.trace_file is not None:
+            engine.trace(config.trace_file)
         checkpoints = _checkpoints(config, engine, feed, tokenizer, plan)
         facts = _show(config, engine, source, corpus, plan, console)
         run = _Run(engine, corpus, feed, checkpoints, tokenizer, plan, facts, claim)
         ended = _train(config, run, taken, stack, console)
         if ended.step < config.train.steps and config.checkpoint.every:
-            there = f"`resume=auto` goes on after step {checkpoints.step:,}"
-            say(f"not finished; {there if checkpoints.newest else 'nothing was saved'}")
-            return Path(checkpoints.newest or folder)
-        saved = save_trained(config, engine, tokenizer, folder / "model")
+            checkpoints.refuse_unsaved(ended.step)
+            say(f"not finished; `resume=auto` goes on after step {checkpoints.step:,}")
+            return Path(checkpoints.newest)
+        saved = save_trained(config, engine, tokenizer, folder / resume.MODEL)
         if config.output.verify_export and engine.spec.numel < VERIFIED_PARAMETERS:
             verify_trained(config, engine, without_reference(corpus.validation[0]), saved, console)
+        if config.checkpoint.every:
+            checkpoints.refuse_unsaved(ended.step, saved)
     say_where(folder, console)
     return saved
 
@@ -161,15 +166,6 @@ class _Run:
 
 
 # Before training ---------------------------------------------------------------------------------------------------
-
-
-def _refuse_finished(folder: Path, overwrite: bool) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError("is a file", where=str(folder), fix="choose another output.folder")
-    if (folder / "model").exists() and not overwrite:
-        raise ConfigError(
-            "holds a finished run", where=str(folder), fix="set output.folder=NEW, or output.overwrite=true"
-        )
 
 
 def _optimizer(train: TrainSection) -> AdamW:
@@ -239,11 +235,6 @@ def _plan(config: Config, spec: ModelSpec, device: Device) -> Plan:
     pinned.setdefault("host_threads", available_threads())
     if train.pinned_micro_batch is not None:
         pinned["micro_batch"] = train.pinned_micro_batch
-    planned, spare = dict(allowed), _for_saves(config, spec, hardware)
-    if planned["host_budget_nbytes"] is None:
-        hardware = replace(hardware, host_nbytes=hardware.host_nbytes - spare)
-    else:
-        planned["host_budget_nbytes"] -= spare
     question = Question(
         spec,
         hardware,
@@ -253,21 +244,12 @@ def _plan(config: Config, spec: ModelSpec, device: Device) -> Plan:
         clips=train.max_grad_norm is not None,
         pinned=pinned,
         rows_are="padded" if train.objective == "dpo" else ROWS_OF.get(config.data.packing, "whole"),
-        **planned,
+        saves=config.checkpoint.every > 0,
+        **allowed,
     )
     plan = find_plan(question)
     refuse_wear(plan, config.disk)
     return replace(plan, policy=replace(plan.policy, **allowed))
-
-
-def _for_saves(config: Config, spec: ModelSpec, hardware: Hardware) -> int:
-    """Bytes of host memory that a plan leaves: a save takes the largest unit in float32 (`train.saver`).
-
-    Masters and moments where state may live on the disk or the device, else masters that lie in halves.
-    """
-    masters = 4 if config.train.precision == "bf16" else 0
-    nbytes = 12 if config.disk.folders or not hardware.shares_memory else masters
-    return nbytes * max(layout_of(unit).size for unit in spec.units) if config.checkpoint.every else 0
 
 
 def _resolved(config: Config, plan: Plan) -> Config:
@@ -333,6 +315,7 @@ def _show(config: Config, engine: Engine, source: Source, corpus: Corpus, plan: 
         ("step", f"{batches} of {plan.micro_batch} windows, {sum(plan.work.tokens):,} tokens"),
         ("device", f"{train.device}, {engine.peak_flops() / 1e12:.2f} TFLOP/s measured in {train.precision}"),
         *describe_disk(engine.disk, config.disk),
+        ("memory", f"at its peak {describe_memory(plan)}"),
         ("prediction", f"{speed} on {plan.question.hardware.name}"),
     ]
     engine.prepare(plan.work)
@@ -417,8 +400,13 @@ def _tasks(config: Config, run: _Run, start: int) -> list[Task]:
         tasks.append(Task(0, lambda step: Compiled(step, *spent()), once=start + 1))
     tasks += _measurements(config, run.engine, run.corpus, run.tokenizer)
     if config.checkpoint.every:
-        tasks += [Task(1, checkpoints.collect), Task(config.checkpoint.every, checkpoints.save)]
+        tasks += [Task(1, checkpoints.collect), Task(config.checkpoint.every, partial(_save, checkpoints, train.steps))]
     return tasks
+
+
+def _save(checkpoints: Checkpoints, steps: int, step: int) -> Event | None:
+    """Begin a save; that of the last step is waited for when the run ends."""
+    return checkpoints.save(step) if step < steps else None
 
 
 def _measurements(config: Config, engine: Engine, corpus: Corpus, tokenizer: Tokenizer) -> list[Task]:

@@ -32,11 +32,10 @@ def open_watchers(config: Config, taken: Checkpoint | None, stack: ExitStack, co
     folder, say = config.folder, partial(warn, console)
     goes_on = taken is not None and resume.is_own(config, taken)
     step = resume.facts_of(taken)["step"] if taken is not None and goes_on else None
-    if (folder / METRICS).exists() and not goes_on:
-        say(f"replaces the metrics of an earlier run in {folder}")
     resume.remove_others(config, taken if goes_on else None)
     stack.callback(_report, folder, say)  # once all others have closed, however the run ends
-    save_config(config, folder / CONFIG)
+    once = config.output.model_copy(update={"overwrite": False})  # a consent, and no part of what the run is
+    save_config(config.model_copy(update={"output": once}), folder / CONFIG)
     watchers: list[Watcher] = [stack.enter_context(JsonLines(folder / METRICS, step, say))]
     if not goes_on:
         shutil.rmtree(folder / "tensorboard", ignore_errors=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 from megatrain.errors import ConfigError
+from megatrain.files import shown
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
     f"{letter}I": 1 << 10 * power for power, letter in enumerate("KMGT", 1)
@@ -25,6 +26,6 @@ def parse_nbytes(text: str, where: str, there: int | None = None) -> int:
     if match is None or unit is None or not _LEAST <= (nbytes := float(match[1]) * unit) <= _MOST:
         share_too = "" if there is None else " or 80%"
         raise ConfigError(
-            f"{text!r} is no amount of memory", where=where, fix=f"give one such as 24GB{share_too} or 1.5TB"
+            f"{shown(text)!r} is no amount of memory", where=where, fix=f"give one such as 24GB{share_too} or 1.5TB"
         )
     return int(nbytes)

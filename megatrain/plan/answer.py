@@ -28,7 +28,7 @@ def _quickest(question: Question) -> Plan:
         return with_ring(with_gates(plan), search.promised, search.answer)
     plain, ring = search.least
     freed = plain.nbytes.get("device", 0) - ring.nbytes.get("device", 0)
-    plan = only_by_ring(question, search.leanest(), freed, search.answer) if ring.fits(budgets) else None
+    plan = only_by_ring(question, search.leanest(), freed, search.answer) if ring.taken.fits(budgets) else None
     if plan is None:
         search.within(budgets)
         raise search.refusal()

@@ -90,7 +90,7 @@ class _Taken:
 def compare(plan: Plan) -> tuple[Row, ...]:
     """Ours, then the others; on a device that shares memory with the host, where nothing streams, the last alone."""
     question = plan.question
-    host = plan.nbytes["host"]
+    host = plan.nbytes["host"] - plan.save_nbytes  # the others' tables are of a step alone
     ours = _Taken(_ours(plan), plan.seconds, plan.timeline.busy_seconds("compute"), plan.nbytes.get("device", 0), host)
     rows = [_row("this plan", ours, plan, fits=ours.fits(question.budgets()))]
     if not question.hardware.shares_memory:

@@ -54,20 +54,21 @@ LIKE = {"RELOAD": "FETCH", "FETCH": "RELOAD", "OFFLOAD": "GRAD", "GRAD": "OFFLOA
 """Kinds of ops that go the same way of the bus."""
 
 
-def step_flops(model: ModelSpec, sequences: Sequence[tuple[int, int]]) -> float:
+def step_flops(model: ModelSpec, sequences: Sequence[tuple[int, int]], targets: int | None = None) -> float:
     """Necessary floating-point operations of one step (forward and backward) over `sequences`: (count, length) pairs.
 
     Per token 6 for each parameter of a matrix product (Kaplan et al. 2020), and three times the forward operations of
     causal attention. A parameter of experts counts by its active share. An embedding is looked up, not multiplied; a
     tied one counts, once, for the head. What is frozen needs no gradient: 4, and 2 below all that trains, where there
-    is no backward pass.
+    is no backward pass. Only `targets` tokens need the head; all of them do where that is `None`.
     """
-    each = 0.0
+    each = head = 0.0
     for index, unit in enumerate(model.units):
         for param in _multiplied(model, unit):
             passes = 1 + (index >= model.lowest_trained) + param.trainable
-            each += 2.0 * passes * param.numel * param.active
-    flops = 0.0
+            numbers = 2.0 * passes * param.numel * param.active
+            each, head = (each, head + numbers) if unit.kind == "epilogue" else (each + numbers, head)
+    flops = head * (sum(count * length for count, length in sequences) if targets is None else targets)
     for count, length in sequences:
         attention = sum(
             (3.0 if layer >= model.lowest_trained else 1.0)

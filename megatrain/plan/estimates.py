@@ -22,7 +22,7 @@ from megatrain.plan.question import Estimate, Plan, Question
 from megatrain.plan.traffic import home_seconds
 from megatrain.schedule import Schedule, Timeline, build_step, replay
 from megatrain.schedule.replay import DISK_STREAMS
-from megatrain.schedule.state import Pending, state_nbytes
+from megatrain.schedule.state import Pending, save_nbytes, state_nbytes
 from megatrain.spec import ModelSpec, Policy, Work
 
 SHALLOW, MORE = 6, 2
@@ -86,7 +86,15 @@ def _replayed(question: Question, policy: Policy, work: Work, schedule: Schedule
     nbytes = dict(peaks)
     if question.hardware.shares_memory:
         nbytes["host"] += nbytes.pop("device")
+    if question.saves:
+        nbytes["host"] += save_nbytes(question.model, policy)
     return Plan(question, policy, work, timeline, nbytes)
+
+
+def seconds_on(plan: Plan, question: Question) -> float:
+    """Of the plan's own step, replayed whole on the machine of another question about the same model."""
+    price = op_seconds(question.model, plan.policy, plan.work, question.hardware, question.calibration)
+    return replay(plan.timeline.schedule, price, one_processor=question.hardware.shares_memory).seconds
 
 
 def estimate(question: Question, policy: Policy, micro_batch: int) -> Estimate:
@@ -128,8 +136,11 @@ def moved(question: Question, policy: Policy, found: Estimate) -> Estimate:
     shared, the disk has each pass, forward and backward, to be done in.
     """
     model, shares = question.model, question.hardware.shares_memory
-    before, after = state_nbytes(model, replace(policy, homes=())), state_nbytes(model, policy)
+    plain = replace(policy, homes=())
+    before, after = state_nbytes(model, plain), state_nbytes(model, policy)
     nbytes = {tier: count + after[tier] - before[tier] for tier, count in found.nbytes.items()}
+    if question.saves:
+        nbytes["host"] += save_nbytes(model, policy) - save_nbytes(model, plain)
     change, behind = home_seconds(model, policy, question.hardware)
     busy = {stream: found.busy.get(stream, 0.0) + change.get(stream, 0.0) for stream in {**found.busy, **change}}
     late = {stream: max(0.0, found.late.get(stream, 0.0) + behind.get(stream, 0.0)) for stream in busy}

@@ -9,12 +9,12 @@ sixteenths of the layers: a fixed grid, so that more memory only adds to the cho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
 
-from megatrain.schedule.state import state_nbytes
+from megatrain.schedule.state import save_nbytes, state_nbytes
 from megatrain.spec import IN_HOST, Home, ModelSpec, Policy, Tier
 
 PARTS = 16
@@ -40,45 +40,66 @@ def state_policy(policy: Policy) -> Policy:
     )
 
 
-def to_disk(model: ModelSpec, policy: Policy, host_nbytes: int) -> Policy | None:
-    """The policy with as little state on the disk as brings that in host memory down to `host_nbytes`.
+def host_nbytes(model: ModelSpec, policy: Policy, saves: bool) -> int:
+    """Host memory of the state between steps, and with `saves` of what checkpoints beside steps take."""
+    return state_nbytes(model, policy)["host"] + (save_nbytes(model, policy) if saves else 0)
+
+
+def to_disk(model: ModelSpec, policy: Policy, room: int, *, saves: bool = False) -> Policy | None:
+    """The policy with as little state on the disk as brings that in host memory down to `room` bytes.
 
     Slots and activations are not counted. What the policy has on the device stays there. `None` where nothing that
     lives on the disk is enough.
     """
+    found = needed(model, policy, room, saves=saves)
+    return found if host_nbytes(model, found, saves) <= room else None
+
+
+def needed(model: ModelSpec, policy: Policy, room: int, *, saves: bool = False) -> Policy:
+    """As `to_disk`; where nothing is enough, what takes least host memory.
+
+    Parts go in order, the coldest first: of the layers and of the ends, or of the layers alone. For what is at the ends
+    may take as much where it passes through host memory, for the step and for a save, as it frees.
+    """
+    if host_nbytes(model, policy, saves) <= room:
+        return policy
+    layers, ends = list(model.layers), [0, model.epilogue]
+    tried = [each for among in ((layers, ends), (layers,)) for each in _along(model, policy, room, saves, among)]
+    fitting = [each for each in tried if host_nbytes(model, each, saves) <= room]
+    if fitting:
+        return min(fitting, key=lambda each: state_nbytes(model, each)["disk"])
+    return min((policy, *tried), key=lambda each: host_nbytes(model, each, saves))
+
+
+def _along(model: ModelSpec, policy: Policy, room: int, saves: bool, among: Sequence[list[int]]) -> Iterator[Policy]:
+    """One part of one of these groups of units after the other goes to the disk, and the last that is enough as far as
+    it must."""
 
     def fits(homes: Sequence[Home]) -> bool:
-        return state_nbytes(model, replace(policy, homes=tuple(homes)))["host"] <= host_nbytes
+        return host_nbytes(model, replace(policy, homes=tuple(homes)), saves) <= room
 
     homes = list(policy.homes or (IN_HOST,) * len(model.units))
-    if fits(homes):
-        return policy
-    for field, among in product(_fields(policy), (list(model.layers), [0, model.epilogue])):
-        free = [unit for unit in among if not homes[unit].on_device]
+    for field, units in product(_fields(policy), among):
+        free = [unit for unit in units if not homes[unit].on_device]
         some = partial(_with_some, homes, free, field)
         if fits(some(len(free))):
-            return replace(policy, homes=tuple(_fewest(some, fits, len(free))))
+            yield replace(policy, homes=tuple(_fewest(some, fits, len(free))))
+            return
         homes = some(len(free))
-    return None
+        yield replace(policy, homes=tuple(homes))
 
 
-def needed(model: ModelSpec, policy: Policy, host_nbytes: int) -> tuple[Home, ...]:
-    """Homes with as little state on the disk as brings that in host memory down to `host_nbytes`, or all of it."""
-    return (to_disk(model, policy, host_nbytes) or all_on_disk(model, policy)).homes
-
-
-def with_more_on_disk(model: ModelSpec, policy: Policy, steps: int) -> list[Policy]:
+def with_more_on_disk(model: ModelSpec, policy: Policy, steps: int, *, saves: bool = False) -> list[Policy]:
     """The policy with more of what it has in host memory on the disk: a fixed grid of so many steps up to all of it.
 
     What that frees may pay for what layers keep. None for a policy that has nothing on the disk: it lacks no memory.
     """
     if not any(home.uses_disk for home in policy.homes):
         return []
-    whole, there, least = (
-        state_nbytes(model, each)["host"] for each in (replace(policy, homes=()), policy, all_on_disk(model, policy))
-    )
+    policies = replace(policy, homes=()), policy, needed(model, policy, 0, saves=saves)
+    whole, there, least = (host_nbytes(model, each, saves) for each in policies)
     rooms = [whole - (whole - least) * step // steps for step in range(1, steps + 1)]
-    return [replace(policy, homes=needed(model, policy, room)) for room in rooms if room < there]
+    return [needed(model, policy, room, saves=saves) for room in rooms if room < there]
 
 
 def all_on_disk(model: ModelSpec, policy: Policy) -> Policy:

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.errors import PlanError
+from megatrain.files import read_text, usable_path, written_whole
 from megatrain.rates import AttentionRate, DiskRate, ElementwiseRate, ProductRate
 from megatrain.spec import WEIGHT_NBYTES, Hardware
-from megatrain.whole import written_whole
 
 _LIBRARY = "machines.json"
 _DEVICE_NAMES = "device_names"
@@ -147,12 +147,12 @@ def load_hardware(source: str | Path) -> Hardware:
 
     Raises `PlanError` for an unknown name, a file that cannot be read, and any value in it that cannot be.
     """
-    path = Path(os.path.expanduser(source))  # unlike the method, it leaves a home that is not there alone
+    path = usable_path(source, where="hardware", error=PlanError)
     may_be_a_name = isinstance(source, str) and os.sep not in source and path.suffix != ".json"
-    if may_be_a_name and (_named(str(source)) is not None or not os.path.exists(path)):
+    if may_be_a_name and (_named(str(source)) is not None or not path.exists()):
         return machine(str(source))
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, ValueError) as error:
         what = f"cannot be read ({getattr(error, 'strerror', None) or 'not text'})"
         raise PlanError(what, where=str(path), fix="run `megatrain probe`, or name a described machine") from error

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from math import inf
 
-from megatrain.plan.answer import survey
+from megatrain.errors import DoesNotFit
+from megatrain.plan.answer import find_plan, survey
 from megatrain.plan.cost import step_flops
-from megatrain.plan.estimates import estimate
+from megatrain.plan.estimates import estimate, seconds_on
 from megatrain.plan.machines import machine, machine_names
 from megatrain.plan.question import MOST_TOKENS, Estimate, Plan, Question, usable_nbytes
 from megatrain.schedule import Timeline
@@ -25,6 +27,9 @@ from megatrain.spec import Hardware, Policy, Precision
 
 HIDDEN_STALL = 0.02
 """Share of a step that compute may wait while transfers still count as hidden."""
+
+WORTH_A_SEARCH = 0.99
+"""Promised seconds, to those that are estimated of the plan, from which on a better machine is planned for anew."""
 
 SECONDS_PER_DAY = 86_400.0
 
@@ -309,17 +314,23 @@ def _instant(hardware: Hardware) -> Hardware:
 
 
 def upgrades(question: Question, plan: Plan | None) -> tuple[Upgrade, ...]:
-    """What each single change of the machine would buy at the same question; `plan` is `None` where nothing fits."""
-    today = None if plan is None else estimate(question, plan.policy, plan.micro_batch)
+    """What each single change of the machine would buy at the same question; `plan` is `None` where nothing fits.
+
+    Every speed is that of a step replayed whole, as the plan's own is, so that they can be compared: of the plan's own
+    step on the better machine, and of the best plan for that, which is searched for where an estimate promises a gain.
+    """
+    today = None if plan is None else estimate(question, plan.policy, plan.micro_batch).seconds
     found = []
     for name, change in _changes(question, _uses_disk(plan)).items():
         asked = change(question)
-        (best,) = survey(asked, [asked.budgets()])
-        seconds = [] if best is None else [best.seconds]
-        if plan is not None:
-            seconds.append(estimate(asked, plan.policy, plan.micro_batch).seconds)  # what fits, fits a better machine
-        rate = question.rows * question.length / min(seconds) if seconds else None
-        found.append(Upgrade(name, rate, None if today is None or not seconds else today.seconds / min(seconds)))
+        seconds = [] if plan is None else [seconds_on(plan, asked)]  # what fits, fits a better machine
+        (promised,) = survey(asked, [asked.budgets()])
+        if promised is not None and (today is None or promised.seconds < WORTH_A_SEARCH * today):
+            with suppress(DoesNotFit):
+                seconds.append(find_plan(asked).seconds)
+        best = min(seconds, default=None)
+        rate = None if best is None else question.rows * question.length / best
+        found.append(Upgrade(name, rate, None if plan is None or best is None else plan.seconds / best))
     return tuple(found)
 
 
@@ -394,31 +405,35 @@ def _next_device_size(nbytes: int) -> int:
 def sweep(plan: Plan) -> Sweep:
     """Tokens per second with as much memory as the plan takes, the machine has, and the usual sizes around.
 
-    A plan that fits into less fits into more, so a larger budget is never slower.
+    A plan that fits into less fits into more, so a larger budget is never slower. Estimates, in proportion to the one
+    for the memory that there is, which stands for the plan's own speed.
     """
     question = plan.question
     hardware, tiers = question.hardware, question.budgets()
     given = {"host": question.host_budget_nbytes, "device": question.device_budget_nbytes}
-    hosts = _sizes_around(HOST_SIZES, plan.nbytes["host"], given["host"] or hardware.host_nbytes)
+    there = {"host": given["host"] or hardware.host_nbytes, "device": given["device"] or hardware.device_nbytes}
+    hosts = _sizes_around(HOST_SIZES, plan.nbytes["host"], there["host"])
     devices: tuple[int, ...] = (0,)
     if "device" in tiers:
-        devices = _sizes_around(DEVICE_SIZES, plan.nbytes["device"], given["device"] or hardware.device_nbytes)
+        devices = _sizes_around(DEVICE_SIZES, plan.nbytes["device"], there["device"])
     pairs = [{"host": host, "device": device} for host in hosts for device in devices]
 
     def usable(tier: str, nbytes: int) -> int:
         return nbytes if nbytes == given[tier] else usable_nbytes(nbytes)
 
     cells = survey(question, [{tier: usable(tier, pair[tier]) for tier in pair if tier in tiers} for pair in pairs])
-    tokens = question.rows * question.length
     rates: list[list[float | None]] = []
     for row in range(len(hosts)):
         rates.append([])
         for column in range(len(devices)):
             cell = cells[row * len(devices) + column]
-            known = [tokens / cell.seconds] if cell is not None else []
+            known = [1 / cell.seconds] if cell is not None else []
             less = [rates[row - 1][column] if row else None, rates[row][column - 1] if column else None]
             rates[row].append(max([*known, *(rate for rate in less if rate is not None)], default=None))
-    return Sweep(devices, hosts, tuple(tuple(row) for row in rates))
+    here = rates[hosts.index(there["host"])][devices.index(there["device"]) if "device" in tiers else 0]
+    scale = plan.tokens_per_second / here if here else float(question.rows * question.length)
+    told = tuple(tuple(None if rate is None else scale * rate for rate in row) for row in rates)
+    return Sweep(devices, hosts, told)
 
 
 def _sizes_around(sizes: tuple[int, ...], taken: int, there: int) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 from megatrain.errors import PlanError
 from megatrain.plan.cost import Calibration
 from megatrain.schedule import Timeline
+from megatrain.schedule.state import save_nbytes
 from megatrain.spec import Hardware, ModelSpec, Policy, Precision, Rows, Work
 
 MOST_TOKENS = 1 << 26
@@ -48,6 +49,8 @@ class Question:
     calibration: Calibration | None = None
     rows_are: Rows = "whole"
     """What a micro-batch's sequences are (`Work.rows`)."""
+    saves: bool = False
+    """Whether checkpoints are written beside steps: what that takes of host memory is part of the plan."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.length <= self.tokens_per_step:
@@ -67,15 +70,22 @@ class Question:
 
     def budgets(self) -> dict[str, int]:
         """Tier -> bytes that a run may take. A device that shares memory has none of its own."""
+        return {tier: usable_nbytes(there) if given is None else given for tier, given, there in self._limits()}
+
+    def limit(self, tier: str) -> str:
+        """The budget of a tier in words that tell where it comes from."""
+        given, there = next((given, there) for name, given, there in self._limits() if name == tier)
+        if given is not None:
+            return f"the {there:,} there are" if given == there else f"its budget of {given:,}"
+        return f"the {usable_nbytes(there):,} that may be taken of the {there:,} there are"
+
+    def _limits(self) -> list[tuple[str, int | None, int]]:
+        """Tier, the bytes that the user allows, if any, and those that there are."""
         hardware = self.hardware
-        found = {
-            "device": _budget(self.device_budget_nbytes, hardware.device_nbytes),
-            "host": _budget(self.host_budget_nbytes, hardware.host_nbytes),
-            "disk": _budget(self.disk_budget_nbytes, hardware.disk_nbytes or 0),
-        }
-        if hardware.shares_memory:
-            del found["device"]
-        return found
+        device = ("device", self.device_budget_nbytes, hardware.device_nbytes)
+        host = ("host", self.host_budget_nbytes, hardware.host_nbytes)
+        disk = ("disk", self.disk_budget_nbytes, hardware.disk_nbytes or 0)
+        return [host, disk] if hardware.shares_memory else [device, host, disk]
 
 
 @dataclass(frozen=True)
@@ -127,11 +137,12 @@ class Plan:
     def tokens_per_second(self) -> float:
         return sum(self.work.tokens) / self.seconds
 
+    @property
+    def save_nbytes(self) -> int:
+        """Part of the host's bytes that checkpoints take beside steps."""
+        return save_nbytes(self.question.model, self.policy) if self.question.saves else 0
+
 
 def usable_nbytes(nbytes: int) -> int:
     """What a run may take of a tier of that size."""
     return nbytes - min(RESERVE_NBYTES, nbytes // 8)
-
-
-def _budget(given: int | None, there: int) -> int:
-    return usable_nbytes(there) if given is None else given

@@ -60,6 +60,8 @@ def peak_table(plan: Plan) -> dict[tuple[str, str], int]:
         for owner, nbytes in _at_peak(schedule, tier).items():
             words = "weight slots" if (tier, owner) == ("device", "weights") else OWNER_WORDS.get(owner, owner)
             table["host" if shares else tier, words] += nbytes
+    if plan.save_nbytes:
+        table["host", "checkpoint"] += plan.save_nbytes
     return dict(sorted(table.items(), key=lambda item: (item[0][0], -item[1], item[0][1])))
 
 
@@ -268,6 +270,7 @@ def as_content(outlook: Outlook, comparison: tuple[Row, ...] = (), swept: Sweep 
             "length": question.length,
             "precision": question.precision,
             "clips": question.clips,
+            "saves": question.saves,
             "budgets": question.budgets(),
         },
         "policy": asdict(plan.policy),

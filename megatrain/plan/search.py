@@ -20,7 +20,7 @@ from typing import Any
 from megatrain.errors import DoesNotFit
 from megatrain.plan.advice import changes
 from megatrain.plan.estimates import coarse, estimate, examine, fitted, moved, sizes
-from megatrain.plan.homes import PARTS, needed, residents, state_policy, with_more_on_disk
+from megatrain.plan.homes import PARTS, host_nbytes, needed, residents, state_policy, with_more_on_disk
 from megatrain.plan.knobs import (
     ALIKE,
     ATTENTION,
@@ -132,12 +132,12 @@ class Search:
     def leanest(self) -> Candidate:
         """Of the policies with as little memory as possible, the one that is least short of the budgets.
 
-        That is one with the smallest micro-batches, or with all sequences in one, whose gradients need no wide sum.
+        Micro-batches of any size may be: smaller ones hold less, fewer ones keep less, and a single one has gradients
+        that need no wide sum.
         """
-        there = self._micro_batches()
-        ends = [(policy, rows) for rows in sorted({there[0], there[-1]}) for policy in self._activations(self._lean)]
-        ends += self._offloading(ends)
-        return min(ends, key=lambda each: max(self.price(*each).short(self.budgets).values()))
+        lean = self._every_size(self._lean)
+        lean += self._offloading(lean)
+        return min(lean, key=lambda each: max(self.price(*each).short(self.budgets).values()))
 
     def _every_size(self, policy: Policy) -> list[Candidate]:
         return [(one, rows) for rows in self._micro_batches() for one in self._activations(policy)]
@@ -160,22 +160,24 @@ class Search:
         return None if candidate is None else self.outcome(*candidate)
 
     @cached_property
-    def least(self) -> tuple[Estimate, Estimate]:
-        """What the leanest policy takes, and by a ring, replayed whole."""
+    def least(self) -> tuple[Plan, Plan]:
+        """The leanest policy, and by a ring, replayed whole."""
         policy, rows = self.usual(*self.leanest())[0]
-        plain, ring = (examine(self.question, each, rows).taken for each in (policy, leaner(self.question, policy)))
+        plain, ring = (examine(self.question, each, rows) for each in (policy, leaner(self.question, policy)))
         return plain, ring
 
     def refusal(self) -> DoesNotFit:
         """What is short at the least, by how much, and the nearest change that would fit."""
         plain, _ = self.least
-        least = min(self.least, key=lambda each: max(each.short(self.budgets).values()))
-        tier = max(short := least.short(self.budgets), key=lambda name: short[name])
+        least = min(self.least, key=lambda each: max(each.taken.short(self.budgets).values()))
+        tier = max(short := least.taken.short(self.budgets), key=lambda name: short[name])
+        saves = f" ({least.save_nbytes:,} of them for checkpoints)" if tier == "host" and least.save_nbytes else ""
+        disk = ", even with state on the disk" if tier == "host" and least.nbytes["disk"] else ""
         return DoesNotFit(
-            f"needs {least.nbytes[tier]:,} bytes of {tier} memory at the least, {short[tier]:,} more than there are"
-            + (", even with all of its state on the disk" if tier == "host" and least.nbytes["disk"] else ""),
+            f"needs {least.nbytes[tier]:,} bytes of {tier} memory at the least{saves}{disk}, "
+            f"{short[tier]:,} more than {self.question.limit(tier)}",
             where=f"plan for {self.question.model.name} on {self.question.hardware.name}",
-            fix=self._nearest(least, plain.nbytes.get("device", 0) - least.nbytes.get("device", 0)),
+            fix=self._nearest(least.taken, plain.nbytes.get("device", 0) - least.nbytes.get("device", 0)),
         )
 
     def _nearest(self, least: Estimate, freed: int) -> str:
@@ -187,7 +189,7 @@ class Search:
             search = Search(other)
             short = search.price(*search.leanest()).short(search.budgets)
             may_fit = all(number <= (freed if tier == "device" else 0) for tier, number in short.items())
-            if may_fit and any(each.fits(search.budgets) for each in search.least):
+            if may_fit and any(each.taken.fits(search.budgets) for each in search.least):
                 return f"{words} would fit"
         needed = [f"{least.nbytes[tier]:,} bytes of {tier} memory" for tier in self.budgets if least.nbytes[tier]]
         return f"it takes {', '.join(needed)}, or a smaller model"
@@ -381,7 +383,8 @@ class Search:
         chunks = KNOBS["loss_chunk_tokens"] if "loss_chunk_tokens" not in self._pinned else ()
         yield from dict.fromkeys([*bases, *((replace(like, loss_chunk_tokens=few), rows) for few in chunks)])
         found, model = self._plain(like, rows), self.question.model
-        homes = with_more_on_disk(model, self._placed(like, found), 0 if "homes" in self._pinned else PARTS)
+        steps = 0 if "homes" in self._pinned else PARTS
+        homes = with_more_on_disk(model, self._placed(like, found), steps, saves=self.question.saves)
         if self._gains_by_homes(like, rows):
             room = self.budgets["device"] - found.nbytes["device"]
             for whole, kept in product(range(0, PARTS + 1, COARSE), repeat=2):
@@ -440,9 +443,10 @@ class Search:
         if "homes" in self._pinned or not self.budgets["disk"]:
             return policy
         model = self.question.model
-        beside = found.nbytes["host"] - state_nbytes(model, replace(policy, homes=()))["host"]
+        saves = self.question.saves
+        beside = found.nbytes["host"] - host_nbytes(model, replace(policy, homes=()), saves)
         room = self.budgets["host"] - beside
         key = state_policy(policy), room
         if key not in self._homes:
-            self._homes[key] = needed(model, policy, room)
+            self._homes[key] = needed(model, policy, room, saves=saves).homes
         return policy if self._homes[key] == policy.homes else replace(policy, homes=self._homes[key])

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
+from typer.models import ArgumentInfo
 
+import megatrain
 from megatrain import cli
 from megatrain.errors import NonFinite
+from tests.bad_paths import FOR_A_FILE, FOR_A_FOLDER, KINDS, bad_path
 
 SLOW = ("torch", "transformers", "numpy", "pydantic", "rich", "numba")
 
@@ -30,8 +36,16 @@ def test_help_names_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
         assert "train" in out
 
 
-def test_help_loads_no_slow_library() -> None:
-    code = f"import sys\nfrom megatrain import cli\ntry: cli.main(['--help'])\nexcept SystemExit: pass\n" \
+def test_the_version_is_told_with_those_that_decide_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "--version")
+    python, torch, transformers = platform.python_version(), version("torch"), version("transformers")
+    assert out == f"megatrain {megatrain.__version__} (torch {torch}, transformers {transformers}, python {python})\n"
+    assert (code, err) == (0, "")
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_and_version_load_no_slow_library(option: str) -> None:
+    code = f"import sys\nfrom megatrain import cli\ntry: cli.main([{option!r}])\nexcept SystemExit: pass\n" \
            f"assert not {set(SLOW)!r} & set(sys.modules), set(sys.modules)"  # fmt: skip
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
 
@@ -62,6 +76,90 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert expected in err
+
+
+PATH = "<path>"
+WITH_PATHS: list[tuple[tuple[str, ...], str, dict[str, str]]] = [
+    (("train", PATH), "CONFIG", {}),
+    (("init", PATH, "--model", "m", "--data", "d"), "FILE", FOR_A_FILE),
+    (("init", "x.yaml", "--model", PATH, "--data", "d"), "--model", {}),
+    (("init", "x.yaml", "--model", "m", "--data", PATH), "--data", {}),
+    (("init", "x.yaml", "--hardware", PATH), "--hardware", {}),
+    (("init", "x.yaml", "--folder", PATH), "--folder", FOR_A_FOLDER),
+    (("init", "x.yaml", "--disk", PATH), "--disk", FOR_A_FOLDER),
+    (("plan", PATH), "MODEL", {}),
+    (("plan", "m", "--hardware", PATH), "--hardware", {}),
+    (("plan", "m", "--html", PATH), "--html", FOR_A_FILE),
+    (("plan", "m", "--json", PATH), "--json", FOR_A_FILE),
+    (("verify", PATH), "MODEL", {}),
+    (("generate", PATH), "FOLDER", {}),
+    (("export", PATH, "t"), "SOURCE", {}),
+    (("export", "m", PATH), "TARGET", FOR_A_FOLDER),
+    (("report", PATH), "RUN", {}),
+    (("report", "r", "--html", PATH), "--html", FOR_A_FILE),
+    (("probe", "--path", PATH), "--path", FOR_A_FOLDER),
+    (("probe", "--output", PATH), "--output", FOR_A_FILE),
+]
+NO_PATHS = ("overrides", "prompt", "precision", "device", "attention", "device_memory", "host_memory", "disk_memory")
+
+
+@pytest.mark.parametrize(("arguments", "where", "kinds"), WITH_PATHS, ids=lambda value: str(value)[:40])
+def test_a_path_that_nobody_can_use_is_refused_whatever_argument_holds_it(
+    arguments: tuple[str, ...],
+    where: str,
+    kinds: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, (kind, says) in enumerate({**KINDS, **kinds}.items()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with monkeypatch.context() as locked:
+            path = bad_path(kind, folder, locked)
+            code, out, err = run(capsys, *(path if each == PATH else each for each in arguments))
+        assert (code, out) == (2, ""), kind
+        assert err.startswith(f"error: {where}: "), kind
+        assert says in err, kind
+        assert err.count("\n") == 1, kind
+        assert len(err) < 600, kind
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("generate", "m", "--temperature", "1e-300"), "1e-300 is no temperature; give 0, or a number from 1e-30"),
+        (("generate", "m", "--temperature", "inf"), "inf is no temperature"),
+        (("generate", "m", "--seed", str(10**30)), "is no seed; give a number from 0 to 2**63 - 1"),
+        (("probe", "--seconds", "1e300"), "--seconds"),
+        (("init", "x.yaml", "--model", "m", "--data", "d", "--steps", str(10**30)), "--steps"),
+    ],
+)
+def test_a_number_beyond_reason_is_refused(
+    arguments: tuple[str, ...],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(capsys, *arguments)
+    assert code == 2
+    assert says in err
+    assert len(err) < 400
+
+
+def test_every_argument_that_may_hold_a_path_is_among_those_tried() -> None:
+    tried = {(arguments[0], where) for arguments, where, _ in WITH_PATHS}
+    for command in cli.app.registered_commands:
+        assert command.callback is not None
+        for name, kind in get_type_hints(command.callback, include_extras=True).items():
+            if name == "return" or name in (*NO_PATHS, "weights_memory") or "str" not in str(get_args(kind)[0]):
+                continue
+            said = get_args(kind)[1]
+            where = said.metavar.strip("[]") if isinstance(said, ArgumentInfo) else f"--{name}"
+            assert (command.name, where) in tried
 
 
 def test_every_key_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,6 +216,10 @@ def test_what_a_model_leaves_out_of_its_files_is_told_beside_the_answer(
     notice = "left out: 1 tensor in its files that the model does not use: vision.proj\n"
     code, out, err = run(capsys, "export", str(source), str(target))
     assert (code, out, err) == (0, f"{target}\n", notice)
+    code, _, err = run(capsys, "export", str(source), str(target), "--precision", "fp32")
+    assert (code, err) == (2, f"error: {target}: holds a model; choose another folder, or give --overwrite\n")
+    code, _, err = run(capsys, "export", str(source), str(target), "--overwrite")
+    assert (code, err) == (0, f"replaces the model in {target}\n{notice}")
     code, out, err = run(capsys, "generate", str(source), "--max-new-tokens", "2")
     assert code == 0
     assert "left out" not in out
@@ -155,3 +257,43 @@ def test_a_defect_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(config, "load_config", broken)
     with pytest.raises(ZeroDivisionError):
         cli.main(["train", "x.yaml"])
+
+
+def test_every_verb_that_takes_a_model_takes_the_folder_of_a_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from tests.run.test_run import configuration, train
+
+    train(configuration(tmp_path, train={"steps": 1, "sample_tokens": 0}, output={"verify_export": False}))
+    folder = tmp_path / "run"
+    for words in (("generate", "--max-new-tokens", "2"), ("export", str(tmp_path / "out")), ("verify",), ("plan",)):
+        verb, *rest = words
+        code, _, err = run(capsys, verb, str(folder), *rest)
+        assert (code, "error" in err) == (0, False), (verb, err)
+    model = {"path": str(folder), "config": None}
+    onward = configuration(tmp_path, output={"folder": str(tmp_path / "on"), "verify_export": False})
+    short = onward.train.model_copy(update={"steps": 1, "sample_tokens": 0})
+    train(onward.model_copy(update={"model": onward.model.model_copy(update=model), "train": short}))
+    for path in sorted((folder / "model").rglob("*")):
+        path.unlink()
+    for verb in ("generate", "verify", "plan"):
+        code, _, err = run(capsys, verb, str(folder))
+        newest = folder / "checkpoints" / "step-00000001"
+        told = f"error: model {folder}: is a run that has left no model yet; name its newest checkpoint, {newest}\n"
+        assert (code, err) == (2, told)
+
+
+def test_a_kernel_that_is_not_compared_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from tests.tiny import tiny_model
+
+    tiny_model().save_pretrained(tmp_path)
+    capsys.readouterr()
+    has_not = "LlamaForCausalLM cannot use attention={}"
+    for kernel, told in (
+        ("foo", has_not),
+        ("flash_attention_2", has_not),
+        ("flex_attention", "is compared on the cpu, which has no attention={}; use attention=eager or sdpa"),
+    ):
+        code, out, err = run(capsys, "verify", str(tmp_path), "--attention", kernel)
+        assert (code, out) == (2, "")
+        assert told.format(kernel) in err

@@ -213,7 +213,13 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, changes: dict[str, A
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
-    [("{", "is not JSON"), ("[]", "is not a table"), ('{"name": "a", "name": "b"}', "'name' is there twice")],
+    [
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", "is not a table"),
+        ('{"name": "a", "name": "b"}', "'name' is there twice"),
+    ],
+    ids=lambda value: value[:12],
 )
 def test_what_is_no_hardware_file_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
     path = tmp_path / "bad.json"
@@ -228,6 +234,9 @@ def test_a_missing_or_unreadable_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PlanError, match=r"binary.json: cannot be read .not text"):
         load_hardware(tmp_path / "binary.json")
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(PlanError, match=r"pipe.json: cannot be read .a pipe, not a file"):
+        load_hardware(tmp_path / "pipe.json")
 
 
 def test_an_absurd_machine_is_not_saved_and_an_old_file_stays(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from megatrain.plan import (
     Outlook,
     Plan,
     Question,
+    estimate,
     examine,
     find_plan,
     hiding,
@@ -233,6 +234,23 @@ def test_where_nothing_fits_the_upgrade_that_helps_is_found() -> None:
     assert set(helped.values()) == {None}
 
 
+def test_upgrades_and_sweeps_are_told_beside_the_plan_s_own_speed() -> None:
+    """Where an estimate is far off the plan, its step replayed whole is what gains are relative to."""
+    model = llama_shape("small", 6, 512, vocabulary=8000)
+    question = Question(model, machine("rtx-4090"), 8192, 1024, host_budget_nbytes=3 * 10**8)
+    plan = find_plan(replace(question, pinned={"micro_batch": 8}))
+    assert abs(estimate(plan.question, plan.policy, 8).seconds / plan.seconds - 1) > 0.05
+    found = {upgrade.name: upgrade for upgrade in upgrades(plan.question, plan)}
+    for upgrade in found.values():
+        assert upgrade.ratio is not None
+        assert upgrade.ratio >= 1 - 1e-9
+        assert upgrade.tokens_per_second == pytest.approx(plan.tokens_per_second * upgrade.ratio, rel=1e-12)
+    assert found["twice the host memory"].ratio == 1
+    swept = sweep(plan)
+    here = swept.host_nbytes.index(3 * 10**8), swept.device_nbytes.index(machine("rtx-4090").device_nbytes)
+    assert swept.tokens_per_second[here[0]][here[1]] == pytest.approx(plan.tokens_per_second, rel=1e-12)
+
+
 # Sweeps and tables ---------------------------------------------------------------------------------------------------
 
 
@@ -256,12 +274,14 @@ def test_a_sweep_of_shared_memory_has_one_column() -> None:
 @pytest.mark.parametrize("shares", [False, True])
 def test_the_table_of_owners_adds_up_to_the_peak(shares: bool) -> None:
     hardware = replace(machine("h100"), shares_memory=shares)
-    for tokens_per_step in (2048, 16_384):
-        plan = find_plan(Question(llama_shape("small", 8, 1024, vocabulary=8000), hardware, tokens_per_step, 1024))
+    for tokens_per_step, saves in ((2048, False), (16_384, True)):
+        small = llama_shape("small", 8, 1024, vocabulary=8000)
+        plan = find_plan(Question(small, hardware, tokens_per_step, 1024, saves=saves))
         table = peak_table(plan)
         tiers = {tier: sum(n for (of, _), n in table.items() if of == tier) for tier in plan.nbytes}
         assert tiers == plan.nbytes
         owners = {owner for _, owner in table}
+        assert ("checkpoint" in owners) == saves
         assert {"inputs of layers", "graphs of layers", "optimizer state"} & owners >= {"optimizer state"}
         assert any("graphs" in owner or "loss" in owner for owner in owners)
 

@@ -39,6 +39,13 @@ def test_flops_are_six_per_multiplied_parameter_and_token_plus_attention() -> No
     assert step_flops(model(active=0.25), [(3, 8)]) == 6 * 24 * (2500 + 5000 + attention)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_only_target_tokens_need_the_head(tied: bool) -> None:
+    whole, head = step_flops(model(tied=tied), [(3, 8)]), 6 * 50 * 100
+    assert step_flops(model(tied=tied), [(3, 8)], 24) == whole
+    assert step_flops(model(tied=tied), [(3, 8)], 5) == whole - (24 - 5) * head
+
+
 def test_prices_are_bytes_over_bandwidth_and_operations_over_rate() -> None:
     hardware = Hardware("h", 1 << 40, 1 << 40, fetch_bandwidth=1e3, grad_bandwidth=1e3, flops=1e6, host_bandwidth=1e4)
     policy = Policy(activations="keep")

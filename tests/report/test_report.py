@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from pathlib import Path
@@ -161,6 +162,26 @@ def test_a_folder_with_metrics_alone_is_enough_and_one_without_is_refused(
     with pytest.raises(ExportError, match="cannot be written"):
         write_report(folder, tmp_path / "absent" / "page.html")
     assert not list(tmp_path.glob(".*.part"))
+
+
+@pytest.mark.parametrize("kind", ["deep", "pipe", "zeros"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "status.json", "trace.json", "config.yaml"])
+def test_a_file_that_never_ends_is_not_read(name: str, kind: str, tmp_path: Path) -> None:
+    run(tmp_path, *EVERYTHING)
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    match kind:
+        case "deep":
+            path.write_text("[" * 100_000 + "]" * 100_000)
+        case "pipe":
+            os.mkfifo(path)
+        case "zeros":
+            path.symlink_to("/dev/zero")
+    if name == "metrics.jsonl" and kind != "deep":
+        with pytest.raises(ConfigError, match=r"metrics\.jsonl cannot be read \(a (pipe|device), not a file"):
+            page(tmp_path)
+    else:
+        assert "steps" in text(tmp_path)
 
 
 def test_the_timeline_is_that_of_the_traced_step() -> None:

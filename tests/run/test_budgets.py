@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,13 +13,16 @@ from safetensors.torch import load_file
 
 from megatrain import Engine, Policy, budgets
 from megatrain import run as run_module
+from megatrain.config import Config
 from megatrain.device import open_device
 from megatrain.errors import ConfigError, DoesNotFit
 from megatrain.memory import Disk, scratch
 from megatrain.model import port_model
-from megatrain.plan import Question
-from megatrain.run import _for_saves
-from megatrain.spec import Hardware, Home, Precision
+from megatrain.plan import Question, available_threads
+from megatrain.plan.report import amount
+from megatrain.schedule.state import save_nbytes
+from megatrain.schedule.workspace import beside_nbytes
+from megatrain.spec import IN_HOST, Hardware, Home, Precision
 from tests.run.test_run import configuration, lines, train
 from tests.tiny import tiny_model
 
@@ -34,6 +38,11 @@ DEEP: dict[str, Any] = {
 }
 HOST = 7 << 19
 """Bytes: about half of what the state, gradients and activations of that model take."""
+
+
+def host_budget(device: str) -> int:
+    """`HOST`, and on a cpu what products take for themselves, which is as much again for a model as small as this."""
+    return HOST + beside_nbytes(Policy("bf16", shares_memory=device == "cpu", host_threads=available_threads()))
 
 
 def run(folder: Path, **changed: dict[str, Any]) -> tuple[str, list[float], dict[str, Any]]:
@@ -54,7 +63,7 @@ def test_a_run_with_half_the_memory_has_the_same_numbers(
         monkeypatch.setattr(scratch, "_DIRECT", 0)
     same = {"loss_chunk_tokens": 64}  # which a plan chooses by memory, and rounding depends on
     plain_told, losses, weights = run(tmp_path / "plain", train={"device": device}, policy=same)
-    tight: dict[str, Any] = {"memory": {"host": HOST}, "disk": {"folders": [str(tmp_path)]}}
+    tight: dict[str, Any] = {"memory": {"host": host_budget(device)}, "disk": {"folders": [str(tmp_path)]}}
     told, same_losses, same_weights = run(tmp_path / "tight", train={"device": device}, policy=same, **tight)
     assert len(losses) == 4
     assert same_losses == losses
@@ -70,7 +79,7 @@ def test_a_run_with_half_the_memory_has_the_same_numbers(
 
 
 def test_without_a_disk_the_way_out_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DoesNotFit, match="host memory at the least"):
+    with pytest.raises(DoesNotFit, match=r"host memory at the least"):
         run(tmp_path, memory={"host": HOST})
     assert not (tmp_path / "run").exists()
 
@@ -78,7 +87,10 @@ def test_without_a_disk_the_way_out_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "complaint"),
     [
-        ({"memory": {"host": HOST}, "disk": {"folders": ["."], "max_write_per_day": "2MB"}}, "writes .* per day"),
+        (
+            {"memory": {"host": host_budget("cpu")}, "disk": {"folders": ["."], "max_write_per_day": "2MB"}},
+            "writes .* per day",
+        ),
         ({"disk": {"folders": ["/no/such/folder"]}}, "there is no folder"),
         ({"disk": {"folders": ["/dev/shm"]}}, "lies in host memory"),
         ({"memory": {"disk": "1GB"}}, "there is no disk tier"),
@@ -93,17 +105,80 @@ def test_budgets_that_cannot_be_are_refused(tmp_path: Path, changed: dict[str, A
     assert not (tmp_path / "run").exists()
 
 
+SPLITS = {
+    "host": IN_HOST,
+    "device": Home("device", "device", "device"),
+    "weights on the device": Home("device"),
+    "disk": Home("disk", "disk", "disk", "disk"),
+    "moments on the disk": Home(moments="disk"),
+    "halves on the disk": Home("disk", "disk"),
+}
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_a_plan_leaves_the_memory_that_saves_take(tmp_path: Path, precision: Precision) -> None:
-    """Also where state lives on the device, of which a save needs a copy in host memory."""
-    config = configuration(tmp_path, train={"precision": precision})
-    for device, homes in (("cpu", Home()), ("sim:1", Home("device", "device", "device")), ("sim:1", Home("device"))):
-        how = Policy(precision, shares_memory=device == "cpu", homes=(homes,) * 5)
-        with Engine.from_model(tiny_model(), device, precision, policy=how, verify=False) as engine:
+@pytest.mark.parametrize("split", SPLITS)
+def test_what_a_plan_leaves_for_saves_is_what_they_take(tmp_path: Path, precision: Precision, split: str) -> None:
+    for device in ("cpu", "sim:1") if "device" not in split else ("sim:1",):
+        how = Policy(precision, shares_memory=device == "cpu", homes=(SPLITS[split],) * 5)
+        with Engine.from_model(tiny_model(), device, precision, policy=how, verify=False, disk=[tmp_path]) as engine:
             engine.saver.reserve()
-            taken = engine.memory_table().get(("host", "checkpoint"), 0)
-            hardware = cast(Hardware, SimpleNamespace(shares_memory=device == "cpu"))
-            assert taken <= _for_saves(config, engine.spec, hardware)
+            assert engine.memory_table().get(("host", "checkpoint"), 0) == save_nbytes(engine.spec, how)
+
+
+def least_in(error: BaseException, tier: str) -> int:
+    """The bytes that a refusal says are needed."""
+    found = re.search(rf"needs ([\d,]+) bytes of {tier} memory at the least", str(error))
+    assert found is not None, error
+    return int(found[1].replace(",", ""))
+
+
+@pytest.mark.parametrize(
+    ("tier", "device", "precision", "every", "host"),
+    [
+        ("host", "cpu", "bf16", 1, None),
+        ("host", "cpu", "fp32", 0, None),
+        pytest.param("host", "sim:1", "bf16", 1, None, marks=pytest.mark.slow),
+        ("host and disk", "cpu", "bf16", 1, None),
+        pytest.param("host and disk", "sim:1", "fp32", 1, None, marks=pytest.mark.slow),
+        ("disk", "sim:1", "bf16", 1, 480_000),
+        ("device", "sim:1", "bf16", 1, None),
+    ],
+)
+def test_what_a_refusal_says_is_enough_is_enough_and_no_less_is(
+    tier: str, device: str, precision: str, every: int, host: int | None, tmp_path: Path
+) -> None:
+    """A whole run, with measurements, samples and checkpoints, in exactly as many bytes as the message named."""
+    tier, _, disk = tier.partition(" and ")
+
+    def within(nbytes: int) -> Config:
+        return configuration(
+            tmp_path,
+            train={"device": device, "precision": precision, "steps": 2},
+            checkpoint={"every": every},
+            disk={"folders": [str(tmp_path)] if disk or tier == "disk" else []},
+            memory={"host": host, tier: nbytes},
+            output={"verify_export": False},
+        )
+
+    with pytest.raises(DoesNotFit, match=r"more than its budget of 1,000;") as caught:
+        train(within(1000))
+    least = least_in(caught.value, tier)
+    saves = tier == "host" and every > 0 and (precision == "bf16" or bool(disk))
+    assert ("of them for checkpoints" in str(caught.value)) == saves
+    for less in (least // 2, least - 1):
+        with pytest.raises(DoesNotFit, match=f"{least - less:,} more than its budget of {less:,};") as caught:
+            train(within(less))
+        assert least_in(caught.value, tier) == least
+    told = " ".join(train(within(least)).split())
+    assert f"{amount(least)} of {amount(least)} {tier}" in told
+    assert ("of it for checkpoints)" in told) == (every > 0 and (precision == "bf16" or bool(disk)))
+    assert len([line for line in lines(tmp_path / "run") if line["event"] == "stepped"]) == 2
+
+
+def test_a_budget_above_what_there_is_counts_as_what_there_is(tmp_path: Path) -> None:
+    hardware = cast(Hardware, SimpleNamespace(shares_memory=True, device_nbytes=0, host_nbytes=10**9, disk_nbytes=None))
+    config = configuration(tmp_path, memory={"host": "500GB"})
+    assert budgets.budgets(config.memory, config.disk, hardware)["host_budget_nbytes"] == 10**9
 
 
 def test_folders_hold_shares_by_their_measured_speed(monkeypatch: pytest.MonkeyPatch) -> None:

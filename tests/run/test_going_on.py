@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import io
+import json
 import os
 import shutil
 import signal
@@ -11,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from megatrain.checkpoint import checkpoints
 from megatrain.claim import Claim
-from megatrain.errors import ConfigError
+from megatrain.errors import CheckpointError, ConfigError
+from megatrain.run import run_training
 from megatrain.train.checkpoints import Checkpoints
 from megatrain.train.engine import Engine
 from megatrain.train.events import Event, Stepped
@@ -22,6 +26,11 @@ from megatrain.train.metrics import JsonLines
 from tests.run.test_resume import config_of, interrupt_at, not_finite_at, steps_in, weights
 from tests.run.test_run import lines, losses, train
 from tests.tiny import equal
+
+
+def status(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "status.json").read_text())
+    return found
 
 
 def test_a_checkpoint_behind_a_link_is_the_run_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,9 +76,42 @@ def test_a_run_that_could_not_save_says_so_when_it_is_stopped(tmp_path: Path, mo
 
     monkeypatch.setattr(save, "_refuse_too_little_space", full)
     interrupt_at(1, monkeypatch)
-    said = train(config_of(tmp_path))
-    assert "not finished; nothing was saved" in said
-    assert "goes on after step" not in said
+    what = r"checkpoints: the state after step 1, the last one, was not saved; there is no checkpoint; .*train again$"
+    with pytest.raises(CheckpointError, match=what):
+        train(config_of(tmp_path))
+    assert status(tmp_path / "run")["state"] == "failed"
+
+
+def test_a_run_that_could_not_save_its_end_says_so_once_and_does_not_end_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full from step 3 on; there is room for the model, and it goes on from where it was saved."""
+    from megatrain.checkpoint import save
+
+    honest = save._refuse_too_little_space
+
+    def full(target: Path, needed: int) -> None:
+        if not target.name.endswith("00000002"):
+            raise OSError(28, "No space left on device")
+        honest(target, needed)
+
+    heard = io.StringIO()
+    with monkeypatch.context() as patched:
+        patched.setattr(save, "_refuse_too_little_space", full)
+        what = "the state after step 6, the last one, was not saved; the newest checkpoint is that of step 2; the model"
+        with pytest.raises(CheckpointError, match=what + r".*set resume=auto, which goes on after step 2"):
+            run_training(config_of(tmp_path), Console(file=heard, width=500))
+    told = [line for line in heard.getvalue().splitlines() if "No space left" in line]
+    assert len(told) == 2
+    for step, line in zip((4, 6), told, strict=True):
+        assert f"the checkpoint of step {step} was not written: " in line
+    found = status(tmp_path / "run")
+    assert (found["state"], found["last_checkpoint_step"]) == ("failed", 2)
+    assert "the state after step 6" in found["error"]
+    assert (tmp_path / "run" / "model" / "config.json").exists()
+    train(config_of(tmp_path, resume="auto"))
+    assert steps_in(tmp_path / "run")[-1] == 6
+    assert status(tmp_path / "run")["state"] == "finished"
 
 
 def test_a_branch_can_be_rolled_back_to_where_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

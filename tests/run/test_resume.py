@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import signal
 import threading
@@ -13,12 +14,14 @@ from typing import Any, cast
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 
 from megatrain.checkpoint import Checkpoint, appear, checkpoints, open_checkpoint, step_of
 from megatrain.checkpoint.direct import DirectFile
 from megatrain.errors import CheckpointError, ConfigError, DataError, NonFinite
-from megatrain.resume import as_begun
+from megatrain.resume import as_begun, refuse_changes
+from megatrain.run import run_training
 from megatrain.spec import Policy
 from megatrain.train.engine import Engine, StepOutput
 from megatrain.train.feed import Feed
@@ -202,7 +205,7 @@ def test_an_earlier_run_is_not_overwritten_by_mistake(tmp_path: Path, monkeypatc
     with monkeypatch.context() as patched:
         interrupt_at(2, patched)
         train(config_of(tmp_path))
-    with pytest.raises(ConfigError, match=r"earlier run, the newest of step 2; set resume=auto to go on"):
+    with pytest.raises(ConfigError, match=r"earlier run: the checkpoint of step 2; set resume=auto to go on"):
         train(config_of(tmp_path))
     train(config_of(tmp_path, train={"steps": 1}, output={"overwrite": True}))
     assert steps_in(tmp_path / "run") == [1]
@@ -421,8 +424,11 @@ def test_a_deadline_that_a_save_cannot_keep_leaves_the_older_checkpoint(
 
     monkeypatch.setattr(DirectFile, "write", slow)
     monkeypatch.setattr(Engine, "step", interrupted)
-    said = train(config_of(tmp_path, checkpoint={"deadline_seconds": 1.8}))
-    assert "the deadline has come before step 3 was saved; the newest checkpoint is that of step 2" in said
+    heard = io.StringIO()
+    with pytest.raises(CheckpointError, match="the state after step 3, the last one, was not saved; the newest"):
+        run_training(config_of(tmp_path, checkpoint={"deadline_seconds": 1.8}), Console(file=heard, width=300))
+    said = "the deadline has come before step 3 was saved; the newest checkpoint is that of step 2"
+    assert said in heard.getvalue()
     assert steps_in(tmp_path / "run") == [2]
 
 
@@ -491,3 +497,36 @@ def test_a_disk_that_fills_up_under_the_metrics_ends_no_run(
     assert losses(tmp_path / "run") == straight[0]
     assert equal(weights(tmp_path / "run"), straight[1])
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
+
+
+THEN = {"windows_per_step": None, "micro_batch": 4, "micro_batches": 2}
+
+
+@pytest.mark.parametrize(
+    ("given", "kept", "told"),
+    [
+        ({}, (4, 2), ""),
+        ({"windows_per_step": 8}, (4, 2), ""),
+        ({"micro_batch": 4}, (4, 2), ""),
+        ({"micro_batches": 2, "windows_per_step": 8}, (4, 2), ""),
+        ({"windows_per_step": 16}, (None, None), "train.windows_per_step 8 -> 16"),
+        ({"micro_batch": 2, "windows_per_step": 8}, (2, None), "train.micro_batch 4 -> 2"),
+        ({"micro_batch": 8, "micro_batches": 1}, (8, 1), "train.micro_batch 4 -> 8; train.micro_batches 2 -> 1"),
+    ],
+)
+def test_only_what_somebody_has_changed_is_told(
+    given: dict[str, int], kept: tuple[int | None, int | None], told: str, tmp_path: Path
+) -> None:
+    """The plan chose how the steps of the run are cut; that it stays open is no change, and is filled in again."""
+    config = config_of(tmp_path)
+    train_ = config.train.model_copy(update={name: given.get(name) for name in THEN})
+    config = config.model_copy(update={"train": train_})
+    then = config.model_dump(mode="json")
+    run = {"step": 1, "data": {}, "config": then | {"train": then["train"] | THEN}}
+    training = {"run": run, "engine": {"policy": json.loads(json.dumps(as_json(Policy())))}}
+    taken = cast(Checkpoint, SimpleNamespace(training=training, folder=tmp_path))
+    begun = as_begun(config, taken)
+    assert (begun.train.micro_batch, begun.train.micro_batches) == kept
+    said: list[str] = []
+    refuse_changes(begun.model_copy(update={"policy": config.policy}), taken, said.append)
+    assert said == ([f"changed since the checkpoint: {told}"] if told else [])

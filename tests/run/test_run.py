@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from megatrain.config import Config, load_config
 from megatrain.device import peak
-from megatrain.errors import ConfigError, DeviceError, ExportError, NonFinite
+from megatrain.errors import ConfigError, DeviceError, ExportError, ModelError, NonFinite
 from megatrain.model import learn, load_causal_lm
 from megatrain.run import run_training
 from megatrain.train.engine import Engine, StepOutput
@@ -212,19 +212,21 @@ def test_a_mistake_leaves_no_run_folder(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_folder_that_is_no_model_is_called_so_before_its_tokenizer_is_missed(tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    config = configuration(tmp_path).model_dump()
+    config["model"] |= {"path": str(adapter), "config": None}
+    config["data"]["tokenizer"] = None
+    with pytest.raises(ModelError, match="holds a LoRA adapter for org/base, not a whole model"):
+        train(Config.model_validate(config))
+
+
 def test_a_run_shorter_than_its_warm_up_ends_while_the_rate_rises(tmp_path: Path) -> None:
     train(configuration(tmp_path, train={"warmup_steps": 10}))
     rates = [line["lr"] for line in lines(tmp_path / "run") if line["event"] == "stepped"]
     assert rates == pytest.approx([1e-3, 2e-3, 3e-3, 4e-3])
-
-
-def test_a_finished_run_is_overwritten_only_when_told(tmp_path: Path) -> None:
-    train(configuration(tmp_path))
-    with pytest.raises(ConfigError, match=r"holds a finished run; set output\.folder=NEW, or output\.overwrite=true"):
-        train(configuration(tmp_path))
-    said = train(configuration(tmp_path, train={"steps": 1}, output={"overwrite": True}))
-    assert "replaces the metrics of an earlier run" in said
-    assert len(losses(tmp_path / "run")) == 1
 
 
 def not_finite(engine: Engine, micro_batches: Any, *how: Any) -> StepOutput:
@@ -246,6 +248,22 @@ def test_a_run_that_diverges_writes_no_model_and_keeps_the_old_one(
     assert not (tmp_path / "fresh" / "model").exists()
     after = load_causal_lm(str(tmp_path / "run" / "model")).state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_weights_that_are_not_finite_end_the_run_at_once_and_by_name(tmp_path: Path) -> None:
+    train(configuration(tmp_path, train={"steps": 1, "sample_tokens": 0}))
+    file = tmp_path / "run" / "model" / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
+    save_file(weights, file, {"format": "pt"})
+    model = {"config": None, "path": str(file.parent)}
+    config = configuration(tmp_path, model=model, output={"folder": str(tmp_path / "next")})
+    what = r"the loss is nan, as are values of the weights themselves: model\.layers\.1\.mlp\.up_proj\.weight"
+    with pytest.raises(NonFinite, match=f"^step 1: 1 step not finite, the last one: {what}; start from other weights"):
+        train(config)
+    (skipped,) = [line for line in lines(tmp_path / "next") if line["event"] == "skipped"]
+    assert skipped["step"] == 1
+    assert skipped["reason"].startswith("the loss is nan, as are")
 
 
 def test_a_step_that_may_be_half_applied_is_never_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,12 +322,12 @@ def test_a_save_that_fails_leaves_the_old_model_whole(tmp_path: Path, monkeypatc
 
 def test_a_trace_is_written_when_asked_for_and_refused_where_it_cannot_be(tmp_path: Path) -> None:
     config = configuration(tmp_path)
-    train(config.model_copy(update={"trace": tmp_path / "traces" / "run.json"}))
+    train(config.model_copy(update={"trace": str(tmp_path / "traces" / "run.json")}))
     events = json.loads((tmp_path / "traces" / "run.json").read_text())["traceEvents"]
     assert {"FORWARD u0 m0", "BACKWARD u1 m1", "UPDATE u2"} <= {event["name"] for event in events}
     (tmp_path / "again").mkdir()
-    blocked = configuration(tmp_path / "again").model_copy(update={"trace": tmp_path / "corpus.txt" / "run.json"})
-    with pytest.raises(ConfigError, match=r"trace .*corpus.txt/run.json: cannot be written"):
+    blocked = configuration(tmp_path / "again").model_copy(update={"trace": str(tmp_path / "corpus.txt" / "run.json")})
+    with pytest.raises(ConfigError, match=r"trace: .*corpus.txt/run.json: .*corpus.txt is not a folder"):
         train(blocked)
 
 
