@@ -10,7 +10,7 @@ OUT    ?= bench/results
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-all bench gpu lint
+.PHONY: help venv quickstart test test-all test-cpus bench gpu lint
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -25,14 +25,25 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-quickstart: venv  ## train a small model on this machine
-	$(BIN)/megatrain train configs/quickstart.yaml
+quickstart: venv  ## train a small model on this machine, or go on with it
+	$(BIN)/megatrain train configs/quickstart.yaml resume=auto $(ARGS)
 
 test: venv  ## what CI runs: everything that is neither slow nor for a GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-all: venv  ## everything, with the thorough property tests
 	$(BIN)/python -m pytest --hypothesis-profile=thorough $(ARGS)
+
+# Instruction sets of oneDNN and of PyTorch, and OpenMP's threads: what other processors would run. A processor runs those
+# that it has itself and those below.
+CPUS := ALL/avx512/4 AVX512_CORE_BF16/avx512/2 AVX512_CORE/avx2/1 AVX2/avx2/4 SSE41/default/2
+test-cpus: venv  ## the tests as processors with fewer instructions would run them (slow: five times `make test`)
+	@for each in $(CPUS); do \
+	    echo "== ONEDNN_MAX_CPU_ISA / ATEN_CPU_CAPABILITY / OMP_NUM_THREADS = $$each"; \
+	    set -- $$(echo $$each | tr / ' '); \
+	    ONEDNN_MAX_CPU_ISA=$$1 ATEN_CPU_CAPABILITY=$$2 OMP_NUM_THREADS=$$3 $(BIN)/python -m pytest \
+	        -m "not slow and not gpu" -n $(WORKERS) --dist loadfile -q $(ARGS) || exit 1; \
+	done
 
 bench: venv  ## measure this machine and write the tables
 	$(BIN)/python -m bench --out $(OUT) $(ARGS)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -71,6 +71,7 @@ class Stream(Protocol):
         """Queue `work` behind all earlier work of this stream and behind `waits`."""
 
 
+@runtime_checkable
 class Device(Protocol):
     """Where layers are computed, with the memory beside it."""
 

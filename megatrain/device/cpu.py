@@ -83,7 +83,7 @@ class CpuDevice:
         """Streams with a thread: host work, and reading and writing the disk once there is any."""
         self._closed = False
         self._mappings: dict[int, mmap.mmap] = {}
-        self._finalizer = weakref.finalize(self, _shut, self._workers)  # one that is dropped leaves no thread
+        self._finalizer = weakref.finalize(self, close_workers, self._workers)  # one that is dropped leaves no thread
         self._keeping: weakref.finalize[..., object] | None = None
         """Lets go of what has been kept of freed memory, once there are steps that take it again."""
 
@@ -161,7 +161,3 @@ class CpuDevice:
             self._mappings.clear()
             if self._keeping is not None:
                 self._keeping()
-
-
-def _shut(workers: dict[str, WorkerStream]) -> None:
-    close_workers(workers)

@@ -29,6 +29,7 @@ from megatrain.device.numa import Node, node_of
 from megatrain.device.pages import keep_from_children, mapped
 from megatrain.device.worker import (
     HostEvent,
+    OwningProcess,
     WorkerStream,
     as_foreground_error,
     close_workers,
@@ -166,10 +167,13 @@ class CudaDevice:
     shares_memory = False
     lockable_nbytes: int | None = None  # a driver may lock more than the system's limit, or less; the probe tries it
 
-    def __init__(self, index: int) -> None:
-        self.name = f"cuda:{index}"
+    def __init__(self, index: int | None = None) -> None:
+        """index: PyTorch's current device if not given."""
+        self.name = "cuda" if index is None else f"cuda:{index}"
         if not torch.cuda.is_available():
             raise DeviceError("PyTorch finds no CUDA device", where=self.name, fix="use cpu, or check the driver")
+        index = torch.cuda.current_device() if index is None else index
+        self.name = f"cuda:{index}"
         if index >= torch.cuda.device_count():
             raise DeviceError(
                 f"there are {torch.cuda.device_count()} CUDA devices", where=self.name, fix="use a lower index"
@@ -189,7 +193,9 @@ class CudaDevice:
         self._mappings: dict[int, HostMapping] = {}
         self._closed = False
         copies = list(self._copies.values())
-        self._finalizer = weakref.finalize(self, _shut, self._workers, copies, self._mappings, self.torch_device)
+        self._finalizer = weakref.finalize(
+            self, _shut, OwningProcess(), self._workers, copies, self._mappings, self.torch_device
+        )
 
     @property
     def timed(self) -> bool:
@@ -329,12 +335,18 @@ def _node(device: torch.device) -> Node | None:
 
 
 def _shut(
+    process: OwningProcess,
     workers: dict[str, WorkerStream],
     copies: Sequence[CopyStream],
     mappings: dict[int, HostMapping],
     device: torch.device,
 ) -> None:
-    """Stop the threads, let the GPU come to rest, and only then unlock memory; also for a device that is dropped."""
+    """Stop the threads, let the GPU come to rest, and only then unlock memory; also for a device that is dropped.
+
+    A forked child has none of the three, and the driver must not be asked there.
+    """
+    if process.is_elsewhere:
+        return
     close_workers(workers)
     for stream in copies:
         stream.close()

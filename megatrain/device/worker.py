@@ -3,10 +3,14 @@
 The thread never dies of a failure. It marks the event as failed and skips everything behind it in the queue, since
 later work of the stream may rely on the failed one by order alone, until the foreground collects the failure with
 `drain`.
+
+A fork copies no thread: in a forked child nothing would ever take from the queue. So a stream knows its process
+(`OwningProcess`), refuses work in any other, and has nothing to stop there.
 """
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -18,6 +22,24 @@ import torch
 from megatrain.device.base import Event, Interval, Task, Work
 from megatrain.device.numa import run_on
 from megatrain.errors import DeviceError, MegaTrainError, OutOfDeviceMemory, StreamFailed, typed_line
+
+
+class OwningProcess:
+    """The process in which something was made that a forked child has no part in: threads, files, a device's memory."""
+
+    def __init__(self) -> None:
+        self.number = os.getpid()
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the caller is in another process: a child that was forked later."""
+        return os.getpid() != self.number
+
+    def refuse_elsewhere(self, where: str) -> None:
+        """Raise `DeviceError` in a forked child."""
+        if self.is_elsewhere:
+            what = f"belongs to process {self.number}, of which this one, {os.getpid()}, is a fork without its threads"
+            raise DeviceError(what, where=where, fix="make an engine in the process that is to use it")
 
 
 @dataclass(slots=True, eq=False)
@@ -102,12 +124,14 @@ class WorkerStream:
         self._queue: queue.SimpleQueue[tuple[HostEvent, Work, Sequence[Event]] | None] = queue.SimpleQueue()
         self._failure: MegaTrainError | None = None
         self._closed = False
+        self._process = OwningProcess()
         self._thread = threading.Thread(target=self._run, name=f"megatrain-{name}", daemon=True)
         self._thread.start()
 
     def submit(self, task: Task, work: Work, waits: Sequence[Event] = ()) -> HostEvent:
         if self._closed:
             raise DeviceError("the device is closed", where=f"op {task.name}")
+        self._process.refuse_elsewhere("the device")
         event = HostEvent(task.name)
         self._queue.put((event, work, waits))
         return event
@@ -115,6 +139,7 @@ class WorkerStream:
     def drain(self) -> MegaTrainError | None:
         """Wait for everything submitted so far. Returns the first failure since the last call, and forgets it."""
         if not self._closed:
+            self._process.refuse_elsewhere("the device")
             marker = HostEvent("drain")
             self._queue.put((marker, _nothing, ()))
             marker.settle()
@@ -122,7 +147,7 @@ class WorkerStream:
         return failure
 
     def close(self) -> None:
-        if not self._closed:
+        if not self._closed and not self._process.is_elsewhere:
             self._closed = True
             self._queue.put(None)
             self._thread.join()

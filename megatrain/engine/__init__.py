@@ -1,6 +1,13 @@
 """Walks a schedule on a device: binds weights, runs layers, sums gradients. Imports neither optimizer nor ranks."""
 
-from megatrain.engine.batch import MicroBatch, check_inputs, check_micro_batches, count_targets, target_mask
+from megatrain.engine.batch import (
+    MicroBatch,
+    check_inputs,
+    check_micro_batches,
+    count_targets,
+    sequences_of,
+    target_mask,
+)
 from megatrain.engine.executor import Executor
 from megatrain.engine.gradients import GradSink
 from megatrain.engine.losses import KeepLogProbs, LogitsLoss, LogProbLoss, LossFn, StepResult
@@ -20,5 +27,6 @@ __all__ = [
     "check_inputs",
     "check_micro_batches",
     "count_targets",
+    "sequences_of",
     "target_mask",
 ]

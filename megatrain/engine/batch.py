@@ -1,27 +1,74 @@
-"""What a step takes in: micro-batches, checked before anything is computed or changed."""
+"""What a step takes in: micro-batches, checked before anything is computed or changed.
+
+An entry is for the model, for the loss (its `own`), or refused: what nobody reads was meant for somebody.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatrain.errors import BatchError
+from megatrain.model import Arguments
 from megatrain.spec import ModelSpec, Rows, Work
 
 IGNORED = -100
 """The label that marks a token as no target (Hugging Face convention)."""
 
 MicroBatch = Mapping[str, Any]
-"""`input_ids` and `labels`, int64[batch, length], and whatever else the model's forward takes, `attention_mask` say."""
+"""`input_ids` and `labels`, int64[batch, length], and whatever else the model's forward takes, `attention_mask` say.
+`None` is as good as absent."""
+
+NEEDED = ("input_ids", "labels")
+
+ENGINES: dict[str, tuple[Any, str]] = {
+    "num_items_in_batch": (
+        None,
+        "the loss is divided by the step's target tokens: give a loss_fn with another divisor",
+    ),
+    "use_cache": (False, "nothing is cached between steps: leave it out"),
+    "past_key_values": (None, "nothing is cached between steps: leave it out"),
+    "inputs_embeds": (None, "the embedding is trained, so give input_ids alone"),
+    "logits_to_keep": (0, "which logits are computed is decided by the labels: leave it out"),
+    "output_attentions": (False, "attentions are not kept where layers stream: leave it out"),
+    "output_hidden_states": (False, "hidden states are not kept where layers stream: leave it out"),
+    "output_router_logits": (False, "set output_router_logits in the model's config before the engine is made"),
+    "return_dict": (True, "the engine takes the logits out of it: leave it out"),
+}
+"""Arguments that the engine decides about: the value that it has anyway, and what to do about any other."""
+
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""What collators say of packed samples beside `position_ids`, for kernels that would rather have it so."""
+
+
+def listed(micro_batches: Iterable[MicroBatch]) -> list[MicroBatch]:
+    """Micro-batches from whatever gives them. Raises `BatchError` for what is none."""
+    if isinstance(micro_batches, Mapping):
+        raise BatchError("expected a list of micro-batches, not one", where="step", fix="put it into a list")
+    if not isinstance(micro_batches, Iterable) or isinstance(micro_batches, str | bytes | Tensor):
+        what = f"expected a list of micro-batches, not {_kind(micro_batches)}"
+        raise BatchError(what, where="step", fix="give a list of dicts")
+    found = []
+    for index, batch in enumerate(micro_batches):
+        check_mapping(batch, f"micro-batch {index}")
+        found.append(batch)
+    return found
+
+
+def check_mapping(batch: object, where: str) -> None:
+    """Raise `BatchError` for what has no entries by name."""
+    if not isinstance(batch, Mapping):
+        fix = "give a dict with input_ids and labels"
+        raise BatchError(f"is {_kind(batch)}, not a mapping of names to tensors", where=where, fix=fix)
 
 
 def check_micro_batches(model: ModelSpec, micro_batches: Sequence[MicroBatch]) -> Work:
     """The work of a step. Raises `BatchError` naming the micro-batch, the key and the value that is wrong."""
-    if isinstance(micro_batches, Mapping):
-        raise BatchError("expected a list of micro-batches, not one", where="step", fix="put it into a list")
     if not micro_batches:
         raise BatchError("a step needs at least one micro-batch", where="step")
     targets = 0
@@ -59,6 +106,24 @@ def count_targets(batch: MicroBatch) -> int:
     return int(target_mask(batch).sum())
 
 
+def sequences_of(batch: MicroBatch) -> list[tuple[int, int]]:
+    """(count, length) of the sequences in a micro-batch: without what a mask hides, and packed ones each for itself.
+
+    Packed are rows without a mask whose positions start again, as `find_packed_sequence_indices` of the library has it.
+    """
+    rows, length = batch["input_ids"].shape
+    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+    if isinstance(mask, Tensor):
+        return [(1, int(count)) for count in mask.sum(dim=1)] if mask.dim() == 2 else [(rows, length)]
+    if not isinstance(positions, Tensor) or positions.dim() != 2:
+        return [(rows, length)]
+    begins = torch.ones(rows, length, dtype=torch.bool)
+    begins[:, 1:] = positions.diff(dim=1) != 1
+    starts = begins.flatten().nonzero().squeeze(-1)
+    lengths = torch.diff(starts, append=torch.tensor([rows * length]))
+    return [(count, each) for each, count in Counter(lengths.tolist()).items()]
+
+
 def shifted(labels: Tensor) -> Tensor:
     """The target of each position: its successor's label, and none for the last; int64[batch, length] both."""
     targets = torch.full_like(labels, IGNORED)
@@ -80,21 +145,87 @@ def _moved(value: Tensor, device: torch.device) -> Tensor:
     return (value.clone() if value.is_inference() else value).to(device, non_blocking=True)
 
 
+def for_model(batch: MicroBatch, own: Collection[str] = ()) -> dict[str, Any]:
+    """What of a micro-batch the model is given, its labels included: less the entries that are the loss's own, those
+    that are `None`, and those that say what the engine does anyway."""
+    return {key: value for key, value in batch.items() if key not in own and value is not None and key not in ENGINES}
+
+
+def check_arguments(arguments: Arguments, batch: MicroBatch, own: Collection[str], where: str) -> None:
+    """Raise `BatchError` for an entry that neither the model nor the loss reads, with the nearest name that one does,
+    and for one that would have the engine do what it does not. own: entries of the loss's own."""
+    for key, value in batch.items():
+        if key in NEEDED or key in own or value is None:
+            continue
+        if key in ENGINES:
+            usual, fix = ENGINES[key]
+            if not isinstance(value, bool | int) or value != usual:
+                raise BatchError(f"{key} cannot be honoured", where=where, fix=fix)
+        elif key not in arguments and not (key in PACKED and _says_as_positions_do(key, value, batch)):
+            raise BatchError(f"nothing reads {key}", where=where, fix=_instead_of(key, arguments, batch, own))
+
+
+def _instead_of(key: str, arguments: Arguments, batch: MicroBatch, own: Collection[str]) -> str:
+    if key in PACKED:
+        return "tell packed samples apart by position_ids, which start again with each"
+    known = sorted({*arguments.own, *own, *NEEDED} - ENGINES.keys())
+    if near := get_close_matches(str(key).lower(), known, n=1, cutoff=0.75):
+        return f"did you mean {near[0]!r}?"
+    return f"leave it out, or name it in `own` of a loss that reads it; the model takes {', '.join(known)}"
+
+
+def _says_as_positions_do(key: str, value: Any, batch: MicroBatch) -> bool:
+    """Whether what says where packed samples begin says the same as the positions of the micro-batch do."""
+    ids, positions = batch["input_ids"], batch.get("position_ids")
+    if not isinstance(positions, Tensor) or positions.shape != ids.shape:
+        return False
+    begins = torch.ones_like(positions, dtype=torch.bool)
+    begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+    try:
+        said = torch.as_tensor(value).to(positions.device)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    if key == "seq_idx":
+        if said.numel() != ids.numel():
+            return False
+        numbers, changes = said.reshape(ids.shape), torch.ones_like(begins)
+        changes[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+        return torch.equal(changes, begins)
+    starts = begins.flatten().nonzero().flatten()
+    offsets = torch.cat([starts, starts.new_tensor([ids.numel()])])
+    expected = offsets if key.startswith("cu_seq_lens") else offsets.diff().max()
+    return torch.equal(said.to(expected.dtype), expected)
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
 def check_inputs(model: ModelSpec, batch: MicroBatch, where: str) -> None:
     """Raise `BatchError` unless ids and labels are integers of one shape that the model can take."""
-    for key in ("input_ids", "labels"):
+    for key, value in batch.items():
+        if isinstance(value, Tensor) and (value.is_meta or value.layout != torch.strided):
+            what = "has no values (meta device)" if value.is_meta else f"is {value.layout}"
+            raise BatchError(f"{key} {what}", where=where, fix="give a dense tensor on the cpu or the device")
+    for key in NEEDED:
         value = batch.get(key)
         if not isinstance(value, Tensor) or value.dim() != 2 or value.dtype not in (torch.int64, torch.int32):
             found = f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise BatchError(f"{key} must be an int64 or int32 tensor [batch, length], not {found}", where=where)
+            what = f"{key} must be an int64 or int32 tensor [batch, length], not {found}"
+            near = get_close_matches(
+                key, [str(name) for name, other in batch.items() if name not in NEEDED and other is not None], n=1
+            )
+            raise BatchError(what, where=where, fix=f"is {near[0]!r} what is meant?" if near and value is None else "")
     ids, labels = batch["input_ids"], batch["labels"]
     if ids.shape != labels.shape:
         raise BatchError(f"labels {list(labels.shape)} and input_ids {list(ids.shape)} differ in shape", where=where)
     if ids.numel() == 0:
         raise BatchError("is empty", where=where)
-    if model.max_positions is not None and ids.shape[1] > model.max_positions:
+    places = batch.get("position_ids")  # texts that are packed into a row begin anew
+    length = int(places.max()) + 1 if isinstance(places, Tensor) and places.numel() else ids.shape[1]
+    if model.max_positions is not None and length > model.max_positions:
         raise BatchError(
-            f"{ids.shape[1]} tokens long, but the model has {model.max_positions} positions",
+            f"{length} tokens long, but the model has {model.max_positions} positions",
             where=where,
             fix="use a shorter window",
         )

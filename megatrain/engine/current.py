@@ -29,10 +29,14 @@ class Current:
     """The micro-batches with what is for the loss alone."""
     divisors: Sequence[float] = ()
     """Per micro-batch, what the sum of its losses counts for: its target tokens, or what the loss function says."""
+    router_weights: Sequence[float] = ()
+    """Per micro-batch, what its router auxiliary loss counts for, in units of the divisors."""
     loss: Tensor | None = None
     """Sum of the losses so far, float64 scalar on the device; made by the first LOSS."""
-    reported: dict[str, Tensor] = field(default_factory=dict)
-    """What the loss function reports, float64 scalars on the device."""
+    reported: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    """Micro-batch -> what the loss function reports of it, sums, float64 scalars on the device."""
+    router_losses: dict[int, Tensor] = field(default_factory=dict)
+    """Micro-batch -> its router auxiliary loss without the coefficient, float64 scalars on the device."""
     activations: Activations = field(default_factory=Activations)
     sums: dict[int, UnitSum] = field(default_factory=dict)
     kept: int = 1
@@ -43,8 +47,7 @@ class Current:
     gates: Gates = OPEN
     """Of the call that is under way."""
 
-    def count(self, found: Found) -> None:
+    def count(self, micro: int, found: Found) -> None:
         """Add what a LOSS has found to what the step's have so far."""
         self.loss = found.loss if self.loss is None else self.loss + found.loss
-        for name, value in found.sums.items():
-            self.reported[name] = self.reported[name] + value if name in self.reported else value
+        self.reported[micro] = found.sums

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import torch
+
 from megatrain.device import Device, Event
 from megatrain.errors import RaceDetected
 from megatrain.memory import Held, Pool
@@ -36,6 +38,7 @@ class Executor:
         Raises what an op raised: errors of ours as they are, others as `StreamFailed` naming the op. Every stream has
         come to rest by then, and no lease is out.
         """
+        torch.get_num_threads()  # a thread that torch meets for the first time takes over the count that was set
         events: list[Event] = []
         streams = {op.stream: self.device.stream(op.stream) for op in schedule.ops}
         try:

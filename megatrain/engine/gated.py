@@ -116,7 +116,8 @@ class Call(Gates):
         self._held.update(held)
         if self._thread is None:
             context = contextvars.copy_context()
-            thread = threading.Thread(target=context.run, args=(self._work,), name="megatrain-call", daemon=True)
+            arguments = (self._work, torch.get_num_threads())
+            thread = threading.Thread(target=context.run, args=arguments, name="megatrain-call", daemon=True)
             thread.start()  # the system may lend no more of them
             self._thread = thread
         elif self._ended:
@@ -145,7 +146,8 @@ class Call(Gates):
 
     # The thread of the call -----------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
+    def _work(self, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)  # it counts for the calling thread; a new one has the environment's
         self._mine.get()
         try:
             with self._alongside():

@@ -80,6 +80,15 @@ LossFn = LogProbLoss | LogitsLoss | Callable[[Tensor, MicroBatch], Returned]
 """What a step takes as its loss; a function is a `LogProbLoss` divided by the target tokens."""
 
 
+def check_loss(loss_fn: LossFn | None) -> None:
+    """Raise `LossError` for what cannot be called as a loss."""
+    if loss_fn is None or (callable(loss_fn) and not isinstance(loss_fn, type)):
+        return
+    name = loss_fn.__name__ if isinstance(loss_fn, type) else f"a {type(loss_fn).__name__}"
+    fix = f"make one: {name}()" if isinstance(loss_fn, type) else "give a function, a LogProbLoss or a LogitsLoss"
+    raise LossError(f"{name} is no loss function", where="loss_fn", fix=fix)
+
+
 def own_entries(loss_fn: LossFn | None) -> tuple[str, ...]:
     """The entries of a micro-batch that the model does not see."""
     return loss_fn.own if isinstance(loss_fn, LogProbLoss | LogitsLoss) else ()
@@ -191,12 +200,14 @@ def _on(batch: MicroBatch, device: torch.device) -> dict[str, Any]:
 class StepResult:
     """`loss` is the mean over all target tokens of the step, or what a loss function makes it; `tokens` counts them.
 
-    metrics: what the loss function reports, means like the loss.
+    metrics: what the loss function reports, means like the loss. by_micro_batch: the same of each micro-batch alone (0
+    where nothing in it counts), with its router auxiliary loss, without the coefficient, as `aux_loss` if it has one.
     """
 
     loss: float
     tokens: int
     metrics: dict[str, float] = field(default_factory=dict)
+    by_micro_batch: tuple[dict[str, float], ...] = ()
 
 
 class KeepLogProbs(LogProbLoss):
@@ -217,6 +228,7 @@ __all__ = [
     "LogitsLoss",
     "LossFn",
     "StepResult",
+    "check_loss",
     "differentiate",
     "divisor_of",
     "measure",

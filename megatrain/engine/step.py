@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatrain.device import Device
 from megatrain.engine.activations import Graph, pack, unpack
-from megatrain.engine.batch import MicroBatch, count_targets, model_inputs, shifted
+from megatrain.engine.batch import MicroBatch, count_targets, for_model, model_inputs, shifted
 from megatrain.engine.current import Current
 from megatrain.engine.executor import Executor
 from megatrain.engine.formed import Forming, Homes
@@ -69,11 +69,13 @@ class Streamer:
         sink: GradSink | None,
         number: int = 0,
         loss_fn: LossFn | None = None,
+        router_weights: Sequence[float] | None = None,
     ) -> StepResult:
         """Execute a schedule; `number` is the step's, for randomness. Leaves the caller's random state as it was.
 
-        loss_fn: cross-entropy if not given. Raises `NonFinite` when the loss is not finite, `LossError` for what is no
-        loss, and whatever an op, the sink or the loss function raises.
+        loss_fn: cross-entropy if not given. router_weights: per micro-batch, what its router auxiliary loss counts for
+        in the step's loss, if not by its share of the divisor. Raises `NonFinite` when the loss is not finite,
+        `LossError` for what is no loss, and whatever an op, the sink or the loss function raises.
         """
         labels = [batch["labels"].cpu() for batch in micro_batches]
         tokens = sum(count_targets(batch) for batch in micro_batches)
@@ -82,11 +84,12 @@ class Streamer:
         if micro_batches and not total > 0:
             raise LossError("every micro-batch counts for nothing", where="divisor", fix="divide by more than 0")
         own = own_entries(loss_fn)
-        seen = [{key: value for key, value in batch.items() if key not in own} for batch in micro_batches]
-        now = Current(seen, labels, sink, number, 1.0 / (total or 1.0), loss_fn, micro_batches, divisors)
+        seen = [for_model(batch, own) for batch in micro_batches]
+        scale = 1.0 / (total or 1.0)
+        routed = divisors if router_weights is None else [weight * total for weight in router_weights]
+        now = Current(seen, labels, sink, number, scale, loss_fn, micro_batches, divisors, routed)
         self._execute(schedule, now)
-        means = {name: value.item() / (total or 1.0) for name, value in now.reported.items()}
-        return StepResult(self._finite_loss(now) / (total or 1.0), tokens, means)
+        return StepResult(self._finite_loss(now) / (total or 1.0), tokens, *_reports(now))
 
     def under_way(self) -> tuple[list[tuple[str, str, float]], float]:
         """(op, stream, seconds) of each stream that is at one, and the seconds since any began or ended."""
@@ -260,7 +263,7 @@ class Streamer:
             for each in forming:
                 around.enter_context(each)
             found = differentiate(now.loss_fn, chunks, now.own[micro], now.scale)
-            now.count(found)
+            now.count(micro, found)
             assert found.gradient is not None
             now.activations.gradients[micro] = found.gradient.view_as(hidden)
             self._balance(now, leaves, micro)
@@ -273,18 +276,21 @@ class Streamer:
         return Chunks(head, trained, flat, targets, self.policy.loss_chunk_tokens, rewind)
 
     def _balance(self, now: Current, weights: dict[str, Tensor], micro: int) -> None:
-        """Add the router auxiliary loss of a micro-batch, by its share of the divisor; its sides become gradients.
+        """Add the router auxiliary loss of a micro-batch; its sides become gradients.
 
-        So the step's loss is the mean, over target tokens, of the losses that the stock model gives each micro-batch.
+        It counts by its share of the divisor if nothing else is asked for. So the step's loss is the mean, over target
+        tokens, of the losses that the stock model gives each micro-batch.
         """
         alive, layers = now.activations, self.spec.layers
-        if self.ported.balance_coefficient is None or not now.labels:
+        coefficient = self.ported.balance_coefficient
+        if coefficient is None or not now.labels:
             return
         sides = [tuple(side.detach().requires_grad_() for side in alive.sides.pop((unit, micro))) for unit in layers]
         leaves = [side for of_layer in sides for side in of_layer]
         with torch.enable_grad():
             inputs = model_inputs(now.micro_batches[micro], self.device.torch_device)
-            loss = self.ported.balance(weights, inputs, sides) * now.divisors[micro]
+            plain = self.ported.balance(weights, inputs, sides)
+            loss = coefficient * plain * now.router_weights[micro]
             if now.sink is not None:
                 found = torch.autograd.grad(loss * now.scale, leaves, allow_unused=True, materialize_grads=True)
                 gradients = iter(found)
@@ -294,12 +300,13 @@ class Streamer:
                 }
         assert now.loss is not None
         now.loss = now.loss + loss.detach().double()
+        now.router_losses[micro] = plain.detach().double()
 
     def _loss_only(self, now: Current, op: Op, weights: dict[str, Tensor], hidden: Tensor) -> None:
         """The loss, or the next logits, without gradients. `hidden` [batch, length, ...]."""
         if now.labels:
             chunks = self._chunks(now, op, weights, [], hidden.flatten(0, 1))
-            now.count(measure(now.loss_fn, chunks, now.own[op.micro]))
+            now.count(op.micro, measure(now.loss_fn, chunks, now.own[op.micro]))
             passes = isinstance(now.gates, PassingCall)  # then the head, which is dropped there, would come once more
             self._balance(
                 now, {name: self.ported.placeholders[name] for name in weights} if passes else weights, op.micro
@@ -423,8 +430,7 @@ class Streamer:
             what = f"the loss is {loss}"
             if now.sink is None:
                 raise NonFinite(what, where="evaluation", fix="inspect the batch and the weights")
-            fix = "nothing was updated; lower the learning rate or inspect the batch"
-            raise NonFinite(what, where=f"step {now.number}", fix=fix)
+            raise NonFinite(what, fix="nothing was updated; lower the learning rate or inspect the batch")
         return loss
 
     def _locate(self, buffer: str, start: int, content: str) -> str:
@@ -432,6 +438,23 @@ class Streamer:
 
     def _reseed(self, now: Current, unit: int, micro: int) -> None:
         self.device.seed(hash((self.seed, now.number, unit, micro)) & 0x7FFF_FFFF_FFFF_FFFF)
+
+
+def _reports(now: Current) -> tuple[dict[str, float], tuple[dict[str, float], ...]]:
+    """`metrics` and `by_micro_batch` of a `StepResult`."""
+    found = [(micro, name, value) for micro, sums in sorted(now.reported.items()) for name, value in sums.items()]
+    routed = sorted(now.router_losses.items())
+    scalars = [*(value for *_, value in found), *(value for _, value in routed)]
+    numbers = iter(torch.stack(scalars).tolist() if scalars else ())  # one wait for the device
+    sums: dict[str, float] = {}
+    each: tuple[dict[str, float], ...] = tuple({} for _ in now.divisors)
+    for micro, name, _ in found:
+        number = next(numbers)
+        sums[name] = sums.get(name, 0.0) + number
+        each[micro][name] = number / (now.divisors[micro] or 1.0)
+    for micro, _ in routed:
+        each[micro]["aux_loss"] = next(numbers)
+    return {name: number * now.scale for name, number in sums.items()}, each
 
 
 ACTIONS = {

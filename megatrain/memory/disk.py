@@ -15,14 +15,15 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatrain.device.worker import OwningProcess
 from megatrain.errors import CorruptRegion, DiskError, DiskFull
 from megatrain.memory.disk_faults import DiskFault, FaultPlan
 from megatrain.memory.scratch import ScratchFile, as_disk_error
@@ -63,7 +64,8 @@ class Disk:
         plan = FaultPlan(faults)
         self._reads = Reads(self._files, block_nbytes, depth, plan)
         self._writes = Writes(self._files, block_nbytes, depth, plan)
-        self._finalizer = weakref.finalize(self, _let_go, self._files, (self._reads, self._writes))
+        self._process = OwningProcess()
+        self._finalizer = weakref.finalize(self, _let_go, self._process, self._files, (self._reads, self._writes))
 
     def provide(self, regions: Mapping[str, tuple[int, str]]) -> None:
         """Make room for regions: name -> (bytes, what messages call it). Those that there are keep place and content.
@@ -71,8 +73,7 @@ class Disk:
         Raises `DiskFull` before anything is allocated if the disks have less free space than it takes, and `DiskError`
         for a known region of another size.
         """
-        with self._lock:
-            self._require_open()
+        with self._open():
             new = {name: wanted for name, wanted in regions.items() if not self._is_known(name, *wanted)}
             spaces = [space.copy() for space in self._spaces]
             laid = {
@@ -132,8 +133,7 @@ class Disk:
 
     def free_nbytes(self) -> int:
         """About how many bytes of further regions there is room for, split as they would be."""
-        with self._lock:
-            self._require_open()
+        with self._open():
             total = sum(self._shares)
             room = {file.device: file.free_nbytes() for file in self._files}
             part = dict.fromkeys(room, 0.0)
@@ -168,21 +168,26 @@ class Disk:
 
     def close(self) -> None:
         """Give the space back, after what is under way. Again is fine; any other use raises `DiskError`."""
-        if self._finalizer.alive:
+        if self._finalizer.alive and not self._process.is_elsewhere:
             self._reads.close()
             self._writes.close()
             self._finalizer()
 
     def _region(self, name: str) -> Region:
-        with self._lock:
-            self._require_open()
+        with self._open():
             if name not in self._regions:
                 raise DiskError("no such region", where=name, fix="provide it first")
             return self._regions[name]
 
-    def _require_open(self) -> None:
-        if not self._finalizer.alive:
-            raise DiskError("is closed", where="disk", fix="open another")
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        """In the block, nobody else changes which regions there are. Raises `DiskError` for a disk that is closed, and
+        `DeviceError` in a forked child, which would write to the files of the process that made it."""
+        self._process.refuse_elsewhere("disk")  # first: who held the lock when it was forked never gives it back
+        with self._lock:
+            if not self._finalizer.alive:
+                raise DiskError("is closed", where="disk", fix="open another")
+            yield
 
     def _is_known(self, name: str, nbytes: int, label: str) -> bool:
         there = self._regions.get(name)
@@ -226,7 +231,10 @@ class Disk:
                 raise as_disk_error(error, what, str(file.folder)) from error
 
 
-def _let_go(files: Sequence[ScratchFile], traffic: Sequence[Traffic]) -> None:
+def _let_go(process: OwningProcess, files: Sequence[ScratchFile], traffic: Sequence[Traffic]) -> None:
+    """Also of a disk that is dropped. In a forked child the threads are not there, and locks may be held for ever."""
+    if process.is_elsewhere:
+        return
     for each in traffic:
         each.abandon()
     for file in files:

@@ -51,7 +51,7 @@ class Ledger:
 
     def table(self) -> dict[tuple[str, str], int]:
         """(tier, owner) -> bytes, largest first within each tier."""
-        return nbytes_by_owner(self._buffers.values())
+        return nbytes_by_owner(list(self._buffers.values()))  # at once: other threads ask while buffers change
 
 
 def _in_words(buffers: Iterable[Buffer], tier: str) -> str:

@@ -21,6 +21,7 @@ from torch import Tensor
 from megatrain.layout import Field, Layout, layout_of
 from megatrain.memory.pool import Pool
 from megatrain.optim.split import join, join_into, split_into
+from megatrain.schedule.state import spare_nbytes
 from megatrain.spec import Home, ModelSpec, Policy, Precision, Tier
 
 PARTS = ("hi", "low", "moments")
@@ -61,7 +62,8 @@ class Store:
         self._units = range(len(model.units))
         self.layouts: list[Layout] = [layout_of(unit) for unit in model.units]
         self._owner = {field.name: (unit, field) for unit, layout in enumerate(self.layouts) for field in layout.fields}
-        self._tiers = {(unit, part): _tier(policy.home(unit), part) for unit in self._units for part in PARTS}
+        homes = policy.homes_of(model)
+        self._tiers = {(unit, part): _tier(homes[unit], part) for unit in self._units for part in PARTS}
         self._open: int | None = None
         """The unit whose parts have been brought to the host, in `_brought`."""
         self._brought: dict[str, Tensor] = {}
@@ -97,9 +99,8 @@ class Store:
 
     def spare_nbytes(self, unit: int) -> int:
         """Host memory that `float32_state` takes: at most the unit, masters and moments, in float32."""
-        away = {part: nbytes for part, nbytes in self._sizes(unit).items() if not self._in_host(unit, part)}
-        halves = 0 if self.precision == "fp32" else away.get("hi", 0) + away.get("low", 0)
-        return self._made_nbytes(unit) + max(halves, away.get("moments", 0))
+        away = [part for part in self._sizes(unit) if not self._in_host(unit, part)]
+        return spare_nbytes(self.layouts[unit], self.precision, away)
 
     def float32_state(self, unit: int, spare: Tensor) -> UnitState:
         """The unit with float32 masters as `hi`, to read: where it lies, or a copy in `spare`, uint8[spare_nbytes].
@@ -169,6 +170,18 @@ class Store:
             return _tensor(state.hi[field.start : field.stop].copy(), field)
         return _tensor(join(state.hi[field.start : field.stop], state.lo[field.start : field.stop]), field)
 
+    def view(self, name: str) -> Tensor | None:
+        """One parameter where it lies in host memory, float32 or (the nearest to its master) bfloat16, in its shape.
+
+        `None` where it lies elsewhere, or where a device has a copy, which would not follow what is written here.
+        """
+        unit, field = self._owner[name]
+        buffer = self._buffer(unit, "hi")
+        if not buffer.startswith("host/") or self.pool.has(f"device/hi/{unit}"):
+            return None
+        dtype = torch.float32 if self.precision == "fp32" else torch.bfloat16
+        return self.pool.memory(buffer).view(dtype)[field.start : field.stop].view(field.shape)
+
     def load(self, parameters: Mapping[str, Tensor]) -> None:
         """Set all masters from a name -> tensor mapping that holds every parameter."""
         for name in self._owner:
@@ -185,12 +198,13 @@ class Store:
         Raises what a tier refuses. The state is whole then: the parts that had their turn are in their new place, the
         others where they were, and another call goes on from there.
         """
+        homes = policy.homes_of(self.model)
         self.settle()
         moves = [
             (unit, part, target)
             for unit in self._units
             for part in PARTS
-            if (target := _tier(policy.home(unit), part)) != self._tiers[unit, part]
+            if (target := _tier(homes[unit], part)) != self._tiers[unit, part]
         ]
         for unit, part, target in sorted(moves, key=lambda move: ("disk", "device", "host").index(move[2])):
             before = self._buffer(unit, part)

@@ -31,7 +31,7 @@ from megatrain.schedule.staging import Staged, stage
 from megatrain.schedule.state import Pending, State, version
 from megatrain.schedule.sums import Sums
 from megatrain.schedule.workspace import backward_nbytes, beside_nbytes, loss_nbytes
-from megatrain.spec import Home, ModelSpec, Policy, Tier, Work
+from megatrain.spec import ModelSpec, Policy, Tier, Work
 
 
 def build_step(model: ModelSpec, policy: Policy, work: Work, pending: Pending = "none") -> Schedule:
@@ -62,7 +62,7 @@ class Builder:
         self.trained: list[Layout] = [layout.trained for layout in self.layouts]
         self.units = range(len(model.units))
         self.micros = range(work.micro_batches)
-        self.homes: list[Home] = [policy.home(unit) for unit in self.units]
+        self.homes = policy.homes_of(model)
         self._weights_on_disk = any(home.weights == "disk" for home in self.homes)
         self.buffers: dict[str, Buffer] = {}
         self.alive = Activations(model, policy, work, self.buffers, trains=trains)

@@ -10,13 +10,13 @@ where one lands that is used at once (`build`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from megatrain.layout import Layout, layout_of
 from megatrain.schedule.ops import Buffer
 from megatrain.schedule.staging import Staged
-from megatrain.spec import Home, ModelSpec, Policy, Tier
+from megatrain.spec import Home, ModelSpec, Policy, Precision, Tier
 
 MOMENTS_NBYTES = 8
 """Per trained parameter: float32 m and v."""
@@ -73,8 +73,9 @@ def state_nbytes(model: ModelSpec, policy: Policy) -> dict[str, int]:
     stages: dict[str, int] = {}
     alike: Counter[tuple[int, bool, Home]] = Counter()
     first: dict[tuple[int, bool, Home], int] = {}
+    homes = policy.homes_of(model)
     for unit, spec in enumerate(model.units):
-        key = id(spec.params), spec.kind == "layer", policy.home(unit)
+        key = id(spec.params), spec.kind == "layer", homes[unit]
         alike[key] += 1
         first.setdefault(key, unit)
     for key, count in alike.items():
@@ -85,6 +86,29 @@ def state_nbytes(model: ModelSpec, policy: Policy) -> dict[str, int]:
                 stages[name] = max(stages.get(name, 0), part.nbytes)
     totals["host"] += sum(stages.values())
     return totals
+
+
+def spare_nbytes(layout: Layout, precision: Precision, away: Collection[str]) -> int:
+    """Host memory in which a unit's state is put together in float32, for a save beside steps.
+
+    away: its parts that do not lie in host memory. Float32 masters take room, unless they lie there as such; behind
+    them what is fetched: both halves of the masters, and in their place, once they have been joined, the moments.
+    """
+    masters = 0 if precision == "fp32" and "hi" not in away else 4 * layout.size
+    halves = 0 if precision == "fp32" else 2 * layout.size * len({"hi", "low"} & {*away})
+    moments = MOMENTS_NBYTES * layout.trained.size if "moments" in away else 0
+    return masters + max(halves, moments)
+
+
+def save_nbytes(model: ModelSpec, policy: Policy) -> int:
+    """Host memory that checkpoints written beside steps take: that of the unit which needs most (`spare_nbytes`)."""
+    kinds = {(id(spec.params), policy.home(unit)): unit for unit, spec in enumerate(model.units)}
+    found = []
+    for (_, home), unit in kinds.items():
+        layout = layout_of(model.units[unit])
+        away = [part.name for part in parts_of(layout, policy, home) if part.tier != "host"]
+        found.append(spare_nbytes(layout, policy.precision, away))
+    return max(found)
 
 
 class State:

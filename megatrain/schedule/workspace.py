@@ -35,6 +35,10 @@ SCALARS_NBYTES = 64
 """The sums of losses so far, in float64, and numbers that torch takes for tensors."""
 RANDOM_STATE_NBYTES = 5056
 """The state of torch's generator, which a step gives back at its end; on a cpu a part of what each op has."""
+PACKED_NBYTES = 1_100_000
+"""Per thread, what a product in bfloat16 takes on a cpu besides its float32 result: blocks of its operands, packed for
+matrix units. oneDNN 3.x takes up to 1.06 MB on AMX, 0.35 MB on AVX512_BF16, and nothing where there are no such units
+(`tests/system/test_prediction.py` compares the processor at hand)."""
 
 
 def _forms(policy: Policy, work: Work) -> bool:
@@ -74,7 +78,10 @@ def arguments_nbytes(model: ModelSpec, policy: Policy, work: Work, tokens: int) 
 
 def beside_nbytes(policy: Policy) -> int:
     """What exists all through a step in the memory that ops compute in, and belongs to none of them."""
-    return SCALARS_NBYTES + (RANDOM_STATE_NBYTES if policy.shares_memory else 0)
+    if not policy.shares_memory:
+        return SCALARS_NBYTES
+    packed = PACKED_NBYTES * max(1, policy.host_threads) if policy.weight_nbytes == 2 else 0
+    return SCALARS_NBYTES + RANDOM_STATE_NBYTES + packed
 
 
 def forward_nbytes(model: ModelSpec, policy: Policy, work: Work, unit: int, tokens: int) -> int:

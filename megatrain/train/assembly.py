@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from megatrain.config import refuse_several_processes
 from megatrain.device import Device, open_device
 from megatrain.engine import DTYPES
-from megatrain.errors import PlanError
 from megatrain.model import PortedModel, Progress, Source, port_model
 from megatrain.optim import AdamW, warm_up
 from megatrain.spec import Policy
-from megatrain.train.options import EngineOptions, disk_of, policy_of
+from megatrain.train.options import EngineOptions, checked_options, disk_of, policy_of
 from megatrain.train.vetted import NOT_ASKED, short_check
 
 if TYPE_CHECKING:
@@ -30,16 +30,17 @@ def assemble(
     progress: Progress | None,
     options: EngineOptions,
 ) -> Engine:
-    """See `Engine.from_source`. unverified: makes an engine to check with, which cannot be checked itself."""
-    if unknown := options.keys() - EngineOptions.__annotations__.keys():
-        raise TypeError(f"an engine takes no option {sorted(unknown)[0]!r}")
-    precision = options.get("precision", "bf16")
-    if precision not in DTYPES:
-        raise PlanError(f"precision must be bf16 or fp32, not {precision!r}", where="precision")
-    checked = short_check(source.model, unverified) if options.get("verify", True) else NOT_ASKED
+    """See `Engine.from_source`. unverified: makes an engine to check with, which cannot be checked itself.
+
+    One that trains is refused where a launcher has started several processes; each may have one that does not.
+    """
+    options = checked_options(options)
+    if any(parameter.requires_grad for parameter in source.model.parameters()):
+        refuse_several_processes("engine")
     device = options.get("device", "cpu")
-    opened = open_device(device) if isinstance(device, str) else device
+    opened = device if isinstance(device, Device) else open_device(device)
     try:
+        checked = short_check(source.model, unverified) if options.get("verify", True) else NOT_ASKED
         engine = _allocated(kind, source, ported, opened, options)
         engine.checked = checked
     except BaseException:

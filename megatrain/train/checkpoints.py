@@ -45,6 +45,8 @@ class Checkpoints:
     """Its folder."""
     _save: Save | None = None
     """One that has not been told about."""
+    _tried: int = -1
+    """The step of the last save that was begun, or could not be."""
     _score: float | None = None
     _seconds: float = 0.0
     _untold: list[Event] = field(default_factory=list)
@@ -91,13 +93,13 @@ class Checkpoints:
         return [] if told is None else [told]
 
     def finish(self, step: int, timeout: float | None = None) -> list[Event]:
-        """Save the state after `step` steps, unless that has been done, and wait; `timeout` seconds in all at most."""
+        """Save the state after `step` steps, unless that has been tried, and wait; `timeout` seconds in all at most."""
         ends = None if timeout is None else time.monotonic() + timeout
         events: list[Event | None] = []
         if self._save is not None and not self._is_over_by(ends):
             return self._given_up(step)
         events.append(self.collect(step))
-        if self.step != step:
+        if self.step != step and self._tried != step:
             try:
                 self._begin(step)
             except MegaTrainError as error:
@@ -107,6 +109,19 @@ class Checkpoints:
         events += self._untold
         self._untold.clear()
         return [event for event in events if event is not None]
+
+    def refuse_unsaved(self, step: int, model: Path | None = None) -> None:
+        """Raise `CheckpointError` where a run has ended after `step` steps and that state is in no checkpoint.
+
+        model: where the trained model has been written all the same.
+        """
+        if self.step == step:
+            return
+        there = f"; the model is in {model}" if model else ""
+        newest = f"the newest checkpoint is that of step {self.step:,}" if self.newest else "there is no checkpoint"
+        onward = f"set resume=auto, which goes on after step {self.step:,}" if self.newest else "train again"
+        what = f"the state after step {step:,}, the last one, was not saved; {newest}{there}"
+        raise CheckpointError(what, where=str(self.folder), fix=f"mend what the warnings tell, and {onward}")
 
     def expected_seconds(self) -> float:
         """That the next save may take, from when a step is broken off for it."""
@@ -128,9 +143,11 @@ class Checkpoints:
         facts = found.checkpoint.training["run"]
         self.feed.leave_out(offending, facts["data"])
         self.step, self.newest = int(facts["step"]), str(found.checkpoint.folder)
+        self._tried = -1  # of another past
         return self.step
 
     def _begin(self, step: int) -> Save:
+        self._tried = step
         training = {"step": step, "data": self.feed.state(), **self.facts}
         self._save = self.engine.save(
             self.folder,

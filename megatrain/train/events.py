@@ -36,7 +36,8 @@ class Stepped:
     flops: float
     """Necessary floating-point operations of the step: forward and backward, nothing recomputed."""
     peak_flops: float
-    """Operations per second of a large matrix product on the device, measured."""
+    """Operations per second of a large matrix product on the device, measured, or of the quickest step so far where
+    that was more."""
     nbytes: Mapping[str, int]
     """Bytes held per tier."""
     elapsed_seconds: float

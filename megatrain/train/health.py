@@ -22,9 +22,9 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from megatrain.errors import typed_line
+from megatrain.files import written_whole
 from megatrain.train.events import Ended, Evaluated, Event, Resumed, RolledBack, Saved, Skipped, Stepped
 from megatrain.train.saver import Saver
-from megatrain.whole import written_whole
 
 STATUS = "status.json"
 THREADS = "megatrain-"

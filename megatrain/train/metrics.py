@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.errors import ExportError
+from megatrain.files import parsed_json, read_text, written_whole
 from megatrain.train.events import Evaluated, Event, Stepped
-from megatrain.whole import written_whole
 
 KEPT_LINES = 20_000
 """Lines that wait for room, the newest; about 10 MB."""
@@ -134,9 +134,9 @@ def _told_until(path: Path, step: int) -> Iterator[str]:
 
     A step that failed and was gone back from may lie beyond `step`: what it has undone is still undone.
     """
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+    for line in read_text(path, errors="replace").split("\n"):
         try:
-            fields = json.loads(line)
+            fields = parsed_json(line)
             about = fields["to"] if fields["event"] == "rolledback" else fields["step"]
             if about <= step and fields["event"] != "ended":
                 yield line + "\n"

@@ -4,39 +4,116 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from difflib import get_close_matches
+from numbers import Real
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Annotated, Literal, TypedDict, get_args
+
+import torch
 
 from megatrain.device import Device
-from megatrain.errors import DoesNotFit, PlanError
+from megatrain.errors import ConfigError, DiskError, DoesNotFit, PlanError
+from megatrain.fields import Bounds, checked, shown
+from megatrain.files import usable_path
 from megatrain.memory import Disk
 from megatrain.model import require_compiler
 from megatrain.optim import AdamW
 from megatrain.plan import available_host_nbytes, available_threads, choose_policy, memory_table
-from megatrain.plan.homes import to_disk
+from megatrain.plan.homes import host_nbytes, needed, to_disk
 from megatrain.plan.locks import fit_transit
 from megatrain.schedule.state import state_nbytes
-from megatrain.spec import IN_HOST, ModelSpec, Policy, Precision, Work
+from megatrain.spec import IN_HOST, ModelSpec, Nbytes, Policy, Precision, Work
 from megatrain.train.schedules import refuse_contradictions
 
 SHARDS_THAT_PASS = 8
 """Shards of weights that there is room for at one time, where they pass through little memory: the more, the sooner the
 next ones are on their way, and the smaller."""
 
+Seed = Annotated[int, Bounds(-(1 << 63), (1 << 63) - 1)]
+Folders = tuple[str | Path, ...]
+
 
 class EngineOptions(TypedDict, total=False):
     """Keyword arguments that every way to make an engine takes; `Engine.from_model` explains them."""
 
-    device: str | Device
+    device: str | torch.device | Device
     precision: Precision
     optimizer: AdamW | None
     max_grad_norm: float | None
     policy: Policy | Literal["auto"]
     seed: int
     verify: bool
-    disk: Sequence[str | Path] | Disk
+    disk: str | Path | Sequence[str | Path] | Disk
     forward_nbytes: int
     """`Policy.forward_nbytes` of the usual policy, by rows; a policy that is given has its own."""
+
+
+def checked_options(options: EngineOptions) -> EngineOptions:
+    """The options as they are meant, before anything is read or allocated.
+
+    Raises `TypeError` for one that does not exist, as Python does, and `ConfigError`, `PlanError` and `DeviceError` for
+    a value that is none; what contradicts the model, the device or another option is told later.
+    """
+    if unknown := sorted(options.keys() - EngineOptions.__annotations__.keys()):
+        near = get_close_matches(unknown[0], EngineOptions.__annotations__, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise TypeError(f"an engine takes no option {unknown[0]!r}{hint}")
+    found = options.copy()
+    if "precision" in found and found["precision"] not in get_args(Precision):
+        what = f"precision must be bf16 or fp32, not {shown(found['precision'])}"
+        raise PlanError(what, where="precision")
+    if not isinstance(policy := found.get("policy", "auto"), Policy) and policy != "auto":
+        raise PlanError(f"{shown(policy)} is no policy", where="policy", fix="give a megatrain.Policy, or 'auto'")
+    if "seed" in found:
+        found["seed"] = checked(found["seed"], Seed, ConfigError, "seed")
+    if "verify" in found:
+        found["verify"] = checked(found["verify"], bool, ConfigError, "verify")
+    if "forward_nbytes" in found:
+        found["forward_nbytes"] = checked(found["forward_nbytes"], Nbytes, PlanError, "forward_nbytes")
+    norm: object = found.get("max_grad_norm")
+    if norm is not None:
+        number = float(norm) if not isinstance(norm, bool) and isinstance(norm, Real) else 0.0
+        if not number > 0:
+            what = f"{shown(norm)} is no norm to clip to"
+            raise ConfigError(what, where="max_grad_norm", fix="give a number above 0, or None not to clip")
+        found["max_grad_norm"] = number  # infinite is above 0: the norm is told, and nothing is clipped
+    refuse_other_optimizers(found.get("optimizer"))
+    if isinstance(disk := found.get("disk", ()) or (), str | Path):
+        found["disk"] = [disk]
+    elif not isinstance(disk, Disk):
+        found["disk"] = checked(disk, Folders, ConfigError, "disk")
+    return found
+
+
+def refuse_other_optimizers(optimizer: object) -> None:
+    """Raise `ConfigError` for what is no `AdamW` of ours, with the call that makes one of the same settings where there
+    is one."""
+    if optimizer is None or isinstance(optimizer, AdamW):
+        return
+    if isinstance(optimizer, type):
+        what = f"{optimizer.__name__} is a class"
+        raise ConfigError(what, where="optimizer", fix="make one: megatrain.AdamW(lr=...)")
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"{shown(optimizer)} is none", where="optimizer", fix="give a megatrain.AdamW")
+    what = f"a torch.optim.{name} cannot update weights that stream, nor can a scheduler of its learning rate"
+    raise ConfigError(what, where="optimizer", fix=f"give {_same_settings(optimizer)}, and the rate to each step as lr")
+
+
+def _same_settings(optimizer: torch.optim.Optimizer) -> str:
+    """The AdamW of ours that does the same, as code; the plain one where none does."""
+    groups = [{**optimizer.defaults, **group} for group in optimizer.param_groups]
+    decays = sorted({float(group.get("weight_decay", 0.0)) for group in groups})
+    alike = len({str([group.get(key) for key in ("lr", "betas", "eps")]) for group in groups}) == 1
+    decoupled = all(group.get("decoupled_weight_decay") for group in groups) or decays == [0.0]
+    odd = any(group.get(key) for group in groups for key in ("amsgrad", "maximize"))
+    adam = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
+    if not adam or not alike or not decoupled or odd or len({*decays} - {0.0}) > 1:
+        return "megatrain.AdamW(lr=...), the one optimizer there is"
+    first = groups[0]
+    settings = {"lr": float(first["lr"]), "betas": tuple(map(float, first["betas"])), "eps": first["eps"]}
+    text = ", ".join(f"{key}={value!r}" for key, value in {**settings, "weight_decay": decays[-1]}.items())
+    return f"megatrain.AdamW({text}{', no_decay=(patterns of names,)' if len(decays) > 1 else ''})"
 
 
 def policy_of(options: EngineOptions, device: Device, spec: ModelSpec) -> Policy:
@@ -60,11 +137,12 @@ def _placed(options: EngineOptions, device: Device, spec: ModelSpec) -> Policy:
     if not options.get("disk") or policy.homes:
         return policy
     budget = available_host_nbytes() if policy.host_budget_nbytes is None else policy.host_budget_nbytes
-    room = budget - _beside_state(spec, policy)
-    placed = to_disk(spec, policy, room)
+    beside = _beside_state(spec, policy)
+    placed = to_disk(spec, policy, budget - beside)
     if placed is None:
-        least = "even with all of the model's state on the disk"
-        raise DoesNotFit(f"needs more than {budget:,} bytes of host memory {least}", where="policy.host_budget_nbytes")
+        least = host_nbytes(spec, needed(spec, policy, 0), saves=False) + beside
+        what = f"needs {least:,} bytes of host memory at the least, even with state on the disk"
+        raise DoesNotFit(f"{what}, {least - budget:,} more than its budget of {budget:,}", where="host memory")
     return policy if all(home == IN_HOST for home in placed.homes) else placed
 
 
@@ -104,4 +182,5 @@ def disk_of(options: EngineOptions, policy: Policy) -> Disk | None:
         if any(home.uses_disk for home in policy.homes):
             raise PlanError("puts state on the disk", where="policy.homes", fix="give folders for it as `disk`")
         return None
-    return Disk([Path(folder).expanduser() for folder in folders])
+    listed = [folders] if isinstance(folders, str | Path) else folders
+    return Disk([usable_path(folder, where="disk", error=DiskError) for folder in listed])

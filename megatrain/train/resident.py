@@ -73,7 +73,12 @@ def split_to(master: Tensor, hi: Tensor, low: Tensor) -> None:
 def _change(m: Tensor, v: Tensor, gradient: Tensor, scalars: StepScalars) -> Tensor:
     """Update the moments in place; the step, scaled by the learning rate."""
     g = gradient * float(scalars.grad_scale)
-    m.mul_(float(scalars.b1)).add_(g * float(scalars.rest1))
-    v.mul_(float(scalars.b2)).add_(g.square_().mul_(float(scalars.rest2)))
+    way = g - m
+    if scalars.rest1 < 0.5:
+        m.add_(way.mul_(float(scalars.rest1)))
+    else:
+        m.copy_(way.mul_(float(scalars.rest1) - 1).add_(g))
+    del way
+    v.mul_(float(scalars.b2)).add_((g * float(scalars.rest2)).mul_(g))
     root = v.to(torch.float64).sqrt_().to(torch.float32).mul_(float(scalars.root_scale)).add_(float(scalars.eps))
-    return (m / root).mul_(float(scalars.step_size))
+    return (m * float(scalars.step_size)).div_(root)

@@ -9,15 +9,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatrain.checkpoint import Checkpoint
+from torch import Tensor
+
+from megatrain.checkpoint import Checkpoint, open_checkpoint
 from megatrain.engine import Streamer
-from megatrain.errors import CheckpointError
+from megatrain.errors import CheckpointError, ModelError
+from megatrain.fields import checked
 from megatrain.memory import Disk, Store
 from megatrain.model import PretrainedSource, Progress, Source
 from megatrain.spec import ModelSpec, Policy
 from megatrain.train.restored import CALLER, ENGINE, NewMoments, engine_facts, facts_in, read_moments
 from megatrain.train.saver import Save, Saver
 from megatrain.train.sink import OptimizerSink
+from megatrain.train.turns import Turn, one_at_a_time
 
 
 class Restorable:
@@ -29,13 +33,16 @@ class Restorable:
     _streamer: Streamer
     _saver: Saver
     _steps: int
+    _sound_at: int | None
     _disk: Disk | None
+    _turn: Turn
 
     @property
     def disk(self) -> Disk | None:
         """The files for state on the disk, if there are folders for them."""
         return self._disk
 
+    @one_at_a_time
     def save(
         self,
         folder: str | Path,
@@ -63,18 +70,21 @@ class Restorable:
         number = self._steps if step is None else step
         return self._saver.begin(folder, number, self.policy, both, score, write_more, then)
 
-    def restore(self, checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> None:
+    @one_at_a_time
+    def restore(self, checkpoint: Checkpoint | str | Path, *, trust_remote_code: bool = False) -> None:
         """Go back (or on) to the state in a checkpoint of this model; what is pending is dropped.
 
-        Raises `CheckpointError`, before anything is changed, for one of another model, and `ModelError` and
-        `DiskError`; the state is then worthless until another one is restored.
+        checkpoint: a folder `step-...`, which is checked first, or an open one. Raises `CheckpointError`, before
+        anything is changed, for one that is damaged or of another model, and `ModelError` and `DiskError`; the state is
+        then worthless until another one is restored.
         """
-        self._refuse_closed()
+        checkpoint = checked(checkpoint, Checkpoint | str | Path, CheckpointError, "restore")
+        checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
         source = PretrainedSource(checkpoint.folder, trust_remote_code=trust_remote_code)
         self._refuse_other(checkpoint, {name: tuple(p.shape) for name, p in source.model.named_parameters()})
         self._saver.wait()
         self._sink.restore(0)
-        self.fill(source)
+        self._fill(source)
         self._take_up(checkpoint, "refuse")
 
     @property
@@ -94,10 +104,33 @@ class Restorable:
         """
         return self._streamer.under_way()
 
+    @one_at_a_time
     def fill(self, source: Source, progress: Progress | None = None) -> None:
         """Set every parameter from a source; optimizer and counters stay. For whoever makes an engine."""
+        self._fill(source, progress)
+
+    def _fill(self, source: Source, progress: Progress | None = None) -> None:
         self._saver.wait()
+        self._sound_at = None
         source.fill(self._store, [[param.name for param in unit.params] for unit in self.spec.units], progress)
+        self._store.settle()
+
+    @one_at_a_time
+    def set_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Set some parameters, name -> value in the parameter's shape; optimizer and counters stay.
+
+        Raises `ModelError`, before any is set, for a name or a shape that is not the model's.
+        """
+        shapes = {param.name: param.shape for unit in self.spec.units for param in unit.params}
+        for name, value in weights.items():
+            if tuple(value.shape) != shapes.get(name):
+                what = f"has no parameter {name} of shape {list(value.shape)}"
+                raise ModelError(what, where=f"model {self.spec.name}")
+        self._settle()
+        self._saver.wait()
+        for name in self._store.names():  # unit by unit
+            if name in weights:
+                self._store.write_master(name, weights[name])
         self._store.settle()
 
     @property
@@ -106,9 +139,6 @@ class Restorable:
         raise NotImplementedError
 
     def _settle(self) -> None:
-        raise NotImplementedError
-
-    def _refuse_closed(self) -> None:
         raise NotImplementedError
 
     def _refuse_other(self, checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> None:

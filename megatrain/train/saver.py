@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from megatrain.checkpoint import Earlier, ParamState, PlannedCheckpoint, write_checkpoint
+from megatrain.device.worker import OwningProcess
 from megatrain.errors import CheckpointError, DamagedCheckpoint, MegaTrainError, typed_line
 from megatrain.memory import Store, UnitState
 from megatrain.model import PortedModel
@@ -62,6 +63,7 @@ class Save:
     at: str = ""
     """What is being written."""
     thread: threading.Thread | None = None
+    _process: OwningProcess = field(default_factory=OwningProcess)
     _over: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -70,7 +72,9 @@ class Save:
 
     def wait(self, timeout: float | None = None) -> Path:
         """The folder, once it is whole. Raises `CheckpointError` if it could not be written, or not within
-        `timeout` seconds; it then goes on."""
+        `timeout` seconds; it then goes on. In a forked child one that was under way raises `DeviceError`."""
+        if not self.is_over:
+            self._process.refuse_elsewhere(f"checkpoint of step {self.step}")
         if not self._over.wait(timeout):
             what = f"is not written after {time.monotonic() - self.began:.0f} s"
             raise CheckpointError(what, where=f"checkpoint of step {self.step}")

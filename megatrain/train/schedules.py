@@ -76,7 +76,10 @@ class Schedules:
         try:
             self._pool.provide(self.known[key].buffers.values())
         except DoesNotFit as error:
-            error.fix = f"{error.fix}; {nearest_that_fits(self.spec, self.policy, work, self._pool.ledger.budgets)}"
+            ledger = self._pool.ledger
+            saves = ledger.table().get(("host", "checkpoint"), 0)  # of no schedule, and there all the same
+            left = {tier: budget - (saves if tier == "host" else 0) for tier, budget in ledger.budgets.items()}
+            error.fix = f"{error.fix}; {nearest_that_fits(self.spec, self.policy, work, left)}"
             if kind in ("forward", "logits") and not (self.policy.shares_memory or self.policy.forward_nbytes):
                 error.fix += "; less than a unit's weights with policy.gates=rows and policy.forward_nbytes"
             raise

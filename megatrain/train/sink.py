@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatrain.errors import ConfigError, NonFinite
+from megatrain.errors import NonFinite
 from megatrain.layout import layout_of
 from megatrain.memory import unit_state
 from megatrain.optim import AdamW, StepScalars, clip_scale, sum_of_squares, update_fp32, update_split
@@ -34,10 +34,6 @@ class OptimizerSink:
         max_grad_norm: float | None,
         threads: int,
     ) -> None:
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ConfigError(
-                f"{max_grad_norm} is no norm to clip to", where="max_grad_norm", fix="give a number above 0"
-            )
         self.optimizer, self.max_grad_norm, self.threads = optimizer, max_grad_norm, threads
         self.updates = 0
         """Updates applied or pending; the step number of the newest."""

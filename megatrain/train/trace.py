@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
+from typing import Annotated
 
 from megatrain.errors import ConfigError
+from megatrain.fields import Bounds, checked
+from megatrain.files import usable_path
 from megatrain.plan import stalls
 from megatrain.schedule import Timeline, chrome_trace
 
@@ -21,7 +24,8 @@ class Trace:
     """
 
     def __init__(self, path: str | Path, steps: int) -> None:
-        self.path, self.steps = Path(path), steps
+        self.path = usable_path(path, where="trace", to_write="file")
+        self.steps = checked(steps, Annotated[int, Bounds(1)], ConfigError, "trace.steps")
         self._timelines: list[Timeline] = []
         self._warm = False
         try:

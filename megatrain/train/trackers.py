@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatrain.errors import ConfigError, first_line
+from megatrain.files import read_text
 from megatrain.train.events import Ended, Event, Sampled, Skipped
 from megatrain.train.metrics import scalars
 
@@ -215,7 +216,7 @@ def identity_of(folder: Path, goes_on: bool) -> str:
     """What trackers know the run by: kept in the run folder, so that a run that goes on is drawn on."""
     path = folder / IDENTITY
     with contextlib.suppress(OSError):
-        if goes_on and path.exists() and (kept := path.read_text(encoding="ascii", errors="replace").strip()):
+        if goes_on and path.exists() and (kept := read_text(path, "ascii", "replace").strip()):
             return kept
     made = uuid.uuid4().hex[:12]
     with contextlib.suppress(OSError):  # the run is then drawn anew when it goes on

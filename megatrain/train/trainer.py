@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from megatrain.errors import NonFinite
@@ -94,13 +95,7 @@ def train(
     the last finite step left them, and whatever the engine or a watcher raises. On `OutOfTime` a step counts as not
     begun, and `undo` is to put its data back.
     """
-
-    def tell(event: Event | None) -> None:
-        if event is not None:
-            for watch in watchers:
-                watch(event)
-
-    peak_flops, feed = engine.peak_flops(), iter(batches)
+    tell, peak_flops, feed = partial(_tell, watchers), engine.peak_flops(), iter(batches)
     done, in_a_row, failed = start, 0, 0
     began = ready = clock()
     while done < steps:
@@ -116,19 +111,22 @@ def train(
         except NonFinite as error:
             done, in_a_row, failed, now = done + 1, in_a_row + 1, done + 1, clock()
             tell(Skipped(done, steps, str(error), in_a_row, seconds=now - ready, elapsed_seconds=now - began))
-            if in_a_row >= nonfinite_limit:
-                raise _hopeless(done, in_a_row, error) from error
-            if (back := recover(error, done)) is not None:
+            back = recover(error, done) if in_a_row < nonfinite_limit else None
+            if back is not None:
                 tell(RolledBack(done, back, str(error)))
                 done, ready = back, clock()
                 if should_stop():
                     break
                 continue
+            if error.parameters or in_a_row >= nonfinite_limit:  # with such weights no other step will do either
+                raise _hopeless(done, in_a_row, error) from error
         else:
             done, now = done + 1, clock()
             in_a_row = in_a_row if done < failed else 0  # going back and failing again is still the same failure
             timed = _Times(now - ready, loaded - ready, now - began)
-            tell(_stepped(out, done, steps, rate, start, timed, (engine.step_flops(micro_batches), peak_flops), engine))
+            flops = engine.step_flops(micro_batches)
+            peak_flops = max(peak_flops, flops / timed.step)  # a measurement that others disturbed: this was reached
+            tell(_stepped(out, done, steps, rate, start, timed, (flops, peak_flops), engine))
         try:
             for task in tasks if not should_stop() else ():
                 tell(task.run(done) if task.is_due(done, steps) else None)
@@ -140,6 +138,12 @@ def train(
     ended = Ended(done, steps, clock() - began)
     tell(ended)
     return ended
+
+
+def _tell(watchers: Sequence[Watcher], event: Event | None) -> None:
+    if event is not None:
+        for watch in watchers:
+            watch(event)
 
 
 class _Times(NamedTuple):
@@ -190,8 +194,7 @@ def _by_tier(engine: Trainable) -> dict[str, int]:
 
 def _hopeless(step: int, in_a_row: int, last: NonFinite) -> NonFinite:
     steps = "1 step" if in_a_row == 1 else f"{in_a_row} steps in a row"
-    return NonFinite(
-        f"{steps} not finite, the last one: {last}",
-        where=f"step {step}",
-        fix="lower train.lr or lengthen train.warmup_steps",
-    )
+    said = f"{last.where}: {last.what}" if last.where else last.what
+    fix = last.fix if last.parameters else "lower train.lr or lengthen train.warmup_steps"
+    what = f"{steps} not finite, the last one: {said}"
+    return NonFinite(what, where=f"step {step:,}", fix=fix, parameters=last.parameters)

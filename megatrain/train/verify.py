@@ -31,7 +31,8 @@ from torch import Tensor, nn
 
 from megatrain.engine import MicroBatch
 from megatrain.errors import ModelError, typed_line
-from megatrain.model.twin import StockConfig, StockModel, dropout_rates, shrink, twin_from, with_dropout
+from megatrain.model.blueprint import refuse_attention, where_of
+from megatrain.model.twin import CPU_KERNELS, StockConfig, StockModel, dropout_rates, shrink, twin_from, with_dropout
 from megatrain.spec import Policy
 from megatrain.train.cases import Case, Setting, full_cases, full_settings, short_cases
 
@@ -143,7 +144,7 @@ def truth(model: StockModel, micro_batches: Sequence[MicroBatch]) -> Answers:
     total = 0.0
     for batch, share in _with_shares(micro_batches):
         with torch.enable_grad():
-            loss = _stock_loss(model, batch) * share
+            loss = stock_loss(model, batch) * share
             loss.backward()
         total += loss.item()
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -158,13 +159,23 @@ def _with_shares(micro_batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, 
     return [(batch, count / sum(counts)) for batch, count in zip(micro_batches, counts, strict=True)]
 
 
-def _stock_loss(model: StockModel, batch: MicroBatch) -> Tensor:
-    """Mean cross-entropy over the target tokens of a micro-batch, plus what the model adds for its routers."""
+def adds_for_routers(model: StockModel) -> bool:
+    """Whether the model's loss holds an auxiliary loss of its routers."""
+    return bool(getattr(model.config, "output_router_logits", False))
+
+
+def stock_loss(model: StockModel, batch: MicroBatch) -> Tensor:
+    """What the stock model's loss of a micro-batch is, in its own mode: mean cross-entropy over the target tokens in
+    float32, plus what the model adds for its routers. Every comparison with the library's code goes through here.
+
+    There must be no cache of keys and values: with one, the library takes packed sequences for a single one. What the
+    routers add is known only where gradients are enabled.
+    """
     inputs = {key: value for key, value in batch.items() if key != "labels"}
-    routed = bool(getattr(model.config, "output_router_logits", False))
+    routed = adds_for_routers(model)
     output = model(**inputs, **({"labels": batch["labels"]} if routed else {}), use_cache=False)
     logits, targets = output.logits[:, :-1], batch["labels"][:, 1:]
-    loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
     balance = output.aux_loss if routed else None
     if not isinstance(balance, Tensor) or not balance.requires_grad:
         return loss
@@ -239,19 +250,19 @@ def _moved(model: StockModel, case: Case) -> Answers:
 
 
 def _rounding(finding: Finding, known: Sequence[Known], moved: Mapping[str, Answers]) -> float:
-    """How far the answer that a finding is about has moved."""
+    """How far the answer that a finding is about has moved, or its own last bit: it is float32."""
     _, loss, gradients = next(each for each in known if each[0].name == finding.case)
     other_loss, others = moved[finding.case]
     if finding.parameter == LOSS:
-        return _loss_error(other_loss, loss)
-    return _gradient_error(others[finding.parameter], gradients[finding.parameter], _floor(gradients))
+        return max(EPSILON, _loss_error(other_loss, loss))
+    return max(EPSILON, _gradient_error(others[finding.parameter], gradients[finding.parameter], _floor(gradients)))
 
 
 def _true_answers(model: StockModel, case: Case) -> Answers:
     """The loss in evaluation mode, and the gradients in the model's mode, of a copy: a forward may leave traces."""
     _, gradients = truth(copy.deepcopy(model), case.micro_batches)
     still = copy.deepcopy(model).eval()
-    loss = sum(_stock_loss(still, batch).item() * share for batch, share in _with_shares(case.micro_batches))
+    loss = sum(stock_loss(still, batch).item() * share for batch, share in _with_shares(case.micro_batches))
     return loss, gradients
 
 
@@ -331,8 +342,14 @@ def full_report(
 
     attention: the attention kernel, the config's own if it is not given. kind: the class of the model; what
     `AutoModelForCausalLM` chooses if it is not given. Raises `ModelError` for a model that has no twin or that the
-    engine refuses.
+    engine refuses, and for a kernel that the model has not or that no cpu has, where both are run.
     """
+    if attention is not None:
+        where = where_of(config)
+        refuse_attention(config, attention, where)
+        if attention not in CPU_KERNELS:
+            fix = f"use attention={' or '.join(CPU_KERNELS)}"
+            raise ModelError(f"is compared on the cpu, which has no attention={attention}", where=where, fix=fix)
     small = shrink(config, kind)
     kernel = attention or config._attn_implementation
     still = twin_from(with_dropout(small, 0.0), 0, kernel, kind)

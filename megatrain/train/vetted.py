@@ -51,7 +51,7 @@ def short_check(model: nn.Module, make_engine: MakeEngine, cache_folder: Path | 
     """
     if not isinstance(model, StockModel):
         return Checked("unchecked", "not a transformers model")
-    folder = (cache_folder or CACHE).expanduser()
+    folder = Path(os.path.expanduser(cache_folder or CACHE))
     ordinary = not customised(model)
     at_sight = folder, _digest(type(model), model.config, _kernel(model))
     if ordinary and at_sight in _SEEN:
@@ -61,7 +61,7 @@ def short_check(model: nn.Module, make_engine: MakeEngine, cache_folder: Path | 
     except ModelError as error:
         return Checked("unchecked", error.what)
     path = folder / f"{_digest(type(model), small, _kernel(model))}.json"
-    remembered = ordinary and path.is_file()
+    remembered = ordinary and os.path.isfile(path)  # false where its folder may not be entered
     answer = Checked("remembered") if remembered else _check(model, small, make_engine)
     if ordinary and answer.state != "unchecked":
         _SEEN.add(at_sight)

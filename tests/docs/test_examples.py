@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megatrain.config import load_config
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -26,12 +28,38 @@ def test_python_in_the_documents_runs(document: str, tmp_path: Path, monkeypatch
         exec(compile(block, document, "exec"), {})
 
 
-def test_commands_in_the_readme_run(tmp_path: Path) -> None:
-    commands = [line[2:] for block in blocks("README.md", "console") for line in block.splitlines() if line[:2] == "$ "]
+def console_commands() -> list[list[str]]:
+    """What the README shows to be typed, as words."""
+    lines = [line[2:] for block in blocks("README.md", "console") for line in block.splitlines() if line[:2] == "$ "]
+    return [shlex.split(line) for line in lines]
+
+
+def test_commands_in_the_readme_run_and_touch_no_run_that_is_there(tmp_path: Path) -> None:
+    """As printed, behind a finished quickstart, but for the size of the model."""
+    commands = console_commands()
     assert commands
-    for command in commands:
-        program, *arguments = shlex.split(command)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    finished = tmp_path / "runs" / "quickstart"
+    for name in ("model/config.json", "checkpoints/step-00000600/manifest.json", "metrics.jsonl", "status.json"):
+        (finished / name).parent.mkdir(parents=True, exist_ok=True)
+        (finished / name).write_text("{}")
+    before = tree(finished)
+    for program, *arguments in commands:
         assert program == "megatrain"
-        quick = ["model.config.num_hidden_layers=1", "model.config.hidden_size=48", f"output.folder={tmp_path / 'run'}"]
-        subprocess.run([sys.executable, "-m", program, *arguments, *quick], cwd=ROOT, check=True, timeout=120)
-    assert (tmp_path / "run" / "model" / "config.json").exists()
+        quick = ["model.config.num_hidden_layers=1", "model.config.hidden_size=48", "train.eval_batches=1"]
+        subprocess.run([sys.executable, "-m", program, *arguments, *quick], cwd=tmp_path, check=True, timeout=120)
+    assert tree(finished) == before
+    written = {path.parent.parent.name for path in tmp_path.glob("runs/*/model/config.json")} - {"quickstart"}
+    assert len(written) == len(commands)
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_every_example_writes_to_a_folder_of_its_own_and_overwrites_nothing() -> None:
+    examples = [load_config(path) for path in sorted((ROOT / "configs").glob("*.yaml"))]
+    examples += [load_config(ROOT / words[2], words[3:]) for words in console_commands() if words[1] == "train"]
+    folders = [config.output.folder for config in examples]
+    assert len(set(folders)) == len(folders) > 5
+    assert not any(config.output.overwrite for config in examples)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatrain.device.cpu import CpuDevice
-from megatrain.engine import Executor
+from megatrain.engine import Executor, sequences_of
 from megatrain.engine.gradients import UnitSum
 from megatrain.engine.loss import Chunks, cross_entropy, loss_and_gradients, loss_only, reference_cross_entropy
 from megatrain.engine.weights import Bound, UnitBinder, names_weights
@@ -151,3 +151,15 @@ def test_the_executor_spends_under_150_microseconds_an_op() -> None:
         took.append((time.perf_counter() - began) / len(schedule.ops))
     device.close()
     assert statistics.median(took) < 150e-6
+
+
+def test_sequences_are_counted_without_padding_and_packed_ones_by_themselves() -> None:
+    ids = torch.zeros(2, 5, dtype=torch.long)
+    assert sequences_of({"input_ids": ids}) == [(2, 5)]
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    assert sequences_of({"input_ids": ids, "attention_mask": mask}) == [(1, 3), (1, 5)]
+    positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 0, 0, 1]])
+    packed = {"input_ids": ids, "position_ids": positions}
+    assert sorted(sequences_of(packed)) == [(1, 1), (1, 3), (3, 2)]
+    assert sorted(sequences_of({**packed, "attention_mask": mask})) == [(1, 3), (1, 5)]
+    assert sequences_of({"input_ids": ids, "position_ids": torch.arange(5).unsqueeze(0)}) == [(2, 5)]

@@ -43,6 +43,19 @@ def test_masters_come_back_bit_for_bit(precision: Precision) -> None:
     assert not state.unit(1).m.any()
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_view_is_the_memory_of_the_weight(precision: Precision) -> None:
+    state = store(precision)
+    values = {p.name: torch.randn(p.shape) for unit in MODEL.units for p in unit.params}
+    state.load(values)
+    for name, value in values.items():
+        view = state.view(name)
+        assert view is not None
+        assert torch.equal(view, value if precision == "fp32" else value.to(torch.bfloat16))
+        view.fill_(0.5)
+        assert torch.equal(state.master(name).to(view.dtype), view)
+
+
 def test_the_streamed_weight_is_the_master_rounded() -> None:
     state = store("bf16")
     value = torch.randn(4, 8)

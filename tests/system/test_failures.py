@@ -58,8 +58,13 @@ def test_a_loss_that_is_not_finite_is_not_applied(device: str, where: str) -> No
     with Engine.from_model(model, device, "fp32", AdamW(lr=0.1)) as engine:
         before = {name: w.view(torch.int32) for name, w in engine.master_weights().items()}
         for _ in range(2):
-            with pytest.raises(NonFinite, match="loss is nan"):
+            with pytest.raises(
+                NonFinite, match="^the loss is nan, as are values of the weights .*: " + where
+            ) as caught:
                 engine.step(everything)
+            assert caught.value.parameters == (where,)
+        with pytest.raises(NonFinite, match=f"^generate: the logits are not numbers, as are .*: {where}"):
+            engine.generate(everything[0]["input_ids"], max_new_tokens=1)
         after = {name: w.view(torch.int32) for name, w in engine.master_weights().items()}
     assert equal(before, after)
 
@@ -201,10 +206,14 @@ def test_the_cpu_worker_ends_with_its_device() -> None:
     assert threading.active_count() == before
 
 
-def test_an_engine_that_is_refused_gives_back_what_it_took() -> None:
+def test_an_engine_that_is_refused_gives_back_what_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise ConfigError("on purpose")
+
+    monkeypatch.setattr(OptimizerSink, "_cut", refused)
     device = SimDevice(1)
-    with pytest.raises(ConfigError, match="max_grad_norm"):
-        Engine.from_model(tiny_model(), device, max_grad_norm=0.0, verify=False)
+    with pytest.raises(ConfigError, match="on purpose"):
+        Engine.from_model(tiny_model(), device, verify=False)
     assert not any(device._owners.values())
     assert not device.locked
     device.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 import weakref
@@ -9,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from megatrain import AdamW, Engine, Policy
 from megatrain.engine.current import Current
 from megatrain.engine.gated import Call
 from megatrain.errors import BrokenPromise, MegaTrainError, StreamFailed
+from megatrain.model import PortedModel
 from megatrain.spec import Keep, Precision, Transit
 from megatrain.testing import Fault, SimDevice
 from tests.kinds import KINDS
@@ -117,11 +120,52 @@ def test_gates_change_no_bit(
     assert not calls_under_way()
 
 
+GATED = Policy("fp32", gates="shard", shard_nbytes=2048, weight_slots=1, loss_chunk_tokens=5)
+
+
+def openmp_threads() -> int:
+    """Threads that an OpenMP loop of the calling thread would use; asking torch would set them first."""
+    with open("/proc/self/maps") as maps:
+        library = next((line.split()[-1] for line in maps if "libgomp" in line or "libiomp" in line), None)
+    if library is None:
+        pytest.skip("torch is built without OpenMP")
+    return int(ctypes.CDLL(library).omp_get_max_threads())
+
+
+@pytest.mark.parametrize("caller", ["the main thread", "another thread"])
+@pytest.mark.parametrize("rows", ["graphs", "inputs"])
+def test_all_model_code_runs_on_as_many_threads_as_were_set_whatever_the_environment_says(
+    rows: str, caller: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenMP counts for each thread by itself. The count decides about speed and, by the order of sums, about bits."""
+    found: set[tuple[str, int]] = set()
+    layer = PortedModel.layer
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        found.add((threading.current_thread().name, openmp_threads()))
+        return layer(*args, **kwargs)
+
+    monkeypatch.setattr(PortedModel, "layer", counting)
+    before = torch.get_num_threads()
+    try:
+        for count in (3, 5):
+            found.clear()
+            torch.set_num_threads(count)
+            with engine("sim:1", replace(GATED, activation_rows=ROWS[rows]), "llama") as made:
+                if caller == "the main thread":
+                    made.step(unequal_batches(2))
+                else:
+                    stepping = threading.Thread(target=made.step, args=(unequal_batches(2),))
+                    stepping.start()
+                    stepping.join()
+            assert len({name for name, _ in found}) == 2, "calls in phases, and calls in one piece"
+            assert {threads for _, threads in found} == {count}
+    finally:
+        torch.set_num_threads(before)
+
+
 def calls_under_way() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "megatrain-call"]
-
-
-GATED = Policy("fp32", gates="shard", shard_nbytes=2048, weight_slots=1, loss_chunk_tokens=5)
 
 
 @pytest.mark.parametrize("rows", ["graphs", "inputs"])

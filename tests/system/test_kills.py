@@ -12,6 +12,10 @@ from typing import Any
 
 import pytest
 
+from megatrain import Policy
+from megatrain.plan import available_threads
+from megatrain.schedule.workspace import beside_nbytes
+
 STEPS = 8
 TEXT = "def answer(question):\n    return 42 if question else None\n" * 60
 FIRST_HALF: dict[str, Any] = {}
@@ -110,7 +114,8 @@ def result(folder: Path) -> tuple[list[tuple[int, float]], bytes]:
 
 def least_host(nursery: Nursery, folder: Path) -> int:
     """Bytes of host memory with which a run just fits, its state on the disk."""
-    for nbytes in range(500_000, 1_500_000, 50_000):
+    packed = beside_nbytes(Policy("bf16", shares_memory=True, host_threads=available_threads()))
+    for nbytes in range(packed + 500_000, packed + 1_500_000, 50_000):
         tree = configuration(folder, "fits", nbytes, train={"steps": 1, "micro_batch": 2, "micro_batches": 2})
         if nursery.run(tree) == 0:
             return nbytes

@@ -56,6 +56,10 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert relative_error(found[worst], expected[worst]) < TOLERANCE, worst
 
 
+def without_reference(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value for key, value in batch.items() if key != REFERENCE}
+
+
 def pairs(count: int, length: int, seed: int) -> dict[str, Tensor]:
     """`count` pairs with prompts of two tokens and answers of several lengths, padded on the right."""
     made = batch(2 * count, length, seed)
@@ -82,6 +86,39 @@ def test_cross_entropy_as_a_loss_of_log_probabilities_is_cross_entropy(family: s
         assert_same(engine.gradients(batches, loss_fn=minus_sum), expected)
         assert engine.measure(batches, minus_sum).loss == pytest.approx(loss, rel=TOLERANCE)
         assert engine.step(batches, loss_fn=minus_sum).loss == pytest.approx(loss, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (0.5, 0.0, 2.0)])
+def test_a_router_auxiliary_loss_counts_as_the_caller_says(weights: tuple[float, ...]) -> None:
+    """And is told for each micro-batch, with what the loss reports of it."""
+    model, batches = tiny_model("mixtral-balanced"), unequal_batches(3)
+    tokens = sum(int(target_mask(each).sum()) for each in batches)
+    routers = [model(**each, use_cache=False).aux_loss for each in batches]
+
+    def total() -> Tensor:
+        found = torch.zeros(())
+        for each, weight in zip(batches, weights, strict=True):
+            inputs = {name: value for name, value in each.items() if name != "labels"}
+            aux = model(**inputs, use_cache=False).aux_loss
+            found = found - stock_log_probs(model, each).sum() / tokens + 0.5 * weight * aux
+        return found
+
+    def counted(log_probs: Tensor, each: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return -log_probs.sum(), {"said": log_probs.detach().sum()}
+
+    loss, expected = by_autograd(model, total)
+    with engine_of(model) as engine:
+        assert engine.router_aux_loss_coef == 0.5
+        assert_same(engine.gradients(batches, router_weights=weights), expected)
+        assert engine.measure(batches, router_weights=weights).loss == pytest.approx(loss, rel=TOLERANCE)
+        out = engine.step(batches, loss_fn=counted, router_weights=weights)
+        assert out.loss == pytest.approx(loss, rel=TOLERANCE)
+        assert [each["aux_loss"] for each in out.by_micro_batch] == pytest.approx([each.item() for each in routers])
+        counts = [int(target_mask(each).sum()) for each in batches]
+        said = sum(each["said"] * count for each, count in zip(out.by_micro_batch, counts, strict=True))
+        assert out.metrics == {"said": pytest.approx(said / tokens)}
+        with pytest.raises(BatchError, match="2 router_weights for 3 micro-batches"):
+            engine.step(batches, router_weights=(1.0, 1.0))
 
 
 def test_log_probabilities_are_those_of_the_stock_model_in_the_order_of_the_micro_batches() -> None:
@@ -230,7 +267,7 @@ def test_a_head_that_draws_draws_the_same_in_both_passes() -> None:
     found = differentiate(parts, Chunks(head, [], hidden, targets, 4, rewind), each, 1.0)
     assert found.gradient is not None
     assert leaf.grad is not None
-    torch.testing.assert_close(found.gradient, leaf.grad)
+    assert relative_error(found.gradient, leaf.grad) < 1e-6
 
 
 class _Largest(TorchDispatchMode):
@@ -259,14 +296,15 @@ def test_whole_logits_never_exist(loss: LogProbLoss | LogitsLoss) -> None:
     ("change", "loss", "error", "what"),
     [
         (lambda b: {k: v[:3] for k, v in b.items()}, DPO(), BatchError, "3 rows are no pairs.*chosen first"),
-        (lambda b: {k: v for k, v in b.items() if k != REFERENCE}, DPO(), BatchError, f"lacks {REFERENCE}"),
+        (without_reference, DPO(), BatchError, f"lacks {REFERENCE}"),
         (lambda b: {**b, REFERENCE: torch.zeros(4, 5)}, DPO(), BatchError, r"\[4, 5\] for 4 rows"),
         (lambda b: {**b, "labels": b["labels"].clone().fill_(-100).index_fill(0, torch.tensor([0]), 5)},
          DPO(), BatchError, "a row without a target"),
-        (lambda b: {k: v for k, v in b.items() if k != REFERENCE}, lambda found, _: found, LossError, "not a scalar"),
-        (lambda b: {k: v for k, v in b.items() if k != REFERENCE}, lambda found, _: found.sum().detach(), LossError,
+        (without_reference, lambda found, _: found, LossError, "not a scalar"),
+        (without_reference, lambda found, _: found.sum().detach(), LossError,
          "does not depend on what it was given"),
-        (lambda b: {**b, "teacher": torch.zeros(4, 3)}, Distillation(), BatchError, "not as long as the labels"),
+        (lambda b: {**without_reference(b), "teacher": torch.zeros(4, 3)}, Distillation(), BatchError,
+         "not as long as the labels"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_told_and_nothing_is_trained(change: Any, loss: Any, error: type[Exception], what: str) -> None:

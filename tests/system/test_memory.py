@@ -114,38 +114,42 @@ def test_the_error_names_the_nearest_policy_that_fits() -> None:
 
 
 RESIDENT = """
-import gc, torch, psutil
+import gc, sys, torch, psutil
 from megatrain import Engine
 from megatrain.optim import warm_up
 from tests.tiny import tiny_model
 torch.set_num_threads(2)
 warm_up()
-shape = dict(vocab_size=512, hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8)
+shape = dict(vocab_size=512, hidden_size=512, intermediate_size=2048, num_attention_heads=8)
 ids = torch.randint(3, 500, (1, 8))
-with Engine.from_model(tiny_model(), verify=False) as engine:  # whatever a first step loads is loaded
-    engine.step([{"input_ids": ids % 90, "labels": ids % 90}])
+
+def stepped(layers):
+    model = tiny_model(**shape, num_hidden_layers=layers)
+    engine = Engine.from_model(model, precision=sys.argv[1], verify=False)
+    del model
+    gc.collect()
+    for _ in range(2):
+        engine.step([{"input_ids": ids, "labels": ids}])
+    engine._device.tidy()
+    return engine
+
+stepped(1).close()  # what a library loads, and the kernels that it compiles for these shapes, it keeps
 gc.collect()
 before = psutil.Process().memory_info().rss
-model = tiny_model(**shape)
-engine = Engine.from_model(model, precision="{precision}", verify=False)
-del model
-gc.collect()
-engine.step([{{"input_ids": ids, "labels": ids}}])
-engine.step([{{"input_ids": ids, "labels": ids}}])
-engine._device.tidy()
+engine = stepped(8)
 print(psutil.Process().memory_info().rss - before, sum(engine.memory_table().values()))
 """
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
-def test_the_process_holds_what_the_ledger_says_within_five_percent(precision: str) -> None:
+def test_the_process_holds_what_the_ledger_says_within_two_percent(precision: str) -> None:
     """With almost no activations, and the updates of the second step pending, so that every page is in use."""
-    script = RESIDENT.replace("{{", "{").replace("}}", "}").replace("{precision}", precision)
-    out = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, cwd=ROOT)
+    command = [sys.executable, "-W", "ignore", "-c", RESIDENT, precision]
+    out = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert out.returncode == 0, out.stderr
     measured, predicted = map(int, out.stdout.split()[-2:])
     assert predicted > 300e6
-    assert measured == pytest.approx(predicted, rel=0.05)
+    assert measured == pytest.approx(predicted, rel=0.02)
 
 
 def test_auto_keeps_graphs_where_memory_is_ample_and_recomputes_where_it_is_not(

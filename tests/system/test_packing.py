@@ -14,6 +14,7 @@ import megatrain
 from megatrain.data import EncodedSample, Loader, PackedRows, SampleFile, SampleRows
 from megatrain.data.loader import Batch
 from megatrain.data.sample_file import write_samples
+from megatrain.errors import BatchError
 from megatrain.model import why_not_packable
 from megatrain.model.packable import only_single_rows
 from megatrain.optim import AdamW
@@ -83,6 +84,21 @@ def test_packed_and_unpacked_gradients_are_equal(samples: SampleFile, kind: str,
         assert float((grouped[name] - expected).norm()) <= 1e-6 * max(float(expected.norm()), scale), name
 
 
+def test_a_row_may_be_longer_than_the_model_has_positions_if_its_texts_are_not(samples: SampleFile) -> None:
+    """As TRL makes one row of a batch of packed ones."""
+    model = model_of({**ATTENTION["full"], "max_position_embeddings": WINDOW}, "sdpa")
+    packed = one_epoch(PackedRows(samples, np.arange(len(samples)), WINDOW, 0), 3)[0]
+    one_row = {name: value.reshape(1, -1) for name, value in packed.items()}
+    one_row["labels"][:, ::WINDOW] = -100  # a first token follows none, where rows are apart
+    with megatrain.Engine.from_model(model, device="cpu", precision="fp32", verify=False) as engine:
+        expected, found = engine.gradients([packed]), engine.gradients([one_row])
+        beyond = {**one_row, "position_ids": one_row["position_ids"] + WINDOW}
+        with pytest.raises(BatchError, match=f"tokens long, but the model has {WINDOW} positions"):
+            engine.gradients([beyond])
+    for name, gradient in expected.items():
+        assert float((found[name] - gradient).norm()) <= 1e-5 * float(gradient.norm()), name
+
+
 def test_without_positions_the_gradients_would_differ(samples: SampleFile) -> None:
     """So the test above can fail."""
     model = model_of(ATTENTION["full"], "sdpa")
@@ -93,6 +109,20 @@ def test_without_positions_the_gradients_would_differ(samples: SampleFile) -> No
         right = engine.gradients([batch])
         wrong = engine.gradients([{name: batch[name] for name in ("input_ids", "labels")}])
     assert max(float((right[name] - wrong[name]).norm() / right[name].norm()) for name in right) > 1e-2
+
+
+def test_operations_are_those_of_the_sequences_and_of_what_is_trained() -> None:
+    ids, positions = torch.arange(12).unsqueeze(0), torch.arange(6).repeat(1, 2)
+    labels = ids.clone()
+    labels[:, 6] = -100  # the first token of the second sample
+    with megatrain.Engine.from_model(model_of(ATTENTION["full"], "sdpa"), verify=False) as engine:
+        packed = engine.step_flops([{"input_ids": ids, "labels": labels, "position_ids": positions}])
+        rows = {"input_ids": ids.view(2, 6), "labels": labels.view(2, 6)}
+        assert packed == engine.step_flops([rows])
+        assert packed < engine.step_flops([{"input_ids": ids, "labels": labels}])
+        head = 6 * engine.spec.vocab_size * engine.spec.hidden_size
+        fewer = {**rows, "labels": rows["labels"].masked_fill(torch.arange(6) < 3, -100)}
+        assert engine.step_flops([fewer]) == pytest.approx(packed - 4 * head)
 
 
 HYBRID_STATE = {"model_type": "lfm2", **KINDS["llama"], "layer_types": ["conv", "full_attention"]}

@@ -16,6 +16,7 @@ from megatrain.device.sim import SimDevice
 from megatrain.plan import Plan, Question, examine, op_seconds
 from megatrain.rates import AttentionRate, ElementwiseRate, ProductRate
 from megatrain.schedule import Op
+from megatrain.schedule.workspace import beside_nbytes
 from megatrain.spec import Hardware, Policy
 
 CASES = (
@@ -94,7 +95,47 @@ def test_on_the_cpu_the_predicted_peak_is_not_exceeded_and_within_five_percent(c
         one()
         real = allocated_nbytes(one) + sum(engine.memory_table().values())
     device.close()
-    assert real <= predicted["host"] <= 1.05 * real
+    assert real <= predicted["host"] <= 1.05 * real + _spared(case, policy)
+
+
+def _spared(case: Case, policy: Policy) -> int:
+    """What is counted for products in bfloat16 and some processors do not take: packed operands, and a float32 sum."""
+    if case.precision == "fp32":
+        return 0
+    inner, tokens = 4 * case.hidden, case.micro_batch * case.length
+    largest = max(case.hidden * inner, max(inner, case.vocabulary) * max(case.hidden, tokens))
+    return beside_nbytes(policy) + 4 * largest
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "out"),
+    [
+        (8, 512, 512),
+        (64, 64, 512),
+        (512, 64, 64),
+        (64, 1024, 2048),
+        pytest.param(2048, 2048, 512, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_no_product_in_bfloat16_takes_more_on_this_processor_than_is_counted(
+    tokens: int, width: int, out: int, threads: int
+) -> None:
+    rows, weights = torch.ones(tokens, width).bfloat16(), torch.ones(out, width).bfloat16()
+    gradient = torch.ones(tokens, out).bfloat16()
+    products = {
+        "forward": (lambda: torch.nn.functional.linear(rows, weights), tokens * out),
+        "input gradient": (lambda: gradient @ weights, tokens * width),
+        "weight gradient": (lambda: gradient.t() @ rows, out * width),
+    }
+    counted = beside_nbytes(Policy("bf16", shares_memory=True, host_threads=threads))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for name, (product, numel) in products.items():
+            assert allocated_nbytes(product) <= (2 + 4) * numel + counted, name
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("case", all_of(CASES, slice(0, None, 2)), ids=str)

@@ -8,10 +8,21 @@ import numpy as np
 import pytest
 import torch
 
-from megatrain import AdamW, Engine, Policy
+from megatrain import AdamW, Engine, LogProbLoss, Policy
+from megatrain.engine import MicroBatch
 from megatrain.optim.adamw import reference_update
 from megatrain.optim.split import split
-from tests.tiny import FAMILIES, batch, equal, relative_error, stock_gradients, tiny_model, unequal_batches
+from megatrain.spec import Home
+from tests.tiny import (
+    FAMILIES,
+    batch,
+    equal,
+    relative_error,
+    stock_gradients,
+    target_tokens,
+    tiny_model,
+    unequal_batches,
+)
 
 TOLERANCE = 1e-6
 
@@ -94,6 +105,34 @@ def test_twenty_steps_equal_a_plain_pytorch_loop(family: str, device: str, clip:
         masters = engine.master_weights()
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(masters[name], parameter.detach(), rtol=2e-3, atol=2e-5, msg=name)
+
+
+@pytest.mark.parametrize(("device", "homes"), [("cpu", ()), ("sim:2", (Home("device", "device", "device"),) * 5)])
+def test_unclipped_gradients_of_1e20_train_as_in_pytorch(device: str, homes: tuple[Home, ...]) -> None:
+    """A sum that is not divided by the target tokens, scaled up: no weight dies of it, on the host or on the device."""
+    batches = [batch(2, 9, 0)]
+    plain = tiny_model()
+    _, gradients = stock_gradients(plain, batches)
+    for name, parameter in plain.named_parameters():
+        parameter.grad = gradients[name] * target_tokens(batches) * 1e20
+    assert max(float(p.grad.abs().max()) for p in plain.parameters() if p.grad is not None) > 2e19
+    torch.optim.AdamW(plain.parameters(), lr=1e-2).step()
+
+    class Sum(LogProbLoss):
+        def __call__(self, log_probs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+            return -1e20 * log_probs.sum()
+
+        def divisor(self, batch: MicroBatch) -> float:
+            return 1.0
+
+    policy = policy_for(device, homes=homes)
+    with Engine.from_model(
+        tiny_model(), device, "fp32", AdamW(lr=1e-2), max_grad_norm=None, policy=policy, verify=False
+    ) as engine:
+        engine.step(batches, loss_fn=Sum())
+        masters = engine.master_weights()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(masters[name], parameter.detach(), rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "llama-tied"])

@@ -17,7 +17,7 @@ from megatrain import AdamW, Engine, Policy
 from megatrain.device.cpu import CpuDevice
 from megatrain.device.sim import SimDevice
 from megatrain.errors import BatchError, ConfigError, DeviceError, ModelError, NonFinite
-from megatrain.spec import ActivationPlan, Precision, Work
+from megatrain.spec import ActivationPlan, Home, Precision, Work
 from tests.tiny import batch, equal, relative_error, stock_gradients, tiny_model, unequal_batches
 
 
@@ -293,6 +293,36 @@ def test_making_an_engine_draws_nothing_from_the_users_random_state() -> None:
     torch.manual_seed(1)
     Engine.from_model(model).close()
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_single_weights_are_set_exactly_and_others_are_refused() -> None:
+    with Engine.from_model(tiny_model(), verify=False) as engine:
+        engine.step([batch(2, 8, 0)])
+        before, value = engine.master_weights(), torch.randn(32)
+        engine.set_weights({"model.norm.weight": value})
+        assert equal(engine.master_weights(), {**before, "model.norm.weight": value})
+        for odd in ({"model.norm.weight": torch.zeros(31)}, {"model.norm.wight": value}):
+            with pytest.raises(ModelError, match=r"has no parameter model\.norm\.we?ight of shape"):
+                engine.set_weights({"lm_head.weight": torch.zeros(96, 32), **odd})
+        assert engine.master_weights()["lm_head.weight"].any()
+
+
+@pytest.mark.parametrize("home", [Home(), Home(weights="disk"), Home("device", "device", "device")])
+def test_a_weight_is_seen_where_it_lies_and_as_it_is_now(home: Home, tmp_path: Path) -> None:
+    """Pending updates applied; not where it lies elsewhere, or a device has a copy of it."""
+    model = tiny_model()
+    device: str | SimDevice = "cpu" if home == Home() else SimDevice(0)
+    policy = Policy("fp32", shares_memory=home == Home(), homes=(home,) * 5)
+    with Engine.from_model(model, device, "fp32", policy=policy, verify=False, disk=[tmp_path]) as engine:
+        engine.step([batch(2, 8, 0)])
+        view = engine.weight_view("lm_head.weight")
+        if home != Home():
+            assert view is None
+            return
+        assert view is not None
+        assert torch.equal(view, engine.master("lm_head.weight"))
+        view.zero_()
+        assert not engine.master("lm_head.weight").any()
 
 
 def test_a_state_that_an_interrupted_step_has_torn_is_refused() -> None:

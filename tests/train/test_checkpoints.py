@@ -9,8 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from megatrain.checkpoint import Retention
-from megatrain.errors import CheckpointError
+from megatrain.errors import CheckpointError, NonFinite
 from megatrain.train.checkpoints import Checkpoints
 from megatrain.train.engine import Engine
 from megatrain.train.events import Resumed, Saved, Warned
@@ -107,3 +109,44 @@ def test_a_save_that_gets_there_while_it_is_given_up_is_told(tmp_path: Path) -> 
     assert [type(event) for event in checkpoints.finish(3, timeout=0.01)] == [Saved, Warned]
     assert [type(event) for event in checkpoints.finish(3, timeout=0.01)] == [Saved]
     assert checkpoints.step == 3
+
+
+def refusing(engine: SlowEngine, folder: Path) -> tuple[Checkpoints, list[int]]:
+    """Checkpoints of an engine that cannot save any more, and the steps at which it was asked to."""
+    asked: list[int] = []
+
+    def save(folder: Path, training: Any, *, step: int, **_: Any) -> Save:
+        asked.append(step)
+        raise CheckpointError("no space is left", where=str(folder))
+
+    engine.save = save  # type: ignore[method-assign]
+    return made(engine, folder), asked
+
+
+def test_a_state_that_cannot_be_saved_is_tried_once_told_once_and_refused_as_an_end(tmp_path: Path) -> None:
+    checkpoints, asked = refusing(SlowEngine(), tmp_path)
+    checkpoints(Resumed(2, 9, str((tmp_path / "step-00000002").resolve())))
+    assert isinstance(checkpoints.save(4), Warned)
+    assert checkpoints.finish(4) == []
+    assert [type(event) for event in checkpoints.finish(5)] == [Warned]
+    assert asked == [4, 5]
+    what = "the state after step 5, the last one, was not saved; the newest checkpoint is that of step 2"
+    with pytest.raises(CheckpointError, match=f"{what}; the model is in m; .* goes on after step 2"):
+        checkpoints.refuse_unsaved(5, Path("m"))
+    checkpoints.refuse_unsaved(2)
+
+
+def test_behind_a_rollback_a_step_is_another_state_and_is_saved_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = SlowEngine()
+    engine.restore = lambda checkpoint, **_: None  # type: ignore[attr-defined]
+    checkpoints = made(engine, tmp_path)
+    checkpoints.save(4)
+    data = {"drawn": 2, "left_out": [], "loader": {}}
+    kept = SimpleNamespace(training={"run": {"step": 2, "data": data}}, folder=tmp_path / "step-00000002")
+    monkeypatch.setattr("megatrain.train.checkpoints.newest_sound", lambda folder: SimpleNamespace(checkpoint=kept))
+    assert checkpoints.roll_back(NonFinite("the loss is nan"), 5) == 2
+    checkpoints.finish(4)
+    assert engine.saved == [4, 4]
+    checkpoints.refuse_unsaved(4)

@@ -112,6 +112,16 @@ def test_speed_counts_the_wait_for_data() -> None:
     assert step.stall_share == (1.0 + 0.5) / 4
 
 
+def test_no_step_is_quicker_than_the_speed_of_light(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peak that was measured while others took the processor is too low; the quickest step then stands for it."""
+    monkeypatch.setattr(FakeEngine, "peak_flops", lambda self: 10.0)
+    flops = iter([60.0, 120.0, 60.0])
+    monkeypatch.setattr(FakeEngine, "step_flops", lambda self, micro_batches: next(flops))
+    _, told = run(steps=3)
+    shares = [event.light_share for event in told if isinstance(event, Stepped)]
+    assert shares == [1.0, 1.0, 0.5]
+
+
 def test_a_task_between_steps_slows_no_step_but_is_in_the_elapsed_time() -> None:
     clock = FakeClock()
     told: list[Event] = []
