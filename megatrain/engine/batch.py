@@ -161,8 +161,21 @@ def check_arguments(arguments: Arguments, batch: MicroBatch, own: Collection[str
             usual, fix = ENGINES[key]
             if not isinstance(value, bool | int) or value != usual:
                 raise BatchError(f"{key} cannot be honoured", where=where, fix=fix)
-        elif key not in arguments and not (key in PACKED and _says_as_positions_do(key, value, batch)):
+        elif key not in arguments and not _is_so_anyway(key, value, batch):
             raise BatchError(f"nothing reads {key}", where=where, fix=_instead_of(key, arguments, batch, own))
+
+
+def _is_so_anyway(key: str, value: Any, batch: MicroBatch) -> bool:
+    """Whether an entry that nothing reads would change nothing: it says of packed samples what their positions say, or
+    hides only the ends of rows, which no token before them sees, and no target is there."""
+    if key in PACKED:
+        return _says_as_positions_do(key, value, batch)
+    ids, labels = batch["input_ids"], batch.get("labels")
+    if key != "attention_mask" or not isinstance(value, Tensor) or value.shape != ids.shape:
+        return False
+    hidden = value.cpu() == 0
+    targets = isinstance(labels, Tensor) and bool((labels.cpu()[hidden] != IGNORED).any())
+    return not targets and not bool((hidden[:, :-1] & ~hidden[:, 1:]).any())
 
 
 def _instead_of(key: str, arguments: Arguments, batch: MicroBatch, own: Collection[str]) -> str:

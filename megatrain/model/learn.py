@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
 from megatrain.errors import MegaTrainError, ModelError, typed_line
+from megatrain.model.altered import Buffers, OwnTensors, refuse_hooks_around, refuse_shared_and_hooked
 from megatrain.model.arguments import arguments_of
 from megatrain.model.blueprint import meta_twin, registering
 from megatrain.model.ending import with_ending
@@ -60,6 +61,7 @@ def port_model(model: nn.Module, dtype: torch.dtype) -> PortedModel:
     """
     refuse_other_kinds(model)
     assert isinstance(model, PreTrainedModel)
+    refuse_shared_and_hooked(model)
     refusal: ModelError | None = None
     for stack in _stacks(model):
         try:
@@ -74,8 +76,9 @@ def port_model(model: nn.Module, dtype: torch.dtype) -> PortedModel:
 def _ported(model: PreTrainedModel, stack: str, dtype: torch.dtype) -> PortedModel:
     ported = _take_apart(model, stack, dtype)
     with _portable_attention(ported.skeleton):
-        sides, profiles, used, given = _learn_layers(ported)
-        ported.spec = _learn_spec(model, ported, _layer_specs(model, ported, profiles, used), given)
+        sides, profiles, used, given = _learn_layers(model, ported)
+        with OwnTensors(model):
+            ported.spec = _learn_spec(model, ported, _layer_specs(model, ported, profiles, used), given)
         if ported.routers_off:
             ported.balance_coefficient = _learn_balance(ported, sides)
         ported.spec = replace(ported.spec, units=with_ending(ported, sides, PROBE_TOKENS))
@@ -135,6 +138,7 @@ def _stacks(model: nn.Module) -> list[str]:
 
 def _take_apart(model: PreTrainedModel, stack: str, dtype: torch.dtype) -> PortedModel:
     """Copy the structure with meta parameters of `dtype` and put ports in the place of the layers of `stack`."""
+    refuse_hooks_around(model, stack)
     memo: dict[int, Any] = {}
     dtypes = buffer_dtypes(model, dtype)
     for parameter in model.parameters():
@@ -204,14 +208,16 @@ def _placeholder_units(layers: int) -> tuple[UnitSpec, ...]:
     return UnitSpec("prologue", "prologue", ()), *middle, UnitSpec("epilogue", "epilogue", ())
 
 
-def _learn_layers(ported: PortedModel) -> tuple[list[Sides], list[LayerProfile], list[OrderOfUse], LayerProfile]:
+def _learn_layers(
+    model: PreTrainedModel, ported: PortedModel
+) -> tuple[list[Sides], list[LayerProfile], list[OrderOfUse], LayerProfile]:
     """Run one layer of each kind: does it return the hidden state, or a tuple that starts with it?
 
     Returns what each layer records besides, where the model records anything, each layer's profile, the order in which
     it uses its parameters, and the profile of the prologue.
     """
     look = FirstLook(ported)
-    with torch.enable_grad():
+    with torch.enable_grad(), OwnTensors(model):
         _run_probe(ported, look, PROBE_TOKENS)
     for port in ported.ports:
         port.others = ()
@@ -360,9 +366,11 @@ def _learn_spec(model: PreTrainedModel, ported: PortedModel, layers: list[UnitSp
     handed_out = torch.zeros(PROBE_TOKENS, *ported.hidden_shape, dtype=capture.hidden.dtype)
     with torch.enable_grad(), Sparing(), Uses(order.reading):  # type: ignore[no-untyped-call]
         logits = ported.head(leaves, handed_out)
-    whole = HandOut(len(ported.ports), handed_out.unsqueeze(1))
-    with torch.no_grad(), Sparing():  # type: ignore[no-untyped-call]
-        ported.run(whole, ported.placeholders, {"input_ids": torch.zeros(PROBE_TOKENS, 1, dtype=torch.long)})
+    for _ in range(2):  # what a forward leaves behind, the next one must leave the same
+        whole, buffers = HandOut(len(ported.ports), handed_out.unsqueeze(1)), Buffers(ported.skeleton)
+        with torch.no_grad(), Sparing():  # type: ignore[no-untyped-call]
+            ported.run(whole, ported.placeholders, {"input_ids": torch.zeros(PROBE_TOKENS, 1, dtype=torch.long)})
+    buffers.refuse_changed(where)
     if whole.order != list(range(len(ported.ports))):
         raise ModelError("goes through its decoder layers more than once", where=where)
     in_prologue, in_epilogue = reachable_leaves(capture.hidden), reachable_leaves(logits)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from megatrain.errors import ModelError
+from megatrain.model.altered import Buffers, code_of
 from megatrain.model.moments import Sparing
 from megatrain.model.ported import PortedModel, Sides
 from megatrain.model.ports import Capture, split_hidden
@@ -35,25 +36,29 @@ class FirstLook(Capture):
         """Kind of layer -> the order in which it came to its parameters."""
         self.kinds: list[object] = []
         self.sides: list[Sides] = []
-        self._known: dict[object, tuple[Any, Sides]] = {}
+        self._known: dict[tuple[object, object], tuple[Any, Sides]] = {}
+        """By kind, and by what functions of the layer's own hold on to."""
         self._handed: list[Any] = []
 
     def visit(self, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         self._refuse_what_came_from_a_layer(args, kwargs)
         layer = self._ported.templates[index]
-        kind = (type(layer), *((name, p.shape) for name, p in layer.named_parameters()), window_of(layer))
-        if kind not in self._known:
+        code, held = code_of(layer)
+        kind = (type(layer), *((name, p.shape) for name, p in layer.named_parameters()), window_of(layer), code)
+        if (kind, held) not in self._known:
             # Grouped products want real strides. Zeros that are only read take no memory on a system with a zero page.
-            self.zeros[kind] = {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in layer.named_parameters()}
-            before = _contents((args, dict(kwargs)))
-            order = OrderOfUse(self.zeros[kind])
+            zeros = {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in layer.named_parameters()}
+            before, buffers = _contents((args, dict(kwargs))), Buffers(layer, self._ported.prefix(index))
+            order = OrderOfUse(zeros)
             with torch.no_grad(), recorded() as sides, Sparing(), Uses(order.reading):  # type: ignore[no-untyped-call]
-                output = functional_call(layer, self.zeros[kind], args, dict(kwargs))
+                output = functional_call(layer, zeros, args, dict(kwargs))
             if _contents((args, dict(kwargs))) != before:
                 raise self._refusal("layers write into an object that they are all called with")
-            self._known[kind] = output, tuple(sides)
-            self.used[kind] = order
-        output, sides_of_kind = self._known[kind]
+            buffers.refuse_changed(f"model {type(self._ported.skeleton).__name__}")
+            self._known[kind, held] = output, tuple(sides)
+            self.zeros.setdefault(kind, zeros)
+            self.used.setdefault(kind, order)
+        output, sides_of_kind = self._known[kind, held]
         port = self._ported.ports[index]
         port.returns = len(output) if isinstance(output, tuple | list) else None
         port.others = tuple(_marked(value) for value in output[1:]) if isinstance(output, tuple | list) else ()

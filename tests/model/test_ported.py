@@ -110,7 +110,7 @@ def test_a_layer_called_without_a_hidden_state_is_refused() -> None:
 
 def test_layers_that_share_a_parameter_are_refused() -> None:
     model = tiny_model()
-    model.model.layers[1].mlp = model.model.layers[0].mlp
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
     with pytest.raises(ModelError, match="layers share a parameter"):
         port_model(model, torch.float32)
 

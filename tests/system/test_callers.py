@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from megatrain import AdamW, Engine, LogProbLoss, Policy
 from megatrain.engine import LossFn, MicroBatch
@@ -27,6 +28,7 @@ from megatrain.errors import (
 )
 from megatrain.losses import DPO
 from megatrain.model.arguments import arguments_of
+from megatrain.model.twin import twin_of
 from megatrain.spec import Home
 from tests.kinds import KINDS, stock_model, tiny_config
 from tests.tiny import VOCAB, batch, equal, stock_gradients, tiny_model, unequal_batches
@@ -125,6 +127,20 @@ def test_a_flag_that_only_the_kernel_reads_reaches_it() -> None:
         expected = model(input_ids=both_ways["input_ids"], is_causal=False).logits
         found = engine.logits({key: value for key, value in both_ways.items() if key != "labels"})
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_mask_that_nothing_reads_is_taken_where_it_hides_ends_alone() -> None:
+    """An xLSTM reads no mask, and what is behind a token does not touch it."""
+    with Engine.from_model(twin_of(AutoConfig.for_model("xlstm"), 0), precision="fp32", verify=False) as engine:
+        ids = torch.randint(3, 60, (2, 8))
+        mask = torch.ones(2, 8, dtype=torch.int64)
+        mask[0, 5:] = 0
+        labels = ids.masked_fill(mask == 0, -100)
+        ended = {"input_ids": ids, "labels": labels, "attention_mask": mask}
+        assert engine.evaluate([ended]) == engine.evaluate([{"input_ids": ids, "labels": labels}])
+        for wrong in ({"attention_mask": mask.flip(1)}, {"labels": ids}):
+            with pytest.raises(BatchError, match="nothing reads attention_mask"):
+                engine.evaluate([{**ended, **wrong}])
 
 
 @pytest.mark.parametrize("kind", KINDS)
