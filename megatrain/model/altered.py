@@ -14,9 +14,14 @@ from types import FunctionType, MethodType
 from typing import Any
 from weakref import ReferenceType, ref
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from megatrain.errors import MegaTrainError, ModelError
+from megatrain.model.ported import PortedModel
+from megatrain.model.ports import HandOut
 from megatrain.model.uses import Uses
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -24,8 +29,8 @@ LIBRARIES = ("torch", "transformers")
 
 
 def refuse_shared_and_hooked(model: nn.Module) -> None:
-    """Raise `ModelError` for a gradient hook on a parameter that trains, and for a module with parameters at two places
-    (`torch.func.functional_call` does not put back the second one's)."""
+    """Raise `ModelError` for a gradient hook on a parameter that trains, for two parameters in one memory, and for a
+    module with parameters at two places (`torch.func.functional_call` does not put back the second one's)."""
     where = f"model {type(model).__name__}"
     places: dict[int, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -33,7 +38,11 @@ def refuse_shared_and_hooked(model: nn.Module) -> None:
         if first != name and next(module.parameters(), None) is not None:
             what = f"{first} is in the model twice, also as {name}"
             raise ModelError(what, where=where, fix="give each place a module of its own (copy.deepcopy)")
+    memory: dict[int, str] = {}
     for name, parameter in model.named_parameters():
+        if _in_memory(parameter) and (first := memory.setdefault(parameter.data_ptr(), name)) != name:
+            what = f"parameter {name} lies in the memory of {first}, and the two would be trained apart"
+            raise ModelError(what, where=where, fix="tie them by one nn.Parameter for both")
         if parameter.requires_grad and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
             raise ModelError(
                 f"parameter {name} has a gradient hook, which would never be called",
@@ -139,15 +148,21 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 def code_of(layer: nn.Module) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """What tells the code of layers apart that are of one class.
 
-    First what decides which ops it runs: the classes inside, and functions put into the instances. Then the same with
-    what those functions hold on to, which differs where each layer has been given one of its own.
+    First what decides which ops it runs: the classes inside, switches of those that are not the libraries', and
+    functions put into the instances. Then what tells functions of the same code apart, which may hold on to things.
     """
     code: list[Any] = []
     held: list[int] = []
     for name, module in layer.named_modules():
-        code.append((name, type(module).__module__, type(module).__qualname__))
+        if _of_library(type(module)):  # a parametrized module's class is its own and called alike
+            code.append((name, type(module).__module__, type(module).__qualname__))
+        else:
+            switches = [(key, each) for key, each in vars(module).items() if isinstance(each, bool | str)]
+            code.append((name, type(module), tuple(switches)))
         own = [value for key, value in vars(module).items() if key not in _OF_EVERY_MODULE and _is_code(value)]
         for value in [*own, *_hooks(module)]:
+            if isinstance(value, partial) and not _of_library(value):
+                held.append(id(value))
             for function in _functions(value):
                 code.append(getattr(function, "__code__", type(function)))
                 if not _of_library(function):
@@ -179,3 +194,43 @@ def _hooks(module: nn.Module) -> list[Any]:
 def _of_library(function: Any) -> bool:
     (inner, *_) = _functions(function)
     return str(getattr(inner, "__module__", "")).partition(".")[0] in LIBRARIES
+
+
+def refuse_mixing(ported: PortedModel, hidden: Tensor) -> None:
+    """Raise `ModelError` for code outside the libraries, behind the layers, that looks at more than one token at a time:
+    the head is given tokens one by one. hidden: zeros [tokens, *hidden_shape].
+
+    Weights are random rows that repeat, so that a product with a large one takes no memory.
+    """
+    skeleton = ported.skeleton
+    code, held = code_of(skeleton)
+    if not held and all(isinstance(part[1], str) for part in code if isinstance(part, tuple)):
+        return
+    rows = {name: torch.randn(each.shape[-1:], dtype=each.dtype) for name, each in ported.placeholders.items()}
+    weights = {name: rows[name].expand(each.shape) for name, each in ported.placeholders.items()}
+    hidden, ids = torch.randn_like(hidden), torch.zeros(1, len(hidden), dtype=torch.long)
+    with torch.no_grad(), ported.evaluation_mode(), _RepeatedRows():
+        torch.manual_seed(0)
+        apart = ported.head(weights, hidden).float()
+        torch.manual_seed(0)
+        whole = ported.run(HandOut(len(ported.ports), hidden.unsqueeze(0)), weights, {"input_ids": ids}).logits.float()
+    if not torch.allclose(apart, whole.reshape(apart.shape), rtol=0.05, atol=0.05 * float(apart.abs().max())):
+        raise ModelError(
+            "code behind its layers looks at more than one token at a time, and tokens go through the head in chunks",
+            where=f"model {type(skeleton).__name__}",
+            fix="put that code into a layer, or remove it",
+        )
+
+
+class _RepeatedRows(TorchFunctionMode):
+    """In the block, a product with a weight whose rows are all the same is made of one of them."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is not functional.linear or args[1].dim() != 2 or args[1].stride(0):
+            return func(*args, **(kwargs or {}))
+        x, weight = args[:2]
+        bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
+        product = functional.linear(x, weight[:1]).expand(*x.shape[:-1], len(weight)).clone()
+        return product if bias is None else product + bias

@@ -57,6 +57,7 @@ def compiled_call(
     graphs = dynamo.utils.counters["stats"]
     before, began = graphs["unique_graphs"], time.perf_counter()
     limits = {"recompile_limit": MOST_COMPILATIONS, "fail_on_recompile_limit_hit": True}
+    limits["skip_nnmodule_hook_guards"] = False  # one layer's hooks are not another's
     try:
         with dynamo.config.patch(**limits):
             output = _compiled()(layer, dict(weights), args, dict(kwargs))

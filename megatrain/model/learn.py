@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
 from megatrain.errors import MegaTrainError, ModelError, typed_line
-from megatrain.model.altered import Buffers, OwnTensors, refuse_hooks_around, refuse_shared_and_hooked
+from megatrain.model.altered import Buffers, OwnTensors, refuse_hooks_around, refuse_mixing, refuse_shared_and_hooked
 from megatrain.model.arguments import arguments_of
 from megatrain.model.blueprint import meta_twin, registering
 from megatrain.model.ending import with_ending
@@ -248,7 +248,8 @@ def _learn_layers(
             kinds = (whole,) if given.padded is None else (whole, padded)
             runs = [called(rows, tokens) for rows in kinds for tokens in LENGTHS]
             key = [(run.hidden, run.calls[index].form) for run in runs]
-            known[kind], parts[kind] = learned(layer, key, partial(learn, layer, look.zeros.pop(kind), index))
+            with OwnTensors(model):
+                known[kind], parts[kind] = learned(layer, key, partial(learn, layer, look.zeros.pop(kind), index))
     ported.parts = [parts[kind] for kind in look.kinds]
     profiles = [
         replace(known[kind], window=windows.get(index, known[kind].window)) for index, kind in enumerate(look.kinds)
@@ -371,6 +372,7 @@ def _learn_spec(model: PreTrainedModel, ported: PortedModel, layers: list[UnitSp
         with torch.no_grad(), Sparing():  # type: ignore[no-untyped-call]
             ported.run(whole, ported.placeholders, {"input_ids": torch.zeros(PROBE_TOKENS, 1, dtype=torch.long)})
     buffers.refuse_changed(where)
+    refuse_mixing(ported, handed_out)
     if whole.order != list(range(len(ported.ports))):
         raise ModelError("goes through its decoder layers more than once", where=where)
     in_prologue, in_epilogue = reachable_leaves(capture.hidden), reachable_leaves(logits)
@@ -411,6 +413,8 @@ def _layer_specs(
     units = []
     for index, template in enumerate(ported.templates):
         prefix, params, parameters = ported.prefix(index), [], dict(template.named_parameters())
+        if not parameters:
+            raise ModelError(f"its layer {prefix.rstrip('.')} has no parameters", where=f"model {type(model).__name__}")
         for name in in_order_of_use(parameters, used[index].names):
             parameter = parameters[name]
             if id(parameter) in seen:

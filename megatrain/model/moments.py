@@ -311,9 +311,9 @@ def letting_go(leaves: Sequence[Tensor]) -> Iterator[None]:
             hook.remove()
 
 
-def _let_go(gradient: Tensor) -> Tensor:
-    """In the place of a weight's gradient, which has been added up by now."""
-    return torch.zeros((), dtype=gradient.dtype).expand(gradient.shape)
+def _let_go(gradient: Tensor | None) -> Tensor | None:
+    """In the place of a weight's gradient, which has been added up by now, if there is one."""
+    return None if gradient is None else torch.zeros((), dtype=gradient.dtype).expand(gradient.shape)
 
 
 def growth(less: int, more: int, lengths: tuple[int, int]) -> tuple[float, float, float]:

@@ -166,6 +166,9 @@ HONOURED: dict[str, Alter] = {
     "a parametrization": lambda m: parametrize.register_parametrization(
         m.model.layers[1].mlp.up_proj, "weight", Scaled()
     ),
+    "a parameter that nothing uses": lambda m: m.model.layers[1].mlp.register_parameter(
+        "extra", nn.Parameter(torch.ones(5))
+    ),
     "one parameter under two names of a layer": lambda m: setattr(
         m.model.layers[1].mlp.up_proj, "weight", m.model.layers[1].mlp.gate_proj.weight
     ),
@@ -230,6 +233,32 @@ def shared_with_the_head(model: PreTrainedModel) -> None:
     model.model.layers[1].input_layernorm = model.model.norm
 
 
+def in_one_memory(model: PreTrainedModel) -> None:
+    model.lm_head.weight.data = model.model.embed_tokens.weight.data
+
+
+def without_parameters(model: PreTrainedModel) -> None:
+    class Nothing(nn.Module):
+        attention_type = "full_attention"
+
+        def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
+            return hidden_states
+
+    model.model.layers[1] = Nothing()
+
+
+def reads_with_a_graph(model: PreTrainedModel) -> None:
+    """A hook that reads what nobody trains only where gradients are wanted."""
+    other = model.model.layers[0].mlp.up_proj
+    model.model.layers[1].mlp.up_proj.register_forward_hook(
+        lambda module, args, output: output + other(args[0]) if torch.is_grad_enabled() else output
+    )
+
+
+def centred(model: PreTrainedModel) -> None:
+    model.model.norm.register_forward_hook(lambda module, args, output: output - output.mean(1, keepdim=True))
+
+
 REFUSED: dict[str, tuple[Alter, str]] = {
     "a gradient hook": (
         lambda m: m.model.embed_tokens.weight.register_hook(lambda gradient: gradient * 0),
@@ -251,6 +280,20 @@ REFUSED: dict[str, tuple[Alter, str]] = {
     "one parameter in two layers": (
         lambda m: setattr(m.model.layers[2].mlp.up_proj, "weight", m.model.layers[0].mlp.up_proj.weight),
         r"layers share a parameter: model\.layers\.2\.mlp\.up_proj\.weight is",
+    ),
+    "two parameters in one memory": (
+        in_one_memory,
+        r"lm_head\.weight lies in the memory of model\.embed_tokens\.weight",
+    ),
+    "a layer without parameters": (without_parameters, r"its layer model\.layers\.1 has no parameters"),
+    "a hook that reads where gradients are wanted": (
+        reads_with_a_graph,
+        r"reads model\.layers\.0\.mlp\.up_proj\.weight",
+    ),
+    "a last norm over tokens": (centred, "behind its layers looks at more than one token"),
+    "a head over tokens": (
+        lambda m: m.lm_head.register_forward_hook(lambda mod, args, out: out.cumsum(1)),
+        "behind its layers looks at more than one token",
     ),
     "a hook on the model": (lambda m: m.register_forward_hook(lambda *_: None), r"the model has a hook"),
     "a hook on the inner model": (
@@ -292,6 +335,28 @@ def test_a_layer_with_code_of_its_own_is_not_taken_for_the_first_one() -> None:
         found = engine.gradients(unequal_batches())
     for each, gradient in expected.items():
         assert relative_error(found[each], gradient) < 2e-6, each
+
+
+class Switched(Low):
+    """Token-wise in one layer and not in another."""
+
+    def __init__(self, mlp: nn.Module, mixes: bool) -> None:
+        super().__init__(mlp)
+        self.mixes = mixes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + x.mean(1, keepdim=True) if self.mixes else x)
+
+
+def test_layers_of_one_class_with_other_switches_are_not_alike() -> None:
+    model = tiny_model()
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp = Switched(layer.mlp, index == 2)
+    _, expected = stock_gradients(model, unequal_batches())
+    policy = Policy("fp32", mlp_chunk_tokens=3, shares_memory=True)
+    with Engine.from_model(model, precision="fp32", policy=policy, verify=False) as engine:
+        found = engine.gradients(unequal_batches())
+    assert all(relative_error(found[name], expected[name]) < 2e-6 for name in expected)
 
 
 def test_what_is_said_of_an_altered_model_is_of_its_class() -> None:

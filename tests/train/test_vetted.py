@@ -121,8 +121,8 @@ def test_what_is_not_as_its_class_is_checked_each_time(make: Counting, tmp_path:
     assert not customised(model)
     model.model.layers[0].mlp.forward = types.MethodType(type(model.model.layers[0].mlp).forward, model.model)
     assert customised(model)
-    assert short_check(model, make, tmp_path) == Checked("checked")
-    assert short_check(model, make, tmp_path) == Checked("checked")
+    for _ in range(2):
+        assert "its class is computed right" in short_check(model, make, tmp_path).why
     assert not list(tmp_path.iterdir())
 
 
