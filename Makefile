@@ -10,7 +10,7 @@ OUT    ?= bench/results
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-all test-cpus bench gpu lint
+.PHONY: help venv quickstart test test-cuda test-all test-cpus bench gpu lint
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -30,6 +30,11 @@ quickstart: venv  ## train a small model on this machine, or go on with it
 
 test: venv  ## what CI runs: everything that is neither slow nor for a GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -n $(WORKERS) --dist loadfile $(ARGS)
+
+test-cuda: venv  ## the GPU tests, on a CUDA device that is not there (a C++ compiler is needed; tests/standin_cuda)
+	$(BIN)/python -m tests.standin_cuda  # built once, and not by each worker
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.standin_cuda.plugin tests/gpu tests/standin_cuda \
+	    tests/train/test_resident.py -m gpu -n $(WORKERS) --dist load $(ARGS)
 
 test-all: venv  ## everything, with the thorough property tests
 	$(BIN)/python -m pytest --hypothesis-profile=thorough $(ARGS)

@@ -112,6 +112,13 @@ class Device(Protocol):
     def allocate_again(self, nbytes: int, owner: str) -> torch.Tensor:
         """Host memory in place of what had better be freed, uint8[nbytes], uninitialised."""
 
+    def staged(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The same values on the host, from where a copy to the device holds up nobody: in one piece of page-locked
+        memory, where there is such a thing."""
+
+    def landing(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Within work: a few numbers on the host, which are there once this work is done."""
+
     def tidy(self) -> None:
         """A good moment to give memory that layers have freed back to the system; costs some milliseconds."""
 

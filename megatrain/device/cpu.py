@@ -121,6 +121,12 @@ class CpuDevice:
         start = -block.ctypes.data % ALIGNMENT
         return torch.from_numpy(block[start : start + nbytes])
 
+    def staged(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return list(tensors)
+
+    def landing(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
     def tidy(self) -> None:
         heap.trim()
         if self._keeping is None:  # not sooner: what loading a model frees is of no use to a step

@@ -21,6 +21,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from itertools import accumulate
 
 import torch
 
@@ -39,6 +40,9 @@ from megatrain.device.worker import (
 from megatrain.errors import DeviceError, MegaTrainError, OutOfDeviceMemory
 
 COPIES = ("fetch", "grad")
+ALIGNMENT = 64
+"""Of a tensor among those that are staged, in bytes."""
+
 MOST_STALLS = 4096
 """Stall intervals that are kept as pairs of CUDA events before the finished ones are summed up."""
 
@@ -129,7 +133,7 @@ class ComputeStream:
             self._stalled_seconds += before.elapsed_time(after) / 1e3
 
     def stalled_seconds(self) -> float:
-        self._stream.synchronize()
+        """Of the stalls that are over; on a device at rest these are all."""
         self._sum_up()
         seconds, self._stalled_seconds = self._stalled_seconds, 0.0
         return seconds
@@ -280,6 +284,25 @@ class CudaDevice:
 
     def allocate_again(self, nbytes: int, owner: str) -> torch.Tensor:
         return self.allocate_host(nbytes, owner)
+
+    def staged(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if not tensors:
+            return []
+        starts = [0, *accumulate(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)]
+        with torch.cuda.device(self.torch_device):  # by whose driver the memory is locked
+            memory = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+            found = [
+                memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                for start, tensor in zip(starts, tensors, strict=False)
+            ]
+            for each, tensor in zip(found, tensors, strict=True):
+                each.copy_(tensor, non_blocking=True)
+            if any(tensor.is_cuda for tensor in tensors):
+                torch.cuda.current_stream().synchronize()
+        return found
+
+    def landing(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
     def tidy(self) -> None:
         return  # the caching allocator keeps what it has

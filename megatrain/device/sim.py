@@ -220,6 +220,12 @@ class SimDevice:
     def allocate_again(self, nbytes: int, owner: str) -> Tensor:
         return self.allocate_host(nbytes, owner)
 
+    def staged(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return list(tensors)
+
+    def landing(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
     def tidy(self) -> None:
         return
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatrain.device import Device
 from megatrain.errors import BatchError
 from megatrain.model import Arguments
 from megatrain.spec import ModelSpec, Rows, Work
@@ -58,6 +59,20 @@ def listed(micro_batches: Iterable[MicroBatch]) -> list[MicroBatch]:
         check_mapping(batch, f"micro-batch {index}")
         found.append(batch)
     return found
+
+
+def staged(device: Device, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """The micro-batches with their tensors where a device copies them from (`Device.staged`)."""
+    plain = [(index, key) for index, batch in enumerate(batches) for key, value in batch.items() if _is_plain(value)]
+    found = [dict(batch) for batch in batches]
+    tensors = device.staged([batches[index][key] for index, key in plain])
+    for (index, key), tensor in zip(plain, tensors, strict=True):
+        found[index][key] = tensor
+    return list(found)
+
+
+def _is_plain(value: object) -> bool:
+    return type(value) is Tensor and value.layout == torch.strided and value.device.type in ("cpu", "cuda")
 
 
 def check_mapping(batch: object, where: str) -> None:
@@ -129,6 +144,16 @@ def shifted(labels: Tensor) -> Tensor:
     targets = torch.full_like(labels, IGNORED)
     targets[:, :-1] = labels[:, 1:]
     return targets
+
+
+def targets_of(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The positions of a micro-batch that have a target, counted through all rows, and the targets; int64[targets].
+
+    labels: int64[batch, length].
+    """
+    targets = shifted(labels).reshape(-1)
+    places = (targets != IGNORED).nonzero().squeeze(-1)
+    return places, targets[places]
 
 
 def model_inputs(batch: MicroBatch, device: torch.device) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from megatrain.engine.activations import Activations
 from megatrain.engine.batch import MicroBatch
 from megatrain.engine.gated import OPEN, Gates
 from megatrain.engine.gradients import GradSink, UnitSum
-from megatrain.engine.losses import Found, LossFn
+from megatrain.engine.losses import LossFn
 
 
 @dataclass(slots=True)
@@ -31,12 +31,16 @@ class Current:
     """Per micro-batch, what the sum of its losses counts for: its target tokens, or what the loss function says."""
     router_weights: Sequence[float] = ()
     """Per micro-batch, what its router auxiliary loss counts for, in units of the divisors."""
+    targets: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Per micro-batch, what `targets_of` says, staged for the device; empty where compute reads host memory."""
+    landed: Tensor | None = None
+    """The loss on the host, once the last LOSS is done."""
     loss: Tensor | None = None
     """Sum of the losses so far, float64 scalar on the device; made by the first LOSS."""
-    reported: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    """Micro-batch -> what the loss function reports of it, sums, float64 scalars on the device."""
+    reported: dict[int, tuple[tuple[str, ...], Tensor]] = field(default_factory=dict)
+    """Micro-batch -> names of what the loss function reports of it, and sums, float64[names], landed like the loss."""
     router_losses: dict[int, Tensor] = field(default_factory=dict)
-    """Micro-batch -> its router auxiliary loss without the coefficient, float64 scalars on the device."""
+    """Micro-batch -> its router auxiliary loss without the coefficient, float64 scalars, landed like the loss."""
     activations: Activations = field(default_factory=Activations)
     sums: dict[int, UnitSum] = field(default_factory=dict)
     kept: int = 1
@@ -46,8 +50,3 @@ class Current:
     loss_is_finite: bool = False
     gates: Gates = OPEN
     """Of the call that is under way."""
-
-    def count(self, micro: int, found: Found) -> None:
-        """Add what a LOSS has found to what the step's have so far."""
-        self.loss = found.loss if self.loss is None else self.loss + found.loss
-        self.reported[micro] = found.sums

@@ -19,11 +19,12 @@ from megatrain.layout import Layout
 class GradSink(Protocol):
     """Receives finished gradients. Called on the host stream, one unit at a time."""
 
-    def norm(self, unit: int, gradient: Tensor) -> None:
+    def norm(self, unit: int, gradient: Tensor, loss: Tensor | None) -> None:
         """A unit's gradient has landed: flat tensor [layout.trained.size], bfloat16 or float32, on the host or, for a
-        unit that is updated there, on the device.
+        unit that is updated there, on the device, where the step's `loss` is, too. On the host the loss has been found
+        to be finite.
 
-        Raises `NonFinite`.
+        Raises `NonFinite`, of a unit on the device perhaps later.
         """
 
     def update(self, unit: int, gradient: Tensor, parts: Mapping[str, Tensor]) -> None:

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatrain.engine.batch import IGNORED
 from megatrain.schedule.workspace import LOSS_BLOCK_NUMEL
 
 Head = Callable[[Tensor], Tensor]
@@ -45,18 +44,21 @@ class Chunks:
     """Weights of the head that train."""
     hidden: Tensor
     """[tokens, hidden size]."""
+    places: Tensor
+    """The positions that have a target, int64[targets] on the host."""
     targets: Tensor
-    """int64[tokens] on the host."""
+    """The targets, int64[targets] on the host."""
     size: int
     """Tokens of a chunk."""
     rewind: Callable[[], None] = lambda: None
     """Makes the next pass draw what this one has drawn."""
 
     def __iter__(self) -> Iterator[Part]:
-        places, device = (self.targets != IGNORED).nonzero().squeeze(-1), self.hidden.device
-        for part in places.split(self.size) if len(places) else ():
-            chosen, targets = (each.to(device, non_blocking=True) for each in (part, self.targets[part]))
-            yield Part(part, chosen, targets)
+        device = self.hidden.device
+        for start in range(0, len(self.places), self.size):
+            part = slice(start, start + self.size)
+            chosen, targets = (each[part].to(device, non_blocking=True) for each in (self.places, self.targets))
+            yield Part(self.places[part], chosen, targets)
 
 
 WORKSPACE_NUMEL = LOSS_BLOCK_NUMEL
@@ -139,7 +141,7 @@ def loss_and_gradients(chunks: Chunks, scale: float) -> tuple[Tensor, Tensor]:
 
 def log_probs(chunks: Chunks) -> Tensor:
     """The log-probability of each target, float32[tokens] on the device of the hidden states; 0 where there is none."""
-    found = torch.zeros(len(chunks.targets), dtype=torch.float32, device=chunks.hidden.device)
+    found = torch.zeros(len(chunks.hidden), dtype=torch.float32, device=chunks.hidden.device)
     for part in chunks:
         logits = chunks.head(chunks.hidden[part.chosen])
         for rows, work in _blocks(logits):

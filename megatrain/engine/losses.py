@@ -193,7 +193,9 @@ def _checked(returned: Returned, loss_fn: LossFn, *, needs_graph: bool = False) 
 
 
 def _on(batch: MicroBatch, device: torch.device) -> dict[str, Any]:
-    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
+    return {
+        key: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value for key, value in batch.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -20,7 +20,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatrain.device import Device
 from megatrain.engine.activations import Graph, pack, unpack
-from megatrain.engine.batch import MicroBatch, count_targets, for_model, model_inputs, shifted
+from megatrain.engine.answers import HostAnswers
+from megatrain.engine.batch import MicroBatch, count_targets, for_model, model_inputs, targets_of
 from megatrain.engine.current import Current
 from megatrain.engine.executor import Executor
 from megatrain.engine.formed import Forming, Homes
@@ -28,7 +29,7 @@ from megatrain.engine.gated import OPEN, Gates, undisturbed, unwinding
 from megatrain.engine.gradients import GradSink, UnitSum, send_to_sum
 from megatrain.engine.held import DTYPE_OF_NBYTES, PART_LETTERS, access_of, part_of
 from megatrain.engine.loss import Chunks
-from megatrain.engine.losses import LossFn, StepResult, differentiate, divisor_of, measure, own_entries
+from megatrain.engine.losses import Found, LossFn, StepResult, differentiate, divisor_of, measure, own_entries
 from megatrain.engine.passing import PassingCall, calls_of
 from megatrain.engine.place import place_of
 from megatrain.engine.weights import Bound, UnitBinder, names_weights
@@ -88,8 +89,11 @@ class Streamer:
         scale = 1.0 / (total or 1.0)
         routed = divisors if router_weights is None else [weight * total for weight in router_weights]
         now = Current(seen, labels, sink, number, scale, loss_fn, micro_batches, divisors, routed)
+        if not self.device.shares_memory:
+            staged = iter(self.device.staged([each for found in map(targets_of, labels) for each in found]))
+            now.targets = list(zip(staged, staged, strict=True))
         self._execute(schedule, now)
-        return StepResult(self._finite_loss(now) / (total or 1.0), tokens, *_reports(now))
+        return StepResult(_finite_loss(now) / (total or 1.0), tokens, *_reports(now))
 
     def under_way(self) -> tuple[list[tuple[str, str, float]], float]:
         """(op, stream, seconds) of each stream that is at one, and the seconds since any began or ended."""
@@ -170,9 +174,9 @@ class Streamer:
         written = {access.content: access for access in op.writes}
         output = written[f"h{unit + 1}.{micro}"].buffer
         if unit == 0:
-            inputs = model_inputs(now.micro_batches[micro], self.device.torch_device)
+            inputs, answers = self._inputs(now, micro)
             weights = self._views(now, op, held, 0)
-            with self._gate(now, op, held):
+            with answers, self._gate(now, op, held):
                 alive.inputs[output], alive.calls[micro] = self.ported.prologue(weights, inputs)
             return
         hidden = self._input(now, op, held)
@@ -197,6 +201,15 @@ class Streamer:
         now.gates.end()
         if offloaded := written.get(f"h{unit}.{micro}"):
             alive.forms[unit, micro] = pack(hidden, part_of(held, offloaded), self.spec.units[unit].name)
+
+    def _inputs(self, now: Current, micro: int) -> tuple[dict[str, Any], AbstractContextManager[object]]:
+        """A micro-batch on the device, and what answers the model's questions about it."""
+        batch = now.micro_batches[micro]
+        inputs = model_inputs(batch, self.device.torch_device)
+        return inputs, self._answers((each, batch[key]) for key, each in inputs.items() if isinstance(each, Tensor))
+
+    def _answers(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> AbstractContextManager[object]:
+        return HostAnswers(pairs) if self.device.torch_device.type == "cuda" else nullcontext()
 
     def _input(self, now: Current, op: Op, held: Held) -> Tensor:
         """The input of a layer, [batch, length, hidden size], from where this op reads it: also from a kept graph."""
@@ -263,17 +276,30 @@ class Streamer:
             for each in forming:
                 around.enter_context(each)
             found = differentiate(now.loss_fn, chunks, now.own[micro], now.scale)
-            now.count(micro, found)
+            self._count(now, micro, found)
             assert found.gradient is not None
             now.activations.gradients[micro] = found.gradient.view_as(hidden)
             self._balance(now, leaves, micro)
+            assert now.loss is not None
+            now.landed = self.device.landing(now.loss)
         self._close_finished(now, op)
+
+    def _count(self, now: Current, micro: int, found: Found) -> None:
+        """Add what a LOSS has found to what the step's have so far."""
+        now.loss = found.loss if now.loss is None else now.loss + found.loss
+        if found.sums:
+            now.reported[micro] = tuple(found.sums), self.device.landing(torch.stack(list(found.sums.values())))
 
     def _chunks(self, now: Current, op: Op, weights: dict[str, Tensor], trained: list[Tensor], flat: Tensor) -> Chunks:
         """The head over a micro-batch, whose hidden states are `flat` [tokens, hidden size]."""
-        head, rewind = partial(self.ported.head, weights), partial(self._reseed, now, op.unit, op.micro)
-        targets = shifted(now.labels[op.micro]).reshape(-1)
-        return Chunks(head, trained, flat, targets, self.policy.loss_chunk_tokens, rewind)
+
+        def head(hidden: Tensor) -> Tensor:
+            with self._answers(()):
+                return self.ported.head(weights, hidden)
+
+        places, targets = now.targets[op.micro] if now.targets else targets_of(now.labels[op.micro])
+        rewind = partial(self._reseed, now, op.unit, op.micro)
+        return Chunks(head, trained, flat, places, targets, self.policy.loss_chunk_tokens, rewind)
 
     def _balance(self, now: Current, weights: dict[str, Tensor], micro: int) -> None:
         """Add the router auxiliary loss of a micro-batch; its sides become gradients.
@@ -288,8 +314,9 @@ class Streamer:
         sides = [tuple(side.detach().requires_grad_() for side in alive.sides.pop((unit, micro))) for unit in layers]
         leaves = [side for of_layer in sides for side in of_layer]
         with torch.enable_grad():
-            inputs = model_inputs(now.micro_batches[micro], self.device.torch_device)
-            plain = self.ported.balance(weights, inputs, sides)
+            inputs, answers = self._inputs(now, micro)
+            with answers:
+                plain = self.ported.balance(weights, inputs, sides)
             loss = coefficient * plain * now.router_weights[micro]
             if now.sink is not None:
                 found = torch.autograd.grad(loss * now.scale, leaves, allow_unused=True, materialize_grads=True)
@@ -300,17 +327,19 @@ class Streamer:
                 }
         assert now.loss is not None
         now.loss = now.loss + loss.detach().double()
-        now.router_losses[micro] = plain.detach().double()
+        now.router_losses[micro] = self.device.landing(plain.detach().double())
 
     def _loss_only(self, now: Current, op: Op, weights: dict[str, Tensor], hidden: Tensor) -> None:
         """The loss, or the next logits, without gradients. `hidden` [batch, length, ...]."""
         if now.labels:
             chunks = self._chunks(now, op, weights, [], hidden.flatten(0, 1))
-            now.count(op.micro, measure(now.loss_fn, chunks, now.own[op.micro]))
+            self._count(now, op.micro, measure(now.loss_fn, chunks, now.own[op.micro]))
             passes = isinstance(now.gates, PassingCall)  # then the head, which is dropped there, would come once more
             self._balance(
                 now, {name: self.ported.placeholders[name] for name in weights} if passes else weights, op.micro
             )
+            assert now.loss is not None
+            now.landed = self.device.landing(now.loss)
         else:
             last = hidden[:, -now.kept :]
             now.logits = self.ported.head(weights, last.flatten(0, 1)).view(*last.shape[:2], -1)
@@ -350,8 +379,8 @@ class Streamer:
         leaves = self._binders[0].leaves(self._weights(op, held, 0)) if there else self._unseen_leaves()
         self._reseed(now, 0, op.micro)
         trained, homes = self._binders[0].trained(leaves), Homes()
-        with torch.enable_grad(), self._gate(now, op, held), self._forming(trained, homes):
-            inputs = model_inputs(now.micro_batches[op.micro], self.device.torch_device)
+        inputs, answers = self._inputs(now, op.micro)
+        with torch.enable_grad(), answers, self._gate(now, op, held), self._forming(trained, homes):
             hidden, _ = self.ported.prologue(leaves, inputs)
         now.gates.add()
         homes.total = total = self._sum(now, op, held, 0)
@@ -383,11 +412,12 @@ class Streamer:
                 now.sums.pop(int(access.content[1:])).close()
 
     def _norm(self, now: Current, op: Op, held: Held) -> None:
-        if not now.loss_is_finite:
-            self._finite_loss(now)  # before any gradient of this step is used
-            now.loss_is_finite = True
         assert now.sink is not None
-        now.sink.norm(op.unit, self._landed(op, held))
+        gradient = self._landed(op, held)
+        if op.stream == "host" and not now.loss_is_finite:
+            _finite_loss(now)  # before any gradient of this step is used
+            now.loss_is_finite = True
+        now.sink.norm(op.unit, gradient, now.loss)
 
     def _update(self, now: Current, op: Op, held: Held) -> None:
         assert now.sink is not None
@@ -424,15 +454,6 @@ class Streamer:
         owns = any(access.content == f"w{op.unit}" for access in op.reads)
         return now.gates.around(self._weights(op, held, op.unit)) if owns else nullcontext()
 
-    def _finite_loss(self, now: Current) -> float:
-        loss = 0.0 if now.loss is None else now.loss.item()
-        if not math.isfinite(loss):
-            what = f"the loss is {loss}"
-            if now.sink is None:
-                raise NonFinite(what, where="evaluation", fix="inspect the batch and the weights")
-            raise NonFinite(what, fix="nothing was updated; lower the learning rate or inspect the batch")
-        return loss
-
     def _locate(self, buffer: str, start: int, content: str) -> str:
         return place_of(self.spec, self._layouts, self._running, buffer, start, content, self.dtype.itemsize)
 
@@ -440,20 +461,27 @@ class Streamer:
         self.device.seed(hash((self.seed, now.number, unit, micro)) & 0x7FFF_FFFF_FFFF_FFFF)
 
 
+def _finite_loss(now: Current) -> float:
+    """The loss of a step whose last LOSS is done. Raises `NonFinite`."""
+    loss = 0.0 if now.landed is None else now.landed.item()
+    if not math.isfinite(loss):
+        what = f"the loss is {loss}"
+        if now.sink is None:
+            raise NonFinite(what, where="evaluation", fix="inspect the batch and the weights")
+        raise NonFinite(what, fix="nothing was updated; lower the learning rate or inspect the batch")
+    return loss
+
+
 def _reports(now: Current) -> tuple[dict[str, float], tuple[dict[str, float], ...]]:
     """`metrics` and `by_micro_batch` of a `StepResult`."""
-    found = [(micro, name, value) for micro, sums in sorted(now.reported.items()) for name, value in sums.items()]
-    routed = sorted(now.router_losses.items())
-    scalars = [*(value for *_, value in found), *(value for _, value in routed)]
-    numbers = iter(torch.stack(scalars).tolist() if scalars else ())  # one wait for the device
     sums: dict[str, float] = {}
     each: tuple[dict[str, float], ...] = tuple({} for _ in now.divisors)
-    for micro, name, _ in found:
-        number = next(numbers)
-        sums[name] = sums.get(name, 0.0) + number
-        each[micro][name] = number / (now.divisors[micro] or 1.0)
-    for micro, _ in routed:
-        each[micro]["aux_loss"] = next(numbers)
+    for micro, (names, values) in sorted(now.reported.items()):
+        for name, number in zip(names, values.tolist(), strict=True):
+            sums[name] = sums.get(name, 0.0) + number
+            each[micro][name] = number / (now.divisors[micro] or 1.0)
+    for micro, loss in sorted(now.router_losses.items()):
+        each[micro]["aux_loss"] = loss.item()
     return {name: number * now.scale for name, number in sums.items()}, each
 
 

@@ -197,9 +197,9 @@ def _of_library(function: Any) -> bool:
 
 
 def refuse_mixing(ported: PortedModel, hidden: Tensor) -> None:
-    """Raise `ModelError` for code outside the libraries, behind the layers, that looks at more than one token at a time:
-    the head is given tokens one by one. hidden: zeros [tokens, *hidden_shape].
+    """Raise `ModelError` for code behind the layers, outside the libraries, that looks at several tokens at a time.
 
+    The head is given tokens one by one. hidden: zeros [tokens, *hidden_shape].
     Weights are random rows that repeat, so that a product with a large one takes no memory.
     """
     skeleton = ported.skeleton

@@ -28,7 +28,7 @@ PLACES_NBYTES = 40
 HEAD_FLOATS = 5
 """Float32 values per token and channel that the norm in front of a head makes and keeps of which nothing is known."""
 INDEX_NBYTES = 8
-"""A target, or the place of one: LOSS has both of all tokens of a micro-batch, and once more of a chunk's."""
+"""A target, or the place of one: LOSS has both of all tokens of a micro-batch, on a GPU those of a chunk."""
 ROW_NBYTES = 4 + 4 + 8 + 4
 """Per row of a float32 block of logits: its sum, its target's exponent, its number, and what is there of its target."""
 SCALARS_NBYTES = 64
@@ -120,10 +120,10 @@ def loss_nbytes(model: ModelSpec, policy: Policy, work: Work, micro: int, *, tra
         made = max(
             made, *(ceil(each.nbytes(chunk, 1, chunk)) - _not_made(model, policy, each, formed) for each in moments)
         )
-    made += INDEX_NBYTES * (2 * tokens + (1 if policy.shares_memory else 2) * chunk)
+    made += 2 * INDEX_NBYTES * (tokens if policy.shares_memory else chunk)
     balancing = profile.host_balance_moments if policy.shares_memory else profile.balance_moments
     length = min(work.length or tokens, tokens)
-    targets = INDEX_NBYTES * tokens
+    targets = 2 * INDEX_NBYTES * tokens if policy.shares_memory else 0
     return max(made, *(targets + ceil(each.nbytes(tokens, length, tokens)) for each in balancing), 1)
 
 

@@ -27,11 +27,13 @@ def update_on_device(
     precision: Precision,
     scalars: StepScalars,
     segments: Sequence[tuple[int, int, bool]],
+    sound: Tensor | None = None,
 ) -> None:
     """One AdamW step in place on a unit.
 
     parts: `hi`, `low` (in bf16) and `moments` (m, then v), uint8 on the device. gradient: flat, bfloat16 or float32,
-    as long as what trains. segments: (start, stop, decays) in elements.
+    as long as what trains. segments: (start, stop, decays) in elements. sound: a bool on the device; where it is false
+    nothing changes, which the host need not know.
     """
     trained = gradient.numel()
     moments = parts["moments"].view(torch.float32)
@@ -40,21 +42,27 @@ def update_on_device(
         for begin in range(start, stop, CHUNK):
             part = slice(begin, min(begin + CHUNK, stop))
             keep = float(scalars.decay) if decays else 1.0
+            kind, halves = (torch.float32, ["hi"]) if precision == "fp32" else (torch.int16, ["hi", "low"])
+            weight = [parts[half].view(kind)[part] for half in halves]
+            before = [(each, each.clone()) for each in (m[part], v[part], *weight)] if sound is not None else []
             change = _change(m[part], v[part], gradient[part].to(torch.float32), scalars)
             if precision == "fp32":
-                weight = parts["hi"].view(torch.float32)[part]
-                weight.mul_(keep).sub_(change)
+                weight[0].mul_(keep).sub_(change)
             else:
-                hi, low = parts["hi"].view(torch.int16)[part], parts["low"].view(torch.int16)[part]
+                hi, low = weight
                 split_to(join(hi, low).mul_(keep).sub_(change), hi, low)
+            for each, was in before:
+                assert sound is not None
+                torch.where(sound, each, was, out=each)
 
 
-def sum_of_squares_on_device(gradient: Tensor) -> float:
-    """The sum of squares of a flat gradient: each square exact in float64, their sum rounded in the device's order."""
+def sum_of_squares_on_device(gradient: Tensor) -> Tensor:
+    """The sum of squares of a flat gradient: each square exact in float64, their sum rounded in the device's order.
+    A float64 scalar on the device."""
     total = torch.zeros((), dtype=torch.float64, device=gradient.device)
     for begin in range(0, gradient.numel(), CHUNK):
         total += gradient[begin : begin + CHUNK].to(torch.float64).square_().sum()
-    return float(total.item())
+    return total
 
 
 def join(hi: Tensor, low: Tensor) -> Tensor:

@@ -33,7 +33,9 @@ class OptimizerSink:
         optimizer: AdamW,
         max_grad_norm: float | None,
         threads: int,
+        landing: Callable[[Tensor], Tensor],
     ) -> None:
+        """landing: see `Device`."""
         self.optimizer, self.max_grad_norm, self.threads = optimizer, max_grad_norm, threads
         self.updates = 0
         """Updates applied or pending; the step number of the newest."""
@@ -52,6 +54,13 @@ class OptimizerSink:
         self.before_update: Callable[[int], None] = lambda unit: None
         """Called with a unit that is about to change; may block until it may."""
         self._squares: dict[int, float] = {}
+        self._landing = landing
+        self._on_their_way: dict[int, Tensor] = {}
+        """Sums of squares of units on the device, which are landed when the device has come to rest."""
+        self._sound: dict[int, Tensor] = {}
+        """Of units that are updated on the device as their gradient lands, whether it is finite: bool, there."""
+        self._let_through: set[int] = set()
+        """Those of them whose update has run, and has changed them if their gradient was finite."""
         self._updated: set[int] = set()
         self._scalars: StepScalars | None = None
         self._next_lr = optimizer.lr
@@ -66,23 +75,26 @@ class OptimizerSink:
         if not self.pending:  # an interrupted step whose updates were all applied counts as a step
             self.updates = max([self.updates, *(self.applied[unit] for unit in self.trained)])
         scalars = self.optimizer.scalars(lr=lr, step=self.updates + 1)
-        self._squares.clear()
+        for found in (self._squares, self._on_their_way, self._sound):
+            found.clear()
         self._updated.clear()
         self._next_lr = lr
         if not self._deferred:
             self._scalars = scalars
 
-    def norm(self, unit: int, gradient: Tensor) -> None:
-        """Sum the squares of a unit's gradient. Raises `NonFinite`."""
-        squares = self._squared(unit, gradient)
-        if not math.isfinite(squares):
-            raise self._refusal(unit)
-        self._squares[unit] = squares
-
-    def _squared(self, unit: int, gradient: Tensor) -> float:
+    def norm(self, unit: int, gradient: Tensor, loss: Tensor | None) -> None:
+        """Sum the squares of a unit's gradient. Raises `NonFinite`; of a unit on the device `finish` does."""
         if self._on_device[unit]:
-            return sum_of_squares_on_device(gradient)
-        return sum_of_squares(_as_numpy(gradient), self.threads)
+            squares = sum_of_squares_on_device(gradient)
+            if loss is not None:
+                squares += 0 * loss  # of a loss that is not finite no gradient is used either
+            self._on_their_way[unit] = self._landing(squares)
+            if not self._deferred:
+                self._sound[unit] = squares.isfinite()
+            return
+        self._squares[unit] = sum_of_squares(_as_numpy(gradient), self.threads)
+        if not math.isfinite(self._squares[unit]):
+            raise self._refusal(unit)
 
     def update(self, unit: int, gradient: Tensor, parts: Mapping[str, Tensor]) -> None:
         """Apply AdamW to a unit, where its state is, with the scalars of the step that the gradient belongs to.
@@ -94,7 +106,11 @@ class OptimizerSink:
         assert self._scalars is not None
         self.before_update(unit)
         if self._on_device[unit]:
-            update_on_device(parts, gradient, self._precision, self._scalars, self._segments[unit])
+            sound = self._sound.get(unit)
+            update_on_device(parts, gradient, self._precision, self._scalars, self._segments[unit], sound)
+            if sound is not None:
+                self._let_through.add(unit)
+                return
         else:
             self._update_on_host(unit, gradient, parts)
         self.pending.discard(unit)
@@ -122,8 +138,24 @@ class OptimizerSink:
         self.pending.clear()
         self.applied = [updates if ranges else 0 for ranges in self._segments]
 
+    def at_rest(self) -> None:
+        """The device has come to rest, whether the step has succeeded or not: what it has decided is known."""
+        self._squares |= {unit: float(squares) for unit, squares in self._on_their_way.items()}
+        for unit in sorted(self._let_through):
+            if math.isfinite(self._squares[unit]):
+                self._updated.add(unit)
+                self.applied[unit] += 1
+        for found in (self._on_their_way, self._sound, self._let_through):
+            found.clear()
+
     def finish(self) -> float:
-        """All gradients of the step have landed: fix the clipping factor. Returns the global norm before clipping."""
+        """All gradients of the step have landed: fix the clipping factor. Returns the global norm before clipping.
+
+        Raises `NonFinite` for the gradient of a unit on the device.
+        """
+        for unit in sorted(self._squares, reverse=True):
+            if not math.isfinite(self._squares[unit]):
+                raise self._refusal(unit)
         total = math.sqrt(math.fsum(self._squares.values()))
         if self._deferred:
             scale = 1.0 if self.max_grad_norm is None else clip_scale(total, self.max_grad_norm)
@@ -177,7 +209,7 @@ class GradientCollector:
         self._names = [unit.name for unit in model.units]
         self.gradients: dict[str, Tensor] = {}
 
-    def norm(self, unit: int, gradient: Tensor) -> None:
+    def norm(self, unit: int, gradient: Tensor, loss: Tensor | None) -> None:
         if not bool(gradient.isfinite().all()):
             raise NonFinite("the gradient is not finite", where=self._names[unit])
         for field in self._fields[unit]:

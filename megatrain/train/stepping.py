@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatrain.device import Device, timed
 from megatrain.engine import KeepLogProbs, LossFn, MicroBatch, StepResult, Streamer, check_inputs, check_micro_batches
-from megatrain.engine.batch import check_arguments, check_mapping, for_model, listed
+from megatrain.engine.batch import check_arguments, check_mapping, for_model, listed, staged
 from megatrain.engine.losses import check_loss, own_entries
 from megatrain.errors import BatchError, ModelError, NonFinite
 from megatrain.memory import Disk, Store
@@ -99,8 +99,11 @@ class Stepping:
         before = self._written_nbytes
         wants_times = self.leaves_times or self._trace is not None
         with self._weights_blamed(), timed(self._device) if wants_times else nullcontext():
-            result = self._streamer.run(schedule, batches, self._sink, self._steps, loss_fn, router_weights)
-        norm = self._sink.finish()
+            try:
+                result = self._streamer.run(schedule, batches, self._sink, self._steps, loss_fn, router_weights)
+            finally:
+                self._sink.at_rest()
+            norm = self._sink.finish()
         self._steps += 1
         trace, timeline = self._trace, self._streamer.timeline
         if trace is not None and timeline is not None and trace.add(timeline):
@@ -218,7 +221,7 @@ class Stepping:
         if trains and not self.spec.trained_numel:
             raise ModelError("every parameter is frozen", where=f"model {self.spec.name}", fix="freeze fewer of them")
         check_loss(loss_fn)
-        batches = listed(micro_batches)
+        batches = staged(self._device, listed(micro_batches))
         work = check_micro_batches(self.spec, batches)
         if router_weights is not None and len(router_weights) != len(batches):
             what = f"{len(router_weights)} router_weights for {len(batches)} micro-batches"

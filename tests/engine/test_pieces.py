@@ -49,6 +49,7 @@ def test_chunks_give_the_loss_and_gradients_of_one_piece_and_skip_what_is_no_tar
     weight = torch.randn(16, 8)
     hidden, targets = torch.randn(12, 8), torch.randint(0, 16, (12,))
     targets[[0, 5, 11]] = -100
+    places = (targets != -100).nonzero().squeeze(-1)
     results = []
     for chunk in (2, 100):
         leaf = weight.clone().requires_grad_()
@@ -58,10 +59,10 @@ def test_chunks_give_the_loss_and_gradients_of_one_piece_and_skip_what_is_no_tar
             seen.append(len(part))
             return part @ leaf.T
 
-        loss, gradient = loss_and_gradients(Chunks(head, [leaf], hidden, targets, chunk), 1 / 9)
+        loss, gradient = loss_and_gradients(Chunks(head, [leaf], hidden, places, targets[places], chunk), 1 / 9)
         assert sum(seen) == 9
         assert not gradient[[0, 5, 11]].any()
-        alone = loss_only(Chunks(lambda part: part @ weight.T, [], hidden, targets, chunk))
+        alone = loss_only(Chunks(lambda part: part @ weight.T, [], hidden, places, targets[places], chunk))
         torch.testing.assert_close(alone, loss)
         results.append((loss, gradient, leaf.grad))
     for left, right in zip(*results, strict=True):
@@ -91,7 +92,8 @@ def test_the_largest_tensor_of_the_head_is_a_chunk_not_all_tokens() -> None:
         targets = torch.randint(0, vocab, (tokens,))
         with Watching() as watching:
             hidden = torch.randn(tokens, width)
-            loss_and_gradients(Chunks(lambda part: part @ leaf.T, [leaf], hidden, targets, chunk), 1.0)
+            chunks = Chunks(lambda part: part @ leaf.T, [leaf], hidden, torch.arange(tokens), targets, chunk)
+            loss_and_gradients(chunks, 1.0)
         return watching.largest
 
     assert largest(64) == largest(1024) <= 4 * vocab * max(chunk, width)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from megatrain import Engine, Policy
-from megatrain.engine.batch import shifted
+from megatrain.engine.batch import shifted, targets_of
 from megatrain.engine.losses import Chunks, differentiate
 from megatrain.errors import BatchError, ConfigError, LossError
 from megatrain.losses import DPO, REFERENCE, LogitsLoss, LogProbLoss, SmoothedCrossEntropy, target_mask, with_reference
@@ -264,7 +264,7 @@ def test_a_head_that_draws_draws_the_same_in_both_passes() -> None:
     torch.stack(losses).sum().backward()
     rewind()
     parts = lambda found, _: torch.stack([p.sum().square() for p in found[:, 1:].flatten().split(4)]).sum()  # noqa: E731
-    found = differentiate(parts, Chunks(head, [], hidden, targets, 4, rewind), each, 1.0)
+    found = differentiate(parts, Chunks(head, [], hidden, *targets_of(labels), 4, rewind), each, 1.0)
     assert found.gradient is not None
     assert leaf.grad is not None
     assert relative_error(found.gradient, leaf.grad) < 1e-6

@@ -1,0 +1,248 @@
+"""On a GPU: what surrounds a step. Failures, memory, checkpoints, losses, trainers, commands, a second device."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain import AdamW, Engine, Policy
+from megatrain.device import peak
+from megatrain.device import probe as measures
+from megatrain.engine import step as engine_step
+from megatrain.errors import MegaTrainError, NonFinite, OutOfDeviceMemory, StreamFailed
+from megatrain.losses import DPO, with_reference
+from megatrain.spec import Home
+from tests import standin_cuda
+from tests.tiny import batch, equal, stock_gradients, tiny_model, unequal_batches
+
+pytestmark = pytest.mark.gpu
+
+ON_DEVICE = (Home("device", "device", "device"),) * 5
+
+
+def small(precision: Any = "bf16", clip: float | None = 0.5, **how: Any) -> Engine:
+    model = tiny_model(attn_implementation="eager")
+    policy = Policy(precision, shard_nbytes=4096, loss_chunk_tokens=8, **how)
+    return Engine.from_model(model, "cuda:0", precision, AdamW(lr=1e-2), clip, policy, seed=2, verify=False)
+
+
+def step(engine: Engine) -> float:
+    return engine.step(unequal_batches(2)).loss
+
+
+# Failures -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind", ["FETCH", "FORWARD", "LOSS", "BACKWARD", "GRAD", "NORM", "UPDATE", "OFFLOAD", "RELOAD"]
+)
+def test_a_failure_in_any_stream_is_told_and_costs_one_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken on purpose")
+
+    how: dict[str, Any] = {"activation_rows": (("offload",),)}
+    with small(**how) as engine, small(**how) as other:
+        step(engine)
+        step(other)
+        with monkeypatch.context() as patch:
+            patch.setitem(engine_step.ACTIONS, kind, broken)
+            with pytest.raises(StreamFailed, match="broken on purpose"):
+                step(engine)
+        losses = [step(each) for each in (engine, other) for _ in range(2)]
+        assert losses[:2] == losses[2:]
+        assert equal(engine.master_weights(), other.master_weights())
+
+
+@pytest.mark.parametrize("how", [{}, {"homes": ON_DEVICE}], ids=["host", "device"])
+@pytest.mark.parametrize("update", ["next_forward", "during_backward"])
+def test_a_gradient_that_is_not_finite_changes_nothing(how: dict[str, Any], update: Any) -> None:
+    """Where state is on the device, the device alone knows in time."""
+    clip = 0.5 if update == "next_forward" else None
+
+    def endless(log_probs: torch.Tensor, _: Any) -> torch.Tensor:
+        """A loss that is infinite."""
+        return -(log_probs * 1e38 * 1e5).sum()
+
+    def wild(log_probs: torch.Tensor, _: Any) -> torch.Tensor:
+        """A finite loss, whose gradient is not."""
+        return -log_probs.sum() + (log_probs - log_probs.detach()).abs().sqrt().sum()
+
+    with small("fp32", clip, update=update, **how) as engine:
+        step(engine)
+        before = engine.master_weights()
+        applied = engine.applied_updates()
+        for loss in (endless, wild):
+            with pytest.raises(NonFinite):
+                engine.step(unequal_batches(2), loss_fn=loss)
+            assert engine.applied_updates() == applied
+            assert equal(engine.master_weights(), before)
+        assert step(engine) > 0
+        assert not equal(engine.master_weights(), before)
+
+
+# Memory -------------------------------------------------------------------------------------------------------------
+
+
+def test_too_large_a_policy_is_refused_and_the_device_goes_on() -> None:
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    hog = torch.empty(max(1, int(free) - (24 << 20)), dtype=torch.uint8, device="cuda")
+    wide = tiny_model(hidden_size=1024, intermediate_size=4096)
+    with pytest.raises(MegaTrainError) as raised:
+        Engine.from_model(wide, "cuda:0", "bf16", policy=Policy("bf16", weight_slots=4), verify=False)
+    assert isinstance(raised.value, OutOfDeviceMemory) or "bytes" in str(raised.value)
+    del hog
+    torch.cuda.empty_cache()
+    with small() as engine:
+        assert step(engine) > 0
+
+
+def test_memory_comes_back_engine_after_engine() -> None:
+    for _ in range(3):
+        with small(homes=ON_DEVICE) as engine:
+            step(engine)
+        del engine
+        gc.collect()
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated()
+        assert held <= 64 << 20  # cuBLAS keeps a workspace for each stream
+    assert held == torch.cuda.memory_allocated()
+
+
+# State and losses ---------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_goes_on_with_the_same_bits_elsewhere(tmp_path: Path) -> None:
+    with small() as engine:
+        step(engine)
+        folder = engine.save(tmp_path).wait()
+        expected = [step(engine) for _ in range(2)], engine.master_weights()
+    policy = Policy("bf16", homes=ON_DEVICE, loss_chunk_tokens=8)
+    again = Engine.from_checkpoint(
+        folder, device="cuda:0", max_grad_norm=0.5, policy=policy, attention="eager", verify=False
+    )
+    with again as engine:
+        found = [step(engine) for _ in range(2)], engine.master_weights()
+    assert found[0] == expected[0]
+    assert equal(found[1], expected[1])
+
+
+def test_preference_steps_are_those_of_the_cpu() -> None:
+    results = []
+    for device in ("cpu", "cuda:0"):
+        with Engine.from_model(tiny_model(), device, "fp32", AdamW(lr=1e-2), verify=False) as engine:
+            given = with_reference(
+                [batch(4, 12, 0), batch(2, 9, 1)], engine.log_probs([batch(4, 12, 0), batch(2, 9, 1)])
+            )
+            outs = [engine.step(given, loss_fn=DPO(0.5)) for _ in range(3)]
+            results.append([value for out in outs for value in (out.loss, *out.metrics.values())])
+    assert results[1] == pytest.approx(results[0], rel=1e-3, abs=1e-5)
+
+
+def test_batches_that_are_on_the_device_already_are_taken() -> None:
+    there = [{key: value.cuda() for key, value in each.items()} for each in unequal_batches(2)]
+    with small() as engine, small() as other:
+        assert engine.step(there).loss == step(other)
+
+
+def test_evaluation_and_logits_are_the_stock_models() -> None:
+    model = tiny_model()
+    loss, _ = stock_gradients(model, unequal_batches(2))
+    ids = batch(2, 9, 3)["input_ids"]
+    with Engine.from_model(model, "cuda:0", "fp32", verify=False) as engine:
+        assert engine.evaluate(unequal_batches(2)) == pytest.approx(loss, rel=1e-5)
+        found = engine.logits({"input_ids": ids}).cpu()
+    torch.testing.assert_close(found, model.eval()(ids).logits.detach(), rtol=1e-4, atol=1e-4)
+
+
+# What a user starts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("default")  # the library's own, of which some come with each release
+def test_a_trainer_gives_the_losses_of_the_cpu(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate", reason="a Trainer needs accelerate")
+    from megatrain.hf import StreamedTrainer
+
+    losses = []
+    for use_cpu in (True, False):
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path / str(use_cpu)), max_steps=4, logging_steps=1, per_device_train_batch_size=2,
+            gradient_accumulation_steps=2, learning_rate=5e-3, report_to="none", disable_tqdm=True, use_cpu=use_cpu,
+            save_strategy="no",
+        )  # fmt: skip
+        rows = [{key: value[0] for key, value in batch(1, 10, seed).items()} for seed in range(16)]
+        trainer = StreamedTrainer(
+            model=tiny_model(), args=arguments, train_dataset=rows, engine_options={"verify": False}
+        )
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert len(losses[0]) == 4
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_the_command_line_trains_and_probes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatrain.cli import main
+    from megatrain.config import save_config
+    from tests.run.test_run import configuration
+
+    config = configuration(tmp_path, train={"device": "cuda:0"})
+    save_config(config, tmp_path / "config.yaml")
+    assert _status(main, "train", str(tmp_path / "config.yaml")) == 0, capsys.readouterr().err
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert any("loss" in line for line in metrics)
+    if standin_cuda.installed() is not None:  # as large as a cpu's: it is one
+        for table in (value for value in vars(measures).values() if isinstance(value, dict) and "cuda" in value):
+            monkeypatch.setitem(table, "cuda", table["cpu"])
+        monkeypatch.setitem(peak.SIZES, "cuda", 64)
+    probed = tmp_path / "hardware.json"
+    words = ("probe", "--device", "cuda:0", "--path", str(tmp_path), "--output", str(probed), "--seconds", "2")
+    assert _status(main, *words) == 0, capsys.readouterr().err
+    assert probed.is_file()
+
+
+def _status(main: Any, *words: str) -> int:
+    """What the command line exits with."""
+    before, sys.argv = sys.argv, ["megatrain", *words]
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    finally:
+        sys.argv = before
+    return 0
+
+
+OTHER = """
+import torch
+from megatrain import Engine
+from tests.tiny import tiny_model, unequal_batches
+with Engine.from_model(tiny_model(), "cuda:1", verify=False) as engine:
+    for _ in range(2):
+        engine.step(unequal_batches(2))
+    engine.generate(unequal_batches(1)[0]["input_ids"], max_new_tokens=2)
+    assert torch.cuda.memory_allocated(1) > 0
+assert torch.cuda.memory_reserved(0) == 0, torch.cuda.memory_reserved(0)
+"""
+
+
+def test_of_two_devices_only_the_one_that_is_named_is_touched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "other.py").write_text(OTHER)
+    words = [sys.executable, str(tmp_path / "other.py")]
+    if standin_cuda.installed() is not None:
+        monkeypatch.setenv("STANDIN_DEVICES", "2")
+        words[1:1] = ["-m", "tests.standin_cuda"]
+    elif torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    done = subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,0 +1,84 @@
+"""On a GPU: no policy changes what is trained, whichever model it is.
+
+Attention is eager, since fused kernels sum their gradients in any order. One policy of each family runs beside the
+plainest one; on the cpu and the simulated device they are compared by the hundred (`tests/system`).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from megatrain import AdamW, Engine, Policy
+from megatrain.memory import Disk
+from megatrain.spec import Home
+from tests.tiny import equal, tiny_model, unequal_batches
+
+pytestmark = pytest.mark.gpu
+
+SMALL: dict[str, Any] = {"shard_nbytes": 2048, "loss_chunk_tokens": 8}
+ON_DEVICE, CACHED, ON_DISK = Home("device", "device", "device"), Home("device"), Home("disk", "disk", "disk", "disk")
+MIXED = (("offload", "graph"), ("input",), ("drop",))
+STORED = (("chosen", "attention"),)
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "one slot": {"weight_slots": 1, "grad_slots": 1},
+    "many slots, graphs kept": {"weight_slots": 4, "grad_slots": 3, "activations": "keep"},
+    "offloaded, kept and dropped": {"activation_rows": MIXED, "recompute_slots": 1},
+    "chosen outputs": {"activation_rows": STORED},
+    "gates by shards": {"gates": "shard", "weight_slots": 1, "activation_rows": MIXED},
+    "a ring": {"gates": "shard", "read_ahead_nbytes": 8192, "activations": "recompute"},
+    "through slabs": {"transit": "slabs", "slabs": 1},
+    "pageable": {"transit": "pageable"},
+    "kept on the device": {"homes": (CACHED,) * 5},
+    "resident": {"homes": (ON_DEVICE,) * 5},
+    "a layer resident, others on disk": {"homes": (Home(), ON_DEVICE, ON_DISK, Home(moments="disk"), Home())},
+    "on disk": {"homes": (ON_DISK,) * 5},
+    "parts in chunks": {"mlp_chunk_tokens": 3},
+}
+
+
+def trained(family: str, precision: str, update: str, folder: Path, **how: Any) -> dict[str, Tensor]:
+    """Weights after three steps and an evaluation, and the losses."""
+    clip = 0.5 if update == "next_forward" else None
+    policy = Policy(precision, update=update, **{**SMALL, **how})  # type: ignore[arg-type]
+    dropout = {"resid_pdrop": 0.3, "embd_pdrop": 0.2, "attn_pdrop": 0.1} if family == "gpt2" else {}
+    model = tiny_model(family, attn_implementation="eager", **dropout)
+    disk = [Disk([folder])] if any("disk" in str(home) for home in policy.homes) else []
+    options: dict[str, Any] = {"disk": disk[0]} if disk else {}
+    with Engine.from_model(
+        model, "cuda:0", policy.precision, AdamW(lr=1e-2), clip, policy, seed=3, verify=False, **options
+    ) as engine:
+        losses = [engine.step(unequal_batches(count)).loss for count in (2, 3, 2)]
+        return engine.master_weights() | {"losses": Tensor([*losses, engine.evaluate(unequal_batches(2))])}
+
+
+@cache
+def plainest(family: str, precision: str, update: str) -> dict[str, Tensor]:
+    return trained(family, precision, update, Path())
+
+
+@pytest.mark.parametrize("update", ["next_forward", "during_backward"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_changes_no_bit(name: str, update: str, tmp_path: Path) -> None:
+    family = "gpt2" if name in ("offloaded, kept and dropped", "gates by shards", "one slot") else "llama-tied"
+    if name == "through slabs":
+        family = "mixtral-balanced"
+    if name == "parts in chunks":  # a product of fewer rows rounds otherwise
+        found = [trained(family, "fp32", update, tmp_path, **POLICIES[name], weight_slots=slots) for slots in (1, 2)]
+    else:
+        precision = "fp32" if update == "during_backward" else "bf16"
+        found = [trained(family, precision, update, tmp_path, **POLICIES[name]), plainest(family, precision, update)]
+    assert equal(*found)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "mixtral", "qwen3-moe"])
+def test_gates_and_residents_change_no_bit_of_other_families(family: str, tmp_path: Path) -> None:
+    units = len(tiny_model(family).model.layers) + 2
+    homes = (Home(), ON_DEVICE, CACHED, *(Home(),) * (units - 3))
+    how: dict[str, Any] = {"gates": "shard", "weight_slots": 1, "homes": homes, "activations": "keep"}
+    assert equal(trained(family, "bf16", "next_forward", tmp_path, **how), plainest(family, "bf16", "next_forward"))
