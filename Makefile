@@ -7,6 +7,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 OUT    ?= bench/results
+# Seconds for one test: a hang is a failure, with the stacks of all threads.
+PYTEST := $(BIN)/python -m pytest --timeout=300
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
@@ -29,15 +31,15 @@ quickstart: venv  ## train a small model on this machine, or go on with it
 	$(BIN)/megatrain train configs/quickstart.yaml resume=auto $(ARGS)
 
 test: venv  ## what CI runs: everything that is neither slow nor for a GPU
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -n $(WORKERS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTEST) -m "not slow and not gpu" -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-cuda: venv  ## the GPU tests, on a CUDA device that is not there (a C++ compiler is needed; tests/standin_cuda)
 	$(BIN)/python -m tests.standin_cuda  # built once, and not by each worker
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.standin_cuda.plugin tests/gpu tests/standin_cuda \
+	OMP_NUM_THREADS=1 $(PYTEST) -p tests.standin_cuda.plugin tests/gpu tests/standin_cuda \
 	    tests/train/test_resident.py -m gpu -n $(WORKERS) --dist load $(ARGS)
 
 test-all: venv  ## everything, with the thorough property tests
-	$(BIN)/python -m pytest --hypothesis-profile=thorough $(ARGS)
+	$(PYTEST) --hypothesis-profile=thorough $(ARGS)
 
 # Instruction sets of oneDNN and of PyTorch, and OpenMP's threads: what other processors would run. A processor runs those
 # that it has itself and those below.

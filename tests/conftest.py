@@ -10,7 +10,11 @@ import random
 import sys
 
 import pytest
-from hypothesis import HealthCheck, settings
+
+try:
+    from hypothesis import HealthCheck, settings
+except ModuleNotFoundError:  # `make gpu` asks for torch, transformers, numba and pytest alone
+    settings = None  # type: ignore[assignment,misc]
 
 # Before any test module imports the libraries that read them.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -18,11 +22,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait must no
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads and a fork warn about each other
 
 # Timing on a shared machine says nothing about a property, hence no deadline and no complaint about slowness.
-settings.register_profile(
-    "ci", max_examples=20, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.register_profile("thorough", max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("ci")  # `--hypothesis-profile` overrides it
+if settings is not None:
+    settings.register_profile(
+        "ci", max_examples=20, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.register_profile("thorough", max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("ci")  # `--hypothesis-profile` overrides it
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

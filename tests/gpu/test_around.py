@@ -191,6 +191,7 @@ def test_a_trainer_gives_the_losses_of_the_cpu(tmp_path: Path) -> None:
 def test_the_command_line_trains_and_probes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("typer", reason="the command line needs typer")
     from megatrain.cli import main
     from megatrain.config import save_config
     from tests.run.test_run import configuration

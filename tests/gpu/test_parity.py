@@ -66,6 +66,7 @@ def test_a_failure_on_a_copy_thread_surfaces_and_the_engine_recovers(monkeypatch
         assert engine.step(unequal_batches()).tokens > 0
 
 
+@pytest.mark.silicon
 def test_copies_run_beside_compute(tmp_path: Path) -> None:
     """From a real trace: most of the copying in a step happens while layers compute."""
     model = tiny_model(hidden_size=1024, intermediate_size=4096, num_hidden_layers=12, num_attention_heads=16)

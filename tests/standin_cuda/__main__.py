@@ -2,7 +2,7 @@
 
     python -m tests.standin_cuda -m megatrain train config.yaml
     python -m tests.standin_cuda script.py ARGUMENT ...
-    python -m tests.standin_cuda              # only builds it
+    python -m tests.standin_cuda              # only builds it, where that is possible
 
 Exits with 3 where the program ended well and accesses were found that do not wait for each other.
 """
@@ -16,6 +16,9 @@ from tests import standin_cuda
 
 
 def main(arguments: list[str]) -> int:
+    if reason := standin_cuda.unavailable():
+        print(f"no stand-in CUDA device: {reason}", file=sys.stderr)
+        return 2 if arguments else 0
     device = standin_cuda.install()
     if not arguments:
         return 0

@@ -1,0 +1,36 @@
+"""The bounds that `python -m bench.launches` prints the figures of: waits, pageable copies, kernels, bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench import launches
+from tests import standin_cuda
+
+STANDIN = standin_cuda.installed()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(STANDIN is None, reason="needs the stand-in: make test-cuda"),
+]
+
+WAYS = [
+    *(("dense", name) for name in launches.POLICIES),
+    ("experts", "graphs kept"),
+    ("experts", "recompute"),
+    ("hybrid", "recompute"),
+]
+
+
+@pytest.mark.parametrize(("model", "policy"), WAYS)
+def test_a_step_waits_once_copies_nothing_pageable_and_launches_what_the_stock_model_does(
+    model: str, policy: str
+) -> None:
+    found = launches.row(model, policy)
+    assert found.hidden_waits == 0
+    assert found.waits <= 2
+    assert found.pageable_copies == 0
+    if policy == "resident":  # whose kernels are the optimizer's too, and whose weights stay
+        return
+    assert found.kernels <= 1.1 * found.stock_kernels
+    assert found.in_ratio <= (1.2 if policy == "offload" else 1.05)
+    assert found.out_ratio <= (1.2 if policy == "offload" else 1.05)
