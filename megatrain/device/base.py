@@ -139,6 +139,9 @@ class Device(Protocol):
     def stalled_seconds(self) -> float:
         """Time that compute has spent waiting for events since the last call."""
 
+    def exact_float32(self) -> AbstractContextManager[None]:
+        """In the block, products and convolutions of float32 numbers are that, on every thread (no TF32)."""
+
     def preserved_random_state(self) -> AbstractContextManager[None]:
         """On leaving the block, random state is what it was on entering, on the host and on the device."""
 

@@ -121,6 +121,9 @@ class CpuDevice:
         start = -block.ctypes.data % ALIGNMENT
         return torch.from_numpy(block[start : start + nbytes])
 
+    def exact_float32(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def staged(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return list(tensors)
 

@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -328,6 +329,18 @@ class CudaDevice:
         torch.default_generator.manual_seed(value)
         with torch.cuda.device(self.torch_device):
             torch.cuda.manual_seed(value)
+
+    @contextmanager
+    def exact_float32(self) -> Iterator[None]:
+        switches: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn]
+        before = [each.allow_tf32 for each in switches]
+        for each in switches:
+            each.allow_tf32 = False  # for convolutions it is true by default
+        try:
+            yield
+        finally:
+            for each, allowed in zip(switches, before, strict=True):
+                each.allow_tf32 = allowed
 
     @contextmanager
     def preserved_random_state(self) -> Iterator[None]:

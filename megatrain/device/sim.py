@@ -220,6 +220,9 @@ class SimDevice:
     def allocate_again(self, nbytes: int, owner: str) -> Tensor:
         return self.allocate_host(nbytes, owner)
 
+    def exact_float32(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def staged(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return list(tensors)
 

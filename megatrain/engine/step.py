@@ -137,7 +137,8 @@ class Streamer:
             self.device.tidy()  # what other work has freed will not fit this as well
         self._running = schedule
         calls = calls_of(schedule, self._layouts, self.dtype, self.device.alongside, run, self.policy.gates)
-        with self.device.preserved_random_state(), self.region(), unwinding(calls):
+        exact = self.device.exact_float32() if self.policy.precision == "fp32" else nullcontext()
+        with exact, self.device.preserved_random_state(), self.region(), unwinding(calls):
             self.timeline = self._executor.run(schedule, act)
 
     # Disk -----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@
 * every read finds the content it expects: it has been written, and nothing has overwritten it since;
 * every gradient leaves once: each byte of a unit's gradient reaches its home once, and is used by one `UPDATE` at most;
 * the waits order every conflicting pair of ops, whatever the streams do;
+* nothing goes backward between the phases of another backward pass: on a GPU autograd has one thread for the device,
+  which is inside that pass and would never come to this one;
 * no tier holds more than its capacity.
 
 A violation raises `ScheduleError` with the ops around the culprit printed and the culprit marked.
@@ -20,12 +22,17 @@ from itertools import pairwise
 from megatrain.errors import ScheduleError
 from megatrain.schedule.ops import Access, Op, Schedule
 from megatrain.schedule.order import unordered
+from megatrain.schedule.phases import calls_in
 from megatrain.schedule.show import show_schedule
 from megatrain.spec import Tier
+
+BACKWARD = ("LOSS", "BACKWARD")
+"""Calls that run a backward pass."""
 
 
 def check(schedule: Schedule, capacity: Mapping[Tier, int] | None = None) -> None:
     """Prove the schedule right, or raise `ScheduleError`. `capacity` maps tiers to bytes; absent means unlimited."""
+    _check_phases(schedule)
     _check_contents(schedule)
     _check_gradients(schedule)
     for earlier, later in unordered(schedule):
@@ -36,6 +43,18 @@ def check(schedule: Schedule, capacity: Mapping[Tier, int] | None = None) -> Non
             raise ScheduleError(
                 f"{tier} memory peaks at {peak:,} bytes", where="schedule", fix=f"its capacity is {nbytes:,} bytes"
             )
+
+
+def _check_phases(schedule: Schedule) -> None:
+    places = {id(op): index for index, op in enumerate(schedule.ops)}
+    for phases in calls_in(schedule.ops):
+        if phases[0].kind not in BACKWARD:
+            continue
+        inside = range(places[id(phases[0])] + 1, places[id(phases[-1])])
+        for index in inside:
+            op = schedule.ops[index]
+            if op.kind in BACKWARD and not any(op is phase for phase in phases):
+                raise _refusal(schedule, index, f"goes backward between the phases of {phases[0].name}")
 
 
 @dataclass(slots=True)

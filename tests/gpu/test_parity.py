@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,32 @@ def test_loss_and_gradients_equal_the_stock_model_in_fp32(family: str) -> None:
         found = engine.gradients(unequal_batches())
         assert engine.evaluate(unequal_batches()) == pytest.approx(loss, rel=1e-5)
     assert max(relative_error(found[name], expected[name]) for name in expected) < 1e-5
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_float32_is_float32_whatever_the_user_has_set(precision: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products and convolutions; in bf16 the user's choice stands. Afterwards it is as it was."""
+    switches: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn]
+    seen = []
+    plain = engine_step.Streamer._backward
+
+    def noted(*args: object) -> None:
+        seen.append([each.allow_tf32 for each in switches])
+        plain(*args)  # type: ignore[arg-type]
+
+    before = [each.allow_tf32 for each in switches]
+    monkeypatch.setitem(engine_step.ACTIONS, "BACKWARD", noted)
+    try:
+        for each in switches:
+            each.allow_tf32 = True
+        with Engine.from_model(tiny_model(), "cuda:0", precision, verify=False) as engine:
+            engine.step(unequal_batches())
+        assert [each.allow_tf32 for each in switches] == [True, True]
+    finally:
+        for each, allowed in zip(switches, before, strict=True):
+            each.allow_tf32 = allowed
+    assert seen
+    assert all(each == [precision == "bf16"] * 2 for each in seen)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

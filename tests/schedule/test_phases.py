@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatrain.errors import ScheduleError
 from megatrain.plan.cost import op_seconds
 from megatrain.schedule import Op, Schedule, build_forward, build_step, calls_in, check, replay, whole
 from megatrain.schedule.order import unordered
@@ -128,3 +129,16 @@ def test_by_rows_where_weights_arrive_is_moved_by_no_field_that_may_change() -> 
         cuts[name] = found[0] != found[1]
     assert {name for name, differ in cuts.items() if differ} == {"recompute_slots"}
     assert "recompute_slots" in ROUNDED_BY_ROWS
+
+
+def test_a_backward_pass_within_another_is_refused() -> None:
+    """On a GPU autograd has one thread for the device, which is inside the outer pass."""
+    policy = Policy(shard_nbytes=256, activations="keep", gates="shard")
+    schedule = build_step(small_spec(2), policy, Work((4, 4)))
+    for kind in ("BACKWARD", "LOSS"):
+        outer = next(phases for phases in calls_in(schedule.ops) if phases[0].kind == kind and len(phases) > 1)
+        inner = next(op for op in schedule.ops if op.kind == "BACKWARD" and not any(op is phase for phase in outer))
+        at = next(index for index, op in enumerate(schedule.ops) if op is outer[0]) + 1
+        ops = (*schedule.ops[:at], replace(inner), *schedule.ops[at:])
+        with pytest.raises(ScheduleError, match="goes backward between the phases of"):
+            check(replace(schedule, ops=ops, waits=(*schedule.waits[:at], (), *schedule.waits[at:])))
