@@ -1,193 +1,442 @@
-"""One call on a GPU machine: tokens/s, useful TFLOP/s, stall share and bytes for Llama shapes of growing size.
+"""What the first hour on a GPU should answer: how fast, how close to what fits, how full, and was it planned right.
 
-    python -m bench.gpu [--out FOLDER] [--seconds N]
+    python -m bench.gpu [--out FOLDER] [--seconds 600] [--sizes 160M,1.5B] [--again] [--dry]
 
-For each rung the engine streams the model from host memory; where it fits on the device, plain PyTorch trains the same
-model there beside it, with the same tokens (float32 parameters, bfloat16 autocast, fused AdamW, clipping). Nothing is
-printed that was not measured in this run. Ends early, with what it has, when `--seconds` are over.
+The machine is probed. Then, for each size whose state fits into host memory, the engine streams the model, and beside
+it, with the same tokens, train: plain PyTorch with everything in device memory (float32 parameters, bfloat16 autocast,
+fused AdamW, clipping), as it is, with checkpointing, compiled, and both; and DeepSpeed ZeRO-3 with parameters and
+optimizer in host memory where it is installed. A contender that does not fit or is not there is told so.
+
+Each contender on each size is a part; its result is in `gpu.json` as soon as it is known, and a later call goes on with
+the parts that are not there (`--again` begins anew). No part starts after `--seconds`. `--dry` runs all of it at tiny
+sizes, for a machine on which speed means nothing. Nothing is printed that was not measured in a run, but for what is
+called planned.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import json
+import os
+import statistics
 import sys
+import tempfile
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatrain.errors import MegaTrainError
+from megatrain.errors import typed_line
+from megatrain.layout import layout_of
+from megatrain.schedule.ops import STREAMS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LADDER: dict[str, dict[str, int]] = {
-    "160M": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12},
-    "1.5B": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 26, "num_attention_heads": 16},
-    "7B": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
-}
-LENGTH = 2048
-STEPS = 3
+    from megatrain import Engine
+    from megatrain.schedule import Schedule, Timeline
+    from megatrain.spec import Hardware
+
+Batches = list[dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Rung:
-    """One contender on one size of model."""
+class Size:
+    """A Llama shape, and how a step is cut: `rows` sequences in each of `count` micro-batches."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    rows: int
+    count: int
+    length: int = 2048
+    vocabulary: int = 32000
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.count * self.length
+
+    @property
+    def parameters(self) -> int:
+        layer = 4 * self.hidden**2 + 3 * self.hidden * self.intermediate
+        return self.layers * layer + 2 * self.vocabulary * self.hidden
+
+
+SIZES = {
+    "160M": Size(768, 2048, 12, 12, 16, 2),
+    "1.5B": Size(2048, 5632, 26, 16, 8, 4),
+    "7B": Size(4096, 11008, 32, 32, 8, 4),
+    "13B": Size(5120, 13824, 40, 40, 8, 4),
+    "30B": Size(6656, 17920, 60, 52, 8, 4),
+}
+DRY_SIZES = {"tiny": Size(64, 128, 2, 2, 2, 2, length=32, vocabulary=256)}
+STATE_NBYTES = 14
+"""Per parameter in host memory: masters, moments and gradients of a bf16 engine."""
+HOST_SHARE = 0.8
+STREAMED = "megatrain"
+PLAIN = {"plain": {}, "plain, checkpointed": {"checkpoint"}, "plain, compiled": {"compile"}}
+PLAIN["plain, checkpointed and compiled"] = {"checkpoint", "compile"}
+ZERO = "deepspeed zero-3 offload"
+CONTENDERS = (STREAMED, *PLAIN, ZERO)
+WARM_UP, STEPS = 2, 3
+LEARNING_RATE = 1e-4
+
+
+@dataclass(frozen=True)
+class Part:
+    """One contender on one size. Of those that did not run, `why` alone. Seconds are of a step, the median.
+
+    mfu: the step's necessary operations over the device's peak, or where nobody has stated it, over what it does in
+    large products. stalls: stream of the
+    engine -> share of the step that it was idle. in_nbytes, out_nbytes: over the bus in a step, and the least that
+    there are. planned_*: what the plan for this policy says.
+    """
 
     size: str
     contender: str
-    tokens_per_step: int
-    tokens_per_second: float
-    useful_tflops: float
-    stall_share: float
-    device_peak_nbytes: int
-    host_nbytes: int
-    loss: float
+    why: str = ""
+    policy: str = ""
+    tokens_per_step: int = 0
+    seconds: float = 0.0
+    spread: tuple[float, float] = (0.0, 0.0)
+    tokens_per_second: float = 0.0
+    mfu: float = 0.0
+    stalls: dict[str, float] = field(default_factory=dict)
+    in_nbytes: int = 0
+    least_in_nbytes: int = 0
+    out_nbytes: int = 0
+    least_out_nbytes: int = 0
+    device_peak_nbytes: int = 0
+    host_peak_nbytes: int = 0
+    planned_seconds: float = 0.0
+    planned_device_nbytes: int = 0
+    planned_host_nbytes: int = 0
+    loss: float = 0.0
 
 
-def shape(size: str) -> dict[str, Any]:
-    heads = LADDER[size]["num_attention_heads"]
-    return {**LADDER[size], "num_key_value_heads": heads, "vocab_size": 32000, "max_position_embeddings": LENGTH}
-
-
-def batches(rows: int, count: int) -> list[dict[str, torch.Tensor]]:
-    ids = [torch.randint(0, 32000, (rows, LENGTH)) for _ in range(count)]
+def batches(size: Size) -> Batches:
+    generator = torch.Generator().manual_seed(0)
+    shape = size.rows, size.length
+    ids = [torch.randint(size.vocabulary, shape, generator=generator) for _ in range(size.count)]
     return [{"input_ids": each, "labels": each} for each in ids]
 
 
-def build(size: str) -> PreTrainedModel:
+def build(size: Size) -> PreTrainedModel:
     """A fresh float32 model in host memory, initialised on the device because that is fast."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    fields: dict[str, Any] = {
+        "hidden_size": size.hidden,
+        "intermediate_size": size.intermediate,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.heads,
+        "vocab_size": size.vocabulary,
+        "max_position_embeddings": size.length,
+    }
     torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = LlamaForCausalLM(LlamaConfig(**shape(size)))
+    fits = torch.cuda.mem_get_info()[0] > 5 * size.parameters
+    with torch.device("cuda" if fits else "cpu"):
+        model = LlamaForCausalLM(LlamaConfig(**fields))
     fresh: PreTrainedModel = model.cpu().train()
     return fresh
 
 
-def streamed(size: str, rows: int, count: int) -> Rung:
+def timed(step: Callable[[], float]) -> tuple[list[float], float, int]:
+    """Seconds of each step after those that warm up, the last loss, and the most device memory."""
+    for _ in range(WARM_UP):
+        step()
+    torch.cuda.reset_peak_memory_stats()
+    seconds, loss = [], 0.0
+    for _ in range(STEPS):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        loss = step()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return seconds, loss, torch.cuda.max_memory_allocated()
+
+
+def host_peak_nbytes(*, anew: bool = False) -> int:
+    """The most memory that this process has had since it was last asked to count anew."""
+    if anew:
+        Path("/proc/self/clear_refs").write_text("5")
+    found = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(found.split()[1]) * 1024
+
+
+def streamed(name: str, size: Size, hardware: Hardware) -> Part:
+    """MegaTrain, by the policy that it chooses itself."""
     import megatrain
+    from megatrain.plan import Question, examine
 
     model = build(size)
-    with megatrain.Engine.from_model(model, "cuda:0", "bf16", megatrain.AdamW(lr=1e-4)) as engine:
+    with megatrain.Engine.from_model(model, "cuda:0", "bf16", megatrain.AdamW(lr=LEARNING_RATE)) as engine:
         del model
         gc.collect()
-        work = batches(rows, count)
-        for _ in range(2):  # the second is the first with pending updates
-            engine.step(work)
-        torch.cuda.reset_peak_memory_stats()
-        torch.cuda.synchronize()
-        began, stalled = time.perf_counter(), 0.0
-        for _ in range(STEPS):
-            out = engine.step(work)
-            stalled += out.stall_seconds
-        seconds = (time.perf_counter() - began) / STEPS
-        tokens = rows * count * LENGTH
-        return Rung(
-            size,
-            f"megatrain ({engine.policy.activations})",
-            tokens,
-            tokens / seconds,
-            engine.step_flops(work) / seconds / 1e12,
-            stalled / STEPS / seconds,
-            torch.cuda.max_memory_allocated(),
-            sum(n for (tier, _), n in engine.memory_table().items() if tier == "host"),
-            out.loss,
+        work = batches(size)
+        seconds, loss, peak = timed(lambda: engine.step(work).loss)
+        host = host_peak_nbytes()
+        engine.leaves_times = True
+        engine.step(work)
+        timeline = engine.timeline
+        assert timeline is not None
+        question = Question(engine.spec, hardware, size.tokens, size.length)
+        plan = examine(question, engine.policy, size.rows)
+        least_in, least_out = least_nbytes(engine)
+        return Part(
+            name,
+            STREAMED,
+            policy=f"{engine.policy.activations}, {engine.policy.weight_slots} slots, gates by {engine.policy.gates}",
+            **_speed(size, seconds, engine.step_flops(work), hardware),
+            stalls=idle_shares(timeline),
+            in_nbytes=bus_nbytes(timeline.schedule, ("FETCH", "RELOAD")),
+            least_in_nbytes=least_in,
+            out_nbytes=bus_nbytes(timeline.schedule, ("GRAD", "OFFLOAD")),
+            least_out_nbytes=least_out,
+            device_peak_nbytes=peak,
+            host_peak_nbytes=host,
+            planned_seconds=plan.seconds,
+            planned_device_nbytes=plan.nbytes["device"],
+            planned_host_nbytes=plan.nbytes["host"],
+            loss=loss,
         )
 
 
-def step_flops(size: str, rows: int, count: int) -> float:
-    """Necessary operations of a step, as the engine counts them."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from megatrain.plan import step_flops as necessary
-    from megatrain.spec import ModelSpec, ParamSpec, UnitSpec
-
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**shape(size)))
-    groups: dict[str, list[ParamSpec]] = {"prologue": [], "epilogue": []}
-    for name, parameter in model.named_parameters():
-        layer = ".".join(name.split(".")[:3]) if ".layers." in name else "prologue" if "embed" in name else "epilogue"
-        groups.setdefault(layer, []).append(ParamSpec(name, tuple(parameter.shape)))
-    ends = [UnitSpec(kind, kind, tuple(groups.pop(kind))) for kind in ("prologue", "epilogue")]
-    layers = [UnitSpec(name, "layer", tuple(params)) for name, params in groups.items()]
-    spec = ModelSpec(size, (ends[0], *layers, ends[1]), LADDER[size]["hidden_size"], 32000)
-    return necessary(spec, [(rows * count, LENGTH)])
+def _speed(size: Size, seconds: Sequence[float], flops: float, hardware: Hardware) -> dict[str, Any]:
+    each = statistics.median(seconds)
+    return {
+        "tokens_per_step": size.tokens,
+        "seconds": each,
+        "spread": (min(seconds), max(seconds)),
+        "tokens_per_second": size.tokens / each,
+        "mfu": flops / each / (hardware.peak_flops or hardware.flops),
+    }
 
 
-def plain(size: str, rows: int, count: int) -> Rung:
-    model = torch.nn.Module.cuda(build(size))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    work = [{key: value.cuda() for key, value in each.items()} for each in batches(rows, count)]
+def bus_nbytes(schedule: Schedule, kinds: Sequence[str]) -> int:
+    """What the ops of these kinds copy."""
+    accesses = (access for op in schedule.ops if op.kind in kinds for access in op.writes)
+    return sum(access.stop - access.start for access in accesses)
+
+
+def least_nbytes(engine: Engine) -> tuple[int, int]:
+    """Bytes that must cross the bus in a step that keeps no weights, to the device and back.
+
+    Each unit's weights on the way up, and on the way down but for the layers that still lie in slots; each gradient
+    once, in the weights' dtype.
+    """
+    weights = [engine.policy.weight_nbytes * layout_of(unit).size for unit in engine.spec.units]
+    return sum(weights) + sum(weights[1 : -1 - engine.policy.weight_slots]), sum(weights)
+
+
+def idle_shares(timeline: Timeline) -> dict[str, float]:
+    """Stream -> the share of the step that no op of it ran."""
+    whole = timeline.seconds or 1.0
+    return {name: max(0.0, 1.0 - timeline.busy_seconds(name) / whole) for name in STREAMS}
+
+
+def plain(name: str, contender: str, size: Size, hardware: Hardware) -> Part:
+    """PyTorch with the model in device memory."""
+    if 16 * size.parameters > torch.cuda.mem_get_info()[0]:
+        return Part(name, contender, f"its {16 * size.parameters:,} bytes of state do not fit into device memory")
+    ways, source = PLAIN[contender], build(size)
+    if "checkpoint" in ways:
+        older = source.gradient_checkpointing_enable  # its name in transformers before this one
+        getattr(source, "activation_checkpointing_enable", older)({"use_reentrant": False})
+    flops = necessary(source, size)
+    model = torch.nn.Module.cuda(source)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    forward: Any = torch.compile(model) if "compile" in ways else model
+    work = [{key: value.cuda() for key, value in each.items()} for each in batches(size)]
 
     def step() -> float:
         optimizer.zero_grad(set_to_none=True)
-        total = 0.0
+        total = torch.zeros((), device="cuda")
         for each in work:
             with torch.autocast("cuda", dtype=torch.bfloat16):
-                loss = model(**each, use_cache=False).loss / len(work)
+                loss = forward(**each, use_cache=False).loss / len(work)
             loss.backward()
-            total += loss.item()
+            total += loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        return total
+        return float(total)
 
-    step()
-    torch.cuda.reset_peak_memory_stats()
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(STEPS):
-        loss = step()
-    torch.cuda.synchronize()
-    seconds = (time.perf_counter() - began) / STEPS
-    tokens = sum(each["input_ids"].numel() for each in work)
-    peak = torch.cuda.max_memory_allocated()
-    useful = step_flops(size, rows, count) / seconds / 1e12
-    return Rung(size, "plain", tokens, tokens / seconds, useful, 0.0, peak, 0, loss)
+    seconds, loss, peak = timed(step)
+    host = host_peak_nbytes()
+    speed = _speed(size, seconds, flops, hardware)
+    return Part(name, contender, **speed, device_peak_nbytes=peak, host_peak_nbytes=host, loss=loss)
 
 
-def release() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
+def necessary(model: PreTrainedModel, size: Size) -> float:
+    """Operations of a step, as the engine counts them."""
+    from megatrain.model import port_model
+    from megatrain.plan import step_flops
+
+    return step_flops(port_model(model, torch.bfloat16).spec, [(size.rows * size.count, size.length)])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="the GPU ladder")
+def zero(name: str, size: Size, hardware: Hardware) -> Part:
+    """DeepSpeed ZeRO-3 on one rank, parameters and optimizer in host memory, bf16 with float32 masters."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return Part(name, ZERO, "deepspeed is not installed")
+    import deepspeed
+
+    for key, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0"}.items():
+        os.environ.setdefault(key, value)
+    os.environ.setdefault("WORLD_SIZE", "1")
+    os.environ.setdefault("LOCAL_RANK", "0")
+    deepspeed.init_distributed("nccl", auto_mpi_discovery=False)
+    model = build(size)
+    flops = necessary(model, size)
+    older = model.gradient_checkpointing_enable
+    getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": False})
+    place = {"device": "cpu", "pin_memory": True}
+    config = {
+        "train_micro_batch_size_per_gpu": size.rows,
+        "gradient_accumulation_steps": size.count,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "offload_param": place,
+            "offload_optimizer": place,
+        },
+    }
+    engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    work = [{key: value.cuda() for key, value in each.items()} for each in batches(size)]
+
+    def step() -> float:
+        total = torch.zeros((), device="cuda")
+        for each in work:
+            loss = engine(**each, use_cache=False).loss
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach() / len(work)
+        return float(total)
+
+    seconds, loss, peak = timed(step)
+    host = host_peak_nbytes()
+    speed = _speed(size, seconds, flops, hardware)
+    return Part(name, ZERO, **speed, device_peak_nbytes=peak, host_peak_nbytes=host, loss=loss)
+
+
+def measured(name: str, contender: str, size: Size, hardware: Hardware) -> Part:
+    """The part; what stands in the way of one is told in it."""
+    host_peak_nbytes(anew=True)
+    try:
+        if contender == STREAMED:
+            return streamed(name, size, hardware)
+        if contender == ZERO:
+            return zero(name, size, hardware)
+        return plain(name, contender, size, hardware)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        return Part(name, contender, f"does not fit ({str(error).splitlines()[0]})")
+    except Exception as error:  # whatever a contender's libraries raise: the others are still to be measured
+        return Part(name, contender, f"fails ({typed_line(error)})")
+
+
+def probed(*, dry: bool) -> Hardware:
+    from megatrain.device import open_device
+    from megatrain.probe import probe
+
+    device = open_device("cuda:0")
+    try:
+        with tempfile.TemporaryDirectory() as folder, _small_probe() if dry else nothing():
+            return probe(device, Path(folder), 2.0 if dry else 30.0)
+    finally:
+        device.close()
+
+
+@contextmanager
+def nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _small_probe() -> Iterator[None]:
+    """In the block, a GPU is measured with what a cpu is measured with."""
+    from megatrain.device import peak
+    from megatrain.device import probe as measures
+
+    tables = [each for each in vars(measures).values() if isinstance(each, dict) and "cuda" in each]
+    kept = [(table, table["cuda"]) for table in (*tables, peak.SIZES)]
+    for table, _ in kept:
+        table["cuda"] = table["cpu"]
+    peak.SIZES["cuda"] = 64
+    try:
+        yield
+    finally:
+        for table, value in kept:
+            table["cuda"] = value
+
+
+def show(part: Part) -> str:
+    """A line."""
+    if part.why:
+        return f"{part.size:>5} {part.contender}: {part.why}"
+    line = f"{part.size:>5} {part.contender}: {part.tokens_per_second:,.0f} tokens/s, MFU {part.mfu:.1%}"
+    line += f", device {part.device_peak_nbytes / 1e9:.2f} GB, host {part.host_peak_nbytes / 1e9:.2f} GB"
+    if part.contender == STREAMED:
+        line += f", planned {part.planned_seconds / part.seconds:.2f}x of the measured time"
+        line += f", bus {part.in_nbytes / part.least_in_nbytes:.2f}x and {part.out_nbytes / part.least_out_nbytes:.2f}x"
+        line += f" of the least; compute idle {part.stalls.get('compute', 0.0):.0%}"
+    return line
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="the first hour on a GPU")
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
-    parser.add_argument("--seconds", type=float, default=420.0, help="start no rung after this long")
-    arguments = parser.parse_args()
+    parser.add_argument("--seconds", type=float, default=600.0, help="start no part after this long")
+    parser.add_argument("--sizes", help="those of these names alone, with commas")
+    parser.add_argument("--again", action="store_true", help="leave out what an earlier call has found")
+    parser.add_argument("--dry", action="store_true", help="tiny sizes: does it all run?")
+    given = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("no CUDA device: nothing was measured")
         return 0
     began = time.monotonic()
-    rungs: list[Rung] = []
-    for size, (rows, count) in {"160M": (16, 2), "1.5B": (8, 4), "7B": (8, 4)}.items():
-        for contender in ("streamed", "plain"):
-            if time.monotonic() - began > arguments.seconds:
-                print(f"{size} {contender}: no time left")
-                continue
-            try:
-                rung = (streamed if contender == "streamed" else plain)(size, rows, count)
-            except (torch.OutOfMemoryError, MemoryError, MegaTrainError) as error:
-                print(f"{size} {contender}: does not fit ({str(error).splitlines()[0]})", flush=True)
-            else:
-                rungs.append(rung)
-                print(rung, flush=True)
-                write(arguments.out, rungs)  # after each, so that a later failure loses nothing
-            release()
-    return 0
-
-
-def write(folder: Path, rungs: list[Rung]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    path = given.out / "gpu.json"
+    sizes = DRY_SIZES if given.dry else SIZES
+    if given.sizes:
+        unknown = set(given.sizes.split(",")) - set(sizes)
+        if unknown:
+            parser.error(f"no size {', '.join(sorted(unknown))}; there are {', '.join(sizes)}")
+        sizes = {name: sizes[name] for name in given.sizes.split(",")}
+    found: dict[str, Any] = {} if given.again or not path.exists() else json.loads(path.read_text())
     machine = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__}
-    result = {"machine": machine, "rungs": [asdict(rung) for rung in rungs]}
-    (folder / "gpu.json").write_text(json.dumps(result, indent=2) + "\n")
+    if found.get("machine") != machine:
+        found = {"machine": machine, "parts": {}}
+    hardware = probed(dry=given.dry)
+    found["hardware"] = asdict(hardware)
+    for name, size in sizes.items():
+        if STATE_NBYTES * size.parameters > HOST_SHARE * hardware.host_nbytes:
+            print(f"{name:>5}: its state does not fit into host memory")
+            continue
+        for contender in CONTENDERS:
+            key = f"{name} {contender}"
+            if key in found["parts"]:
+                continue
+            if time.monotonic() - began > given.seconds:
+                print(f"{key}: no time left; call again to go on")
+                continue
+            part = measured(name, contender, size, hardware)
+            found["parts"][key] = asdict(part)
+            print(show(part), flush=True)
+            given.out.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(found, indent=1, default=str) + "\n")
+            gc.collect()
+            torch.cuda.empty_cache()
+    return 0
 
 
 if __name__ == "__main__":

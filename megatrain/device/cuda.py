@@ -298,8 +298,8 @@ class CudaDevice:
             ]
             for each, tensor in zip(found, tensors, strict=True):
                 each.copy_(tensor, non_blocking=True)
-            if any(tensor.is_cuda for tensor in tensors):
-                torch.cuda.current_stream().synchronize()
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
         return found
 
     def landing(self, tensor: torch.Tensor) -> torch.Tensor:
