@@ -269,7 +269,11 @@ class CudaDevice:
             self.unpinned_nbytes -= self._refused.pop(memory.data_ptr(), 0)
 
     def _pin(self, memory: torch.Tensor) -> bool:
-        """Page-lock; where that is refused (a limit on locked memory, say) the memory is used as it is."""
+        """Page-lock; where that is refused (a limit on locked memory, say) the memory is used as it is.
+
+        The driver makes pages one by one, of hundreds of gigabytes in minutes, so all threads write zeros first.
+        """
+        memory.zero_()
         runtime = torch.cuda.cudart()
         if int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
             return True
@@ -291,13 +295,16 @@ class CudaDevice:
             return []
         starts = [0, *accumulate(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)]
         with torch.cuda.device(self.torch_device):  # by whose driver the memory is locked
-            memory = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+            try:
+                memory = torch.empty(starts[-1], dtype=torch.uint8, device="cpu", pin_memory=True)
+            except RuntimeError:  # a limit on locked memory; copies then wait
+                return list(tensors)
             found = [
                 memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                 for start, tensor in zip(starts, tensors, strict=False)
             ]
             for each, tensor in zip(found, tensors, strict=True):
-                each.copy_(tensor, non_blocking=True)
+                each.copy_(tensor.detach(), non_blocking=True)
         for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         return found
@@ -332,15 +339,27 @@ class CudaDevice:
 
     @contextmanager
     def exact_float32(self) -> Iterator[None]:
-        switches: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn]
-        before = [each.allow_tf32 for each in switches]
-        for each in switches:
-            each.allow_tf32 = False  # for convolutions it is true by default
+        switches: list[tuple[Any, str]] = [(torch.backends.cudnn, "allow_tf32")]  # true if nobody has said otherwise
         try:
+            matmul = torch.get_float32_matmul_precision()
+            before: list[Any] = [getattr(*each) for each in switches]
+            exact: Any = False
+        except RuntimeError:  # the user has used the newer names, beside which the older ones are refused
+            cudnn: Any = torch.backends.cudnn
+            kinds = torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn
+            switches = [(kind, "fp32_precision") for kind in kinds]
+            matmul, before, exact = "", [getattr(*each) for each in switches], "ieee"
+        try:
+            if matmul:
+                torch.set_float32_matmul_precision("highest")
+            for each in switches:
+                setattr(*each, exact)
             yield
         finally:
-            for each, allowed in zip(switches, before, strict=True):
-                each.allow_tf32 = allowed
+            if matmul:
+                torch.set_float32_matmul_precision(matmul)
+            for each, was in zip(switches, before, strict=True):
+                setattr(*each, was)
 
     @contextmanager
     def preserved_random_state(self) -> Iterator[None]:

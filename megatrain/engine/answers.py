@@ -5,12 +5,14 @@ packed samples begin. On a GPU each such question is a wait, twice in every micr
 so the answer can: while `HostAnswers` is active it remembers how integer tensors were computed from them, and when one
 is asked for its value, computes that from the host's copies instead. Nothing is computed unless it is asked for.
 
-Functions that are not in `KNOWN`, floating-point tensors and tensors that have been written to since are left to torch.
+Functions that are not in `KNOWN` (those that make memory for a kernel to fill among them), floating-point tensors, and
+tensors that have been written to since are left to torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -20,116 +22,15 @@ from torch.overrides import TorchFunctionMode
 
 ASKS = frozenset({"__bool__", "__int__", "__index__", "__float__", "item", "tolist"})
 
-MAKES = frozenset(
-    [
-        "arange",
-        "zeros",
-        "ones",
-        "full",
-        "tensor",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_tensor",
-    ]
-)
-KNOWN = MAKES | frozenset(
-    [
-        "all",
-        "any",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "logical_and",
-        "logical_or",
-        "logical_not",
-        "logical_xor",
-        "bitwise_and",
-        "bitwise_or",
-        "bitwise_not",
-        "__eq__",
-        "__ne__",
-        "__lt__",
-        "__le__",
-        "__gt__",
-        "__ge__",
-        "__and__",
-        "__or__",
-        "__xor__",
-        "__invert__",
-        "__rand__",
-        "__ror__",
-        "__neg__",
-        "neg",
-        "abs",
-        "sign",
-        "add",
-        "sub",
-        "mul",
-        "__add__",
-        "__sub__",
-        "__mul__",
-        "__radd__",
-        "__rsub__",
-        "__rmul__",
-        "floor_divide",
-        "__floordiv__",
-        "remainder",
-        "__mod__",
-        "clamp",
-        "sum",
-        "cumsum",
-        "diff",
-        "max",
-        "min",
-        "amax",
-        "amin",
-        "argmax",
-        "argmin",
-        "maximum",
-        "minimum",
-        "prod",
-        "count_nonzero",
-        "isin",
-        "view",
-        "reshape",
-        "expand",
-        "expand_as",
-        "unsqueeze",
-        "squeeze",
-        "t",
-        "transpose",
-        "permute",
-        "flatten",
-        "unflatten",
-        "contiguous",
-        "clone",
-        "detach",
-        "__getitem__",
-        "narrow",
-        "select",
-        "cat",
-        "stack",
-        "repeat",
-        "roll",
-        "flip",
-        "where",
-        "masked_fill",
-        "index_select",
-        "gather",
-        "pad",
-        "to",
-        "bool",
-        "long",
-        "int",
-    ]
-)
+_NAMES = """
+    all any eq ne lt le gt ge logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not isin
+    __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __invert__ __rand__ __ror__ __neg__ neg abs sign
+    add sub mul __add__ __sub__ __mul__ __radd__ __rsub__ __rmul__ floor_divide __floordiv__ remainder __mod__ clamp
+    sum cumsum diff max min amax amin argmax argmin maximum minimum prod count_nonzero where masked_fill pad
+    view reshape expand expand_as unsqueeze squeeze t transpose permute flatten unflatten contiguous clone detach
+    __getitem__ narrow select cat stack repeat roll flip index_select gather to bool long int arange tensor
+"""
+KNOWN = frozenset(_NAMES.split())
 
 
 class _Recipe:
@@ -165,7 +66,8 @@ class HostAnswers(TorchFunctionMode):
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name in ASKS and args and isinstance(args[0], Tensor) and (recipe := self._recipe(args[0])) is not None:
-            return func(recipe.computed(), *args[1:], **kwargs)
+            with suppress(Exception):  # what does not go on the host goes on the device
+                return func(recipe.computed(), *args[1:], **kwargs)
         found = func(*args, **kwargs)
         if name in KNOWN and _is_told(found) and not any(found is each for each in args):
             try:

@@ -61,9 +61,21 @@ def listed(micro_batches: Iterable[MicroBatch]) -> list[MicroBatch]:
     return found
 
 
-def staged(device: Device, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """The micro-batches with their tensors where a device copies them from (`Device.staged`)."""
-    plain = [(index, key) for index, batch in enumerate(batches) for key, value in batch.items() if _is_plain(value)]
+STAGED_NBYTES = 64 << 20
+"""Of a tensor that is staged, at most: what is larger (a teacher's logits) stays where it is."""
+
+
+def staged(device: Device, batches: Sequence[MicroBatch], own: Collection[str]) -> list[MicroBatch]:
+    """The micro-batches with their tensors where a device copies them from (`Device.staged`).
+
+    own: entries of the loss's own, which stay on a device that they are on.
+    """
+    plain = [
+        (index, key)
+        for index, batch in enumerate(batches)
+        for key, value in batch.items()
+        if _is_plain(value) and (value.device.type == "cpu" or key not in own)
+    ]
     found = [dict(batch) for batch in batches]
     tensors = device.staged([batches[index][key] for index, key in plain])
     for (index, key), tensor in zip(plain, tensors, strict=True):
@@ -72,7 +84,9 @@ def staged(device: Device, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
 
 
 def _is_plain(value: object) -> bool:
-    return type(value) is Tensor and value.layout == torch.strided and value.device.type in ("cpu", "cuda")
+    if type(value) is not Tensor or value.layout != torch.strided or value.device.type not in ("cpu", "cuda"):
+        return False
+    return value.nbytes <= STAGED_NBYTES
 
 
 def check_mapping(batch: object, where: str) -> None:

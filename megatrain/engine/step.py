@@ -207,7 +207,8 @@ class Streamer:
         """A micro-batch on the device, and what answers the model's questions about it."""
         batch = now.micro_batches[micro]
         inputs = model_inputs(batch, self.device.torch_device)
-        return inputs, self._answers((each, batch[key]) for key, each in inputs.items() if isinstance(each, Tensor))
+        given = {key: each for key, each in batch.items() if isinstance(each, Tensor) and each.device.type == "cpu"}
+        return inputs, self._answers((each, given[key]) for key, each in inputs.items() if key in given)
 
     def _answers(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> AbstractContextManager[object]:
         return HostAnswers(pairs) if self.device.torch_device.type == "cuda" else nullcontext()

@@ -177,7 +177,7 @@ class OptimizerSink:
         )
 
     def _refusal(self, unit: int) -> NonFinite:
-        done = sorted(self._updated) if not self._deferred else []
+        done = [] if self._deferred else sorted(self._updated | self._let_through)
         if not done:
             return NonFinite(
                 "the gradient is not finite",

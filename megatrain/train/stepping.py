@@ -86,8 +86,8 @@ class Stepping:
         `router_weights`, one for each micro-batch.
 
         Raises `BatchError` for an unusable micro-batch, or an entry that nothing reads, and `NonFinite` for a loss or
-        gradient that is not finite; the step is then not applied (without clipping, units above a gradient that is not
-        finite may have been: the error names them). With clipping, updates are applied during the next step's forward;
+        gradient that is not finite; the step is then not applied (without clipping, units whose gradient is finite
+        may have been: the error names them). With clipping, updates are applied during the next step's forward;
         everything that reads the weights applies them first.
         """
         batches, work = self._checked(micro_batches, loss_fn, router_weights, trains=True)
@@ -221,7 +221,7 @@ class Stepping:
         if trains and not self.spec.trained_numel:
             raise ModelError("every parameter is frozen", where=f"model {self.spec.name}", fix="freeze fewer of them")
         check_loss(loss_fn)
-        batches = staged(self._device, listed(micro_batches))
+        batches = staged(self._device, listed(micro_batches), own_entries(loss_fn))
         work = check_micro_batches(self.spec, batches)
         if router_weights is not None and len(router_weights) != len(batches):
             what = f"{len(router_weights)} router_weights for {len(batches)} micro-batches"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from megatrain.device import open_device
 from megatrain.engine import step as engine_step
 from megatrain.errors import DeviceError, StreamFailed
 from megatrain.spec import Precision
+from tests import standin_cuda
 from tests.tiny import FAMILIES, equal, relative_error, stock_gradients, tiny_model, unequal_batches
 
 pytestmark = pytest.mark.gpu
@@ -30,30 +33,44 @@ def test_loss_and_gradients_equal_the_stock_model_in_fp32(family: str) -> None:
     assert max(relative_error(found[name], expected[name]) for name in expected) < 1e-5
 
 
+SWITCHES = """
+import sys, torch
+from megatrain import Engine
+from megatrain.engine import step
+from tests.tiny import tiny_model, unequal_batches
+precision, names = sys.argv[1:]
+cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+if names == "older":
+    torch.set_float32_matmul_precision("medium")
+    cudnn.allow_tf32 = True
+    read = lambda: (torch.get_float32_matmul_precision(), cudnn.allow_tf32)
+    loose, exact = ("medium", True), ("highest", False)
+else:
+    matmul.fp32_precision = cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "tf32"
+    read = lambda: (matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision)
+    loose, exact = ("tf32",) * 3, ("ieee",) * 3
+seen, plain = [], step.ACTIONS["BACKWARD"]
+step.ACTIONS["BACKWARD"] = lambda *args: (seen.append(read()), plain(*args))[1]
+with Engine.from_model(tiny_model(), "cuda:0", precision, verify=False) as engine:
+    engine.step(unequal_batches())
+assert set(seen) == {exact if precision == "fp32" else loose}, seen
+assert read() == loose, read()
+"""
+
+
+@pytest.mark.parametrize("names", ["older", "newer"])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_float32_is_float32_whatever_the_user_has_set(precision: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products and convolutions; in bf16 the user's choice stands. Afterwards it is as it was."""
-    switches: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn]
-    seen = []
-    plain = engine_step.Streamer._backward
-
-    def noted(*args: object) -> None:
-        seen.append([each.allow_tf32 for each in switches])
-        plain(*args)  # type: ignore[arg-type]
-
-    before = [each.allow_tf32 for each in switches]
-    monkeypatch.setitem(engine_step.ACTIONS, "BACKWARD", noted)
-    try:
-        for each in switches:
-            each.allow_tf32 = True
-        with Engine.from_model(tiny_model(), "cuda:0", precision, verify=False) as engine:
-            engine.step(unequal_batches())
-        assert [each.allow_tf32 for each in switches] == [True, True]
-    finally:
-        for each, allowed in zip(switches, before, strict=True):
-            each.allow_tf32 = allowed
-    assert seen
-    assert all(each == [precision == "bf16"] * 2 for each in seen)
+def test_float32_is_float32_whatever_the_user_has_set(precision: Precision, names: str, tmp_path: Path) -> None:
+    """Products and convolutions, by PyTorch's older and newer names; in bf16 the user's choice stands. Afterwards it is
+    as it was. In a process of its own, since the two kinds of names do not go together."""
+    (tmp_path / "switches.py").write_text(SWITCHES)
+    words = [sys.executable, str(tmp_path / "switches.py"), precision, names]
+    if standin_cuda.installed() is not None:
+        words[1:1] = ["-m", "tests.standin_cuda"]
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(words, cwd=root, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
