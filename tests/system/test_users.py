@@ -200,7 +200,8 @@ def test_failing_steps_leak_no_memory() -> None:
                 gc.collect()
                 before = process.memory_info().rss
         gc.collect()
-        assert process.memory_info().rss - before < 8 << 20  # a step's graphs are about 15 MB
+        # A step's graphs are about 15 MB, so seven that stay are 105; an allocator's arenas come and go by some.
+        assert process.memory_info().rss - before < 32 << 20
 
 
 def test_an_interrupt_while_waiting_lets_the_step_come_to_rest(monkeypatch: pytest.MonkeyPatch) -> None:
