@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,6 +149,12 @@ def build(size: Size) -> PreTrainedModel:
     return fresh
 
 
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Have the library compute each layer again in the backward pass."""
+    older = model.gradient_checkpointing_enable  # its name in transformers before the one that we test with
+    getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": False})
+
+
 def timed(step: Callable[[], float]) -> tuple[list[float], float, int]:
     """Seconds of each step after those that warm up, the last loss, and the most device memory."""
     for _ in range(WARM_UP):
@@ -249,8 +255,7 @@ def plain(name: str, contender: str, size: Size, hardware: Hardware) -> Part:
         return Part(name, contender, f"its {16 * size.parameters:,} bytes of state do not fit into device memory")
     ways, source = PLAIN[contender], build(size)
     if "checkpoint" in ways:
-        older = source.gradient_checkpointing_enable  # its name in transformers before this one
-        getattr(source, "activation_checkpointing_enable", older)({"use_reentrant": False})
+        checkpoint_layers(source)
     flops = necessary(source, size)
     model = torch.nn.Module.cuda(source)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
@@ -296,8 +301,7 @@ def zero(name: str, size: Size, hardware: Hardware) -> Part:
     deepspeed.init_distributed("nccl", auto_mpi_discovery=False)
     model = build(size)
     flops = necessary(model, size)
-    older = model.gradient_checkpointing_enable
-    getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": False})
+    checkpoint_layers(model)
     place = {"device": "cpu", "pin_memory": True}
     config = {
         "train_micro_batch_size_per_gpu": size.rows,
@@ -351,19 +355,14 @@ def probed(*, dry: bool) -> Hardware:
 
     device = open_device("cuda:0")
     try:
-        with tempfile.TemporaryDirectory() as folder, _small_probe() if dry else nothing():
+        with tempfile.TemporaryDirectory() as folder, small_probe() if dry else nullcontext():
             return probe(device, Path(folder), 2.0 if dry else 30.0)
     finally:
         device.close()
 
 
 @contextmanager
-def nothing() -> Iterator[None]:
-    yield
-
-
-@contextmanager
-def _small_probe() -> Iterator[None]:
+def small_probe() -> Iterator[None]:
     """In the block, a GPU is measured with what a cpu is measured with."""
     from megatrain.device import peak
     from megatrain.device import probe as measures

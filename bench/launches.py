@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from bench.gpu import checkpoint_layers, least_nbytes
 from megatrain import AdamW, Engine, Policy
 from megatrain.engine import step as engine_step
-from megatrain.layout import layout_of
 from megatrain.spec import Home
 from tests import standin_cuda
 from tests.kinds import KINDS
@@ -95,10 +95,8 @@ def counted(kind: str, layers: int, name: str) -> tuple[dict[str, int], int, tup
             device.reset_counters()
             engine.step(batches)
         found = dict(device.counters())
-        weights = [2 * layout_of(unit).size for unit in engine.spec.units]
-        stay = engine.policy.weight_slots  # the layers that lie in slots when the backward pass begins
-        least = sum(weights) + sum(weights[1 : -1 - stay]), sum(weights)
-        return found, schedules[-1], (0, 0) if name == "resident" else least, idle_seconds(engine, batches)
+        least = (0, 0) if name == "resident" else least_nbytes(engine)
+        return found, schedules[-1], least, idle_seconds(engine, batches)
 
 
 @contextmanager
@@ -137,8 +135,7 @@ def stock_kernels(kind: str, layers: int, *, recomputes: bool) -> int:
     model = torch.nn.Module.to(model_of(kind, layers), torch.bfloat16)
     there: Any = torch.nn.Module.cuda(model)
     if recomputes:
-        older = there.gradient_checkpointing_enable  # its name in transformers before this one
-        getattr(there, "activation_checkpointing_enable", older)({"use_reentrant": False})
+        checkpoint_layers(there)
     batches = [{key: value.cuda() for key, value in batch.items()} for batch in unequal_batches(MICRO_BATCHES)]
     for _ in range(2):
         device.reset_counters()

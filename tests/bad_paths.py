@@ -35,6 +35,19 @@ FOR_A_FOLDER = {
 FOR_A_FILE = {"a folder": "is a folder, not a file", "a pipe": "is a pipe, not a file", "below a file": "not a folder"}
 """More of them, where a file is to be written."""
 
+ENDLESS = ("deep", "pipe", "zeros")
+
+
+def endless_file(kind: str, path: Path) -> None:
+    """Put a file there that nobody can read to its end: JSON of a great depth, a pipe, a link to /dev/zero."""
+    match kind:
+        case "deep":
+            path.write_text("[" * 100_000 + "]" * 100_000)
+        case "pipe":
+            os.mkfifo(path)
+        case "zeros":
+            path.symlink_to("/dev/zero")
+
 
 def bad_path(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A path of that kind, made in `folder` where it needs anything there."""

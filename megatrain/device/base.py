@@ -10,7 +10,7 @@ cause. So a failure surfaces, once, and nothing hangs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -150,6 +150,30 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Stop the workers and give the memory back. The device is unusable afterwards."""
+
+
+class OnTheHost:
+    """What is the same on every device whose memory is host memory."""
+
+    torch_device = torch.device("cpu")
+
+    def staged(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return list(tensors)
+
+    def landing(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def alongside(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def seed(self, value: int) -> None:
+        torch.default_generator.manual_seed(value)
+
+    def exact_float32(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def preserved_random_state(self) -> AbstractContextManager[None]:
+        return torch.random.fork_rng(devices=[])
 
 
 def declared(task: Task, memory: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from megatrain.device import heap
-from megatrain.device.base import Event, Interval, Stream, Task, Work, declared
+from megatrain.device.base import Event, Interval, OnTheHost, Stream, Task, Work, declared
 from megatrain.device.pages import mapped
 from megatrain.device.worker import WorkerStream, as_foreground_error, close_workers, raise_first, worker_of
 from megatrain.errors import DeviceError
@@ -68,7 +68,7 @@ class InlineStream:
         return DoneEvent(began, time.perf_counter())
 
 
-class CpuDevice:
+class CpuDevice(OnTheHost):
     """See `base.Device`."""
 
     name = "cpu"
@@ -77,7 +77,6 @@ class CpuDevice:
     timed = True  # always: two readings of a clock cost nothing here
 
     def __init__(self) -> None:
-        self.torch_device = torch.device("cpu")
         self._inline = {name: InlineStream(name) for name in ("compute", *COPIES)}
         self._workers = {"host": WorkerStream("host")}
         """Streams with a thread: host work, and reading and writing the disk once there is any."""
@@ -121,15 +120,6 @@ class CpuDevice:
         start = -block.ctypes.data % ALIGNMENT
         return torch.from_numpy(block[start : start + nbytes])
 
-    def exact_float32(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def staged(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return list(tensors)
-
-    def landing(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
     def tidy(self) -> None:
         heap.trim()
         if self._keeping is None:  # not sooner: what loading a model frees is of no use to a step
@@ -140,15 +130,6 @@ class CpuDevice:
         self, task: Task, memory: Mapping[str, torch.Tensor]
     ) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
         return nullcontext(declared(task, memory))
-
-    def alongside(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def seed(self, value: int) -> None:
-        torch.default_generator.manual_seed(value)
-
-    def preserved_random_state(self) -> AbstractContextManager[None]:
-        return torch.random.fork_rng(devices=[])
 
     def free_nbytes(self) -> int:
         raise DeviceError("has no memory of its own", where="cpu")

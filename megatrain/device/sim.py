@@ -21,7 +21,7 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatrain.device.base import Event, Interval, Stream, Task, Work, declared
+from megatrain.device.base import Event, Interval, OnTheHost, Stream, Task, Work, declared
 from megatrain.device.faults import Fault, fail
 from megatrain.device.races import Clock, RaceDetector, joined
 from megatrain.device.worker import as_foreground_error, raise_first
@@ -122,7 +122,7 @@ def _same(left: Tensor, right: Tensor) -> bool:
     return np.array_equal(left.numpy(), right.numpy())
 
 
-class SimDevice:
+class SimDevice(OnTheHost):
     """See `base.Device`.
 
     seed: decides the adversary's temperament and every choice. capacity: bytes of device memory, `None` for no limit.
@@ -144,7 +144,6 @@ class SimDevice:
         cost: Callable[[Task], float] | None = None,
     ) -> None:
         self.name = f"sim:{seed}"
-        self.torch_device = torch.device("cpu")
         self.capacity, self.faults, self.cost = capacity, list(faults), cost
         self.lockable_nbytes = lockable
         self.locked: dict[int, int] = {}
@@ -220,15 +219,6 @@ class SimDevice:
     def allocate_again(self, nbytes: int, owner: str) -> Tensor:
         return self.allocate_host(nbytes, owner)
 
-    def exact_float32(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def staged(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return list(tensors)
-
-    def landing(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
     def tidy(self) -> None:
         return
 
@@ -286,15 +276,6 @@ class SimDevice:
         return (1 << 62) if self.capacity is None else self.capacity - sum(self._owners.values())
 
     # Time and chance ------------------------------------------------------------------------------------------------
-
-    def alongside(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def seed(self, value: int) -> None:
-        torch.default_generator.manual_seed(value)
-
-    def preserved_random_state(self) -> AbstractContextManager[None]:
-        return torch.random.fork_rng(devices=[])
 
     def stalled_seconds(self) -> float:
         compute = self._streams.get("compute")

@@ -20,11 +20,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from megatrain.errors import MegaTrainError, ModelError
+from megatrain.model.likeness import HOOKS, OF_EVERY_MODULE
 from megatrain.model.ported import PortedModel
 from megatrain.model.ports import HandOut
 from megatrain.model.uses import Uses
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 LIBRARIES = ("torch", "transformers")
 
 
@@ -159,7 +159,7 @@ def code_of(layer: nn.Module) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         else:
             switches = [(key, each) for key, each in vars(module).items() if isinstance(each, bool | str)]
             code.append((name, type(module), tuple(switches)))
-        own = [value for key, value in vars(module).items() if key not in _OF_EVERY_MODULE and _is_code(value)]
+        own = [value for key, value in vars(module).items() if key not in OF_EVERY_MODULE and _is_code(value)]
         for value in [*own, *_hooks(module)]:
             if isinstance(value, partial) and not _of_library(value):
                 held.append(id(value))
@@ -168,9 +168,6 @@ def code_of(layer: nn.Module) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
                 if not _of_library(function):
                     held.append(id(function))
     return tuple(code), tuple(held)
-
-
-_OF_EVERY_MODULE = vars(nn.Module())
 
 
 def _is_code(value: Any) -> bool:

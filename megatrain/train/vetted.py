@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from megatrain.errors import ModelError, typed_line
+from megatrain.model.likeness import HOOKS
 from megatrain.model.twin import StockConfig, StockModel, dropout_rates, shrink, twin_from, with_dropout
 from megatrain.train.cases import short_cases, short_settings
 from megatrain.train.verify import MakeEngine, compare, replay_finding
@@ -107,8 +108,7 @@ def customised(model: nn.Module) -> bool:
     """
     home = type(model).__module__.partition(".")[0]
     for module in model.modules():
-        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-        if "forward" in vars(module) or any(hooks):
+        if "forward" in vars(module) or any(vars(module)[hooks] for hooks in HOOKS):
             return True
         for part in (type(module), type(module).forward):
             if part.__module__.partition(".")[0] not in ("torch", "transformers", home):

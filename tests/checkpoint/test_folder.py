@@ -28,6 +28,7 @@ from megatrain.checkpoint import (
     sums,
 )
 from megatrain.errors import CheckpointError, ConfigError
+from tests.bad_paths import ENDLESS, endless_file
 from tests.saved import bits, expected, loaded, ported, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process.*is multi-threaded, use of fork:DeprecationWarning")
@@ -88,7 +89,7 @@ def test_damaged_and_unfinished_ones_are_skipped_with_a_line_each(planned: Plann
     assert quickly.checkpoint.step == 3, "nothing was read"
 
 
-@pytest.mark.parametrize("manifest", ["deep", "pipe", "zeros"])
+@pytest.mark.parametrize("manifest", ENDLESS)
 def test_a_newer_one_whose_manifest_never_ends_is_skipped(
     manifest: str, planned: PlannedCheckpoint, tmp_path: Path
 ) -> None:
@@ -96,13 +97,7 @@ def test_a_newer_one_whose_manifest_never_ends_is_skipped(
         save(tmp_path, step, planned=planned)
     path = tmp_path / "step-00000002" / "manifest.json"
     path.unlink()
-    match manifest:
-        case "deep":
-            path.write_text("[" * 100_000 + "]" * 100_000)
-        case "pipe":
-            os.mkfifo(path)
-        case "zeros":
-            path.symlink_to("/dev/zero")
+    endless_file(manifest, path)
     found = newest_sound(tmp_path)
     assert found.checkpoint is not None
     assert found.checkpoint.step == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from megatrain.errors import ConfigError, DoesNotFit, MegaTrainError, ModelError
 from megatrain.plan import machine, save_hardware
 from megatrain.plan.amounts import parse_nbytes
 from megatrain.planning import find_hardware, find_model, run_plan
+from tests.bad_paths import ENDLESS, endless_file
 from tests.tiny import FAMILIES, tiny_model
 
 CONFIG = {
@@ -226,16 +226,10 @@ def test_mistakes_are_one_line(saved: str, options: dict[str, Any], kind: type, 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["deep", "pipe", "zeros"])
+@pytest.mark.parametrize("kind", ENDLESS)
 def test_a_file_that_never_ends_is_no_model(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    match kind:
-        case "deep":
-            path.write_text("[" * 100_000 + "]" * 100_000)
-        case "pipe":
-            os.mkfifo(path)
-        case "zeros":
-            path.symlink_to("/dev/zero")
+    endless_file(kind, path)
     with pytest.raises(ModelError, match=r"cannot be read|not a file"):
         shown(str(path))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from pathlib import Path
@@ -32,6 +31,7 @@ from megatrain.train.events import (
     Warned,
 )
 from megatrain.train.metrics import JsonLines
+from tests.bad_paths import ENDLESS, endless_file
 from tests.plan.test_page import HOSTILE, outlook, read
 from tests.train.test_metrics import stepped
 
@@ -164,19 +164,13 @@ def test_a_folder_with_metrics_alone_is_enough_and_one_without_is_refused(
     assert not list(tmp_path.glob(".*.part"))
 
 
-@pytest.mark.parametrize("kind", ["deep", "pipe", "zeros"])
+@pytest.mark.parametrize("kind", ENDLESS)
 @pytest.mark.parametrize("name", ["metrics.jsonl", "status.json", "trace.json", "config.yaml"])
 def test_a_file_that_never_ends_is_not_read(name: str, kind: str, tmp_path: Path) -> None:
     run(tmp_path, *EVERYTHING)
     path = tmp_path / name
     path.unlink(missing_ok=True)
-    match kind:
-        case "deep":
-            path.write_text("[" * 100_000 + "]" * 100_000)
-        case "pipe":
-            os.mkfifo(path)
-        case "zeros":
-            path.symlink_to("/dev/zero")
+    endless_file(kind, path)
     if name == "metrics.jsonl" and kind != "deep":
         with pytest.raises(ConfigError, match=r"metrics\.jsonl cannot be read \(a (pipe|device), not a file"):
             page(tmp_path)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib
 import sys
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +22,8 @@ import torch
 from torch import Tensor
 
 from megatrain import AdamW, Engine, Policy
-from megatrain.device.base import Errand
+from megatrain.device.base import Errand, Event, Task, Work
+from megatrain.device.worker import HostEvent, WorkerStream
 from megatrain.engine.step import ACTIONS, Streamer
 from megatrain.errors import MegaTrainError
 from megatrain.spec import Home
@@ -31,6 +34,9 @@ STANDIN = standin_cuda.installed()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(STANDIN is None, reason="needs the stand-in: make test-cuda")]
 
 SOURCE = Path(importlib.import_module("megatrain.device.cuda").__file__ or "")
+LATE = 0.02
+"""Seconds that host work takes longer than it needs."""
+
 MIXED = (Home(), Home("device"), Home("device", "device", "device"), Home(), Home(), Home())
 
 
@@ -85,8 +91,23 @@ def device_of(source: str, name: str) -> Any:
         del sys.modules[name]
 
 
+def make_late(host: WorkerStream) -> None:
+    """Have each piece of host work begin late: who does not wait for it is early for certain, not by chance."""
+    submit = host.submit
+
+    def late(task: Task, work: Work, waits: Sequence[Event] = ()) -> HostEvent:
+        def run() -> None:
+            time.sleep(LATE)
+            work()
+
+        return submit(task, run, waits)
+
+    host.submit = late  # type: ignore[method-assign]
+
+
 def trained(device: Any) -> dict[str, Tensor]:
     """Weights after steps over gates, offloaded inputs, units in every tier, and a change of policy."""
+    make_late(device.stream("host"))
     model = tiny_model(attn_implementation="eager", num_hidden_layers=4)
     how: dict[str, Any] = {"weight_slots": 1, "grad_slots": 1, "shard_nbytes": 2048, "loss_chunk_tokens": 8}
     rows = (("offload", "graph"), ("input",), ("drop",), ("graph", "input"))
