@@ -33,7 +33,11 @@ quickstart: venv  ## train a small model on this machine, or go on with it
 test: venv  ## what CI runs: everything that is neither slow nor for a GPU
 	OMP_NUM_THREADS=1 $(PYTEST) -m "not slow and not gpu" -n $(WORKERS) --dist loadfile $(ARGS)
 
-test-cuda: venv  ## the GPU tests, on a CUDA device that is not there (a C++ compiler is needed; tests/standin_cuda)
+$(VENV)/.cuda: $(VENV)/.installed
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,cuda]'
+	@touch $@
+
+test-cuda: $(VENV)/.cuda  ## the GPU tests, on a CUDA device that is not there (a C++ compiler is needed; tests/standin_cuda)
 	$(BIN)/python -m tests.standin_cuda  # built once, and not by each worker
 	OMP_NUM_THREADS=1 $(PYTEST) -p tests.standin_cuda.plugin tests/gpu tests/standin_cuda \
 	    tests/train/test_resident.py -m gpu -n $(WORKERS) --dist load $(ARGS)

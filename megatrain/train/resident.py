@@ -1,24 +1,36 @@
-"""AdamW for units whose whole state is on the device: the arithmetic of `optim.adamw`, one torch operation each.
+"""AdamW for units whose whole state is on the device: the arithmetic of `optim.adamw`, in one kernel or by operations.
 
-Every operation rounds once, in the order of `reference_update`, and none is contracted with its neighbour (no `addcmul`
-or `alpha=`), so where the device divides with correct rounding the result is that of the pass on the host, bit for bit.
-The root is taken in float64 and rounded, which is the correctly rounded one (Figueroa 1995); float32 roots of math
-libraries are often not. It goes through a unit in chunks that stay in the device's cache, so that memory is read and
-written about once. Left out: a single kernel for all of it, which would save launches.
+Where Triton can run, neighbouring parameters that decay alike take one kernel (`resident_triton`). Elsewhere it is one
+torch operation at a time, in chunks that stay in the device's cache; the kernel is compared with them, bit for bit,
+before it is first used. Every operation rounds once, in the order of `reference_update`, and none is contracted with
+its neighbour (no `addcmul` or `alpha=`), so where the device divides with correct rounding the result is that of the
+pass on the host. The root is taken in float64 and rounded, which is the correctly rounded one (Figueroa 1995); float32
+roots of math libraries are often not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import importlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatrain.optim import StepScalars
+from megatrain.errors import typed_line
+from megatrain.layout import align
+from megatrain.optim import AdamW, StepScalars
 from megatrain.spec import Precision
 
 CHUNK = 1 << 20
 """Elements; temporaries take eight times four bytes each."""
+
+TRIED = 5000
+"""Elements that the kernel is tried on: several blocks, and no round number."""
+
+_log = logging.getLogger(__name__)
 
 
 def update_on_device(
@@ -38,31 +50,115 @@ def update_on_device(
     trained = gradient.numel()
     moments = parts["moments"].view(torch.float32)
     m, v = moments[:trained], moments[trained : 2 * trained]
-    for start, stop, decays in segments:
-        for begin in range(start, stop, CHUNK):
-            part = slice(begin, min(begin + CHUNK, stop))
-            keep = float(scalars.decay) if decays else 1.0
-            kind, halves = (torch.float32, ["hi"]) if precision == "fp32" else (torch.int16, ["hi", "low"])
-            weight = [parts[half].view(kind)[part] for half in halves]
-            before = [(each, each.clone()) for each in (m[part], v[part], *weight)] if sound is not None else []
-            change = _change(m[part], v[part], gradient[part].to(torch.float32), scalars)
-            if precision == "fp32":
-                weight[0].mul_(keep).sub_(change)
-            else:
-                hi, low = weight
-                split_to(join(hi, low).mul_(keep).sub_(change), hi, low)
-            for each, was in before:
-                assert sound is not None
-                torch.where(sound, each, was, out=each)
+    weight = parts["hi"].view(torch.float32 if precision == "fp32" else torch.int16)
+    low = None if precision == "fp32" else parts["low"].view(torch.int16)
+    update = adamw_by_operations
+    if (kernels := _kernels(gradient.device)) is not None:
+        update, sound = kernels.adamw, _true(gradient.device) if sound is None else sound
+    for start, stop, decays in _joined(segments):
+        part = slice(start, stop)
+        lower = None if low is None else low[part]
+        update(weight[part], lower, m[part], v[part], gradient[part], scalars, sound, decays=decays)
 
 
 def sum_of_squares_on_device(gradient: Tensor) -> Tensor:
     """The sum of squares of a flat gradient: each square exact in float64, their sum rounded in the device's order.
     A float64 scalar on the device."""
+    if (kernels := _kernels(gradient.device)) is not None:
+        found: Tensor = kernels.sum_of_squares(gradient)
+        return found
     total = torch.zeros((), dtype=torch.float64, device=gradient.device)
     for begin in range(0, gradient.numel(), CHUNK):
         total += gradient[begin : begin + CHUNK].to(torch.float64).square_().sum()
     return total
+
+
+def adamw_by_operations(
+    weight: Tensor,
+    low: Tensor | None,
+    m: Tensor,
+    v: Tensor,
+    gradient: Tensor,
+    scalars: StepScalars,
+    sound: Tensor | None,
+    *,
+    decays: bool,
+) -> None:
+    """What `resident_triton.adamw` does, by torch operations. sound: None is true."""
+    keep = float(scalars.decay) if decays else 1.0
+    for begin in range(0, gradient.numel(), CHUNK):
+        part = slice(begin, begin + CHUNK)
+        halves = [weight[part]] if low is None else [weight[part], low[part]]
+        before = [(each, each.clone()) for each in (m[part], v[part], *halves)] if sound is not None else []
+        change = _change(m[part], v[part], gradient[part].to(torch.float32), scalars)
+        if low is None:
+            halves[0].mul_(keep).sub_(change)
+        else:
+            split_to(join(*halves).mul_(keep).sub_(change), *halves)
+        for each, was in before:
+            assert sound is not None
+            torch.where(sound, each, was, out=each)
+
+
+def _joined(segments: Sequence[tuple[int, int, bool]]) -> Iterator[tuple[int, int, bool]]:
+    """Segments with those that follow each other and decay alike made one; the gaps between them hold zeros."""
+    found: tuple[int, int, bool] | None = None
+    for start, stop, decays in segments:
+        if found is not None and align(found[1]) == start and found[2] == decays:
+            found = found[0], stop, decays
+        else:
+            if found is not None:
+                yield found
+            found = start, stop, decays
+    if found is not None:
+        yield found
+
+
+@cache
+def _true(device: torch.device) -> Tensor:
+    return torch.ones((), dtype=torch.bool, device=device)
+
+
+@cache
+def _kernels(device: torch.device) -> Any:
+    """`resident_triton`, where Triton can run on this device and does what the operations do; else None."""
+    if device.type != "cuda" or not importlib.import_module("torch.utils._triton").has_triton():
+        return None
+    try:
+        found = importlib.import_module("megatrain.train.resident_triton")
+        same = agrees(found, device)
+    except Exception as error:  # no compiler for its launchers, or whatever else it needs on this machine
+        _log.warning("AdamW on %s runs by single operations: Triton failed (%s)", device, typed_line(error))
+        return None
+    if not same:
+        _log.warning("AdamW on %s runs by single operations: Triton's kernel rounds otherwise here", device)
+    return found if same else None
+
+
+def agrees(kernels: Any, device: torch.device) -> bool:
+    """Whether kernels give the bits of the operations, of both precisions, with a flag that holds and one that does
+    not; and the squares to rounding."""
+    generator = torch.Generator().manual_seed(0)
+    magnitude = 10.0 ** (torch.rand(TRIED, generator=generator) * 60 - 38)
+    gradient = (torch.randn(TRIED, generator=generator) * magnitude).to(device)
+    state = torch.randn(3, TRIED, generator=generator).to(device)
+    for beta in (0.3, 0.9):
+        scalars = AdamW(betas=(beta, 0.99), weight_decay=0.1).scalars(lr=1e-2, step=3, grad_scale=0.7)
+        for flag in (True, False):
+            sound = torch.tensor(flag, device=device)
+            results = []
+            for update in (kernels.adamw, adamw_by_operations):
+                weight, m, v = state[0].clone(), state[1] * gradient, (state[2] * gradient).square()
+                update(weight, None, m, v, gradient, scalars, sound, decays=True)
+                bits = state[0].view(torch.int32)
+                hi, low = (bits >> 16).to(torch.int16), bits.to(torch.int16)
+                m2, v2 = m.clone(), v.clone()
+                update(hi, low, m2, v2, gradient.to(torch.bfloat16), scalars, sound, decays=False)
+                results.append([each.view(torch.uint8) for each in (weight, m, v, hi, low, m2, v2)])
+            if not all(torch.equal(one, other) for one, other in zip(*results, strict=True)):
+                return False
+    known = [(kernels.sum_of_squares(each), each.double().square().sum()) for each in (state[0], state[1].bfloat16())]
+    return all(bool(torch.isclose(found, exact, rtol=1e-12)) for found, exact in known)
 
 
 def join(hi: Tensor, low: Tensor) -> Tensor:

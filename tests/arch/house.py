@@ -47,6 +47,7 @@ HOMES: dict[str, tuple[tuple[str, ...], str]] = {
     "os.environ": (("config",), "what steers a run is in its config file"),
     "os.getenv": (("config",), "what steers a run is in its config file"),
     "numba": (("optim",), "the one arithmetic on the host that must run at memory bandwidth"),
+    "triton": (("train.resident_triton",), "one kernel for an update on a GPU"),
     "yaml": (("config",), "the user's file ends there; beyond it are typed values"),
     "pydantic": (("config",), "the user's file ends there; beyond it are typed values"),
     "typer": (("cli",), "arguments end there"),

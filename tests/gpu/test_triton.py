@@ -1,0 +1,95 @@
+"""The optimizer pass of units on the device, as Triton's kernels: run by its interpreter, and compiled for a GPU."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatrain.train import resident
+
+pytest.importorskip("triton", reason="needs Triton: make test-cuda")
+pytestmark = pytest.mark.gpu
+
+GPU = torch.device("cuda", 0)
+FACTORS = ("keep", "step_size", "root_scale", "eps", "share", "b2", "rest2", "grad_scale")
+
+INTERPRETED = """
+import sys
+from types import SimpleNamespace
+import torch
+from megatrain.optim import AdamW
+from megatrain.train import resident, resident_triton
+
+wrong = sys.argv[1]
+
+def adamw(*args, decays):
+    if wrong == "beta":
+        scalars = AdamW(betas=(0.3, 0.99), weight_decay=0.1).scalars(lr=1e-2, step=3, grad_scale=0.7)
+        args = (*args[:5], scalars, args[6])
+    if wrong == "flag":
+        args = (*args[:6], torch.tensor(True))
+    resident_triton.adamw(*args, decays=decays)
+
+def squares(gradient):
+    return resident_triton.sum_of_squares(gradient[:-1] if wrong == "squares" else gradient)
+
+print(resident.agrees(SimpleNamespace(adamw=adamw, sum_of_squares=squares), torch.device("cpu")))
+"""
+
+
+@pytest.mark.parametrize("wrong", ["nothing", "beta", "flag", "squares"])
+def test_the_kernels_give_the_bits_of_the_operations_and_others_are_found(wrong: str) -> None:
+    """By Triton's interpreter, for which a process of its own must be told before it imports Triton."""
+    steps = [sys.executable, "-W", "ignore", "-c", INTERPRETED, wrong]
+    done = subprocess.run(steps, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.stdout.strip() == str(wrong == "nothing"), done.stderr
+
+
+@pytest.fixture
+def nothing_known() -> Iterator[None]:
+    resident._kernels.cache_clear()
+    yield
+    resident._kernels.cache_clear()
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("split", [True, False], ids=["bf16", "fp32"])
+def test_compiled_for_a_gpu_no_operation_is_contracted_or_approximate(capability: int, split: bool) -> None:
+    """Triton compiles for a GPU that is not there: in its assembly each operation rounds once, to nearest."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from megatrain.train.resident_triton import _adamw as kernel
+
+    types = {name: "*u16" if split else "*fp32" for name in ("hi", "low", "gradient")}
+    types |= {"m": "*fp32", "v": "*fp32", "sound": "*u8", "numel": "i64"} | dict.fromkeys(FACTORS, "fp32")
+    constants = {"FROM_M": True, "SPLIT": split, "BLOCK": 1024}
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    code = compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False}).asm["ptx"]
+    floating = set(re.findall(r"\b(\w+(?:\.\w+)*\.f32)\b", code)) - {"ld.global.f32", "st.global.f32", "mov.f32"}
+    assert {"div.rn.f32", "sqrt.rn.f32"} <= floating
+    assert all(".rn" in each or each.startswith(("add", "sub")) for each in floating), floating
+    assert "fma" not in code
+
+
+def test_where_triton_fails_single_operations_are_used_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, nothing_known: None
+) -> None:
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
+    monkeypatch.setattr(resident, "agrees", lambda *_: 1 / 0)
+    with caplog.at_level(logging.WARNING):
+        assert resident._kernels(GPU) is None
+    assert "AdamW on cuda:0 runs by single operations: Triton failed (ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.silicon
+def test_on_a_real_gpu_the_kernels_are_used(nothing_known: None) -> None:
+    assert resident._kernels(GPU) is not None
