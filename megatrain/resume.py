@@ -34,7 +34,7 @@ MOST_NAMED = 4
 """Checkpoints that are named one by one."""
 SIZES = ("windows_per_step", "micro_batch", "micro_batches")
 """Keys of `train` that say how a step is cut."""
-KEPT_POLICY = ("grad_precision", "update", "loss_chunk_tokens", "mlp_chunk_tokens", "compile")
+KEPT_POLICY = ("grad_precision", "update", "loss_chunk_tokens", "mlp_chunk_tokens", "kernels")
 """Fields of a policy that numbers depend on, by rounding."""
 
 KEPT_BY_ROWS = tuple(name for name in PolicySection.model_fields if name in ROUNDED_BY_ROWS and name != "gates")
@@ -181,7 +181,8 @@ def as_begun(config: Config, taken: Checkpoint) -> Config:
     given = {name: getattr(train, name) for name in SIZES if getattr(train, name) is not None}
     goes_on = all(then[name] == size for name, size in given.items())
     kept = {name: then[name] for name in ("micro_batch", "micro_batches")} if goes_on else {}
-    policy = {"mlp_chunk_tokens": 0, "compile": False, **taken.training["engine"]["policy"]}  # older ones had neither
+    policy = {"mlp_chunk_tokens": 0, **taken.training["engine"]["policy"]}  # older ones had none
+    policy.setdefault("kernels", "compile" if policy.get("compile") else "stock")  # its older name
     held: dict[str, Any] = {"gates": config.policy.gates or _rounding(policy.get("gates"))}
     rows = tuple(tuple(row) for row in policy.get("activation_rows", ()))
     policy |= {"activation_rows": rows or None}

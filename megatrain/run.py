@@ -396,7 +396,7 @@ def _tasks(config: Config, run: _Run, start: int) -> list[Task]:
     tasks = []
     if train.targets_per_step is None:  # else steps differ in their micro-batches, and no plan is of them all
         tasks.append(Task(1, Replanner(run.engine, run.plan, start + WARM_UP)))
-    if run.engine.policy.compile:
+    if run.engine.policy.kernels == "compile":
         tasks.append(Task(0, lambda step: Compiled(step, *spent()), once=start + 1))
     tasks += _measurements(config, run.engine, run.corpus, run.tokenizer)
     if config.checkpoint.every:

@@ -31,6 +31,7 @@ Tier = Literal["device", "host", "disk"]
 Rows = Literal["whole", "padded", "packed"]
 """Rows of one length without a mask; padded ones with theirs; several samples in a row, with their positions."""
 Transit = Literal["locked", "slabs", "pageable"]
+Kernels = Literal["stock", "compile", "liger"]
 """How weights and gradients cross the bus: page-locked where they lie, through page-locked slabs, or not locked."""
 
 Slots = Annotated[int, Bounds(1, 1 << 12)]
@@ -331,9 +332,9 @@ class Policy:
     """Target tokens whose logits exist at one time."""
     mlp_chunk_tokens: Annotated[int, Bounds(0, 1 << 60)] = 0
     """Tokens that token-wise parts of a layer, its feed-forward above all, compute at one time, keeping their input
-    alone of more; 0 is all. As `loss_chunk_tokens` and `compile`, it changes numbers by rounding."""
-    compile: bool = False
-    """Run layers through `torch.compile`."""
+    alone of more; 0 is all. As `loss_chunk_tokens` and `kernels`, it changes numbers by rounding."""
+    kernels: Kernels = "stock"
+    """Of layers: as the library calls them, or fused by `torch.compile`. Liger's are refused."""
     shares_memory: bool = False
     """The device computes in host memory: weights need no fetch, and gradients of the right dtype are born at home."""
     host_threads: Annotated[int, Bounds(0, 1 << 10)] = 0
@@ -360,9 +361,14 @@ class Policy:
             )
         if self.shares_memory and self.transit != "locked":
             raise PlanError("nothing crosses a bus where memory is shared", where="policy.transit", fix="use locked")
-        if self.compile and self.gates != "unit":
+        if self.kernels == "liger":
+            what = (
+                "Liger's kernels cannot be held against the library's code here, so nothing shows that they are right"
+            )
+            raise PlanError(what, where="policy.kernels", fix="use compile, which fuses the same operations")
+        if self.kernels == "compile" and self.gates != "unit":
             what = "a compiled layer does not say which weight it comes to"
-            raise PlanError(what, where="policy.gates", fix="use unit, or no policy.compile")
+            raise PlanError(what, where="policy.gates", fix="use unit, or policy.kernels=stock")
         if self.forward_nbytes and (self.shares_memory or self.gates == "unit"):
             what = "weights pass through less than a unit where compute waits for shards of them"
             fix = (

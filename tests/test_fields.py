@@ -65,9 +65,11 @@ def test_a_field_of_another_type_is_refused_by_name(good: Any, name: str) -> Non
 
 @pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8, np.int8])
 def test_integers_of_numpy_are_stored_as_plain_ones(kind: type) -> None:
-    policy = Policy(weight_slots=kind(3), shard_nbytes=kind(100), device_budget_nbytes=kind(0), compile=np.bool_(True))
-    assert policy == Policy(weight_slots=3, shard_nbytes=100, device_budget_nbytes=0, compile=True)
-    assert {type(policy.weight_slots), type(policy.shard_nbytes), type(policy.compile)} == {int, bool}
+    policy = Policy(
+        weight_slots=kind(3), shard_nbytes=kind(100), device_budget_nbytes=kind(0), shares_memory=np.bool_(True)
+    )
+    assert policy == Policy(weight_slots=3, shard_nbytes=100, device_budget_nbytes=0, shares_memory=True)
+    assert {type(policy.weight_slots), type(policy.shard_nbytes), type(policy.shares_memory)} == {int, bool}
     work = Work([kind(4), 5], kind(3))  # type: ignore[arg-type]
     assert work == Work((4, 5), 3)
     assert hash(work) == hash(Work((4, 5), 3))
@@ -88,8 +90,8 @@ def test_the_message_leads_to_the_entry_and_says_what_there_may_be() -> None:
         Policy(activation_rows=(("input",), ("forget",)))  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"policy\.recompute_slots: '2' is not valid; use a whole number, 1 to 4096 or"):
         Policy(recompute_slots="2")  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match=r"policy\.compile: 'yes' is not valid; use true or false"):
-        Policy(compile="yes")  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"policy\.shares_memory: 'yes' is not valid; use true or false"):
+        Policy(shares_memory="yes")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"home\.moments: 'vram' is not valid; use device, host or disk"):
         Home(moments="vram")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"work\.tokens\[1\]: 2\.0 is not valid; use a whole number, 1 "):

@@ -306,8 +306,9 @@ class PolicySection(Section):
     """Tokens that feed-forwards, and other parts that treat each token by itself, compute at one time; 0 is all."""
     gates: Literal["unit", "shard", "rows"] | None = None
     """What compute waits for: a unit's weights, the shard that a layer's code comes to, or rows of a matrix in it."""
-    compile: bool | None = None
-    """Run layers through `torch.compile`: some minutes at the start, once for each kind of layer and shape of batch."""
+    kernels: Literal["stock", "compile", "liger"] | None = None
+    """Kernels of layers: as the library calls them; or fused by `torch.compile`, which takes some minutes at the start,
+    once for each kind of layer and shape of batch. Liger's are refused."""
     host_threads: PositiveInt | None = None
     """Threads of the optimizer pass."""
     transit: Literal["locked", "slabs", "pageable"] | None = None

@@ -245,7 +245,9 @@ class Streamer:
 
     def _forming(self, trained: Sequence[tuple[str, Tensor]], homes: Homes) -> AbstractContextManager[object]:
         """In the block, gradients of weights are formed in `homes`, where compute and sums share memory."""
-        return Forming(trained, homes) if self.policy.shares_memory and not self.policy.compile else nullcontext()
+        return (
+            Forming(trained, homes) if self.policy.shares_memory and self.policy.kernels == "stock" else nullcontext()
+        )
 
     def _loss(self, now: Current, op: Op, held: Held) -> None:
         unit, micro = op.unit, op.micro

@@ -38,15 +38,15 @@ def spent() -> tuple[int, float]:
 
 def require_compiler(device: torch.device) -> None:
     """Raise `PlanError` where nothing could be compiled for a device."""
-    where = "policy.compile"
+    where = "policy.kernels"
     if device.type == "cuda":
         if not importlib.import_module("torch.utils._triton").has_triton():
-            raise PlanError("triton is not there", where=where, fix="pip install triton, or leave it false")
+            raise PlanError("triton is not there", where=where, fix="pip install triton, or use stock")
         return
     try:
         importlib.import_module("torch._inductor.cpp_builder").get_cpp_compiler()
     except Exception as error:
-        raise PlanError("there is no C++ compiler", where=where, fix="install g++, or leave it false") from error
+        raise PlanError("there is no C++ compiler", where=where, fix="install g++, or use stock") from error
 
 
 def compiled_call(
@@ -64,8 +64,8 @@ def compiled_call(
     except dynamo.exc.FailOnRecompileLimitHit as error:
         raise PlanError(
             f"more than {MOST_COMPILATIONS} shapes of micro-batches would be compiled",
-            where="policy.compile",
-            fix="give all micro-batches one shape (packing=best_fit), or leave it false",
+            where="policy.kernels",
+            fix="give all micro-batches one shape (packing=best_fit), or use stock",
         ) from error
     if graphs["unique_graphs"] > before:
         _SECONDS.append(time.perf_counter() - began)

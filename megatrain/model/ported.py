@@ -41,7 +41,7 @@ class Way(Protocol):
     @property
     def mlp_chunk_tokens(self) -> int: ...
     @property
-    def compile(self) -> bool: ...
+    def kernels(self) -> str: ...
 
 
 AS_IT_IS: Way = Policy()
@@ -97,10 +97,11 @@ class PortedModel:
         Raises `ModelError` where it cannot be run compiled.
         """
         args, kwargs = call.arguments(hidden)
-        run = compiled_call if way.compile and not watched() else functional_call
-        if way.compile and self.balance_coefficient is not None:
+        compiles = way.kernels == "compile"
+        run = compiled_call if compiles and not watched() else functional_call
+        if compiles and self.balance_coefficient is not None:
             what = "its layers record router outputs for the auxiliary loss, which compiled ones would not"
-            raise ModelError(what, where=self.spec.name, fix="set policy.compile=false")
+            raise ModelError(what, where=self.spec.name, fix="set policy.kernels=stock")
         with ExitStack() as around:
             sides = around.enter_context(recorded()) if self.balance_coefficient is not None else []
             if way.mlp_chunk_tokens:

@@ -34,6 +34,9 @@ from megatrain.schedule.sums import accumulator_nbytes
 from megatrain.schedule.workspace import runs_in_chunks
 from megatrain.spec import Hardware, ModelSpec, ParamSpec, Policy, UnitSpec, Work
 
+COMPILED_SHARE = 1 / 3
+"""Of the bytes that the library's elementwise kernels move, what fused ones do; assumed."""
+
 KERNELS, KERNELS_PER_PARAM = 12, 3
 """Kernels that a layer's forward launches: a round number, and so many for each parameter. It matters where kernels are
 tiny."""
@@ -310,7 +313,8 @@ class _Prices:
 
     def _passing(self, unit: UnitSpec, tokens: int) -> tuple[float, float]:
         """What layers do besides products and attention is about proportional to the bytes that autograd keeps."""
-        return elementwise_seconds(self.hardware, self.policy.precision, self._kept(unit, tokens))
+        nbytes = self._kept(unit, tokens) * (COMPILED_SHARE if self.policy.kernels == "compile" else 1.0)
+        return elementwise_seconds(self.hardware, self.policy.precision, nbytes)
 
     def _kept(self, unit: UnitSpec, tokens: int) -> int:
         """Bytes that autograd keeps of a unit."""

@@ -21,7 +21,7 @@ from megatrain.spec import Policy
 def with_gates(plan: Plan) -> Plan:
     """The plan, or the same with gates where these make its step shorter by `WORTH_GATES`, and fit."""
     question, budgets = plan.question, plan.question.budgets()
-    open_to = "gates" not in question.pinned and not plan.policy.compile and not plan.policy.shares_memory
+    open_to = "gates" not in question.pinned and plan.policy.kernels == "stock" and not plan.policy.shares_memory
     busiest = max(plan.timeline.busy_seconds(stream) for stream in STREAMS)
     if not open_to or plan.policy.gates != "unit" or busiest > WORTH_GATES * plan.seconds:
         return plan

@@ -34,7 +34,7 @@ def rings(question: Question) -> list[dict[str, Any]]:
     shared, where layers are compiled, and where the user has said otherwise."""
     pinned = question.pinned
     told = {name for name in DECIDED if name in pinned} - ({"gates"} if pinned.get("gates") == "shard" else set())
-    if told or pinned.get("compile") or question.hardware.shares_memory:
+    if told or pinned.get("kernels", "stock") != "stock" or question.hardware.shares_memory:
         return []
     size = 2 if question.precision == "bf16" else 4
     layer = size * max(question.model.units[index].numel for index in question.model.layers)

@@ -44,7 +44,7 @@ matrix units. oneDNN 3.x takes up to 1.06 MB on AMX, 0.35 MB on AVX512_BF16, and
 def _forms(policy: Policy, work: Work) -> bool:
     """Whether gradients are formed where they are summed (`engine.formed`): in one memory, and in one dtype."""
     alone = work.micro_batches * work.repeats == 1
-    return policy.shares_memory and not policy.compile and (policy.weight_nbytes == 4 or alone)
+    return policy.shares_memory and policy.kernels == "stock" and (policy.weight_nbytes == 4 or alone)
 
 
 def profile_of(model: ModelSpec, unit: int, work: Work, length: int) -> LayerProfile:

@@ -132,7 +132,7 @@ def policy_of(options: EngineOptions, device: Device, spec: ModelSpec) -> Policy
 def _placed(options: EngineOptions, device: Device, spec: ModelSpec) -> Policy:
     """The policy with as little state on the disk as the host's budget asks for, where there is a choice."""
     policy = _without_homes(options, device)
-    if policy.compile:
+    if policy.kernels == "compile":
         require_compiler(device.torch_device)
     if not options.get("disk") or policy.homes:
         return policy

@@ -109,7 +109,7 @@ def describe_policy(policy: Policy) -> list[str]:
         f"gradients in {policy.grad_precision or policy.precision}",
         f"loss in chunks of {policy.loss_chunk_tokens:,} tokens",
         *([f"feed-forwards in chunks of {policy.mlp_chunk_tokens:,} tokens"] if policy.mlp_chunk_tokens else []),
-        *(["layers are compiled"] if policy.compile else []),
+        *(["layers are compiled"] if policy.kernels == "compile" else []),
         *([f"compute waits for {GATES[policy.gates]}"] if policy.gates in GATES else []),
         "1 host thread" if policy.host_threads == 1 else f"{policy.host_threads or 'all'} host threads",
     ]

@@ -48,7 +48,7 @@ def test_a_plan_that_may_have_gates_is_never_slower_and_has_them_where_they_gain
     assert find_plan(asked).policy == chosen.policy
 
 
-@pytest.mark.parametrize("told", [{"gates": "rows"}, {"gates": "unit"}, {"compile": True}])
+@pytest.mark.parametrize("told", [{"gates": "rows"}, {"gates": "unit"}, {"kernels": "compile"}])
 def test_what_the_user_has_said_stays(told: dict[str, object]) -> None:
     policy = find_plan(replace(QUESTIONS["few tokens"], pinned=told)).policy
     assert policy.gates == told.get("gates", "unit")

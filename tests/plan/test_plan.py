@@ -63,6 +63,18 @@ def test_prices_are_bytes_over_bandwidth_and_operations_over_rate() -> None:
     assert replay(schedule, price).seconds > 0
 
 
+@pytest.mark.parametrize("name", ["FORWARD u1 m0", "BACKWARD u1 m0"])
+def test_fused_elementwise_work_moves_a_third_of_the_bytes(name: str) -> None:
+    prices = []
+    for kernels, speed in (("stock", 1e3), ("stock", 3e3), ("compile", 1e3)):
+        hardware = replace(SLOW, elementwise_bandwidth=speed)
+        policy = Policy(activations="keep", kernels=kernels)  # type: ignore[arg-type]
+        schedule = build_step(model(), policy, Work((8,)))
+        price = op_seconds(model(), policy, Work((8,)), hardware)
+        prices.append(price(next(op for op in schedule.ops if op.name == name)))
+    assert prices[0] > prices[1] == pytest.approx(prices[2])
+
+
 def test_a_prologue_costs_the_calls_of_the_models_own_code() -> None:
     hardware = replace(SLOW, launch_seconds=1.0)
     schedule = build_step(model(), Policy(), Work((8,)))

@@ -74,7 +74,7 @@ def test_a_refusal_names_the_least_with_which_a_plan_is_found() -> None:
     assert found.policy.read_ahead_nbytes
 
 
-TOLD = [{"weight_slots": 2}, {"gates": "unit"}, {"gates": "rows"}, {"read_ahead_nbytes": 0}, {"compile": True}]
+TOLD = [{"weight_slots": 2}, {"gates": "unit"}, {"gates": "rows"}, {"read_ahead_nbytes": 0}, {"kernels": "compile"}]
 
 
 @pytest.mark.parametrize("told", [*TOLD, {"shard_nbytes": 1 << 24}])

@@ -25,14 +25,19 @@ def no_compiler() -> str:
 
 def test_without_a_compiler_an_engine_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", no_compiler)
-    with pytest.raises(PlanError, match=r"policy.compile: there is no C\+\+ compiler; install g\+\+"):
-        engine("llama", Policy("fp32", shares_memory=True, compile=True))
+    with pytest.raises(PlanError, match=r"policy.kernels: there is no C\+\+ compiler; install g\+\+"):
+        engine("llama", Policy("fp32", shares_memory=True, kernels="compile"))
+
+
+def test_kernels_that_nothing_here_can_check_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"policy\.kernels: Liger's kernels cannot be held .*use compile"):
+        Policy(kernels="liger")
 
 
 def test_a_model_whose_router_outputs_are_recorded_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", lambda: "g++")
-    made = engine("mixtral-balanced", Policy("fp32", shares_memory=True, compile=True))
-    with made, pytest.raises(ModelError, match="compile=false"):
+    made = engine("mixtral-balanced", Policy("fp32", shares_memory=True, kernels="compile"))
+    with made, pytest.raises(ModelError, match="kernels=stock"):
         made.step(STEP)
 
 
@@ -45,14 +50,14 @@ def test_compiled_layers_give_the_stock_models_gradients_whatever_the_schedule(p
     """Three layers, one structure: a compilation with gradients and one without; and weights leave their slot."""
     torch._dynamo.reset()
     before, _ = spent()
-    plain = Policy(precision, shares_memory=True, loss_chunk_tokens=5, compile=True)  # type: ignore[arg-type]
+    plain = Policy(precision, shares_memory=True, loss_chunk_tokens=5, kernels="compile")  # type: ignore[arg-type]
     with engine("llama", plain) as made:
         found = made.gradients(STEP)
         assert equal(found, made.gradients(STEP))
     compilations, seconds = spent()
     assert compilations - before == 2
     assert seconds > 0
-    lean = Policy(precision, activations="keep", loss_chunk_tokens=5, weight_slots=1, compile=True)  # type: ignore[arg-type]
+    lean = Policy(precision, activations="keep", loss_chunk_tokens=5, weight_slots=1, kernels="compile")  # type: ignore[arg-type]
     with engine("llama", lean, "sim:1") as made:
         kept = made.gradients(STEP)
     assert spent()[0] == compilations

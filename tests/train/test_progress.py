@@ -146,7 +146,7 @@ OTHER: dict[str, Any] = {
     "update": "during_backward",
     "loss_chunk_tokens": 77,
     "mlp_chunk_tokens": 4096,
-    "compile": True,
+    "kernels": "compile",
     "gates": "rows",
     "shares_memory": True,
     "host_threads": 3,
