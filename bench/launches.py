@@ -1,11 +1,14 @@
 """What a training step asks of a GPU's driver and of the host, counted on the stand-in CUDA device.
 
-    python -m bench.launches [--out FOLDER]
+    python -m bench.launches [--out FOLDER | --switch-intervals]
 
 For a dense, a mixture-of-experts and a hybrid model, per policy: hidden waits for the device, copies of pageable
 memory, kernels per layer and micro-batch beside those of the stock model (which checkpoints where we recompute), bytes
-over the bus beside the least that there are, CUDA events made per op, and the host's microseconds per op where no op
-does anything, which is all that is timed. The models are tiny: what is counted does not depend on their width.
+over the bus beside the least that there are, CUDA events made, and what submitting, leasing and binding an op takes on
+a device where nothing runs: calls of functions, and the only thing that is timed, microseconds. The models are tiny:
+what is counted does not depend on their width.
+
+With --switch-intervals: a step, and how long a copy waits for its thread, by Python's switch interval.
 """
 
 from __future__ import annotations
@@ -14,10 +17,11 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -25,22 +29,26 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from bench.gpu import checkpoint_layers, least_nbytes
 from megatrain import AdamW, Engine, Policy
+from megatrain.device.base import Event, Stream, Task, Work
+from megatrain.device.cpu import CpuDevice
+from megatrain.device.worker import HostEvent, WorkerStream
 from megatrain.engine import step as engine_step
 from megatrain.spec import Home
 from tests import standin_cuda
 from tests.kinds import KINDS
 from tests.tiny import unequal_batches
 
-LAYERS, MORE_LAYERS, MICRO_BATCHES, ROUNDS = 2, 5, 3, 25
+LAYERS, MORE_LAYERS, MANY_LAYERS, MICRO_BATCHES, ROUNDS = 2, 5, 14, 3, 50
 MODELS = {"dense": "llama", "experts": "mixtral", "hybrid": "bamba"}
 POLICIES: dict[str, dict[str, Any]] = {
     "graphs kept": {"activations": "keep"},
     "recompute": {"activations": "recompute"},
     "offload": {"activation_rows": (("offload",),)},
-    "gates": {"activations": "recompute", "gates": "shard", "weight_slots": 1},
+    "gates": {"activations": "recompute", "gates": "shard", "weight_slots": 1, "shard_nbytes": 1 << 14},
     "resident": {"activations": "recompute"},
 }
 NAME = "launches"
+INTERVALS, TURNS = (5e-3, 5e-4, 5e-5), 3
 
 
 @dataclass(frozen=True)
@@ -48,8 +56,9 @@ class Row:
     """Of one steady step of one model by one policy.
 
     hidden_waits: in ops; waits: all of the foreground, with those that are meant. kernels: of a layer and a
-    micro-batch; stock_kernels: the stock model's. in_ratio, out_ratio: bytes over the bus, over the least.
-    op_microseconds: of the host's thread that submits, for each op more.
+    micro-batch; stock_kernels: the stock model's. in_ratio, out_ratio: bytes over the bus, over the least. events: that
+    were made. op_calls: Python and C functions called for each op more, on a device where nothing runs;
+    op_microseconds: what they took.
     """
 
     model: str
@@ -61,7 +70,8 @@ class Row:
     stock_kernels: float
     in_ratio: float
     out_ratio: float
-    events_per_op: float
+    events: int
+    op_calls: float
     op_microseconds: float
 
 
@@ -74,29 +84,77 @@ def model_of(kind: str, layers: int) -> PreTrainedModel:
     return made
 
 
-def engine_of(kind: str, layers: int, name: str) -> Engine:
+class NullDevice(CpuDevice):
+    """Memory of its own, and streams that do what they are given at once, on the thread that submits it."""
+
+    shares_memory = False
+
+    def free_nbytes(self) -> int:
+        return 1 << 40
+
+    def stream(self, name: str) -> Stream:
+        return super().stream("compute")
+
+
+def engine_of(kind: str, layers: int, name: str, device: Any = "cuda:0") -> Engine:
     how = dict(POLICIES[name])
     if name == "resident":
         how["homes"] = (Home("device", "device", "device"),) * (layers + 2)
-    return Engine.from_model(
-        model_of(kind, layers), "cuda:0", "bf16", AdamW(), 1.0, Policy("bf16", **how), verify=False
-    )
+    return Engine.from_model(model_of(kind, layers), device, "bf16", AdamW(), 1.0, Policy("bf16", **how), verify=False)
 
 
-def counted(kind: str, layers: int, name: str) -> tuple[dict[str, int], int, tuple[int, int], float]:
-    """Counters of a step, its ops, the least bytes in and out, and seconds where no op does anything."""
+def counted(kind: str, layers: int, name: str) -> tuple[dict[str, int], tuple[int, int]]:
+    """Counters of a step, and the least bytes in and out."""
     device = standin_cuda.install()
     with engine_of(kind, layers, name) as engine:
+        batches = unequal_batches(MICRO_BATCHES)
+        for _ in range(2):
+            engine.step(batches)  # the second is the first with pending updates
+        device.reset_counters()
+        engine.step(batches)
+        return dict(device.counters()), (0, 0) if name == "resident" else least_nbytes(engine)
+
+
+def idle(kind: str, layers: int, name: str) -> tuple[int, int, float]:
+    """Ops of a step, and the calls and seconds that it takes where no op does anything: submitting, leasing, waiting in
+    order."""
+    with engine_of(kind, layers, name, NullDevice()) as engine:
         batches = unequal_batches(MICRO_BATCHES)
         schedules: list[int] = []
         with noted(schedules):
             for _ in range(2):
-                engine.step(batches)  # the second is the first with pending updates
-            device.reset_counters()
-            engine.step(batches)
-        found = dict(device.counters())
-        least = (0, 0) if name == "resident" else least_nbytes(engine)
-        return found, schedules[-1], least, idle_seconds(engine, batches)
+                engine.step(batches)
+        kept, engine_step.ACTIONS = engine_step.ACTIONS, dict.fromkeys(engine_step.ACTIONS, lambda *_: None)
+        try:
+            return schedules[-1], calls_of(lambda: engine.step(batches)), quickest(lambda: engine.step(batches))
+        finally:
+            engine_step.ACTIONS = kept
+
+
+def calls_of(function: Callable[[], object]) -> int:
+    """Functions that it calls on this thread, Python's and C's."""
+    found = 0
+
+    def count(_: object, event: str, __: object) -> None:
+        nonlocal found
+        found += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def quickest(function: Callable[[], object]) -> float:
+    """Seconds, the least of `ROUNDS`."""
+    best = float("inf")
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        function()
+        best = min(best, time.perf_counter() - began)
+    return best
 
 
 @contextmanager
@@ -113,20 +171,6 @@ def noted(sizes: list[int]) -> Iterator[None]:
         yield
     finally:
         engine_step.Streamer._execute = whole  # type: ignore[method-assign]
-
-
-def idle_seconds(engine: Engine, batches: Any) -> float:
-    """Of a step whose ops do nothing: submitting, leasing, waiting in order. The state is worthless afterwards."""
-    kept, engine_step.ACTIONS = engine_step.ACTIONS, dict.fromkeys(engine_step.ACTIONS, lambda *_: None)
-    try:
-        best = float("inf")
-        for _ in range(ROUNDS):
-            began = time.perf_counter()
-            engine.step(batches)
-            best = min(best, time.perf_counter() - began)
-        return best
-    finally:
-        engine_step.ACTIONS = kept
 
 
 def stock_kernels(kind: str, layers: int, *, recomputes: bool) -> int:
@@ -146,25 +190,27 @@ def stock_kernels(kind: str, layers: int, *, recomputes: bool) -> int:
 
 def row(kind_of: str, name: str) -> Row:
     kind = MODELS[kind_of]
-    few, few_ops, _, idle = counted(kind, LAYERS, name)
-    more, more_ops, least, longer = counted(kind, MORE_LAYERS, name)
+    (few, _), (more, least) = (counted(kind, layers, name) for layers in (LAYERS, MORE_LAYERS))
+    ops, calls, seconds = (
+        after - before for before, after in zip(*(idle(kind, n, name) for n in (LAYERS, MANY_LAYERS)), strict=True)
+    )
     extra = (MORE_LAYERS - LAYERS) * MICRO_BATCHES
     recomputes = name != "graphs kept"
     stock = stock_kernels(kind, MORE_LAYERS, recomputes=recomputes) - stock_kernels(kind, LAYERS, recomputes=recomputes)
     hidden = more["op_syncs"] + more["copy_syncs"]
-    per_unit = (more["kernels"] - few["kernels"]) / extra
     return Row(
         kind_of,
         name,
         hidden,
         hidden + more["stream_syncs"] + more["device_syncs"],
         more["unpinned"],
-        per_unit,
+        (more["kernels"] - few["kernels"]) / extra,
         stock / extra,
         more["h2d_bytes"] / least[0] if least[0] else 0.0,
         more["d2h_bytes"] / least[1] if least[1] else 0.0,
-        more["events"] / more_ops,
-        (longer - idle) / (more_ops - few_ops) * 1e6,
+        more["events"],
+        calls / ops,
+        seconds / ops * 1e6,
     )
 
 
@@ -172,26 +218,61 @@ def table(rows: list[Row]) -> str:
     """In Markdown."""
     lines = [
         "| model | policy | waits in ops | all waits | pageable copies | kernels per layer | stock's | bytes in / least"
-        " | bytes out / least | events per op | host µs per op |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        " | bytes out / least | events made | calls per op | µs per op |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for each in rows:
         ratios = " | ".join(f"{ratio:.2f}" if ratio else "-" for ratio in (each.in_ratio, each.out_ratio))
         lines.append(
             f"| {each.model} | {each.policy} | {each.hidden_waits} | {each.waits} | {each.pageable_copies} |"
-            f" {each.kernels:.0f} | {each.stock_kernels:.0f} | {ratios} | {each.events_per_op:.2f} |"
-            f" {each.op_microseconds:.0f} |"
+            f" {each.kernels:.0f} | {each.stock_kernels:.0f} | {ratios} | {each.events} |"
+            f" {each.op_calls:.0f} | {each.op_microseconds:.0f} |"
         )
     return "\n".join(lines)
 
 
+def switch_intervals() -> None:
+    """Print, by turns, what Python's switch interval does to a step and to the hand-over of copies to their threads."""
+    late: list[float] = []
+    submit = WorkerStream.submit
+
+    def timed(self: WorkerStream, task: Task, work: Work, waits: Sequence[Event] = ()) -> HostEvent:
+        given = time.perf_counter()
+
+        def run() -> None:
+            late.append(time.perf_counter() - given)
+            work()
+
+        return submit(self, task, run if self.name != "host" else work, waits)
+
+    before = sys.getswitchinterval()
+    WorkerStream.submit = timed  # type: ignore[method-assign]
+    try:
+        with engine_of(MODELS["dense"], MORE_LAYERS, "recompute") as engine:
+            batches = unequal_batches(MICRO_BATCHES)
+            engine.step(batches)
+            for interval in INTERVALS * TURNS:
+                sys.setswitchinterval(interval)
+                late.clear()
+                seconds = quickest(lambda: engine.step(batches))
+                print(f"{interval * 1e6:6.0f} us: step {seconds * 1e3:.1f} ms, hand-over {median(late) * 1e6:.0f} us")
+    finally:
+        WorkerStream.submit = submit  # type: ignore[method-assign]
+        sys.setswitchinterval(before)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="counts of a training step on the stand-in CUDA device")
+    parser.add_argument("--switch-intervals", action="store_true", help="weigh Python's switch interval instead")
     parser.add_argument("--out", type=Path, help="folder for launches.json")
     arguments = parser.parse_args()
     if reason := standin_cuda.unavailable():
         print(f"no stand-in CUDA device: {reason}")
         return 1
+    if arguments.switch_intervals:
+        standin_cuda.install()
+        switch_intervals()
+        return 0
     rows = [row(model, policy) for model in MODELS for policy in POLICIES]
     print(table(rows))
     if arguments.out:

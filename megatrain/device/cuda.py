@@ -19,6 +19,7 @@ from __future__ import annotations
 import mmap
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import accumulate
@@ -44,30 +45,55 @@ COPIES = ("fetch", "grad")
 ALIGNMENT = 64
 """Of a tensor among those that are staged, in bytes."""
 
-MOST_STALLS = 4096
-"""Stall intervals that are kept as pairs of CUDA events before the finished ones are summed up."""
-
 
 HostMapping = tuple[mmap.mmap, torch.Tensor, bool]
 """A mapping, the tensor over it, and whether it is page-locked."""
 
 
+class EventPool:
+    """CUDA events that are recorded again once the device has come to rest: a step makes no new ones.
+
+    A wait for an event that has been given back is over at once or waits for later work; never too little.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[bool, deque[torch.cuda.Event]] = {True: deque(), False: deque()}
+        self._used: deque[tuple[bool, torch.cuda.Event]] = deque()
+
+    def take(self, *, times: bool = False) -> torch.cuda.Event:
+        """An event that waits without spinning, or one that `times`; from any thread."""
+        try:
+            event = self._free[times].popleft()
+        except IndexError:
+            event = torch.cuda.Event(enable_timing=times, blocking=not times)
+        self._used.append((times, event))
+        return event
+
+    def at_rest(self) -> None:
+        """Nothing that was recorded in an event is under way any more."""
+        while self._used:
+            times, event = self._used.popleft()
+            self._free[times].append(event)
+
+
 class CudaEvent:
     """The end of work on a CUDA stream; `submitted` is over once the CUDA events have been recorded."""
 
-    def __init__(self, submitted: HostEvent, origin: torch.cuda.Event | None) -> None:
-        self.submitted = submitted
+    def __init__(self, submitted: HostEvent, origin: torch.cuda.Event | None, pool: EventPool) -> None:
+        self.submitted, self._pool = submitted, pool
         self.began: torch.cuda.Event | None = None
         self.ended: torch.cuda.Event | None = None
         self._origin = origin
 
     def run(self, stream: torch.cuda.Stream, work: Work) -> None:
         """Queue `work` on `stream` between two events; the first only where times are wanted."""
-        timed = self._origin is not None
-        if timed:
-            self.began = stream.record_event(torch.cuda.Event(enable_timing=True))
+        if self._origin is None:
+            work()
+            self.ended = stream.record_event(self._pool.take())
+            return
+        self.began = stream.record_event(torch.cuda.Event(enable_timing=True))  # not the pool's: kept to be read
         work()
-        self.ended = stream.record_event(torch.cuda.Event(enable_timing=timed, blocking=True))  # waits must not spin
+        self.ended = stream.record_event(torch.cuda.Event(enable_timing=True, blocking=True))
 
     def wait(self) -> None:
         self.submitted.wait()
@@ -97,14 +123,15 @@ def _order_behind(stream: torch.cuda.Stream, waits: Sequence[Event]) -> None:
 class ComputeStream:
     """Work is submitted by the foreground at once; kernels queue on the GPU."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, stream: torch.cuda.Stream, pool: EventPool) -> None:
         self.origin: torch.cuda.Event | None = None
         self.stream = self._stream = stream
+        self._pool = pool
         self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._stalled_seconds = 0.0
 
     def submit(self, task: Task, work: Work, waits: Sequence[Event] = ()) -> CudaEvent:
-        event = CudaEvent(HostEvent(task.name), self.origin)
+        event = CudaEvent(HostEvent(task.name), self.origin, self._pool)
         try:
             with torch.cuda.stream(self._stream):
                 self._wait(waits)
@@ -121,21 +148,18 @@ class ComputeStream:
     def _wait(self, waits: Sequence[Event]) -> None:
         if not waits:
             return
-        if len(self._stalls) >= MOST_STALLS:
-            self._sum_up()
-        before = self._stream.record_event(torch.cuda.Event(enable_timing=True))
+        before = self._stream.record_event(self._pool.take(times=True))
         _order_behind(self._stream, waits)
-        self._stalls.append((before, self._stream.record_event(torch.cuda.Event(enable_timing=True))))
+        self._stalls.append((before, self._stream.record_event(self._pool.take(times=True))))
 
-    def _sum_up(self) -> None:
-        """Turn the stalls that are over into seconds; on one stream they end in order."""
-        while self._stalls and self._stalls[0][1].query():
-            before, after = self._stalls.pop(0)
+    def at_rest(self) -> None:
+        """Turn the stalls into seconds, before their events are used again."""
+        for before, after in self._stalls:
             self._stalled_seconds += before.elapsed_time(after) / 1e3
+        self._stalls.clear()
 
     def stalled_seconds(self) -> float:
-        """Of the stalls that are over; on a device at rest these are all."""
-        self._sum_up()
+        """Until the device last came to rest."""
         seconds, self._stalled_seconds = self._stalled_seconds, 0.0
         return seconds
 
@@ -143,13 +167,13 @@ class ComputeStream:
 class CopyStream:
     """A CUDA stream with a thread that submits to it, so that only this stream waits when the host is late."""
 
-    def __init__(self, name: str, stream: torch.cuda.Stream) -> None:
+    def __init__(self, name: str, stream: torch.cuda.Stream, pool: EventPool) -> None:
         self.origin: torch.cuda.Event | None = None
-        self._stream = stream
+        self._stream, self._pool = stream, pool
         self._worker = WorkerStream(name)
 
     def submit(self, task: Task, work: Work, waits: Sequence[Event] = ()) -> CudaEvent:
-        event = CudaEvent(HostEvent(task.name), self.origin)
+        event = CudaEvent(HostEvent(task.name), self.origin, self._pool)
 
         def run() -> None:
             with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
@@ -192,8 +216,10 @@ class CudaDevice:
         """Host memory that could not be page-locked; copies from it are slower and hold up their stream's thread."""
         self._refused: dict[int, int] = {}
         """Address -> bytes that should have been page-locked."""
-        self._compute = ComputeStream(torch.cuda.Stream(self.torch_device))
-        self._copies = {name: CopyStream(name, torch.cuda.Stream(self.torch_device)) for name in COPIES}
+        self._events = EventPool()
+        self._compute = ComputeStream(torch.cuda.Stream(self.torch_device), self._events)
+        streams = {name: torch.cuda.Stream(self.torch_device) for name in COPIES}
+        self._copies = {name: CopyStream(name, stream, self._events) for name, stream in streams.items()}
         self._workers = {"host": WorkerStream("host", self.node.processors if self.node else ())}
         self._mappings: dict[int, HostMapping] = {}
         self._closed = False
@@ -374,6 +400,8 @@ class CudaDevice:
         failures = [stream.drain() for stream in streams]
         try:
             torch.cuda.synchronize(self.torch_device)
+            self._compute.at_rest()
+            self._events.at_rest()
         except RuntimeError as failure:  # an asynchronous error of the GPU itself
             failures.append(as_foreground_error(failure, "on the GPU", self.name))
         raise_first(failures)

@@ -153,14 +153,16 @@ class Streamer:
 
     def _copy(self, now: Current, op: Op, held: Held) -> None:
         """FETCH: a shard of weights to its slot, or ahead of it; PLACE: from there. GRAD: a shard of gradients home, in
-        the dtype that crosses the bus. OFFLOAD and RELOAD: the input of a layer, as it is.
+        the dtype that crosses the bus, by way of a cast on the device. OFFLOAD and RELOAD: a layer's input, as it is.
         """
-        (read,), (write,) = op.reads, op.writes
+        (read,), (write, *cast) = op.reads, op.writes
         source, target = part_of(held, read), part_of(held, write)
         if source.numel() > target.numel():
-            source, target = source.view(torch.float32).to(torch.bfloat16), target.view(torch.bfloat16)
+            source, target = source.view(torch.float32), target.view(torch.bfloat16)
         elif source.numel() < target.numel():
-            source, target = source.view(torch.bfloat16).to(torch.float32), target.view(torch.float32)
+            source, target = source.view(torch.bfloat16), target.view(torch.float32)
+        for between in cast:  # else the copy would make one, which no ledger knows
+            source = part_of(held, between).view(target.dtype).copy_(source)
         target.copy_(source, non_blocking=True)
 
     def _pass(self, now: Current, op: Op, held: Held) -> None:

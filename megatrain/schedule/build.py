@@ -269,8 +269,10 @@ class Builder:
                 start, stop = source.start + shard.start * each, source.start + shard.stop * each
                 read = Access(source.buffer, start, stop, f"g{unit}")
                 landing = Access(home, shard.start * out, shard.stop * out, f"g{unit}")
-                write = self.slabs.at("grad", unit, shard.index, landing)
-                ops.append(Op("GRAD", "grad", unit, shard=shard.index, reads=(read,), writes=(write,)))
+                writes = [self.slabs.at("grad", unit, shard.index, landing)]
+                if each != out and home.startswith("host/") and not self.policy.shares_memory:
+                    writes.append(self._cast(landing.stop - landing.start))
+                ops.append(Op("GRAD", "grad", unit, shard=shard.index, reads=(read,), writes=tuple(writes)))
         landed = Access(home, 0, self.trained[unit].size * out, f"g{unit}")
         norm = Access("host/norms", 8 * unit, 8 * unit + 8, f"n{unit}")
         stream: Stream = "grad" if self.homes[unit].on_device else "host"
@@ -278,6 +280,14 @@ class Builder:
         if self.policy.update == "during_backward":
             ops.append(self._update(unit))
         return ops
+
+    def _cast(self, nbytes: int) -> Access:
+        """Where a shard of a gradient takes the dtype that crosses the bus, on the device."""
+        known = self.buffers.get("device/cast")
+        self.buffers["device/cast"] = Buffer(
+            "device/cast", "device", max(nbytes, known.nbytes if known else 0), "grads"
+        )
+        return Access("device/cast", 0, nbytes, USED)
 
     def _update(self, unit: int) -> Op:
         """The optimizer pass over one unit: pending from the last step, or right behind its gradient."""

@@ -103,8 +103,8 @@ class Op:
 
     @property
     def nbytes(self) -> int:
-        """Bytes written; for a copy, what crosses the bus or reaches the disk."""
-        return sum(access.stop - access.start for access in self.writes)
+        """Of a copy, what crosses the bus or reaches the disk: the first of what it writes."""
+        return self.writes[0].stop - self.writes[0].start
 
 
 @dataclass(frozen=True)

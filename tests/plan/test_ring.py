@@ -20,14 +20,14 @@ HARDWARE = replace(machine("rtx-4090"), host_nbytes=10**13)
 QUESTION = Question(MODEL, HARDWARE, 8192, 1024)
 
 
-def budget(step: int) -> int:
+def budget(step: float) -> int:
     """From what only a ring fits into, to what needs none."""
     lean = Policy(weight_slots=1, grad_slots=1, loss_chunk_tokens=64)
     return round(estimate(QUESTION, lean, 1).nbytes["device"] * (0.8 + 0.1 * step))
 
 
 @cache
-def planned(step: int, **pinned: object) -> Plan | None:
+def planned(step: float, **pinned: object) -> Plan | None:
     try:
         return find_plan(replace(QUESTION, device_budget_nbytes=budget(step), pinned=pinned))
     except DoesNotFit:
@@ -50,7 +50,7 @@ def test_a_plan_that_may_have_a_ring_is_never_slower_and_has_one_where_it_gains(
 
 
 def test_what_a_ring_frees_buys_a_larger_micro_batch() -> None:
-    without, chosen = planned(2, read_ahead_nbytes=0), planned(2)
+    without, chosen = planned(2.5, read_ahead_nbytes=0), planned(2.5)
     assert without
     assert chosen
     assert chosen.micro_batch == 2 * without.micro_batch

@@ -71,7 +71,11 @@ MUTATIONS = {
         "with nullcontext():\n                _order",
     ),
     "an event is recorded before its work": Mutation(
-        "        work()\n        self.ended = ", "        deferred = work\n        self.ended = "
+        "            work()\n            self.ended = stream.record_event(self._pool.take())\n",
+        "            self.ended = stream.record_event(self._pool.take())\n            work()\n",
+    ),
+    "an event is recorded again while it is under way": Mutation(
+        "self._used.append((times, event))", "self._free[times].append(event)"
     ),
     "calls in phases run on another stream": Mutation(
         "with torch.cuda.device(self.torch_device), torch.cuda.stream(self._compute.stream):\n            yield",
