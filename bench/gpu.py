@@ -229,8 +229,7 @@ def _speed(size: Size, seconds: Sequence[float], flops: float, hardware: Hardwar
 
 def bus_nbytes(schedule: Schedule, kinds: Sequence[str]) -> int:
     """What the ops of these kinds copy."""
-    accesses = (access for op in schedule.ops if op.kind in kinds for access in op.writes)
-    return sum(access.stop - access.start for access in accesses)
+    return sum(op.nbytes for op in schedule.ops if op.kind in kinds)
 
 
 def least_nbytes(engine: Engine) -> tuple[int, int]:

@@ -160,7 +160,16 @@ def facts_of(taken: Checkpoint) -> Mapping[str, Any]:
     if not isinstance(facts, dict) or not {"step", "data", "config"} <= facts.keys():
         fix = "start from it with model.path, or take a checkpoint of `megatrain train`"
         raise CheckpointError("was not written by a run", where=str(taken.folder), fix=fix)
-    return facts
+    return {**facts, "config": {**facts["config"], "policy": _renamed(facts["config"].get("policy") or {})}}
+
+
+def _renamed(policy: Mapping[str, Any]) -> dict[str, Any]:
+    """A policy with the names of now: `kernels` was `compile`, true or false."""
+    found = dict(policy)
+    if "compile" in found:
+        compiles = found.pop("compile")
+        found.setdefault("kernels", None if compiles is None else "compile" if compiles else "stock")
+    return found
 
 
 def with_numbers(config: Config, policy: Policy) -> Config:
@@ -181,8 +190,8 @@ def as_begun(config: Config, taken: Checkpoint) -> Config:
     given = {name: getattr(train, name) for name in SIZES if getattr(train, name) is not None}
     goes_on = all(then[name] == size for name, size in given.items())
     kept = {name: then[name] for name in ("micro_batch", "micro_batches")} if goes_on else {}
-    policy = {"mlp_chunk_tokens": 0, **taken.training["engine"]["policy"]}  # older ones had none
-    policy.setdefault("kernels", "compile" if policy.get("compile") else "stock")  # its older name
+    oldest = {"mlp_chunk_tokens": 0, "kernels": "stock"}  # which had neither key
+    policy = {**oldest, **_renamed(taken.training["engine"]["policy"])}
     held: dict[str, Any] = {"gates": config.policy.gates or _rounding(policy.get("gates"))}
     rows = tuple(tuple(row) for row in policy.get("activation_rows", ()))
     policy |= {"activation_rows": rows or None}

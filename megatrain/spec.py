@@ -30,8 +30,8 @@ Gates = Literal["unit", "shard", "rows"]
 Tier = Literal["device", "host", "disk"]
 Rows = Literal["whole", "padded", "packed"]
 """Rows of one length without a mask; padded ones with theirs; several samples in a row, with their positions."""
-Transit = Literal["locked", "slabs", "pageable"]
 Kernels = Literal["stock", "compile", "liger"]
+Transit = Literal["locked", "slabs", "pageable"]
 """How weights and gradients cross the bus: page-locked where they lie, through page-locked slabs, or not locked."""
 
 Slots = Annotated[int, Bounds(1, 1 << 12)]

@@ -53,7 +53,8 @@ HostMapping = tuple[mmap.mmap, torch.Tensor, bool]
 class EventPool:
     """CUDA events that are recorded again once the device has come to rest: a step makes no new ones.
 
-    A wait for an event that has been given back is over at once or waits for later work; never too little.
+    Only the thread that submits work may bring the device to rest, so every event that was taken has been recorded by
+    then, and all it stands for is done. Who still holds one may wait for it: that is over at once, or waits for more.
     """
 
     def __init__(self) -> None:
@@ -159,7 +160,7 @@ class ComputeStream:
         self._stalls.clear()
 
     def stalled_seconds(self) -> float:
-        """Until the device last came to rest."""
+        """Since the last call, until the device last came to rest."""
         seconds, self._stalled_seconds = self._stalled_seconds, 0.0
         return seconds
 

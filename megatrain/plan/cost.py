@@ -35,7 +35,7 @@ from megatrain.schedule.workspace import runs_in_chunks
 from megatrain.spec import Hardware, ModelSpec, ParamSpec, Policy, UnitSpec, Work
 
 COMPILED_SHARE = 1 / 3
-"""Of the bytes that the library's elementwise kernels move, what fused ones do; assumed."""
+"""Fused elementwise kernels move this share of the bytes that the library's do; assumed."""
 
 KERNELS, KERNELS_PER_PARAM = 12, 3
 """Kernels that a layer's forward launches: a round number, and so many for each parameter. It matters where kernels are
@@ -206,7 +206,7 @@ class _Prices:
             case "FETCH" | "RELOAD":
                 return self._launch + op.nbytes / self._bus[0]
             case "GRAD" | "OFFLOAD":
-                return self._launch + op.nbytes / self._bus[1]
+                return self._launch + op.nbytes / self._bus[1] + self._cast(op)
             case "PLACE":
                 return self._launch + 2 * op.nbytes / self._copies
             case "PACK" | "UNPACK":
@@ -236,6 +236,12 @@ class _Prices:
             self._known[key] = self.work.repeats * self._compute(op, unit, tokens, kept)
             self._known[key] += self._fresh_nbytes(op, tokens) / self._fresh
         return self._known[key] * op.share + self._turning(op)
+
+    def _cast(self, op: Op) -> float:
+        """What a gradient takes to get the dtype that crosses the bus: read in one, written in the other."""
+        (read,), casts = op.reads, op.writes[1:]
+        moved = sum(read.stop - read.start + cast.stop - cast.start for cast in casts)
+        return len(casts) * self._launch + moved / self._copies
 
     def _turning(self, op: Op) -> float:
         """What a call takes beyond its work where it is in phases (`schedule.phases`)."""

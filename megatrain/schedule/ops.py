@@ -28,6 +28,7 @@ UNDER_WAY = "+"
 """Ends the content of a gradient to which the call that is under way may have added (`phases`)."""
 
 STREAMS: tuple[Stream, ...] = get_args(Stream)
+COPIES: tuple[Kind, ...] = (*get_args(Copy), "PLACE")
 CALLS: tuple[Call, ...] = get_args(Call)
 """What runs code of the model, on the compute stream."""
 
@@ -103,8 +104,8 @@ class Op:
 
     @property
     def nbytes(self) -> int:
-        """Of a copy, what crosses the bus or reaches the disk: the first of what it writes."""
-        return self.writes[0].stop - self.writes[0].start
+        """Of a copy, what crosses the bus or reaches the disk, which is the first that it writes; 0 of any other op."""
+        return self.writes[0].stop - self.writes[0].start if self.kind in COPIES else 0
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class Engine(Stepping, Restorable):
         threads = policy.host_threads or available_threads()
         try:
             self._schedules.get(self._main_kind, Work((1,)))
-            self._sink = OptimizerSink(self.spec, policy, optimizer, max_grad_norm, threads, device.landing)
+            self._sink = OptimizerSink(self.spec, policy, optimizer, max_grad_norm, threads, device)
             self._streamer = Streamer(ported, device, self._pool, policy, seed)
         except BaseException:
             self._pool.release()

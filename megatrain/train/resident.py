@@ -14,11 +14,13 @@ import importlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatrain.device import Device
 from megatrain.errors import typed_line
 from megatrain.layout import align
 from megatrain.optim import AdamW, StepScalars
@@ -40,31 +42,30 @@ def update_on_device(
     scalars: StepScalars,
     segments: Sequence[tuple[int, int, bool]],
     sound: Tensor | None = None,
+    kernels: Any = None,
 ) -> None:
     """One AdamW step in place on a unit.
 
     parts: `hi`, `low` (in bf16) and `moments` (m, then v), uint8 on the device. gradient: flat, bfloat16 or float32,
     as long as what trains. segments: (start, stop, decays) in elements. sound: a bool on the device; where it is false
-    nothing changes, which the host need not know.
+    nothing changes, which the host need not know. kernels: see `kernels_for`.
     """
     trained = gradient.numel()
     moments = parts["moments"].view(torch.float32)
     m, v = moments[:trained], moments[trained : 2 * trained]
     weight = parts["hi"].view(torch.float32 if precision == "fp32" else torch.int16)
     low = None if precision == "fp32" else parts["low"].view(torch.int16)
-    update = adamw_by_operations
-    if (kernels := _kernels(gradient.device)) is not None:
-        update, sound = kernels.adamw, _true(gradient.device) if sound is None else sound
+    update = adamw_by_operations if kernels is None else kernels.adamw
     for start, stop, decays in _joined(segments):
         part = slice(start, stop)
         lower = None if low is None else low[part]
         update(weight[part], lower, m[part], v[part], gradient[part], scalars, sound, decays=decays)
 
 
-def sum_of_squares_on_device(gradient: Tensor) -> Tensor:
+def sum_of_squares_on_device(gradient: Tensor, kernels: Any = None) -> Tensor:
     """The sum of squares of a flat gradient: each square exact in float64, their sum rounded in the device's order.
     A float64 scalar on the device."""
-    if (kernels := _kernels(gradient.device)) is not None:
+    if kernels is not None:
         found: Tensor = kernels.sum_of_squares(gradient)
         return found
     total = torch.zeros((), dtype=torch.float64, device=gradient.device)
@@ -101,7 +102,8 @@ def adamw_by_operations(
 
 
 def _joined(segments: Sequence[tuple[int, int, bool]]) -> Iterator[tuple[int, int, bool]]:
-    """Segments with those that follow each other and decay alike made one; the gaps between them hold zeros."""
+    """Segments with neighbours that decay alike made one: the gaps between parameters hold zeros, and an update of
+    zeros by a gradient of zeros leaves zeros."""
     found: tuple[int, int, bool] | None = None
     for start, stop, decays in segments:
         if found is not None and align(found[1]) == start and found[2] == decays:
@@ -114,17 +116,22 @@ def _joined(segments: Sequence[tuple[int, int, bool]]) -> Iterator[tuple[int, in
         yield found
 
 
-@cache
-def _true(device: torch.device) -> Tensor:
-    return torch.ones((), dtype=torch.bool, device=device)
+def kernels_for(device: Device) -> Any:
+    """`resident_triton`, where Triton can run on this device and does what the operations do; else None.
+
+    It compiles and waits at the first call for a device, so call it where the device is at rest.
+    """
+    with device.alongside():
+        return _kernels(device.torch_device)
 
 
 @cache
 def _kernels(device: torch.device) -> Any:
-    """`resident_triton`, where Triton can run on this device and does what the operations do; else None."""
-    if device.type != "cuda" or not importlib.import_module("torch.utils._triton").has_triton():
+    if device.type != "cuda":
         return None
     try:
+        if not importlib.import_module("torch.utils._triton").has_triton():
+            return None
         found = importlib.import_module("megatrain.train.resident_triton")
         same = agrees(found, device)
     except Exception as error:  # no compiler for its launchers, or whatever else it needs on this machine
@@ -136,27 +143,29 @@ def _kernels(device: torch.device) -> Any:
 
 
 def agrees(kernels: Any, device: torch.device) -> bool:
-    """Whether kernels give the bits of the operations, of both precisions, with a flag that holds and one that does
-    not; and the squares to rounding."""
-    generator = torch.Generator().manual_seed(0)
-    magnitude = 10.0 ** (torch.rand(TRIED, generator=generator) * 60 - 38)
-    gradient = (torch.randn(TRIED, generator=generator) * magnitude).to(device)
-    state = torch.randn(3, TRIED, generator=generator).to(device)
-    for beta in (0.3, 0.9):
+    """Whether kernels give the bits of the operations: for masters whole and split, gradients of both dtypes, with a
+    flag that holds, one that does not, and none; and squares to rounding."""
+    plain: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "generator": torch.Generator().manual_seed(0)}
+    magnitude = 10.0 ** (torch.rand(TRIED, **plain) * 60 - 38)
+    gradient = (torch.randn(TRIED, **plain) * magnitude).to(device)
+    state = torch.randn(3, TRIED, **plain).to(device)
+    flags = [torch.tensor(flag, device=device) for flag in (True, False)]
+    cases = product((0.3, 0.9), (*flags, None), (gradient, gradient.to(torch.bfloat16)), (True, False))
+    for beta, sound, grad, split in cases:
         scalars = AdamW(betas=(beta, 0.99), weight_decay=0.1).scalars(lr=1e-2, step=3, grad_scale=0.7)
-        for flag in (True, False):
-            sound = torch.tensor(flag, device=device)
-            results = []
-            for update in (kernels.adamw, adamw_by_operations):
-                weight, m, v = state[0].clone(), state[1] * gradient, (state[2] * gradient).square()
-                update(weight, None, m, v, gradient, scalars, sound, decays=True)
-                bits = state[0].view(torch.int32)
-                hi, low = (bits >> 16).to(torch.int16), bits.to(torch.int16)
-                m2, v2 = m.clone(), v.clone()
-                update(hi, low, m2, v2, gradient.to(torch.bfloat16), scalars, sound, decays=False)
-                results.append([each.view(torch.uint8) for each in (weight, m, v, hi, low, m2, v2)])
-            if not all(torch.equal(one, other) for one, other in zip(*results, strict=True)):
-                return False
+        results = []
+        for update in (kernels.adamw, adamw_by_operations):
+            weight, m, v = state[0].clone(), state[1] * gradient, (state[2] * gradient).square()
+            low = None
+            if split:
+                low, hi = (torch.empty(TRIED, dtype=torch.int16, device=device) for _ in range(2))
+                split_to(weight, hi, low)
+                weight = hi
+            update(weight, low, m, v, grad, scalars, sound, decays=not split)
+            parts = [weight, m, v] if low is None else [weight, m, v, low]
+            results.append([each.view(torch.uint8) for each in parts])
+        if not all(torch.equal(one, other) for one, other in zip(*results, strict=True)):
+            return False
     known = [(kernels.sum_of_squares(each), each.double().square().sum()) for each in (state[0], state[1].bfloat16())]
     return all(bool(torch.isclose(found, exact, rtol=1e-12)) for found, exact in known)
 

@@ -44,17 +44,22 @@ def _adamw(
     b2,
     rest2,
     grad_scale,
-    FROM_M: tl.constexpr,
+    NEAR: tl.constexpr,
     SPLIT: tl.constexpr,
+    CHECKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`share`: how far m goes towards the gradient, from m if FROM_M; else, negative, from the gradient back."""
+    """m becomes m + share * (g - m) if NEAR, else g + share * (g - m), as `torch.lerp` has it. `low` counts if SPLIT,
+    `sound` if CHECKED."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < tl.where(tl.load(sound) != 0, numel, 0)
+    last = numel
+    if CHECKED:
+        last = tl.where(tl.load(sound) != 0, numel, 0)
+    inside = place < last
     g = _as_float32(tl.load(gradient + place, mask=inside, other=0)) * grad_scale
     old_m = tl.load(m + place, mask=inside, other=0.0)
     way = (g - old_m) * share
-    new_m = old_m + way if FROM_M else way + g
+    new_m = old_m + way if NEAR else way + g
     new_v = tl.load(v + place, mask=inside, other=0.0) * b2 + (g * rest2) * g
     change = tl.div_rn(new_m * step_size, tl.sqrt_rn(new_v) * root_scale + eps)
     if SPLIT:
@@ -84,24 +89,30 @@ def adamw(
     v: Tensor,
     gradient: Tensor,
     scalars: StepScalars,
-    sound: Tensor,
+    sound: Tensor | None,
     *,
     decays: bool,
 ) -> None:
     """One AdamW step in place, on the current stream of the current device.
 
     weight: float32[n], or the upper halves of the masters, int16[n], with the lower ones in `low`. m, v: float32[n].
-    gradient: bfloat16[n] or float32[n]. sound: a bool; where it is false nothing changes.
+    gradient: bfloat16[n] or float32[n]. sound: a bool; where it is false nothing changes. Raises `ValueError` for
+    tensors of other dtypes or lengths, which the kernel would write beyond.
     """
+    kind = torch.float32 if low is None else torch.int16
+    known = [(weight, kind), (m, torch.float32), (v, torch.float32), *([(low, kind)] if low is not None else [])]
+    if any((each.dtype, each.shape) != (dtype, gradient.shape) for each, dtype in known):
+        raise ValueError("tensors of one update differ in length, or are of another dtype")
     near = bool(scalars.rest1 < 0.5)
-    hi, below = (weight, weight) if low is None else (weight.view(torch.uint16), low.view(torch.uint16))
+    unused = m  # stands where the kernel reads nothing
+    hi, below = (weight, unused) if low is None else (weight.view(torch.uint16), low.view(torch.uint16))
     _adamw[(triton.cdiv(gradient.numel(), BLOCK),)](
         hi,
         below,
         m,
         v,
         _bits(gradient),
-        sound.view(torch.uint8),
+        unused if sound is None else sound.view(torch.uint8),
         gradient.numel(),
         float(scalars.decay) if decays else 1.0,
         float(scalars.step_size),
@@ -111,8 +122,9 @@ def adamw(
         float(scalars.b2),
         float(scalars.rest2),
         float(scalars.grad_scale),
-        FROM_M=near,
+        NEAR=near,
         SPLIT=low is not None,
+        CHECKED=sound is not None,
         BLOCK=BLOCK,
         enable_fp_fusion=False,
     )

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatrain.device import Device
 from megatrain.errors import NonFinite
 from megatrain.layout import layout_of
 from megatrain.memory import unit_state
 from megatrain.optim import AdamW, StepScalars, clip_scale, sum_of_squares, update_fp32, update_split
 from megatrain.spec import ModelSpec, Policy, UnitSpec
-from megatrain.train.resident import sum_of_squares_on_device, update_on_device
+from megatrain.train.resident import kernels_for, sum_of_squares_on_device, update_on_device
 
 
 class OptimizerSink:
@@ -33,16 +35,16 @@ class OptimizerSink:
         optimizer: AdamW,
         max_grad_norm: float | None,
         threads: int,
-        landing: Callable[[Tensor], Tensor],
+        device: Device,
     ) -> None:
-        """landing: see `Device`."""
         self.optimizer, self.max_grad_norm, self.threads = optimizer, max_grad_norm, threads
         self.updates = 0
         """Updates applied or pending; the step number of the newest."""
         self.pending: set[int] = set()
         """Units whose gradient of the last step waits in host memory."""
         self._precision = policy.precision
-        self._on_device = [policy.home(unit).on_device for unit in range(len(model.units))]
+        self._device = device
+        self._kernels: Any = None
         self._deferred = policy.update == "next_forward"
         self._names = [unit.name for unit in model.units]
         self._layouts = [layout_of(unit) for unit in model.units]
@@ -54,7 +56,6 @@ class OptimizerSink:
         self.before_update: Callable[[int], None] = lambda unit: None
         """Called with a unit that is about to change; may block until it may."""
         self._squares: dict[int, float] = {}
-        self._landing = landing
         self._on_their_way: dict[int, Tensor] = {}
         """Sums of squares of units on the device, which are landed when the device has come to rest."""
         self._sound: dict[int, Tensor] = {}
@@ -64,6 +65,7 @@ class OptimizerSink:
         self._updated: set[int] = set()
         self._scalars: StepScalars | None = None
         self._next_lr = optimizer.lr
+        self.adopt(policy)
 
     def begin(self, lr: float) -> None:
         """A new step starts, whose own update will use this learning rate.
@@ -85,10 +87,10 @@ class OptimizerSink:
     def norm(self, unit: int, gradient: Tensor, loss: Tensor | None) -> None:
         """Sum the squares of a unit's gradient. Raises `NonFinite`; of a unit on the device `finish` does."""
         if self._on_device[unit]:
-            squares = sum_of_squares_on_device(gradient)
+            squares = sum_of_squares_on_device(gradient, self._kernels)
             if loss is not None:
                 squares += 0 * loss  # of a loss that is not finite no gradient is used either
-            self._on_their_way[unit] = self._landing(squares)
+            self._on_their_way[unit] = self._device.landing(squares)
             if not self._deferred:
                 self._sound[unit] = squares.isfinite()
             return
@@ -107,7 +109,8 @@ class OptimizerSink:
         self.before_update(unit)
         if self._on_device[unit]:
             sound = self._sound.get(unit)
-            update_on_device(parts, gradient, self._precision, self._scalars, self._segments[unit], sound)
+            segments, kernels = self._segments[unit], self._kernels
+            update_on_device(parts, gradient, self._precision, self._scalars, segments, sound, kernels)
             if sound is not None:
                 self._let_through.add(unit)
                 return
@@ -129,8 +132,10 @@ class OptimizerSink:
             update_split(hi, lo, state.m, state.v, grad, self._scalars, segments, self.threads)
 
     def adopt(self, policy: Policy) -> None:
-        """Units live elsewhere from now on. Nothing may be pending."""
+        """Units live where this policy has them from now on. Nothing may be pending, and the device is at rest."""
         self._on_device = [policy.home(unit).on_device for unit in range(len(self._names))]
+        if any(self._on_device):
+            self._kernels = kernels_for(self._device)
 
     def restore(self, updates: int) -> None:
         """The state is that after so many updates, of each unit that trains; nothing is pending."""

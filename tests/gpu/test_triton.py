@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
@@ -34,12 +35,13 @@ def adamw(*args, decays):
         scalars = AdamW(betas=(0.3, 0.99), weight_decay=0.1).scalars(lr=1e-2, step=3, grad_scale=0.7)
         args = (*args[:5], scalars, args[6])
     if wrong == "flag":
-        args = (*args[:6], torch.tensor(True))
+        args = (*args[:6], None)
     resident_triton.adamw(*args, decays=decays)
 
 def squares(gradient):
     return resident_triton.sum_of_squares(gradient[:-1] if wrong == "squares" else gradient)
 
+torch.set_default_dtype(torch.bfloat16)  # a user's own, which counts for nothing here
 print(resident.agrees(SimpleNamespace(adamw=adamw, sum_of_squares=squares), torch.device("cpu")))
 """
 
@@ -60,20 +62,26 @@ def nothing_known() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("numel", ["i32", "i64"])
 @pytest.mark.parametrize("split", [True, False], ids=["bf16", "fp32"])
-def test_compiled_for_a_gpu_no_operation_is_contracted_or_approximate(capability: int, split: bool) -> None:
+def test_compiled_for_a_gpu_no_operation_is_contracted_or_approximate(capability: int, numel: str, split: bool) -> None:
     """Triton compiles for a GPU that is not there: in its assembly each operation rounds once, to nearest."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
     from megatrain.train.resident_triton import _adamw as kernel
 
-    types = {name: "*u16" if split else "*fp32" for name in ("hi", "low", "gradient")}
-    types |= {"m": "*fp32", "v": "*fp32", "sound": "*u8", "numel": "i64"} | dict.fromkeys(FACTORS, "fp32")
-    constants = {"FROM_M": True, "SPLIT": split, "BLOCK": 1024}
-    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    code = compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False}).asm["ptx"]
+    types = {name: "*u16" if split else "*fp32" for name in ("hi", "low")}
+    types |= {"m": "*fp32", "v": "*fp32", "sound": "*u8", "numel": numel} | dict.fromkeys(FACTORS, "fp32")
+    for near, gradient in product((True, False), ("*u16", "*fp32")):
+        constants = {"NEAR": near, "SPLIT": split, "CHECKED": split, "BLOCK": 1024}
+        signature = {name: {**types, "gradient": gradient}.get(name, "constexpr") for name in kernel.arg_names}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+        made = compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
+        nothing_is_approximate(made.asm["ptx"])
+
+
+def nothing_is_approximate(code: str) -> None:
     floating = set(re.findall(r"\b(\w+(?:\.\w+)*\.f32)\b", code)) - {"ld.global.f32", "st.global.f32", "mov.f32"}
     assert {"div.rn.f32", "sqrt.rn.f32"} <= floating
     assert all(".rn" in each or each.startswith(("add", "sub")) for each in floating), floating

@@ -499,6 +499,26 @@ def test_a_disk_that_fills_up_under_the_metrics_ends_no_run(
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
 
 
+@pytest.mark.parametrize(
+    ("then", "now", "told"),
+    [(True, "stock", "policy.kernels compile -> stock"), (True, "compile", ""), (False, "stock", ""), (None, None, "")],
+)
+def test_a_checkpoint_that_calls_kernels_by_their_older_name_says_what_changed(
+    then: bool | None, now: str | None, told: str, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path)
+    config = config.model_copy(update={"policy": config.policy.model_copy(update={"kernels": now})})
+    written = config.model_dump(mode="json")
+    written["policy"] = {key: value for key, value in written["policy"].items() if key != "kernels"} | {"compile": then}
+    engine = {key: value for key, value in as_json(Policy()).items() if key != "kernels"} | {"compile": bool(then)}
+    training = {"run": {"step": 1, "data": {}, "config": written}, "engine": {"policy": engine}}
+    taken = cast(Checkpoint, SimpleNamespace(training=training, folder=tmp_path))
+    assert as_begun(config, taken).policy.kernels == (now or ("compile" if then else "stock"))
+    said: list[str] = []
+    refuse_changes(config, taken, said.append)
+    assert said == ([f"changed since the checkpoint: {told}"] if told else [])
+
+
 THEN = {"windows_per_step": None, "micro_batch": 4, "micro_batches": 2}
 
 

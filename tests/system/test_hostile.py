@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from megatrain.errors import (
     RaceDetected,
     StreamFailed,
 )
+from megatrain.layout import layout_of
 from megatrain.plan import op_seconds
 from megatrain.schedule import Access, Schedule, build_flush, build_forward, build_step, replay
 from megatrain.spec import Hardware, Work
@@ -500,6 +502,21 @@ def test_real_and_simulated_runs_write_one_trace_format(device: str, tmp_path: P
     for event in events:
         assert event["ts"] >= by_stream.get(event["tid"], 0.0) - 1e-3, "a stream does one thing at a time"
         by_stream[event["tid"]] = event["ts"] + event["dur"]
+
+
+@pytest.mark.parametrize("gates", ["shard", "rows"])
+def test_a_trace_of_calls_in_phases_counts_the_bytes_of_copies_alone(gates: Any, tmp_path: Path) -> None:
+    path, policy = tmp_path / "trace.json", Policy("bf16", gates=gates, weight_slots=1, shard_nbytes=2048)
+    with Engine.from_model(tiny_model(), "sim:1", "bf16", policy=policy, verify=False) as engine:
+        engine.trace(path, steps=1)
+        engine.step(unequal_batches(2))
+        crossed = sum(2 * layout_of(unit).trained.size for unit in engine.spec.units)
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
+    nbytes = {
+        kind: sum(each["args"]["nbytes"] for each in events if each["name"].startswith(kind))
+        for kind in ("GRAD", "BACKWARD")
+    }
+    assert nbytes == {"GRAD": crossed, "BACKWARD": 0}
 
 
 def test_the_number_of_mutants_is_that_of_the_waits() -> None:
