@@ -1,7 +1,6 @@
 """One slot and a read-ahead against whole slots, by replay: device bytes of weights, and the time of a step.
 
     python -m bench.ring [--tokens N] [--layers N]
-    python -m bench.ring --forward
     python -m bench.ring --plans [--docs FOLDER]
 
 An 8B shape in bf16 on an H200 as it is described, 4,096 tokens a sequence, in 1, 2 and 8 micro-batches of one sequence
@@ -9,11 +8,7 @@ each unless `--tokens` says otherwise, with inputs kept (layers are computed aga
 is measured: each number is a schedule of ours at a described machine's prices. What the step would take with a bus
 of infinite speed stands beside it.
 
-The second is a forward without a backward, an evaluation of 4,096 tokens and one token of a text, whose weights pass
-through less than a unit (`Policy.forward_nbytes`), beside slots for whole units: an 8B, a 70B and a mixture of experts
-with matrices whole (`shard`) and row by row.
-
-The third is what the planner makes of it: the least device memory of a step, and the quickest plan on small devices,
+The second is what the planner makes of it: the least device memory of a step, and the quickest plan on small devices,
 with a ring allowed and without, for an 8B, a 70B and a mixture of experts; it fills the tables of docs/planning.md.
 """
 
@@ -21,18 +16,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, product
 from pathlib import Path
 
 from bench.scaling import ENOUGH_HOST, GB, filled
 from bench.shapes import llama_shape
-from megatrain.errors import DoesNotFit, PlanError
+from megatrain.errors import DoesNotFit
 from megatrain.plan import Plan, Question, find_plan, machine, op_seconds
 from megatrain.plan.search import Search
-from megatrain.schedule import Schedule, build_forward, build_step, check, replay
-from megatrain.spec import ActivationPlan, Gates, Hardware, ModelSpec, ParamSpec, Policy, Work
+from megatrain.schedule import Schedule, build_step, check, replay
+from megatrain.spec import ActivationPlan, Hardware, ModelSpec, ParamSpec, Policy, Work
 
 MIB = 1 << 20
 SHARDED = Policy(shard_nbytes=64 * MIB, gates="shard")
@@ -85,59 +80,6 @@ def rows(layers: int, tokens: int, micro_batches: Sequence[int]) -> list[str]:
         took = f"{each.nbytes / MIB:,.0f} MiB | {1e3 * each.seconds:,.1f} ms | {each.unhindered / each.seconds:.1%}"
         lines.append(f"| {count} x {tokens:,} | {kept} | {name} | {took} |")
     return lines
-
-
-# Forwards ------------------------------------------------------------------------------------------------------------
-
-PASSING: dict[Gates, tuple[int | None, ...]] = {"shard": (None,), "rows": (None, 64, 128, 256, 512)}
-"""Gates -> MiB that weights pass through; None is what is refused no more."""
-SHARDS = 8
-"""Shards in that, and none larger than 64 MiB."""
-
-
-def forwards() -> list[str]:
-    lines = [
-        "| model | tokens | weights | of the largest unit | forward | first product |",
-        "|---|---|---|---|---|---|",
-    ]
-    for (name, shape), tokens in product(planned_shapes().items(), (4096, 1)):
-        model, hardware, work = _by_rows(shape), machine("h200"), Work((tokens,))
-        for policy in _forward_policies(model, work):
-            schedule = build_forward(model, policy, work, (max(1, tokens // policy.loss_chunk_tokens),))
-            check(schedule)
-            took = replay(schedule, op_seconds(model, policy, work, hardware))
-            first = next(i for i, op in enumerate(schedule.ops) if op.stream == "compute")
-            nbytes, unit = weights_nbytes(schedule), max(each.numel for each in model.units) * policy.weight_nbytes
-            how = f"by {policy.gates}, " if policy.forward_nbytes else "slots, "
-            size = f"{how}{nbytes / MIB:,.0f} MiB | {nbytes / unit:.2f}"
-            times = f"{1e3 * took.seconds:,.1f} ms | {1e3 * took.starts[first]:,.1f} ms"
-            lines.append(f"| {name} | {tokens:,} | {size} | {times} |")
-    return lines
-
-
-def _forward_policies(model: ModelSpec, work: Work) -> Iterator[Policy]:
-    yield Policy(shard_nbytes=64 * MIB)
-    for gates, sizes in PASSING.items():
-        for size in sizes:
-            shard = 64 * MIB if size is None else min(64, size // SHARDS) * MIB
-            policy = Policy(shard_nbytes=shard, gates=gates, forward_nbytes=1 if size is None else size * MIB)
-            try:
-                build_forward(model, policy, work)
-            except PlanError as error:
-                least = int((error.fix or "").split()[1].replace(",", ""))
-                if size is not None:
-                    continue
-                policy = replace(policy, forward_nbytes=least)
-            yield policy
-
-
-def _by_rows(model: ModelSpec) -> ModelSpec:
-    """As the first look finds them: `linear`, `embedding` and grouped products read all matrices."""
-    units = (
-        replace(unit, params=tuple(replace(param, by_rows=len(param.shape) > 1) for param in unit.params))
-        for unit in model.units
-    )
-    return replace(model, units=tuple(units))
 
 
 # Plans ---------------------------------------------------------------------------------------------------------------
@@ -201,7 +143,6 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=4096, help="of a micro-batch")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 8])
-    parser.add_argument("--forward", action="store_true", help="forwards in less than a unit")
     parser.add_argument("--plans", action="store_true", help="what the planner makes of it")
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="folder of planning.md")
     arguments = parser.parse_args()
@@ -210,9 +151,6 @@ def main() -> int:
         if page.exists():
             page.write_text(filled(page.read_text(), tables, "bench.ring"))
         print("\n".join(chain.from_iterable(tables.values())))
-        return 0
-    if arguments.forward:
-        print("\n".join(forwards()))
         return 0
     print("\n".join(rows(arguments.layers, arguments.tokens, arguments.micro_batches)))
     return 0

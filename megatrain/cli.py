@@ -270,10 +270,6 @@ def _generate(
     top_k: Annotated[int | None, typer.Option(min=0, help="Draw among this many likeliest tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Draw among these likeliest shares.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Decides what is drawn.")] = 0,
-    weights_memory: Annotated[
-        str | None,
-        typer.Option(help="Device memory that weights pass through, such as 256MB: less than a layer will do."),
-    ] = None,
     trust_remote_code: Remote = False,
 ) -> None:
     """Continue a text with a model that streams through the device, whatever its size."""
@@ -281,10 +277,7 @@ def _generate(
     from rich.console import Console
 
     from megatrain.generation import run_generation
-    from megatrain.plan.amounts import parse_nbytes
     from megatrain.train.progress import loading
-
-    weights_nbytes = parse_nbytes(weights_memory, where="--weights-memory") if weights_memory else 0
 
     with loading(Console(stderr=True), "loading the model") as progress:
         spoken = run_generation(
@@ -299,7 +292,6 @@ def _generate(
             top_p=top_p,
             seed=seed,
             trust_remote_code=trust_remote_code,
-            weights_nbytes=weights_nbytes,
             progress=progress,
             notice=_tell,
         )

@@ -61,7 +61,6 @@ def run_generation(
     top_p: float | None = None,
     seed: int = 0,
     trust_remote_code: bool = False,
-    weights_nbytes: int = 0,
     progress: Progress | None = None,
     notice: Callable[[str], object] = lambda line: None,
 ) -> Spoken:
@@ -70,8 +69,7 @@ def run_generation(
     An empty prompt starts a new text. Special tokens spelled out in the prompt count as such. What `heard` gets can
     steer no terminal. max_new_tokens: `None` for 200, or for what the model has room for. temperature, top_k, top_p:
     `None` as the model's own generation config has them; temperature 0 takes the likeliest token each time. seed:
-    decides what is drawn. trust_remote_code: let the model bring code of its own. weights_nbytes: device memory that
-    weights pass through, matrices row by row; 0 for two layers and the larger end. progress: called with (done, total)
+    decides what is drawn. trust_remote_code: let the model bring code of its own. progress: called with (done, total)
     while weights are loaded. notice: told, in a line each, what a person should know about the model beforehand.
 
     Raises a `MegaTrainError` for whatever is wrong: `ModelError` for the model, `DataError` for the tokenizer,
@@ -94,9 +92,7 @@ def run_generation(
     freeze_parameters(source.model, ("*",))
     if left_out := source.left_out():
         notice(f"left out: {printable(left_out)}")
-    with Engine.from_source(
-        source, progress=progress, device=device, precision=precision, forward_nbytes=weights_nbytes
-    ) as engine:
+    with Engine.from_source(source, progress=progress, device=device, precision=precision) as engine:
         began = time.perf_counter()
         new = draw_ids(
             engine,

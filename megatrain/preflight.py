@@ -105,7 +105,7 @@ class Replanner:
         question, policy, work = self.plan.question, self.engine.policy, self.plan.work
         stays = {name: getattr(policy, name) for name in MAY_CHANGE if name not in may_change}
         keys = ["loss_chunk_tokens", "mlp_chunk_tokens", "transit"]  # rounding is as before, and what is locked too
-        keys += ROUNDED_BY_ROWS if policy.gates == "rows" else ["gates"] if policy.forward_nbytes else []
+        keys += ROUNDED_BY_ROWS if policy.gates == "rows" else []
         fixed = {"micro_batch": self.plan.micro_batch, **{key: getattr(policy, key) for key in keys}, **stays}
         measured = replace(question, calibration=found, pinned={**question.pinned, **fixed})
         now = examine(measured, policy, self.plan.micro_batch)

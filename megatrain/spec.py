@@ -280,7 +280,7 @@ class Home:
 IN_HOST = Home()
 
 ROUNDED_BY_ROWS = (
-    *("gates", "weight_slots", "read_ahead_nbytes", "forward_nbytes", "shard_nbytes", "homes"),
+    *("gates", "weight_slots", "read_ahead_nbytes", "shard_nbytes", "homes"),
     *("activations", "activation_rows", "recompute_slots"),
 )
 """Fields of a policy that decide which matrices are cut with `gates="rows"`, and where: so its numbers, by rounding."""
@@ -298,10 +298,6 @@ class Policy:
     """In place of `weight_slots`, where it is not 0: all units share one slot, embedding and head with the layers, and
     while it is in use the first shards of the next layer come into this much device memory. With gates, shards then
     follow straight into places of the slot that the layer before has given up. Shards of layers are no larger."""
-    forward_nbytes: Nbytes = 0
-    """Device memory that weights pass through where there is no backward pass, in evaluation and generation: shards lie
-    there while they are used, so it may be less than a unit. Micro-batches then go through the model one by one, and
-    weights come again for each. 0 is as in training, whose slots a run that trains has anyway."""
     grad_slots: Slots = 2
     """Device buffers that the layers' gradients pass through."""
     shard_nbytes: Annotated[int, Bounds(1, 1 << 60)] = 64 << 20
@@ -369,12 +365,6 @@ class Policy:
         if self.kernels == "compile" and self.gates != "unit":
             what = "a compiled layer does not say which weight it comes to"
             raise PlanError(what, where="policy.gates", fix="use unit, or policy.kernels=stock")
-        if self.forward_nbytes and (self.shares_memory or self.gates == "unit"):
-            what = "weights pass through less than a unit where compute waits for shards of them"
-            fix = (
-                "use 0, since nothing is fetched here" if self.shares_memory else "use policy.gates=shard or rows, or 0"
-            )
-            raise PlanError(what, where="policy.forward_nbytes", fix=fix)
         if self.shares_memory and any(home.weights == "device" for home in self.homes):
             raise PlanError("the device has no memory of its own", where="policy.homes", fix="use host or disk")
 

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatrain import spec
 from megatrain.engine.rows import BY_ROWS, splits
 from megatrain.engine.weights import Bound
 from megatrain.errors import ScheduleError
 from megatrain.layout import Layout
 from megatrain.memory import Held
 from megatrain.model import Uses, is_wrapped
-from megatrain.schedule import Access, Op, whole
+from megatrain.schedule import Access, Op, Schedule, calls_in, whole
 
 Alongside = Callable[[], AbstractContextManager[object]]
 """In its block, the thread computes where the foreground does (`Device.alongside`)."""
@@ -83,7 +84,7 @@ class Call(Gates):
         self._op, self._alongside, self._run, self._by_rows = whole(phases), alongside, run, by_rows
         self._layout, self._held = layout, dict[str, Tensor]()
         self._phase, self._last = -1, len(phases) - 1
-        self._arrived = self._arriving(phases)
+        self._arrived = _declared([op.reads for op in phases], f"w{phases[0].unit}", layout.size)
         """Elements of the weights that each phase may read."""
         self._adds_from = next((i for i, op in enumerate(phases) if any(_is_gradient(a) for a in op.writes)), 0)
         trained = layout.trained
@@ -104,9 +105,6 @@ class Call(Gates):
         self._thread: threading.Thread | None = None
         self._ended = self._unwinding = False
         self._failure: BaseException | None = None
-
-    def _arriving(self, phases: Sequence[Op]) -> list[list[tuple[int, int]]]:
-        return _declared([op.reads for op in phases], f"w{phases[0].unit}", self._layout.size)
 
     # The thread that runs ops ---------------------------------------------------------------------------------------
 
@@ -178,13 +176,11 @@ class Call(Gates):
         later = range(self._phase, self._last + 1)
         phase = next((phase for phase in later if all(self.has(*each, phase) for each in ranges)), None)
         if phase is None:
-            raise self._gone(*next((each for each in ranges if not self.has(*each)), ranges[0]))
+            start, stop = next((each for each in ranges if not self.has(*each)), ranges[0])
+            what = f"{self._named(start, stop)} is read once more after the layer had gone on from it"
+            fix = "use policy.read_ahead_nbytes=0, or policy.gates=unit"
+            raise ScheduleError(what, where=self._op.name, fix=fix)
         self._reach(phase)
-
-    def _gone(self, start: int, stop: int) -> ScheduleError:
-        """The refusal to read elements that have been given up."""
-        what = f"{self._named(start, stop)} is read once more after the layer had gone on from it"
-        return ScheduleError(what, where=self._op.name, fix="use policy.read_ahead_nbytes=0, or policy.gates=unit")
 
     def _named(self, start: int, stop: int) -> str:
         inside = (field.name for field in self._layout.fields if field.start < stop and start < field.stop)
@@ -242,6 +238,22 @@ class _Meeting(Uses):
         self._meet(func, list(others))
         come = self._call.blocks(extent[0], *matrix.shape)
         return BY_ROWS[func](((start, stop, args[1][start:stop]) for start, stop in come), args, kwargs)
+
+
+def calls_of(
+    schedule: Schedule,
+    layouts: Sequence[Layout],
+    alongside: Alongside,
+    run: Run,
+    gates: spec.Gates,
+) -> dict[int, Call]:
+    """The calls of a schedule that are in phases, by the `id` of each phase's op."""
+    found: dict[int, Call] = {}
+    for phases in calls_in(schedule.ops):
+        counts_products = any(access.content.startswith("c") for op in phases for access in (*op.reads, *op.writes))
+        by_rows = frozenset(BY_ROWS if gates == "rows" and not counts_products else ())
+        found |= dict.fromkeys(map(id, phases), Call(phases, layouts[phases[0].unit], alongside, run, by_rows))
+    return found
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatrain.layout import Layout
-from megatrain.schedule import AHEAD, UNDER_WAY, Schedule, passing_place
+from megatrain.schedule import AHEAD, UNDER_WAY, Schedule
 from megatrain.spec import ModelSpec
 
 
@@ -23,11 +23,6 @@ def place_of(
 ) -> str:
     """The unit, and for weights and gradients the parameter, that lie at byte `start` of a buffer. nbytes: of an
     element of weights."""
-    if place := passing_place(content):
-        reads = (access for op in running.ops for access in op.reads) if running else ()
-        found = [each for each in reads if (each.buffer, each.content) == (buffer, content) and each.start <= start]
-        within = start - max((each.start for each in found), default=start)
-        return _named(spec, layouts[place[0]], place[0], (place[1] + within) // nbytes)
     digits = content.lstrip("wglmnhdakc").partition(".")[0].partition("~")[0].rstrip(UNDER_WAY)
     if not digits.isdigit() or int(digits) >= len(spec.units):
         return buffer

@@ -25,12 +25,11 @@ from megatrain.engine.batch import MicroBatch, count_targets, for_model, model_i
 from megatrain.engine.current import Current
 from megatrain.engine.executor import Executor
 from megatrain.engine.formed import Forming, Homes
-from megatrain.engine.gated import OPEN, Gates, undisturbed, unwinding
+from megatrain.engine.gated import OPEN, Gates, calls_of, undisturbed, unwinding
 from megatrain.engine.gradients import GradSink, UnitSum, send_to_sum
 from megatrain.engine.held import DTYPE_OF_NBYTES, PART_LETTERS, access_of, part_of
 from megatrain.engine.loss import Chunks
 from megatrain.engine.losses import Found, LossFn, StepResult, differentiate, divisor_of, measure, own_entries
-from megatrain.engine.passing import PassingCall, calls_of
 from megatrain.engine.place import place_of
 from megatrain.engine.weights import Bound, UnitBinder, names_weights
 from megatrain.errors import LossError, NonFinite
@@ -136,7 +135,7 @@ class Streamer:
         if schedule is not self._running:
             self.device.tidy()  # what other work has freed will not fit this as well
         self._running = schedule
-        calls = calls_of(schedule, self._layouts, self.dtype, self.device.alongside, run, self.policy.gates)
+        calls = calls_of(schedule, self._layouts, self.device.alongside, run, self.policy.gates)
         exact = self.device.exact_float32() if self.policy.precision == "fp32" else nullcontext()
         with exact, self.device.preserved_random_state(), self.region(), unwinding(calls):
             self.timeline = self._executor.run(schedule, act)
@@ -340,10 +339,7 @@ class Streamer:
         if now.labels:
             chunks = self._chunks(now, op, weights, [], hidden.flatten(0, 1))
             self._count(now, op.micro, measure(now.loss_fn, chunks, now.own[op.micro]))
-            passes = isinstance(now.gates, PassingCall)  # then the head, which is dropped there, would come once more
-            self._balance(
-                now, {name: self.ported.placeholders[name] for name in weights} if passes else weights, op.micro
-            )
+            self._balance(now, weights, op.micro)
             assert now.loss is not None
             now.landed = self.device.landing(now.loss)
         else:
@@ -449,14 +445,10 @@ class Streamer:
 
     def _views(self, now: Current, op: Op, held: Held, unit: int) -> dict[str, Tensor]:
         """The parameters of `unit`, where no gradient is wanted."""
-        if isinstance(now.gates, PassingCall) and unit in now.gates.units:
-            return now.gates.named(unit, self._binders[unit])
         return self._binders[unit].bind(self._weights(op, held, unit))
 
     def _gate(self, now: Current, op: Op, held: Held) -> AbstractContextManager[object]:
         """While active, the unit's own weights are waited for where they are read."""
-        if isinstance(now.gates, PassingCall):
-            return now.gates.meeting()
         owns = any(access.content == f"w{op.unit}" for access in op.reads)
         return now.gates.around(self._weights(op, held, op.unit)) if owns else nullcontext()
 

@@ -16,19 +16,15 @@ from megatrain.schedule.ops import (
     Op,
     Schedule,
     nbytes_by_owner,
-    passing_place,
 )
 from megatrain.schedule.order import derive_waits
-from megatrain.schedule.passing import head_passes
 from megatrain.schedule.phases import calls_in, whole
 from megatrain.schedule.replay import Timeline, chrome_trace, replay
 from megatrain.schedule.show import show_op, show_schedule
-from megatrain.schedule.slots import RING
 
 __all__ = [
     "AHEAD",
     "CALLS",
-    "RING",
     "UNDER_WAY",
     "USED",
     "Access",
@@ -43,9 +39,7 @@ __all__ = [
     "check",
     "chrome_trace",
     "derive_waits",
-    "head_passes",
     "nbytes_by_owner",
-    "passing_place",
     "replay",
     "show_op",
     "show_schedule",

@@ -23,8 +23,6 @@ from megatrain.schedule.activations import Activations, Again
 from megatrain.schedule.fetches import Fetches, Visit
 from megatrain.schedule.ops import USED, Access, Buffer, Op, Schedule, Stream
 from megatrain.schedule.order import derive_waits
-from megatrain.schedule.passing import Passing
-from megatrain.schedule.passing import head_passes as passes_of
 from megatrain.schedule.slabs import Slabs
 from megatrain.schedule.slots import Slots
 from megatrain.schedule.staging import Staged, stage
@@ -39,13 +37,9 @@ def build_step(model: ModelSpec, policy: Policy, work: Work, pending: Pending = 
     return Builder(model, policy, work, pending, trains=True).step()
 
 
-def build_forward(model: ModelSpec, policy: Policy, work: Work, head_passes: Sequence[int] | None = None) -> Schedule:
-    """The loss alone, for evaluation: no gradient, no kept activation. Updates must have been flushed.
-
-    head_passes: for each micro-batch, how often its head is gone through where that comes by rows; as many times as its
-    tokens have chunks, if not given. Raises `PlanError` for too little `Policy.forward_nbytes`.
-    """
-    return Builder(model, policy, work, "none", trains=False).forward(head_passes)
+def build_forward(model: ModelSpec, policy: Policy, work: Work) -> Schedule:
+    """The loss alone, for evaluation: no gradient, no kept activation. Updates must have been flushed."""
+    return Builder(model, policy, work, "none", trains=False).forward()
 
 
 def build_flush(model: ModelSpec, policy: Policy) -> Schedule:
@@ -81,16 +75,8 @@ class Builder:
     def step(self) -> Schedule:
         return self._emit([*self._forward_visits(), self._loss_visit(), *self._backward_visits()])
 
-    def forward(self, head_passes: Sequence[int] | None = None) -> Schedule:
-        if not self.policy.forward_nbytes:
-            return self._emit([*self._forward_visits(), self._loss_visit()])
-        calls: list[Op] = []
-        for micro in self.micros:
-            visits = [*(self._forward_visit(unit, [micro]) for unit in self.units[:-1]), self._loss_visit([micro])]
-            calls += [op for visit in visits for op in visit.compute]
-        return self._finished(
-            Passing(self.slots, self.slabs, head_passes or passes_of(self.policy, self.work)).ops(calls)
-        )
+    def forward(self) -> Schedule:
+        return self._emit([*self._forward_visits(), self._loss_visit()])
 
     def flush(self) -> Schedule:
         return self._emit([])
@@ -135,9 +121,9 @@ class Builder:
         visits = [self._forward_visit(unit) for unit in self.units[:-1]]
         return [*visits, Visit(0)] if self.slots.again_for_head() else visits
 
-    def _forward_visit(self, unit: int, micros: Sequence[int] | None = None) -> Visit:
+    def _forward_visit(self, unit: int) -> Visit:
         visit = Visit(unit)
-        for micro in self.micros if micros is None else micros:
+        for micro in self.micros:
             reads = [self._weights(unit)] if self.layouts[unit].size else []
             writes = [self.alive.hidden(unit + 1, micro)]
             if unit == 0:
@@ -149,10 +135,10 @@ class Builder:
             visit.compute.append(Op("FORWARD", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))
         return visit
 
-    def _loss_visit(self, micros: Sequence[int] | None = None) -> Visit:
+    def _loss_visit(self) -> Visit:
         unit = self.model.epilogue
         visit = Visit(unit)
-        for micro in self.micros if micros is None else micros:
+        for micro in self.micros:
             owners = [owner for owner in (unit, *((0,) if self.model.tied else ())) if self.layouts[owner].size]
             reads = [self.alive.hidden(unit, micro), *(self._weights(owner) for owner in owners)]
             nbytes = loss_nbytes(self.model, self.policy, self.work, micro, trains=self.trains)

@@ -67,17 +67,6 @@ class Access:
         return self.buffer == other.buffer and self.start < other.stop and other.start < self.stop
 
 
-def passing_content(unit: int, start: int) -> str:
-    """The content of weights of a unit from byte `start` on, where they lie by themselves (`passing`)."""
-    return f"w{unit}@{start}"
-
-
-def passing_place(content: str) -> tuple[int, int] | None:
-    """The unit and the byte of such a content; `None` for any other."""
-    unit, at, start = content[1:].partition("@")
-    return (int(unit), int(start)) if at and content[0] == "w" else None
-
-
 @dataclass(frozen=True, slots=True)
 class Op:
     """One thing on one stream. `unit` is always given; `micro` and `shard` where they apply, else -1.

@@ -102,7 +102,6 @@ class Engine(Stepping, Restorable):
         seed: int = 0,
         verify: bool = True,
         disk: str | Path | Sequence[str | Path] | Disk = (),
-        forward_nbytes: int = 0,
     ) -> Engine:
         """An engine that starts from a copy of the weights of a Hugging Face causal language model.
 
@@ -114,8 +113,6 @@ class Engine(Stepping, Restorable):
         precision and clipping agree with the arguments. seed: decides all randomness inside layers. verify: at the
         first meeting of an architecture, compare a small model of its kind with the stock code, and refuse to go on
         with one that is computed wrong. disk: folders, on quick drives, for the state that the policy puts there.
-        forward_nbytes: with `auto`, device memory that weights pass through where there is no backward pass, row by
-        row of a matrix (`Policy.forward_nbytes`).
 
         Raises `ModelError` for a model that cannot be streamed exactly, `PlanError` for a policy that contradicts
         the other arguments, `ConfigError` for an argument that is none, and in one of several processes (torchrun,
@@ -125,7 +122,6 @@ class Engine(Stepping, Restorable):
         refuse_other_kinds(model)
         options: EngineOptions = {"device": device, "precision": precision, "optimizer": optimizer, "policy": policy}
         options |= {"max_grad_norm": max_grad_norm, "seed": seed, "verify": verify, "disk": disk}
-        options["forward_nbytes"] = forward_nbytes
         options = checked_options(options)
         source = ModelSource(model)  # type: ignore[arg-type]  # everything but a PreTrainedModel has been refused
         return cls.from_source(source, **options)
@@ -292,7 +288,7 @@ class Engine(Stepping, Restorable):
         self._settle()
 
         def last_logits(inputs: Mapping[str, Any], kept: int) -> Tensor:
-            schedule = self._schedules.get("logits", Work((inputs["input_ids"].numel(),)))
+            schedule = self._schedules.get("forward", Work((inputs["input_ids"].numel(),)))
             return self._streamer.next_logits(schedule, inputs, kept)
 
         # The library's own work runs on the stream that fills the cache, so neither frees what the other still reads.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from difflib import get_close_matches
 from numbers import Real
 from pathlib import Path
@@ -22,12 +21,8 @@ from megatrain.plan import available_host_nbytes, available_threads, choose_poli
 from megatrain.plan.homes import host_nbytes, needed, to_disk
 from megatrain.plan.locks import fit_transit
 from megatrain.schedule.state import state_nbytes
-from megatrain.spec import IN_HOST, ModelSpec, Nbytes, Policy, Precision, Work
+from megatrain.spec import IN_HOST, ModelSpec, Policy, Precision, Work
 from megatrain.train.schedules import refuse_contradictions
-
-SHARDS_THAT_PASS = 8
-"""Shards of weights that there is room for at one time, where they pass through little memory: the more, the sooner the
-next ones are on their way, and the smaller."""
 
 Seed = Annotated[int, Bounds(-(1 << 63), (1 << 63) - 1)]
 Folders = tuple[str | Path, ...]
@@ -44,8 +39,6 @@ class EngineOptions(TypedDict, total=False):
     seed: int
     verify: bool
     disk: str | Path | Sequence[str | Path] | Disk
-    forward_nbytes: int
-    """`Policy.forward_nbytes` of the usual policy, by rows; a policy that is given has its own."""
 
 
 def checked_options(options: EngineOptions) -> EngineOptions:
@@ -68,8 +61,6 @@ def checked_options(options: EngineOptions) -> EngineOptions:
         found["seed"] = checked(found["seed"], Seed, ConfigError, "seed")
     if "verify" in found:
         found["verify"] = checked(found["verify"], bool, ConfigError, "verify")
-    if "forward_nbytes" in found:
-        found["forward_nbytes"] = checked(found["forward_nbytes"], Nbytes, PlanError, "forward_nbytes")
     norm: object = found.get("max_grad_norm")
     if norm is not None:
         number = float(norm) if not isinstance(norm, bool) and isinstance(norm, Real) else 0.0
@@ -158,17 +149,12 @@ def _without_homes(options: EngineOptions, device: Device) -> Policy:
     policy, precision = options.get("policy", "auto"), options.get("precision", "bf16")
     max_grad_norm = options.get("max_grad_norm", 1.0)
     if policy == "auto":
-        usual = choose_policy(
+        return choose_policy(
             precision,
             shares_memory=device.shares_memory,
             clips=max_grad_norm is not None,
             host_threads=available_threads(),
         )
-        passing = options.get("forward_nbytes", 0)
-        shard = min(usual.shard_nbytes, max(1, passing // SHARDS_THAT_PASS))
-        return replace(usual, gates="rows", forward_nbytes=passing, shard_nbytes=shard) if passing else usual
-    if options.get("forward_nbytes"):
-        raise PlanError("is the policy's own where one is given", where="forward_nbytes", fix="give it in the policy")
     refuse_contradictions(policy, precision, max_grad_norm, device)
     return policy
 

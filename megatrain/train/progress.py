@@ -117,8 +117,6 @@ def describe_policy(policy: Policy) -> list[str]:
         phrases.append(f"inputs pass to the host through {policy.offload_slots} slots")
     if policy.recompute_slots is not None:
         phrases.append(f"inputs are computed again into {policy.recompute_slots} slots")
-    if policy.forward_nbytes:
-        phrases.append(f"without a backward pass weights come through {binary(policy.forward_nbytes)}")
     if policy.transit != "locked":
         through = "are not page-locked" if policy.transit == "pageable" else "cross the bus through page-locked slabs"
         phrases.append(f"weights and gradients {through}")

@@ -15,14 +15,13 @@ from megatrain.device import Device
 from megatrain.errors import DoesNotFit, PlanError
 from megatrain.memory import Disk, Store
 from megatrain.plan import available_host_nbytes, fit_activations, nearest_that_fits
-from megatrain.schedule import Schedule, build_flush, build_forward, build_step, check, head_passes
+from megatrain.schedule import Schedule, build_flush, build_forward, build_step, check
 from megatrain.spec import ROUNDED_BY_ROWS, ModelSpec, Policy, Precision, Work
 
 FREE = (
     *(
         "weight_slots",
         "read_ahead_nbytes",
-        "forward_nbytes",
         "grad_slots",
         "shard_nbytes",
         "homes",
@@ -33,10 +32,9 @@ FREE = (
 )
 """Fields of a policy that no number depends on, and that may change between steps; by rows fewer."""
 
-Kind = Literal["step", "pending step", "forward", "logits", "flush"]
-"""`logits` is a forward whose head is run once, on however many tokens."""
-Key = tuple[Kind, int, Policy, *tuple[int, ...]]
-"""What is run, over how many micro-batches, by which policy, and how often heads that come by rows come for each."""
+Kind = Literal["step", "pending step", "forward", "flush"]
+Key = tuple[Kind, int, Policy]
+"""What is run, over how many micro-batches, by which policy."""
 
 
 class Schedules:
@@ -61,16 +59,13 @@ class Schedules:
         self._gather()
         if self._fits_activations and kind in ("step", "pending step"):
             self.policy = fit_activations(self.spec, self.policy, work, self._memory_for_activations)
-        passes: tuple[int, ...] = ()
-        if kind in ("forward", "logits") and self.policy.forward_nbytes:
-            passes = head_passes(self.policy, work) if kind == "forward" else (1,) * work.micro_batches
-        key: Key = ("forward" if kind == "logits" else kind, work.micro_batches, self.policy, *passes)
+        key: Key = kind, work.micro_batches, self.policy
         built = self._work.get(key)
         wanted = built or work
         if self.policy.offloads:
             wanted = _larger(wanted, work)
         if wanted != built:
-            schedule = _build(kind, self.spec, self.policy, wanted, passes)
+            schedule = _build(kind, self.spec, self.policy, wanted)
             check(schedule)
             self.known[key], self._work[key] = schedule, wanted
         try:
@@ -80,8 +75,6 @@ class Schedules:
             saves = ledger.table().get(("host", "checkpoint"), 0)  # of no schedule, and there all the same
             left = {tier: budget - (saves if tier == "host" else 0) for tier, budget in ledger.budgets.items()}
             error.fix = f"{error.fix}; {nearest_that_fits(self.spec, self.policy, work, left)}"
-            if kind in ("forward", "logits") and not (self.policy.shares_memory or self.policy.forward_nbytes):
-                error.fix += "; less than a unit's weights with policy.gates=rows and policy.forward_nbytes"
             raise
         return self.known[key]
 
@@ -145,12 +138,12 @@ def _larger(left: Work, right: Work) -> Work:
     return Work(tokens, left.length if left.length == right.length else None, rows=right.rows)
 
 
-def _build(kind: Kind, spec: ModelSpec, policy: Policy, work: Work, passes: tuple[int, ...]) -> Schedule:
+def _build(kind: Kind, spec: ModelSpec, policy: Policy, work: Work) -> Schedule:
     match kind:
         case "flush":
             return build_flush(spec, policy)
-        case "forward" | "logits":
-            return build_forward(spec, policy, work, passes)
+        case "forward":
+            return build_forward(spec, policy, work)
         case "step":
             return build_step(spec, policy, work)
         case "pending step":

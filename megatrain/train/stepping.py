@@ -163,7 +163,7 @@ class Stepping:
         check_inputs(self.spec, {"labels": inputs.get("input_ids"), **inputs}, "logits")
         check_arguments(self._ported.arguments, inputs, (), "logits")
         self._settle()
-        schedule = self._schedules.get("logits", Work((inputs["input_ids"].numel(),)))
+        schedule = self._schedules.get("forward", Work((inputs["input_ids"].numel(),)))
         with self._ported.evaluation_mode():
             return self._streamer.next_logits(schedule, for_model(inputs), kept=0)
 

@@ -155,7 +155,7 @@ def test_every_argument_that_may_hold_a_path_is_among_those_tried() -> None:
     for command in cli.app.registered_commands:
         assert command.callback is not None
         for name, kind in get_type_hints(command.callback, include_extras=True).items():
-            if name == "return" or name in (*NO_PATHS, "weights_memory") or "str" not in str(get_args(kind)[0]):
+            if name == "return" or name in NO_PATHS or "str" not in str(get_args(kind)[0]):
                 continue
             said = get_args(kind)[1]
             where = said.metavar.strip("[]") if isinstance(said, ArgumentInfo) else f"--{name}"
@@ -225,12 +225,6 @@ def test_what_a_model_leaves_out_of_its_files_is_told_beside_the_answer(
     assert "left out" not in out
     assert err.startswith(notice)
     assert run(capsys, "generate", str(target), "--max-new-tokens", "2")[2].count("\n") == 1
-    code, less, _ = run(capsys, "generate", str(target), "--max-new-tokens", "2", *PASSING)
-    assert (code, less) == (0, out)
-    assert "use 0, since nothing is fetched here" in run(capsys, "generate", str(target), *PASSING[2:])[2]
-
-
-PASSING = ("--device", "sim:1", "--weights-memory", "1MiB")
 
 
 def test_a_probe_is_written_where_plan_and_train_look_for_it(

@@ -301,7 +301,7 @@ def test_the_policy_section_mirrors_the_policy() -> None:
     """But for what `train.precision` and the device decide, what only describes other systems, memory, and what serves
     those who only evaluate."""
     budgets = {f"{tier}_budget_nbytes" for tier in MemorySection.model_fields}
-    elsewhere = {"precision", "shares_memory", "masters", "homes", "forward_nbytes", *budgets}
+    elsewhere = {"precision", "shares_memory", "masters", "homes", *budgets}
     assert set(PolicySection.model_fields) == {field.name for field in fields(Policy)} - elsewhere
 
 

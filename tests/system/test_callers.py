@@ -304,7 +304,6 @@ def test_an_optimizer_of_torch_is_refused_with_the_one_of_the_same_settings(
         ({"max_grad_norm": "1"}, ConfigError, "max_grad_norm: '1' is no norm"),
         ({"max_grad_norm": True}, ConfigError, "max_grad_norm: True is no norm"),
         ({"max_grad_norm": float("nan")}, ConfigError, "max_grad_norm: nan is no norm"),
-        ({"forward_nbytes": "256MB"}, PlanError, "forward_nbytes: '256MB' is not valid"),
         ({"policy": None}, PlanError, "policy: None is no policy"),
         ({"policy": {"weight_slots": 1}}, PlanError, "policy: {'weight_slots': 1} is no policy"),
         ({"policy": "fast"}, PlanError, "policy: 'fast' is no policy; give a megatrain.Policy, or 'auto'"),
