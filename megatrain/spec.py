@@ -55,8 +55,6 @@ class ParamSpec:
     held: int = 0
     """Parameters behind it, in order of use, that a forward of its layer comes to before it reads this one for the last
     time: 1 for a matrix that is read together with its bias; -1 where it may come back to it at any time."""
-    by_rows: bool = False
-    """A forward reads it once, by a function that may take it row by row (`linear`, `embedding`, a grouped product)."""
 
     @property
     def numel(self) -> int:

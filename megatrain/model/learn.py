@@ -39,7 +39,7 @@ from megatrain.model.profile import LENGTHS, kept_growth, profile_layer, steady_
 from megatrain.model.recorded import install_recorders
 from megatrain.model.several import ROWS, with_several
 from megatrain.model.tokenwise import token_wise, with_chunks
-from megatrain.model.uses import LOOKUP, TO_THE_END, OrderOfUse, Uses, in_order_of_use
+from megatrain.model.uses import TO_THE_END, OrderOfUse, Uses, in_order_of_use
 from megatrain.spec import LayerProfile, ModelSpec, ParamSpec, UnitSpec
 
 PROBE_TOKENS = 4
@@ -361,7 +361,6 @@ def _learn_spec(model: PreTrainedModel, ported: PortedModel, layers: list[UnitSp
     for call in capture.calls:
         if any(tensor.requires_grad for tensor in call.tensors()):
             raise ModelError("its layers need a gradient other than through the hidden state", where=where)
-    read_below = {name: list(readers) for name, readers in order.readers.items()}
     looks_up = only_looks_up(ported, capture.hidden, _probe_inputs())
     ported.hidden_shape = tuple(capture.hidden.shape[2:])
     handed_out = torch.zeros(PROBE_TOKENS, *ported.hidden_shape, dtype=capture.hidden.dtype)
@@ -378,11 +377,8 @@ def _learn_spec(model: PreTrainedModel, ported: PortedModel, layers: list[UnitSp
     in_prologue, in_epilogue = reachable_leaves(capture.hidden), reachable_leaves(logits)
     prologue, epilogue, borrowed = [], [], []
     for name in in_order_of_use(leaves, order.names):
-        leaf, below = leaves[name], read_below.get(name, [])
-        above = [reader for reader in order.readers.get(name, [])[len(below) :] if reader is not LOOKUP]
-        once = [readers for readers in (below, above) if readers]  # a head runs the prologue along, whose result goes
-        rows = bool(once) and all(len(readers) == 1 and readers[0] is not None for readers in once)
-        param = ParamSpec(name, tuple(leaf.shape), trainable=trains[name], by_rows=rows)
+        leaf = leaves[name]
+        param = ParamSpec(name, tuple(leaf.shape), trainable=trains[name])
         if id(leaf) in in_epilogue and id(leaf) not in in_prologue:
             epilogue.append(param)
         else:
@@ -423,9 +419,8 @@ def _layer_specs(
                 )
             seen[id(parameter)] = prefix + name
             share = _active_share(model, parameter)
-            held, readers = used[index].held.get(name, TO_THE_END), used[index].readers.get(name, [])
-            rows = held != TO_THE_END and len(readers) == 1 and readers[0] is not None
-            params.append(ParamSpec(prefix + name, tuple(parameter.shape), share, parameter.requires_grad, held, rows))
+            held = used[index].held.get(name, TO_THE_END)
+            params.append(ParamSpec(prefix + name, tuple(parameter.shape), share, parameter.requires_grad, held))
         units.append(UnitSpec(prefix.rstrip("."), "layer", tuple(params), profile=profiles[index]))
     return units
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 Reading = Callable[[Any, Sequence[Tensor]], None]
@@ -127,11 +126,6 @@ TO_THE_END = -1
 """Of a parameter that a layer may come back to at any time."""
 
 
-LOOKUP = functional.embedding
-BY_ROWS = (functional.linear, LOOKUP, torch._grouped_mm)
-"""Functions of which `engine.rows` knows how to take the second argument row by row."""
-
-
 class OrderOfUse:
     """Names of weights in the order in which they are first read; hand `reading` to a `Uses`."""
 
@@ -142,15 +136,12 @@ class OrderOfUse:
         self.held: dict[str, int] = {}
         """As `ParamSpec.held`: to the end where only a part of one is read, as of experts, whose turns depend on the
         tokens."""
-        self.readers: dict[str, list[Any]] = {}
-        """What has read each: a function of `BY_ROWS` that has read all of it, or None."""
 
     def reading(self, func: Any, tensors: Sequence[Tensor]) -> None:
         found = [(self._names.get(tensor.untyped_storage().data_ptr()), tensor.numel()) for tensor in tensors]
         read = {name: numel for name, numel in found if name is not None}
         self.names += [name for name in read if name not in self.names]
         for name, numel in read.items():
-            self.readers.setdefault(name, []).append(func if func in BY_ROWS and numel == self._numel[name] else None)
             to_the_end = numel != self._numel[name] or self.held.get(name) == TO_THE_END
             self.held[name] = TO_THE_END if to_the_end else len(self.names) - 1 - self.names.index(name)
 

@@ -52,7 +52,6 @@ def _unit(fields: Mapping[str, Any]) -> UnitSpec:
             _number(each.get("active", 1.0), most=1.0),
             _flag(each.get("trainable", True)),
             _held(each.get("held", 0)),
-            _flag(each.get("by_rows", False)),
         )
         for each in fields["params"]
     )

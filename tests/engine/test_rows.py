@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatrain.engine.rows import BY_ROWS, Blocks, splits
-from megatrain.model import uses
 from megatrain.model.uses import OrderOfUse, Uses, in_order_of_use
 
 
@@ -19,10 +18,6 @@ def arriving(weight: Tensor, home: Tensor, cuts: list[int], turned: bool = False
             weight.data[start:stop] = home[start:stop]
         rows = weight.detach()[start:stop]
         yield start, stop, rows.transpose(-2, -1) if turned else rows
-
-
-def test_what_the_first_look_takes_for_by_rows_is_what_the_engine_can_take_so() -> None:
-    assert set(uses.BY_ROWS) == set(BY_ROWS)
 
 
 @pytest.mark.parametrize("bias", [True, False])
