@@ -202,7 +202,7 @@ def _plan(
     device_memory: Annotated[str | None, typer.Option(help="Budget, 24GB or 80% say.")] = None,
     host_memory: Annotated[str | None, typer.Option(help="Budget, 512GB say.")] = None,
     disk_memory: Annotated[str | None, typer.Option(help="Budget of the disk tier, 2TB say; 0 does without.")] = None,
-    token_budget: Annotated[float, typer.Option(help="Tokens to train on, for days and energy.")] = 1e12,
+    token_budget: Annotated[float, typer.Option(help="Tokens to train on, for how many days.")] = 1e12,
     compare: Annotated[bool, typer.Option("--compare", help="Replay other systems' schedules beside ours.")] = False,
     sweep: Annotated[bool, typer.Option("--sweep", help="Heat map of tokens/s over memory budgets.")] = False,
     html: Annotated[

@@ -142,7 +142,7 @@ def _identity(device: Device, threads: int, found: _Findings) -> None:
     found.note(when, name=f"{model}, {host}" if model else host, shares_memory=device.shares_memory)
     known = machine_of_device(model) if model else None
     if known is not None:
-        stated = {key: getattr(known, key) for key in ("peak_flops", "peak_flops_fp32", "watts")}
+        stated = {key: getattr(known, key) for key in ("peak_flops", "peak_flops_fp32")}
         found.values |= stated
         origins = dict(known.sources)
         found.sources |= {key: origins[key] for key in stated if key in origins}

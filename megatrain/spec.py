@@ -204,8 +204,6 @@ class Hardware:
     """Bytes that may be written to the drive in its life (its TBW)."""
     pinnable_nbytes: int | None = None
     """Host memory that may be page-locked; 0 where that is refused."""
-    watts: float | None = None
-    """Power of the device at full load, as its maker states it (TDP)."""
     sources: tuple[tuple[str, str], ...] = ()
     """Field -> where its figure is from: a datasheet, a measurement, an assumption."""
 

@@ -84,7 +84,6 @@ _NUMBERS: dict[str, tuple[str, _Number]] = {  # key in a file -> field, and what
     "disk_block_bytes": ("disk_block_nbytes", _BLOCK),
     "disk_depth": ("disk_depth", _DEPTH),
     "disk_endurance_bytes": ("disk_endurance_nbytes", _CAPACITY),
-    "watts": ("watts", _Number(1.0, 1e5)),
 }
 _PRECISION = "precision"
 _TABLES: dict[str, tuple[str, Any, dict[str, _Number]]] = {  # key -> field, row, and the numbers of a row in order
@@ -123,6 +122,8 @@ _TABLES: dict[str, tuple[str, Any, dict[str, _Number]]] = {  # key -> field, row
 _WITH_PRECISION = ("products", "attention", "elementwise")
 _WORDS = ("name", "shares_memory", "sources")
 _KEYS = (*_WORDS, *_NUMBERS, *_TABLES)
+_NO_LONGER = ("watts",)
+"""Keys of files that earlier versions wrote, which nothing depends on."""
 
 
 def machine_names() -> tuple[str, ...]:
@@ -181,6 +182,7 @@ def save_hardware(hardware: Hardware, path: Path) -> None:
 def _read(content: Any, where: str) -> Hardware:
     if not isinstance(content, dict):
         raise PlanError("is not a table of keys and values", where=where, fix="see `megatrain probe`")
+    content = {key: value for key, value in content.items() if key not in _NO_LONGER}
     _refuse_unknown(content, _KEYS, where)
     without_default = {field.name for field in fields(Hardware) if field.default is MISSING}
     needed = ["name", *(key for key, (field, _) in _NUMBERS.items() if field in without_default)]
@@ -223,6 +225,7 @@ def _sources(notes: Any, where: str) -> tuple[tuple[str, str], ...]:
     if not isinstance(notes, dict):
         raise PlanError("is not a table of keys and texts", where=where, fix="see `megatrain probe`")
     known = _keys_with_sources()
+    notes = {key: note for key, note in notes.items() if key not in _NO_LONGER}
     _refuse_unknown(notes, known, where)
     if silent := [key for key, note in notes.items() if not isinstance(note, str)]:
         raise PlanError(f"{notes[silent[0]]!r} is not a text", where=f"{where}.{silent[0]}", fix="say it in words")

@@ -134,12 +134,6 @@ class Outlook:
         return self.token_budget / self.plan.tokens_per_second
 
     @property
-    def kilowatt_hours(self) -> float | None:
-        """Energy of the device at full load for the whole run; `None` where its power is not known."""
-        watts = self.plan.question.hardware.watts
-        return None if watts is None else watts * self.run_seconds / 3.6e6
-
-    @property
     def written_nbytes_per_day(self) -> float:
         """Bytes written to disk."""
         return written_nbytes_per_day(self.plan)

@@ -147,7 +147,7 @@ def flops(per_second: float) -> str:
 
 
 def summary_rows(outlook: Outlook) -> list[tuple[str, str]]:
-    """Name and fact: speed, limit, hiding, run, energy, disk."""
+    """Name and fact: speed, limit, hiding, run, disk."""
     plan = outlook.plan
     hardware = plan.question.hardware
     stated = (hardware.peak_flops, hardware.peak_flops_fp32)
@@ -158,7 +158,7 @@ def summary_rows(outlook: Outlook) -> list[tuple[str, str]]:
         ("MFU", f"{outlook.mfu:.1%} of {peak} ({flops(outlook.peak_flops)})"),
         ("limit", _limit(outlook)),
         ("hiding", _hiding(outlook)),
-        ("run", f"{tokens(outlook.token_budget)} tokens take {duration(outlook.run_seconds)}{_energy(outlook)}"),
+        ("run", f"{tokens(outlook.token_budget)} tokens take {duration(outlook.run_seconds)}"),
     ]
     return [*rows, ("disk", _disk(outlook))]
 
@@ -189,13 +189,6 @@ def _hiding(outlook: Outlook) -> str:
         return "no number of tokens per step hides the transfers"
     fits = "" if found.fits else ", more than fits here"
     return f"transfers and updates hide from {found.tokens_per_step:,} tokens per step on{fits}"
-
-
-def _energy(outlook: Outlook) -> str:
-    energy = outlook.kilowatt_hours
-    if energy is None:
-        return "; its energy is not known: the machine states no power"
-    return f" and {_three(energy)} kWh (the device at its full {outlook.plan.question.hardware.watts:,.0f} W)"
 
 
 def _disk(outlook: Outlook) -> str:
@@ -291,7 +284,6 @@ def as_content(outlook: Outlook, comparison: tuple[Row, ...] = (), swept: Sweep 
         "run": {
             "tokens": outlook.token_budget,
             "seconds": outlook.run_seconds,
-            "kilowatt_hours": outlook.kilowatt_hours,
             "disk_written_nbytes_per_day": outlook.written_nbytes_per_day,
             "drive_days": outlook.drive_days,
         },

@@ -119,7 +119,7 @@ MACHINES = st.builds(
         st.builds(DiskRate, st.integers(512, 2**30), st.integers(1, 4096), BANDWIDTHS, BANDWIDTHS), max_size=2
     ).map(tuple),
     pinnable_nbytes=st.none() | st.just(0) | NBYTES,
-    watts=st.none() | st.floats(1, 1e5),
+    disk_endurance_nbytes=st.none() | st.integers(10**6, 10**15),
     sources=st.dictionaries(st.sampled_from(["flops", "products", "name"]), st.text()).map(lambda d: tuple(d.items())),
 )
 
@@ -134,14 +134,14 @@ def test_a_file_gives_back_every_figure(hardware: Hardware) -> None:
 
 
 ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["bf16", "watts"]),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["bf16", "name"]),
     lambda inner: (
         st.lists(inner, max_size=2)
-        | st.dictionaries(st.sampled_from(["precision", "m", "k", "n", "threads", "watts"]), inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["precision", "m", "k", "n", "threads", "name"]), inner, max_size=3)
     ),
     max_leaves=6,
 )
-SOME_KEYS = st.sampled_from([*KEYS, "name", "products", "optimizer_by_threads", "sources", "shares_memory", "watts"])
+SOME_KEYS = st.sampled_from([*KEYS, "name", "products", "optimizer_by_threads", "sources", "shares_memory"])
 
 
 @given(st.dictionaries(SOME_KEYS, ANYTHING, max_size=4))
@@ -152,15 +152,20 @@ def test_whatever_a_file_holds_it_is_read_or_refused(changes: dict[str, Any]) ->
             assert isinstance(load_hardware(path), Hardware)
 
 
+def test_a_file_with_the_power_that_earlier_versions_stated_is_read(tmp_path: Path) -> None:
+    plain = load_hardware(file_of(tmp_path))
+    assert load_hardware(file_of(tmp_path, watts=300, sources={"watts": "a datasheet"})) == plain
+
+
 def test_every_key_of_a_file_says_its_unit(tmp_path: Path) -> None:
     save_hardware(machine("h200"), tmp_path / "h200.json")
     content = json.loads((tmp_path / "h200.json").read_text())
-    units = ("_bytes", "_per_second", "_seconds", "watts", "_depth", "name", "shares_memory", "sources", "by_threads")
+    units = ("_bytes", "_per_second", "_seconds", "_depth", "name", "shares_memory", "sources", "by_threads")
     assert [key for key in content if not key.endswith(units)] == []
 
 
 @pytest.mark.parametrize("value", [0, -1, 1e19, float("nan"), float("inf"), "fast", True, [1e10], 10**40])
-@pytest.mark.parametrize("key", ["device_bytes", "fetch_bytes_per_second", "bf16_flops_per_second", "watts"])
+@pytest.mark.parametrize("key", ["device_bytes", "fetch_bytes_per_second", "bf16_flops_per_second", "launch_seconds"])
 def test_an_absurd_figure_is_refused_by_name(tmp_path: Path, key: str, value: Any) -> None:
     path = file_of(tmp_path, **{key: value})
     with pytest.raises(PlanError, match=rf"here.json: {key}: .*; give a .*number from") as caught:
@@ -178,7 +183,7 @@ def test_an_absurd_figure_is_refused_by_name(tmp_path: Path, key: str, value: An
         ({"name": None}, "name: is missing"),
         ({"name": " "}, "name: ' ' is no name"),
         ({"shares_memory": 1}, "shares_memory: 1 is not valid"),
-        ({"wats": 300}, "no key is called 'wats'; did you mean 'watts'?"),
+        ({"host_byte": 300}, "no key is called 'host_byte'; did you mean 'host_bytes'?"),
         ({"products": {}}, "products: is not a list of tables"),
         (
             {"products": [{"precision": "bf16", "m": 1, "k": 1, "flops_per_second": 1e9}]},
@@ -201,9 +206,9 @@ def test_an_absurd_figure_is_refused_by_name(tmp_path: Path, key: str, value: An
             r"optimizer_by_threads\[0\].threads: 0 is beyond reason",
         ),
         ({"bf16_peak_flops_per_second": 1e12}, "bf16_flops_per_second: 1e[+]13 is above the peak of 1e[+]12"),
-        ({"sources": {"watt": "a guess"}}, "sources: no key is called 'watt'; did you mean 'watts'?"),
-        ({"sources": {"watts": 3}}, "sources.watts: 3 is not a text"),
-        ({"sources": ["watts"]}, "sources: is not a table"),
+        ({"sources": {"host_byte": "a guess"}}, "sources: no key is called 'host_byte'; did you mean 'host_bytes'?"),
+        ({"sources": {"host_bytes": 3}}, "sources.host_bytes: 3 is not a text"),
+        ({"sources": ["host_bytes"]}, "sources: is not a table"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:

@@ -165,12 +165,11 @@ def test_tokens_that_hide_but_do_not_fit_are_marked() -> None:
 # Runs --------------------------------------------------------------------------------------------------------------
 
 
-def test_days_and_energy_of_a_run() -> None:
+def test_days_of_a_run() -> None:
     plan = planned(4 * LENGTH)
-    hardware = replace(plan.question.hardware, watts=500.0, peak_flops=2e12)
+    hardware = replace(plan.question.hardware, peak_flops=2e12)
     outlook = look(replace(plan, question=replace(plan.question, hardware=hardware)), token_budget=1e6)
     assert outlook.run_seconds == pytest.approx(1e6 / plan.tokens_per_second)
-    assert outlook.kilowatt_hours == pytest.approx(0.5 * outlook.run_seconds / 3600)
     useful = step_flops(plan.question.model, [(4, LENGTH)])
     assert outlook.mfu == pytest.approx(useful / plan.seconds / 2e12)
     assert outlook.mfu == pytest.approx(
@@ -179,7 +178,6 @@ def test_days_and_energy_of_a_run() -> None:
     assert outlook.written_nbytes_per_day == 0
     assert outlook.drive_days is None
     unknown = replace(outlook, plan=plan)
-    assert unknown.kilowatt_hours is None
     assert unknown.mfu == pytest.approx(2 * outlook.mfu)  # of what is reached, where no peak is stated
 
 

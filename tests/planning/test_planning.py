@@ -63,7 +63,7 @@ def test_a_config_is_planned_for_and_every_part_is_shown(config: str, tmp_path: 
         config, attention="eager", length=512, compares=True, sweeps=True, html=str(html), json_file=str(content)
     )
     for words in (
-        *("tiny-llama", "NVIDIA RTX 4090", "optimizer state", "tokens/s", "MFU", "what limits", "one upgrade", "kWh"),
+        *("tiny-llama", "NVIDIA RTX 4090", "optimizer state", "tokens/s", "MFU", "what limits", "one upgrade"),
         *("ZeRO-3 offload", "tokens per second by memory", "hide from", "nothing is written to disk"),
         "eager",
     ):

@@ -52,7 +52,7 @@ def test_a_cpu_is_probed_and_saved(cpu: CpuDevice, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
     assert len(said) >= 8
     sources = dict(found.sources)
-    expected_unknown = {"peak_flops", "peak_flops_fp32", "watts", "disk_endurance_nbytes", "elementwise_bandwidth"}
+    expected_unknown = {"peak_flops", "peak_flops_fp32", "disk_endurance_nbytes", "elementwise_bandwidth"}
     expected_unknown |= {f"{kind}_{way}_bandwidth" for kind in ("duplex", "pageable") for way in ("fetch", "grad")}
     for field in fields(Hardware):
         value = getattr(found, field.name)
@@ -99,8 +99,8 @@ def test_without_permission_to_pin_the_rates_are_those_of_pageable_memory(
     assert found.duplex_fetch_bandwidth
     assert found.pageable_grad_bandwidth
     described = machine("rtx-4090")
-    assert (found.watts, found.peak_flops) == (described.watts, described.peak_flops)
-    assert dict(found.sources)["watts"] == dict(described.sources)["watts"]
+    assert found.peak_flops == described.peak_flops
+    assert dict(found.sources)["peak_flops"] == dict(described.sources)["peak_flops"]
     assert not found.shares_memory
     save_hardware(found, tmp_path / "here.json")
     assert load_hardware(tmp_path / "here.json") == found
