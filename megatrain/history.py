@@ -24,9 +24,11 @@ from megatrain.train.trace import TRACE
 METRICS, CONFIG = "metrics.jsonl", "config.yaml"
 COLUMNS = (
     *("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "seconds", "data_seconds", "stall_seconds"),
-    "light_share",
+    "mfu",
 )
 """What is kept of each step."""
+OLDER_NAMES = {"mfu": "light_share"}
+"""Of columns, in the metrics that earlier versions wrote."""
 MOST_OPS = 200_000
 """Of a trace that is still drawn."""
 
@@ -123,7 +125,7 @@ class History:
     def _add_step(self, told: Mapping[str, Any]) -> None:
         count = len(self._seconds)
         for name, column in self.columns.items():
-            column.append(_number(told.get(name)))
+            column.append(_number(told.get(name, told.get(OLDER_NAMES.get(name, "")))))
         for tier, nbytes in dict(told.get("nbytes") or {}).items():
             column = self.tiers.setdefault(str(tier), array("d", [math.nan]) * count)
             column.append(_number(nbytes))

@@ -97,9 +97,9 @@ def _summary(run: History, now: float) -> list[tuple[str, str]]:
     if seconds:
         rows.append(("time in steps", duration(seconds)))
         rows.append(("tokens", f"{tokens:,.0f}, {tokens / seconds:,.0f} a second"))
-        light = _total(np.asarray(columns["light_share"]) * np.asarray(columns["seconds"])) / seconds
+        mfu = _total(np.asarray(columns["mfu"]) * np.asarray(columns["seconds"])) / seconds
         waits = (_total(columns["data_seconds"]) + _total(columns["stall_seconds"])) / seconds
-        rows.append(("speed of light", f"{light:.0%}; compute waited {waits:.1%} of the time"))
+        rows.append(("MFU", f"{mfu:.0%} of the measured peak; compute waited {waits:.1%} of the time"))
         recent = [loss for loss in columns["loss"][-50:] if math.isfinite(loss)]
         if recent:
             rows.append(("loss", f"{columns['loss'][0]:.4f} at first, {sum(recent) / len(recent):.4f} over the last"))

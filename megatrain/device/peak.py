@@ -1,4 +1,4 @@
-"""The measured speed of light of a device: how fast it multiplies large matrices, measured once for each open device.
+"""The measured peak of a device: how fast it multiplies large matrices, measured once for each open device.
 
 What plans a run and what runs it both ask, and get one number.
 """

@@ -64,8 +64,9 @@ class Stepped:
         return self.flops / self.seconds
 
     @property
-    def light_share(self) -> float:
-        """Share of the speed of light: the time of the necessary products at the measured peak, over `seconds`."""
+    def mfu(self) -> float:
+        """Model FLOPs utilization (Chowdhery et al., "PaLM", 2022): the time that the model's products would take at
+        the measured peak, over `seconds`; products of recomputation do not count."""
         return self.flops / self.peak_flops / self.seconds
 
     @property

@@ -26,7 +26,7 @@ from megatrain.train.events import Evaluated, Event, Stepped
 KEPT_LINES = 20_000
 """Lines that wait for room, the newest; about 10 MB."""
 
-DERIVED = ("tokens_per_second", "flops_per_second", "light_share", "stall_share", "written_nbytes_per_day")
+DERIVED = ("tokens_per_second", "flops_per_second", "mfu", "stall_share", "written_nbytes_per_day")
 """What a step's record holds beyond the fields of the event."""
 
 
@@ -150,7 +150,7 @@ def _of_step(event: Stepped) -> dict[str, float]:
         "optimizer/grad_norm": event.grad_norm,
         "optimizer/lr": event.lr,
         "speed/tokens_per_second": event.tokens_per_second,
-        "speed/light_share": event.light_share,
+        "speed/mfu": event.mfu,
         "speed/stall_share": event.stall_share,
         **({"disk/written_nbytes_per_day": event.written_nbytes_per_day} if event.written_nbytes else {}),
         **{f"memory/{tier}_nbytes": nbytes for tier, nbytes in event.nbytes.items()},

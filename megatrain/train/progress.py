@@ -41,7 +41,7 @@ from megatrain.train.events import (
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_COUNT = 12
 LEGEND = (
-    "light: time that the necessary products alone would take at the measured peak, as a share of the time taken; "
+    "MFU: the share of the device's measured peak at which the model's products run, recomputation not counted; "
     "stall: share in which compute waited for data, copies or updates"
 )
 
@@ -185,7 +185,7 @@ def line_fields(event: Stepped, recent: Sequence[Stepped | Skipped]) -> list[Fie
     """The line after `event`, with loss and speeds averaged over `recent`, which ends with it."""
     seconds = sum(one.seconds for one in recent)
     steps = [one for one in recent if isinstance(one, Stepped)]
-    light_seconds = sum(one.flops / one.peak_flops for one in steps)
+    product_seconds = sum(one.flops / one.peak_flops for one in steps)
     stalled = sum(one.data_seconds + one.stall_seconds for one in steps)
     left = event.elapsed_seconds / (event.step - event.resumed_at) * (event.steps - event.step)
     tiers = "  ".join(f"{tier} {binary(nbytes)}" for tier, nbytes in event.nbytes.items())
@@ -195,7 +195,7 @@ def line_fields(event: Stepped, recent: Sequence[Stepped | Skipped]) -> list[Fie
         Field(f"loss {mean([one.loss for one in steps]):.3f}", 1),
         Field(f"grad {event.grad_norm:.2f}", 5),
         Field(f"{metric(sum(one.tokens for one in steps) / seconds):>5} tok/s", 3),
-        Field(f"light {light_seconds / seconds:3.0%}", 4),
+        Field(f"MFU {product_seconds / seconds:3.0%}", 4),
         Field(f"stall {stalled / seconds:3.0%}", 6),
         Field(tiers, 7),
         Field(f"{duration(left)} left", 2),

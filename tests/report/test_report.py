@@ -88,6 +88,14 @@ def test_everything_that_was_told_is_in_the_page(tmp_path: Path) -> None:
         assert part in said, part
 
 
+def test_the_mfu_of_steps_that_an_earlier_version_has_recorded_counts(tmp_path: Path) -> None:
+    path = run(tmp_path, *EVERYTHING) / "metrics.jsonl"
+    known = read_history(tmp_path).columns["mfu"]
+    path.write_text(path.read_text().replace('"mfu"', '"light_share"'))
+    assert read_history(tmp_path).columns["mfu"] == known
+    assert all(share > 0 for share in known)
+
+
 def test_what_a_rollback_has_undone_does_not_count_but_is_shown(tmp_path: Path) -> None:
     found = read_history(run(tmp_path / "a", *EVERYTHING))
     assert list(found.columns["loss"]) == [3.0, 2.5, 2.25]

@@ -108,7 +108,7 @@ def test_a_run_ends_in_a_folder_with_everything(tmp_path: Path) -> None:
     for part in (
         "LlamaForCausalLM",
         "optimizer state",
-        "light:",
+        "MFU:",
         "validation loss",
         "loaded with from_pretrained",
         "model",

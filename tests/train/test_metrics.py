@@ -68,7 +68,7 @@ def test_a_step_holds_its_fields_and_what_follows_from_them() -> None:
     assert {name: values[name] for name in DERIVED} == {
         "tokens_per_second": 500.0,
         "flops_per_second": 2e9,
-        "light_share": pytest.approx(0.2),
+        "mfu": pytest.approx(0.2),
         "stall_share": pytest.approx(0.2),
         "written_nbytes_per_day": pytest.approx(43_200 * (1 << 20)),
     }

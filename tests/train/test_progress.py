@@ -67,7 +67,7 @@ def test_without_a_terminal_a_line_comes_first_every_so_often_and_last() -> None
 def test_the_line_says_everything_that_was_promised() -> None:
     text = shown(stepped(5), log_every=1)
     assert text.strip() == (
-        "step  5/10  loss 4.500  grad 0.50    500 tok/s  light 20%  stall 10%  device 3.0 MiB  host 5.0 GiB  0:10 left"
+        "step  5/10  loss 4.500  grad 0.50    500 tok/s  MFU 20%  stall 10%  device 3.0 MiB  host 5.0 GiB  0:10 left"
     )
 
 
@@ -89,7 +89,7 @@ def test_what_skipped_steps_cost_lowers_the_speed() -> None:
     skipped = Skipped(2, 10, "the loss is not finite", 1, seconds=2.0, elapsed_seconds=4.0)
     texts = [field.text for field in line_fields(stepped(3), [stepped(1), skipped, stepped(3)])]
     assert "  333 tok/s" in texts
-    assert "light 13%" in texts
+    assert "MFU 13%" in texts
 
 
 def test_printable_text_steers_no_terminal() -> None:

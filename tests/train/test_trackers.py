@@ -146,7 +146,7 @@ def test_tensorboard_reads_the_numbers_back(tmp_path: Path) -> None:
     (held_out,) = found.Scalars("loss/validation")
     assert (loss.step, loss.value) == (3, 2.5)
     assert (held_out.step, held_out.value) == (5, pytest.approx(2.4))
-    assert "speed/light_share" in found.Tags()["scalars"]
+    assert "speed/mfu" in found.Tags()["scalars"]
     assert "loss/validation_perplexity" in found.Tags()["scalars"]
     assert found.Tags()["tensors"]  # the sample
 

@@ -108,17 +108,17 @@ def test_speed_counts_the_wait_for_data() -> None:
     assert (step.seconds, step.data_seconds) == (STEP_SECONDS + DATA_SECONDS, DATA_SECONDS)
     assert step.tokens_per_second == TOKENS / 4
     assert step.flops_per_second == 15
-    assert step.light_share == 0.5  # 60 operations at 30 a second need 2 of its 4 seconds
+    assert step.mfu == 0.5  # 60 operations at 30 a second need 2 of its 4 seconds
     assert step.stall_share == (1.0 + 0.5) / 4
 
 
-def test_no_step_is_quicker_than_the_speed_of_light(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_step_is_quicker_than_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """A peak that was measured while others took the processor is too low; the quickest step then stands for it."""
     monkeypatch.setattr(FakeEngine, "peak_flops", lambda self: 10.0)
     flops = iter([60.0, 120.0, 60.0])
     monkeypatch.setattr(FakeEngine, "step_flops", lambda self, micro_batches: next(flops))
     _, told = run(steps=3)
-    shares = [event.light_share for event in told if isinstance(event, Stepped)]
+    shares = [event.mfu for event in told if isinstance(event, Stepped)]
     assert shares == [1.0, 1.0, 0.5]
 
 
