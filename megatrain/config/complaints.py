@@ -15,6 +15,9 @@ from megatrain.config.keys import describe_keys, section_of
 from megatrain.config.tree import Config, Section
 from megatrain.errors import ConfigError
 
+RENAMED = {"policy.compile": "policy.kernels (stock or compile)"}
+"""Keys of earlier versions, and what they are now."""
+
 
 def complaint(error: ValidationError, path: Path, places: Mapping[str, str]) -> ConfigError:
     """The first of what pydantic found, in one line. An unknown key comes first: other errors may follow from it."""
@@ -56,7 +59,9 @@ def _prefixes(key: str) -> Iterator[str]:
 
 
 def _nearest(key: str) -> str:
-    """What to do about an unknown key: the nearest one of its own section, else of all."""
+    """What to do about an unknown key: its new name, or the nearest one of its own section, else of all."""
+    if key in RENAMED:
+        return f"it is {RENAMED[key]} now"
     section, _, name = key.rpartition(".")
     known = [known for known, _, _ in describe_keys()] + list(Config.model_fields)
     siblings = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == section}

@@ -138,6 +138,7 @@ def test_a_saved_configuration_loads_back_equal(
         (MINIMAL.replace("steps:", "stps:"), (), "run.yaml:7: unknown key train.stps (1 more to correct); did you"),
         (MINIMAL + "trian: {}\n", (), "run.yaml:10: unknown key trian; did you mean train?"),
         (MINIMAL, ("window=3",), "override 'window=3': unknown key window; did you mean data.window?"),
+        (MINIMAL, ("policy.compile=true",), "unknown key policy.compile; it is policy.kernels (stock or compile) now"),
         (MINIMAL, ("policy.weight_slot=3",), "unknown key policy.weight_slot; did you mean policy.weight_slots?"),
         (MINIMAL, ("output.zzzzzz=3",), "the keys of output are folder, overwrite"),
         (MINIMAL.replace("steps: 10", "steps: ten"), (), "run.yaml:7: train.steps: should be a valid integer, not 'te"),
