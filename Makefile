@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest --timeout=300
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-cuda test-all test-cpus bench gpu lint
+.PHONY: help venv quickstart test test-cuda test-all test-cpus bench gpu lint docs
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -40,7 +40,7 @@ $(VENV)/.cuda: $(VENV)/.installed
 test-cuda: $(VENV)/.cuda  ## the GPU tests, on a CUDA device that is not there (a C++ compiler is needed; tests/standin_cuda)
 	$(BIN)/python -m tests.standin_cuda  # built once, and not by each worker
 	OMP_NUM_THREADS=1 $(PYTEST) -p tests.standin_cuda.plugin tests/gpu tests/standin_cuda \
-	    tests/train/test_resident.py -m gpu -n $(WORKERS) --dist load $(ARGS)
+	    tests/train/test_device_adamw.py -m gpu -n $(WORKERS) --dist load $(ARGS)
 
 test-all: venv  ## everything, with the thorough property tests
 	$(PYTEST) --hypothesis-profile=thorough $(ARGS)
@@ -64,6 +64,15 @@ bench: venv  ## measure this machine and write the tables
 gpu:  ## on a CUDA machine, with its own Python: the GPU tests, then the GPU benchmarks
 	$(PYTHON) -m pytest -W default tests/gpu $(ARGS)
 	$(PYTHON) -m bench.gpu --out $(OUT)
+
+$(VENV)/.docs: $(VENV)/.installed
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
+	@touch $@
+
+# NO_MKDOCS_2_WARNING: an advertisement of the theme's in every build.
+docs: $(VENV)/.docs  ## the documentation as a site in build/site, every link checked
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+	@echo "build/site/index.html"
 
 lint: venv  ## ruff (rules and format) and mypy
 	$(BIN)/ruff check .

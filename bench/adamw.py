@@ -38,7 +38,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatrain.optim import AdamW, update_fp32, update_split, warm_up
-from megatrain.plan.hardware import processor_name
+from megatrain.plan.host_resources import processor_name
 
 TORCH, TORCH_BF16, COPY = "torch fused", "torch bf16", "copy"
 SETTLE_SECONDS = 0.02  # torch's OpenMP threads spin for a while after their work and would take a core from the next

@@ -22,7 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatrain import AdamW, Engine, Policy
 from megatrain.memory import Disk
-from megatrain.spec import Home
+from megatrain.plan import Choice
+from megatrain.spec import Home, Numerics
 from tests.kinds import KINDS
 from tests.tiny import unequal_batches
 
@@ -52,7 +53,8 @@ def bits(kind: str, device: str, name: str) -> str:
     how = {"precision": "bf16", "shard_nbytes": 2048, "loss_chunk_tokens": 8, **POLICIES[name]}
     if device == "cpu":
         how["shares_memory"] = True
-    policy = Policy(**how)
+    choice = Choice(Numerics(), Policy()).change(**how)
+    policy = choice.policy
     clip = None if policy.update == "during_backward" else 0.5
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **{**KINDS[kind], "num_hidden_layers": 3}, attn_implementation="eager")
@@ -61,7 +63,7 @@ def bits(kind: str, device: str, name: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         disk: dict[str, Any] = {"disk": Disk([Path(folder)])} if name == "disk" else {}
         with Engine.from_model(
-            model, device, policy.precision, AdamW(lr=1e-2), clip, policy, seed=3, verify=False, **disk
+            model, device, None, AdamW(lr=1e-2), clip, policy, seed=3, verify=False, numerics=choice.numerics, **disk
         ) as engine:
             losses = [engine.step(unequal_batches(count)).loss for count in (2, 3, 1)]
             losses.append(engine.evaluate(unequal_batches(2)))

@@ -40,10 +40,10 @@ import torch
 from bench.exporting import config_of
 from bench.step import _resident
 from megatrain import Engine, Policy
-from megatrain.checkpoint import direct, open_checkpoint, sums
+from megatrain.checkpoint import direct_io, manifest, open_checkpoint
 from megatrain.memory.checksum import checksum
 from megatrain.spec import Precision
-from megatrain.train.saver import tensors_of
+from megatrain.train.async_save import tensors_of
 
 WRITERS = 4
 STEP_RATIO, SPEED_RATIO = 1.25, 0.8
@@ -58,14 +58,14 @@ def batches(tokens: int, vocabulary: int, seed: int) -> list[dict[str, torch.Ten
 
 def direct_write_seconds(folder: Path, nbytes: int) -> float:
     """Of so many bytes to a file of their own, which is removed again."""
-    path, block = folder / "direct", sums.BLOCK_NBYTES
+    path, block = folder / "direct", manifest.BLOCK_NBYTES
     memory = mmap.mmap(-1, block)
     memory.write(os.urandom(1 << 20) * (block >> 20))
     began = time.perf_counter()
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
-        direct._set_direct(file, getattr(os, "O_DIRECT", 0))
-        direct._allocate(file, nbytes)
+        direct_io._set_direct(file, getattr(os, "O_DIRECT", 0))
+        direct_io._allocate(file, nbytes)
         with ThreadPoolExecutor(WRITERS) as threads:
             starts = range(0, nbytes - block + 1, block)
             list(threads.map(lambda start: os.pwrite(file, memory, start), starts))
@@ -85,7 +85,7 @@ def measure(parameters: float, tokens: int, rounds: int, precision: Precision, f
 
 
 def _options(precision: Precision) -> dict[str, Any]:
-    policy = Policy(precision, shares_memory=True, activations="recompute")
+    policy = Policy(shares_memory=True, activations="recompute")
     return {"precision": precision, "policy": policy, "verify": False}
 
 

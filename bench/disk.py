@@ -36,8 +36,8 @@ from numpy.typing import NDArray
 from megatrain.device.probe_disk import disk_speed
 from megatrain.memory.checksum import checksum
 from megatrain.memory.disk import Disk
-from megatrain.memory.scratch import ScratchFile
-from megatrain.plan.hardware import processor_name
+from megatrain.memory.scratch_files import ScratchFile
+from megatrain.plan.host_resources import processor_name
 
 Bytes = NDArray[np.uint8]
 Seconds = dict[tuple[str, str], list[float]]

@@ -10,8 +10,8 @@ infinite speed. Whether tokens per step exceed the knee is computed for each cor
 schedule is also executed, on the simulator's virtual clock.
 
 Each corner goes to the results as it is found; `--only` finds some, `--tables` none, and both write
-`plots/elastic-*.svg` and the table of docs/planning.md. Nothing here is measured: each number is a schedule of ours at
-a described machine's prices.
+`plots/elastic-*.svg` and the table of docs/benchmarks/planning.md. Nothing here is measured: each number is a schedule
+of ours at a described machine's prices.
 """
 
 from __future__ import annotations
@@ -118,7 +118,9 @@ def bounded(model: ModelSpec, memory: float, tokens: int) -> Plan | None:
 
 def executed_seconds(plan: Plan) -> float:
     """Of the plan's step on the simulator, whose streams run in any order that the events allow."""
-    price = op_seconds(plan.question.model, plan.policy, plan.work, plan.question.hardware, plan.question.calibration)
+    price = op_seconds(
+        plan.question.model, plan.numerics, plan.policy, plan.work, plan.question.hardware, plan.question.calibration
+    )
     return executed_timeline(plan.timeline.schedule, price, seed=1).seconds
 
 
@@ -277,7 +279,7 @@ def corner(text: str) -> tuple[float, float, int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="mixtures against fixed activation plans, by bus and memory")
-    parser.add_argument("--docs", type=Path, default=Path("docs"), help="folder of planning.md and plots/")
+    parser.add_argument("--docs", type=Path, default=Path("docs/benchmarks"), help="folder of planning.md and plots/")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--only", nargs="+", type=corner, metavar="BUS:MEMORY[:TOKENS]", help="GB/s, GB, tokens")
     parser.add_argument("--tables", action="store_true", help="only write the table and the plots of what is known")

@@ -28,10 +28,10 @@ from megatrain.device import open_device
 from megatrain.memory import Ledger, Pool, Store
 from megatrain.memory.pool import is_state
 from megatrain.model import PortedModel, port_model
-from megatrain.model.blueprint import blueprint
+from megatrain.model.skeleton import blueprint
 from megatrain.optim import warm_up
 from megatrain.schedule import build_step
-from megatrain.spec import Policy, Precision, Work
+from megatrain.spec import Numerics, Policy, Precision, Work
 
 ALLOWANCE = 0.05
 VOCABULARY = 32_000
@@ -61,10 +61,10 @@ def config_of(parameters: float, experts: int) -> PreTrainedConfig:
 
 def filled_store(ported: PortedModel, pool: Pool) -> Store:
     """The state of a model that has trained, as far as memory can tell: no page of it is left untouched."""
-    policy = Policy("bf16", shares_memory=True)
-    buffers = build_step(ported.spec, policy, Work((1,))).buffers.values()
+    policy = Policy(shares_memory=True)
+    buffers = build_step(ported.spec, Numerics(), policy, Work((1,))).buffers.values()
     pool.provide(buffer for buffer in buffers if is_state(buffer))
-    store = Store(ported.spec, policy, pool)
+    store = Store(ported.spec, Numerics(), policy, pool)
     for unit in range(len(ported.spec.units)):
         state = store.change(unit)
         assert state.lo is not None

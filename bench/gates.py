@@ -6,8 +6,7 @@
 The first measures, on this machine, what a call in phases takes beyond the same call in one piece: its thread, each
 turn between the threads, and each torch function that is watched; beside the smallest op, in which `plan.cost` prices
 them. The second is a prediction by replay: the planner's step with gates and without, on described machines, where they
-gain anything and where not; it fills the table of docs/planning.md. It leaves out `gates="rows"`, which changes
-rounding and is the user's choice.
+gain anything and where not; it fills the table of docs/benchmarks/planning.md.
 """
 
 from __future__ import annotations
@@ -26,15 +25,16 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.scaling import ENOUGH_HOST, GB, filled, shape
-from megatrain.engine.gated import OPEN, Call, Gates
+from megatrain.engine.phased_call import OPEN, Call, Gates
 from megatrain.errors import DoesNotFit
-from megatrain.layout import layout_of
 from megatrain.memory import Held
-from megatrain.model.uses import Uses
+from megatrain.model.weight_reads import Uses
 from megatrain.plan import Question, find_plan, machine
 from megatrain.plan.cost import CALL_KERNELS, TURN_KERNELS
 from megatrain.schedule import Access, Op
+from megatrain.schedule.contents import Weights
 from megatrain.spec import ParamSpec, UnitSpec
+from megatrain.spec.layout import layout_of
 
 PHASES, FUNCTIONS, ROUNDS = 32, 256, 40
 
@@ -79,9 +79,9 @@ def _seconds(phases: int, functions: int, gated: bool) -> float:
                 one.add_(1.0)
 
     stops = [*(4 * field.stop for field in layout.fields[:-1]), 4 * layout.size]
-    reads = [(Access("slot", 0, stop, "w0"),) for stop in stops]
+    reads = [(Access("slot", 0, stop, Weights(0)),) for stop in stops]
     ops = [Op("FORWARD", "compute", 0, 0, shard=i, reads=each) for i, each in enumerate(reads)]
-    call = Call(ops, layout, nullcontext, run, frozenset())
+    call = Call(ops, layout, nullcontext, run)
     begun = time.perf_counter()
     if gated:
         for _ in ops:
@@ -149,7 +149,7 @@ def _questions() -> Iterator[tuple[str, Question]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="what gates cost, measured, and what they save, by replay")
     parser.add_argument("--turns", action="store_true", help="measure what a call in phases takes on this machine")
-    parser.add_argument("--docs", type=Path, default=Path("docs"), help="folder of planning.md")
+    parser.add_argument("--docs", type=Path, default=Path("docs/benchmarks"), help="folder of planning.md")
     arguments = parser.parse_args()
     if arguments.turns:
         print("\n".join(turns()))

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatrain import Engine
 from megatrain.model import causal_lm_from_config
-from megatrain.plan.hardware import processor_name
+from megatrain.plan.host_resources import processor_name
 
 QUICKSTART = Path(__file__).parents[1] / "configs/quickstart.yaml"
 

@@ -33,8 +33,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatrain.errors import typed_line
-from megatrain.layout import layout_of
+from megatrain.plan import Choice
 from megatrain.schedule.ops import STREAMS
+from megatrain.spec.layout import layout_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -195,7 +196,7 @@ def streamed(name: str, size: Size, hardware: Hardware) -> Part:
         timeline = engine.timeline
         assert timeline is not None
         question = Question(engine.spec, hardware, size.tokens, size.length)
-        plan = examine(question, engine.policy, size.rows)
+        plan = examine(question, Choice(engine.numerics, engine.policy), size.rows)
         least_in, least_out = least_nbytes(engine)
         return Part(
             name,
@@ -238,7 +239,7 @@ def least_nbytes(engine: Engine) -> tuple[int, int]:
     Each unit's weights on the way up, and on the way down but for the layers that still lie in slots; each gradient
     once, in the weights' dtype.
     """
-    weights = [engine.policy.weight_nbytes * layout_of(unit).size for unit in engine.spec.units]
+    weights = [engine.numerics.weight_nbytes * layout_of(unit).size for unit in engine.spec.units]
     return sum(weights) + sum(weights[1 : -1 - engine.policy.weight_slots]), sum(weights)
 
 
@@ -349,8 +350,8 @@ def measured(name: str, contender: str, size: Size, hardware: Hardware) -> Part:
 
 
 def probed(*, dry: bool) -> Hardware:
+    from megatrain.commands.probe import probe
     from megatrain.device import open_device
-    from megatrain.probe import probe
 
     device = open_device("cuda:0")
     try:
@@ -363,14 +364,14 @@ def probed(*, dry: bool) -> Hardware:
 @contextmanager
 def small_probe() -> Iterator[None]:
     """In the block, a GPU is measured with what a cpu is measured with."""
-    from megatrain.device import peak
+    from megatrain.device import probe
     from megatrain.device import probe as measures
 
     tables = [each for each in vars(measures).values() if isinstance(each, dict) and "cuda" in each]
-    kept = [(table, table["cuda"]) for table in (*tables, peak.SIZES)]
+    kept = [(table, table["cuda"]) for table in (*tables, probe.SIZES)]
     for table, _ in kept:
         table["cuda"] = table["cpu"]
-    peak.SIZES["cuda"] = 64
+    probe.SIZES["cuda"] = 64
     try:
         yield
     finally:

@@ -21,12 +21,13 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megatrain import Engine, Policy
-from megatrain.engine import step
-from megatrain.model.moments import Living
-from megatrain.model.twin import ordinary_tokens, shrink, twin_from, with_dropout
+from megatrain.engine import ops
+from megatrain.model.peak import Living
+from megatrain.model.tiny import ordinary_tokens, shrink, twin_from, with_dropout
 from megatrain.schedule import Op
+from megatrain.spec import Numerics
 from megatrain.testing import SimDevice
-from megatrain.train.cases import micro_batch, packed
+from megatrain.train.parity import micro_batch, packed
 
 LENGTH, CHUNK, PADDING = 96, 64, 5
 KINDS = ("FORWARD", "LOSS", "BACKWARD")
@@ -38,7 +39,7 @@ Row = tuple[Op, int, int]
 @contextmanager
 def followed() -> Iterator[list[Row]]:
     """In its block, the compute ops of engines on the simulated device, one after the other."""
-    living, rows, honest = Living(), list[Row](), dict(step.ACTIONS)
+    living, rows, honest = Living(), list[Row](), dict(ops.ACTIONS)
 
     def following(act: Callable[..., None]) -> Callable[..., None]:
         def run(streamer: Any, now: Any, op: Op, held: Any) -> None:
@@ -53,11 +54,11 @@ def followed() -> Iterator[list[Row]]:
 
         return run
 
-    step.ACTIONS.update({kind: following(honest[kind]) for kind in KINDS})
+    ops.ACTIONS.update({kind: following(honest[kind]) for kind in KINDS})
     try:
         yield rows
     finally:
-        step.ACTIONS.update(honest)
+        ops.ACTIONS.update(honest)
 
 
 def shares(kind: str, precision: str, rows: str) -> dict[str, float]:
@@ -69,13 +70,13 @@ def shares(kind: str, precision: str, rows: str) -> dict[str, float]:
         "padded": lambda seed: micro_batch(tokens, 2, LENGTH, seed, right=PADDING),
         "packed": lambda seed: packed(tokens, (LENGTH // 2, LENGTH // 4, LENGTH // 4), seed),
     }
-    policy = Policy(precision, activation_rows=(("input",),), loss_chunk_tokens=CHUNK)  # type: ignore[arg-type]
+    numerics, policy = Numerics(precision, loss_chunk_tokens=CHUNK), Policy(activation_rows=(("input",),))  # type: ignore[arg-type]
     with (
         followed() as ops,
-        Engine.from_model(model, SimDevice(1), precision, policy=policy, verify=False) as engine,  # type: ignore[arg-type]
+        Engine.from_model(model, SimDevice(1), numerics=numerics, policy=policy, verify=False) as engine,
     ):
+        units = engine.spec.units  # with which schedules know what they hold
         engine.gradients([make[rows](seed) for seed in (0, 1)])
-        units = engine.spec.units
     found: dict[str, float] = {}
     for op, held, said in ops:
         name = f"{op.kind} {units[op.unit].kind}"

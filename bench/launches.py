@@ -32,7 +32,7 @@ from megatrain import AdamW, Engine, Policy
 from megatrain.device.base import Event, Stream, Task, Work
 from megatrain.device.cpu import CpuDevice
 from megatrain.device.worker import HostEvent, WorkerStream
-from megatrain.engine import step as engine_step
+from megatrain.engine import ops as engine_step
 from megatrain.spec import Home
 from tests import standin_cuda
 from tests.kinds import KINDS
@@ -100,7 +100,7 @@ def engine_of(kind: str, layers: int, name: str, device: Any = "cuda:0") -> Engi
     how = dict(POLICIES[name])
     if name == "resident":
         how["homes"] = (Home("device", "device", "device"),) * (layers + 2)
-    return Engine.from_model(model_of(kind, layers), device, "bf16", AdamW(), 1.0, Policy("bf16", **how), verify=False)
+    return Engine.from_model(model_of(kind, layers), device, "bf16", AdamW(), 1.0, Policy(**how), verify=False)
 
 
 def counted(kind: str, layers: int, name: str) -> tuple[dict[str, int], tuple[int, int]]:

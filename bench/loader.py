@@ -21,7 +21,7 @@ import psutil
 import torch
 
 from megatrain.data import EncodedSample, Loader, PackedRows, SampleFile
-from megatrain.data.sample_file import write_samples
+from megatrain.data.sample_cache import write_samples
 
 VOCABULARY = 320
 MODEL = {

@@ -30,10 +30,10 @@ from megatrain.device import open_device
 from megatrain.memory import Ledger, Pool, Store
 from megatrain.memory.pool import is_state
 from megatrain.model import FreshSource, PretrainedSource, Source, port_model
-from megatrain.model.blueprint import blueprint
+from megatrain.model.skeleton import blueprint
 from megatrain.optim import warm_up
 from megatrain.schedule import build_step
-from megatrain.spec import ModelSpec, Policy, Work
+from megatrain.spec import ModelSpec, Numerics, Policy, Work
 
 SHARD_NBYTES = 256 << 20
 
@@ -64,10 +64,10 @@ def write_folder(config: PreTrainedConfig, folder: Path) -> None:
 
 def empty_store(spec: ModelSpec, pool: Pool) -> Store:
     """The state of a model before its weights: the moments, two thirds of it, are resident already."""
-    policy = Policy("bf16", shares_memory=True)
-    buffers = build_step(spec, policy, Work((1,))).buffers.values()
+    policy = Policy(shares_memory=True)
+    buffers = build_step(spec, Numerics(), policy, Work((1,))).buffers.values()
     pool.provide(buffer for buffer in buffers if is_state(buffer))
-    store = Store(spec, policy, pool)
+    store = Store(spec, Numerics(), policy, pool)
     for unit in range(len(spec.units)):
         state = store.change(unit)
         state.m.fill(0)

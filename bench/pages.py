@@ -14,8 +14,8 @@ from statistics import median
 import numpy as np
 import torch
 
-from megatrain.device.pages import mapped
-from megatrain.plan.hardware import available_threads
+from megatrain.device.host_memory import mapped
+from megatrain.plan.host_resources import available_threads
 
 
 def milliseconds_per_mib(mib: int, rounds: int, *advice: int) -> tuple[float, float]:

@@ -29,11 +29,11 @@ import torch
 
 from bench.pace import Pace, Paced, Shares, at_the_probes_speed
 from megatrain import Engine
-from megatrain.plan import Question, calibrate, examine, op_seconds
-from megatrain.probe import PRECISIONS, probe
-from megatrain.rates import ElementwiseRate
+from megatrain.commands.probe import PRECISIONS, probe
+from megatrain.plan import Choice, Question, calibrate, examine, op_seconds
 from megatrain.schedule import Timeline
 from megatrain.spec import Hardware, Policy, Precision
+from megatrain.spec.rates import ElementwiseRate
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,6 @@ def fields(case: Case) -> dict[str, Any]:
 
 def policy_of(case: Case) -> Policy:
     return Policy(
-        precision=case.precision,
         shares_memory=True,
         activations="keep" if case.activations == "keep" else "recompute",
         update="next_forward" if case.clips else "during_backward",
@@ -151,10 +150,10 @@ def run(case: Case, hardware: Hardware, pace: Pace) -> Outcome:
         fields(case), device=device, precision=case.precision, policy=policy, max_grad_norm=clip, verify=False
     ) as engine:
         question = Question(engine.spec, hardware, case.rows * case.length, case.length, case.precision, case.clips)
-        plan = examine(question, policy, case.micro_batch)
+        plan = examine(question, Choice(engine.numerics, policy), case.micro_batch)
         batches = _batches(case, plan.work.micro_batches)
-        price = op_seconds(engine.spec, policy, plan.work, hardware)
-        products = op_seconds(engine.spec, policy, plan.work, _without_passes(hardware))
+        price = op_seconds(engine.spec, engine.numerics, policy, plan.work, hardware)
+        products = op_seconds(engine.spec, engine.numerics, policy, plan.work, _without_passes(hardware))
 
         def share(op: Any) -> float:
             return products(op) / price(op)
@@ -163,7 +162,7 @@ def run(case: Case, hardware: Hardware, pace: Pace) -> Outcome:
         timelines = [step.timeline for step in steps]
         first = calibrate(engine.spec, timelines[:CALIBRATING], price, one_processor=True)
         every = calibrate(engine.spec, timelines, price, one_processor=True)
-        corrected = examine(replace(question, calibration=first), policy, case.micro_batch)
+        corrected = examine(replace(question, calibration=first), Choice(engine.numerics, policy), case.micro_batch)
         given, ledger = batches(), sum(engine.memory_table().values())
         pace.resting = True
         allocated = ledger + allocated_nbytes(lambda: engine.step(given))

@@ -31,10 +31,10 @@ from megatrain import AdamW, Engine, Policy
 from megatrain.device.base import Event, Stream, Task, Work
 from megatrain.device.cpu import COPIES, CpuDevice
 from megatrain.device.worker import worker_of
-from megatrain.plan import Plan, Question, calibrate, examine, find_plan, op_seconds
-from megatrain.preflight import Replanner
+from megatrain.plan import Choice, Plan, Question, calibrate, examine, find_plan, op_seconds
+from megatrain.run.replan import Replanner
 from megatrain.schedule import Op
-from megatrain.spec import Hardware, Keep
+from megatrain.spec import Hardware, Keep, Limits
 
 RESULTS = Path(__file__).parent / "results" / "replanning.json"
 
@@ -149,19 +149,19 @@ def planned(engine: Engine, bandwidth: float, rows: int, length: int) -> Plan:
     pinned = {"micro_batch": MICRO_BATCH, "loss_chunk_tokens": 512, **slots}
     asked = Question(engine.spec, hardware, rows * length, length, "fp32", pinned=pinned)
     room = find_plan(replace(asked, pinned={**pinned, "activation_rows": MIXTURES["a quarter offloaded"]}))
-    return find_plan(replace(asked, device_budget_nbytes=room.nbytes["device"]))
+    return find_plan(replace(asked, limits=Limits(device_nbytes=room.nbytes["device"])))
 
 
 def run(layers: int = LAYERS, width: int = WIDTH, rows: int = ROWS, length: int = LENGTH) -> Outcome:
     """The whole experiment."""
     model, steps = tiny(width, layers), BEFORE + AFTER
-    with made(model, "cpu", Policy("fp32", shares_memory=True, loss_chunk_tokens=512)) as plain:
+    with made(model, "cpu", Policy(shares_memory=True)) as plain:
         expected = [plain.step(batches(step, rows, length)).loss for step in range(steps)]
         forward = layer_seconds(plain, layers)
     bandwidth = rows * length * width * 4 / (QUICK * forward)
     device = ThrottledDevice(bandwidth)
     losses, seconds, changes = [], [], {}
-    with made(model, device, Policy("fp32", loss_chunk_tokens=512)) as engine:
+    with made(model, device, Policy()) as engine:
         plan = planned(engine, bandwidth, rows, length)
         engine.adopt(plan.policy)
         replanner = Replanner(engine, plan, warm_up=1)
@@ -198,7 +198,7 @@ def measured(engine: Engine, plan: Plan, rows: int, length: int) -> dict[str, fl
     """Seconds of a step by mixture, the median of a few, at the speed that the bus has now; in rounds, so that a
     machine that drifts is the same for all."""
     now, question = engine.policy, plan.question
-    price = op_seconds(question.model, now, plan.work, question.hardware)
+    price = op_seconds(question.model, engine.numerics, now, plan.work, question.hardware)
     assert engine.timeline is not None
     fixed = {name: getattr(now, name) for name in ("weight_slots", "grad_slots", "shard_nbytes", "homes")}
     timed = replace(question, calibration=calibrate(question.model, engine.timeline, price))
@@ -209,7 +209,7 @@ def measured(engine: Engine, plan: Plan, rows: int, length: int) -> dict[str, fl
     policies = {
         name: replace(now, activations=each.activations, activation_rows=each.activation_rows)
         for name, each in policies.items()
-        if examine(question, each, MICRO_BATCH).taken.fits(question.budgets())
+        if examine(question, Choice(engine.numerics, each), MICRO_BATCH).taken.fits(question.budgets())
     }
     spent: dict[str, list[float]] = {name: [] for name in policies}
     for number in range(ROUNDS):

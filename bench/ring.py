@@ -9,7 +9,8 @@ is measured: each number is a schedule of ours at a described machine's prices. 
 of infinite speed stands beside it.
 
 The second is what the planner makes of it: the least device memory of a step, and the quickest plan on small devices,
-with a ring allowed and without, for an 8B, a 70B and a mixture of experts; it fills the tables of docs/planning.md.
+with a ring allowed and without, for an 8B, a 70B and a mixture of experts; it fills the tables of
+docs/benchmarks/planning.md.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megatrain.errors import DoesNotFit
 from megatrain.plan import Plan, Question, find_plan, machine, op_seconds
 from megatrain.plan.search import Search
 from megatrain.schedule import Schedule, build_step, check, replay
-from megatrain.spec import ActivationPlan, Hardware, ModelSpec, ParamSpec, Policy, Work
+from megatrain.spec import ActivationPlan, Hardware, Limits, ModelSpec, Numerics, ParamSpec, Policy, Work
 
 MIB = 1 << 20
 SHARDED = Policy(shard_nbytes=64 * MIB, gates="shard")
@@ -59,11 +60,11 @@ def weights_nbytes(schedule: Schedule) -> int:
 
 def found(model: ModelSpec, policy: Policy, work: Work, hardware: Hardware) -> Found:
     """Raises `ScheduleError` for a schedule that is not sound."""
-    schedule = build_step(model, policy, work, "all")
+    schedule = build_step(model, Numerics(), policy, work, "all")
     check(schedule)
     free = replace(hardware, fetch_bandwidth=1e18, grad_bandwidth=1e18)
     free = replace(free, duplex_fetch_bandwidth=None, duplex_grad_bandwidth=None)
-    seconds = [replay(schedule, op_seconds(model, policy, work, each)).seconds for each in (hardware, free)]
+    seconds = [replay(schedule, op_seconds(model, Numerics(), policy, work, each)).seconds for each in (hardware, free)]
     return Found(weights_nbytes(schedule), *seconds)
 
 
@@ -112,7 +113,7 @@ def plans() -> dict[str, list[str]]:
     for name, model in planned_shapes().items():
         hardware = replace(machine("rtx-4090"), host_nbytes=ENOUGH_HOST)
         question = Question(model, hardware, PLANNED_TOKENS, 4096)
-        taken = [each.nbytes["device"] / GB for each in Search(replace(question, device_budget_nbytes=1)).least]
+        taken = [each.nbytes["device"] / GB for each in Search(replace(question, limits=Limits(device_nbytes=1))).least]
         least.append(f"| {name} | {taken[0]:.2f} GB | {taken[1]:.2f} GB |")
         for memory in MEMORIES:
             asked = replace(question, hardware=replace(hardware, device_nbytes=round(memory * GB)))
@@ -144,7 +145,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=4096, help="of a micro-batch")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 8])
     parser.add_argument("--plans", action="store_true", help="what the planner makes of it")
-    parser.add_argument("--docs", type=Path, default=Path("docs"), help="folder of planning.md")
+    parser.add_argument("--docs", type=Path, default=Path("docs/benchmarks"), help="folder of planning.md")
     arguments = parser.parse_args()
     if arguments.plans:
         tables, page = plans(), arguments.docs / "planning.md"

@@ -1,4 +1,4 @@
-"""How a step grows with depth, tokens, parameters and devices, by replay: the plots and tables of docs/planning.md.
+"""How a step grows with depth, tokens, parameters and devices, by replay: plots and tables of benchmarks/planning.md.
 
     python -m bench.scaling [--docs FOLDER]
 
@@ -19,11 +19,12 @@ from typing import Any
 
 from bench.plots import Axis, Line, linear, plot
 from bench.shapes import llama_shape
+from bench.zero3 import compare
 from megatrain.errors import DoesNotFit
 from megatrain.plan import (
+    Choice,
     Plan,
     Question,
-    compare,
     examine,
     find_plan,
     hiding,
@@ -36,7 +37,7 @@ from megatrain.plan import (
     survey,
 )
 from megatrain.plan.report import amount, duration
-from megatrain.spec import Hardware, ModelSpec, Policy
+from megatrain.spec import Hardware, ModelSpec, Numerics, Policy
 
 LENGTH = 4096
 GB = 1e9
@@ -95,7 +96,11 @@ def depth(depths: Sequence[int] = DEPTHS) -> dict[str, str]:
     seconds, kept, rest = [], [], []
     for layers in depths:
         model = llama_shape("deep", layers, DEEP_WIDTH)
-        plan = examine(Question(model, with_enough_host("h200"), DEEP_TOKENS, LENGTH), Policy(shard_nbytes=1 << 28), 1)
+        plan = examine(
+            Question(model, with_enough_host("h200"), DEEP_TOKENS, LENGTH),
+            Choice(Numerics(), Policy(shard_nbytes=1 << 28)),
+            1,
+        )
         seconds.append((float(layers), plan.seconds))
         inputs = peak_table(plan)["device", "inputs of layers"]
         kept.append((float(layers), inputs / GB))
@@ -241,9 +246,9 @@ def published(names: Sequence[str] = ("7B", "14B", "32B")) -> list[str]:
         plan = find_plan(question)
         single = find_plan(replace(question, pinned={"weight_slots": 1}))
         cells = [f"{useful_flops(plan) / 1e12:,.0f}", f"{useful_flops(single) / 1e12:,.0f}"]
-        for row in compare(plan)[1:]:
-            fits = "" if row.fits else ", does not fit"
-            cells.append(f"{row.flops_per_second / 1e12:,.0f} ({row.ratio:.2f}x our step{fits})")
+        for taken in compare(plan)[1:]:
+            fits, ratio = "" if taken.fits else ", does not fit", taken.seconds / plan.seconds
+            cells.append(f"{useful_flops(plan) / ratio / 1e12:,.0f} ({ratio:.2f}x our step{fits})")
         rows.append(f"| {name} | " + " | ".join(cells) + f" | {PUBLISHED[name]} |")
     return rows
 
@@ -274,8 +279,8 @@ def filled(text: str, tables: dict[str, list[str]], by: str = "bench.scaling") -
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="plots and tables of docs/planning.md, by replay")
-    parser.add_argument("--docs", type=Path, default=Path("docs"), help="folder of planning.md and plots/")
+    parser = argparse.ArgumentParser(description="plots and tables of docs/benchmarks/planning.md, by replay")
+    parser.add_argument("--docs", type=Path, default=Path("docs/benchmarks"), help="folder of planning.md and plots/")
     arguments = parser.parse_args()
     by_size, size_rows = sizes()
     plots = depth() | tokens() | by_size

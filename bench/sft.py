@@ -26,7 +26,7 @@ from rich.console import Console
 
 from megatrain.config import load_config
 from megatrain.data import EncodeOptions, Encoder, load_tokenizer
-from megatrain.run import run_training
+from megatrain.run.training import run_training
 from megatrain.train.engine import Engine
 
 UNITS = ("", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")

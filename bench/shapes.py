@@ -1,18 +1,22 @@
 """Shapes of models on paper: specifications without torch, for plans of sizes that nobody has at hand.
 
 What autograd keeps of a layer is 49 x width bytes a token in bfloat16: what a profile of the library's own Llama layer
-with a feed-forward of 3.5 x width gives (tests/bench). It leaves out experts, windows and biases, and the
-moments of a layer's backward, for which the plan then has a rule (`schedule.workspace`).
+with a feed-forward of 3.5 x width gives (tests/bench). Peaks of a backward are by rule: what is kept,
+gradients of the hidden state and of the widest activation, of which a gate has two at a time, or the gradient of a
+weight. It leaves out experts, windows and biases, and what a cpu takes for products.
 """
 
 from __future__ import annotations
 
 from megatrain.spec import LayerProfile, ModelSpec, ParamSpec, UnitSpec
+from megatrain.spec.layer_profile import Growth, Outputs, Peak
 
 HEAD_SIZE = 128
 KEPT_NBYTES_PER_WIDTH = 49.0
-CHUNKED_NBYTES_PER_WIDTH, CHUNK_NBYTES_PER_WIDTH = 36.0, 30.0
-"""Of these, what is not kept where the feed-forward and the norms run in chunks; and what is kept of a chunk."""
+KEPT_IN_CHUNKS_NBYTES_PER_WIDTH, CHUNK_NBYTES_PER_WIDTH = 11.0, 30.0
+"""What is kept where the feed-forward and the norms run in chunks; and of a chunk at work."""
+HEAD_FLOATS = 5
+"""Float32 values per token and channel that the norm in front of a head makes and keeps."""
 
 
 def llama_shape(
@@ -30,18 +34,37 @@ def llama_shape(
     narrow = min(width, key_value_heads * HEAD_SIZE)
     attention = 2.0 * width + 4 * width / HEAD_SIZE  # its output, and a float32 per head
     products = 2.0 * (2 * width + 2 * narrow + 2 * inner)  # the last one is spared
+    left, wide = KEPT_NBYTES_PER_WIDTH * width, 2.0 * inner
+    largest, numel, in_chunks = 2.0 * inner * width, 3 * inner * width, KEPT_IN_CHUNKS_NBYTES_PER_WIDTH * width
+    chunk = CHUNK_NBYTES_PER_WIDTH * width
     profile = LayerProfile(
         attention_flops=4.0 * width,
-        kept_nbytes=KEPT_NBYTES_PER_WIDTH * width,
-        chunked_nbytes=CHUNKED_NBYTES_PER_WIDTH * width,
-        chunk_nbytes=CHUNK_NBYTES_PER_WIDTH * width,
-        chunk_numel=3 * inner * width,
-        chosen_nbytes=products + attention,
-        shared_nbytes=2.0 * (narrow + 2 * inner) + attention,  # the value's, both halves of the gate's
-        attention_nbytes=attention,
-        chosen_share=1.0,
-        spared_share=inner / (2 * width + 2 * narrow + 3 * inner),
+        backward=_peak(Growth(largest, left + wide + 2 * width), Growth(0.0, left + 2 * wide + 2 * width)),
+        backward_in_chunks=_peak(
+            Growth(4.0 * numel + largest, in_chunks + 2 * width, per_chunk_token=chunk + wide),
+            Growth(4.0 * numel, in_chunks + 2 * width, per_chunk_token=chunk + 2 * wide),
+            Growth(0.0, in_chunks + 3 * width, with_kernel=True),
+            Growth(0.0, in_chunks + 4 * width),
+        ),
+        graph=Growth(per_token=left),
+        graph_in_chunks=Growth(per_token=in_chunks),
+        chunk_numel=numel,
+        outputs=Outputs(
+            chosen_nbytes=products + attention,
+            shared_nbytes=2.0 * (narrow + 2 * inner) + attention,  # the value's, both halves of the gate's
+            attention_nbytes=attention,
+            chosen_share=1.0,
+            spared_share=inner / (2 * width + 2 * narrow + 3 * inner),
+        ),
     )
+    table = 2.0 * vocabulary * width
+    head_profile = LayerProfile(
+        backward=_peak(
+            Growth(per_token=4.0 * vocabulary + HEAD_FLOATS * 4 * width, with_kernel=True),
+            Growth(table, 4.0 * vocabulary + HEAD_FLOATS * 4 * width),
+        )
+    )
+    tables = LayerProfile(arguments=Growth(per_token=2.0 * 2 * HEAD_SIZE))
     shapes = {
         "input_layernorm": (width,),
         "self_attn.q_proj": (width, width),
@@ -53,12 +76,18 @@ def llama_shape(
         "mlp.up_proj": (inner, width),
         "mlp.down_proj": (width, inner),
     }
-    table = ParamSpec("model.embed_tokens.weight", (vocabulary, width))
-    units = [UnitSpec("prologue", "prologue", (table,), looks_up=True)]
+    embedding = ParamSpec("model.embed_tokens.weight", (vocabulary, width))
+    units = [UnitSpec("prologue", "prologue", (embedding,), profile=tables, looks_up=True)]
     for index in range(layers):
         params = (ParamSpec(f"model.layers.{index}.{each}.weight", shape) for each, shape in shapes.items())
         units.append(UnitSpec(f"layers.{index}", "layer", tuple(params), (), profile))
     head = () if tied else (ParamSpec("lm_head.weight", (vocabulary, width)),)
     borrows = ("model.embed_tokens.weight",) if tied else ()
-    units.append(UnitSpec("epilogue", "epilogue", (ParamSpec("model.norm.weight", (width,)), *head), borrows))
+    units.append(
+        UnitSpec("epilogue", "epilogue", (ParamSpec("model.norm.weight", (width,)), *head), borrows, head_profile)
+    )
     return ModelSpec(name, tuple(units), width, vocabulary)
+
+
+def _peak(*growths: Growth) -> Peak:
+    return Peak(growths, growths)

@@ -125,7 +125,7 @@ def compare(
             key = "plain" if baseline == PLAIN else "checkpointing"
             found[name][f"speed_to_{key}"] = statistics.median(ratios)
             found[name][f"memory_to_{key}"] = peak / told[baseline][0]
-    from megatrain.plan.hardware import processor_name  # not in the processes that are measured
+    from megatrain.plan.host_resources import processor_name  # not in the processes that are measured
 
     return {
         "machine": processor_name(),
@@ -176,7 +176,7 @@ Contender = tuple[Callable[[], float], Callable[[], str]]
 def _plain(name: str, model: Any, ids: Any, precision: str, clip: float | None) -> Contender:
     import torch
 
-    from megatrain.device.heap import keep_freed
+    from megatrain.device.host_memory import keep_freed
 
     if name == KEPT:
         keep_freed()
@@ -205,7 +205,7 @@ def _ours(plan: str, model: Any, ids: Any, precision: Any, clip: float | None) -
     if plan != AUTO:
         keeps: Any = {"activations": plan} if plan != "chosen" else {"activation_rows": (("chosen",),)}
         update: Any = "next_forward" if clip is not None else "during_backward"
-        policy = megatrain.Policy(precision=precision, update=update, shares_memory=True, **keeps)
+        policy = megatrain.Policy(update=update, shares_memory=True, **keeps)
     optimizer = megatrain.AdamW(lr=1e-3, weight_decay=0.1)
     engine = megatrain.Engine.from_model(
         model, precision=precision, optimizer=optimizer, max_grad_norm=clip, policy=policy

@@ -28,15 +28,15 @@ import torch
 from megatrain import AdamW, Engine
 from megatrain.config import let_idle_threads_sleep
 from megatrain.device.cpu import CpuDevice
-from megatrain.machine import this_machine
 from megatrain.memory import Disk
 from megatrain.model import FreshSource, port_model
 from megatrain.plan import Plan, Question, available_threads, find_plan, loads
-from megatrain.plan.amounts import parse_nbytes
-from megatrain.plan.hardware import available_disk_nbytes
+from megatrain.plan.byte_amounts import parse_nbytes
+from megatrain.plan.host_resources import available_disk_nbytes
 from megatrain.plan.question import RESERVE_NBYTES
 from megatrain.plan.report import amount, duration
-from megatrain.spec import ModelSpec
+from megatrain.run.this_machine import this_machine
+from megatrain.spec import Limits, ModelSpec
 
 LENGTH, VOCABULARY = 64, 32_000
 REGION_NBYTES = 256 << 20
@@ -96,7 +96,7 @@ def planned(spec: ModelSpec, device: CpuDevice, arguments: argparse.Namespace, h
     rows = [max(1, tokens // LENGTH)] if tokens else [1 << power for power in range(6)]
     for count in rows:
         question = Question(spec, hardware, count * LENGTH, LENGTH, clips=arguments.clip, pinned=pinned)
-        plan = find_plan(replace(question, host_budget_nbytes=host_nbytes - own))
+        plan = find_plan(replace(question, limits=Limits(host_nbytes=host_nbytes - own)))
         if plan.seconds < HARDLY_LONGER * max(load.busy_seconds for load in loads(plan)):
             break
     return plan
@@ -132,14 +132,12 @@ def measure(arguments: argparse.Namespace, host_nbytes: int) -> dict[str, Any]:
     ported = port_model(source.model, torch.bfloat16)
     device = CpuDevice()
     plan = planned(ported.spec, device, arguments, host_nbytes)
-    policy = replace(plan.policy, host_budget_nbytes=plan.question.host_budget_nbytes)
     print(f"{plan.work.tokens} tokens, predicted {duration(plan.seconds)}, {amount(plan.nbytes['disk'])} on disk")
     disk = Disk([arguments.folder])
     began = time.perf_counter()
     options: dict[str, Any] = {"optimizer": AdamW(lr=1e-4), "max_grad_norm": 1.0 if arguments.clip else None}
-    with Engine.from_source(
-        source, ported=ported, device=device, policy=policy, verify=False, disk=disk, **options
-    ) as engine:
+    options |= {"policy": plan.policy, "limits": plan.question.limits}
+    with Engine.from_source(source, ported=ported, device=device, verify=False, disk=disk, **options) as engine:
         loaded = time.perf_counter() - began
         seconds, computing, losses, moved = [], [], [], 0
         for step in range(arguments.steps + 2):  # the first has nothing pending, the second warms up
@@ -172,7 +170,7 @@ def measure(arguments: argparse.Namespace, host_nbytes: int) -> dict[str, Any]:
         "all_seconds": seconds,
         "loading_seconds": loaded,
         "losses": losses,
-        "policy": {"micro_batches": plan.work.micro_batches, "stage_slots": policy.stage_slots},
+        "policy": {"micro_batches": plan.work.micro_batches, "stage_slots": plan.policy.stage_slots},
     }
 
 

@@ -46,6 +46,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from bench.step import LENGTH, SEQUENCES, SHAPE, _resident
+from megatrain.spec import Numerics
 
 if TYPE_CHECKING:
     from megatrain.plan import Plan
@@ -97,7 +98,7 @@ def compare(settings: Settings, against: Sequence[str], turns: int, python: str)
         for contender in contenders.values():
             contender.close()
     figures = {name: _figures(settings, told[name], done[name]) for name in contenders}
-    from megatrain.plan.hardware import processor_name  # not in the processes that are measured
+    from megatrain.plan.host_resources import processor_name  # not in the processes that are measured
 
     return {
         "machine": processor_name(),
@@ -227,10 +228,10 @@ def _megatrain(name: str, settings: Settings, ids: Any, folder: Path, limit_nbyt
     import megatrain
     from megatrain.model import port_model
     from megatrain.model.architecture import read_config
-    from megatrain.model.blueprint import blueprint
+    from megatrain.model.skeleton import blueprint
     from megatrain.optim import warm_up
     from megatrain.plan import choose_policy
-    from megatrain.plan.homes import all_on_disk
+    from megatrain.plan.placement import all_on_disk
 
     warm_up()
     fields, precision = {"model_type": "llama", **settings["shape"]}, settings["precision"]
@@ -240,14 +241,15 @@ def _megatrain(name: str, settings: Settings, ids: Any, folder: Path, limit_nbyt
     spec = port_model(blueprint(read_config(fields, where="bench")), dtype).spec
     told: dict[str, Any] = {"parameters": spec.numel}
     if limit_nbytes is None:
-        lean = choose_policy(precision, shares_memory=True, clips=True, host_threads=torch.get_num_threads())
-        policy, parts = all_on_disk(spec, lean), [ids]
+        numerics = Numerics(precision)
+        lean = choose_policy(shares_memory=True, clips=True, host_threads=torch.get_num_threads())
+        policy, parts = all_on_disk(spec, numerics, lean), [ids]
     else:
         plan = planned(spec, settings, folder, limit_nbytes - start)
-        policy, parts = plan.policy, list(ids.split(plan.micro_batch))
+        numerics, policy, parts = plan.numerics, plan.policy, list(ids.split(plan.micro_batch))
         told |= {"limit_nbytes": limit_nbytes, "predicted_seconds": plan.seconds, "plan": headline(plan)}
     engine = megatrain.Engine.from_config(
-        fields, optimizer=optimizer, precision=precision, policy=policy, disk=[folder], verify=False
+        fields, optimizer=optimizer, numerics=numerics, policy=policy, disk=[folder], verify=False
     )
     table = engine.memory_table()
     tiers = {tier: sum(n for (of, _), n in table.items() if of == tier) for tier in ("host", "disk")}
@@ -259,9 +261,10 @@ def _megatrain(name: str, settings: Settings, ids: Any, folder: Path, limit_nbyt
 def planned(spec: ModelSpec, settings: Settings, folder: Path, nbytes: int) -> Plan:
     """The quickest plan for so many bytes of host memory, a part of which is left to kernels and threads."""
     from megatrain.device import open_device
-    from megatrain.machine import this_machine
     from megatrain.plan import Question, available_threads, find_plan
-    from megatrain.plan.hardware import available_disk_nbytes
+    from megatrain.plan.host_resources import available_disk_nbytes
+    from megatrain.run.this_machine import this_machine
+    from megatrain.spec import Limits
 
     machine = this_machine(open_device("cpu"), settings["precision"], settings["hardware"])
     return find_plan(
@@ -272,14 +275,14 @@ def planned(spec: ModelSpec, settings: Settings, folder: Path, nbytes: int) -> P
             settings["length"],
             precision=settings["precision"],
             pinned={"host_threads": available_threads()},
-            host_budget_nbytes=int(COUNTED * nbytes),
+            limits=Limits(host_nbytes=int(COUNTED * nbytes)),
         )
     )
 
 
 def headline(plan: Plan) -> dict[str, Any]:
     """What a plan has chosen, in short."""
-    from megatrain.plan.homes import FIELDS
+    from megatrain.plan.placement import FIELDS
 
     policy = plan.policy
     kept = Counter(policy.activation_rows[0] if policy.activation_rows else (policy.activations,))
@@ -291,7 +294,7 @@ def headline(plan: Plan) -> dict[str, Any]:
         "units_with_their_on_disk": homes,
         "micro_batches": plan.work.micro_batches,
         "stage_slots": policy.stage_slots,
-        "loss_chunk_tokens": policy.loss_chunk_tokens,
+        "loss_chunk_tokens": plan.numerics.loss_chunk_tokens,
     }
 
 

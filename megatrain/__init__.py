@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from megatrain.errors import MegaTrainError
     from megatrain.losses import DPO, LogitsLoss, LogProbLoss
     from megatrain.optim import AdamW
-    from megatrain.spec import Policy
+    from megatrain.spec import Limits, Numerics, Policy
     from megatrain.train.engine import Engine, StepOutput
 
 __version__ = "0.1.0"
@@ -21,14 +21,27 @@ _HOMES = {
     "AdamW": "megatrain.optim",
     "DPO": "megatrain.losses",
     "Engine": "megatrain.train.engine",
+    "Limits": "megatrain.spec",
     "LogProbLoss": "megatrain.losses",
     "LogitsLoss": "megatrain.losses",
     "MegaTrainError": "megatrain.errors",
+    "Numerics": "megatrain.spec",
     "Policy": "megatrain.spec",
     "StepOutput": "megatrain.train.engine",
 }
 
-__all__ = ["DPO", "AdamW", "Engine", "LogProbLoss", "LogitsLoss", "MegaTrainError", "Policy", "StepOutput"]
+__all__ = [
+    "DPO",
+    "AdamW",
+    "Engine",
+    "Limits",
+    "LogProbLoss",
+    "LogitsLoss",
+    "MegaTrainError",
+    "Numerics",
+    "Policy",
+    "StepOutput",
+]
 
 
 def __getattr__(name: str) -> Any:

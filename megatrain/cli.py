@@ -39,7 +39,7 @@ def _path(to_write: Literal["", "folder", "file"] = "") -> Any:
     """The callback of arguments and options that hold paths; see `usable_path` for what is refused."""
 
     def check(param: typer.CallbackParam, value: str | list[str] | None) -> str | list[str] | None:
-        from megatrain.files import usable_path
+        from megatrain.system.paths import usable_path
 
         where = param.opts[0] if param.opts[0].startswith("-") else str(param.metavar).strip("[]")
         for each in [value] if isinstance(value, str) else value or []:
@@ -112,7 +112,7 @@ def _train(
     let_idle_threads_sleep()
     from rich.console import Console
 
-    from megatrain.run import run_training
+    from megatrain.run.training import run_training
 
     run_training(checked, Console(highlight=False))
 
@@ -132,7 +132,7 @@ def _init(
     hardware: Annotated[
         str | None, typer.Option(help="A described machine or a file; left out, this one.", callback=_path())
     ] = None,
-    window: Annotated[int | None, typer.Option(min=2, help="Tokens of a training sequence.")] = None,
+    sequence_length: Annotated[int | None, typer.Option(min=2, help="Tokens of a training sequence.")] = None,
     steps: Annotated[int, typer.Option(min=1, max=10**18, help="Optimizer steps.")] = 1000,
     folder: Annotated[str, typer.Option(help="Run folder.", callback=_path("folder"))] = "runs/new",
     disk: Annotated[
@@ -144,8 +144,8 @@ def _init(
 ) -> None:
     """Write a configuration from a few answers, with what the plan says of it. Asks for what is not given."""
     _quiet_threads()
-    from megatrain.files import usable_path
-    from megatrain.recipe import Answers, write_recipe
+    from megatrain.commands.init import Answers, write_recipe
+    from megatrain.system.paths import usable_path
 
     if model is None:
         model = _asked("--model", "Which model (folder, hub name or config.json)?")
@@ -158,7 +158,7 @@ def _init(
         data=tuple(data),
         from_scratch=from_scratch,
         hardware=hardware,
-        window=window,
+        sequence_length=sequence_length,
         steps=steps,
         folder=folder,
         disk=tuple(disk or ()),
@@ -196,14 +196,13 @@ def _plan(
         str | None, typer.Option(help="A described machine (h200, rtx-4090, ...) or a file.", callback=_path())
     ] = None,
     tokens_per_step: Annotated[int | None, typer.Option(min=1, help="Of all sequences of a step.")] = None,
-    length: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")] = None,
+    sequence_length: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")] = None,
     precision: PrecisionName = "bf16",
     clip: Annotated[bool, typer.Option(help="Clip by the global norm.")] = True,
     device_memory: Annotated[str | None, typer.Option(help="Budget, 24GB or 80% say.")] = None,
     host_memory: Annotated[str | None, typer.Option(help="Budget, 512GB say.")] = None,
     disk_memory: Annotated[str | None, typer.Option(help="Budget of the disk tier, 2TB say; 0 does without.")] = None,
     token_budget: Annotated[float, typer.Option(help="Tokens to train on, for how many days.")] = 1e12,
-    compare: Annotated[bool, typer.Option("--compare", help="Replay other systems' schedules beside ours.")] = False,
     sweep: Annotated[bool, typer.Option("--sweep", help="Heat map of tokens/s over memory budgets.")] = False,
     html: Annotated[
         str | None, typer.Option(help="Page to write, with the timeline of a step.", callback=_path("file"))
@@ -216,21 +215,20 @@ def _plan(
     _quiet_threads()
     from rich.console import Console
 
-    from megatrain.planning import run_plan
+    from megatrain.commands.plan import run_plan
 
     run_plan(
         model,
         Console(highlight=False),
         hardware=hardware,
         tokens_per_step=tokens_per_step,
-        length=length,
+        length=sequence_length,
         precision=_precision(precision),
         clips=clip,
         device_memory=device_memory,
         host_memory=host_memory,
         disk_memory=disk_memory,
         token_budget=token_budget,
-        compares=compare,
         sweeps=sweep,
         html=html,
         json_file=json,
@@ -251,7 +249,7 @@ def _verify(
     _quiet_threads()
     from rich.console import Console
 
-    from megatrain.verification import run_verification
+    from megatrain.commands.verify import run_verification
 
     if not run_verification(model, Console(highlight=False), attention=attention, trust_remote_code=trust_remote_code):
         raise typer.Exit(MISMATCH)
@@ -276,7 +274,7 @@ def _generate(
     _quiet_threads()
     from rich.console import Console
 
-    from megatrain.generation import run_generation
+    from megatrain.commands.generate import run_generation
     from megatrain.train.progress import loading
 
     with loading(Console(stderr=True), "loading the model") as progress:
@@ -313,7 +311,7 @@ def _export(
     _quiet_threads()
     from rich.console import Console
 
-    from megatrain.conversion import run_export
+    from megatrain.commands.export import run_export
     from megatrain.train.progress import loading
 
     with loading(Console(stderr=True), "writing the model") as progress:
@@ -340,7 +338,7 @@ def _report(
     ] = None,
 ) -> None:
     """A run as one page for a browser: loss, speed, memory, a step's timeline, samples, what happened."""
-    from megatrain.report import run_report
+    from megatrain.run.report import run_report
 
     typer.echo(str(run_report(folder, html)))
 
@@ -359,11 +357,11 @@ def _probe(
 ) -> None:
     """Measure this machine in under a minute; `plan` and `train` use what is found."""
     _quiet_threads()
+    from megatrain.commands.probe import probe
     from megatrain.device import open_device
-    from megatrain.files import usable_path
-    from megatrain.machine import PROBED
     from megatrain.plan import save_hardware
-    from megatrain.probe import probe
+    from megatrain.run.this_machine import PROBED
+    from megatrain.system.paths import usable_path
 
     target = usable_path(output or PROBED, where="--output", to_write="file")
     opened = open_device(device)

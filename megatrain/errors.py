@@ -143,7 +143,7 @@ class RaceDetected(DeviceError):
         buffer: str,
         start: int,
         stop: int,
-        content: str,
+        content: object,
         tasks: tuple[object, object],
         where: str = "",
         fix: str = "",

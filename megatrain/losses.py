@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatrain.data import rows
+from megatrain.data import micro_batches
 from megatrain.engine import LogitsLoss, LogProbLoss, LossFn, MicroBatch, target_mask
 from megatrain.errors import BatchError, ConfigError
-from megatrain.fields import Bounds, check_fields
+from megatrain.spec.fields import Bounds, check_fields
 
-REFERENCE = rows.REFERENCE
+REFERENCE = micro_batches.REFERENCE
 """Entry of a micro-batch: per row, the sum of the reference's log-probabilities of its targets, float32[batch]."""
 
 

@@ -11,8 +11,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from megatrain.device.faults import KINDS, Fault, FaultKind
-from megatrain.device.sim import TEMPERAMENTS, SimDevice
+from megatrain.device.sim import KINDS, TEMPERAMENTS, Fault, FaultKind, SimDevice
 from megatrain.engine import Executor
 from megatrain.errors import RaceDetected
 from megatrain.memory import Held, Ledger, Pool
@@ -33,7 +32,7 @@ __all__ = [
 
 def run_idle(schedule: Schedule, device: SimDevice) -> Timeline | None:
     """Execute a schedule whose ops do nothing. Raises `RaceDetected` if its waits leave a conflict without an order."""
-    return Executor(device, Pool(device, Ledger())).run(schedule, _nothing)
+    return Executor(device, Pool(device, Ledger())).walk(schedule, _nothing)
 
 
 def _nothing(op: Op, held: Held) -> None:

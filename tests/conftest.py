@@ -53,17 +53,15 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     A run's measure of the machine is a small product: a large one in bfloat16 takes a second on a cpu without units for
     it, and no test asks how quick the machine is.
     """
-    from megatrain import machine
-    from megatrain.device import peak
-    from megatrain.model import likeness
-    from megatrain.train import vetted
+    from megatrain.device import probe
+    from megatrain.run import this_machine
+    from megatrain.train import parity
 
-    peak.SIZES = {**peak.SIZES, "cpu": 64}
-    likeness.MOST = 2000  # the files of a session meet the same tiny models again and again
+    probe.SIZES = {**probe.SIZES, "cpu": 64}
     folder = tmp_path_factory.mktemp("verified")
-    machine.PROBED = folder / "hardware.json"
+    this_machine.PROBED = folder / "hardware.json"
     beside = "PYTEST_XDIST_WORKER" in os.environ  # one folder for all workers, above their own
-    vetted.CACHE = tmp_path_factory.getbasetemp().parent / "verified" if beside else folder
+    parity.CACHE = tmp_path_factory.getbasetemp().parent / "verified" if beside else folder
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,4 @@
-"""A Hugging Face folder from the float32 masters, streamed unit by unit. It appears whole or not at all.
-
-Everything about the files of weights is known before the first byte (`model.WrittenModel`), so the space is checked,
-and then each unit's masters are gathered, brought into the names and layout of the original checkpoints, rounded and
-written, one unit in memory at a time. Left out: where masters come from, and tokenizers, which the caller writes into
-the same folder before it appears.
-"""
+"""A Hugging Face folder from the float32 masters, with its model card, streamed unit by unit; whole or not at all."""
 
 from __future__ import annotations
 
@@ -18,13 +12,74 @@ from typing import TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint.appear import appearing
-from megatrain.checkpoint.card import model_card
-from megatrain.checkpoint.shards import Shard, ShardWriter, plan_shards, write_index
+from megatrain.checkpoint.safetensors_writer import Shard, ShardWriter, plan_shards, write_index
 from megatrain.errors import ExportError
-from megatrain.files import usable_path
 from megatrain.model import PortedModel, WrittenModel
 from megatrain.spec import Precision
+from megatrain.system.atomic import appearing
+from megatrain.system.paths import usable_path
+
+# The model card -------------------------------------------------------------------------------------------------------
+#
+# The model card of an exported folder: what it is, how to load it, and the facts that the caller knows.
+#
+# It states nothing that was not measured or configured, and says what is missing.
+
+
+_CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- megatrain
+---
+
+# {title}
+
+{summary} Exported by MegaTrain.
+
+## How to load it
+
+```python
+{loading}
+```
+{facts}
+## What this card does not say
+
+It was written by a program. Purpose, licence, origin of the data, evaluation and limits are for whoever publishes the
+model to add.
+"""
+
+
+def model_card(title: str, summary: str, classes: Mapping[str, str], arguments: str, facts: Mapping[str, str]) -> str:
+    """The text of README.md.
+
+    summary: one sentence on what the model is. classes: variable -> the class of transformers that loads it.
+    arguments: what `from_pretrained` takes after the folder, with a leading comma. facts: rows of the table of
+    training facts, none if empty.
+    """
+    loading = [f"from transformers import {', '.join(classes.values())}", ""]
+    loading += [
+        f'{variable} = {kind}.from_pretrained("path/to/this/folder"{arguments})' for variable, kind in classes.items()
+    ]
+    rows = [f"| {_cell(name)} | {_cell(value)} |" for name, value in facts.items()]
+    table = "\n".join(["", "## Training", "", "| | |", "|---|---|", *rows, ""]) if rows else ""
+    return _CARD.format(title=title, summary=summary, loading="\n".join(loading), facts=table)
+
+
+def _cell(text: str) -> str:
+    """Text that cannot break out of its cell of a Markdown table."""
+    return " ".join(str(text).split()).replace("|", "\\|")
+
+
+# The folder -----------------------------------------------------------------------------------------------------------
+#
+# A Hugging Face folder from the float32 masters, streamed unit by unit. It appears whole or not at all.
+#
+# Everything about the files of weights is known before the first byte (`model.WrittenModel`), so the space is checked,
+# and then each unit's masters are gathered, brought into the names and layout of the original checkpoints, rounded and
+# written, one unit in memory at a time. Left out: where masters come from, and tokenizers, which the caller writes into
+# the same folder before it appears.
+
 
 SHARD_NBYTES = 4 << 30
 """Most bytes of tensors in one file, unless a single tensor is larger."""
@@ -66,7 +121,7 @@ def export_model(
     Returns the folder, absolute and with symbolic links resolved. Raises `ExportError` when it cannot be written, has
     too little space, or holds anything that does not belong to a model; what was there is then there as before.
     """
-    units = ({param.name: masters(param.name) for param in unit.params} for unit in ported.spec.units)
+    units = ({param.name: masters(param.name) for param in unit.params} for unit in ported.structure.units)
     return export_units(ported, units, folder, **options)
 
 

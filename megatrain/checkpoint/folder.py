@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatrain.checkpoint.appear import finish_vanishing, vanish
+from megatrain.checkpoint.load import Checkpoint, open_checkpoint
 from megatrain.checkpoint.manifest import Check, full_check, quick_check, read_manifest
-from megatrain.checkpoint.restore import Checkpoint, open_checkpoint
 from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
+from megatrain.system.atomic import finish_vanishing, vanish
 
 _NAME = re.compile(r"step-(\d{8,})")
 

@@ -3,7 +3,7 @@
     step-00001200/
       config.json, model.safetensors ...      a model that `from_pretrained` loads, tokenizer and all
       optimizer/moments.safetensors ...       m and v of each trained parameter, `NAME.m` and `NAME.v`, in its shape
-      training.json                           everything that is not a tensor (`training`)
+      training.json                           everything that is not a tensor (`run_state`)
       manifest.json                           sizes and checksums (`manifest`)
 
 Masters and moments of a unit are written in one pass, so that a unit is gathered once and none is in memory but the one
@@ -27,18 +27,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint.appear import appearing
-from megatrain.checkpoint.direct import DirectWriter
+from megatrain.checkpoint.direct_io import DirectWriter
 from megatrain.checkpoint.export import SHARD_NBYTES, add_files
-from megatrain.checkpoint.manifest import MANIFEST, Manifest
-from megatrain.checkpoint.shards import Shard, ShardFile, ShardWriter, plan_front_to_back, write_index
-from megatrain.checkpoint.shared import Earlier, SharedFile, share_instead
-from megatrain.checkpoint.sums import FileSum, sum_of
-from megatrain.checkpoint.training import TRAINING, write_training
+from megatrain.checkpoint.hard_links import Earlier, SharedFile, share_instead
+from megatrain.checkpoint.manifest import MANIFEST, FileSum, Manifest, sum_of
+from megatrain.checkpoint.run_state import TRAINING, write_training
+from megatrain.checkpoint.safetensors_writer import Shard, ShardFile, ShardWriter, plan_front_to_back, write_index
 from megatrain.errors import CheckpointError
-from megatrain.files import usable_path
 from megatrain.model import PortedModel, WrittenModel, WrittenTensor
 from megatrain.spec import ModelSpec, ParamSpec
+from megatrain.system.atomic import appearing
+from megatrain.system.paths import usable_path
 
 OPTIMIZER = "optimizer"
 """The folder of moments inside a checkpoint."""
@@ -66,12 +65,12 @@ class PlannedCheckpoint:
     def __init__(
         self, ported: PortedModel, *, shard_nbytes: int = SHARD_NBYTES, order: Sequence[int] | None = None
     ) -> None:
-        self.spec = ported.spec
+        self.spec = ported.structure
         self.order = tuple(range(len(self.spec.units)) if order is None else order)
         """Units in the order in which they are written, every one once; as in the specification if not given."""
         self.written = WrittenModel(ported, torch.float32)
         self.frozen = _frozen(self.spec, self.written)
-        """Names of tensors that nothing trains. They have files of their own, which checkpoints share (`shared`)."""
+        """Tensors that nothing trains. They have files of their own, which checkpoints share (`hard_links`)."""
         self.weights = plan_front_to_back(self.tensors, shard_nbytes, "model", self.frozen)
         self.moments = plan_front_to_back(self.moment_tensors, shard_nbytes, f"{OPTIMIZER}/moments")
         self.small_files = _small_files(self.written)

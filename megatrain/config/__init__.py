@@ -4,10 +4,9 @@ A key that does not exist is an error that names the nearest one that does; a ke
 type are errors too, each with its line. The environment is read here too: how many processes a launcher has started.
 """
 
+from megatrain.config.describe import describe_keys
 from megatrain.config.environment import let_idle_threads_sleep, refuse_several_processes
-from megatrain.config.keys import describe_keys
-from megatrain.config.load import load_config, save_config
-from megatrain.config.tree import (
+from megatrain.config.keys import (
     CheckpointSection,
     Config,
     DataSection,
@@ -19,6 +18,7 @@ from megatrain.config.tree import (
     Section,
     TrainSection,
 )
+from megatrain.config.load import load_config, save_config
 
 __all__ = [
     "CheckpointSection",

@@ -1,35 +1,460 @@
-"""Every key with its default and its meaning, as `megatrain train --keys` shows them. Left out: their types."""
+"""The keys of a run: one frozen tree of sections.
+
+The tree is the reference: every key has a type, a default where there is a sensible one, and a docstring, which is
+what `megatrain train --keys` prints. Left out: files (`load`), and what is said about a wrong value (`errors`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Strict,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
-from megatrain.config.tree import Config, Section
-
-
-def describe_keys() -> list[tuple[str, str, str]]:
-    """(dotted key, default, meaning) of every key, in order; the default of a required key is empty."""
-    return list(_keys(Config, ""))
-
-
-def _keys(section: type[Section], prefix: str) -> Iterator[tuple[str, str, str]]:
-    for name, field in section.model_fields.items():
-        nested = section_of(field.annotation)
-        if nested is None:
-            default = "" if field.is_required() else _flow(field.default)
-            yield f"{prefix}{name}", default, " ".join((field.description or "").split())
-        else:
-            yield from _keys(nested, f"{prefix}{name}.")
-
-
-def _flow(value: object) -> str:
-    """A default on one line, as YAML."""
-    plain = list(value) if isinstance(value, tuple) else value
-    return str(yaml.safe_dump(plain, default_flow_style=True, width=1000)).removesuffix("\n").removesuffix("\n...")
+from megatrain.errors import ConfigError
+from megatrain.spec import Keep, UpdateTime
+from megatrain.system.paths import usable_path
 
 
-def section_of(annotation: Any) -> type[Section] | None:
-    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _as_section(value: object) -> object:
+    return {} if value == "auto" else value
+
+
+def _checked_path(to_write: Literal["", "folder", "file"] = "") -> AfterValidator:
+    """A text that is, or may be, a path; see `usable_path` for what is refused."""
+
+    def check(value: Any) -> Any:
+        try:
+            usable_path(value, to_write=to_write)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return value
+
+    return AfterValidator(check)
+
+
+PathOrName = Annotated[str, _checked_path()]
+Folder = Annotated[str, _checked_path("folder")]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Betas = Annotated[tuple[Fraction, Fraction], Strict(False)]
+Names = Annotated[tuple[str, ...], Strict(False), BeforeValidator(_as_list)]
+Sources = Annotated[tuple[PathOrName, ...], Strict(False), BeforeValidator(_as_list), Field(min_length=1)]
+Folders = Annotated[tuple[Folder, ...], Strict(False), BeforeValidator(_as_list)]
+
+
+Rows = Annotated[tuple[Annotated[tuple[Keep, ...], Strict(False)], ...], Strict(False)]
+Amount = Annotated[PositiveInt | str, Field(union_mode="left_to_right")]
+Trackers = Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Strict(False), BeforeValidator(_as_list)]
+Weights = Annotated[tuple[PositiveFloat, ...], Strict(False)]
+Seconds = Annotated[float, Field(gt=0, le=1e9)]
+
+
+MOST_TOKENS = 1 << 26
+"""Of a step, as a plan has it (`plan.question`)."""
+
+USUAL_ROWS = 8
+"""Windows of a step where the user names no number."""
+
+
+MOST_COUNT, LEAST, MOST = 10**18, 1e-30, 1e30
+"""Of any whole number, and of any other that is not 0. Within them no arithmetic with a key overflows."""
+
+
+class Section(BaseModel):
+    """What all parts of the tree have in common."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _within_reason(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuses numbers that only a mistake can mean, here rather than where a run trips over them."""
+        metadata = cls.model_fields[str(info.field_name)].metadata
+        bounded = any(hasattr(each, "lt") or hasattr(each, "le") for each in metadata)
+        for each in value if isinstance(value, tuple) else (value,):
+            if isinstance(each, int) and each > MOST_COUNT and not bounded:
+                raise ValueError(f"{str(each)[:40]} is beyond reason; give {MOST_COUNT:.0e} at most")
+            if isinstance(each, float) and each and not LEAST <= abs(each) <= MOST:
+                raise ValueError(f"{each:g} is beyond reason; give 0, or a number from {LEAST:g} to {MOST:g}")
+        return value
+
+
+class ModelSection(Section):
+    path: PathOrName | None = None
+    """Folder (of a model or of a run) or hub name of the model to go on from. Give this or `config`."""
+    config: PathOrName | dict[str, Any] | None = None
+    """Fresh model: the fields of its Hugging Face configuration, `model_type` among them, or a file that holds them."""
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = "auto"
+    """Attention kernel; auto is what the library chooses for the model, and the plan says which."""
+    trust_remote_code: bool = False
+    """Whether to run code that comes with the model."""
+    verify: bool = True
+    """Whether to compare a small model of its kind with the stock code when an architecture is first met."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelSection:
+        if (self.path is None) == (self.config is None):
+            raise ValueError("needs exactly one of `path` (a trained model) and `config` (a fresh one)")
+        return self
+
+
+class DataSection(Section):
+    sources: Sources
+    """Text, or samples in JSON, JSON lines, Parquet or Arrow: files, folders, hub names, dataset_info.json#NAME; a file
+    of token ids; or `python-stdlib`, the code of Python's own library."""
+    weights: Weights | None = None
+    """Share of each source in what is trained on, 3 or 0.3 say; without them, each is seen as often as another."""
+    format: Literal["auto", "text", "chat", "sharegpt", "alpaca", "completion", "tokens", "preference"] = "auto"
+    """What the sources hold; auto finds out, file by file. preference: a chosen and a rejected answer, for dpo."""
+    columns: dict[str, str] = {}
+    """What fields are called where not as usual, {messages: dialog} say."""
+    tags: dict[str, str] = {}
+    """What ShareGPT files call roles and keys, {role_tag: who, user_tag: human} say."""
+    split: str = "train"
+    """Which split of a hub or saved data set is read."""
+    subset: str | None = None
+    """Which configuration of a hub data set is read."""
+    chat_template: PathOrName = "model"
+    """How a chat becomes text: the model's own template, `chatml`, `none` (contents on lines of their own), a file."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """What the template is handed beside the messages, {enable_thinking: false} say."""
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """What of a sample is trained: every answer, the last one, or everything."""
+    packing: Literal["auto", "windows", "best_fit", "grouped"] = "auto"
+    """windows: text runs on from one sequence to the next; best_fit: whole samples, several to a sequence, none
+    of which sees another; grouped: one to a sequence, batched with others of like length. auto: windows for text; for
+    samples best_fit where the model keeps them apart, else grouped."""
+    too_long: Literal["cut", "drop"] = "cut"
+    """What happens to a sample that is longer than sequence_length; it is counted."""
+    bad_samples: Literal["stop", "leave_out"] = "stop"
+    """What happens to a sample that cannot be used: end with its place, or leave it out and count it."""
+    pattern: str = "*"
+    """Which files of a folder are read, `*.md` say."""
+    tokenizer: PathOrName | None = None
+    """`bytes`, a folder or a hub name; without it, the model's own (`model.path`)."""
+    sequence_length: Annotated[int, Field(ge=2)] = 512
+    """Tokens of a training sequence."""
+    validation_fraction: Fraction = 0.02
+    """Share that is held out to measure the loss on: of text its end, of samples evenly spaced ones without a copy; 0
+    holds out nothing."""
+    cache: Folder = "~/.cache/megatrain/tokens"
+    """Folder that keeps tokenised text for the next run."""
+    workers: Annotated[int, Field(ge=0, le=64)] = 1
+    """Threads that read ahead; they change nothing about what is read."""
+
+    @property
+    def cache_folder(self) -> Path:
+        """Where tokenised text is kept. Raises `ConfigError` where the default lies in a home that nobody knows."""
+        return usable_path(self.cache, where="data.cache", to_write="folder")
+
+    @model_validator(mode="after")
+    def _a_weight_each(self) -> DataSection:
+        if self.weights is not None and len(self.weights) != len(self.sources):
+            raise ValueError(f"has {len(self.weights)} weights for {len(self.sources)} sources")
+        return self
+
+
+class TrainSection(Section):
+    steps: PositiveInt
+    """Optimizer steps of the run."""
+    objective: Literal["cross_entropy", "dpo"] = "cross_entropy"
+    """What training goes down: cross-entropy of the next token, or direct preference optimization, against the model
+    that the run begins with; then a sequence is an answer, a pair two of them, and micro_batch_size is even."""
+    dpo_beta: PositiveFloat = 0.1
+    """Of dpo: how much a departure from the reference costs."""
+    dpo_loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    """Of dpo: the loss of a pair."""
+    dpo_label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Of dpo, sigmoid only: share of the preferences that are taken to be the wrong way round."""
+    global_batch_size: PositiveInt | None = None
+    """Sequences of a step; 8 where this and the two below are all left open."""
+    micro_batch_size: PositiveInt | None = None
+    """Sequences that the device computes at once; null is for the plan to choose."""
+    gradient_accumulation_steps: PositiveInt | None = None
+    """Micro-batches of a step: global_batch_size is micro_batch_size times this; null is for the plan to choose."""
+    target_tokens_per_step: Annotated[int, Field(gt=0, le=MOST_TOKENS)] | None = None
+    """Target tokens that a step has at least: it takes micro-batches until it has them, whatever is said above."""
+    learning_rate: NonNegativeFloat = 3e-4
+    """Peak learning rate."""
+    lr_scheduler: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    """Shape of the learning rate after its warm-up."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps in which the learning rate rises to its peak; a run that is shorter ends while it rises."""
+    decay_steps: NonNegativeInt = 0
+    """Last steps in which `wsd` lowers the learning rate; the other shapes ignore it."""
+    min_lr_ratio: Share = 0.1
+    """Where the learning rate ends, relative to its peak; `constant` ignores it."""
+    betas: Betas = (0.9, 0.95)
+    """Decay rates of AdamW's running means of the gradient and of its square."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root in AdamW."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay, per unit of learning rate."""
+    no_decay: Names = ("*norm*", "*.bias")
+    """Glob patterns of parameter names that do not decay."""
+    freeze: Names = ()
+    """Glob patterns of parameters that stay as they are; they cost no gradient and no optimizer state."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Global norm that the gradient is clipped to, exactly; null does not clip."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """bf16: compute in bfloat16 with exact float32 masters. fp32: everything in float32."""
+    device: str = "cpu"
+    """cpu, cuda:0, or sim:SEED (CPU arithmetic behind a hostile simulated accelerator)."""
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+    """Decides fresh weights, the order of the data, dropout and samples."""
+    hardware: PathOrName | None = None
+    """What the plan is made for: a file of `megatrain probe` or a described machine; null is this machine."""
+    eval_every: NonNegativeInt = 100
+    """Steps between measurements of the validation loss; 0 measures it at the end only."""
+    eval_batches: PositiveInt = 16
+    """Micro-batches that the validation loss is measured on, always the same."""
+    sample_every: NonNegativeInt = 0
+    """Steps between samples of text; 0 samples at the end only."""
+    sample_prompt: str = ""
+    """What a sample continues; empty starts a new document."""
+    sample_tokens: Annotated[int, Field(ge=0, le=1_000_000)] = 200
+    """Tokens of a sample; 0 draws none at all."""
+    sample_temperature: NonNegativeFloat = 0.8
+    """Below 1 sharpens what is drawn; 0 takes the likeliest token each time."""
+    sample_top_k: NonNegativeInt = 50
+    """Draw among this many likeliest tokens; 0 draws among all."""
+    log_every: PositiveInt = 10
+    """Steps between lines of progress where the output is not a terminal, and what speeds are averaged over."""
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "skip"
+    """After a loss or gradient that is not finite: stop; go on with the next step, this one not applied; or go back to
+    the last checkpoint and on from there without the data of that step."""
+    nonfinite_limit: PositiveInt = 3
+    """Steps in a row that are not finite, each skipped or gone back from, after which the run stops."""
+    stall_seconds: Seconds = 600.0
+    """An operation, or a checkpoint, that stands still for longer is reported, with its name and age."""
+
+    @model_validator(mode="after")
+    def _agreeing_sizes(self) -> TrainSection:
+        rows, size, count = self.global_batch_size, self.micro_batch_size, self.gradient_accumulation_steps
+        divides = rows is None or all(part is None or rows % part == 0 for part in (size, count))
+        if not divides or (rows and size and count and rows != size * count):
+            raise ValueError(
+                f"global_batch_size={rows} is not micro_batch_size={size} x gradient_accumulation_steps={count}"
+            )
+        if self.objective == "dpo" and ((self.pinned_micro_batch or 2) % 2 or self.rows % 2):
+            raise ValueError("dpo takes pairs: micro_batch_size and global_batch_size must be even")
+        if self.dpo_loss == "ipo" and self.dpo_label_smoothing:
+            raise ValueError("dpo_loss=ipo has no dpo_label_smoothing")
+        return self
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a step."""
+        size, count = self.micro_batch_size, self.gradient_accumulation_steps
+        usual = USUAL_ROWS if size is None and count is None else (size or 1) * (count or 1)
+        return self.global_batch_size or usual
+
+    @property
+    def pinned_micro_batch(self) -> int | None:
+        """Sequences of a micro-batch where the keys decide it, `None` where the plan does."""
+        size, count = self.micro_batch_size, self.gradient_accumulation_steps
+        if size is None and count is None:
+            return 2 if self.objective == "dpo" else None
+        return size or self.rows // (count or 1)
+
+
+class PolicySection(Section):
+    """Fields of `spec.Policy` to pin; `auto` pins none. What is null is chosen for the model and the machine."""
+
+    weight_slots: PositiveInt | None = None
+    """Device buffers that the layers' weights pass through."""
+    read_ahead_nbytes: NonNegativeInt | None = None
+    """In place of weight_slots: all units share one slot, and shards of the next layer come ahead into so many bytes.
+    Best with gates at shards."""
+    grad_slots: PositiveInt | None = None
+    """Device buffers that the layers' gradients pass through."""
+    shard_nbytes: PositiveInt | None = None
+    """Largest piece of a unit that one copy moves, in bytes."""
+    activations: Literal["keep", "recompute"] | None = None
+    """Keep each layer's graph until its backward, or keep its input and compute the layer again."""
+    activation_rows: Rows | None = None
+    """In place of `activations`, a row per layer of an entry per micro-batch: graph, chosen, attention, input, offload
+    or drop; both start over at their end."""
+    offload_slots: PositiveInt | None = None
+    """Device buffers that offloaded inputs pass through."""
+    recompute_slots: PositiveInt | None = None
+    """Device buffers per micro-batch for inputs that are computed again; null takes as many as they are."""
+    grad_precision: Literal["bf16", "fp32"] | None = None
+    """What gradients cross the bus in."""
+    update: UpdateTime | None = None
+    """Update each unit during the next forward (needed to clip by the global norm), or as its gradient lands."""
+    loss_chunk_tokens: PositiveInt | None = None
+    """Target tokens whose logits exist at one time."""
+    mlp_chunk_tokens: NonNegativeInt | None = None
+    """Tokens that feed-forwards, and other parts that treat each token by itself, compute at one time; 0 is all."""
+    gates: Literal["unit", "shard"] | None = None
+    """What compute waits for: a unit's weights, or the shard that a layer's code comes to."""
+    kernels: Literal["stock", "compile", "liger"] | None = None
+    """Kernels of layers: as the library calls them; or fused by `torch.compile`, which takes some minutes at the start,
+    once for each kind of layer and shape of batch. Liger's are refused."""
+    host_threads: PositiveInt | None = None
+    """Threads of the optimizer pass."""
+    transit: Literal["locked", "slabs", "pageable"] | None = None
+    """Page-lock weights and gradients in host memory, or only slabs that they pass through, or nothing."""
+    slabs: PositiveInt | None = None
+    """Page-locked buffers of a shard in each direction, where `transit` is by slabs."""
+    stage_slots: PositiveInt | None = None
+    """Host buffers that each kind of state passes through on its way from and to the disk."""
+
+    @property
+    def pinned(self) -> dict[str, Any]:
+        """The fields that are given, by name."""
+        return self.model_dump(exclude_none=True)
+
+
+class MemorySection(Section):
+    """What a run may take: bytes, `24GB`, or a share of what is free, `80%`. Null is all, but for a reserve."""
+
+    device: Amount | None = None
+    """Of the device's own memory."""
+    host: Amount | None = None
+    """Of host memory, pinned or not."""
+    disk: Amount | None = None
+    """Of the folders of the disk tier."""
+
+
+class DiskSection(Section):
+    """The disk tier, which holds what the host has no room for, the coldest first."""
+
+    folders: Folders = ()
+    """Folders on fast drives; several share the load. Without one, no state leaves memory."""
+    max_write_per_day: Amount | None = None
+    """What may be written to the drives in a day, 500GB say; a plan that writes more is refused."""
+    checksums: bool = True
+    """Whether what comes back from the drives is compared with what was written."""
+
+    @property
+    def paths(self) -> list[Path]:
+        return [Path(folder).expanduser() for folder in self.folders]
+
+
+class CheckpointSection(Section):
+    every: NonNegativeInt = 500
+    """Steps between checkpoints, written while training goes on, with one when the run ends or is stopped; 0: none."""
+    keep_last: PositiveInt = 2
+    """How many of the newest are kept."""
+    keep_every: PositiveInt | None = None
+    """Keep those of every so many steps too, for good."""
+    keep_best: NonNegativeInt = 0
+    """Keep so many with the lowest validation loss too."""
+    folder: Folder | None = None
+    """Where they go; null is `checkpoints` in the run folder."""
+    deadline_seconds: Seconds | None = None
+    """Time from a stop signal until the machine is taken away: a step that leaves none for the checkpoint is broken
+    off, and done again when the run goes on."""
+
+
+class OutputSection(Section):
+    folder: Folder
+    """Run folder: resolved configuration, metrics, and the trained model in `model/`."""
+    overwrite: bool = False
+    """Whether to replace what another run has left in the folder: its checkpoints and metrics when training begins, its
+    model when the new one is whole. Without it such a folder is refused; the run's config.yaml does not repeat it."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Of the weights in `model/`: the exact masters, or those rounded to bfloat16."""
+    trackers: Trackers = ("tensorboard",)
+    """What else draws the curves: tensorboard, wandb, trackio (the latter two are to be installed); [] for none."""
+    trackers_online: bool = False
+    """Whether wandb may send what it is told; else it writes below the run folder, and `wandb sync` sends it."""
+    project: str = "megatrain"
+    """Under which wandb and trackio gather runs."""
+    verify_export: bool = True
+    """Whether to load the saved model with `from_pretrained` and compare its loss (below 1e9 parameters)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_earlier(cls, value: Any) -> Any:
+        """Files that were written before there were other trackers say whether there is TensorBoard."""
+        if not isinstance(value, dict) or not isinstance(value.get("tensorboard"), bool) or "trackers" in value:
+            return value
+        rest = {key: each for key, each in value.items() if key != "tensorboard"}
+        return {**rest, "trackers": ("tensorboard",) if value["tensorboard"] else ()}
+
+
+class Config(Section):
+    """The whole tree."""
+
+    model: ModelSection
+    data: DataSection
+    train: TrainSection
+    policy: Annotated[PolicySection, BeforeValidator(_as_section)] = PolicySection()
+    memory: MemorySection = MemorySection()
+    disk: DiskSection = DiskSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    output: OutputSection
+    resume: PathOrName | None = None
+    """auto: go on from this run's newest sound checkpoint, if it has any; or a checkpoint, or a run folder with some.
+    With more train.steps than a finished run had, it goes on behind its end."""
+    accept_changes: bool = False
+    """Whether to go on although model, data or precision have changed since in a way that a resumed run refuses."""
+    trace: Annotated[str, _checked_path("file")] | None = None
+    """File for a trace of three early steps, op by op, which Perfetto and chrome://tracing open."""
+
+    @model_validator(mode="after")
+    def _can_go_back(self) -> Config:
+        if self.train.on_nonfinite == "rollback" and not self.checkpoint.every:
+            raise ValueError("train.on_nonfinite=rollback needs checkpoints; set checkpoint.every")
+        return self
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return Path(self.output.folder).expanduser()
+
+    @property
+    def trace_file(self) -> Path | None:
+        """Where the trace goes that was asked for."""
+        return None if self.trace is None else Path(self.trace).expanduser()
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the run's checkpoints. Raises `ConfigError` where the one in the run folder is of no use."""
+        return usable_path(self.checkpoint.folder or self.folder / "checkpoints", to_write="folder")
+
+    @model_validator(mode="after")
+    def _has_pairs(self) -> Config:
+        prefers = self.train.objective == "dpo"
+        if prefers and self.data.format not in ("auto", "preference"):
+            raise ValueError(f"train.objective=dpo needs preferences, and data.format is {self.data.format}")
+        if prefers and self.data.packing not in ("auto", "grouped"):
+            raise ValueError(f"pairs are not packed; leave data.packing={self.data.packing} out")
+        if not prefers and self.data.format == "preference":
+            raise ValueError("data.format=preference needs train.objective=dpo")
+        return self
+
+    @model_validator(mode="after")
+    def _has_tokenizer(self) -> Config:
+        if self.data.tokenizer is None and self.model.path is None:
+            raise ValueError("a fresh model has no tokenizer of its own; set data.tokenizer (`bytes` is built in)")
+        return self
+
+    @property
+    def tokenizer(self) -> str:
+        """Name of the tokenizer, the model's own unless one was named."""
+        return self.data.tokenizer or self.model.path or "bytes"

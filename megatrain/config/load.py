@@ -1,21 +1,138 @@
-"""From a YAML file and `key=value` overrides to the tree, and back.
-
-The last override of a key wins. Paths start at the working directory. Left out: including one file in another.
-"""
+"""From a YAML file, with the line of each key, and `key=value` overrides to the tree of keys, and back."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
-from megatrain.config.complaints import complaint
-from megatrain.config.source import YamlDumper, parse, put, read
-from megatrain.config.tree import Config
+from megatrain.config.errors import complaint
+from megatrain.config.keys import Config
 from megatrain.errors import ConfigError
-from megatrain.files import shown, usable_path, written_whole
+from megatrain.system.paths import missing, read_text, shown, usable_path, written_whole
+
+# YAML -----------------------------------------------------------------------------------------------------------------
+#
+# YAML as nested dicts, with the line of each key.
+#
+# It is read with the floats of YAML 1.2, because PyYAML takes `3e-4` for text. A key given twice is an error. Left out:
+# which keys there are (`keys`).
+
+
+MOST_VALUES = 1_000_000
+"""In a file, each value that an alias stands for counted again."""
+
+
+class _Yaml(yaml.SafeLoader):
+    """Safe YAML whose floats need no dot (`3e-4`), as in YAML 1.2."""
+
+    close = yaml.SafeLoader.dispose
+
+
+class YamlDumper(yaml.SafeDumper):
+    """Writes text that `_Yaml` would read as a float in quotes, and line breaks of Unicode by their escapes."""
+
+
+def _represented(dumper: YamlDumper, text: str) -> yaml.Node:
+    """In single quotes, where the library puts such characters, they come back as spaces."""
+    style = '"' if any(character in text for character in "\x85\u2028\u2029\ufeff") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+YamlDumper.add_representer(str, _represented)
+
+
+for _kind in (_Yaml, YamlDumper):  # tried after the rules of YAML 1.1, so this takes only what those leave as text
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+    )
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The file as nested dicts, and for each dotted key the place where it stands, `file:line`."""
+    try:
+        text = read_text(path)
+    except FileNotFoundError:
+        raise missing(path) from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.reason if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise ConfigError(f"cannot be read ({reason})", where=str(path), fix="give a YAML file") from error
+    places: dict[str, str] = {}
+    tree = parse(text, f"{path}:{{line}}", places)
+    if not isinstance(tree, dict):
+        raise ConfigError("holds no keys", where=str(path), fix="start from configs/quickstart.yaml")
+    return tree, places
+
+
+def parse(text: str, where: str, places: dict[str, str]) -> Any:
+    """`text` as YAML. `where` says where it stands; `{line}` in it becomes the number of the line in question."""
+    try:
+        with closing(_Yaml(text)) as loader:
+            root = loader.get_single_node()
+            if root is None:
+                return None
+            _refuse_growth(root, where)
+            _note_places(root, "", where, places)
+            return loader.construct_document(root)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = where.replace("{line}", str(mark.line + 1 if mark else 1))
+        raise ConfigError(f"malformed YAML ({error.problem})", where=place, fix="correct the line") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason, place = str(error).splitlines()[0], where.replace(":{line}", "")
+        raise ConfigError(f"malformed YAML ({reason})", where=place, fix="correct it") from None
+
+
+def _refuse_growth(root: yaml.Node, where: str) -> None:
+    """Raise `ConfigError` for aliases of aliases, by which a few lines can stand for more values than memory holds."""
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node) -> int:
+        if id(node) not in sizes:
+            sizes[id(node)] = 1  # while it is counted: what holds itself is refused elsewhere
+            inside = node.value if isinstance(node, yaml.CollectionNode) else []
+            parts = [part for each in inside for part in (each if isinstance(each, tuple) else (each,))]
+            sizes[id(node)] = 1 + sum(size(part) for part in parts)
+        return sizes[id(node)]
+
+    if (values := size(root)) > MOST_VALUES:
+        place = where.replace(":{line}", "")
+        raise ConfigError(f"stands for {values:,} values by its aliases", where=place, fix="write them out")
+
+
+def _note_places(node: yaml.Node, prefix: str, where: str, places: dict[str, str]) -> None:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: set[str] = set()
+    for key, value in node.value:
+        place = where.replace("{line}", str(key.start_mark.line + 1))
+        name = f"{prefix}{key.value}"
+        if name in seen:
+            raise ConfigError(f"key {name} is given twice", where=place, fix="remove one of them")
+        seen.add(name)
+        places[name] = place
+        _note_places(value, f"{name}.", where, places)
+
+
+def put(tree: dict[str, Any], keys: list[str], value: Any) -> None:
+    """Set a nested key, in place of whatever stands in its way."""
+    for key in keys[:-1]:
+        if not isinstance(tree.get(key), dict):
+            tree[key] = {}
+        tree = tree[key]
+    tree[keys[-1]] = value
+
+
+# The tree of keys -----------------------------------------------------------------------------------------------------
+#
+# From a YAML file and `key=value` overrides to the tree, and back.
+#
+# The last override of a key wins. Paths start at the working directory. Left out: including one file in another.
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

@@ -7,7 +7,7 @@ Each arrow takes a value and gives the next. All that can be wrong with data is 
 training starts wherever it can be known by then.
 """
 
-from megatrain.data.cache import example_of, holds_chats, holds_pairs, holds_text_only, prepare_samples, statistics_of
+from megatrain.data.detect_kind import begins_with_text, holds_samples, source_called
 from megatrain.data.encode import (
     EncodedSample,
     EncodeOptions,
@@ -17,17 +17,24 @@ from megatrain.data.encode import (
     encode_samples,
     render_example,
 )
-from megatrain.data.formats import Sample, Schema
-from megatrain.data.left_out import LeftOut
 from megatrain.data.loader import Batch, Loader, batch_of, evaluation_batches
-from megatrain.data.pack import Windows, pack, split_windows, unused_tokens
-from megatrain.data.prepare import describe_tokens, prepare_tokens
-from megatrain.data.recognise import begins_with_text, holds_samples, source_called
-from megatrain.data.rows import PackedRows, Reference, Row, Rows, SampleRows, collate, split_samples
-from megatrain.data.sample_file import SampleFile
-from megatrain.data.samples import Source, read_samples
+from megatrain.data.micro_batches import PackedRows, Reference, Row, Rows, SampleRows, collate, split_samples
+from megatrain.data.read_rows import LeftOut
+from megatrain.data.sample_cache import (
+    SampleFile,
+    example_of,
+    holds_chats,
+    holds_pairs,
+    holds_text_only,
+    prepare_samples,
+    statistics_of,
+)
+from megatrain.data.sample_formats import Sample, Schema
+from megatrain.data.sample_sources import Source, read_samples
+from megatrain.data.text_sources import describe_tokens, prepare_tokens
+from megatrain.data.token_files import TokenFile, open_tokens, write_tokens
+from megatrain.data.token_windows import Windows, pack, split_windows, unused_tokens
 from megatrain.data.tokenizer import Tokenizer, load_tokenizer, vocabulary_size
-from megatrain.data.tokens import TokenFile, open_tokens, write_tokens
 
 __all__ = [
     "Batch",

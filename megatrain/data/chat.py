@@ -2,7 +2,7 @@
 
 The text is the chat template's, rendered by the library: the tokenizer's own template, or one that the user chose
 because the model has none (`chatml`, `none`, or a file). What is trained is told by the template where it has
-`{% generation %}` marks, and by `turns.py` where it has none.
+`{% generation %}` marks, and by `assistant_turns.py` where it has none.
 
 A conversation is refused with the template's own words where the template refuses it, and where the template writes
 less than was said: a role that it skips, tools that it does not know. Only reasoning may be missing, which many
@@ -20,13 +20,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from megatrain.data.formats import Sample
+from megatrain.data.assistant_turns import Span, Turns, Unclear, Unrendered, tail_of_last
 from megatrain.data.messages import Message, Tool
+from megatrain.data.sample_formats import Sample
 from megatrain.data.tokenizer import Tokenizer, marked_chat, special_tokens
-from megatrain.data.turns import Span, Turns, Unclear, Unrendered, tail_of_last
 from megatrain.errors import DataError, SampleError, first_line
-from megatrain.files import missing, read_text, usable_path
-from megatrain.time_limit import OutOfTime, within
+from megatrain.system.paths import missing, read_text, usable_path
+from megatrain.system.time_limit import OutOfTime, within
 
 T = TypeVar("T")
 TrainOn: TypeAlias = Literal["assistant", "last", "all"]
@@ -99,18 +99,20 @@ def choose_template(
     if choice == "model":
         if not tokenizer.chat_template:
             what = "the model has no chat template"
-            raise DataError(what, where=str(tokenizer.name_or_path), fix=f"set data.template: {CHOICES}")
+            raise DataError(what, where=str(tokenizer.name_or_path), fix=f"set data.chat_template: {CHOICES}")
         return ChatTemplate(tokenizer, f"of {tokenizer.name_or_path or 'the tokenizer'}", None, chosen)
     if choice == "chatml":
         end = CHATML_END if CHATML_END in tokenizer.get_vocab() else CHATML_END + (tokenizer.eos_token or "")
         return ChatTemplate(tokenizer, choice, CHATML.replace("END", end), chosen)
     if choice == "none":
         return ChatTemplate(tokenizer, choice, NONE, chosen)
-    path = usable_path(choice, where="data.template", error=DataError)
+    path = usable_path(choice, where="data.chat_template", error=DataError)
     if not path.is_file():
         if path.exists() or path.suffix or path.parent != Path():
             raise missing(path, DataError)
-        raise DataError(f"no chat template is called {choice!r}", where="data.template", fix=f"name `model`, {CHOICES}")
+        raise DataError(
+            f"no chat template is called {choice!r}", where="data.chat_template", fix=f"name `model`, {CHOICES}"
+        )
     try:
         return ChatTemplate(tokenizer, choice, read_text(path), chosen)
     except (OSError, UnicodeDecodeError) as error:
@@ -205,7 +207,7 @@ class _Rendering:
     def _in_time(self, render: Callable[[], T]) -> T:
         """What `render` returns. Raises `DataError` for a template that does not end."""
         where = f"the chat template {self.template.name}"
-        fix = "correct it, or choose another data.template"
+        fix = "correct it, or choose another data.chat_template"
         if _raises_to_a_power(self.text):  # in one call into C, which no limit of time can end
             raise DataError("raises a number to a power, which may never end", where=where, fix=fix)
         try:
@@ -283,7 +285,7 @@ def _thoughts(message: Message) -> list[str]:
 
 
 def _refused(what: str, reason: str, sample: Sample, template: ChatTemplate) -> SampleError:
-    fix = "correct the sample, or choose another data.template"
+    fix = "correct the sample, or choose another data.chat_template"
     return SampleError(f"the chat template {template.name} {what}", reason=reason, where=sample.origin, fix=fix)
 
 

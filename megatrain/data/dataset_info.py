@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatrain.data.formats import Format, Schema
 from megatrain.data.json_text import parsed
-from megatrain.data.samples import Source
+from megatrain.data.sample_formats import Format, Schema
+from megatrain.data.sample_sources import Source
 from megatrain.errors import DataError
-from megatrain.files import missing, read_text, usable_path
+from megatrain.system.paths import missing, read_text, usable_path
 
 # LLaMA-Factory's name of a column -> ours, by formatting
 COLUMNS: dict[str, dict[str, str]] = {

@@ -24,9 +24,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from megatrain.data.assistant_turns import Span
 from megatrain.data.chat import EMPTY_ANSWER, ChatTemplate, MarkedText, TrainOn, choose_template, mark_chat, prompt_text
-from megatrain.data.formats import NOT_A_TARGET, Sample
-from megatrain.data.left_out import LeftOut
+from megatrain.data.read_rows import LeftOut
+from megatrain.data.sample_formats import NOT_A_TARGET, Sample
 from megatrain.data.tokenizer import (
     Tokenizer,
     encode_with_offsets,
@@ -36,7 +37,6 @@ from megatrain.data.tokenizer import (
     tokenizer_identity,
     vocabulary_size,
 )
-from megatrain.data.turns import Span
 from megatrain.errors import SampleError
 
 FORMAT = 1  # part of an encoder's identity: raise it when the same sample would give other tokens or targets

@@ -2,7 +2,7 @@
 
 The library's reader, told to refuse what it would pass over: an object with a key twice, of which it keeps the last. A
 file that is one list is read as a stream, so that memory does not grow with it; what is wrong is told by its line.
-Left out: JSON lines (`records.py`, `text.py`), which are read line by line.
+Left out: JSON lines (`read_rows.py`, `text_sources.py`), which are read line by line.
 """
 
 from __future__ import annotations

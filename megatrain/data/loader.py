@@ -2,7 +2,7 @@
 
 The order of an epoch is a permutation that (seed, epoch) alone decides, and epochs follow one another without a seam: a
 batch may hold the last rows of one and the first of the next, so nothing is dropped. Several sources are mixed by their
-weights (`order.source_behind`), each through epochs of its own. Hence the rows drawn from each source are the whole
+weights (`sampler.source_behind`), each through epochs of its own. Hence the rows drawn from each source are the whole
 state, and the micro-batch size may change between a save and a resume (but for grouped lengths, which depend on it).
 
 What a step holds is decided in the foreground, in order; workers only read and collate it, so they change nothing, and
@@ -22,13 +22,14 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from megatrain.data.order import epoch_order, source_behind
-from megatrain.data.rows import Row, Rows, SampleRows, collate
+from megatrain.data.micro_batches import Row, Rows, SampleRows, collate
+from megatrain.data.sampler import epoch_order, source_behind
 from megatrain.errors import DataError
 
 __all__ = ["Batch", "Loader", "batch_of", "epoch_order", "evaluation_batches"]
 
-# "input_ids" and "labels", int64 tensors of shape (rows, tokens) and of plain text one and the same; see `rows.collate`
+# "input_ids" and "labels", int64 tensors of shape (rows, tokens) and of plain text one and the same; see
+# `micro_batches.collate`
 Batch: TypeAlias = dict[str, torch.Tensor]
 
 STATE_VERSION = 1
@@ -206,7 +207,7 @@ def _seed_of(seed: int, source: int) -> int:
 
 
 def batch_of(rows: Sequence[Row]) -> Batch:
-    """`rows.collate` as tensors over the same memory; what is one array stays one tensor."""
+    """`micro_batches.collate` as tensors over the same memory; what is one array stays one tensor."""
     arrays = collate(rows)
     tensors: dict[int, torch.Tensor] = {id(array): torch.from_numpy(array) for array in arrays.values()}
     return {name: tensors[id(array)] for name, array in arrays.items()}

@@ -18,8 +18,8 @@ from itertools import takewhile
 from typing import Any
 
 from megatrain.data.encode import EncodedSample, Statistics
-from megatrain.data.formats import Format, Sample, Schema, read_sample, require_fields
-from megatrain.data.records import Row
+from megatrain.data.read_rows import Row
+from megatrain.data.sample_formats import Format, Sample, Schema, read_sample, require_fields
 from megatrain.errors import SampleError
 
 ANSWERS = ("chosen", "rejected")

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from megatrain.data.tokens import TokenArray
+from megatrain.data.token_files import TokenArray
 from megatrain.errors import DataError, first_line
-from megatrain.files import missing, nearest_path, refuse_unreadable_in, usable_path
+from megatrain.system.paths import missing, nearest_path, refuse_unreadable_in, usable_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

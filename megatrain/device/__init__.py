@@ -5,6 +5,6 @@
 
 from megatrain.device.base import Device, Errand, Event, Span, Stream, Task, timed
 from megatrain.device.open import open_device
-from megatrain.device.peak import matmul_flops
+from megatrain.device.probe import matmul_flops
 
 __all__ = ["Device", "Errand", "Event", "Span", "Stream", "Task", "matmul_flops", "open_device", "timed"]

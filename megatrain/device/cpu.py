@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatrain.device import heap
+from megatrain.device import host_memory
 from megatrain.device.base import Event, Interval, OnTheHost, Stream, Task, Work, declared
-from megatrain.device.pages import mapped
+from megatrain.device.host_memory import mapped
 from megatrain.device.worker import WorkerStream, as_foreground_error, close_workers, raise_first, worker_of
 from megatrain.errors import DeviceError
 
@@ -121,10 +121,10 @@ class CpuDevice(OnTheHost):
         return torch.from_numpy(block[start : start + nbytes])
 
     def tidy(self) -> None:
-        heap.trim()
+        host_memory.trim()
         if self._keeping is None:  # not sooner: what loading a model frees is of no use to a step
-            heap.keep_freed()
-            self._keeping = weakref.finalize(self, heap.let_go)
+            host_memory.keep_freed()
+            self._keeping = weakref.finalize(self, host_memory.let_go)
 
     def lend(
         self, task: Task, memory: Mapping[str, torch.Tensor]

@@ -28,8 +28,7 @@ from typing import Any
 import torch
 
 from megatrain.device.base import Event, Interval, Stream, Task, Work, declared
-from megatrain.device.numa import Node, node_of
-from megatrain.device.pages import keep_from_children, mapped
+from megatrain.device.host_memory import Node, keep_from_children, mapped, node_of
 from megatrain.device.worker import (
     HostEvent,
     OwningProcess,

@@ -8,7 +8,7 @@ from megatrain.device.base import Device
 from megatrain.device.cpu import CpuDevice
 from megatrain.device.sim import SimDevice
 from megatrain.errors import DeviceError
-from megatrain.fields import shown
+from megatrain.spec.fields import shown
 
 
 def open_device(name: str | torch.device) -> Device:

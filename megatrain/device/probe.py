@@ -17,6 +17,7 @@ from itertools import product
 from math import prod
 from statistics import fmean, median
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -24,8 +25,8 @@ from torch.nn import functional
 
 from megatrain.device.base import Device, Errand, Interval, Work, timed
 from megatrain.errors import OutOfDeviceMemory
-from megatrain.rates import AttentionRate, ElementwiseRate, ProductRate
 from megatrain.spec import Precision
+from megatrain.spec.rates import AttentionRate, ElementwiseRate, ProductRate
 
 Made = TypeVar("Made")
 Job = Callable[[], object]
@@ -388,3 +389,34 @@ def _middle(values: Sequence[float]) -> float:
     """Mean of the middle half."""
     ordered, aside = sorted(values), len(values) // 4
     return fmean(ordered[aside : len(ordered) - aside])
+
+
+SIZES = {"cpu": 2048, "cuda": 8192}
+PRODUCT_ROUNDS, LEAST_ROUNDS, SECONDS = 20, 2, 0.5
+"""Products that are timed: fewer where a device is so slow that they would take longer than that."""
+
+_MEASURED: WeakKeyDictionary[Device, dict[torch.dtype, float]] = WeakKeyDictionary()
+
+
+def matmul_flops(device: Device, dtype: torch.dtype) -> float:
+    """Floating-point operations per second of a square product of random matrices; the best of a few rounds.
+
+    Measured at the first call for a device and a dtype, and remembered for as long as the device is there.
+    """
+    measured = _MEASURED.setdefault(device, {})
+    if dtype not in measured:
+        measured[dtype] = _best_of_a_few(device, dtype)
+    return measured[dtype]
+
+
+def _best_of_a_few(device: Device, dtype: torch.dtype) -> float:
+    size = SIZES[device.torch_device.type]
+    left, right = (torch.randn(size, size, device=device.torch_device).to(dtype) for _ in range(2))
+    best, started = float("inf"), time.perf_counter()
+    for done in range(PRODUCT_ROUNDS):
+        began = time.perf_counter()
+        if done >= LEAST_ROUNDS and began - started > SECONDS:
+            break
+        (left @ right)[0, 0].item()
+        best = min(best, time.perf_counter() - began)
+    return 2.0 * size**3 / best

@@ -6,7 +6,7 @@ Arithmetic is the cpu's; everything around it is hostile.
   stream among those whose next work has all its events. It has temperaments: `uniform`; `starve` (one stream runs
   only when nothing else can); `late` (copies run only when nothing else can); `eager` (whatever was submitted last
   goes first, so overwrites come as early as the events allow). The same seed gives the same run.
-* *Races* are found by happens-before (`races`), even when the values came out right.
+* *Races* are found by happens-before (`race_check`), even when the values came out right.
 * *Memory* is separate and has a capacity. All of it reads as NaN, except the bytes that a running op declares to
 read, for
   as long as it runs; what it declares to write is kept. An op that touches anything else is caught.
@@ -18,6 +18,7 @@ One thing runs at a time, so a seed fixes the run.
 
 from __future__ import annotations
 
+import errno
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,8 +31,7 @@ import torch
 from torch import Tensor
 
 from megatrain.device.base import Event, Interval, OnTheHost, Stream, Task, Work, declared
-from megatrain.device.faults import Fault, fail
-from megatrain.device.races import Clock, RaceDetector, joined
+from megatrain.device.race_check import Clock, RaceDetector, joined
 from megatrain.device.worker import as_foreground_error, raise_first
 from megatrain.errors import BrokenPromise, Deadlock, DeviceError, MegaTrainError, OutOfDeviceMemory
 
@@ -410,3 +410,47 @@ class SimDevice(OnTheHost):
                 item = stream.queue.popleft()
                 item.event.done, item.event.failure = True, report
         return report
+
+
+# Failures on demand ---------------------------------------------------------------------------------------------------
+#
+# Failures on demand, for the simulated device: what goes wrong, and at which op.
+
+
+FaultKind = Literal["raise", "copy", "memory", "read", "short", "hang"]
+KINDS: tuple[FaultKind, ...] = ("raise", "copy", "memory", "read", "short", "hang")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One failure.
+
+    kind: `raise` (the worker raises before it does anything), `memory` (the device is out of memory), `read` (an
+    input/output error before anything arrived), `copy` (everything arrived but was damaged on the way, and that is
+    noticed), `short` (only a part arrived), `hang` (the work never ends).
+    at: the name of an op (`FETCH u3 s0`), or a number in the order of execution, counted from 0.
+    after: of an op that comes up several times (a fetch in forward and backward), how often it is let pass.
+    """
+
+    kind: FaultKind
+    at: str | int
+    after: int = 0
+
+
+def fail(kind: FaultKind, name: str, work: Callable[[], None]) -> None:
+    """Run `work` as far as the fault lets it, and raise what it would raise. The device damages what was written."""
+    match kind:
+        case "raise":
+            raise RuntimeError(f"injected: {name} raises")
+        case "memory":
+            raise OutOfDeviceMemory(f"injected: no device memory for {name}", where="sim")
+        case "read":
+            raise OSError(errno.EIO, f"injected: {name} cannot read")
+        case "copy":
+            work()
+            raise OSError(errno.EIO, f"injected: the copy of {name} arrived damaged")
+        case "short":
+            work()
+            raise OSError(errno.EIO, f"injected: {name} transferred only a part")
+        case "hang":
+            raise AssertionError("a hang is never run")

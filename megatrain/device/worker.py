@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatrain.device.base import Event, Interval, Task, Work
-from megatrain.device.numa import run_on
+from megatrain.device.host_memory import run_on
 from megatrain.errors import DeviceError, MegaTrainError, OutOfDeviceMemory, StreamFailed, typed_line
 
 

@@ -8,10 +8,10 @@ from megatrain.engine.batch import (
     sequences_of,
     target_mask,
 )
+from megatrain.engine.chunked_loss import KeepLogProbs, LogitsLoss, LogProbLoss, LossFn, StepResult
 from megatrain.engine.executor import Executor
-from megatrain.engine.gradients import GradSink
-from megatrain.engine.losses import KeepLogProbs, LogitsLoss, LogProbLoss, LossFn, StepResult
-from megatrain.engine.step import DTYPES, Streamer
+from megatrain.engine.gradient_sums import GradSink
+from megatrain.engine.ops import DTYPES, Streamer
 
 __all__ = [
     "DTYPES",

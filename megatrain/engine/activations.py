@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from megatrain.engine.formed import Homes
+from megatrain.engine.autograd import Homes
 from megatrain.engine.weights import Bound
 from megatrain.errors import ModelError
 from megatrain.model import Call, Sides, Stored

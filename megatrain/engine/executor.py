@@ -18,7 +18,7 @@ ATTEMPTS = 4
 Act = Callable[[Op, Held], None]
 """Does what an op stands for, with the memory that it declared."""
 
-Locate = Callable[[str, int, str], str]
+Locate = Callable[[str, int, object], str]
 """(buffer, byte offset, content) -> the unit and parameter that lie there, for messages."""
 
 
@@ -32,7 +32,7 @@ class Executor:
         self.moved = time.monotonic()
         """When an op last began or ended."""
 
-    def run(self, schedule: Schedule, act: Act) -> Timeline | None:
+    def walk(self, schedule: Schedule, act: Act) -> Timeline | None:
         """Run the whole schedule and wait for its end. Returns when each op ran, if the device is `timed`.
 
         Raises what an op raised: errors of ours as they are, others as `StreamFailed` naming the op. Every stream has

@@ -7,15 +7,17 @@ may be overwritten between forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatrain.layout import layout_of
-from megatrain.spec import UnitSpec
+from megatrain.schedule import AHEAD, Schedule
+from megatrain.schedule.contents import Gradient, Weights
+from megatrain.spec import ModelSpec, UnitSpec
+from megatrain.spec.layout import Layout, layout_of
 
 Need = Callable[[int, int], None]
 """Told of the elements [start, stop) of a unit's weights that are about to be read."""
@@ -122,3 +124,36 @@ def names_weights(bound: Bound) -> AbstractContextManager[object]:
 
     hooks: Callable[..., AbstractContextManager[object]] = torch.autograd.graph.saved_tensors_hooks
     return hooks(pack, unpack)
+
+
+# Names of places ------------------------------------------------------------------------------------------------------
+#
+# Which unit and parameter lie at a byte of a buffer, in words, for errors of the tiers below.
+#
+# They know bytes and contents only.
+
+
+def place_of(
+    spec: ModelSpec,
+    layouts: Sequence[Layout],
+    running: Schedule | None,
+    buffer: str,
+    start: int,
+    content: object,
+    nbytes: int = 2,
+) -> str:
+    """The unit, and for weights and gradients the parameter, that lie at byte `start` of a buffer. nbytes: of an
+    element of weights."""
+    unit: int | None = getattr(content, "unit", None)
+    if unit is None:
+        return buffer
+    if not isinstance(content, Weights | Gradient) or running is None or buffer.startswith(("host/slab/", AHEAD)):
+        return spec.units[unit].name
+    layout = layouts[unit] if isinstance(content, Weights) else layouts[unit].trained
+    begin, end = running.extent(buffer, content)
+    return _named(spec, layout, unit, (start - begin) // ((end - begin) // layout.size))
+
+
+def _named(spec: ModelSpec, layout: Layout, unit: int, element: int) -> str:
+    inside = (field.name for field in layout.fields if field.start <= element < field.stop)
+    return f"unit {spec.units[unit].name}, {next(inside, 'between parameters')}"

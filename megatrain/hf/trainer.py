@@ -27,13 +27,12 @@ from transformers import AutoProcessor, Trainer
 
 from megatrain.checkpoint import open_checkpoint
 from megatrain.engine import count_targets
-from megatrain.engine.losses import own_entries
+from megatrain.engine.chunked_loss import own_entries
 from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
-from megatrain.hf.losses import router_coefficient, router_weights, stock_loss
-from megatrain.hf.named import NamedSource, named_model
+from megatrain.hf.model import NamedSource, StandIn, named_model, own_forward
 from megatrain.hf.optimizer import EngineOptimizer
 from megatrain.hf.refusals import refuse_arguments, refuse_class, refuse_keywords, refuse_model
-from megatrain.hf.standin import StandIn, own_forward
+from megatrain.hf.trainer_losses import router_coefficient, router_weights, stock_loss
 from megatrain.losses import LossFn
 from megatrain.model import PretrainedSource
 from megatrain.optim import AdamW
@@ -50,7 +49,7 @@ class Streamed:
 
     model: as usual, or the folder or hub name of one, which is then never loaded whole. loss_fn: in place of
     cross-entropy, see `megatrain.losses`. engine_options: what `Engine.from_model` takes beyond what the training
-    arguments say, such as `policy` and `disk`.
+    arguments say, such as `policy`, `numerics` and `disk`.
 
     Raises `ConfigError` and `ModelError`, before anything is allocated, for what cannot be honoured.
     """
@@ -159,7 +158,7 @@ class Streamed:
                     raise ConfigError(what, where=where, fix=fix)
                 setattr(getattr(engine, kind), name, copy.deepcopy(getattr(getattr(self.model, kind), name, value)))
                 before[name] = value
-        ours = {param.name: (param.shape, param.trainable) for unit in engine.spec.units for param in unit.params}
+        ours = {param.name: (param.shape, param.trainable) for unit in engine.structure.units for param in unit.params}
         now = {name: (tuple(p.shape), p.requires_grad) for name, p in self.model.named_parameters()}
         if odd := sorted({*ours.items()} ^ {*now.items()}):
             what = f"its parameter {odd[0][0]} has been added, removed, resized or frozen since the engine was made"

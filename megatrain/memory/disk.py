@@ -26,9 +26,8 @@ from torch import Tensor
 from megatrain.device.worker import OwningProcess
 from megatrain.errors import CorruptRegion, DiskError, DiskFull
 from megatrain.memory.disk_faults import DiskFault, FaultPlan
-from megatrain.memory.scratch import ScratchFile, as_disk_error
-from megatrain.memory.striped import SECTOR, Block, Space, lay_out
-from megatrain.memory.traffic import Bytes, Reads, Region, Traffic, Writes
+from megatrain.memory.io_queue import Bytes, Reads, Region, Traffic, Writes
+from megatrain.memory.scratch_files import SECTOR, Block, ScratchFile, Space, as_disk_error, lay_out
 
 BLOCK_NBYTES = 4 << 20
 DEPTH = 4

@@ -47,7 +47,8 @@ class Ledger:
 
     def nbytes(self, tier: str) -> int:
         """Bytes held in a tier."""
-        return sum(buffer.nbytes for buffer in self._buffers.values() if buffer.tier == tier)
+        buffers = list(self._buffers.values())  # at once: other threads ask while buffers change
+        return sum(buffer.nbytes for buffer in buffers if buffer.tier == tier)
 
     def table(self) -> dict[tuple[str, str], int]:
         """(tier, owner) -> bytes, largest first within each tier."""

@@ -24,7 +24,8 @@ from megatrain.errors import DeviceError, PlanError
 from megatrain.memory.disk import Disk
 from megatrain.memory.ledger import Ledger
 from megatrain.schedule import USED, Access, Buffer, Op
-from megatrain.schedule.slabs import is_locked
+from megatrain.schedule.contents import Scratch
+from megatrain.schedule.passes.pinned_staging import is_locked
 from megatrain.spec import Tier, Transit
 
 PART_NAMES = {"hi": "weights", "low": "low bits", "moments": "moments"}
@@ -227,7 +228,7 @@ class Pool:
 
     def _copy(self, name: str, work: Callable[[Tensor], object], *, writes: bool) -> None:
         """Have `work` done on a device buffer, as a task like any other."""
-        span = (Access(name, 0, self._buffers[name].nbytes, name),)
+        span = (Access(name, 0, self._buffers[name].nbytes, Scratch(name)),)
         task = Errand(f"copy of {name}", reads=() if writes else span, writes=span if writes else ())
 
         def run() -> None:

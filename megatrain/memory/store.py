@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatrain.layout import Field, Layout, layout_of
 from megatrain.memory.pool import Pool
-from megatrain.optim.split import join, join_into, split_into
-from megatrain.schedule.state import spare_nbytes
-from megatrain.spec import Home, ModelSpec, Policy, Precision, Tier
+from megatrain.optim.split_master import join, join_into, split_into
+from megatrain.schedule.passes.state_buffers import spare_nbytes
+from megatrain.spec import Home, ModelSpec, Numerics, Policy, Precision, Tier
+from megatrain.spec.layout import Field, Layout, layout_of
 
 PARTS = ("hi", "low", "moments")
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -57,8 +57,8 @@ def unit_state(parts: Mapping[str, Tensor], layout: Layout, precision: Precision
 class Store:
     """The state of all units, in the tiers of `policy`, reached through the pool."""
 
-    def __init__(self, model: ModelSpec, policy: Policy, pool: Pool) -> None:
-        self.model, self.precision, self.pool = model, policy.precision, pool
+    def __init__(self, model: ModelSpec, numerics: Numerics, policy: Policy, pool: Pool) -> None:
+        self.model, self.precision, self.pool = model, numerics.precision, pool
         self._units = range(len(model.units))
         self.layouts: list[Layout] = [layout_of(unit) for unit in model.units]
         self._owner = {field.name: (unit, field) for unit, layout in enumerate(self.layouts) for field in layout.fields}
@@ -78,6 +78,12 @@ class Store:
         state = self.unit(unit)
         self._changed = True
         return state
+
+    def non_finite(self) -> list[str]:
+        """Names of parameters whose masters hold values that are not finite. It looks at every one."""
+        found = [name for name in self.names() if not bool(self.master(name).isfinite().all())]
+        self.settle()
+        return found
 
     def settle(self) -> None:
         """Put back what has been changed, and hold nothing open. Before ops run, and when reading has ended.

@@ -1,22 +1,20 @@
 """Hugging Face causal language models as units that can stream. The only home of `transformers` (tokenizers:
 `data`)."""
 
-from megatrain.model.arguments import Arguments
-from megatrain.model.chosen import Answering, Keeping, Stored
+from megatrain.model.checkpoint_names import WrittenModel, WrittenTensor
 from megatrain.model.compiled import require_compiler, spent
+from megatrain.model.forward_arguments import Arguments
 from megatrain.model.freeze import freeze_parameters
-from megatrain.model.fresh import FreshSource
+from megatrain.model.generate import TextStream, speak
 from megatrain.model.hub import model_named
-from megatrain.model.learn import buffer_dtypes, port_model, refuse_other_kinds
-from megatrain.model.load import causal_lm_from_config, load_causal_lm
-from megatrain.model.packable import only_single_rows, why_not_packable
-from megatrain.model.ported import PortedModel, Sides
-from megatrain.model.ports import Call
+from megatrain.model.initialize import FreshSource
+from megatrain.model.packed_sequences import only_single_rows, why_not_packable
+from megatrain.model.ports import Call, PortedModel, Sides
 from megatrain.model.pretrained import PretrainedSource
-from megatrain.model.sources import Masters, ModelSource, Progress, Source
-from megatrain.model.speaker import TextStream, speak
-from megatrain.model.uses import Uses, is_wrapped, tensors_in
-from megatrain.model.written import WrittenModel, WrittenTensor
+from megatrain.model.saved_activations import Answering, Keeping, Stored
+from megatrain.model.split_into_units import buffer_dtypes, port_model, refuse_other_kinds
+from megatrain.model.weight_reads import Uses, is_wrapped, tensors_in
+from megatrain.model.weight_sources import Masters, ModelSource, Progress, Source, causal_lm_from_config, load_causal_lm
 
 __all__ = [
     "Answering",

@@ -25,9 +25,9 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megatrain.errors import ModelError, first_line
-from megatrain.files import read_json
 from megatrain.model.hub import cached_folder, is_local, located
-from megatrain.time_limit import OutOfTime, within
+from megatrain.system.paths import read_json
+from megatrain.system.time_limit import OutOfTime, within
 
 T = TypeVar("T")
 

@@ -4,7 +4,8 @@ What is compiled is the call of a layer with given weights, not a module; anothe
 same code. Each shape of a micro-batch is compiled for itself, so that what is computed depends on nothing that ran
 before, a resumed run included. Numbers differ from those of the library's own code by rounding. Dropout draws what it
 draws without, and values are rounded to bfloat16 where the library's code rounds them. Left out: layers whose router
-outputs are recorded, which run inside a hook of the library; parts that run in chunks stay as they are (`tokenwise`).
+outputs are recorded, which run inside a hook of the library; parts that run in chunks stay as they are
+(`chunked_layers`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def spent() -> tuple[int, float]:
 
 def require_compiler(device: torch.device) -> None:
     """Raise `PlanError` where nothing could be compiled for a device."""
-    where = "policy.kernels"
+    where = "numerics.kernels"
     if device.type == "cuda":
         if not importlib.import_module("torch.utils._triton").has_triton():
             raise PlanError("triton is not there", where=where, fix="pip install triton, or use stock")
@@ -64,7 +65,7 @@ def compiled_call(
     except dynamo.exc.FailOnRecompileLimitHit as error:
         raise PlanError(
             f"more than {MOST_COMPILATIONS} shapes of micro-batches would be compiled",
-            where="policy.kernels",
+            where="numerics.kernels",
             fix="give all micro-batches one shape (packing=best_fit), or use stock",
         ) from error
     if graphs["unique_graphs"] > before:

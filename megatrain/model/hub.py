@@ -18,7 +18,7 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from megatrain.errors import ModelError, first_line
-from megatrain.files import read_json, refuse_special, refuse_unreadable_in, usable_path
+from megatrain.system.paths import read_json, refuse_special, refuse_unreadable_in, usable_path
 
 ADAPTER = "adapter_config.json"
 """What peft writes in place of a config.json."""

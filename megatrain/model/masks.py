@@ -1,4 +1,4 @@
-"""What layers are called with when rows are padded or packed, or longer than a window: seen, not derived.
+"""What layers are called with when rows are padded or packed, or longer than a window: measured, not derived.
 
 The model's own prologue is run on a few tokens once more for each: with the last one masked, with positions that start
 again, and with its windows made small, under the names by which the library's masks read them from a config. What
@@ -15,16 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.model.moments import Recording, growth, widest_of
-from megatrain.model.ported import PortedModel
-from megatrain.model.ports import Call, Capture
-from megatrain.model.profile import LENGTHS
+from megatrain.model.peak import Lengths, Recording, growth_of, peak_of
+from megatrain.model.ports import Capture, PortedModel
 from megatrain.spec import LayerProfile
 
 WINDOWS = ("sliding_window", "attention_chunk_size")
 """Fields of a config that the library's masks are made by (`transformers.masking_utils`)."""
-SMALL = 3
-"""Positions of a window that is made small."""
+SMALL, LARGE = 3, 1 << 30
+"""Positions of windows that all the short runs are longer than, and none."""
 
 Inputs = Mapping[str, Tensor]
 Rows = Callable[[int, int], Inputs]
@@ -53,123 +51,97 @@ class NotTaken(Exception):
 
 
 def captured(ported: PortedModel, inputs: Inputs) -> Capture:
-    """What layers are called with. Raises what the model's code raises."""
+    """What layers are called with. Raises `NotTaken`."""
     capture = Capture(len(ported.ports))
-    with torch.no_grad():
-        ported.run(capture, ported.placeholders, inputs)
+    try:
+        with torch.no_grad():
+            ported.run(capture, ported.placeholders, inputs)
+    except Exception as error:  # whatever foreign code raises
+        raise NotTaken from error
     return capture
 
 
-def _captured(ported: PortedModel, inputs: Inputs) -> Capture:
-    """As `captured`; raises `NotTaken`."""
+def profile_prologue(ported: PortedModel, lengths: Lengths) -> LayerProfile:
+    """Of whole rows, and of others that the model takes and that differ. Raises what its code raises of whole ones."""
     try:
-        return captured(ported, inputs)
-    except Exception as error:  # whatever foreign code raises
-        raise NotTaken from error
+        profile = _profile(ported, whole, lengths)
+    except NotTaken as error:
+        raise error.__cause__ or error from None
+    found: dict[str, LayerProfile] = {}
+    for name, rows in (("padded", padded), ("packed", packed), ("masked", whole)):
+        try:
+            if name != "masked":
+                found[name] = _profile(ported, rows, lengths)
+            else:
+                with windows(ported, SMALL):
+                    found[name] = _profile(ported, rows, lengths)
+        except NotTaken:
+            continue
+    return replace(profile, others=tuple((name, other) for name, other in found.items() if other != profile))
 
 
-def of_prologue(ported: PortedModel, rows: Rows) -> LayerProfile:
-    """What the prologue hands on, and what it makes. Raises `NotTaken`."""
-    records, found = [], []
-    for tokens in LENGTHS:
-        one = rows(1, tokens)
+def _profile(ported: PortedModel, rows: Rows, lengths: Lengths) -> LayerProfile:
+    records, shared, apart = [], [], []
+    for tokens in lengths:
+        inputs = rows(1, tokens)
         records.append(record := Recording())
         with record:
-            given = _captured(ported, one)
-        found.append((_sizes(given), _sizes(_captured(ported, rows(2, tokens)))))
-    (one_short, two_short), (one_long, two_long) = found
-    if len({len(each) for each in (one_short, two_short, one_long, two_long)}) > 1:
-        one_short, two_short, one_long, two_long = ([sum(each)] for each in (one_short, two_short, one_long, two_long))
-    shared, apart = [0.0, 0.0], [0.0, 0.0]
-    for less, twice, more in zip(one_short, two_short, one_long, strict=True):
-        fixed, each, by_length = growth(less, more, LENGTHS)
-        into = apart if twice > less else shared
-        into[0] += each + fixed / LENGTHS[0]
-        into[1] += by_length
-    device, host = widest_of(records, LENGTHS)
+            one = captured(ported, inputs)
+        nbytes, of_two = _arguments_nbytes(one), _arguments_nbytes(captured(ported, rows(2, tokens)))
+        shared.append(2 * nbytes - of_two)
+        apart.append(of_two - nbytes)
     return LayerProfile(
-        arguments_nbytes=shared[0],
-        arguments_nbytes_by_length=shared[1],
-        arguments_row_nbytes=apart[0],
-        arguments_row_nbytes_by_length=apart[1],
-        forward_moments=device,
-        host_forward_moments=host,
+        forward=peak_of(records, lengths),
+        arguments=growth_of(shared, lengths),
+        row_arguments=growth_of(apart, lengths),
     )
 
 
-def _sizes(capture: Capture) -> list[int]:
-    """Bytes of each storage that layers are called with, the hidden state apart."""
+def _arguments_nbytes(capture: Capture) -> int:
+    """Of all that layers are called with, the hidden state apart."""
     assert capture.hidden is not None
-    given = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in _given(capture.calls)}
-    given.pop(capture.hidden.untyped_storage().data_ptr(), None)
-    return list(given.values())
-
-
-def _given(calls: list[Call]) -> list[Tensor]:
-    return [tensor for call in calls for tensor in call.tensors()]
-
-
-def with_rows(ported: PortedModel) -> LayerProfile:
-    """The profile of the prologue, with those for other rows where the model takes them. Raises what its code raises of
-    whole ones."""
-    try:
-        profile = of_prologue(ported, whole)
-    except NotTaken as error:
-        raise error.__cause__ or error from None
-    others: dict[str, LayerProfile | None] = {}
-    for name, rows in (("padded", padded), ("packed", packed)):
-        others[name] = _tried(lambda rows=rows: of_prologue(ported, rows))  # type: ignore[misc]
-    if windows_of(ported):
-        with small_windows(ported):
-            others["masked"] = _tried(lambda: of_prologue(ported, whole))
-    told = {name: None if other == profile else other for name, other in others.items()}
-    return replace(profile, masked=told.get("masked"), padded=told["padded"], packed=told["packed"])
-
-
-def _tried(run: Callable[[], Any]) -> Any:
-    """`None` where the model's code takes no such rows."""
-    try:
-        return run()
-    except NotTaken:
-        return None
+    tensors = [tensor for call in capture.calls for tensor in call.tensors()]
+    nbytes = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    nbytes.pop(capture.hidden.untyped_storage().data_ptr(), None)
+    return sum(nbytes.values())
 
 
 # Windows --------------------------------------------------------------------------------------------------------------
 
 
-def windows_of(ported: PortedModel) -> dict[int, int]:
-    """Layer -> the positions that it attends to at most, of those that are told by a mask."""
+def windows_of(ported: PortedModel, tokens: int) -> dict[int, int]:
+    """Layer -> the positions that it attends to at most, of those that are told by a mask, as runs of `tokens` show."""
     found: dict[int, int] = {}
-    configs = _configs(ported)
-    plain = captured(ported, whole(1, LENGTHS[0]))
+    plain = captured(ported, whole(1, tokens))
     for name in WINDOWS:
-        sizes = [int(size) for size in (getattr(each, name, 0) for each in configs) if _is_size(size)]
+        sizes = [size for each in _configs(ported) if _is_size(size := getattr(each, name, 0))]
         if not sizes:
             continue
-        with small_windows(ported, name):
-            small = _tried(lambda: _captured(ported, whole(1, LENGTHS[0])))
-        for index in range(len(plain.calls) if small else 0):
-            if not alike(plain, small, index):
-                found[index] = min(sizes)
+        try:
+            with windows(ported, SMALL, name):
+                small = captured(ported, whole(1, tokens))
+        except NotTaken:
+            continue
+        found |= {index: min(sizes) for index in range(len(plain.calls)) if not alike(plain, small, index)}
     return found
 
 
 @contextmanager
-def small_windows(ported: PortedModel, *names: str) -> Iterator[None]:
-    """In the block, windows of the config are smaller than the tiny runs."""
+def windows(ported: PortedModel, size: int, *names: str) -> Iterator[None]:
+    """In the block, windows of the config are of this size."""
     before = [
-        (each, name, getattr(each, name))
+        (each, name, own)
         for each in _configs(ported)
         for name in names or WINDOWS
-        if _is_size(getattr(each, name, None))
+        if _is_size(own := getattr(each, name, None))
     ]
     try:
-        for each, name, size in before:
-            setattr(each, name, min(size, SMALL))
+        for each, name, _ in before:
+            setattr(each, name, size)
         yield
     finally:
-        for each, name, size in before:
-            setattr(each, name, size)
+        for each, name, own in before:
+            setattr(each, name, own)
 
 
 def _is_size(value: Any) -> bool:

@@ -1,184 +1,374 @@
-"""What a layer takes beside its weights, found by running it on zeros: attention arithmetic, and what autograd
-keeps, and what outputs of single ops take and save.
+"""What a model's layers, its head and its prologue take beside their weights, measured by running them on zeros.
 
-No formula per architecture could be right for all of them, and one run of each kind of layer at two short lengths
-tells both numbers: kept bytes are linear in tokens, plus a part that grows with tokens x length where a kernel keeps
-its scores. The zeros take no memory worth naming. Left out: what a kernel needs for its own time only.
+Each kind of layer runs forward, and forward and backward, at three short lengths, and a fit through the peaks (`peak`)
+is held against a fourth run that is longer and has two rows. A layer that pads to blocks of its own, or goes through
+positions in loops, is then run at further lengths; one that copies for several rows what one row shares is measured of
+two as well. The zeros take no memory worth naming. Nothing of this is needed to train: it is done when somebody plans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import PreTrainedModel
 
-from megatrain.model.chosen import Answering, Keeping, Key, Level, Stored
-from megatrain.model.moments import SHORT, growth
-from megatrain.spec import LayerProfile
+from megatrain.model.chunked_layers import in_chunks, token_wise
+from megatrain.model.masks import (
+    LARGE,
+    NotTaken,
+    Rows,
+    alike,
+    captured,
+    padded,
+    profile_prologue,
+    whole,
+    windows,
+    windows_of,
+)
+from megatrain.model.peak import (
+    Lengths,
+    Recording,
+    Run,
+    Sparing,
+    growth_of,
+    peak_of,
+    recorded_backward,
+    recorded_forward,
+)
+from megatrain.model.ports import Capture, PortedModel, Sides, hidden_of
+from megatrain.model.saved_activations import Answering, Keeping, Key, Level, Stored
+from megatrain.spec import LayerProfile, ModelSpec
+from megatrain.spec.layer_profile import Growth, Outputs, Peak
 
-LENGTHS = SHORT
-"""Tokens of the two runs."""
-
-FURTHER, ROUNDED = 300, 1.01
-"""Tokens of a run that shows whether what two short ones tell holds beyond, and by how much it may be exceeded."""
-BLOCKS = ((65, 129), (257, 513))
-"""Tokens of two runs of a layer that pads: each begins one more block of 64, and of 128 or 256."""
-
-FEW_TOKENS = 128
-"""Over which what is fixed is spread; with more it is counted too high, and is little."""
+SHORT, BLOCKS = 8, (64, 128, 256)
+"""Tokens of the shortest of three runs, of which each is twice as long as the one before; and of others, where a layer
+pads sequences to blocks of so many."""
+FURTHER, ROUNDED = 300, 0.01
+"""Tokens of the run that a fit is held against, and by how much it may be off."""
+TOO_LITTLE = 10
+"""How much more it weighs to say too little."""
+ROWS = 2
+MEASURED = ("forward", "backward", "backward_in_chunks", "graph", "graph_in_chunks")
 
 MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
-Run = Callable[[int], tuple[Tensor, Iterable[Tensor]]]
-"""Runs the layer on so many tokens with gradients; its output, and tensors that do not count: weights, arguments."""
+RunOf = Callable[[int], Run]
+"""The run of a layer on so many rows."""
 
 
-def profile_layer(layer: nn.Module, run: Run, lengths: tuple[int, int] = LENGTHS) -> LayerProfile:
-    """Profile of one layer from two runs, one per length of `LENGTHS`; what it keeps grows as `lengths` tell."""
-    with _Attention() as attention:
-        each, by_length = kept_growth(run)
-    if lengths != LENGTHS:
-        each, by_length = kept_growth(run, lengths)
-    plain = LayerProfile(
-        attention_flops=attention.flops / len(LENGTHS),
-        window=window_of(layer),
-        kept_nbytes=each,
-        kept_nbytes_by_length=by_length,
-    )
-    return replace(plain, **_stored(run, LENGTHS[-1]))
+class Measurement:
+    """What a ported model takes, by its layers' kinds. sides: what each layer has recorded of `seen` tokens, where the
+    model has a router's auxiliary loss."""
+
+    def __init__(self, ported: PortedModel, kinds: Sequence[object], sides: Sequence[Sides], seen: int) -> None:
+        self._ported, self._kinds, self._sides, self._seen = ported, kinds, sides, seen
+        self._first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
+
+    def parts(self) -> list[tuple[str, ...]]:
+        """Of each layer, the names of its token-wise parts."""
+        with _on_the_cpu(self._ported):
+            called = self._calls()
+            found = {kind: self._parts(called, index) for kind, index in self._first.items()}
+        return [found[kind] for kind in self._kinds]
+
+    def spec(self) -> ModelSpec:
+        """The model's specification, with profiles."""
+        structure = self._ported.structure
+        most = structure.max_positions or FURTHER
+        each = max(1, min(SHORT, most // 4))
+        short = each, 2 * each, 4 * each
+        with _on_the_cpu(self._ported):
+            told = windows_of(self._ported, each)
+            with windows(self._ported, LARGE):
+                prologue = profile_prologue(self._ported, short)
+                known = {kind: self._layer(index, prologue, short, most) for kind, index in self._first.items()}
+            epilogue = self._head(short)
+        layers = []
+        for index, (kind, unit) in enumerate(zip(self._kinds, structure.units[1:-1], strict=True)):
+            window = told.get(index, known[kind].window)
+            layers.append(replace(known[kind], window=window, sides_nbytes=unit.profile.sides_nbytes))
+        profiles = zip(structure.units, (prologue, *layers, epilogue), strict=True)
+        return replace(structure, units=tuple(replace(unit, profile=profile) for unit, profile in profiles))
+
+    def _layer(self, index: int, prologue: LayerProfile, short: Lengths, most: int) -> LayerProfile:
+        called, layer = self._calls(), self._ported.templates[index]
+        parts = self._parts(called, index)
+        profile = profile_layer(layer, partial(self._run, called, whole, index), parts, short, most)
+        takes_masks = any(name == "padded" for name, _ in prologue.others)
+        if takes_masks and not alike(called(whole, 1, short[0]), called(padded, 1, short[0]), index):
+            masked = profile_layer(layer, partial(self._run, called, padded, index), parts, short, most)
+            profile = replace(profile, others=(("masked", masked), *profile.others))
+        return profile
+
+    def _calls(self) -> Callable[[Rows, int, int], Capture]:
+        @cache
+        def called(rows: Rows, count: int, tokens: int) -> Capture:
+            with _disable_current_modes():  # no part of what is measured
+                return captured(self._ported, rows(count, tokens))
+
+        return called
+
+    def _run(self, called: Callable[[Rows, int, int], Capture], rows: Rows, index: int, count: int) -> Run:
+        layer = self._ported.templates[index]
+        # Grouped products want real strides. Zeros that are only read take no memory on a system with a zero page.
+        weights = {name: torch.zeros(p.shape, dtype=p.dtype).requires_grad_() for name, p in layer.named_parameters()}
+
+        def run(tokens: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+            capture = called(rows, count, tokens)
+            assert capture.hidden is not None
+            given = capture.hidden.detach().requires_grad_()
+            args, kwargs = capture.calls[index].arguments(given)
+            return hidden_of(functional_call(layer, weights, args, kwargs)), list(weights.values()), [given]
+
+        return run
+
+    def _parts(self, called: Callable[[Rows, int, int], Capture], index: int) -> tuple[str, ...]:
+        with Sparing():  # type: ignore[no-untyped-call]
+            return token_wise(self._ported.templates[index], self._run(called, whole, index, 1))
+
+    def _head(self, lengths: Lengths) -> LayerProfile:
+        """Of the LOSS op: the head over a chunk, and a router's auxiliary loss, whose gradients stay."""
+        ported, structure = self._ported, self._ported.structure
+        epilogue = structure.units[-1]
+        names = [
+            param.name for unit in (*(structure.units[:1] if structure.tied else ()), epilogue) for param in unit.params
+        ]
+        leaves = {name: torch.zeros_like(ported.placeholders[name]).requires_grad_() for name in names}
+        used = [leaves[name] for name in (*(param.name for param in epilogue.params), *epilogue.borrows)]
+        dtype = next(iter(leaves.values())).dtype
+
+        def head(tokens: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+            given = torch.zeros(tokens, *ported.hidden_shape, dtype=dtype).requires_grad_()
+            return ported.head(leaves, given), used, [given]
+
+        def balance(tokens: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+            with _disable_current_modes():
+                inputs = whole(1, tokens)
+                sides = [tuple(_as_long(each, self._seen, tokens) for each in of_layer) for of_layer in self._sides]
+            loss = (ported.balance_coefficient or 0.0) * ported.balance(leaves, inputs, sides)
+            return loss, [], [each for of_layer in sides for each in of_layer]
+
+        profile = LayerProfile(backward=_backward_peak(head, lengths, is_head=True))
+        told = all(self._seen in side.shape for of_layer in self._sides for side in of_layer)
+        if ported.balance_coefficient is None or not told:  # to be counted is no condition for being trained
+            return profile
+        return replace(profile, balance=_backward_peak(balance, lengths, is_head=True))
 
 
-def _stored(run: Run, length: int) -> dict[str, Any]:
-    """What single ops' outputs take and save, as fields of a profile; nothing where a layer does not run like that.
-
-    `width` of the hidden state is that of the output.
-    """
-    try:
-        found = {level: _keeping(run, length, level) for level in ("chosen", "attention")}
-    except (RuntimeError, NotImplementedError):  # an op that no dispatch mode can look at
-        return {}
-    nbytes = {level: sum(_storages(stored.tensors()).values()) / length for level, (stored, _) in found.items()}
-    stored, flops = found["chosen"]
-    spared = sum(flops[key] for key in stored.spared if key in flops)
-    answered = spared + sum(flops[key] for key in stored.outputs if key in flops)
-    return {
-        "chosen_nbytes": nbytes["chosen"],
-        "shared_nbytes": _shared_nbytes(run, length, stored) / length,
-        "attention_nbytes": nbytes["attention"],
-        "chosen_share": answered / max(1.0, sum(flops.values())),
-        "spared_share": spared / max(1.0, sum(flops.values())),
-    }
-
-
-def _keeping(run: Run, length: int, level: Level) -> tuple[Stored, dict[Key, float]]:
-    """What is stored of a run, and the operations of each product, once the first run has told the width."""
-    width = run(length)[0].shape[-1]
-    keeping = Keeping(level, width)
-    with keeping.running():
-        run(length)
-    return keeping.stored(), keeping.flops
-
-
-def _shared_nbytes(run: Run, length: int, stored: Stored) -> int:
-    """Bytes of what was stored that the graph holds which grows from it."""
-    there = _storages(stored.tensors())
-    held: set[int] = set()
-
-    def pack(tensor: Tensor) -> Tensor:
-        held.add(tensor.untyped_storage().data_ptr())
-        return tensor
-
-    with _hooks(pack), Answering(Stored(dict(stored.outputs), dict(stored.spared))):
-        run(length)
-    return sum(nbytes for place, nbytes in there.items() if place in held)
-
-
-def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Where each storage lies, and its bytes."""
-    return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
-
-
-class _Attention(TorchFunctionMode):
-    """Counts operations of attention per token and position, of the fused function and of products of scores."""
-
-    flops: float = 0.0
-
-    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        if func is nn.functional.scaled_dot_product_attention:
-            query, value = args[0], args[2] if len(args) > 2 else (kwargs or {})["value"]
-            self.flops += 2.0 * query.shape[1] * (query.shape[-1] + value.shape[-1])
-        output = func(*args, **(kwargs or {}))
-        if func in MATMULS and output.dim() == 4 and output.shape[-2] in LENGTHS:
-            self.flops += 2.0 * output.numel() * args[0].shape[-1] / output.shape[-2] ** 2
-        return output
-
-
-def kept_growth(run: Run, lengths: tuple[int, int] = LENGTHS) -> tuple[float, float]:
-    """Bytes that autograd keeps of a run per token, and per token and position; tensor by tensor where both lengths
-    keep as many, since some have the size of a weight whatever the length. Those count as of `FEW_TOKENS` tokens."""
-    fixed, each, by_length = _kept_parts(run, lengths)
-    return each + fixed / FEW_TOKENS, by_length
-
-
-def steady_lengths(run: Run) -> tuple[int, int]:
-    """Two lengths that tell how a layer grows: short ones, unless it pads sequences to blocks of its own."""
-    try:
-        further = kept_nbytes(run, FURTHER)
-        for lengths in (LENGTHS, *BLOCKS):
-            fixed, each, by_length = _kept_parts(run, lengths)
-            if further <= ROUNDED * (fixed + FURTHER * (each + FURTHER * by_length)):
-                return lengths
-    except (RuntimeError, IndexError):  # it takes fewer positions
-        return LENGTHS
-    return BLOCKS[-1]
-
-
-def _kept_parts(run: Run, lengths: tuple[int, int]) -> tuple[float, float, float]:
-    short, long = (_kept(run, length) for length in lengths)
-    if len(short) != len(long) or lengths != LENGTHS:
-        short, long = [sum(short)], [sum(long)]
-    parts = [growth(less, more, lengths) for less, more in zip(short, long, strict=True)]
-    fixed, each, by_length = (sum(part[place] for part in parts) for place in range(3))
-    return fixed, each, by_length
-
-
-def kept_nbytes(run: Run, length: int) -> int:
-    """Bytes that autograd keeps for the backward pass of one run, each storage once."""
-    return sum(_kept(run, length))
-
-
-def _kept(run: Run, length: int) -> list[int]:
-    """Bytes of each storage that autograd keeps, in the order of their first use."""
-    kept: dict[int, int] = {}
-    alive: list[Tensor] = []  # so that no storage is freed and its address used again
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        alive.append(tensor)
-        return tensor.detach()  # a node that saves its own output would keep itself alive
-
-    with _hooks(pack):
-        output, others = run(length)
-    for tensor in others:
-        kept.pop(tensor.untyped_storage().data_ptr(), None)
-    del output
-    alive.clear()  # else each would hold the graph that holds the list
-    return list(kept.values())
+def _as_long(side: Tensor, seen: int, tokens: int) -> Tensor:
+    """Zeros like what was recorded of `seen` tokens, of other ones."""
+    place = side.shape.index(seen)
+    return torch.zeros(*side.shape[:place], tokens, *side.shape[place + 1 :], dtype=side.dtype).requires_grad_()
 
 
 @contextmanager
-def _hooks(pack: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    hooks: Any = torch.autograd.graph.saved_tensors_hooks
-    with torch.enable_grad(), hooks(pack, lambda tensor: tensor):
+def _on_the_cpu(ported: PortedModel) -> Iterator[None]:
+    """In the block, buffers are there, and what is drawn at random is drawn for nobody."""
+    before = next(iter(ported.placeholders.values())).device
+    ported.to_device(torch.device("cpu"))
+    try:
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.inference_mode(False),
+            torch.device("cpu"),
+            portable_attention(ported.skeleton),
+        ):
+            yield
+    finally:
+        ported.to_device(before)
+
+
+@contextmanager
+def portable_attention(skeleton: PreTrainedModel) -> Iterator[None]:
+    """The tiny runs are on the CPU, where some kernels do not exist; what is learned does not depend on the kernel."""
+    config = skeleton.config
+    chosen = config._attn_implementation
+    if chosen not in ("sdpa", "eager"):
+        config._attn_implementation = "sdpa"
+    try:
         yield
+    finally:
+        if config._attn_implementation != chosen:
+            config._attn_implementation = chosen
+
+
+# Layers ---------------------------------------------------------------------------------------------------------------
+
+
+def profile_layer(layer: nn.Module, run_of: RunOf, parts: Sequence[str], short: Lengths, most: int) -> LayerProfile:
+    """parts: names of its token-wise ones; most: tokens that the model takes for certain."""
+    run, lengths = run_of(1), short
+    further = _further(run, 1, most)
+    profile = _Runs(layer, run, parts, short).profile()
+    off = _off(profile, further)
+    for block in BLOCKS if off > ROUNDED else ():
+        at = block - 1, 2 * block - 1, 4 * block - 1  # so that it pads
+        runs = _Runs(layer, run, parts, at)
+        for other in (runs.profile(), runs.profile(block)):
+            if (nearer := _off(other, further)) < off:
+                off, lengths, profile = nearer, at, other
+        if off <= ROUNDED:
+            break
+    with Sparing(), _Attention(short[1]) as attention, torch.no_grad():  # type: ignore[no-untyped-call]
+        run(short[1])
+    with Sparing():  # type: ignore[no-untyped-call]  # below the modes that look at ops
+        profile = replace(
+            profile, attention_flops=attention.flops, window=window_of(layer), outputs=_outputs(run, short[1])
+        )
+    if _off(profile, _further(run_of(ROWS), ROWS, most)) > max(off, ROUNDED):
+        of_two = _Runs(layer, run_of(ROWS), parts, lengths).profile(profile.block, ROWS)
+        several = replace(profile, **{name: getattr(of_two, name) for name in MEASURED})
+        profile = replace(profile, others=(("several", several),))
+    return profile
+
+
+class _Runs:
+    """A layer's runs at three lengths: forward, and forward and backward, whole and with `parts` in chunks."""
+
+    def __init__(self, layer: nn.Module, run: Run, parts: Sequence[str], lengths: Lengths) -> None:
+        self._lengths = lengths
+        self._forward = [recorded_forward(run, tokens) for tokens in lengths]
+        self._backward = [recorded_backward(run, tokens) for tokens in lengths]
+        self._in_chunks: list[Recording] = []
+        self._numel = max((sum(p.numel() for p in layer.get_submodule(part).parameters()) for part in parts), default=0)
+        for tokens in lengths if parts else ():
+            with in_chunks(layer, parts, tokens // 2):
+                self._in_chunks.append(recorded_backward(run, tokens))
+
+    def profile(self, block: int = 1, rows: int = 1) -> LayerProfile:
+        """rows: of the runs. block: tokens to whose multiples the layer pads."""
+        short, long, further = (-(-tokens // block) * block for tokens in self._lengths)
+        lengths = short, long, further
+
+        def peak(records: Sequence[Recording]) -> Peak:
+            return _of_a_row(peak_of(records, lengths), rows)
+
+        def kept(records: Sequence[Recording]) -> Growth:
+            return _by_rows(growth_of([sum(record.kept) for record in records], lengths), rows)
+
+        return LayerProfile(
+            forward=peak(self._forward),
+            backward=peak(self._backward),
+            backward_in_chunks=peak(self._in_chunks) if self._in_chunks else Peak(),
+            graph=kept(self._backward),
+            graph_in_chunks=kept(self._in_chunks) if self._in_chunks else None,
+            chunk_numel=self._numel,
+            block=block,
+        )
+
+
+def _backward_peak(run: Run, lengths: Lengths, *, is_head: bool) -> Peak:
+    return peak_of([recorded_backward(run, tokens, is_head=is_head) for tokens in lengths], lengths)
+
+
+Taken = tuple[int, int, tuple[int, int, int]]
+"""Rows, their tokens, and what a run of them took: backward, forward, and kept in between."""
+
+
+def _further(run: Run, rows: int, most: int) -> Taken | None:
+    """A further run, if it takes so many positions, or rows."""
+    for tokens in (FURTHER // rows, min(FURTHER, most) // rows):
+        with suppress(RuntimeError, IndexError, ValueError, NotTaken):
+            record = recorded_backward(run, tokens)
+            return rows, tokens, (record.peak, recorded_forward(run, tokens).peak, sum(record.kept))
+    return None
+
+
+def _off(profile: LayerProfile, further: Taken | None) -> float:
+    """By how much what is said of a further run is off, as shares of what it took; too little weighs more."""
+    if further is None:
+        return 0.0
+    rows, tokens, taken = further
+    length = profile.padded(tokens)
+    said = (each.nbytes(False, rows * length, length) for each in (profile.backward, profile.forward))
+    over = [a / b - 1 for a, b in zip((*said, profile.kept(rows, tokens)), taken, strict=True) if b]
+    return sum(each if each > 0 else -TOO_LITTLE * each for each in over)
+
+
+def _of_a_row(peak: Peak, rows: int) -> Peak:
+    device, host = (tuple(_by_rows(each, rows) for each in growths) for growths in (peak.device, peak.host))
+    return Peak(device, host)
+
+
+def _by_rows(growth: Growth, rows: int) -> Growth:
+    """What grew with the tokens of each row, by tokens of all rows; chunks are of tokens of all rows already."""
+    return replace(growth, per_token=growth.per_token / rows, per_pair=growth.per_pair / rows)
 
 
 def window_of(layer: nn.Module) -> int | None:
     """Positions that the layer attends to at most, if one of its modules says so."""
     windows = [getattr(module, "sliding_window", None) for module in layer.modules()]
     return next((window for window in windows if isinstance(window, int) and window > 0), None)
+
+
+class _Attention(TorchFunctionMode):
+    """Counts operations of attention per token and position, of the fused function and of products of scores."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.flops, self._tokens = 0.0, tokens
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.scaled_dot_product_attention:
+            query, value = args[0], args[2] if len(args) > 2 else (kwargs or {})["value"]
+            self.flops += 2.0 * query.shape[1] * (query.shape[-1] + value.shape[-1])
+        output = func(*args, **(kwargs or {}))
+        if func in MATMULS and output.dim() == 4 and output.shape[-2] == self._tokens:
+            self.flops += 2.0 * output.numel() * args[0].shape[-1] / output.shape[-2] ** 2
+        return output
+
+
+# Outputs of single ops ------------------------------------------------------------------------------------------------
+
+
+def _outputs(run: Run, length: int) -> Outputs:
+    """What they take and save; nothing where a layer does not run like that."""
+    try:
+        found = {level: _keeping(run, length, level) for level in ("chosen", "attention")}
+    except (RuntimeError, NotImplementedError):  # an op that no dispatch mode can look at
+        return Outputs()
+    nbytes = {level: sum(_storages(stored.tensors()).values()) / length for level, (stored, _) in found.items()}
+    stored, flops = found["chosen"]
+    spared = sum(flops[key] for key in stored.spared if key in flops)
+    answered = spared + sum(flops[key] for key in stored.outputs if key in flops)
+    total = max(1.0, sum(flops.values()))
+    shared = _shared_nbytes(run, length, stored) / length
+    return Outputs(nbytes["chosen"], shared, nbytes["attention"], answered / total, spared / total)
+
+
+def _keeping(run: Run, length: int, level: Level) -> tuple[Stored, dict[Key, float]]:
+    """What is stored of a run, and the operations of each product, once the first run has told the width."""
+    with torch.enable_grad():
+        keeping = Keeping(level, run(length)[0].shape[-1])
+        with keeping.running():
+            run(length)
+    return keeping.stored(), keeping.flops
+
+
+def _shared_nbytes(run: Run, length: int, stored: Stored) -> int:
+    """Bytes of what was stored that the graph holds which grows from it."""
+    there, held = _storages(stored.tensors()), set[int]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        held.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    hooks: Any = torch.autograd.graph.saved_tensors_hooks
+    answering = Answering(Stored(dict(stored.outputs), dict(stored.spared)))
+    with torch.enable_grad(), hooks(pack, lambda tensor: tensor), answering:
+        run(length)
+    return sum(nbytes for place, nbytes in there.items() if place in held)
+
+
+def _storages(tensors: Sequence[Tensor]) -> dict[int, int]:
+    """Where each storage lies, and its bytes."""
+    return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}

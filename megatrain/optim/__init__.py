@@ -8,14 +8,14 @@
     kernels.py    the compiled loops; numba's only home
 
 Everything works on numpy arrays in host memory; bfloat16 travels as its bits, uint16. `split` here is the
-function; to reach more of its module, write `from megatrain.optim.split import ...`. Left out: torch,
+function; to reach more of its module, write `from megatrain.optim.split_master import ...`. Left out: torch,
 devices, and the names of parameters in memory; a caller gives the element ranges to update.
 """
 
 from megatrain.optim.adamw import AdamW, StepScalars, update_fp32, update_split, warm_up
 from megatrain.optim.clip import clip_scale, sum_of_squares
-from megatrain.optim.lr import LrSchedule, lr_schedule
-from megatrain.optim.split import join, join_into, split, split_into
+from megatrain.optim.lr_schedules import LrSchedule, lr_schedule
+from megatrain.optim.split_master import join, join_into, split, split_into
 
 __all__ = [
     "AdamW",

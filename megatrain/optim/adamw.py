@@ -13,7 +13,7 @@ contracts some products and sums into one rounding, depending on the processor. 
 operations otherwise; ours do not change.
 
 The factors are computed in float64 and rounded to float32 once per step; everything else is float32, one
-rounding per operation. `update_split` works on the split master (see `split.py`): 14 bytes read and 12
+rounding per operation. `update_split` works on the split master (see `split_master.py`): 14 bytes read and 12
 written per parameter with bfloat16 gradients. `reference_update` and `reference_update_split` define the
 result bit for bit, with any number of threads. The passes hold no state and may run in several threads at
 once on disjoint arrays.
@@ -32,11 +32,11 @@ from typing import Annotated
 import numpy as np
 
 from megatrain.errors import ConfigError, NonFinite
-from megatrain.fields import Bounds, check_fields, checked
 from megatrain.optim import kernels
-from megatrain.optim.blocks import F32, U16, Segment, check_arrays, cut, run
 from megatrain.optim.clip import sum_of_squares
-from megatrain.optim.split import bf16_to_f32, join, reference_join, reference_split, split
+from megatrain.optim.kernels import F32, U16, Segment, check_arrays, cut, run
+from megatrain.optim.split_master import bf16_to_f32, join, reference_join, reference_split, split
+from megatrain.spec.fields import Bounds, check_fields, checked
 
 _DTYPES: dict[str, tuple[type, ...]] = {
     "hi": (np.uint16,),
@@ -74,7 +74,7 @@ class AdamW:
     """The hyperparameters of a run, with the defaults of `torch.optim.AdamW`. Raises ConfigError for a value
     out of range.
 
-    lr: peak learning rate, which a schedule of `lr.py` multiplies.
+    lr: peak learning rate, which a schedule of `lr_schedules.py` multiplies.
     betas: decay rates of the running means of the gradient and of its square.
     eps: added to the root; positive, because a gradient that has always been zero would otherwise give 0 / 0.
     weight_decay: decoupled, per unit of learning rate.

@@ -16,8 +16,8 @@ import numpy as np
 
 from megatrain.errors import ConfigError, NonFinite
 from megatrain.optim import kernels
-from megatrain.optim.blocks import F32, U16, check_arrays, cut, run, whole
-from megatrain.optim.split import bf16_to_f32
+from megatrain.optim.kernels import F32, U16, check_arrays, cut, run, whole
+from megatrain.optim.split_master import bf16_to_f32
 
 
 def sum_of_squares(grad: U16 | F32, threads: int = 1) -> float:

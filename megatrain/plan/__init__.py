@@ -1,13 +1,7 @@
 """What a policy costs, on paper. Imports no torch, so that a laptop can plan for a machine it has never seen."""
 
 from megatrain.plan.advice import nearest_that_fits
-from megatrain.plan.answer import find_plan, survey
-from megatrain.plan.compare import Row, compare
-from megatrain.plan.cost import Calibration, calibrate, op_seconds, step_flops
-from megatrain.plan.estimates import cut, estimate, examine
-from megatrain.plan.hardware import available_host_nbytes, available_threads
-from megatrain.plan.machines import load_hardware, machine, machine_names, save_hardware
-from megatrain.plan.outlook import (
+from megatrain.plan.analysis import (
     Hiding,
     Load,
     Outlook,
@@ -21,22 +15,35 @@ from megatrain.plan.outlook import (
     upgrades,
     written_nbytes_per_day,
 )
-from megatrain.plan.page import render_page
-from megatrain.plan.question import Estimate, Plan, Question
-from megatrain.plan.rates import attention_seconds, duplex_bandwidths, optimizer_bandwidth, product_seconds
-from megatrain.plan.report import memory_table, peak_table
-from megatrain.plan.rules import choose_policy, fit_activations
-from megatrain.plan.specs import read_model
+from megatrain.plan.cost import (
+    Calibration,
+    attention_seconds,
+    calibrate,
+    duplex_bandwidths,
+    op_seconds,
+    optimizer_bandwidth,
+    product_seconds,
+    step_flops,
+)
+from megatrain.plan.defaults import choose_policy, fit_activations
+from megatrain.plan.estimates import cut, estimate, examine, memory_table
+from megatrain.plan.host_resources import available_host_nbytes, available_threads
+from megatrain.plan.html import render_page
+from megatrain.plan.machines import load_hardware, machine, machine_names, save_hardware
+from megatrain.plan.question import Choice, Estimate, Plan, Question
+from megatrain.plan.report import peak_table
+from megatrain.plan.search import find_plan, survey
+from megatrain.plan.spec_file import read_model
 
 __all__ = [
     "Calibration",
+    "Choice",
     "Estimate",
     "Hiding",
     "Load",
     "Outlook",
     "Plan",
     "Question",
-    "Row",
     "Sweep",
     "Upgrade",
     "attention_seconds",
@@ -44,7 +51,6 @@ __all__ = [
     "available_threads",
     "calibrate",
     "choose_policy",
-    "compare",
     "cut",
     "duplex_bandwidths",
     "estimate",

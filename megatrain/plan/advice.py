@@ -1,20 +1,18 @@
 """What would make it fit: changes of a question that a user may agree to, and of a policy that an engine was given.
 
 Least painful first; whoever asks tries one after the other. It leaves out trying changes of a question (`search`), and
-what could be bought instead (`outlook.upgrades`).
+what could be bought instead (`analysis.upgrades`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatrain.plan.report import memory_table
-from megatrain.spec import ModelSpec, Policy, Work
-
-if TYPE_CHECKING:  # it tries the changes
-    from megatrain.plan.question import Question
+from megatrain.plan.estimates import memory_table
+from megatrain.plan.question import Question
+from megatrain.spec import ModelSpec, Numerics, Policy, Work
 
 KEPT_PINNED = ("micro_batch", "host_threads")
 """What is pinned for other reasons than how the model is streamed."""
@@ -38,8 +36,8 @@ def changes(question: Question) -> Iterator[tuple[str, Question]]:
     for shorter in _halves(length):
         if shorter >= SHORTEST:
             yield f"one sequence of {shorter:,} tokens", replace(question, tokens_per_step=shorter, length=shorter)
-    if question.disk_budget_nbytes == 0 and question.hardware.disk_nbytes:
-        yield "state on the disk (disk.folders)", replace(question, disk_budget_nbytes=None)
+    if question.limits.disk_nbytes == 0 and question.hardware.disk_nbytes:
+        yield "state on the disk (disk.folders)", replace(question, limits=replace(question.limits, disk_nbytes=None))
     if question.clips:
         yield "no clipping (max_grad_norm=null)", unclipped
         for tokens in fewer:
@@ -51,7 +49,9 @@ def _halves(number: int) -> Iterator[int]:
         yield number
 
 
-def nearest_that_fits(model: ModelSpec, policy: Policy, work: Work, budgets: Mapping[str, int]) -> str:
+def nearest_that_fits(
+    model: ModelSpec, numerics: Numerics, policy: Policy, work: Work, budgets: Mapping[str, int]
+) -> str:
     """In words: the smallest change of the policy that keeps every tier within its budget (bytes), if there is one."""
     tried: dict[str, dict[str, Any]] = {
         "one weight slot and one gradient slot would fit": {"weight_slots": 1, "grad_slots": 1},
@@ -59,7 +59,7 @@ def nearest_that_fits(model: ModelSpec, policy: Policy, work: Work, budgets: Map
         "no clipping, and one slot each, would fit": {"update": "during_backward", "weight_slots": 1, "grad_slots": 1},
     }
     for words, change in tried.items():
-        table = memory_table(model, replace(policy, **change), work)
+        table = memory_table(model, numerics, replace(policy, **change), work)
         needed = {tier: sum(n for (of, _), n in table.items() if of == tier) for tier in ("device", "host")}
         if policy.shares_memory:
             needed["host"] += needed.pop("device")

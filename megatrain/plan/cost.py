@@ -1,38 +1,177 @@
-"""Prices of ops: floating-point operations, bytes, and from them seconds on a described machine.
-
-An op costs the products that its unit's real parameters make at its number of tokens, its attention, what passes
-through memory on the way, and the kernels that it launches. Copies cost bytes over a bandwidth. `Calibration` corrects
-the prices by measured times, by kind of op and of unit, where there are any. Useful operations (`step_flops`) are the
-*necessary* ones: two per parameter and token in the forward and four in the backward, less where parameters are frozen;
-what a policy recomputes costs time but is no useful work. Left out: contention between streams, but for cores that
-compute and the optimizer share (`replay`).
-"""
+"""Prices of ops on a described machine: floating-point operations, bytes, and from them seconds."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import prod
+from itertools import pairwise
+from math import exp, inf, log, log2, prod
 from statistics import median
 
-from megatrain.layout import Layout, layout_of
-from megatrain.plan.rates import (
-    attention_seconds,
-    bus_bandwidths,
-    disk_bandwidths,
-    elementwise_seconds,
-    optimizer_bandwidth,
-    packing_bandwidth,
-    product_seconds,
-)
 from megatrain.schedule import Op, Timeline
-from megatrain.schedule.activations import STORES
+from megatrain.schedule.passes.gradient_slots import accumulator_nbytes
+from megatrain.schedule.passes.recompute import STORES
+from megatrain.schedule.passes.state_buffers import MOMENTS_NBYTES
+from megatrain.schedule.passes.workspace import runs_in_chunks
 from megatrain.schedule.replay import DISK_STREAMS
-from megatrain.schedule.sums import accumulator_nbytes
-from megatrain.schedule.workspace import runs_in_chunks
-from megatrain.spec import Hardware, ModelSpec, ParamSpec, Policy, UnitSpec, Work
+from megatrain.spec import (
+    WEIGHT_NBYTES,
+    Hardware,
+    ModelSpec,
+    Numerics,
+    ParamSpec,
+    Policy,
+    Precision,
+    Transit,
+    UnitSpec,
+    Work,
+)
+from megatrain.spec.layout import Layout, layout_of
+from megatrain.spec.rates import AttentionRate
+
+# Rates ----------------------------------------------------------------------------------------------------------------
+#
+# Seconds of the pieces of a step on a described machine: products, attention, the optimizer pass.
+#
+# A product costs its operations at the machine's rate plus its bytes at the device's bandwidth, and never less than a
+# launch: small and thin products are slow for these reasons on any device. Where products have been measured, that
+# estimate is corrected by the ratio of measured to estimated time, interpolated between the measured shapes, so that a
+# measured shape is met exactly and one far from all of them keeps the estimate's form. It leaves out what a layer does
+# besides products and attention, and contention between streams.
+
+
+ASSUMED_DISK = 1e9
+"""Bytes per second of a drive that has not been measured."""
+
+ASSUMED_COPY = 8e9
+"""Bytes per second that one thread copies within host memory, where that has not been measured."""
+
+ATTENTION_SHARE = 0.5
+"""Assumed rate of attention, as a share of that of large products, where it has not been measured."""
+
+
+def product_seconds(hardware: Hardware, precision: Precision, m: int, k: int, n: int) -> float:
+    """Seconds of one matrix product [m, k] x [k, n]."""
+    estimate = _estimated_seconds(hardware, precision, m, k, n)
+    total = correction = 0.0
+    for row in hardware.products:
+        if row.precision != precision:
+            continue
+        ratio = 2.0 * row.m * row.k * row.n / row.flops / _estimated_seconds(hardware, precision, row.m, row.k, row.n)
+        squared = log2(m / row.m) ** 2 + log2(k / row.k) ** 2 + log2(n / row.n) ** 2  # octaves between the shapes
+        if squared == 0:
+            return estimate * ratio
+        weight = squared**-2
+        total, correction = total + weight, correction + weight * log(ratio)
+    return estimate * exp(correction / total) if total else estimate
+
+
+def product_flops(hardware: Hardware, precision: Precision) -> float:
+    """Floating-point operations per second of large products."""
+    if precision == "bf16":
+        return hardware.flops
+    return hardware.flops_fp32 or min(hardware.flops, hardware.peak_flops_fp32 or hardware.flops)
+
+
+def attention_seconds(
+    hardware: Hardware, precision: Precision, tokens: int, length: int, width: int
+) -> tuple[float, float]:
+    """Seconds of causal attention forward and backward, over `tokens` in sequences of `length`.
+
+    `width` is heads x head size. Between measured lengths rates are interpolated, beyond them the nearest holds.
+    """
+    operations = 2.0 * tokens * length * width
+    rows = sorted((row for row in hardware.attention if row.precision == precision), key=lambda row: row.length)
+    if not rows:
+        rate = ATTENTION_SHARE * product_flops(hardware, precision)
+        return operations / rate, 2 * operations / rate
+    low = max((row for row in rows if row.length <= length), key=lambda row: row.length, default=rows[0])
+    high = next((row for row in rows if row.length >= length), rows[-1])
+    forward = _between(low, high, length, low.forward_flops, high.forward_flops)
+    backward = _between(low, high, length, low.backward_flops, high.backward_flops)
+    return operations / forward, 2 * operations / backward
+
+
+def elementwise_seconds(hardware: Hardware, precision: Precision, nbytes: float) -> tuple[float, float]:
+    """Seconds forward and backward of what a layer does besides products and attention.
+
+    `nbytes` is what autograd keeps of it. Where rates have not been measured it goes at memory's speed, and takes twice
+    as long backward.
+    """
+    for row in hardware.elementwise:
+        if row.precision == precision:
+            return nbytes / row.forward_bandwidth, nbytes / row.backward_bandwidth
+    forward = nbytes / (hardware.elementwise_bandwidth or hardware.device_bandwidth or float("inf"))
+    return forward, 2 * forward
+
+
+def optimizer_bandwidth(hardware: Hardware, threads: int) -> float:
+    """Bytes per second, read plus written, of the optimizer pass on `threads` threads (0: all there are)."""
+    known = hardware.optimizer_bandwidth
+    if threads == 0 or not known:
+        return hardware.host_bandwidth
+    if threads <= known[0][0]:
+        return known[0][1] * threads / known[0][0]
+    for (fewer, slow), (more, fast) in pairwise(known):
+        if threads <= more:
+            return slow + (fast - slow) * (threads - fewer) / (more - fewer)
+    return known[-1][1]
+
+
+def duplex_bandwidths(hardware: Hardware) -> tuple[float, float]:
+    """Bytes per second of fetches and of gradients while both are under way."""
+    fetch = hardware.duplex_fetch_bandwidth or hardware.fetch_bandwidth
+    return fetch, hardware.duplex_grad_bandwidth or hardware.grad_bandwidth
+
+
+def bus_bandwidths(hardware: Hardware, transit: Transit) -> tuple[float, float]:
+    """Bytes per second of weights and of gradients that cross the bus, each way alone."""
+    if transit != "pageable":
+        return hardware.fetch_bandwidth, hardware.grad_bandwidth
+    copied = packing_bandwidth(hardware)  # the driver does it, through a buffer of its own
+    fetch = hardware.pageable_fetch_bandwidth or min(copied, hardware.fetch_bandwidth)
+    return fetch, hardware.pageable_grad_bandwidth or min(copied, hardware.grad_bandwidth)
+
+
+def packing_bandwidth(hardware: Hardware) -> float:
+    """Bytes per second that one thread copies into a slab, or out of one."""
+    return hardware.host_copy_bandwidth or ASSUMED_COPY
+
+
+def disk_bandwidths(hardware: Hardware) -> tuple[float, float]:
+    """Bytes per second that are read and written while both are under way, as in a step with state on the disk."""
+    read = hardware.disk_duplex_read_bandwidth or hardware.disk_read_bandwidth or ASSUMED_DISK
+    return read, hardware.disk_duplex_write_bandwidth or hardware.disk_write_bandwidth or ASSUMED_DISK
+
+
+def _estimated_seconds(hardware: Hardware, precision: Precision, m: int, k: int, n: int) -> float:
+    seconds = 2.0 * m * k * n / product_flops(hardware, precision)
+    if hardware.device_bandwidth is not None:
+        seconds += WEIGHT_NBYTES[precision] * (m * k + k * n + m * n) / hardware.device_bandwidth
+    return max(seconds, hardware.launch_seconds or 0.0)
+
+
+def _between(low: AttentionRate, high: AttentionRate, length: int, slow: float, fast: float) -> float:
+    """The rate at `length`, on a straight line over the logarithm of the length; the nearest beyond both ends."""
+    if low.length >= high.length:
+        return slow
+    share = log(length / low.length) / log(high.length / low.length)
+    return slow + share * (fast - slow)
+
+
+# Ops ------------------------------------------------------------------------------------------------------------------
+#
+# Prices of ops: floating-point operations, bytes, and from them seconds on a described machine.
+#
+# An op costs the products that its unit's real parameters make at its number of tokens, its attention, what passes
+# through memory on the way, and the kernels that it launches. Copies cost bytes over a bandwidth. `Calibration`
+# corrects the prices by measured times, by kind of op and of unit, where there are any. Useful operations
+# (`step_flops`) are the *necessary* ones: two per parameter and token in the forward and four in the backward, less
+# where parameters are frozen; what a policy recomputes costs time but is no useful work. Left out: contention between
+# streams, but for cores that compute and the optimizer share (`replay`).
+
 
 COMPILED_SHARE = 1 / 3
 """Fused elementwise kernels move this share of the bytes that the library's do; assumed."""
@@ -160,21 +299,31 @@ def _own_seconds(timeline: Timeline) -> list[float]:
 
 
 def op_seconds(
-    model: ModelSpec, policy: Policy, work: Work, hardware: Hardware, calibration: Calibration | None = None
+    model: ModelSpec,
+    numerics: Numerics,
+    policy: Policy,
+    work: Work,
+    hardware: Hardware,
+    calibration: Calibration | None = None,
 ) -> Callable[[Op], float]:
-    """A price for each op of a schedule of (model, policy, work) on `hardware`, in seconds."""
-    prices = _Prices(model, policy, work, hardware)
+    """A price for each op of a schedule of (model, numerics, policy, work) on `hardware`, in seconds."""
+    prices = _Prices(model, numerics, policy, work, hardware)
     if calibration is None:
         return prices.seconds
     return lambda op: prices.seconds(op) * calibration.factor(op, model)
 
 
 def forward_seconds(
-    model: ModelSpec, policy: Policy, work: Work, hardware: Hardware, calibration: Calibration | None = None
+    model: ModelSpec,
+    numerics: Numerics,
+    policy: Policy,
+    work: Work,
+    hardware: Hardware,
+    calibration: Calibration | None = None,
 ) -> Callable[[int, int, str], float]:
     """(layer, tokens of a micro-batch, what its forward has stored: a word of `STORES` or none) -> seconds in which its
     backward computes it again."""
-    prices, known = _Prices(model, policy, work, hardware), {}
+    prices, known = _Prices(model, numerics, policy, work, hardware), {}
     factor = 1.0 if calibration is None else calibration.of("BACKWARD", "layer")
 
     def seconds(layer: int, tokens: int, kept: str) -> float:
@@ -189,8 +338,9 @@ def forward_seconds(
 class _Prices:
     """Computed once per kind of op, unit and size; a schedule has many alike."""
 
-    def __init__(self, model: ModelSpec, policy: Policy, work: Work, hardware: Hardware) -> None:
-        self.model, self.policy, self.work, self.hardware = model, policy, work, hardware
+    def __init__(self, model: ModelSpec, numerics: Numerics, policy: Policy, work: Work, hardware: Hardware) -> None:
+        self.model, self.numerics, self.policy = model, numerics, policy
+        self.work, self.hardware = work, hardware
         self._known: dict[tuple[object, ...], float] = {}
         self._shapes: dict[object, int] = {}
         self._shape_of: dict[int, int] = {}
@@ -215,13 +365,11 @@ class _Prices:
                 return self._launch + op.nbytes / self._disk[0]
             case "WRITE":
                 return self._launch + op.nbytes / self._disk[1]
-            case "ADD":
-                return sum(a.stop - a.start for a in (*op.reads, *op.writes)) / self.hardware.host_bandwidth
             case "NORM":
                 read = sum(access.stop - access.start for access in op.reads)
                 return read / (self.hardware.norm_bandwidth or self.hardware.host_bandwidth)
             case "UPDATE":
-                touched = update_nbytes(layout_of(self.model.units[op.unit]), self.policy)
+                touched = update_nbytes(layout_of(self.model.units[op.unit]), self.numerics)
                 if op.stream == "compute":  # where the whole state is on the device
                     return touched / self._copies
                 return touched / optimizer_bandwidth(self.hardware, self.policy.host_threads)
@@ -244,7 +392,7 @@ class _Prices:
         return len(casts) * self._launch + moved / self._copies
 
     def _turning(self, op: Op) -> float:
-        """What a call takes beyond its work where it is in phases (`schedule.phases`)."""
+        """What a call takes beyond its work where it is in phases (`schedule.passes.phases`)."""
         return self._launch * (TURN_KERNELS * (op.shard >= 0) + CALL_KERNELS * (op.shard == 0))
 
     def _fresh_nbytes(self, op: Op, tokens: int) -> float:
@@ -255,7 +403,7 @@ class _Prices:
         """
         if op.kind != "LOSS" or op.micro:
             return 0.0
-        return min(self.policy.loss_chunk_tokens, tokens) * self.model.vocab_size * self.policy.weight_nbytes
+        return min(self.numerics.loss_chunk_tokens, tokens) * self.model.vocab_size * self.numerics.weight_nbytes
 
     def _compute(self, op: Op, unit: UnitSpec, tokens: int, kept: str) -> float:
         if op.kind == "LOSS":
@@ -271,7 +419,7 @@ class _Prices:
 
     def again(self, unit: UnitSpec, tokens: int, kept: str) -> float:
         """A layer's forward; kept: what an earlier one has stored."""
-        shares = {"chosen": unit.profile.chosen_share, "attention": unit.profile.spared_share}
+        shares = {"chosen": unit.profile.outputs.chosen_share, "attention": unit.profile.outputs.spared_share}
         products = sum(self._product(param, tokens) for param in _multiplied(self.model, unit))
         attention, _ = self._attention(unit, tokens)
         again = (1 - shares.get(kept, 0.0)) * products + (0.0 if kept else attention)
@@ -289,12 +437,12 @@ class _Prices:
 
     def _chunks(self, unit: UnitSpec, tokens: int) -> float:
         """Token-wise parts that run in chunks compute each once more, and sum their weights' gradients in float32."""
-        if not runs_in_chunks(unit, self.policy, tokens):
+        if not runs_in_chunks(unit, self.numerics, tokens):
             return 0.0
-        chunks, numel = -(-tokens // self.policy.mlp_chunk_tokens), unit.profile.chunk_numel
+        chunks, numel = -(-tokens // self.numerics.mlp_chunk_tokens), unit.profile.chunk_numel
         products = sum(self._product(param, tokens) for param in _multiplied(self.model, unit))
         again = (products + self._passing(unit, tokens)[0]) * numel / max(1, unit.numel)
-        return again + chunks * (numel * (8 + self.policy.weight_nbytes) / self._copies + 3 * self._kernels(unit))
+        return again + chunks * (numel * (8 + self.numerics.weight_nbytes) / self._copies + 3 * self._kernels(unit))
 
     def _product(self, param: ParamSpec, tokens: int, *, inner: bool = False, outer: bool = False) -> float:
         """Seconds of tokens x weight; with `inner` of the gradient of its input, with `outer` of the weight's."""
@@ -306,7 +454,7 @@ class _Prices:
         else:  # one kernel for all, as a convolution is
             n *= prod(experts)
         shape = (n, each, k) if outer else (each, n, k) if inner else (each, k, n)
-        return count * product_seconds(self.hardware, self.policy.precision, *shape)
+        return count * product_seconds(self.hardware, self.numerics.precision, *shape)
 
     def _attention(self, unit: UnitSpec, tokens: int) -> tuple[float, float]:
         profile = unit.profile
@@ -315,12 +463,12 @@ class _Prices:
         length = self.work.length or tokens
         seen = max(1, round(2 * profile.attended(length) - 1))  # as long a sequence, fully attended, has as much to do
         width = max(1, round(profile.attention_flops / 4))
-        return attention_seconds(self.hardware, self.policy.precision, tokens, seen, width)
+        return attention_seconds(self.hardware, self.numerics.precision, tokens, seen, width)
 
     def _passing(self, unit: UnitSpec, tokens: int) -> tuple[float, float]:
         """What layers do besides products and attention is about proportional to the bytes that autograd keeps."""
-        nbytes = self._kept(unit, tokens) * (COMPILED_SHARE if self.policy.kernels == "compile" else 1.0)
-        return elementwise_seconds(self.hardware, self.policy.precision, nbytes)
+        nbytes = self._kept(unit, tokens) * (COMPILED_SHARE if self.numerics.kernels == "compile" else 1.0)
+        return elementwise_seconds(self.hardware, self.numerics.precision, nbytes)
 
     def _kept(self, unit: UnitSpec, tokens: int) -> int:
         """Bytes that autograd keeps of a unit."""
@@ -333,13 +481,13 @@ class _Prices:
     def _adding(self, index: int, unit: UnitSpec) -> float:
         """A unit's gradient is written by its products, then read and added to the sum."""
         numel = layout_of(unit).trained.size
-        each = accumulator_nbytes(self.model, self.policy, self.work, index)
-        return numel * (2 * self.policy.weight_nbytes + 2 * each) / self._copies
+        each = accumulator_nbytes(self.model, self.numerics, self.work, index)
+        return numel * (2 * self.numerics.weight_nbytes + 2 * each) / self._copies
 
     def _loss(self, unit: UnitSpec, tokens: int) -> float:
         """Head and cross-entropy, chunk by chunk, with each chunk's backward; the last chunk may be smaller."""
-        chunks, rest = divmod(tokens, min(self.policy.loss_chunk_tokens, tokens))
-        seconds = chunks * self._chunk(unit, min(self.policy.loss_chunk_tokens, tokens))
+        chunks, rest = divmod(tokens, min(self.numerics.loss_chunk_tokens, tokens))
+        seconds = chunks * self._chunk(unit, min(self.numerics.loss_chunk_tokens, tokens))
         return seconds + (self._chunk(unit, rest) if rest else 0.0)
 
     def _chunk(self, unit: UnitSpec, chunk: int) -> float:
@@ -348,14 +496,14 @@ class _Prices:
             products += self._product(param, chunk) + self._product(param, chunk, inner=True)
             if param.trainable:
                 products += self._product(param, chunk, outer=True)
-                each = 2 * self.policy.weight_nbytes + 2 * 4
+                each = 2 * self.numerics.weight_nbytes + 2 * 4
                 added += param.numel * each / self._copies
         softmax, _ = elementwise_seconds(self.hardware, "fp32", SOFTMAX_PASSES * 4 * chunk * self.model.vocab_size)
         return products + added + softmax + 3 * self._kernels(unit)
 
     def _lookup(self, op: Op, tokens: int) -> float:
         """An embedding reads a row per token; its gradient is as large as the table."""
-        rows = 2 * tokens * self.model.hidden_size * self.policy.weight_nbytes / self._copies
+        rows = 2 * tokens * self.model.hidden_size * self.numerics.weight_nbytes / self._copies
         if op.kind == "FORWARD":
             return rows + self._launch * PROLOGUE_KERNELS
         again = self._launch * (PROLOGUE_KERNELS + 2 * KERNELS)  # nothing of its forward has been kept
@@ -368,10 +516,10 @@ def _kept_for(op: Op) -> str:
     return next((word for word in found if word == "graph" or word in STORES), "")
 
 
-def update_nbytes(layout: Layout, policy: Policy) -> int:
+def update_nbytes(layout: Layout, numerics: Numerics) -> int:
     """Read and written by the optimizer pass over what trains in a unit: gradient, weights, low bits, m and v."""
-    masters = 0 if policy.precision == "fp32" else 2 if policy.masters == "split" else 4
-    return layout.trained.size * (policy.grad_nbytes + 2 * (policy.weight_nbytes + masters + 8))
+    low = 0 if numerics.precision == "fp32" else 2
+    return layout.trained.size * (numerics.grad_nbytes + 2 * (numerics.weight_nbytes + low + 8))
 
 
 @lru_cache(maxsize=4096)
@@ -379,3 +527,83 @@ def shape_of(unit: UnitSpec) -> tuple[object, ...]:
     """What units that cost the same have in common."""
     params = tuple((param.shape, param.active, param.trainable) for param in unit.params)
     return unit.kind, params, unit.profile
+
+
+# State placed elsewhere -----------------------------------------------------------------------------------------------
+#
+# What homes of their own add to the work of each stream, and what they save, as seconds of a step.
+#
+# Plain sums of bytes over bandwidths, compared with all state in host memory: enough to tell which homes are worth a
+# replay. Left out: whether the streams overlap, which only a replay knows.
+
+
+LOW_BITS_NBYTES = 2
+
+
+def home_seconds(
+    model: ModelSpec, numerics: Numerics, policy: Policy, hardware: Hardware
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Stream -> seconds that the policy's homes add to it, negative where they save some; those behind the forward."""
+    found, late = Counter[str](), Counter[str]()
+    for index in range(len(model.units)):
+        for stream, seconds in _of_unit(model, numerics, policy, hardware, index).items():
+            found[stream] += seconds  # type: ignore[assignment]
+        for stream, seconds in _of_disk_late(model, numerics, policy, hardware, index).items():
+            late[stream] += seconds  # type: ignore[assignment]
+    half = {"fetch": 0.5, "grad": 1.0, **({} if policy.update == "next_forward" else {"host": 1.0, "compute": 1.0})}
+    return dict(found), {**late, **{stream: share * found.get(stream, 0.0) for stream, share in half.items()}}
+
+
+def _of_unit(model: ModelSpec, numerics: Numerics, policy: Policy, hardware: Hardware, index: int) -> dict[str, float]:
+    home, layout = policy.home(index), layout_of(model.units[index])
+    weights, trained = layout.size * numerics.weight_nbytes, layout.trained.size
+    visits = 2 if index in model.layers and index >= model.lowest_trained else 1
+    fetches = visits + int(index == 0 and model.tied and policy.read_ahead_nbytes > 0)  # for the head, from one read
+    fetching, leaving = bus_bandwidths(hardware, policy.transit)
+    packing = packing_bandwidth(hardware) if policy.transit == "slabs" else inf
+    if home.on_device:
+        touched = update_nbytes(layout, numerics)
+        return {
+            "fetch": -fetches * weights / fetching,
+            "pack": -fetches * weights / packing,
+            "grad": -trained * numerics.grad_nbytes / leaving,
+            "unpack": -trained * numerics.grad_nbytes / packing,
+            "host": -touched / optimizer_bandwidth(hardware, policy.host_threads),
+            "compute": touched / (hardware.device_bandwidth or inf),
+        }
+    saved = -(fetches - 1) * weights if home.weights == "device" else 0
+    packed = -fetches * weights if home.weights == "disk" else saved  # staging buffers are page-locked
+    unpacked = -trained * numerics.grad_nbytes if home.gradients == "disk" else 0
+    reads = writes = 0
+    if home.moments == "disk":
+        reads, writes = MOMENTS_NBYTES * trained, MOMENTS_NBYTES * trained
+    if home.low_bits == "disk" and numerics.precision == "bf16":
+        reads, writes = reads + LOW_BITS_NBYTES * trained, writes + LOW_BITS_NBYTES * trained
+    if home.gradients == "disk" and policy.update != "during_backward":
+        reads, writes = reads + trained * numerics.grad_nbytes, writes + trained * numerics.grad_nbytes
+    if home.weights == "disk":
+        reads, writes = reads + visits * weights, writes + trained * numerics.weight_nbytes
+    reading, writing = disk_bandwidths(hardware)
+    return {
+        "fetch": saved / fetching,
+        "pack": packed / packing,
+        "unpack": unpacked / packing,
+        "read": reads / reading,
+        "write": writes / writing,
+    }
+
+
+def _of_disk_late(
+    model: ModelSpec, numerics: Numerics, policy: Policy, hardware: Hardware, index: int
+) -> dict[str, float]:
+    """Of what a unit's homes have the disk do, what it does from the loss on."""
+    home, layout = policy.home(index), layout_of(model.units[index])
+    again = index in model.layers and index >= model.lowest_trained and home.weights == "disk"
+    reading, writing = disk_bandwidths(hardware)
+    weights = layout.size * numerics.weight_nbytes / reading if again else 0.0
+    if policy.update == "during_backward":
+        all_of_it = _of_unit(model, numerics, policy, hardware, index)
+        once = layout.size * numerics.weight_nbytes / reading if home.weights == "disk" else 0.0
+        return {"read": all_of_it.get("read", 0.0) - once, "write": all_of_it.get("write", 0.0)}
+    gradients = layout.trained.size * numerics.grad_nbytes / writing if home.gradients == "disk" else 0.0
+    return {"read": weights, "write": gradients}

@@ -15,15 +15,14 @@ from dataclasses import replace
 from functools import lru_cache
 from math import isqrt, log2
 
-from megatrain.plan.cost import op_seconds, shape_of
-from megatrain.plan.knobs import FITS, WORTH_A_REPLAY
-from megatrain.plan.mixture import Counts, Option, mixed, rows_of
-from megatrain.plan.question import Estimate, Plan, Question
-from megatrain.plan.traffic import home_seconds
-from megatrain.schedule import Schedule, Timeline, build_step, replay
+from megatrain.plan.activation_plan import Counts, Option, mixed, rows_of
+from megatrain.plan.cost import home_seconds, op_seconds, shape_of
+from megatrain.plan.question import Choice, Estimate, Plan, Question
+from megatrain.plan.search_space import FITS, WORTH_A_REPLAY
+from megatrain.schedule import Schedule, Timeline, build_step, nbytes_by_owner, replay
+from megatrain.schedule.passes.state_buffers import Pending, save_nbytes, state_nbytes
 from megatrain.schedule.replay import DISK_STREAMS
-from megatrain.schedule.state import Pending, save_nbytes, state_nbytes
-from megatrain.spec import ModelSpec, Policy, Work
+from megatrain.spec import ModelSpec, Numerics, Policy, Work
 
 SHALLOW, MORE = 6, 2
 """Layers of the shallowest version that candidates are replayed on, and how many of one kind are added to price it."""
@@ -47,10 +46,10 @@ def undisturbed() -> Iterator[None]:
             gc.enable()
 
 
-def examine(question: Question, policy: Policy, micro_batch: int) -> Plan:
+def examine(question: Question, choice: Choice, micro_batch: int) -> Plan:
     """The plan of this very policy, replayed whole, whether or not it fits or is the best."""
     work = cut(question, micro_batch)
-    return _replayed(question, policy, work, *_built(question.model, policy, work))
+    return _replayed(question, choice, work, *_built(question.model, choice, work))
 
 
 def fitted(question: Question, budgets: Mapping[str, int], option: Option) -> list[Plan]:
@@ -59,7 +58,7 @@ def fitted(question: Question, budgets: Mapping[str, int], option: Option) -> li
     counts, layers, tried = option.counts, len(question.model.layers), set[Counts]()
     while counts not in tried and len(tried) < FITS:
         tried.add(counts)
-        mixture = replace(option.policy, activation_rows=rows_of(counts, layers))
+        mixture = option.choice.change(activation_rows=rows_of(counts, layers))
         plans.append(examine(question, mixture, option.rows))
         promised, fits = option.mixtures.promised(counts), plans[-1].taken.fits(budgets)
         left = {tier: budget - plans[-1].nbytes[tier] + promised.nbytes[tier] for tier, budget in budgets.items()}
@@ -68,10 +67,10 @@ def fitted(question: Question, budgets: Mapping[str, int], option: Option) -> li
     return plans
 
 
-def _built(model: ModelSpec, policy: Policy, work: Work) -> tuple[Schedule, dict[str, int]]:
+def _built(model: ModelSpec, choice: Choice, work: Work) -> tuple[Schedule, dict[str, int]]:
     """The step, and its peak bytes by tier of the schedule."""
-    pending: Pending = "all" if policy.update == "next_forward" else "none"
-    schedule = build_step(model, policy, work, pending)
+    pending: Pending = "all" if choice.policy.update == "next_forward" else "none"
+    schedule = build_step(model, choice.numerics, choice.policy, work, pending)
     peaks = {tier: schedule.peak_nbytes(tier) for tier in ("device", "host")}
     return schedule, {**peaks, "disk": schedule.arena_nbytes("disk")}
 
@@ -80,30 +79,30 @@ _remembered = lru_cache(maxsize=256)(_built)
 """For shallow models: what changes between two questions is often the machine or a budget, and no schedule."""
 
 
-def _replayed(question: Question, policy: Policy, work: Work, schedule: Schedule, peaks: dict[str, int]) -> Plan:
-    price = op_seconds(question.model, policy, work, question.hardware, question.calibration)
+def _replayed(question: Question, choice: Choice, work: Work, schedule: Schedule, peaks: dict[str, int]) -> Plan:
+    price = op_seconds(question.model, choice.numerics, choice.policy, work, question.hardware, question.calibration)
     timeline = replay(schedule, price, one_processor=question.hardware.shares_memory)
     nbytes = dict(peaks)
     if question.hardware.shares_memory:
         nbytes["host"] += nbytes.pop("device")
     if question.saves:
-        nbytes["host"] += save_nbytes(question.model, policy)
-    return Plan(question, policy, work, timeline, nbytes)
+        nbytes["host"] += save_nbytes(question.model, choice.numerics, choice.policy)
+    return Plan(question, choice, work, timeline, nbytes)
 
 
 def seconds_on(plan: Plan, question: Question) -> float:
     """Of the plan's own step, replayed whole on the machine of another question about the same model."""
-    price = op_seconds(question.model, plan.policy, plan.work, question.hardware, question.calibration)
+    price = op_seconds(question.model, plan.numerics, plan.policy, plan.work, question.hardware, question.calibration)
     return replay(plan.timeline.schedule, price, one_processor=question.hardware.shares_memory).seconds
 
 
-def estimate(question: Question, policy: Policy, micro_batch: int) -> Estimate:
+def estimate(question: Question, choice: Choice, micro_batch: int) -> Estimate:
     """What `examine` would find, extrapolated from shallow versions of the model."""
     work = coarse(question, micro_batch)
-    if len(policy.activation_rows) > 1:
-        inputs = replace(policy, activations="recompute", activation_rows=())
-        return mixed(question, policy, work, estimate(question, inputs, micro_batch))
-    plain = replace(policy, homes=()) if policy.homes else policy
+    if len(choice.policy.activation_rows) > 1:
+        inputs = choice.change(activations="recompute", activation_rows=())
+        return mixed(question, choice, work, estimate(question, inputs, micro_batch))
+    plain = choice.change(homes=()) if choice.policy.homes else choice
     seconds, nbytes, busy, late = 0.0, Counter[str](), Counter[str](), Counter[str]()
     for weight, model in shallow(question.model):
         plan = _replayed(replace(question, model=model), plain, work, *_remembered(model, plain, work))
@@ -114,7 +113,7 @@ def estimate(question: Question, policy: Policy, micro_batch: int) -> Estimate:
             for stream, spent in part.items():
                 whole[stream] += weight * spent  # type: ignore[assignment]
     found = Estimate(seconds, {tier: round(count) for tier, count in nbytes.items()}, dict(busy), dict(late))
-    return moved(question, policy, found) if policy.homes else found
+    return moved(question, choice, found) if choice.policy.homes else found
 
 
 def _busy(timeline: Timeline) -> tuple[Counter[str], Counter[str]]:
@@ -129,19 +128,20 @@ def _busy(timeline: Timeline) -> tuple[Counter[str], Counter[str]]:
     return busy, late
 
 
-def moved(question: Question, policy: Policy, found: Estimate) -> Estimate:
+def moved(question: Question, choice: Choice, found: Estimate) -> Estimate:
     """The estimate of a policy with homes, from the one of the same policy with all state in host memory.
 
     Bytes are exact; of the seconds, what the step takes beyond its busiest stream is taken to stay. Where memory is
     shared, the disk has each pass, forward and backward, to be done in.
     """
     model, shares = question.model, question.hardware.shares_memory
+    numerics, policy = choice.numerics, choice.policy
     plain = replace(policy, homes=())
-    before, after = state_nbytes(model, plain), state_nbytes(model, policy)
+    before, after = state_nbytes(model, numerics, plain), state_nbytes(model, numerics, policy)
     nbytes = {tier: count + after[tier] - before[tier] for tier, count in found.nbytes.items()}
     if question.saves:
-        nbytes["host"] += save_nbytes(model, policy) - save_nbytes(model, plain)
-    change, behind = home_seconds(model, policy, question.hardware)
+        nbytes["host"] += save_nbytes(model, numerics, policy) - save_nbytes(model, numerics, plain)
+    change, behind = home_seconds(model, numerics, policy, question.hardware)
     busy = {stream: found.busy.get(stream, 0.0) + change.get(stream, 0.0) for stream in {**found.busy, **change}}
     late = {stream: max(0.0, found.late.get(stream, 0.0) + behind.get(stream, 0.0)) for stream in busy}
     if shares:
@@ -217,3 +217,11 @@ def _with_layers(model: ModelSpec, kinds: Mapping[object, list[int]], counts: Ma
         last = max(1, counts[kind] - 1)
         chosen += [places[round(place * (len(places) - 1) / last)] for place in range(counts[kind])]
     return replace(model, units=(model.units[0], *(model.units[index] for index in sorted(chosen)), model.units[-1]))
+
+
+def memory_table(model: ModelSpec, numerics: Numerics, policy: Policy, work: Work) -> dict[tuple[str, str], int]:
+    """(tier, owner) -> bytes held for the whole run, by tier, largest first: what the ledger will record.
+
+    Activations inside a layer are not in it: they depend on the model's code.
+    """
+    return nbytes_by_owner(build_step(model, numerics, policy, work).buffers.values())

@@ -2,7 +2,7 @@
 
 A file is JSON, every key says its unit, and nothing in it is taken on trust: a key that is missing, misspelt or beyond
 reason is refused by name. In the library a datasheet's peak and what is assumed to be achieved of it are separate keys,
-and `sources` says for each figure where it is from. It leaves out measuring (`megatrain.probe`).
+and `sources` says for each figure where it is from. It leaves out measuring (`megatrain.commands.probe`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.errors import PlanError
-from megatrain.files import read_text, usable_path, written_whole
-from megatrain.rates import AttentionRate, DiskRate, ElementwiseRate, ProductRate
 from megatrain.spec import WEIGHT_NBYTES, Hardware
+from megatrain.spec.rates import AttentionRate, DiskRate, ElementwiseRate, ProductRate
+from megatrain.system.paths import read_text, usable_path, written_whole
 
 _LIBRARY = "machines.json"
 _DEVICE_NAMES = "device_names"

@@ -1,19 +1,19 @@
 """What is asked of the planner, and what it answers.
 
-Left out: how an answer is found (`search`), and what follows from it (`outlook`).
+Left out: how an answer is found (`search`), and what follows from it (`analysis`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from megatrain.errors import PlanError
 from megatrain.plan.cost import Calibration
 from megatrain.schedule import Timeline
-from megatrain.schedule.state import save_nbytes
-from megatrain.spec import Hardware, ModelSpec, Policy, Precision, Rows, Work
+from megatrain.schedule.passes.state_buffers import save_nbytes
+from megatrain.spec import Hardware, Limits, ModelSpec, Numerics, Policy, Precision, Rows, Work
 
 MOST_TOKENS = 1 << 26
 """Tokens per step beyond which nobody trains."""
@@ -22,8 +22,34 @@ RESERVE_NBYTES = 1 << 30
 """Memory of each tier that is left to the driver, to kernels, to fragmentation and to the process itself."""
 
 
-Candidate = tuple[Policy, int]
-"""A policy, and the sequences of a micro-batch."""
+OPEN = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How a step may be run: what its numbers depend on, chosen when a run begins, and what they do not."""
+
+    numerics: Numerics
+    policy: Policy
+
+    def __post_init__(self) -> None:
+        self.policy.refuse_contradictions(self.numerics)
+
+    def get(self, name: str) -> Any:
+        """A field of either."""
+        return getattr(self.numerics if name in NUMERICS else self.policy, name)
+
+    def change(self, **fields: Any) -> Choice:
+        """With other fields, whichever of the two has them."""
+        rounding = {name: fields.pop(name) for name in list(fields) if name in NUMERICS}
+        numerics = replace(self.numerics, **rounding) if rounding else self.numerics
+        return Choice(numerics, replace(self.policy, **fields) if fields else self.policy)
+
+
+NUMERICS = frozenset(field.name for field in fields(Numerics))
+
+Candidate = tuple[Choice, int]
+"""How a step may be run, and the sequences of a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +57,9 @@ class Question:
     """What a plan is wanted for.
 
     tokens_per_step: of all sequences of a step together. length: tokens of a sequence. clips: by the global norm.
-    pinned: fields of `Policy`, and `micro_batch` (sequences), that the user has decided. Budgets are in bytes; `None`
-    is what the machine has, less a reserve; 0 of the disk leaves it alone. Raises `PlanError` for tokens or pinned
-    fields that cannot be.
+    pinned: fields of `Numerics` and `Policy`, and `micro_batch` (sequences), that are decided; the planner may choose
+    the others, of the numerics chunks alone. Where limits are open, they are what the machine has, less a reserve.
+    Raises `PlanError` for tokens or pinned fields that cannot be.
     """
 
     model: ModelSpec
@@ -43,9 +69,7 @@ class Question:
     precision: Precision = "bf16"
     clips: bool = True
     pinned: Mapping[str, Any] = field(default_factory=dict)
-    device_budget_nbytes: int | None = None
-    host_budget_nbytes: int | None = None
-    disk_budget_nbytes: int | None = None
+    limits: Limits = OPEN
     calibration: Calibration | None = None
     rows_are: Rows = "whole"
     """What a micro-batch's sequences are (`Work.rows`)."""
@@ -82,10 +106,8 @@ class Question:
     def _limits(self) -> list[tuple[str, int | None, int]]:
         """Tier, the bytes that the user allows, if any, and those that there are."""
         hardware = self.hardware
-        device = ("device", self.device_budget_nbytes, hardware.device_nbytes)
-        host = ("host", self.host_budget_nbytes, hardware.host_nbytes)
-        disk = ("disk", self.disk_budget_nbytes, hardware.disk_nbytes or 0)
-        return [host, disk] if hardware.shares_memory else [device, host, disk]
+        there = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
+        return [(tier, self.limits.of(tier), nbytes) for tier, nbytes in there.items()][hardware.shares_memory :]
 
 
 @dataclass(frozen=True)
@@ -110,13 +132,21 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer: a policy and how a step is cut, with the replayed step and its peak memory by tier."""
+    """The answer: what to run a step by and how a step is cut, with the replayed step and its peak memory by tier."""
 
     question: Question
-    policy: Policy
+    choice: Choice
     work: Work
     timeline: Timeline
     nbytes: Mapping[str, int]
+
+    @property
+    def numerics(self) -> Numerics:
+        return self.choice.numerics
+
+    @property
+    def policy(self) -> Policy:
+        return self.choice.policy
 
     @property
     def seconds(self) -> float:
@@ -140,7 +170,7 @@ class Plan:
     @property
     def save_nbytes(self) -> int:
         """Part of the host's bytes that checkpoints take beside steps."""
-        return save_nbytes(self.question.model, self.policy) if self.question.saves else 0
+        return save_nbytes(self.question.model, self.numerics, self.policy) if self.question.saves else 0
 
 
 def usable_nbytes(nbytes: int) -> int:

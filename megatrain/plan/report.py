@@ -1,22 +1,18 @@
 """A plan as a person reads it: bytes by tier and owner, and what follows from it, in rows of words.
 
 Amounts are decimal (1 GB is 1e9 bytes), as machines are described. It leaves out colours, columns and files: the
-terminal has `planning`, a page has `page`.
+terminal has `commands.plan`, a page has `html`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatrain.schedule import Schedule, build_step, nbytes_by_owner
-from megatrain.spec import ModelSpec, Policy, Work
-
-if TYPE_CHECKING:  # they price plans with the table above all
-    from megatrain.plan.compare import Row
-    from megatrain.plan.outlook import Outlook, Sweep, Upgrade
-    from megatrain.plan.question import Plan
+from megatrain.plan.analysis import Outlook, Sweep, Upgrade
+from megatrain.plan.question import Plan
+from megatrain.schedule import Schedule
 
 OWNER_WORDS = {
     "hidden": "inputs of layers",
@@ -38,14 +34,6 @@ SMALLEST_STALL = 0.005
 
 SMALLEST_SHARE = 10_000
 """Of a tier's bytes, an owner with less than one in so many is not shown."""
-
-
-def memory_table(model: ModelSpec, policy: Policy, work: Work) -> dict[tuple[str, str], int]:
-    """(tier, owner) -> bytes held for the whole run, by tier, largest first: what the ledger will record.
-
-    Activations inside a layer are not in it: they depend on the model's code.
-    """
-    return nbytes_by_owner(build_step(model, policy, work).buffers.values())
 
 
 def peak_table(plan: Plan) -> dict[tuple[str, str], int]:
@@ -227,31 +215,10 @@ def upgrade_rows(upgrades: tuple[Upgrade, ...]) -> list[tuple[str, str, str]]:
     return rows
 
 
-COMPARISON_HEADS = ("system", "choices", "step", "tokens/s", "TFLOP/s", "device", "host", "stall", "to ours")
-
-
-def comparison_rows(rows: tuple[Row, ...]) -> list[tuple[str, ...]]:
-    """As `COMPARISON_HEADS`; what does not fit is shown with the speed that it would have if it did."""
-    return [
-        (
-            row.name if row.fits else f"{row.name} (does not fit)",
-            row.choices,
-            duration(row.seconds),
-            f"{row.tokens_per_second:,.0f}",
-            _three(row.flops_per_second / 1e12),
-            amount(row.device_nbytes),
-            amount(row.host_nbytes),
-            f"{row.stall_share:.1%}",
-            f"{row.ratio:.2f}x",
-        )
-        for row in rows
-    ]
-
-
 # For programs ------------------------------------------------------------------------------------------------------
 
 
-def as_content(outlook: Outlook, comparison: tuple[Row, ...] = (), swept: Sweep | None = None) -> dict[str, Any]:
+def as_content(outlook: Outlook, swept: Sweep | None = None) -> dict[str, Any]:
     """Everything that is shown, and the model as a specification that can be planned for again; for `json.dump`."""
     plan = outlook.plan
     question = plan.question
@@ -266,7 +233,7 @@ def as_content(outlook: Outlook, comparison: tuple[Row, ...] = (), swept: Sweep 
             "saves": question.saves,
             "budgets": question.budgets(),
         },
-        "policy": asdict(plan.policy),
+        "policy": asdict(plan.numerics) | asdict(plan.policy),
         "work": {"micro_batches": plan.work.micro_batches, "sequences": plan.micro_batch},
         "seconds": plan.seconds,
         "tokens_per_second": plan.tokens_per_second,
@@ -288,6 +255,5 @@ def as_content(outlook: Outlook, comparison: tuple[Row, ...] = (), swept: Sweep 
             "drive_days": outlook.drive_days,
         },
         "upgrades": [asdict(upgrade) for upgrade in outlook.upgrades],
-        "comparison": [asdict(row) for row in comparison],
         "sweep": None if swept is None else asdict(swept),
     }

@@ -2,15 +2,15 @@
 
 The search goes through every micro-batch size and activation plan, then moves one knob at a time from the best of them
 until nothing improves; where memory is short, from the leanest policy of each size that could be quicker too. What the
-host has no room for goes to the disk, and spare device memory to weights and state that stay (`homes`); the homes that
-promise most are replayed whole, as is every winner, which also decides whether it fits. It draws nothing at random: the
-same question has the same answer. Left out: what a candidate takes (`estimates`), and what is decided behind the search
-(`answer`).
+host has no room for goes to the disk, and spare device memory to weights and state that stay (`placement`); the homes
+that promise most are replayed whole, as is every winner, which also decides whether it fits. It draws nothing at
+random: the same question has the same answer. Left out: what a candidate takes (`estimates`), and what is decided
+behind the search (`refinements`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
@@ -18,10 +18,13 @@ from math import inf
 from typing import Any
 
 from megatrain.errors import DoesNotFit
+from megatrain.plan.activation_plan import Mixtures, Option, Rows
 from megatrain.plan.advice import changes
-from megatrain.plan.estimates import coarse, estimate, examine, fitted, moved, sizes
-from megatrain.plan.homes import PARTS, host_nbytes, needed, residents, state_policy, with_more_on_disk
-from megatrain.plan.knobs import (
+from megatrain.plan.estimates import coarse, estimate, examine, fitted, moved, sizes, undisturbed
+from megatrain.plan.placement import PARTS, host_nbytes, needed, residents, state_policy, with_more_on_disk
+from megatrain.plan.question import Candidate, Choice, Estimate, Plan, Question
+from megatrain.plan.refinements import leaner, only_by_ring, with_gates, with_ring, within_lock_limit
+from megatrain.plan.search_space import (
     ALIKE,
     ATTENTION,
     COARSE,
@@ -39,14 +42,11 @@ from megatrain.plan.knobs import (
     WORTH_A_REPLAY,
     WORTH_A_ROUND,
 )
-from megatrain.plan.mixture import Mixtures, Option, Rows
-from megatrain.plan.question import Candidate, Estimate, Plan, Question
-from megatrain.plan.ring import leaner
-from megatrain.schedule.state import state_nbytes
-from megatrain.spec import Home, Policy
+from megatrain.schedule.passes.state_buffers import state_nbytes
+from megatrain.spec import Home, Numerics, Policy
 
-Rung = tuple[Estimate, Policy] | None
-"""A policy with homes, and what it promises, if it fits."""
+Rung = tuple[Estimate, Choice] | None
+"""A choice with homes, and what it promises, if it fits."""
 
 
 class Search:
@@ -66,18 +66,15 @@ class Search:
         self._pinned = pinned
         largest = max(unit.numel for unit in question.model.units)
         self._largest = largest * (2 if question.precision == "bf16" else 4)
-        self._start = replace(
-            Policy(
-                precision=question.precision,
-                shares_memory=question.hardware.shares_memory,
-                update="next_forward" if question.clips else "during_backward",
-                shard_nbytes=max(64 << 20, self._largest // MOST_SHARDS),
-            ),
-            **pinned,
+        usual = Policy(
+            shares_memory=question.hardware.shares_memory,
+            update="next_forward" if question.clips else "during_backward",
+            shard_nbytes=max(64 << 20, self._largest // MOST_SHARDS),
         )
+        self._start = Choice(Numerics(question.precision), usual).change(**pinned)
         most = {knob: values[-1] for knob, values in KNOBS.items() if knob != "shard_nbytes"}
-        self._lean = replace(self._start, **LEAN | pinned)
-        self._rich = replace(self._start, **most | pinned)
+        self._lean = self._start.change(**LEAN | pinned)
+        self._rich = self._start.change(**most | pinned)
 
     def within(self, budgets: dict[str, int]) -> None:
         """Search within these. Prices hold, but for what goes to the disk."""
@@ -123,8 +120,8 @@ class Search:
             if found and self._fits(*start) and self.price(*bound).seconds < WORTH_A_CLIMB * self.price(*found).seconds:
                 found = self._least([found, *filter(None, [self._climb([start], self._knobs)])])
         for start in self._offloading(lean):
-            told = {name: getattr(start[0], name) for name in ("activation_rows", "mlp_chunk_tokens")}
-            bound = replace(self._rich, **told), start[1]
+            told = {name: start[0].get(name) for name in ("activation_rows", "mlp_chunk_tokens")}
+            bound = self._rich.change(**told), start[1]
             if found is None or self.price(*bound).seconds < WORTH_A_CLIMB * self.price(*found).seconds:
                 found = self._least([*filter(None, [found, self._climb([start], self._knobs)])])
         return found
@@ -139,10 +136,10 @@ class Search:
         lean += self._offloading(lean)
         return min(lean, key=lambda each: max(self.price(*each).short(self.budgets).values()))
 
-    def _every_size(self, policy: Policy) -> list[Candidate]:
-        return [(one, rows) for rows in self._micro_batches() for one in self._activations(policy)]
+    def _every_size(self, choice: Choice) -> list[Candidate]:
+        return [(one, rows) for rows in self._micro_batches() for one in self._activations(choice)]
 
-    def _climb(self, starts: list[Candidate], moves: Callable[[Policy, int], Iterator[Candidate]]) -> Candidate | None:
+    def _climb(self, starts: list[Candidate], moves: Callable[[Choice, int], Iterator[Candidate]]) -> Candidate | None:
         """From the best of these, the best move, until that gains little."""
         best = self._least(starts)
         while best is not None:
@@ -161,9 +158,9 @@ class Search:
 
     @cached_property
     def least(self) -> tuple[Plan, Plan]:
-        """The leanest policy, and by a ring, replayed whole."""
-        policy, rows = self.usual(*self.leanest())[0]
-        plain, ring = (examine(self.question, each, rows) for each in (policy, leaner(self.question, policy)))
+        """The leanest choice, and by a ring, replayed whole."""
+        choice, rows = self.usual(*self.leanest())[0]
+        plain, ring = (examine(self.question, each, rows) for each in (choice, leaner(self.question, choice)))
         return plain, ring
 
     def refusal(self) -> DoesNotFit:
@@ -200,12 +197,12 @@ class Search:
             return [min(self._micro_batch, rows)]
         return sizes(rows)
 
-    def _activations(self, policy: Policy) -> Iterator[Policy]:
+    def _activations(self, choice: Choice) -> Iterator[Choice]:
         if self._keeps_as_told:
-            yield policy
+            yield choice
             return
-        yield replace(policy, activations="recompute", activation_rows=())
-        yield replace(policy, activations="keep", activation_rows=())
+        yield choice.change(activations="recompute", activation_rows=())
+        yield choice.change(activations="keep", activation_rows=())
 
     @property
     def _keeps_as_told(self) -> bool:
@@ -217,40 +214,40 @@ class Search:
         memory, or both."""
         offloads = not self._keeps_as_told and not self.question.hardware.shares_memory
         chunks = "mlp_chunk_tokens" not in self._pinned
-        fit = {rows for policy, rows in candidates if self._fits(policy, rows)}
-        policies = {rows: policy for policy, rows in candidates if rows not in fit}
+        fit = {rows for choice, rows in candidates if self._fits(choice, rows)}
+        policies = {rows: choice for choice, rows in candidates if rows not in fit}
         found: list[Candidate] = []
-        for rows, policy in policies.items():
-            plain = policy if self._keeps_as_told else replace(policy, activations="recompute")
-            away = replace(plain, activation_rows=OFFLOAD)
-            found += [(replace(plain, mlp_chunk_tokens=MLP_CHUNK_TOKENS), rows)] if chunks else []
+        for rows, choice in policies.items():
+            plain = choice if self._keeps_as_told else choice.change(activations="recompute")
+            away = plain.change(activation_rows=OFFLOAD)
+            found += [(plain.change(mlp_chunk_tokens=MLP_CHUNK_TOKENS), rows)] if chunks else []
             found += [(away, rows)] if offloads else []
-            found += [(replace(away, mlp_chunk_tokens=MLP_CHUNK_TOKENS), rows)] if chunks and offloads else []
+            found += [(away.change(mlp_chunk_tokens=MLP_CHUNK_TOKENS), rows)] if chunks and offloads else []
         return found
 
-    def _moves(self, policy: Policy, rows: int) -> Iterator[Candidate]:
+    def _moves(self, choice: Choice, rows: int) -> Iterator[Candidate]:
         """Candidates that differ in one knob, or in the size of a micro-batch."""
-        yield from self._knobs(policy, rows)
+        yield from self._knobs(choice, rows)
         there = self._micro_batches()
         place = there.index(rows)
         for near in (place - 1, place + 1):
             if 0 <= near < len(there):
-                for other in self._activations(policy):
-                    leanest = replace(self._lean, activations=other.activations), there[near]
+                for other in self._activations(choice):
+                    leanest = self._lean.change(activations=other.policy.activations), there[near]
                     if leanest not in self._known or self._fits(*leanest):  # else this one cannot
                         yield other, there[near]
 
-    def _knobs(self, policy: Policy, rows: int) -> Iterator[Candidate]:
+    def _knobs(self, choice: Choice, rows: int) -> Iterator[Candidate]:
         """Candidates that differ in a knob from the best so far: on in both directions for as long as that gains."""
-        best = policy, rows
+        best = choice, rows
         for knob, values in KNOBS.items():
             if knob in self._pinned:
                 continue
-            now = getattr(policy, knob)
+            now = choice.get(knob)
             least = self._largest // MOST_SHARDS if knob == "shard_nbytes" else 0
             for ahead in ([v for v in values if v > now], [v for v in reversed(values) if least <= v < now]):
                 for value in ahead:
-                    other = replace(best[0], **{knob: value}), rows
+                    other = best[0].change(**{knob: value}), rows
                     yield other
                     if self._least([best, other]) != other:
                         break
@@ -259,61 +256,63 @@ class Search:
     def _least(self, candidates: Any) -> Candidate | None:
         """The quickest that fits; of equally quick ones, the first that takes least memory."""
         best, best_cost = None, None
-        for policy, rows in candidates:
-            found = self.price(policy, rows)
+        for choice, rows in candidates:
+            found = self.price(choice, rows)
             if found.fits(self.budgets):
                 cost = (float(f"{found.seconds:.4g}"), sum(found.nbytes.values()))
                 if best_cost is None or cost < best_cost:
-                    best, best_cost = (policy, rows), cost
+                    best, best_cost = (choice, rows), cost
         return best
 
-    def _fits(self, policy: Policy, rows: int) -> bool:
-        return self.price(policy, rows).fits(self.budgets)
+    def _fits(self, choice: Choice, rows: int) -> bool:
+        return self.price(choice, rows).fits(self.budgets)
 
-    def price(self, policy: Policy, rows: int) -> Estimate:
+    def price(self, choice: Choice, rows: int) -> Estimate:
         """With as little on the disk as the host's budget asks for."""
-        key = policy, rows
+        key = choice, rows
         if key not in self._known:
-            found = self._plain(policy, rows)
-            placed = self._placed(policy, found)
-            self._known[key] = found if placed is policy else moved(self.question, placed, found)
+            found = self._plain(choice, rows)
+            placed = self._placed(choice, found)
+            self._known[key] = found if placed is choice else moved(self.question, placed, found)
         return self._known[key]
 
     # Homes ------------------------------------------------------------------------------------------------------------
 
-    def _plain(self, policy: Policy, rows: int) -> Estimate:
+    def _plain(self, choice: Choice, rows: int) -> Estimate:
         """With all state in host memory."""
-        key = policy, rows
+        key = choice, rows
         if key not in self._estimates:
-            self._estimates[key] = estimate(self.question, policy, rows)
+            self._estimates[key] = estimate(self.question, choice, rows)
         return self._estimates[key]
 
-    def outcome(self, policy: Policy, rows: int) -> Estimate:
+    def outcome(self, choice: Choice, rows: int) -> Estimate:
         """What the candidate takes with the most promising homes, or what layers keep."""
-        found = [self.price(policy, rows)]
-        found += [each[0] for ladder in self._ladders(policy, rows) for each in ladder if each is not None]
-        found += [option.mixtures.promised(option.counts) for option in self._options(policy, rows)[:1]]
+        found = [self.price(choice, rows)]
+        found += [each[0] for ladder in self._ladders(choice, rows) for each in ladder if each is not None]
+        found += [option.mixtures.promised(option.counts) for option in self._options(choice, rows)[:1]]
         best = min(found, key=lambda each: each.seconds)
         alike = self._all_alike(best.busy.get("compute", 0.0), best.seconds)
         return min([best, *(other.outcome(*there) for other, there in alike)], key=lambda each: each.seconds)
 
-    def usual(self, policy: Policy, rows: int) -> list[Candidate]:
+    def usual(self, choice: Choice, rows: int) -> list[Candidate]:
         """The candidate with as little on the disk as must be; then with more buffers to read ahead into."""
-        found = self._plain(policy, rows)
-        usual = self._placed(policy, found)
-        if not any(home.uses_disk for home in usual.homes) or not {"homes", "stage_slots"}.isdisjoint(self._pinned):
+        found = self._plain(choice, rows)
+        usual = self._placed(choice, found)
+        if not any(home.uses_disk for home in usual.policy.homes) or not {"homes", "stage_slots"}.isdisjoint(
+            self._pinned
+        ):
             return [(usual, rows)]
-        others = (self._placed(replace(policy, stage_slots=slots), found) for slots in STAGE_SLOTS)
+        others = (self._placed(choice.change(stage_slots=slots), found) for slots in STAGE_SLOTS)
         return [(usual, rows), *((other, rows) for other in others)]
 
-    def _filled(self, policy: Policy, rows: int) -> list[Plan]:
+    def _filled(self, choice: Choice, rows: int) -> list[Plan]:
         """Replays with spare device memory in use, from the most promising on for as long as that gains."""
-        ladders = self._ladders(policy, rows)
+        ladders = self._ladders(choice, rows)
         places = [
             (each[0].seconds, n, whole) for n, rungs in enumerate(ladders) for whole, each in enumerate(rungs) if each
         ]
         seconds, number, start = min(places, default=(inf, 0, 0))
-        if seconds >= WORTH_A_REPLAY * self.price(policy, rows).seconds:
+        if seconds >= WORTH_A_REPLAY * self.price(choice, rows).seconds:
             return []
         plans: list[Plan] = []
         best = inf
@@ -328,10 +327,10 @@ class Search:
                 best = now
         return plans
 
-    def _mixed(self, policy: Policy, rows: int, usual: float) -> list[Plan]:
+    def _mixed(self, choice: Choice, rows: int, usual: float) -> list[Plan]:
         """Replays of the mixtures of what layers keep that promise most, and more than `usual` seconds of a replay."""
         plans: list[Plan] = []
-        for option in self._options(policy, rows)[:TRIES]:
+        for option in self._options(choice, rows)[:TRIES]:
             best = min(plans, key=lambda plan: plan.seconds, default=None)
             waits = best is None or best.timeline.busy_seconds("compute") < COMPUTES * best.seconds
             if option.seconds < (NEARLY if waits else 1.0) * min(usual, best.seconds if best else inf):
@@ -339,15 +338,15 @@ class Search:
                 plans += [plan for plan in found if plan.taken.fits(self.budgets)]
         if plans:
             quickest = min(plans, key=lambda plan: plan.seconds)
-            start = quickest.policy, quickest.micro_batch
+            start = quickest.choice, quickest.micro_batch
             polished = self._climb([start], self._knobs)
             plans += [examine(self.question, *polished)] if polished and polished != start else []
         return plans
 
-    def _options(self, policy: Policy, rows: int) -> list[Option]:
+    def _options(self, choice: Choice, rows: int) -> list[Option]:
         """The mixture of each base that promises most; the quickest first."""
         options: list[Option] = []
-        for base, size in () if self._keeps_as_told else self._bases(policy, rows):
+        for base, size in () if self._keeps_as_told else self._bases(choice, rows):
             found = self._moved.get((base, size)) or self.price(base, size)
             placed = base if (base, size) in self._moved else self._placed(base, self._plain(base, size))
             if (placed, size) not in self._mixtures:
@@ -365,7 +364,7 @@ class Search:
 
     def _all_alike(self, busy: float, seconds: float) -> Iterator[tuple[Search, Candidate]]:
         """Where compute waits, the best by which all layers keep the same, and the search that knows it."""
-        waits, stores = busy < COMPUTES * seconds, self.question.model.units[1].profile.chosen_nbytes > 0
+        waits, stores = busy < COMPUTES * seconds, self.question.model.units[1].profile.outputs.chosen_nbytes > 0
         begin = 2 if self.question.hardware.shares_memory else 0
         for kept in ALIKE[begin : None if stores else 2] if waits and not self._keeps_as_told else ():
             asked = replace(self.question, pinned={**self.question.pinned, "activation_rows": kept})
@@ -374,47 +373,49 @@ class Search:
             if found := other.best():
                 yield other, found
 
-    def _bases(self, policy: Policy, rows: int) -> Iterator[Candidate]:
+    def _bases(self, choice: Choice, rows: int) -> Iterator[Candidate]:
         """Policies that keep inputs, to be mixed from: as this one and lean, for sizes around it; and with homes."""
         plain: dict[str, Any] = {"activations": "recompute", "activation_rows": ()}
-        like, lean = replace(policy, **plain), replace(self._lean, **plain)
+        like, lean = choice.change(**plain), self._lean.change(**plain)
         near = [size for size in self._micro_batches() if rows / NEAR <= size <= NEAR * rows]
         bases = [(base, size) for size in near for base in (like, lean)]
         chunks = KNOBS["loss_chunk_tokens"] if "loss_chunk_tokens" not in self._pinned else ()
-        yield from dict.fromkeys([*bases, *((replace(like, loss_chunk_tokens=few), rows) for few in chunks)])
+        yield from dict.fromkeys([*bases, *((like.change(loss_chunk_tokens=few), rows) for few in chunks)])
         found, model = self._plain(like, rows), self.question.model
         steps = 0 if "homes" in self._pinned else PARTS
-        homes = with_more_on_disk(model, self._placed(like, found), steps, saves=self.question.saves)
+        placed = self._placed(like, found)
+        more = with_more_on_disk(model, placed.numerics, placed.policy, steps, saves=self.question.saves)
+        homes = [Choice(placed.numerics, each) for each in more]
         if self._gains_by_homes(like, rows):
             room = self.budgets["device"] - found.nbytes["device"]
             for whole, kept in product(range(0, PARTS + 1, COARSE), repeat=2):
                 if (whole or kept) and self._resident_nbytes(whole, kept) < room:
-                    homes.append(self._placed(replace(like, homes=residents(model, whole, kept)), found))
+                    homes.append(self._placed(like.change(homes=residents(model, whole, kept)), found))
         for placed in homes:
             self._moved.setdefault((placed, rows), moved(self.question, placed, found))
             yield placed, rows
 
-    def _gains_by_homes(self, policy: Policy, rows: int) -> bool:
+    def _gains_by_homes(self, choice: Choice, rows: int) -> bool:
         """Whether there is a choice, and anything but compute that takes as long as the step."""
-        usual = self.price(policy, rows)
+        usual = self.price(choice, rows)
         waits = usual.busy.get("compute", 0.0) < WORTH_A_REPLAY * usual.seconds
         return waits and "homes" not in self._pinned and not self.question.hardware.shares_memory
 
-    def _ladders(self, policy: Policy, rows: int) -> list[list[Rung]]:
+    def _ladders(self, choice: Choice, rows: int) -> list[list[Rung]]:
         """For this policy and leaner ones, by how many parts of the layers are on the device: what that promises.
 
         What slots give up pays for more of them.
         """
-        if not self._gains_by_homes(policy, rows):
+        if not self._gains_by_homes(choice, rows):
             return []
-        starts = dict.fromkeys([policy, *self._activations(replace(self._lean, stage_slots=policy.stage_slots))])
+        starts = dict.fromkeys([choice, *self._activations(self._lean.change(stage_slots=choice.policy.stage_slots))])
         for rows_of_all in () if self._keeps_as_told else (ATTENTION, OFFLOAD):
-            starts[replace(policy, activations="recompute", activation_rows=rows_of_all)] = None
+            starts[choice.change(activations="recompute", activation_rows=rows_of_all)] = None
         return [[self._most_kept(start, rows, whole) for whole in range(PARTS + 1)] for start in starts]
 
-    def _most_kept(self, policy: Policy, rows: int, whole: int) -> Rung:
+    def _most_kept(self, choice: Choice, rows: int, whole: int) -> Rung:
         """With so many parts of the layers on the device, the most weights of the others that fit beside them."""
-        found = self._plain(policy, rows)
+        found = self._plain(choice, rows)
         spare = self.budgets["device"] - found.nbytes["device"]
         low, high = int(whole == 0) - 1, PARTS  # the most that is known to fit, and that may
         while low < high:
@@ -422,7 +423,7 @@ class Search:
             low, high = (middle, high) if self._resident_nbytes(whole, middle) <= spare else (low, middle - 1)
         if low < int(whole == 0):
             return None
-        placed = self._placed(replace(policy, homes=residents(self.question.model, whole, low)), found)
+        placed = self._placed(choice.change(homes=residents(self.question.model, whole, low)), found)
         if (placed, rows) not in self._moved:
             self._moved[placed, rows] = moved(self.question, placed, found)
         taken = self._moved[placed, rows]
@@ -431,22 +432,63 @@ class Search:
     def _resident_nbytes(self, whole: int, kept: int) -> int:
         """Device memory that so many sixteenths take."""
         if (whole, kept) not in self._resident:
-            policy = replace(self._start, homes=residents(self.question.model, whole, kept))
-            self._resident[whole, kept] = state_nbytes(self.question.model, policy)["device"]
+            placed = self._start.change(homes=residents(self.question.model, whole, kept))
+            found = state_nbytes(self.question.model, placed.numerics, placed.policy)
+            self._resident[whole, kept] = found["device"]
         return self._resident[whole, kept]
 
-    def _placed(self, policy: Policy, found: Estimate) -> Policy:
-        """The policy with as little state on the disk as the host's budget asks for, or all of it.
+    def _placed(self, choice: Choice, found: Estimate) -> Choice:
+        """The choice with as little state on the disk as the host's budget asks for, or all of it.
 
-        found: of the policy with all state in host memory.
+        found: of the choice with all state in host memory.
         """
         if "homes" in self._pinned or not self.budgets["disk"]:
-            return policy
+            return choice
         model = self.question.model
         saves = self.question.saves
-        beside = found.nbytes["host"] - host_nbytes(model, replace(policy, homes=()), saves)
+        numerics, policy = choice.numerics, choice.policy
+        beside = found.nbytes["host"] - host_nbytes(model, numerics, replace(policy, homes=()), saves)
         room = self.budgets["host"] - beside
         key = state_policy(policy), room
         if key not in self._homes:
-            self._homes[key] = needed(model, policy, room, saves=saves).homes
-        return policy if self._homes[key] == policy.homes else replace(policy, homes=self._homes[key])
+            self._homes[key] = needed(model, numerics, policy, room, saves=saves).homes
+        return choice if self._homes[key] == policy.homes else choice.change(homes=self._homes[key])
+
+
+def find_plan(question: Question) -> Plan:
+    """The quickest plan that fits. Raises `DoesNotFit` naming what is short, by how much, and the nearest that fits."""
+    with undisturbed():
+        return within_lock_limit(question, _quickest)
+
+
+def _quickest(question: Question) -> Plan:
+    search, budgets = Search(question), question.budgets()
+    if plan := search.answer():
+        return with_ring(with_gates(plan), search.promised, search.answer)
+    plain, ring = search.least
+    freed = plain.nbytes.get("device", 0) - ring.nbytes.get("device", 0)
+    plan = only_by_ring(question, search.leanest(), freed, search.answer) if ring.taken.fits(budgets) else None
+    if plan is None:
+        search.within(budgets)
+        raise search.refusal()
+    return plan
+
+
+def survey(question: Question, budgets: Iterable[Mapping[str, int]]) -> list[Estimate | None]:
+    """What the quickest plan within each of several budgets (tier -> bytes) takes, without gates, and by a ring only
+    the leanest, where nothing else fits; `None` where nothing does. Prices do not depend on budgets and are found once;
+    no winner is replayed whole."""
+    search = Search(question)
+    found: list[Estimate | None] = []
+    with undisturbed():
+        for each in budgets:
+            within = {**question.budgets(), **each}
+            found.append(search.promised(within) or _leanest(search, within))
+    return found
+
+
+def _leanest(search: Search, budgets: Mapping[str, int]) -> Estimate | None:
+    """What the leanest choice takes by a ring, if that fits."""
+    choice, rows = search.usual(*search.leanest())[0]
+    taken = estimate(search.question, leaner(search.question, choice), rows)
+    return taken if taken.fits(budgets) else None

@@ -1,31 +1,29 @@
 """One training step as a value: ops with their reads and writes, and what can be said of them without a device.
 
-`build` makes the ops, `order` derives the waits between streams, `check` proves a schedule, `replay` prices it, `show`
+`build` makes the ops, `deps` derives the waits between streams, `check` proves a schedule, `replay` prices it, `show`
 prints it. The room imports no torch and knows no model code: units are numbers here.
 """
 
 from megatrain.schedule.build import build_flush, build_forward, build_step
 from megatrain.schedule.check import check
-from megatrain.schedule.fetches import AHEAD
+from megatrain.schedule.contents import USED
+from megatrain.schedule.deps import derive_waits
 from megatrain.schedule.ops import (
     CALLS,
-    UNDER_WAY,
-    USED,
     Access,
     Buffer,
     Op,
     Schedule,
     nbytes_by_owner,
 )
-from megatrain.schedule.order import derive_waits
-from megatrain.schedule.phases import calls_in, whole
+from megatrain.schedule.passes.phases import calls_in, whole
+from megatrain.schedule.passes.prefetch import AHEAD
 from megatrain.schedule.replay import Timeline, chrome_trace, replay
 from megatrain.schedule.show import show_op, show_schedule
 
 __all__ = [
     "AHEAD",
     "CALLS",
-    "UNDER_WAY",
     "USED",
     "Access",
     "Buffer",

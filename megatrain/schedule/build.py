@@ -1,9 +1,9 @@
-"""(ModelSpec, Policy, Work) -> Schedule. The training algorithm, written once, as data.
+"""(ModelSpec, Numerics, Policy, Work) -> Schedule. The training algorithm, written once, as data.
 
 Layer-major: for each unit all micro-batches run before the next unit; the backward pass takes them in reverse. A
 *visit* is one unit's turn on the compute stream. Copies are placed as early in program order as their slot allows, so
 that a stream that runs ahead of the others finds them; what must wait for what is derived later from the declared
-ranges (`order`).
+ranges (`deps`).
 
 Contents name versions: `w3` are the weights that this step computes with. When updates of the last step are pending,
 the step starts from `w3.old` and `UPDATE u3` makes `w3` of it; when a unit is updated during the backward pass it
@@ -18,40 +18,44 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 
-from megatrain.layout import Layout, layout_of
-from megatrain.schedule.activations import Activations, Again
-from megatrain.schedule.fetches import Fetches, Visit
-from megatrain.schedule.ops import USED, Access, Buffer, Op, Schedule, Stream
-from megatrain.schedule.order import derive_waits
-from megatrain.schedule.slabs import Slabs
-from megatrain.schedule.slots import Slots
-from megatrain.schedule.staging import Staged, stage
-from megatrain.schedule.state import Pending, State, version
-from megatrain.schedule.sums import Sums
-from megatrain.schedule.workspace import backward_nbytes, beside_nbytes, loss_nbytes
-from megatrain.spec import ModelSpec, Policy, Tier, Work
+from megatrain.schedule.contents import USED, Gradient, Norm, Scratch, Weights
+from megatrain.schedule.deps import derive_waits
+from megatrain.schedule.ops import Access, Buffer, Op, Schedule, Stream
+from megatrain.schedule.passes.disk_staging import Staged, stage
+from megatrain.schedule.passes.gradient_slots import Sums
+from megatrain.schedule.passes.pinned_staging import Slabs
+from megatrain.schedule.passes.prefetch import Fetches, Slots, Visit
+from megatrain.schedule.passes.recompute import Activations, Again
+from megatrain.schedule.passes.state_buffers import Pending, StateBuffers
+from megatrain.schedule.passes.workspace import backward_nbytes, beside_nbytes, loss_nbytes
+from megatrain.spec import ModelSpec, Numerics, Policy, Tier, Work
+from megatrain.spec.layout import Layout, layout_of
 
 
-def build_step(model: ModelSpec, policy: Policy, work: Work, pending: Pending = "none") -> Schedule:
+def build_step(model: ModelSpec, numerics: Numerics, policy: Policy, work: Work, pending: Pending = "none") -> Schedule:
     """A whole training step: forward, loss, backward, gradients out, and updates where the policy puts them."""
-    return Builder(model, policy, work, pending, trains=True).step()
+    return Builder(model, numerics, policy, work, pending, trains=True).step()
 
 
-def build_forward(model: ModelSpec, policy: Policy, work: Work) -> Schedule:
+def build_forward(model: ModelSpec, numerics: Numerics, policy: Policy, work: Work) -> Schedule:
     """The loss alone, for evaluation: no gradient, no kept activation. Updates must have been flushed."""
-    return Builder(model, policy, work, "none", trains=False).forward()
+    return Builder(model, numerics, policy, work, "none", trains=False).forward()
 
 
-def build_flush(model: ModelSpec, policy: Policy) -> Schedule:
+def build_flush(model: ModelSpec, numerics: Numerics, policy: Policy) -> Schedule:
     """Only the pending updates, in unit order."""
-    return Builder(model, policy, Work((1,)), "all", trains=True).flush()
+    return Builder(model, numerics, policy, Work((1,)), "all", trains=True).flush()
 
 
 class Builder:
     """Collects visits and the buffers they mention."""
 
-    def __init__(self, model: ModelSpec, policy: Policy, work: Work, pending: Pending, *, trains: bool) -> None:
-        self.model, self.policy, self.work, self.pending, self.trains = model, policy, work, pending, trains
+    def __init__(
+        self, model: ModelSpec, numerics: Numerics, policy: Policy, work: Work, pending: Pending, *, trains: bool
+    ) -> None:
+        policy.refuse_contradictions(numerics)
+        self.model, self.numerics, self.policy, self.work = model, numerics, policy, work
+        self.pending, self.trains = pending, trains
         self.layouts: list[Layout] = [layout_of(unit) for unit in model.units]
         self.trained: list[Layout] = [layout.trained for layout in self.layouts]
         self.units = range(len(model.units))
@@ -59,16 +63,16 @@ class Builder:
         self.homes = policy.homes_of(model)
         self._weights_on_disk = any(home.weights == "disk" for home in self.homes)
         self.buffers: dict[str, Buffer] = {}
-        self.alive = Activations(model, policy, work, self.buffers, trains=trains)
+        self.alive = Activations(model, numerics, policy, work, self.buffers, trains=trains)
         self.staged: dict[str, Staged] = {}
         """Names of host memory that stand for state on the disk."""
         self.slabs = Slabs(policy, self.buffers, self.staged)
-        self.slots = Slots(model, policy, self.layouts, self.buffers)
-        self.sums = Sums(model, policy, work, self.buffers)
+        self.slots = Slots(model, numerics, policy, self.layouts, self.buffers)
+        self.sums = Sums(model, numerics, policy, work, self.buffers)
         self.contributions = [0] * len(model.units)
         self.lowest = model.lowest_trained
         """What lies below has no backward pass: nothing in it trains."""
-        self.state = State(model, policy, pending, self.buffers, self.staged)
+        self.state = StateBuffers(model, numerics, policy, pending, self.buffers, self.staged)
 
     # Whole schedules ------------------------------------------------------------------------------------------------
 
@@ -96,8 +100,6 @@ class Builder:
             ops += visit.ops()
         if not visits:
             ops = [self._update(unit) for unit in updates]
-        if self.policy.update == "after_backward" and self.trains:
-            ops += [self._update(unit) for unit in reversed(self.units) if self.trained[unit].size]
         return self._finished(ops)
 
     def _finished(self, ops: Sequence[Op]) -> Schedule:
@@ -141,12 +143,14 @@ class Builder:
         for micro in self.micros:
             owners = [owner for owner in (unit, *((0,) if self.model.tied else ())) if self.layouts[owner].size]
             reads = [self.alive.hidden(unit, micro), *(self._weights(owner) for owner in owners)]
-            nbytes = loss_nbytes(self.model, self.policy, self.work, micro, trains=self.trains)
-            writes = [self.alive.transient("loss", nbytes + beside_nbytes(self.policy), "loss")]
+            nbytes = loss_nbytes(self.model, self.numerics, self.policy, self.work, micro, trains=self.trains)
+            writes = [self.alive.transient("loss", nbytes + beside_nbytes(self.numerics, self.policy), Scratch("loss"))]
             reads += [side for layer in self.model.layers for side in self.alive.sides(layer, micro)]
             if self.trains:
                 writes.append(self.alive.dhidden(unit, micro))
-                writes += [side for layer in self.model.layers for side in self.alive.sides(layer, micro, "t")]
+                writes += [
+                    side for layer in self.model.layers for side in self.alive.sides(layer, micro, is_gradient=True)
+                ]
                 for owner in owners:
                     if self.trained[owner].size:
                         self._contribute(owner, reads, writes)
@@ -176,18 +180,18 @@ class Builder:
 
     def _backward_visit(self, unit: int) -> Visit:
         visit, kind = Visit(unit, reads=self._backward_reads(unit)), self.model.units[unit].kind
-        nbytes = cache(partial(backward_nbytes, self.model, self.policy, self.work, unit))
+        nbytes = cache(partial(backward_nbytes, self.model, self.numerics, self.policy, self.work, unit))
         for micro in reversed(self.micros):
             reads = [self.alive.dhidden(unit + 1, micro), *([self._weights(unit)] if visit.reads else [])]
             writes = []
             if unit > 0:
                 reads += [self.alive.arguments(micro), *self.alive.taken_up_by(unit, micro)]
-                reads += self.alive.sides(unit, micro, "t")
+                reads += self.alive.sides(unit, micro, is_gradient=True)
                 if not self.alive.keeps_graph(unit, micro):
                     writes.append(self.alive.graph(unit, micro))
                 writes.append(self.alive.dhidden(unit, micro))
-            made = nbytes(self.work.tokens[micro], keeps_graph=unit > 0 and self.alive.keeps_graph(unit, micro))
-            writes.append(self.alive.transient(f"partial/{kind}", made + beside_nbytes(self.policy), "partial"))
+            workspace = nbytes(self.work.tokens[micro]) + beside_nbytes(self.numerics, self.policy)
+            writes.append(self.alive.transient(f"partial/{kind}", workspace, Scratch("partial")))
             if self.trained[unit].size:
                 self._contribute(unit, reads, writes)
             visit.compute.append(Op("BACKWARD", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))
@@ -204,9 +208,9 @@ class Builder:
 
     def _weights(self, unit: int) -> Access:
         """The whole of a unit's weights, where compute finds them. The slot's name is filled in by `Fetches`."""
-        nbytes = self.layouts[unit].size * self.policy.weight_nbytes
+        nbytes = self.layouts[unit].size * self.numerics.weight_nbytes
         name = f"host/hi/{unit}" if self.policy.shares_memory else f"?{unit}"
-        return Access(name, 0, nbytes, f"w{unit}")
+        return Access(name, 0, nbytes, Weights(unit))
 
     # Gradients ------------------------------------------------------------------------------------------------------
 
@@ -215,15 +219,17 @@ class Builder:
         total = len(self.micros) * (2 if unit == 0 and self.model.tied else 1)
         place = self._accumulator(unit)
         if self.contributions[unit]:
-            reads.append(replace(place, content=f"g{unit}~{self.contributions[unit]}"))
+            reads.append(replace(place, content=Gradient(unit, terms=self.contributions[unit])))
         self.contributions[unit] += 1
         done = self.contributions[unit] == total
-        writes.append(replace(place, content=f"g{unit}" if done else f"g{unit}~{self.contributions[unit]}"))
+        writes.append(replace(place, content=Gradient(unit, terms=None if done else self.contributions[unit])))
 
     def _accumulator(self, unit: int) -> Access:
         """Where the gradient of a unit is summed: a slot, or its home in memory the device shares."""
         if self.sums.at_home(unit):
-            return Access(self._gradient_home(unit), 0, self.trained[unit].size * self.policy.grad_nbytes, "")
+            return Access(
+                self._gradient_home(unit), 0, self.trained[unit].size * self.numerics.grad_nbytes, Gradient(unit)
+            )
         return self.sums.place(unit)
 
     def _gradient_home(self, unit: int) -> str:
@@ -239,7 +245,7 @@ class Builder:
         users = self.model.layers if is_layer else [unit] if tied else [0, self.model.epilogue]
         number = unit % min(self.policy.grad_slots, len(users)) if is_layer else ""
         name = f"{tier}/{kind}/{self.model.units[unit].kind if is_layer or tied else 'ends'}{number}"
-        nbytes = max(self.trained[user].size for user in users) * self.policy.grad_nbytes
+        nbytes = max(self.trained[user].size for user in users) * self.numerics.grad_nbytes
         if name not in self.buffers or self.buffers[name].nbytes < nbytes:
             self.buffers[name] = Buffer(name, tier, nbytes, kind)
         return name
@@ -249,18 +255,18 @@ class Builder:
         if not self.trained[unit].size:
             return ops
         source, home = self._accumulator(unit), self._gradient_home(unit)
-        each, out = (source.stop - source.start) // self.trained[unit].size, self.policy.grad_nbytes
+        each, out = (source.stop - source.start) // self.trained[unit].size, self.numerics.grad_nbytes
         if source.buffer != home:
             for shard in self.trained[unit].shards(max(1, self.policy.shard_nbytes // each)):
                 start, stop = source.start + shard.start * each, source.start + shard.stop * each
-                read = Access(source.buffer, start, stop, f"g{unit}")
-                landing = Access(home, shard.start * out, shard.stop * out, f"g{unit}")
+                read = Access(source.buffer, start, stop, Gradient(unit))
+                landing = Access(home, shard.start * out, shard.stop * out, Gradient(unit))
                 writes = [self.slabs.at("grad", unit, shard.index, landing)]
                 if each != out and home.startswith("host/") and not self.policy.shares_memory:
                     writes.append(self._cast(landing.stop - landing.start))
                 ops.append(Op("GRAD", "grad", unit, shard=shard.index, reads=(read,), writes=tuple(writes)))
-        landed = Access(home, 0, self.trained[unit].size * out, f"g{unit}")
-        norm = Access("host/norms", 8 * unit, 8 * unit + 8, f"n{unit}")
+        landed = Access(home, 0, self.trained[unit].size * out, Gradient(unit))
+        norm = Access("host/norms", 8 * unit, 8 * unit + 8, Norm(unit))
         stream: Stream = "grad" if self.homes[unit].on_device else "host"
         ops.append(Op("NORM", stream, unit, reads=(landed,), writes=(norm,)))
         if self.policy.update == "during_backward":
@@ -277,18 +283,18 @@ class Builder:
 
     def _update(self, unit: int) -> Op:
         """The optimizer pass over one unit: pending from the last step, or right behind its gradient."""
-        before, after, gradient = ("old", "", f"g{unit}.old") if self.pending == "all" else ("", "new", f"g{unit}")
+        before, after = ("old", "") if self.pending == "all" else ("", "new")
         on_device, size = self.homes[unit].on_device, self.trained[unit].size
         # What is frozen counts as written, so that each part has one version.
         parts = [
-            (f"{'device' if on_device else 'host'}/{part.name}/{unit}", part.nbytes, f"{part.letter}{unit}")
+            (f"{'device' if on_device else 'host'}/{part.name}/{unit}", part.nbytes, part.content)
             for part in self.state.of(unit)
             if part.name != "grad"
         ]
-        home = Access(self._gradient_home(unit), 0, size * self.policy.grad_nbytes, gradient)
-        reads = [home, *(Access(name, 0, nbytes, version(what, before)) for name, nbytes, what in parts)]
+        home = Access(self._gradient_home(unit), 0, size * self.numerics.grad_nbytes, Gradient(unit, before))
+        reads = [home, *(Access(name, 0, nbytes, what(unit, before)) for name, nbytes, what in parts)]
         if self.pending == "none":
-            reads.append(Access("host/norms", 8 * unit, 8 * unit + 8, f"n{unit}"))
-        writes = [Access(name, 0, nbytes, version(what, after)) for name, nbytes, what in parts]
+            reads.append(Access("host/norms", 8 * unit, 8 * unit + 8, Norm(unit)))
+        writes = [Access(name, 0, nbytes, what(unit, after)) for name, nbytes, what in parts]
         writes.append(Access(home.buffer, home.start, home.stop, USED))
         return Op("UPDATE", "compute" if on_device else "host", unit, reads=tuple(reads), writes=tuple(writes))

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from megatrain.errors import ScheduleError
+from megatrain.schedule.contents import Content, Gradient
+from megatrain.schedule.deps import unordered
 from megatrain.schedule.ops import Access, Op, Schedule
-from megatrain.schedule.order import unordered
-from megatrain.schedule.phases import calls_in
+from megatrain.schedule.passes.phases import calls_in
 from megatrain.schedule.show import show_schedule
 from megatrain.spec import Tier
 
@@ -61,7 +62,7 @@ def _check_phases(schedule: Schedule) -> None:
 class _Region:
     start: int
     stop: int
-    content: str
+    content: Content
 
 
 class _Contents:
@@ -73,7 +74,7 @@ class _Contents:
             for name, buffer in schedule.buffers.items()
         }
 
-    def mismatch(self, read: Access) -> str | None:
+    def mismatch(self, read: Access) -> Content | str | None:
         """What a read finds instead of the content it expects; `None` when all is well."""
         covered = read.start
         for region in sorted(self._regions[read.buffer], key=lambda r: r.start):
@@ -116,8 +117,8 @@ def _check_contents(schedule: Schedule) -> None:
 def _check_gradients(schedule: Schedule) -> None:
     """Each unit that has a backward delivers its whole gradient once, and is normed and updated once at most."""
     ops = schedule.ops
-    summed = [op for op in ops if op.stream == "compute" or op.kind == "ADD"]
-    trained = {int(access.content[1:]) for op in summed for access in op.writes if _is_whole_gradient(access)}
+    summed = [access for op in ops if op.stream == "compute" for access in op.writes]
+    trained = {each.content.unit for each in summed if isinstance(each.content, Gradient) and each.content.is_whole}
     for kind in ("NORM", "UPDATE"):
         for unit, count in Counter(op.unit for op in ops if op.kind == kind).items():
             if count > 1:
@@ -125,7 +126,6 @@ def _check_gradients(schedule: Schedule) -> None:
     for unit in sorted(trained):
         grads = [(i, op) for i, op in enumerate(ops) if op.kind in ("GRAD", "UNPACK") and op.unit == unit]
         grads = [(i, op) for i, op in grads if not op.writes[0].buffer.startswith("host/slab/")]  # not on its way
-        grads = [(i, op) for i, op in grads if _is_whole_gradient(op.writes[0])]  # not a micro-batch's own
         copied = sorted((op.writes[0].start, op.writes[0].stop, i) for i, op in grads)
         for (_, stop, _), (start, _, index) in pairwise(copied):
             if start != stop:
@@ -133,13 +133,9 @@ def _check_gradients(schedule: Schedule) -> None:
                 raise _refusal(schedule, index, f"the gradient of unit {unit} leaves {how}")
         if not any(op.kind == "NORM" and op.unit == unit for op in ops):
             raise ScheduleError(f"the gradient of unit {unit} never leaves", where="schedule")
-    updated = {op.unit for op in ops if op.kind == "UPDATE" and op.reads[0].content == f"g{op.unit}"}
+    updated = {op.unit for op in ops if op.kind == "UPDATE" and op.reads[0].content == Gradient(op.unit)}
     if updated and updated != trained:
         raise ScheduleError(f"units {sorted(trained - updated)} are trained but not updated", where="schedule")
-
-
-def _is_whole_gradient(access: Access) -> bool:
-    return access.content.startswith("g") and access.content[1:].isdigit()
 
 
 def _last(ops: tuple[Op, ...], kind: str, unit: int) -> int:

@@ -1,7 +1,7 @@
 """Ops and schedules, as values.
 
 An op is one thing on one stream. It declares every byte range that it reads and writes, and for each the *content* it
-expects or leaves there (`w3`: the weights of unit 3, `g3`: its gradient). From the ranges `order` derives all waits;
+expects or leaves there (`contents`). From the ranges `deps` derives all waits;
 from the contents `check` proves that no slot is overwritten while still needed. There is no other source of
 synchronisation, so an undeclared access is the one way to be wrong, and the simulated device hunts for it.
 """
@@ -14,18 +14,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, get_args
 
+from megatrain.schedule.contents import Content, Gradient
 from megatrain.spec import Tier
 
 Copy = Literal["READ", "WRITE", "FETCH", "GRAD", "OFFLOAD", "RELOAD", "PACK", "UNPACK"]
 Call = Literal["FORWARD", "LOSS", "BACKWARD"]
-Kind = Copy | Call | Literal["PLACE", "ADD", "NORM", "UPDATE"]
+Kind = Copy | Call | Literal["PLACE", "NORM", "UPDATE"]
 Stream = Literal["compute", "fetch", "grad", "host", "read", "write", "pack", "unpack"]
 """`fetch` is the bus to the device and `grad` the bus from it, whatever is copied: each direction moves one thing at a
 time, in the order of the schedule."""
-USED = "used"
-"""Content of memory that an op has given up: nobody may read it, and its pages may go back to the system."""
-UNDER_WAY = "+"
-"""Ends the content of a gradient to which the call that is under way may have added (`phases`)."""
 
 STREAMS: tuple[Stream, ...] = get_args(Stream)
 COPIES: tuple[Kind, ...] = (*get_args(Copy), "PLACE")
@@ -41,7 +38,7 @@ class Buffer:
     tier: Tier
     nbytes: int
     owner: str
-    initial: str | None = None
+    initial: Content | None = None
     arena: bool = True
 
 
@@ -61,7 +58,7 @@ class Access:
     buffer: str
     start: int
     stop: int
-    content: str
+    content: Content
 
     def overlaps(self, other: Access) -> bool:
         return self.buffer == other.buffer and self.start < other.stop and other.start < self.stop
@@ -135,11 +132,10 @@ class Schedule:
             found[id(self.ops[last])].append(name)
         return found
 
-    def extent(self, buffer: str, content: str) -> tuple[int, int]:
+    def extent(self, buffer: str, content: Content) -> tuple[int, int]:
         """Where accesses of this content begin and end in a buffer; partial sums count as the sum."""
-        what = content.partition("~")[0].rstrip(UNDER_WAY)
         accesses = [access for op in self.ops for access in (*op.reads, *op.writes) if access.buffer == buffer]
-        there = [each for each in accesses if each.content.partition("~")[0].rstrip(UNDER_WAY) == what]
+        there = [each for each in accesses if _summed(each.content) == _summed(content)]
         return min(each.start for each in there), max(each.stop for each in there)
 
     def _transient_nbytes(self, tier: Tier) -> list[int]:
@@ -154,3 +150,7 @@ class Schedule:
             total += delta
             totals.append(total)
         return totals
+
+
+def _summed(content: Content) -> Content:
+    return Gradient(content.unit, content.version) if isinstance(content, Gradient) else content

@@ -1,7 +1,7 @@
 """The checkpoints of a run: begun between steps, written beside them, told about when they are whole.
 
 What fails here is told and never stops training: with a full disk the checkpoints that there are stay, and the next
-save is tried when it is due. It leaves out which checkpoint a run goes on from when it starts (`megatrain.resume`).
+save is tried when it is due. It leaves out which checkpoint a run goes on from when it starts (`megatrain.run.resume`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 from megatrain.checkpoint import Retention, newest_sound, prune, step_folder
 from megatrain.errors import CheckpointError, MegaTrainError, NonFinite
+from megatrain.train.async_save import Save
+from megatrain.train.batch_feed import Feed
 from megatrain.train.engine import Engine
 from megatrain.train.events import Evaluated, Event, Resumed, RolledBack, Saved, Warned
-from megatrain.train.feed import Feed
-from megatrain.train.saver import Save
 
 MARGIN = 1.5
 """By how much longer than the last one a save is expected to take, where a deadline is to be kept."""
@@ -125,7 +125,7 @@ class Checkpoints:
 
     def expected_seconds(self) -> float:
         """That the next save may take, from when a step is broken off for it."""
-        return REST_SECONDS + MARGIN * (self._seconds or 12 * self.engine.spec.numel / ASSUMED_BANDWIDTH)
+        return REST_SECONDS + MARGIN * (self._seconds or 12 * self.engine.structure.numel / ASSUMED_BANDWIDTH)
 
     def roll_back(self, error: NonFinite, step: int) -> int:
         """Go back to the newest sound checkpoint, and leave out the data of the step that was not finite.

@@ -7,7 +7,8 @@ kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -16,10 +17,23 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.checkpoint import Checkpoint, ExportOptions, export_model, open_checkpoint
-from megatrain.device import Device, matmul_flops
-from megatrain.engine import MicroBatch, Streamer, check_inputs, count_targets, sequences_of
-from megatrain.errors import ConfigError, DoesNotFit, ModelError, PlanError
-from megatrain.fields import checked
+from megatrain.config import refuse_several_processes
+from megatrain.device import Device, matmul_flops, open_device, timed
+from megatrain.engine import (
+    DTYPES,
+    KeepLogProbs,
+    LossFn,
+    MicroBatch,
+    StepResult,
+    Streamer,
+    check_inputs,
+    check_micro_batches,
+    count_targets,
+    sequences_of,
+)
+from megatrain.engine.batch import check_arguments, check_mapping, for_model, listed, staged
+from megatrain.engine.chunked_loss import check_loss, own_entries
+from megatrain.errors import BatchError, CheckpointError, ConfigError, DoesNotFit, ModelError, NonFinite, PlanError
 from megatrain.memory import Disk, Ledger, Pool, Store
 from megatrain.model import (
     FreshSource,
@@ -29,62 +43,66 @@ from megatrain.model import (
     Progress,
     Source,
     freeze_parameters,
+    port_model,
     refuse_other_kinds,
     speak,
 )
-from megatrain.optim import AdamW
+from megatrain.optim import AdamW, warm_up
 from megatrain.plan import available_host_nbytes, available_threads, step_flops
 from megatrain.plan.report import amount
 from megatrain.schedule import Schedule, Timeline
-from megatrain.spec import ModelSpec, Policy, Precision, Work
-from megatrain.train.assembly import assemble
-from megatrain.train.options import EngineOptions, Seed, checked_options
-from megatrain.train.restorable import Restorable
-from megatrain.train.restored import NewMoments, frozen_in, optimizer_in
-from megatrain.train.saver import Saver
-from megatrain.train.schedules import Kind, Schedules, budgets
-from megatrain.train.sink import OptimizerSink
-from megatrain.train.stepping import StepOutput, Stepping
-from megatrain.train.trace import Trace
-from megatrain.train.turns import Turn, one_at_a_time
-from megatrain.train.vetted import NOT_ASKED
+from megatrain.spec import Limits, ModelSpec, Numerics, Policy, Precision, Work
+from megatrain.spec.fields import checked
+from megatrain.train.async_save import Save, Saver
+from megatrain.train.events import StepOutput
+from megatrain.train.one_call_at_a_time import Turn, one_at_a_time
+from megatrain.train.optimizer_sink import GradientCollector, OptimizerSink
+from megatrain.train.options import EngineOptions, Seed, checked_options, disk_of, limits_of, numerics_of, policy_of
+from megatrain.train.parity import NOT_ASKED, short_check
+from megatrain.train.restore import (
+    NewMoments,
+    as_saved,
+    facts_in,
+    frozen_in,
+    optimizer_in,
+    read_moments,
+    refuse_other_model,
+)
+from megatrain.train.schedule_cache import Kind, Schedules, budgets
+from megatrain.train.timeline_file import Trace
+
+MOST_NAMED = 3
+"""Weights that are not finite, of which a message names so many."""
 
 
-class Engine(Stepping, Restorable):
+class Engine:
     """Trains one causal language model whose state lives in host memory. Make it with `Engine.from_model`."""
 
-    def __init__(
-        self,
-        ported: PortedModel,
-        device: Device,
-        policy: Policy,
-        optimizer: AdamW,
-        max_grad_norm: float | None,
-        disk: Disk | None,
-        *,
-        fits_activations: bool,
-        owns_device: bool,
-        seed: int,
-    ) -> None:
-        self.spec: ModelSpec = ported.spec
-        self.optimizer, self.max_grad_norm = optimizer, max_grad_norm
-        self._ported, self._device = ported, device
-        self._owns_device, self._disk = owns_device, disk
-        ledger = Ledger(budgets(policy, device, disk), one_memory=policy.shares_memory)
-        self._pool = Pool(device, ledger, disk, [unit.name for unit in self.spec.units], policy.transit)
-        self._store = Store(self.spec, policy, self._pool)
-        self._schedules = Schedules(self._store, policy, device, fits_activations=fits_activations)
+    def __init__(self, ported: PortedModel, device: Device, options: EngineOptions) -> None:
+        """Its memory is allocated, with nothing in it yet."""
+        self.structure: ModelSpec = ported.structure
+        self.optimizer, self.max_grad_norm = options.get("optimizer") or AdamW(), options.get("max_grad_norm", 1.0)
+        self.numerics, self.limits = numerics_of(options), limits_of(options)
+        policy, fits = policy_of(options, device, self.structure), options.get("policy", "auto") == "auto"
+        self._ported, self._device, self._disk = ported, device, disk_of(options, policy)
+        self._owns_device = device is not options.get("device", "cpu")
+        ledger = Ledger(budgets(self.limits, device, self._disk), one_memory=policy.shares_memory)
+        self._pool = Pool(device, ledger, self._disk, [unit.name for unit in self.structure.units], policy.transit)
+        self._store = Store(self.structure, self.numerics, policy, self._pool)
+        self._schedules = Schedules(ported, self._store, self.numerics, policy, device, fits_activations=fits)
         threads = policy.host_threads or available_threads()
+        how = self.structure, self.numerics, policy, self.optimizer, self.max_grad_norm, threads, device
         try:
             self._schedules.get(self._main_kind, Work((1,)))
-            self._sink = OptimizerSink(self.spec, policy, optimizer, max_grad_norm, threads, device)
-            self._streamer = Streamer(ported, device, self._pool, policy, seed)
+            self._sink = OptimizerSink(*how)
+            self._streamer = Streamer(ported, device, self._pool, self.numerics, policy, options.get("seed", 0))
         except BaseException:
             self._pool.release()
             raise
         self._saver = Saver(ported, self._store)
         self._sink.before_update = self._saver.before_update
-        self._steps, self._sound_at = 0, None
+        self._steps = 0
+        self._sound_at: int | None = None  # steps that had been done when the weights were last found to be finite
         self._turn = Turn()
         self.checked = NOT_ASKED  # whether this architecture is known to be computed right
         self._trace: Trace | None = None
@@ -95,24 +113,28 @@ class Engine(Stepping, Restorable):
         cls,
         model: nn.Module,
         device: str | torch.device | Device = "cpu",
-        precision: Precision = "bf16",
+        precision: Precision | None = None,
         optimizer: AdamW | None = None,
         max_grad_norm: float | None = 1.0,
         policy: Policy | Literal["auto"] = "auto",
         seed: int = 0,
         verify: bool = True,
         disk: str | Path | Sequence[str | Path] | Disk = (),
+        limits: Limits | None = None,
+        numerics: Numerics | None = None,
     ) -> Engine:
         """An engine that starts from a copy of the weights of a Hugging Face causal language model.
 
         model: left as it is, and not needed afterwards; its mode (`train()` or `eval()`) decides about dropout, and
         parameters that need no gradient are frozen: they cost neither gradients nor optimizer state.
-        device: `cpu`, `cuda:0`, `sim:SEED`, a `torch.device`, or an open device. precision: `bf16` computes in
-        bfloat16 and keeps exact float32 masters; `fp32` does everything in float32. optimizer: its defaults if not
-        given. max_grad_norm: clip by the exact global norm, or `None` not to. policy: `auto`, or a `Policy` whose
-        precision and clipping agree with the arguments. seed: decides all randomness inside layers. verify: at the
+        device: `cpu`, `cuda:0`, `sim:SEED`, a `torch.device`, or an open device. precision: `bf16`, the usual, computes
+        in bfloat16 and keeps exact float32 masters; `fp32` does everything in float32. optimizer: its defaults if not
+        given. max_grad_norm: clip by the exact global norm, or `None` not to. policy: `auto`, or a `Policy` that
+        agrees with the arguments. seed: decides all randomness inside layers. verify: at the
         first meeting of an architecture, compare a small model of its kind with the stock code, and refuse to go on
         with one that is computed wrong. disk: folders, on quick drives, for the state that the policy puts there.
+        limits: what it may take of each tier; what is open is all that there is. numerics: all that numbers depend on,
+        the precision among it.
 
         Raises `ModelError` for a model that cannot be streamed exactly, `PlanError` for a policy that contradicts
         the other arguments, `ConfigError` for an argument that is none, and in one of several processes (torchrun,
@@ -120,9 +142,9 @@ class Engine(Stepping, Restorable):
         device.
         """
         refuse_other_kinds(model)
-        options: EngineOptions = {"device": device, "precision": precision, "optimizer": optimizer, "policy": policy}
-        options |= {"max_grad_norm": max_grad_norm, "seed": seed, "verify": verify, "disk": disk}
-        options = checked_options(options)
+        options: EngineOptions = {"device": device, "precision": precision, "numerics": numerics, "policy": policy}
+        options |= {"optimizer": optimizer, "max_grad_norm": max_grad_norm, "limits": limits, "disk": disk}
+        options = checked_options({**options, "seed": seed, "verify": verify})
         source = ModelSource(model)  # type: ignore[arg-type]  # everything but a PreTrainedModel has been refused
         return cls.from_source(source, **options)
 
@@ -182,7 +204,27 @@ class Engine(Stepping, Restorable):
 
         ported: the source's model as `port_model` has taken it apart in the same precision, if it has been already.
         """
-        return assemble(cls, unverified, source, ported, progress, options)
+        options = checked_options(options)
+        if any(parameter.requires_grad for parameter in source.model.parameters()):
+            refuse_several_processes("engine")
+        device = options.get("device", "cpu")
+        opened = device if isinstance(device, Device) else open_device(device)
+        try:
+            checked_now = short_check(source.model, unverified) if options.get("verify", True) else NOT_ASKED
+            taken = ported or port_model(source.model, DTYPES[numerics_of(options).precision])
+            engine = cls(taken, opened, options)
+            engine.checked = checked_now
+        except BaseException:
+            if opened is not device:
+                opened.close()
+            raise
+        try:
+            engine.fill(source, progress)
+            warm_up()
+        except BaseException:
+            engine.close()
+            raise
+        return engine
 
     @classmethod
     def from_checkpoint(
@@ -220,7 +262,154 @@ class Engine(Stepping, Restorable):
             raise
         return engine
 
-    # State ----------------------------------------------------------------------------------------------------------
+    # Micro-batches ---------------------------------------------------------------------------------------------------
+
+    @one_at_a_time
+    def step(
+        self,
+        micro_batches: Iterable[MicroBatch],
+        lr: float | None = None,
+        loss_fn: LossFn | None = None,
+        router_weights: Sequence[float] | None = None,
+    ) -> StepOutput:
+        """One optimizer step over all micro-batches; the loss is the mean over all their target tokens.
+
+        micro_batches: a list, or anything that gives them one by one. Each holds `input_ids` and `labels`, int64[batch,
+        length] (labels as Hugging Face has them: -100 is no target, shifted inside), and whatever else the model's
+        forward reads, such as `attention_mask`. `lr` replaces the optimizer's learning rate for this step. `loss_fn`
+        replaces cross-entropy: see `megatrain.losses`, where full logits never exist either. A router auxiliary loss
+        that the model's config asks for counts by each micro-batch's share of the target tokens, or by
+        `router_weights`, one for each micro-batch.
+
+        Raises `BatchError` for an unusable micro-batch, or an entry that nothing reads, and `NonFinite` for a loss or
+        gradient that is not finite; the step is then not applied (without clipping, units whose gradient is finite
+        may have been: the error names them). With clipping, updates are applied during the next step's forward;
+        everything that reads the weights applies them first.
+        """
+        batches, work = self._checked(micro_batches, loss_fn, router_weights, trains=True)
+        if self._sink.pending and len(self._sink.pending) < len(self._sink.trained):
+            self._flush()  # what an interrupted step has left
+        schedule = self._schedules.get("pending step" if self._sink.pending else "step", work)
+        self._sink.begin(self.optimizer.lr if lr is None else lr)
+        self._device.stalled_seconds()
+        before = self._written_nbytes
+        wants_times = self.leaves_times or self._trace is not None
+        with self._weights_blamed(), timed(self._device) if wants_times else nullcontext():
+            try:
+                result = self._streamer.run_schedule(
+                    schedule, batches, self._sink, self._steps, loss_fn, router_weights
+                )
+            finally:
+                self._sink.at_rest()
+            norm = self._sink.finish()
+        self._steps += 1
+        trace, timeline = self._trace, self._streamer.timeline
+        if trace is not None and timeline is not None and trace.add(timeline):
+            self._trace = None
+        written = self._written_nbytes - before
+        stalled = self._device.stalled_seconds()
+        return StepOutput(
+            result.loss, norm, result.tokens, stalled, written, dict(result.metrics), result.by_micro_batch
+        )
+
+    @one_at_a_time
+    def gradients(
+        self,
+        micro_batches: Iterable[MicroBatch],
+        loss_fn: LossFn | None = None,
+        router_weights: Sequence[float] | None = None,
+    ) -> dict[str, Tensor]:
+        """Parameter name -> float32 gradient of the step's loss, in the parameter's shape. Nothing is updated."""
+        batches, work = self._checked(micro_batches, loss_fn, router_weights, trains=True)
+        self._settle()
+        collector = GradientCollector(self.structure, self._sink.before_update)
+        schedule = self._schedules.get("step", work)
+        with self._weights_blamed():
+            self._streamer.run_schedule(schedule, batches, collector, self._steps, loss_fn, router_weights)
+        return collector.gradients
+
+    @one_at_a_time
+    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
+        """Mean loss over all target tokens of the micro-batches, without dropout. Nothing is updated."""
+        return self._measure(micro_batches, None).loss
+
+    @one_at_a_time
+    def measure(
+        self,
+        micro_batches: Iterable[MicroBatch],
+        loss_fn: LossFn | None = None,
+        router_weights: Sequence[float] | None = None,
+    ) -> StepResult:
+        """As `evaluate`, for any loss, with the target tokens and what the loss function reports; see `step`."""
+        return self._measure(micro_batches, loss_fn, router_weights)
+
+    @one_at_a_time
+    def log_probs(self, micro_batches: Iterable[MicroBatch]) -> list[Tensor]:
+        """The log-probability of each label, given the tokens before it: float32[batch, length] per micro-batch, on
+        the cpu, at the places of the labels, and 0 where there is no target. Without dropout."""
+        keeps = KeepLogProbs()
+        self._measure(micro_batches, keeps)
+        return keeps.kept
+
+    @one_at_a_time
+    def logits(self, inputs: MicroBatch) -> Tensor:
+        """All logits, float32[batch, length, vocabulary] on the device, for what the model's forward takes.
+
+        These are whole, so this is for few and short rows. Without dropout; nothing is updated.
+        """
+        check_mapping(inputs, "logits")
+        check_inputs(self.structure, {"labels": inputs.get("input_ids"), **inputs}, "logits")
+        check_arguments(self._ported.arguments, inputs, (), "logits")
+        self._settle()
+        schedule = self._schedules.get("forward", Work((inputs["input_ids"].numel(),)))
+        with self._ported.evaluation_mode():
+            return self._streamer.next_logits(schedule, for_model(inputs), kept=0)
+
+    @one_at_a_time
+    def generate(
+        self, /, input_ids: Tensor, attention_mask: Tensor | None = None, *, seed: int = 0, **options: Any
+    ) -> Tensor:
+        """Continue `input_ids` int64[rows, length] with the library's own `generate`: int64[rows, length + new].
+
+        attention_mask: int64[rows, length], 0 where a shorter prompt is padded, on the left. seed: decides what is
+        drawn; the caller's random state stays as it was. options: what the `generate` of transformers takes, such as
+        `max_new_tokens`, `do_sample`, `temperature`, `num_beams`, `streamer`, `use_cache=False`; defaults are those of
+        the model's generation config. With `return_dict_in_generate=True` it returns what the library then does.
+
+        Without dropout; pending updates are applied first. Each new token streams the weights once. The cache of keys
+        and values lives on the device for the time of the call, and belongs to no entry of the ledger.
+
+        Raises `BatchError` for ids outside the vocabulary and for a text that could outgrow the model's positions,
+        `ConfigError` for an option that the library refuses, `NonFinite` for logits that are not numbers.
+        """
+        check_inputs(self.structure, {"input_ids": input_ids, "labels": input_ids}, "generate")
+        seed = checked(seed, Seed, ConfigError, "seed")
+        self._settle()
+
+        def last_logits(inputs: Mapping[str, Any], kept: int) -> Tensor:
+            schedule = self._schedules.get("forward", Work((inputs["input_ids"].numel(),)))
+            return self._streamer.next_logits(schedule, inputs, kept)
+
+        # The library's own work runs on the stream that fills the cache, so neither frees what the other still reads.
+        with (
+            self._weights_blamed(),
+            self._ported.evaluation_mode(),
+            self._device.preserved_random_state(),
+            self._device.alongside(),
+        ):
+            self._device.seed(seed)
+            found: Tensor = speak(
+                self._ported, last_logits, self._device.torch_device, input_ids, attention_mask, options
+            )
+            self._device.synchronize()  # before another stream may have what was allocated on this one
+        return found
+
+    @one_at_a_time
+    def flush(self) -> None:
+        """Apply the updates that are pending, if any. Everything that reads the weights does that first."""
+        self._flush()
+
+    # Weights and checkpoints -----------------------------------------------------------------------------------------
 
     @one_at_a_time
     def master_weights(self) -> dict[str, Tensor]:
@@ -252,6 +441,29 @@ class Engine(Stepping, Restorable):
         return self._store.view(name)
 
     @one_at_a_time
+    def fill(self, source: Source, progress: Progress | None = None) -> None:
+        """Set every parameter from a source; optimizer and counters stay. For whoever makes an engine."""
+        self._fill(source, progress)
+
+    @one_at_a_time
+    def set_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Set some parameters, name -> value in the parameter's shape; optimizer and counters stay.
+
+        Raises `ModelError`, before any is set, for a name or a shape that is not the model's.
+        """
+        shapes = {param.name: param.shape for unit in self.structure.units for param in unit.params}
+        for name, value in weights.items():
+            if tuple(value.shape) != shapes.get(name):
+                what = f"has no parameter {name} of shape {list(value.shape)}"
+                raise ModelError(what, where=f"model {self.structure.name}")
+        self._settle()
+        self._saver.wait()
+        for name in self._store.names():  # unit by unit
+            if name in weights:
+                self._store.write_master(name, weights[name])
+        self._store.settle()
+
+    @one_at_a_time
     def save_pretrained(self, folder: str | Path, **options: Unpack[ExportOptions]) -> Path:
         """Write a Hugging Face folder, streamed unit by unit; it appears whole or not at all.
 
@@ -267,85 +479,63 @@ class Engine(Stepping, Restorable):
             self._store.settle()
 
     @one_at_a_time
-    def generate(
-        self, /, input_ids: Tensor, attention_mask: Tensor | None = None, *, seed: int = 0, **options: Any
-    ) -> Tensor:
-        """Continue `input_ids` int64[rows, length] with the library's own `generate`: int64[rows, length + new].
+    def save(
+        self,
+        folder: str | Path,
+        training: Mapping[str, Any] | None = None,
+        *,
+        step: int | None = None,
+        score: float | None = None,
+        write_more: Callable[[Path], object] | None = None,
+        then: Callable[[Path], object] | None = None,
+    ) -> Save:
+        """Begin to write the checkpoint `folder/step-...`, and return; steps may follow while it is written.
 
-        attention_mask: int64[rows, length], 0 where a shorter prompt is padded, on the left. seed: decides what is
-        drawn; the caller's random state stays as it was. options: what the `generate` of transformers takes, such as
-        `max_new_tokens`, `do_sample`, `temperature`, `num_beams`, `streamer`, `use_cache=False`; defaults are those of
-        the model's generation config. With `return_dict_in_generate=True` it returns what the library then does.
+        It holds the state as it is now, bit for bit: an update waits for its unit to be written. One is under way at a
+        time. `Save.wait` gives the folder; what fails is told there, and training goes on.
 
-        Without dropout; pending updates are applied first. Each new token streams the weights once. The cache of keys
-        and values lives on the device for the time of the call, and belongs to no entry of the ledger.
-
-        Raises `BatchError` for ids outside the vocabulary and for a text that could outgrow the model's positions,
-        `ConfigError` for an option that the library refuses, `NonFinite` for logits that are not numbers.
+        training: what else to keep, the position in the data, say (plain values; `Checkpoint.training["run"]` gives it
+        back). step: the number in the name, `steps` if not given. score, write_more: see `checkpoint.write_checkpoint`.
+        then: called with the folder once it is whole, on the thread that wrote it.
+        Raises `ExportError`, and `DoesNotFit` without memory for the largest unit in float32.
         """
-        check_inputs(self.spec, {"input_ids": input_ids, "labels": input_ids}, "generate")
-        seed = checked(seed, Seed, ConfigError, "seed")
         self._settle()
+        names = [unit.name for unit in self.structure.units]
+        kept = as_saved(self._sink, self.numerics, self.policy, self._steps, self._streamer.seed, names, training or {})
+        number = self._steps if step is None else step
+        return self._saver.begin(folder, number, self.policy, kept, score, write_more, then)
 
-        def last_logits(inputs: Mapping[str, Any], kept: int) -> Tensor:
-            schedule = self._schedules.get("forward", Work((inputs["input_ids"].numel(),)))
-            return self._streamer.next_logits(schedule, inputs, kept)
+    @one_at_a_time
+    def restore(self, checkpoint: Checkpoint | str | Path, *, trust_remote_code: bool = False) -> None:
+        """Go back (or on) to the state in a checkpoint of this model; what is pending is dropped.
 
-        # The library's own work runs on the stream that fills the cache, so neither frees what the other still reads.
-        with (
-            self._weights_blamed(),
-            self._ported.evaluation_mode(),
-            self._device.preserved_random_state(),
-            self._device.alongside(),
-        ):
-            self._device.seed(seed)
-            found: Tensor = speak(
-                self._ported, last_logits, self._device.torch_device, input_ids, attention_mask, options
-            )
-            self._device.synchronize()  # before another stream may have what was allocated on this one
-        return found
+        checkpoint: a folder `step-...`, which is checked first, or an open one. Raises `CheckpointError`, before
+        anything is changed, for one that is damaged or of another model, and `ModelError` and `DiskError`; the state is
+        then worthless until another one is restored.
+        """
+        checkpoint = checked(checkpoint, Checkpoint | str | Path, CheckpointError, "restore")
+        checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+        source = PretrainedSource(checkpoint.folder, trust_remote_code=trust_remote_code)
+        shapes = {name: tuple(parameter.shape) for name, parameter in source.model.named_parameters()}
+        refuse_other_model(checkpoint, self.structure, shapes)
+        self._saver.wait()
+        self._sink.restore(0)
+        self._fill(source)
+        self._take_up(checkpoint, "refuse")
 
-    @property
-    def generation_config(self) -> Any:
-        """The library's `GenerationConfig` that `generate` starts from: the model's own, which may be changed."""
-        return self._ported.skeleton.generation_config
-
-    @property
-    def config(self) -> Any:
-        """The library's config of the model, as it is saved. What shapes the computation is fixed by now."""
-        return self._ported.skeleton.config
-
-    # What it is, and what it takes ------------------------------------------------------------------------------------
-
-    def memory_table(self) -> dict[tuple[str, str], int]:
-        """(tier, owner) -> bytes held now, activations inside layers not counted."""
-        return self._pool.ledger.table()
-
-    def host_nbytes_left(self) -> int:
-        """Bytes of host memory that are free now, within the policy's budget where it has one."""
-        free, budget = available_host_nbytes(), self.policy.host_budget_nbytes
-        if budget is None:
-            return free
-        ledger = self._pool.ledger
-        held = ledger.nbytes("host") + (ledger.nbytes("device") if ledger.one_memory else 0)
-        return max(0, min(free, budget - held))
+    # Policy ----------------------------------------------------------------------------------------------------------
 
     @property
     def policy(self) -> Policy:
         """How the model is streamed, as chosen for the last step that was prepared or run."""
         return self._schedules.policy
 
-    @property
-    def timeline(self) -> Timeline | None:
-        """When the ops of the last run were done, where the device takes times; of steps also by `leaves_times`."""
-        return self._streamer.timeline
-
     @one_at_a_time
     def adopt(self, policy: Policy) -> None:
         """Stream by another policy from now on; no number changes. What is pending is applied first.
 
-        State moves to the tiers that the policy names. Raises `PlanError` for one that differs in what numbers depend
-        on, `DoesNotFit` and `DiskError` where a tier refuses; the state is whole then, and the old policy holds.
+        State moves to the tiers that the policy names. Raises `PlanError` for another time of updates or way over the
+        bus, `DoesNotFit` and `DiskError` where a tier refuses; the state is whole then, and the old policy holds.
         """
         checked(policy, Policy, PlanError, "policy")
         self._settle()
@@ -372,9 +562,45 @@ class Engine(Stepping, Restorable):
         """
         return self._schedules.get(self._main_kind, checked(work, Work, PlanError, "work"))
 
+    # What it is, and what it takes -----------------------------------------------------------------------------------
+
+    @property
+    def generation_config(self) -> Any:
+        """The library's `GenerationConfig` that `generate` starts from: the model's own, which may be changed."""
+        return self._ported.skeleton.generation_config
+
+    @property
+    def config(self) -> Any:
+        """The library's config of the model, as it is saved. What shapes the computation is fixed by now."""
+        return self._ported.skeleton.config
+
+    def memory_table(self) -> dict[tuple[str, str], int]:
+        """(tier, owner) -> bytes held now, activations inside layers not counted."""
+        return self._pool.ledger.table()
+
+    def host_nbytes_left(self) -> int:
+        """Bytes of host memory that are free now, within its limit where there is one."""
+        free, budget = available_host_nbytes(), self.limits.host_nbytes
+        if budget is None:
+            return free
+        ledger = self._pool.ledger
+        held = ledger.nbytes("host") + (ledger.nbytes("device") if ledger.one_memory else 0)
+        return max(0, min(free, budget - held))
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """When the ops of the last run were done, where the device takes times; of steps also by `leaves_times`."""
+        return self._streamer.timeline
+
     def applied_updates(self) -> dict[str, int]:
         """Unit name -> optimizer updates that its state in host memory has had; pending ones are not counted."""
-        return {unit.name: count for unit, count in zip(self.spec.units, self._sink.applied, strict=True)}
+        return {unit.name: count for unit, count in zip(self.structure.units, self._sink.applied, strict=True)}
+
+    @property
+    def spec(self) -> ModelSpec:
+        """All that is known of the model, for a plan: `structure`, and what its layers take beside their weights, which
+        is measured when it is first asked for."""
+        return self._ported.spec
 
     def step_flops(self, micro_batches: Iterable[MicroBatch]) -> float:
         """Necessary floating-point operations of a step over these micro-batches.
@@ -397,6 +623,50 @@ class Engine(Stepping, Restorable):
         """
         self._trace = Trace(path, steps)
 
+    def run_ops_in(self, region: Callable[[], AbstractContextManager[object]]) -> None:
+        """Enter `region()` around all that is streamed, and nothing else. What it raises there breaks off a step that
+        then counts as not begun; with clipping it is done again, bit for bit, whenever that is wanted."""
+        self._streamer.region = region
+
+    @property
+    def router_aux_loss_coef(self) -> float | None:
+        """What the router auxiliary loss is multiplied by; `None` where the model's config asks for none."""
+        return self._ported.balance_coefficient
+
+    @property
+    def disk(self) -> Disk | None:
+        """The files for state on the disk, if there are folders for them."""
+        return self._disk
+
+    @property
+    def steps(self) -> int:
+        """Steps that have been done, those before a checkpoint was taken up included."""
+        return self._steps
+
+    @property
+    def saver(self) -> Saver:
+        """What writes checkpoints: to reserve its memory, and to see what it is at."""
+        return self._saver
+
+    def under_way(self) -> tuple[list[tuple[str, str, float]], float]:
+        """What each stream is at, (op, stream, seconds so far), and the seconds since any op began or ended.
+
+        For those who watch from another thread.
+        """
+        return self._streamer.under_way()
+
+    def __repr__(self) -> str:
+        """What it trains, how, how far it is and what it holds, on one line; at any time, on any thread."""
+        numel, trained = self.structure.numel, self.structure.trained_numel
+        frozen = "" if trained == numel else f", {trained:,} trained"
+        state = "closed" if self._turn.is_closed else f"{self._steps:,} steps, {self._held()}"
+        how = f"{self.numerics.precision} on {self._device.name}"
+        return f"<Engine of {self.structure.name}: {numel:,} parameters{frozen}, {how}, {state}>"
+
+    def _held(self) -> str:
+        held = {tier: self._pool.ledger.nbytes(tier) for tier, _ in self.memory_table()}
+        return ", ".join(f"{amount(nbytes)} on the {tier}" for tier, nbytes in held.items() if nbytes)
+
     def close(self) -> None:
         """Stop the workers and give the memory back; what is pending is dropped with the weights.
 
@@ -416,37 +686,103 @@ class Engine(Stepping, Restorable):
                     self._device.close()
             self._schedules.clear()
 
-    def __repr__(self) -> str:
-        """What it trains, how, how far it is and what it holds, on one line; at any time, on any thread."""
-        numel, trained = self.spec.numel, self.spec.trained_numel
-        frozen = "" if trained == numel else f", {trained:,} trained"
-        state = "closed" if self._turn.is_closed else f"{self._steps:,} steps, {self._held()}"
-        how = f"{self.policy.precision} on {self._device.name}"
-        return f"<Engine of {self.spec.name}: {numel:,} parameters{frozen}, {how}, {state}>"
-
-    def _held(self) -> str:
-        totals: dict[str, int] = {}
-        for (tier, _), nbytes in self.memory_table().items():
-            totals[tier] = totals.get(tier, 0) + nbytes
-        return ", ".join(f"{amount(nbytes)} on the {tier}" for tier, nbytes in totals.items() if nbytes)
-
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Inside -----------------------------------------------------------------------------------------------------------
+    # Inside ----------------------------------------------------------------------------------------------------------
 
     @property
     def _main_kind(self) -> Kind:
         """What runs over and over: steps, or forward passes where every parameter is frozen."""
-        return "step" if self.spec.trained_numel else "forward"
+        return "step" if self.structure.trained_numel else "forward"
+
+    @contextmanager
+    def _weights_blamed(self) -> Iterator[None]:
+        """`NonFinite` out of the block names the weights that are not finite themselves, if that is what it is about.
+
+        They are looked through once for each step that has been done: one that fails changes none of them.
+        """
+        try:
+            yield
+        except NonFinite as error:
+            if self._sound_at == self._steps:
+                raise
+            if not (bad := self._store.non_finite()):
+                self._sound_at = self._steps
+                raise
+            named = ", ".join(bad[:MOST_NAMED]) + (f" and {len(bad) - MOST_NAMED:,} more" if bad[MOST_NAMED:] else "")
+            fix = "start from other weights: these were damaged, or are of a run that had diverged"
+            what = f"{error.what}, as are values of the weights themselves: {named}"
+            raise NonFinite(what, where=error.where, fix=fix, parameters=bad) from error
+
+    @property
+    def _written_nbytes(self) -> int:
+        return 0 if self._disk is None else self._disk.written_nbytes
+
+    def _checked(
+        self,
+        micro_batches: Iterable[MicroBatch],
+        loss_fn: LossFn | None,
+        router_weights: Sequence[float] | None = None,
+        *,
+        trains: bool = False,
+    ) -> tuple[list[MicroBatch], Work]:
+        """The micro-batches as a list, and the work that they are. Raises what is wrong before anything is computed."""
+        if trains and not self.structure.trained_numel:
+            where = f"model {self.structure.name}"
+            raise ModelError("every parameter is frozen", where=where, fix="freeze fewer of them")
+        check_loss(loss_fn)
+        batches = staged(self._device, listed(micro_batches), own_entries(loss_fn))
+        work = check_micro_batches(self.structure, batches)
+        if router_weights is not None and len(router_weights) != len(batches):
+            what = f"{len(router_weights)} router_weights for {len(batches)} micro-batches"
+            raise BatchError(what, where="step", fix="give one for each micro-batch")
+        for index, batch in enumerate(batches):
+            check_arguments(self._ported.arguments, batch, own_entries(loss_fn), f"micro-batch {index}")
+        return batches, work
+
+    def _measure(
+        self,
+        micro_batches: Iterable[MicroBatch],
+        loss_fn: LossFn | None,
+        router_weights: Sequence[float] | None = None,
+    ) -> StepResult:
+        batches, work = self._checked(micro_batches, loss_fn, router_weights)
+        self._settle()
+        schedule = self._schedules.get("forward", work)
+        with self._weights_blamed(), self._ported.evaluation_mode():
+            return self._streamer.run_schedule(schedule, batches, None, 0, loss_fn, router_weights)
+
+    def _flush(self) -> None:
+        if self._sink.pending:
+            self._streamer.run_schedule(self._schedules.get("flush", Work((1,))), [], self._sink)
+
+    def _settle(self) -> None:
+        """Apply what is pending, and refuse a state in which some units are ahead of others."""
+        self._flush()
+        self._sink.refuse_torn()
+
+    def _fill(self, source: Source, progress: Progress | None = None) -> None:
+        self._saver.wait()
+        self._sound_at = None
+        source.fill(self._store, [[param.name for param in unit.params] for unit in self.structure.units], progress)
+        self._store.settle()
+
+    def _take_up(self, checkpoint: Checkpoint, new: NewMoments) -> None:
+        """Moments and counters of a checkpoint whose masters are there already."""
+        facts = facts_in(checkpoint)
+        read_moments(checkpoint, self._store, new)
+        self._sink.restore(facts["updates"])
+        self._steps, self._streamer.seed = facts["steps"], facts["seed"]
+        self._saver.goes_on_from(checkpoint.folder)
 
 
-def unverified(model: nn.Module, device: str, policy: Policy) -> Engine:
+def unverified(model: nn.Module, device: str, numerics: Numerics, policy: Policy) -> Engine:
     """An engine to check with, which cannot be checked itself."""
-    return Engine.from_model(model, device, policy.precision, policy=policy, verify=False)
+    return Engine.from_model(model, device, numerics=numerics, policy=policy, verify=False)
 
 
 __all__ = ["Engine", "StepOutput", "unverified"]

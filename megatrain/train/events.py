@@ -8,11 +8,30 @@ out: how any of it is shown.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 MAX_EXPONENT = 709.0
 """Of e, in a float."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a training step did.
+
+    loss: mean over all target tokens of the step, or what the loss function makes it. grad_norm: global 2-norm of the
+    gradient before clipping. tokens: target tokens. stall_seconds: time in which compute waited for copies or updates.
+    written_nbytes: what it wrote to the disk tier. metrics: what the loss function reports, means like the loss.
+    by_micro_batch: the same of each micro-batch, and its router auxiliary loss without the coefficient as `aux_loss`.
+    """
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    stall_seconds: float
+    written_nbytes: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    by_micro_batch: Sequence[Mapping[str, float]] = ()
 
 
 @dataclass(frozen=True, slots=True)

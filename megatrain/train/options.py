@@ -12,17 +12,17 @@ import torch
 
 from megatrain.device import Device
 from megatrain.errors import ConfigError, DiskError, DoesNotFit, PlanError
-from megatrain.fields import Bounds, checked, shown
-from megatrain.files import usable_path
 from megatrain.memory import Disk
 from megatrain.model import require_compiler
 from megatrain.optim import AdamW
-from megatrain.plan import available_host_nbytes, available_threads, choose_policy, memory_table
-from megatrain.plan.homes import host_nbytes, needed, to_disk
-from megatrain.plan.locks import fit_transit
-from megatrain.schedule.state import state_nbytes
-from megatrain.spec import IN_HOST, ModelSpec, Policy, Precision, Work
-from megatrain.train.schedules import refuse_contradictions
+from megatrain.plan import available_threads, choose_policy, memory_table
+from megatrain.plan.placement import host_nbytes, needed, to_disk
+from megatrain.plan.refinements import fit_transit
+from megatrain.schedule.passes.state_buffers import state_nbytes
+from megatrain.spec import IN_HOST, Limits, ModelSpec, Numerics, Policy, Precision, Work
+from megatrain.spec.fields import Bounds, checked, shown
+from megatrain.system.paths import usable_path
+from megatrain.train.schedule_cache import budgets, refuse_contradictions
 
 Seed = Annotated[int, Bounds(-(1 << 63), (1 << 63) - 1)]
 Folders = tuple[str | Path, ...]
@@ -32,10 +32,12 @@ class EngineOptions(TypedDict, total=False):
     """Keyword arguments that every way to make an engine takes; `Engine.from_model` explains them."""
 
     device: str | torch.device | Device
-    precision: Precision
+    precision: Precision | None
     optimizer: AdamW | None
     max_grad_norm: float | None
     policy: Policy | Literal["auto"]
+    numerics: Numerics | None
+    limits: Limits | None
     seed: int
     verify: bool
     disk: str | Path | Sequence[str | Path] | Disk
@@ -52,11 +54,14 @@ def checked_options(options: EngineOptions) -> EngineOptions:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise TypeError(f"an engine takes no option {unknown[0]!r}{hint}")
     found = options.copy()
-    if "precision" in found and found["precision"] not in get_args(Precision):
+    if found.get("precision") is not None and found["precision"] not in get_args(Precision):
         what = f"precision must be bf16 or fp32, not {shown(found['precision'])}"
         raise PlanError(what, where="precision")
     if not isinstance(policy := found.get("policy", "auto"), Policy) and policy != "auto":
         raise PlanError(f"{shown(policy)} is no policy", where="policy", fix="give a megatrain.Policy, or 'auto'")
+    found["numerics"] = checked(found.get("numerics"), Numerics | None, PlanError, "numerics")
+    numerics_of(found)
+    found["limits"] = checked(found.get("limits"), Limits | None, PlanError, "limits")
     if "seed" in found:
         found["seed"] = checked(found["seed"], Seed, ConfigError, "seed")
     if "verify" in found:
@@ -107,6 +112,21 @@ def _same_settings(optimizer: torch.optim.Optimizer) -> str:
     return f"megatrain.AdamW({text}{', no_decay=(patterns of names,)' if len(decays) > 1 else ''})"
 
 
+def numerics_of(options: EngineOptions) -> Numerics:
+    """What is given, or the usual for the precision. Raises `PlanError` where that contradicts."""
+    numerics, precision = options.get("numerics"), options.get("precision")
+    if numerics is None:
+        return Numerics(precision or "bf16")
+    if precision is not None and precision != numerics.precision:
+        raise PlanError(f"precision is {precision!r} but the numerics' is {numerics.precision!r}", where="numerics")
+    return numerics
+
+
+def limits_of(options: EngineOptions) -> Limits:
+    """What is given, or none."""
+    return options.get("limits") or Limits()
+
+
 def policy_of(options: EngineOptions, device: Device, spec: ModelSpec) -> Policy:
     """The policy that is given, if it agrees with the other options, or the usual one for the device.
 
@@ -116,46 +136,45 @@ def policy_of(options: EngineOptions, device: Device, spec: ModelSpec) -> Policy
     """
     policy = _placed(options, device, spec)
     if options.get("policy", "auto") == "auto" and device.lockable_nbytes is not None:
-        return fit_transit(spec, policy, device.lockable_nbytes)
+        return fit_transit(spec, numerics_of(options), policy, device.lockable_nbytes)
     return policy
 
 
 def _placed(options: EngineOptions, device: Device, spec: ModelSpec) -> Policy:
     """The policy with as little state on the disk as the host's budget asks for, where there is a choice."""
-    policy = _without_homes(options, device)
-    if policy.kernels == "compile":
+    numerics, policy = numerics_of(options), _without_homes(options, device)
+    if numerics.kernels == "compile":
         require_compiler(device.torch_device)
     if not options.get("disk") or policy.homes:
         return policy
-    budget = available_host_nbytes() if policy.host_budget_nbytes is None else policy.host_budget_nbytes
-    beside = _beside_state(spec, policy)
-    placed = to_disk(spec, policy, budget - beside)
+    budget = budgets(limits_of(options), device)["host"]
+    beside = _beside_state(spec, numerics, policy)
+    placed = to_disk(spec, numerics, policy, budget - beside)
     if placed is None:
-        least = host_nbytes(spec, needed(spec, policy, 0), saves=False) + beside
+        least = host_nbytes(spec, numerics, needed(spec, numerics, policy, 0), saves=False) + beside
         what = f"needs {least:,} bytes of host memory at the least, even with state on the disk"
         raise DoesNotFit(f"{what}, {least - budget:,} more than its budget of {budget:,}", where="host memory")
     return policy if all(home == IN_HOST for home in placed.homes) else placed
 
 
-def _beside_state(spec: ModelSpec, policy: Policy) -> int:
+def _beside_state(spec: ModelSpec, numerics: Numerics, policy: Policy) -> int:
     """Host memory of the slots that gradients and, where memory is shared, weights pass through."""
-    table = memory_table(spec, policy, Work((1, 1)))  # sums of several micro-batches are the wider ones
+    table = memory_table(spec, numerics, policy, Work((1, 1)))  # sums of several micro-batches are the wider ones
     tiers = ("host", "device") if policy.shares_memory else ("host",)
-    state = state_nbytes(spec, policy)
+    state = state_nbytes(spec, numerics, policy)
     return sum(nbytes for (tier, _), nbytes in table.items() if tier in tiers) - sum(state[tier] for tier in tiers)
 
 
 def _without_homes(options: EngineOptions, device: Device) -> Policy:
-    policy, precision = options.get("policy", "auto"), options.get("precision", "bf16")
+    policy = options.get("policy", "auto")
     max_grad_norm = options.get("max_grad_norm", 1.0)
     if policy == "auto":
         return choose_policy(
-            precision,
             shares_memory=device.shares_memory,
             clips=max_grad_norm is not None,
             host_threads=available_threads(),
         )
-    refuse_contradictions(policy, precision, max_grad_norm, device)
+    refuse_contradictions(numerics_of(options), policy, max_grad_norm, device)
     return policy
 
 

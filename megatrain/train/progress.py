@@ -22,7 +22,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from megatrain.spec import Home, ModelSpec, Policy
+from megatrain.spec import Home, ModelSpec, Numerics, Policy
 from megatrain.train.events import (
     Compiled,
     Ended,
@@ -50,12 +50,16 @@ LEGEND = (
 
 
 def show_plan(
-    console: Console, facts: Sequence[tuple[str, str]], memory: Mapping[tuple[str, str], int], policy: Policy
+    console: Console,
+    facts: Sequence[tuple[str, str]],
+    memory: Mapping[tuple[str, str], int],
+    numerics: Numerics,
+    policy: Policy,
 ) -> None:
     """Print `facts` (a name and what it is), the policy, and the bytes of `memory` by tier and owner."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
-    for name, fact in (*facts, ("policy", "; ".join(describe_policy(policy)))):
+    for name, fact in (*facts, ("policy", "; ".join(describe_policy(numerics, policy)))):
         grid.add_row(name, Text(fact))
     console.print(grid)
     table = Table(box=box.SIMPLE, pad_edge=False)
@@ -87,13 +91,9 @@ def describe_model(spec: ModelSpec) -> str:
     return f"{spec.name}, {metric(spec.numel)} parameters: {layers}, vocabulary {spec.vocab_size:,}{tied}"
 
 
-GATES = {"shard": "the shard of weights that it comes to", "rows": "the rows of a matrix that it comes to"}
-"""What compute waits for, where it is not a whole unit."""
-
-
-def describe_policy(policy: Policy) -> list[str]:
+def describe_policy(numerics: Numerics, policy: Policy) -> list[str]:
     """Each choice as a phrase: nothing that was chosen for the user stays silent."""
-    exact = "computes in bfloat16 from exact float32 masters" if policy.precision == "bf16" else "float32 throughout"
+    exact = "computes in bfloat16 from exact float32 masters" if numerics.precision == "bf16" else "float32 throughout"
     slots = f"{policy.weight_slots} slots in shards of {binary(policy.shard_nbytes)}"
     if policy.read_ahead_nbytes:
         size = binary(min(policy.shard_nbytes, policy.read_ahead_nbytes))
@@ -106,11 +106,11 @@ def describe_policy(policy: Policy) -> list[str]:
         "weights are used where they lie" if policy.shares_memory else through,
         kept,
         f"updates during {during}",
-        f"gradients in {policy.grad_precision or policy.precision}",
-        f"loss in chunks of {policy.loss_chunk_tokens:,} tokens",
-        *([f"feed-forwards in chunks of {policy.mlp_chunk_tokens:,} tokens"] if policy.mlp_chunk_tokens else []),
-        *(["layers are compiled"] if policy.kernels == "compile" else []),
-        *([f"compute waits for {GATES[policy.gates]}"] if policy.gates in GATES else []),
+        f"gradients in {numerics.grad_precision or numerics.precision}",
+        f"loss in chunks of {numerics.loss_chunk_tokens:,} tokens",
+        *([f"feed-forwards in chunks of {numerics.mlp_chunk_tokens:,} tokens"] if numerics.mlp_chunk_tokens else []),
+        *(["layers are compiled"] if numerics.kernels == "compile" else []),
+        *(["compute waits for the shard of weights that it comes to"] if policy.gates == "shard" else []),
         "1 host thread" if policy.host_threads == 1 else f"{policy.host_threads or 'all'} host threads",
     ]
     if policy.offload_slots != 2 or policy.offloads:
@@ -126,10 +126,6 @@ def describe_policy(policy: Policy) -> list[str]:
         phrases += describe_homes(policy.homes)
     if any(home.uses_disk for home in policy.homes) or policy.stage_slots != 2:
         phrases.append(f"the disk is read up to {policy.stage_slots} units ahead")
-    budgets = {"device": policy.device_budget_nbytes, "host": policy.host_budget_nbytes}
-    for tier, budget in (budgets | {"disk": policy.disk_budget_nbytes}).items():
-        if budget:  # without a disk tier, its budget is 0
-            phrases.append(f"at most {binary(budget)} of {tier} memory")
     return phrases
 
 

@@ -19,19 +19,19 @@ HERE = Path(__file__).parents[2]
 BAD_HOUSES: dict[Check, list[tuple[dict[str, str], str]]] = {
     house.imports_point_down: [
         (
-            {"layout.py": "from megatrain.train import loop", "train/loop.py": ""},
-            "imports train.loop of floor 4",
+            {"spec/layout.py": "from megatrain.train import loop", "train/loop.py": ""},
+            "imports train.loop of floor 5",
         ),
         ({"plan/cost.py": "from megatrain.memory import pool", "memory/pool.py": ""}, "imports memory.pool"),
         ({"plan/cost.py": "from ..memory.pool import Pool", "memory/pool.py": ""}, "imports memory.pool"),
         (
-            {"plan/cost.py": "if TYPE_CHECKING:\n    import megatrain.run", "run.py": ""},
-            "imports run of floor 5",
+            {"plan/cost.py": "if TYPE_CHECKING:\n    import megatrain.run.data", "run/data.py": ""},
+            "imports run.data of floor 6",
         ),
-        ({"optim/lr.py": "def f():\n    import megatrain.data", "data/__init__.py": ""}, "lr.py:2: floor 1"),
+        ({"optim/lr.py": "def f():\n    import megatrain.data", "data/__init__.py": ""}, "lr.py:2: floor 2"),
         (
             {"plan/cost.py": "from megatrain import __version__", "__init__.py": ""},
-            "imports __init__ of floor 5",
+            "imports __init__ of floor 8",
         ),
         ({"attic/box.py": ""}, "'attic' is on no floor"),
     ],
@@ -93,22 +93,19 @@ BAD_HOUSES: dict[Check, list[tuple[dict[str, str], str]]] = {
         ({"spec.py": "def f():\n" + "    pass\n" * 70}, "f has 71 lines, 70 at most"),
     ],
     house.paths_of_users_become_paths_in_one_place: [
-        ({"report.py": "path = Path(html).expanduser()"}, "report.py:1: a user's path becomes one by files."),
+        ({"report.py": "path = Path(html).expanduser()"}, "report.py:1: a user's path becomes one by system."),
     ],
-    house.the_readme_tree_names_every_file: [
+    house.the_tree_of_rooms_is_whole: [
         (
-            {"../README.md": "```\nmegatrain/\n├── plan/\n```", "plan/cost.py": ""},
-            "lacks megatrain/plan/cost.py",
+            {"../CONTRIBUTING.md": "```\nmegatrain/\n  plan/  prices\n```", "plan/cost.py": "", "data/text.py": ""},
+            "lacks data/",
         ),
+        ({"../CONTRIBUTING.md": "```\nmegatrain/\n  gone.py  words\n```", "cli.py": ""}, "gone.py does not exist"),
         (
-            {"../README.md": "```\nmegatrain/\n  plan/\n    gone.py  words\n```"},
-            "plan/gone.py does not exist",
+            {"../CONTRIBUTING.md": "```\nmegatrain/\n  a.py  1\n  a.py  2\n```", "a.py": ""},
+            "names a.py twice",
         ),
-        (
-            {"../README.md": "```\nmegatrain/\n  a.py  1\n  a.py  2\n```", "a.py": ""},
-            "names megatrain/a.py twice",
-        ),
-        ({"../README.md": "No tree here.\n", "spec.py": ""}, "the tree lacks megatrain/spec.py"),
+        ({"../CONTRIBUTING.md": "No tree here.\n", "spec/work.py": ""}, "the tree lacks spec/"),
     ],
 }
 
@@ -141,10 +138,10 @@ def test_a_bad_house_is_noticed(check: Check, files: dict[str, str], complaint: 
     assert complaint in "\n".join(check(_build(tmp_path, files)))
 
 
-def test_a_good_tree_in_the_readme_is_accepted(tmp_path: Path) -> None:
-    tree = "megatrain/      all\n├── plan/       policy\n│   └── cost.py seconds\n└── spec.py     values\n"
-    files = {"../README.md": f"```\n{tree}```\n", "plan/__init__.py": "", "plan/cost.py": "", "spec.py": ""}
-    assert not list(house.the_readme_tree_names_every_file(_build(tmp_path, files)))
+def test_a_good_tree_of_rooms_is_accepted(tmp_path: Path) -> None:
+    tree = "megatrain/\n  plan/    prices\n  cli.py   verbs\n"
+    files = {"../CONTRIBUTING.md": f"```\n{tree}```\n", "plan/__init__.py": "", "plan/cost.py": "", "cli.py": ""}
+    assert not list(house.the_tree_of_rooms_is_whole(_build(tmp_path, files)))
 
 
 @pytest.mark.parametrize(("library", "home"), [(name, home) for name in HOMES for home in HOMES[name][0]])

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from bench import sft
 from megatrain.config import load_config
-from megatrain.run import run_training
+from megatrain.run.training import run_training
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 

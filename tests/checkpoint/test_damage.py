@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.checkpoint import PlannedCheckpoint, full_check, open_checkpoint, quick_check, sums
+from megatrain.checkpoint import PlannedCheckpoint, full_check, manifest, open_checkpoint, quick_check
 from megatrain.checkpoint.manifest import read_manifest
 from megatrain.errors import DamagedCheckpoint
 from tests.saved import ported, save
@@ -125,7 +125,7 @@ def test_every_byte_of_every_other_file_that_is_flipped_is_found(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One byte in each file at a time, and each file must be named."""
-    monkeypatch.setattr(sums, "ThreadPoolExecutor", OneThread)
+    monkeypatch.setattr(manifest, "ThreadPoolExecutor", OneThread)
     draw = random.Random(0)
     paths = [path for path in files_of(checkpoint) if path.name != "manifest.json"]
     places = {path: places_in(path.stat().st_size, draw) for path in paths}

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
-from unittest import mock
 
 import pytest
 import torch
@@ -23,12 +22,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatrain import AdamW, Engine
-from megatrain.checkpoint import export_model, export_units, shards
-from megatrain.checkpoint.card import model_card
-from megatrain.checkpoint.shards import ShardWriter
+from megatrain.checkpoint import export_model, export_units, safetensors_writer
+from megatrain.checkpoint.export import model_card
+from megatrain.checkpoint.safetensors_writer import ShardWriter
 from megatrain.errors import ExportError
-from megatrain.model import PortedModel, WrittenModel, learn, port_model
-from megatrain.spec import LayerProfile
+from megatrain.model import PortedModel, WrittenModel, port_model
 from tests.tiny import FAMILIES, batch, equal, tiny_model, unequal_batches
 
 DEEPSEEK: dict[str, Any] = {
@@ -63,10 +61,9 @@ def stock(family: str) -> PreTrainedModel:
 
 
 def ported(model: PreTrainedModel) -> tuple[PortedModel, Callable[[str], Tensor]]:
-    """Taken apart, without what is learned of its layers' memory, which takes long and no file depends on."""
+    """Taken apart."""
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    with mock.patch.object(learn, "learned", return_value=(LayerProfile(), ())):
-        return port_model(model, torch.bfloat16), weights.__getitem__
+    return port_model(model, torch.bfloat16), weights.__getitem__
 
 
 def exported(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
@@ -161,15 +158,15 @@ def test_a_tensor_larger_than_a_file_has_one_of_its_own(llama: Any, tmp_path: Pa
 def test_tensors_of_any_shape_are_written_in_blocks(
     shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards, "BLOCK_NBYTES", 64)
+    monkeypatch.setattr(safetensors_writer, "BLOCK_NBYTES", 64)
     whole = torch.randn(shape)
     turned = torch.randn(shape[::-1]).permute(tuple(reversed(range(len(shape)))))
     values = {"whole": whole, "turned": turned, "flags": whole > 0, "narrow": whole}
     planned = [
-        shards.WrittenTensor(name, shape, torch.bfloat16 if name == "narrow" else value.dtype)
+        safetensors_writer.WrittenTensor(name, shape, torch.bfloat16 if name == "narrow" else value.dtype)
         for name, value in values.items()
     ]
-    with ShardWriter(tmp_path, shards.plan_shards(planned, 1 << 20)) as writer:
+    with ShardWriter(tmp_path, safetensors_writer.plan_shards(planned, 1 << 20)) as writer:
         for each in planned:
             writer.write(each, values[each.name])
     found = load_file(tmp_path / "model.safetensors")

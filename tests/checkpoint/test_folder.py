@@ -20,12 +20,12 @@ from megatrain.checkpoint import (
     Retention,
     checkpoints,
     full_check,
+    manifest,
     newest_sound,
     prune,
     put_all_right,
     quick_check,
     step_of,
-    sums,
 )
 from megatrain.errors import CheckpointError, ConfigError
 from tests.bad_paths import ENDLESS, endless_file
@@ -243,7 +243,7 @@ KILLS: dict[str, Callable[[], object]] = {
 def test_a_kill_at_any_moment_leaves_a_whole_one(
     kill: str, replaces: bool, planned: PlannedCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sums, "BLOCK_NBYTES", 4096)
+    monkeypatch.setattr(manifest, "BLOCK_NBYTES", 4096)
     for step in (1, 2) if replaces else (1,):
         save(tmp_path, step, planned=planned)
 

@@ -30,9 +30,9 @@ from megatrain.checkpoint import (
     open_checkpoint,
     write_checkpoint,
 )
-from megatrain.checkpoint import direct as direct_module
+from megatrain.checkpoint import direct_io as direct_module
+from megatrain.checkpoint import manifest as sums_module
 from megatrain.checkpoint import save as save_module
-from megatrain.checkpoint import sums as sums_module
 from megatrain.errors import CheckpointError, DamagedCheckpoint
 from megatrain.model import freeze_parameters, port_model
 from tests.saved import State, any_bits, bits, expected, loaded, ported, save, units_of

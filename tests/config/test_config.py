@@ -17,20 +17,19 @@ from hypothesis import strategies as st
 
 from megatrain.config import (
     Config,
-    MemorySection,
     PolicySection,
     Section,
     TrainSection,
     describe_keys,
+    keys,
     let_idle_threads_sleep,
     load_config,
     save_config,
-    tree,
 )
 from megatrain.errors import ConfigError
-from megatrain.optim.lr import NAMES
+from megatrain.optim.lr_schedules import NAMES
 from megatrain.plan.question import MOST_TOKENS
-from megatrain.spec import Policy
+from megatrain.spec import Numerics, Policy
 from tests.bad_paths import FOR_A_FILE, FOR_A_FOLDER, KINDS, bad_path
 
 HERE = Path(__file__).parents[2]
@@ -42,7 +41,7 @@ data:
   tokenizer: bytes
 train:
   steps: 10
-  lr: 3e-4
+  learning_rate: 3e-4
 output: {folder: runs/test}
 """
 
@@ -77,18 +76,18 @@ def test_a_minimal_file_is_enough(tmp_path: Path) -> None:
 
 def test_a_float_needs_no_dot(tmp_path: Path) -> None:
     config = load(tmp_path)
-    assert config.train.lr == 3e-4
+    assert config.train.learning_rate == 3e-4
     assert config.model.config == {"model_type": "llama", "rope_theta": 1e6}
 
 
 def test_the_last_override_wins_and_the_file_comes_first(tmp_path: Path) -> None:
-    config = load(tmp_path, MINIMAL, "train.lr=1e-3", "train.steps=5", "train.lr=2e-3")
-    assert (config.train.lr, config.train.steps) == (2e-3, 5)
+    config = load(tmp_path, MINIMAL, "train.learning_rate=1e-3", "train.steps=5", "train.learning_rate=2e-3")
+    assert (config.train.learning_rate, config.train.steps) == (2e-3, 5)
 
 
 def test_an_override_may_replace_a_whole_section(tmp_path: Path) -> None:
     config = load(tmp_path, MINIMAL, "train={steps: 3}", "policy.weight_slots=4", "data.sources=[a, b]")
-    assert (config.train.steps, config.train.lr) == (3, TrainSection.model_fields["lr"].default)
+    assert (config.train.steps, config.train.learning_rate) == (3, TrainSection.model_fields["learning_rate"].default)
     assert config.policy.pinned == {"weight_slots": 4}
     assert config.data.sources == ("a", "b")
 
@@ -122,7 +121,7 @@ def test_a_saved_configuration_loads_back_equal(
         {
             "model": {"config": {"model_type": "llama", "rope_theta": theta, "name": prompt}},
             "data": {"sources": [prompt or "x"], "tokenizer": "bytes"},
-            "train": {"steps": 1, "lr": lr, "sample_prompt": prompt},
+            "train": {"steps": 1, "learning_rate": lr, "sample_prompt": prompt},
             "policy": {"weight_slots": slots},
             "output": {"folder": "here"},
         }
@@ -134,10 +133,11 @@ def test_a_saved_configuration_loads_back_equal(
 @pytest.mark.parametrize(
     ("text", "overrides", "expected"),
     [
-        (MINIMAL.replace("lr: 3e-4", "lrr: 1"), (), "run.yaml:8: unknown key train.lrr; did you mean train.lr?"),
+        (MINIMAL, ("train.learning_rat=1",), "unknown key train.learning_rat; did you mean train.learning_rate?"),
+        (MINIMAL.replace("learning_rate", "lr"), (), "run.yaml:8: unknown key train.lr; it is train.learning_rate now"),
         (MINIMAL.replace("steps:", "stps:"), (), "run.yaml:7: unknown key train.stps (1 more to correct); did you"),
         (MINIMAL + "trian: {}\n", (), "run.yaml:10: unknown key trian; did you mean train?"),
-        (MINIMAL, ("window=3",), "override 'window=3': unknown key window; did you mean data.window?"),
+        (MINIMAL, ("window=3",), "override 'window=3': unknown key window; here it is data.sequence_length"),
         (MINIMAL, ("policy.compile=true",), "unknown key policy.compile; it is policy.kernels (stock or compile) now"),
         (MINIMAL, ("policy.weight_slot=3",), "unknown key policy.weight_slot; did you mean policy.weight_slots?"),
         (MINIMAL, ("output.zzzzzz=3",), "the keys of output are folder, overwrite"),
@@ -145,8 +145,8 @@ def test_a_saved_configuration_loads_back_equal(
         (MINIMAL, ("train.steps=1.5",), "override 'train.steps=1.5': train.steps: should be a valid integer, not 1.5"),
         (MINIMAL, ("train.steps=true",), "train.steps: should be a valid integer, not True"),
         (MINIMAL, ("train.steps=0",), "train.steps: should be greater than 0, not 0"),
-        (MINIMAL, ("train.lr=.nan",), "train.lr: should be a finite number, not nan"),
-        (MINIMAL, ("train.lr_schedule=cosin",), "should be 'constant', 'cosine', 'linear' or 'wsd', not 'cosin'"),
+        (MINIMAL, ("train.learning_rate=.nan",), "train.learning_rate: should be a finite number, not nan"),
+        (MINIMAL, ("train.lr_scheduler=cosin",), "should be 'constant', 'cosine', 'linear' or 'wsd', not 'cosin'"),
         (MINIMAL, ("train.betas=[0.9]",), "train.betas: has too few values"),
         (MINIMAL, ("train.betas=[0.9, 1.0]",), "train.betas: should be less than 1, not 1.0"),
         (MINIMAL, ("train=3",), "override 'train=3': train: needs keys below it, not 3"),
@@ -178,7 +178,15 @@ def test_a_mistake_is_answered_in_one_line_with_its_place(
     assert expected in refusal(tmp_path, text, *overrides)
 
 
-READ = ("model.path", "model.config", "data.sources", "data.template", "data.tokenizer", "train.hardware", "resume")
+READ = (
+    "model.path",
+    "model.config",
+    "data.sources",
+    "data.chat_template",
+    "data.tokenizer",
+    "train.hardware",
+    "resume",
+)
 FOLDERS = ("data.cache", "disk.folders", "checkpoint.folder", "output.folder")
 FILES = ("trace",)
 NO_PATHS = (
@@ -260,11 +268,11 @@ def test_a_number_beyond_reason_is_refused_whatever_key_holds_it(key: str, tmp_p
 
 
 def test_the_largest_numbers_that_are_taken_go_into_machine_words(tmp_path: Path) -> None:
-    bounded = {"data.workers": 64, "train.targets_per_step": MOST_TOKENS, "train.sample_tokens": 10**6}
+    bounded = {"data.workers": 64, "train.target_tokens_per_step": MOST_TOKENS, "train.sample_tokens": 10**6}
     for key, kind in NUMBERS.items():
         if "int" in str(kind):
             load(tmp_path, MINIMAL, f"{key}={bounded.get(key, 10**18)}")
-    assert tree.MOST_TOKENS == MOST_TOKENS
+    assert keys.MOST_TOKENS == MOST_TOKENS
     assert len(NUMBERS) > 40
 
 
@@ -299,15 +307,16 @@ def test_every_key_has_a_meaning_and_a_default_that_is_its_own() -> None:
 
 
 def test_the_policy_section_mirrors_the_policy() -> None:
-    """But for what `train.precision` and the device decide, what only describes other systems, memory, and what serves
-    those who only evaluate."""
-    budgets = {f"{tier}_budget_nbytes" for tier in MemorySection.model_fields}
-    elsewhere = {"precision", "shares_memory", "masters", "homes", *budgets}
-    assert set(PolicySection.model_fields) == {field.name for field in fields(Policy)} - elsewhere
+    """But for what `train.precision`, the device and memory decide."""
+    elsewhere = {"precision", "shares_memory", "homes"}
+    assert (
+        set(PolicySection.model_fields)
+        == {field.name for each in (Numerics, Policy) for field in fields(each)} - elsewhere
+    )
 
 
 def test_every_schedule_of_the_learning_rate_can_be_chosen() -> None:
-    annotation: Any = TrainSection.model_fields["lr_schedule"].annotation
+    annotation: Any = TrainSection.model_fields["lr_scheduler"].annotation
     assert set(get_args(annotation)) == set(NAMES)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from megatrain.data.formats import Sample
+from megatrain.data.sample_formats import Sample
 from megatrain.data.tokenizer import Tokenizer, load_tokenizer
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -19,11 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.data import chat as chats
+from megatrain.data.assistant_turns import Span
 from megatrain.data.chat import MarkedText, choose_template, mark_chat
 from megatrain.data.encode import EncodeOptions, Encoder, Statistics, encode_sample, trained_tokens
-from megatrain.data.formats import Sample
+from megatrain.data.sample_formats import Sample
 from megatrain.data.tokenizer import Tokenizer, encode_with_offsets
-from megatrain.data.turns import Span
 from megatrain.errors import DataError, SampleError
 from tests.data.chats import (
     TOOL,
@@ -338,7 +338,7 @@ MERGED = "{% for m in messages %}{{ m.content }}{% if loop.last %}#{% else %} {%
 def test_a_template_that_does_not_tell_its_turns_apart_is_refused(template: str, messages: str) -> None:
     tokenizer = byte_tokenizer("chatml")
     tokenizer.chat_template = template
-    with pytest.raises(SampleError, match=r"does not tell what is trained: .*message 2.*choose another data\.template"):
+    with pytest.raises(SampleError, match=r"does not tell what is trained: .*message 2.*another data\.chat_template"):
         mark_chat(chat(*CONVERSATIONS[messages]), choose_template(tokenizer), "assistant")
 
 
@@ -410,7 +410,7 @@ def test_json_text_is_tried_for_arguments_where_objects_are_refused() -> None:
 def test_a_model_without_a_template_leaves_a_clear_choice(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer("zephyr")
     tokenizer.chat_template = None
-    with pytest.raises(DataError, match=r"no chat template; set data\.template: `chatml`, `none`.*or a \.jinja file"):
+    with pytest.raises(DataError, match=r"no chat template; set data\.chat_template: .*`none`.*or a \.jinja file"):
         choose_template(tokenizer)
     sample = chat(system, user("q"), assistant("a"), user("r"), assistant("b"))
 

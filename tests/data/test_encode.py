@@ -19,8 +19,8 @@ from megatrain.data.encode import (
     encode_samples,
     render_example,
 )
-from megatrain.data.formats import Sample
-from megatrain.data.left_out import LeftOut
+from megatrain.data.read_rows import LeftOut
+from megatrain.data.sample_formats import Sample
 from megatrain.data.tokenizer import END_OF_TEXT, load_tokenizer
 from megatrain.errors import DataError, SampleError
 from tests.data.chats import assistant, byte_tokenizer, call, chat, user
@@ -228,7 +228,7 @@ def test_examples_of_other_kinds_are_rendered_too() -> None:
 
 def test_a_model_without_a_template_is_refused_at_the_first_chat_only() -> None:
     assert encode(Sample("x", text="abc"), BYTES)[0] is not None
-    with pytest.raises(DataError, match=r"no chat template; set data\.template"):
+    with pytest.raises(DataError, match=r"no chat template; set data\.chat_template"):
         encode(LONG, BYTES)
     assert encode(LONG, BYTES, template="chatml")[0] is not None
 

@@ -23,8 +23,8 @@ from megatrain.data import (
     split_samples,
     statistics_of,
 )
-from megatrain.data.formats import Schema
 from megatrain.data.loader import Loader
+from megatrain.data.sample_formats import Schema
 from megatrain.errors import SampleError
 
 TEMPLATE = (

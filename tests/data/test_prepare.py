@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatrain.data import prepare, text
-from megatrain.data.prepare import describe_tokens, prepare_tokens
-from megatrain.data.text import STDLIB
+from megatrain.data import text_sources
+from megatrain.data.text_sources import STDLIB, describe_tokens, prepare_tokens
+from megatrain.data.token_files import write_tokens
 from megatrain.data.tokenizer import load_tokenizer
-from megatrain.data.tokens import write_tokens
 from megatrain.errors import DataError
 
 BYTES = load_tokenizer("bytes")
@@ -33,8 +32,8 @@ def folder(tmp_path: Path) -> Path:
 def test_every_document_is_closed_by_one_end_of_text_however_it_was_cut(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, characters: int
 ) -> None:
-    monkeypatch.setattr(text, "PIECE_CHARACTERS", characters)
-    monkeypatch.setattr(prepare, "BATCH_CHARACTERS", characters)
+    monkeypatch.setattr(text_sources, "PIECE_CHARACTERS", characters)
+    monkeypatch.setattr(text_sources, "BATCH_CHARACTERS", characters)
     file = prepare_tokens(folder, BYTES, cache=tmp_path / "cache")
     assert file.ids.tolist() == [*b"one\ntwo", *END, *b"x", *END, *"é".encode(), *END]
     assert file.vocab_size == 257
@@ -45,7 +44,7 @@ def test_a_second_run_reads_the_cache_and_reports_the_same(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = prepare_tokens([folder], BYTES, cache=tmp_path / "cache")
-    monkeypatch.delattr(prepare, "read_pieces")  # a second tokenisation would have to read
+    monkeypatch.delattr(text_sources, "read_pieces")  # a second tokenisation would have to read
     second = prepare_tokens(str(folder), BYTES, cache=tmp_path / "cache")
     assert second.path == first.path
     assert describe_tokens(second) == describe_tokens(first)

@@ -22,9 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.data import EncodedSample, Loader, PackedRows, Rows, SampleFile, SampleRows, pack, write_tokens
-from megatrain.data.order import grouped_order, source_behind
-from megatrain.data.rows import split_samples
-from megatrain.data.sample_file import are_samples, open_samples, write_samples
+from megatrain.data.micro_batches import split_samples
+from megatrain.data.sample_cache import are_samples, open_samples, write_samples
+from megatrain.data.sampler import grouped_order, source_behind
 from megatrain.errors import DataError
 
 WINDOW = 32

@@ -162,7 +162,7 @@ def test_compute_on_the_cpu_runs_in_the_foreground_and_host_work_does_not() -> N
 
 @pytest.mark.parametrize("name", ["cpu", "sim:0"])
 def test_the_peak_is_a_positive_rate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatrain.device.peak.SIZES", {"cpu": 128})
+    monkeypatch.setattr("megatrain.device.probe.SIZES", {"cpu": 128})
     device: Device = open_device(name)
     assert 1e8 < matmul_flops(device, torch.bfloat16) < 1e15
     device.close()

@@ -45,7 +45,7 @@ def test_a_gradients_memory_is_free_from_its_update_until_its_next_backward(monk
     monkeypatch.setattr("megatrain.device.cpu.MOST_KEPT", 1)
     ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(1))
     batch = [{"input_ids": ids, "labels": ids}]
-    policy = Policy("fp32", shares_memory=True)
+    policy = Policy(shares_memory=True)
 
     def losses(device: CpuDevice) -> tuple[list[float], int]:
         torch.manual_seed(0)

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.device.base import Errand
-from megatrain.device.numa import Node, bind, binds, node_of, numbers
-from megatrain.device.pages import mapped
+from megatrain.device.host_memory import Node, bind, binds, mapped, node_of, numbers
 from megatrain.device.worker import WorkerStream, close_workers, worker_of
 
 GPU = "0000:65:00.0"

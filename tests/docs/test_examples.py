@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
-from megatrain.config import load_config
+from megatrain.config import describe_keys, load_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,7 +20,7 @@ def blocks(document: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/testing.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/index.md", "docs/guides/python.md", "docs/testing.md"])
 def test_python_in_the_documents_runs(document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = blocks(document, "python")
@@ -29,12 +30,12 @@ def test_python_in_the_documents_runs(document: str, tmp_path: Path, monkeypatch
 
 
 def console_commands() -> list[list[str]]:
-    """What the README shows to be typed, as words."""
-    lines = [line[2:] for block in blocks("README.md", "console") for line in block.splitlines() if line[:2] == "$ "]
-    return [shlex.split(line) for line in lines]
+    """What README and start page show to be typed, as words."""
+    shown = [block for document in ("README.md", "docs/index.md") for block in blocks(document, "console")]
+    return [shlex.split(line[2:]) for block in shown for line in block.splitlines() if line[:2] == "$ "]
 
 
-def test_commands_in_the_readme_run_and_touch_no_run_that_is_there(tmp_path: Path) -> None:
+def test_commands_that_are_shown_run_and_touch_no_run_that_is_there(tmp_path: Path) -> None:
     """As printed, behind a finished quickstart, but for the size of the model."""
     commands = console_commands()
     assert commands
@@ -63,3 +64,19 @@ def test_every_example_writes_to_a_folder_of_its_own_and_overwrites_nothing() ->
     folders = [config.output.folder for config in examples]
     assert len(set(folders)) == len(folders) > 5
     assert not any(config.output.overwrite for config in examples)
+
+
+PAGES = [path for path in sorted((ROOT / "docs").glob("*/*.md")) if path.parent.name != "contributing"]
+KEYS = {key for key, _, _ in describe_keys()}
+SECTIONS = {key.partition(".")[0] for key in KEYS if "." in key}
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/index.md", *(str(path.relative_to(ROOT)) for path in PAGES)])
+def test_every_key_that_a_page_names_is_one(document: str) -> None:
+    """In YAML blocks, and as `section.key` in the text."""
+    text = (ROOT / document).read_text()
+    named = set(re.findall(rf"`((?:{'|'.join(SECTIONS)})\.[a-z_]+)(?:[:=][^`\n]*)?`", text))
+    named |= set(re.findall(rf"(?<![\w/])((?:{'|'.join(SECTIONS)})\.[a-z_]+)=", text))
+    for block in blocks(document, "yaml"):
+        named |= {f"{section}.{key}" for section, keys in yaml.safe_load(block).items() for key in keys}
+    assert not {each for each in named if not each.endswith(".yaml")} - KEYS

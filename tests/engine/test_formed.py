@@ -13,11 +13,11 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain import Engine, Policy
-from megatrain.engine.formed import Forming, Homes
-from megatrain.engine.gradients import UnitSum, send_to_sum
-from megatrain.engine.step import Streamer
-from megatrain.layout import layout_of
-from megatrain.spec import ParamSpec, UnitSpec
+from megatrain.engine.autograd import Forming, Homes
+from megatrain.engine.gradient_sums import UnitSum, send_to_sum
+from megatrain.engine.ops import Streamer
+from megatrain.spec import Numerics, ParamSpec, UnitSpec
+from megatrain.spec.layout import layout_of
 from tests.tiny import tiny_model, unequal_batches
 
 ROWS, WIDTH = 48, 32
@@ -101,7 +101,7 @@ def test_a_sum_has_the_bits_of_autograds_terms_added_up(use: str, second: str, d
 def test_autograd_takes_the_sum_itself_and_the_engine_computes_the_same_bits(
     precision: str, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = Policy(precision, shares_memory=True, loss_chunk_tokens=8)  # type: ignore[arg-type]
+    numerics, policy = Numerics(precision, loss_chunk_tokens=8), Policy(shares_memory=True)  # type: ignore[arg-type]
     handed_in: list[bool] = []
     add = UnitSum.add
 
@@ -113,7 +113,7 @@ def test_autograd_takes_the_sum_itself_and_the_engine_computes_the_same_bits(
     def gradients() -> dict[str, Tensor]:
         torch.manual_seed(0)
         model = tiny_model(tie_word_embeddings=tied)
-        with Engine.from_model(model, "cpu", policy.precision, policy=policy, verify=False) as engine:
+        with Engine.from_model(model, "cpu", numerics=numerics, policy=policy, verify=False) as engine:
             return engine.gradients(unequal_batches()[:1])
 
     monkeypatch.setattr(UnitSum, "add", watched)

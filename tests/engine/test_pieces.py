@@ -13,13 +13,13 @@ from torch import Tensor
 
 from megatrain.device.cpu import CpuDevice
 from megatrain.engine import Executor, sequences_of
-from megatrain.engine.gradients import UnitSum
-from megatrain.engine.loss import Chunks, cross_entropy, loss_and_gradients, loss_only, reference_cross_entropy
+from megatrain.engine.chunked_loss import Chunks, cross_entropy, loss_and_gradients, loss_only, reference_cross_entropy
+from megatrain.engine.gradient_sums import UnitSum
 from megatrain.engine.weights import Bound, UnitBinder, names_weights
-from megatrain.layout import layout_of
 from megatrain.memory import Ledger, Pool
 from megatrain.schedule import build_step
-from megatrain.spec import ModelSpec, ParamSpec, Policy, UnitSpec, Work
+from megatrain.spec import ModelSpec, Numerics, ParamSpec, Policy, UnitSpec, Work
+from megatrain.spec.layout import layout_of
 
 UNIT = UnitSpec("layer", "layer", (ParamSpec("l.a", (6, 5)), ParamSpec("l.b", (7,)), ParamSpec("l.c", (5, 4))))
 LAYOUT = layout_of(UNIT)
@@ -39,7 +39,7 @@ def test_cross_entropy_equals_autograd_through_torchs(tokens: int, vocab: int, d
 def test_cross_entropy_in_blocks_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, targets = torch.randn(10, 16), torch.randint(0, 16, (10,))
     whole = cross_entropy(logits, targets, 1.0)
-    monkeypatch.setattr("megatrain.engine.loss.WORKSPACE_NUMEL", {"cpu": 48})
+    monkeypatch.setattr("megatrain.engine.chunked_loss.WORKSPACE_NUMEL", {"cpu": 48})
     blocks = cross_entropy(logits, targets, 1.0)
     assert torch.equal(blocks[1], whole[1])
     torch.testing.assert_close(blocks[0], whole[0])
@@ -141,7 +141,7 @@ def test_the_executor_spends_under_150_microseconds_an_op() -> None:
     layers = tuple(UnitSpec(f"l{i}", "layer", (ParamSpec(f"l{i}.w", (4, 8)),)) for i in range(40))
     ends = (UnitSpec("p", "prologue", (ParamSpec("e", (9, 8)),)), UnitSpec("h", "epilogue", (ParamSpec("h", (9, 8)),)))
     model = ModelSpec("m", (ends[0], *layers, ends[1]), hidden_size=8, vocab_size=9)
-    schedule = build_step(model, Policy(), Work((4,) * 4), "all")
+    schedule = build_step(model, Numerics(), Policy(), Work((4,) * 4), "all")
     device = CpuDevice()
     pool = Pool(device, Ledger())
     pool.provide(schedule.buffers.values())
@@ -149,7 +149,7 @@ def test_the_executor_spends_under_150_microseconds_an_op() -> None:
     took = []
     for _ in range(5):
         began = time.perf_counter()
-        executor.run(schedule, lambda op, held: None)
+        executor.walk(schedule, lambda op, held: None)
         took.append((time.perf_counter() - began) / len(schedule.ops))
     device.close()
     assert statistics.median(took) < 150e-6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from megatrain.engine.step import call_seed
+from megatrain.engine.ops import call_seed
 
 
 def test_the_seed_of_a_call_is_the_stated_hash() -> None:

@@ -15,10 +15,10 @@ import torch
 
 from bench.gpu import small_probe
 from megatrain import AdamW, Engine, Policy
-from megatrain.engine import step as engine_step
+from megatrain.engine import ops as engine_step
 from megatrain.errors import MegaTrainError, NonFinite, OutOfDeviceMemory, StreamFailed
 from megatrain.losses import DPO, with_reference
-from megatrain.spec import Home
+from megatrain.spec import Home, Numerics
 from tests import standin_cuda
 from tests.tiny import batch, equal, stock_gradients, tiny_model, unequal_batches
 
@@ -29,8 +29,10 @@ ON_DEVICE = (Home("device", "device", "device"),) * 5
 
 def small(precision: Any = "bf16", clip: float | None = 0.5, **how: Any) -> Engine:
     model = tiny_model(attn_implementation="eager")
-    policy = Policy(precision, shard_nbytes=4096, loss_chunk_tokens=8, **how)
-    return Engine.from_model(model, "cuda:0", precision, AdamW(lr=1e-2), clip, policy, seed=2, verify=False)
+    numerics, policy = Numerics(precision, loss_chunk_tokens=8), Policy(shard_nbytes=4096, **how)
+    return Engine.from_model(
+        model, "cuda:0", precision, AdamW(lr=1e-2), clip, policy, seed=2, verify=False, numerics=numerics
+    )
 
 
 def step(engine: Engine) -> float:
@@ -96,7 +98,7 @@ def test_too_large_a_policy_is_refused_and_the_device_goes_on() -> None:
     hog = torch.empty(max(1, int(free) - (24 << 20)), dtype=torch.uint8, device="cuda")
     wide = tiny_model(hidden_size=1024, intermediate_size=4096)
     with pytest.raises(MegaTrainError) as raised:
-        Engine.from_model(wide, "cuda:0", "bf16", policy=Policy("bf16", weight_slots=4), verify=False)
+        Engine.from_model(wide, "cuda:0", "bf16", policy=Policy(weight_slots=4), verify=False)
     assert isinstance(raised.value, OutOfDeviceMemory) or "bytes" in str(raised.value)
     del hog
     torch.cuda.empty_cache()
@@ -124,10 +126,8 @@ def test_a_checkpoint_goes_on_with_the_same_bits_elsewhere(tmp_path: Path) -> No
         step(engine)
         folder = engine.save(tmp_path).wait()
         expected = [step(engine) for _ in range(2)], engine.master_weights()
-    policy = Policy("bf16", homes=ON_DEVICE, loss_chunk_tokens=8)
-    again = Engine.from_checkpoint(
-        folder, device="cuda:0", max_grad_norm=0.5, policy=policy, attention="eager", verify=False
-    )
+    how: Any = {"policy": Policy(homes=ON_DEVICE), "numerics": Numerics("bf16", loss_chunk_tokens=8)}
+    again = Engine.from_checkpoint(folder, device="cuda:0", max_grad_norm=0.5, **how, attention="eager", verify=False)
     with again as engine:
         found = [step(engine) for _ in range(2)], engine.master_weights()
     assert found[0] == expected[0]
@@ -192,7 +192,7 @@ def test_the_command_line_trains_and_probes(tmp_path: Path, capsys: pytest.Captu
     pytest.importorskip("typer", reason="the command line needs typer")
     from megatrain.cli import main
     from megatrain.config import save_config
-    from tests.run.test_run import configuration
+    from tests.run.test_training import configuration
 
     config = configuration(tmp_path, train={"device": "cuda:0"})
     save_config(config, tmp_path / "config.yaml")

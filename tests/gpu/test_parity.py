@@ -13,7 +13,7 @@ import torch
 
 from megatrain import AdamW, Engine, Policy
 from megatrain.device import open_device
-from megatrain.engine import step as engine_step
+from megatrain.engine import ops as engine_step
 from megatrain.errors import DeviceError, StreamFailed
 from megatrain.spec import Precision
 from tests import standin_cuda
@@ -36,7 +36,7 @@ def test_loss_and_gradients_equal_the_stock_model_in_fp32(family: str) -> None:
 SWITCHES = """
 import sys, torch
 from megatrain import Engine
-from megatrain.engine import step
+from megatrain.engine import ops
 from tests.tiny import tiny_model, unequal_batches
 precision, names = sys.argv[1:]
 cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
@@ -49,8 +49,8 @@ else:
     matmul.fp32_precision = cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "tf32"
     read = lambda: (matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision)
     loose, exact = ("tf32",) * 3, ("ieee",) * 3
-seen, plain = [], step.ACTIONS["BACKWARD"]
-step.ACTIONS["BACKWARD"] = lambda *args: (seen.append(read()), plain(*args))[1]
+seen, plain = [], ops.ACTIONS["BACKWARD"]
+ops.ACTIONS["BACKWARD"] = lambda *args: (seen.append(read()), plain(*args))[1]
 with Engine.from_model(tiny_model(), "cuda:0", precision, verify=False) as engine:
     engine.step(unequal_batches())
 assert set(seen) == {exact if precision == "fp32" else loose}, seen
@@ -81,7 +81,6 @@ def test_no_schedule_changes_a_bit(precision: Precision, update: str) -> None:
     ways = ((1, 500, "keep", "slabs"), (2, 1 << 20, "recompute", "locked"), (4, 3000, "keep", "pageable"))
     for slots, shard, activations, transit in ways:
         policy = Policy(
-            precision,
             weight_slots=slots,
             grad_slots=slots,
             shard_nbytes=shard,

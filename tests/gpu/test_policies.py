@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megatrain import AdamW, Engine, Policy
 from megatrain.memory import Disk
-from megatrain.spec import Home
+from megatrain.plan import Choice
+from megatrain.spec import Home, Numerics
 from tests.tiny import equal, tiny_model, unequal_batches
 
 pytestmark = pytest.mark.gpu
@@ -45,13 +46,14 @@ POLICIES: dict[str, dict[str, Any]] = {
 def trained(family: str, precision: str, update: str, folder: Path, **how: Any) -> dict[str, Tensor]:
     """Weights after three steps and an evaluation, and the losses."""
     clip = 0.5 if update == "next_forward" else None
-    policy = Policy(precision, update=update, **{**SMALL, **how})  # type: ignore[arg-type]
+    choice = Choice(Numerics(precision), Policy(update=update)).change(**{**SMALL, **how})  # type: ignore[arg-type]
+    policy = choice.policy
     dropout = {"resid_pdrop": 0.3, "embd_pdrop": 0.2, "attn_pdrop": 0.1} if family == "gpt2" else {}
     model = tiny_model(family, attn_implementation="eager", **dropout)
     disk = [Disk([folder])] if any("disk" in str(home) for home in policy.homes) else []
     options: dict[str, Any] = {"disk": disk[0]} if disk else {}
     with Engine.from_model(
-        model, "cuda:0", policy.precision, AdamW(lr=1e-2), clip, policy, seed=3, verify=False, **options
+        model, "cuda:0", None, AdamW(lr=1e-2), clip, policy, seed=3, verify=False, numerics=choice.numerics, **options
     ) as engine:
         losses = [engine.step(unequal_batches(count)).loss for count in (2, 3, 2)]
         return engine.master_weights() | {"losses": Tensor([*losses, engine.evaluate(unequal_batches(2))])}

@@ -13,7 +13,7 @@ from itertools import product
 import pytest
 import torch
 
-from megatrain.train import resident
+from megatrain.train import device_adamw
 
 pytest.importorskip("triton", reason="needs Triton: make test-cuda")
 pytestmark = pytest.mark.gpu
@@ -26,7 +26,7 @@ import sys
 from types import SimpleNamespace
 import torch
 from megatrain.optim import AdamW
-from megatrain.train import resident, resident_triton
+from megatrain.train import device_adamw, device_adamw_triton
 
 wrong = sys.argv[1]
 
@@ -36,13 +36,13 @@ def adamw(*args, decays):
         args = (*args[:5], scalars, args[6])
     if wrong == "flag":
         args = (*args[:6], None)
-    resident_triton.adamw(*args, decays=decays)
+    device_adamw_triton.adamw(*args, decays=decays)
 
 def squares(gradient):
-    return resident_triton.sum_of_squares(gradient[:-1] if wrong == "squares" else gradient)
+    return device_adamw_triton.sum_of_squares(gradient[:-1] if wrong == "squares" else gradient)
 
 torch.set_default_dtype(torch.bfloat16)  # a user's own, which counts for nothing here
-print(resident.agrees(SimpleNamespace(adamw=adamw, sum_of_squares=squares), torch.device("cpu")))
+print(device_adamw.agrees(SimpleNamespace(adamw=adamw, sum_of_squares=squares), torch.device("cpu")))
 """
 
 
@@ -56,9 +56,9 @@ def test_the_kernels_give_the_bits_of_the_operations_and_others_are_found(wrong:
 
 @pytest.fixture
 def nothing_known() -> Iterator[None]:
-    resident._kernels.cache_clear()
+    device_adamw._kernels.cache_clear()
     yield
-    resident._kernels.cache_clear()
+    device_adamw._kernels.cache_clear()
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -69,7 +69,7 @@ def test_compiled_for_a_gpu_no_operation_is_contracted_or_approximate(capability
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from megatrain.train.resident_triton import _adamw as kernel
+    from megatrain.train.device_adamw_triton import _adamw as kernel
 
     types = {name: "*u16" if split else "*fp32" for name in ("hi", "low")}
     types |= {"m": "*fp32", "v": "*fp32", "sound": "*u8", "numel": numel} | dict.fromkeys(FACTORS, "fp32")
@@ -92,12 +92,12 @@ def test_where_triton_fails_single_operations_are_used_and_it_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, nothing_known: None
 ) -> None:
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
-    monkeypatch.setattr(resident, "agrees", lambda *_: 1 / 0)
+    monkeypatch.setattr(device_adamw, "agrees", lambda *_: 1 / 0)
     with caplog.at_level(logging.WARNING):
-        assert resident._kernels(GPU) is None
+        assert device_adamw._kernels(GPU) is None
     assert "AdamW on cuda:0 runs by single operations: Triton failed (ZeroDivisionError" in caplog.text
 
 
 @pytest.mark.silicon
 def test_on_a_real_gpu_the_kernels_are_used(nothing_known: None) -> None:
-    assert resident._kernels(GPU) is not None
+    assert device_adamw._kernels(GPU) is not None

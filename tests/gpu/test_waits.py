@@ -41,7 +41,7 @@ def test_no_op_of_a_step_waits_for_the_device(way: str, loss_fn: Any) -> None:
     """A hidden wait (`item`, a copy of pageable memory, `nonzero`) is an error here, on every thread."""
     family, how = WAYS[way]
     clip = None if how.get("update") else 1.0
-    policy = Policy("bf16", **how)
+    policy = Policy(**how)
     with Engine.from_model(tiny_model(family), "cuda:0", "bf16", AdamW(), clip, policy, verify=False, seed=1) as engine:
         engine.step(unequal_batches(3), loss_fn=loss_fn)
         engine.step(unequal_batches(3), loss_fn=loss_fn)  # the first with pending updates

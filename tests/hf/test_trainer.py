@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 from megatrain import Engine
 from megatrain.errors import CheckpointError, ConfigError, ModelError
 from megatrain.hf import StreamedTrainer, streamed
-from megatrain.hf.standin import LazyParameter
+from megatrain.hf.model import LazyParameter
 from tests.tiny import VOCAB, relative_error, tiny_model
 
 pytest.importorskip("accelerate", reason="a Trainer needs accelerate")
@@ -276,7 +276,7 @@ def test_one_rule_for_dtypes_by_name_and_loaded(tmp_path: Path) -> None:
             trainer(torch.float16)
         made = trainer(torch.bfloat16)
         made.train()
-        assert (made.engine.policy.precision, made.model.dtype) == ("bf16", torch.bfloat16)
+        assert (made.engine.numerics.precision, made.model.dtype) == ("bf16", torch.bfloat16)
         weight = made.model.model.norm.weight
         assert bool(weight.isfinite().all())
         assert weight.data_ptr() == made.engine.weight_view("model.norm.weight").data_ptr()

@@ -23,9 +23,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.errors import DiskError, DiskFull
-from megatrain.memory import scratch
+from megatrain.memory import scratch_files
 from megatrain.memory.disk import Disk
-from megatrain.memory.striped import SECTOR
+from megatrain.memory.scratch_files import SECTOR
 
 BLOCK = 2 * SECTOR
 
@@ -48,7 +48,7 @@ def folders(parent: Path, count: int) -> list[Path]:
 def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Past the page cache where the machine can, and through it."""
     if request.param == "cached":
-        monkeypatch.setattr(scratch, "_DIRECT", 0)
+        monkeypatch.setattr(scratch_files, "_DIRECT", 0)
     return str(request.param)
 
 
@@ -69,7 +69,7 @@ def test_what_is_written_comes_back(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if not direct:
-            patch.setattr(scratch, "_DIRECT", 0)
+            patch.setattr(scratch_files, "_DIRECT", 0)
         disk = Disk(folders(place, len(shares)), shares=shares, block_nbytes=BLOCK, depth=2, checksums=checksums)
     disk.provide({str(number): (size, f"region {number}") for number, size in enumerate(sizes)})
     written = [aligned(size, skip) for size in sizes]
@@ -180,7 +180,7 @@ def test_what_the_system_transfers_in_parts_is_continued(tmp_path: Path, monkeyp
 def test_the_page_cache_is_asked_to_forget_what_went_through_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scratch, "_DIRECT", 0)
+    monkeypatch.setattr(scratch_files, "_DIRECT", 0)
     disk = Disk([tmp_path], block_nbytes=BLOCK)
     assert not disk.direct
     disk.provide({"a": (3 * BLOCK, "a")})
@@ -216,7 +216,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_allocated(
 ) -> None:
     disk = Disk(folders(tmp_path, 2))  # both on one device
     has_free(monkeypatch, 1 << 20)
-    monkeypatch.setattr(scratch, "_ALLOCATE", lambda *_: pytest.fail("something was allocated"))
+    monkeypatch.setattr(scratch_files, "_ALLOCATE", lambda *_: pytest.fail("something was allocated"))
     with pytest.raises(DiskFull) as raised:
         disk.provide({"a": (800_000, "moments of layer 0"), "b": (300_000, "moments of layer 1")})
     assert str(raised.value) == (
@@ -272,7 +272,7 @@ def test_an_allocation_that_fails_half_way_is_taken_back(tmp_path: Path, monkeyp
             raise OSError(errno.ENOSPC, "No space left on device")
         allocate(file, start, nbytes)
 
-    monkeypatch.setattr(scratch, "_ALLOCATE", refuse)
+    monkeypatch.setattr(scratch_files, "_ALLOCATE", refuse)
     with pytest.raises(DiskFull, match=r"1: cannot allocate 4,096 bytes more \(No space left"):
         disk.provide({"b": (2 * SECTOR, "b")})
     assert [os.fstat(file.number).st_size for file in disk._files] == [SECTOR, SECTOR]
@@ -290,7 +290,7 @@ def test_a_file_system_that_allocates_nothing_in_advance_will_do(
     def refuse(file: int, start: int, nbytes: int) -> None:
         raise OSError(errno.EOPNOTSUPP, "not here")
 
-    monkeypatch.setattr(scratch, "_ALLOCATE", refuse)
+    monkeypatch.setattr(scratch_files, "_ALLOCATE", refuse)
     disk = Disk([tmp_path])
     disk.provide({"a": (9000, "a")})
     memory, back = aligned(9000), aligned(9000, 1)

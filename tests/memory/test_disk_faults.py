@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from megatrain.errors import CorruptRegion, DiskError, DiskFull
-from megatrain.memory import traffic
+from megatrain.memory import io_queue
 from megatrain.memory.disk import Disk
 from megatrain.memory.disk_faults import DISK_FAULTS, DiskFault
-from megatrain.memory.striped import SECTOR
+from megatrain.memory.scratch_files import SECTOR
 
 NBYTES = 7 * SECTOR + 100
 OTHER, VALUE, NEW = (np.full(NBYTES, value, np.uint8) for value in (1, 2, 3))
@@ -116,7 +116,7 @@ def test_a_slow_request_is_waited_for(on: str, tmp_path: Path) -> None:
 
 def test_an_interrupted_write_has_ended_when_it_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = disk_with(tmp_path, DiskFault("slow", "region", on="write", seconds=0.2))
-    wait, running = traffic.wait, []
+    wait, running = io_queue.wait, []
 
     def interrupted(futures: object) -> None:
         if not running:  # Ctrl-C while the foreground waits
@@ -125,7 +125,7 @@ def test_an_interrupted_write_has_ended_when_it_raises(tmp_path: Path, monkeypat
             raise KeyboardInterrupt
         wait(futures)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(traffic, "wait", interrupted)
+    monkeypatch.setattr(io_queue, "wait", interrupted)
     began = time.perf_counter()
     with pytest.raises(KeyboardInterrupt):
         disk.write("region", VALUE)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.memory.striped import SECTOR, Space, lay_out, split_by_share, whole_sectors
+from megatrain.memory.scratch_files import SECTOR, Space, lay_out, split_by_share, whole_sectors
 
 shares = st.lists(st.floats(0.01, 100), min_size=1, max_size=4)
 

@@ -10,7 +10,7 @@ from megatrain.device.sim import SimDevice
 from megatrain.errors import DeviceError, DoesNotFit, OutOfDeviceMemory
 from megatrain.memory import Ledger, Pool, Store
 from megatrain.schedule import Buffer, build_step
-from megatrain.spec import ModelSpec, ParamSpec, Policy, Precision, UnitSpec, Work
+from megatrain.spec import ModelSpec, Numerics, ParamSpec, Policy, Precision, UnitSpec, Work
 
 MODEL = ModelSpec(
     "m",
@@ -25,10 +25,10 @@ MODEL = ModelSpec(
 
 
 def store(precision: Precision) -> Store:
-    policy = Policy(precision)
+    numerics, policy = Numerics(precision), Policy()
     pool = Pool(CpuDevice(), Ledger())
-    pool.provide(build_step(MODEL, policy, Work((1,))).buffers.values())
-    return Store(MODEL, policy, pool)
+    pool.provide(build_step(MODEL, numerics, policy, Work((1,))).buffers.values())
+    return Store(MODEL, numerics, policy, pool)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -73,7 +73,7 @@ def test_writing_one_parameter_leaves_its_neighbours() -> None:
 
 
 def test_a_lease_is_returned_also_after_a_failure() -> None:
-    schedule = build_step(MODEL, Policy(), Work((1,)))
+    schedule = build_step(MODEL, Numerics(), Policy(), Work((1,)))
     pool = Pool(CpuDevice(), Ledger())
     pool.provide(schedule.buffers.values())
     op = next(op for op in schedule.ops if op.kind == "FETCH")

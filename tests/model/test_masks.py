@@ -9,8 +9,10 @@ import torch
 
 from megatrain.errors import ModelError
 from megatrain.model import masks, port_model
-from megatrain.model.ported import PortedModel
+from megatrain.model.ports import PortedModel
 from tests.tiny import tiny_model
+
+LENGTHS = (8, 16, 32)
 
 
 def test_rows_that_a_model_does_not_take_are_not_counted_and_refuse_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,11 +23,10 @@ def test_rows_that_a_model_does_not_take_are_not_counted_and_refuse_nothing(monk
             raise LookupError("no positions here")
         return honest(self, capture, weights, inputs)
 
-    assert masks.with_rows(ported).padded is not None
+    assert {name for name, _ in masks.profile_prologue(ported, LENGTHS).others} == {"padded", "packed"}
     monkeypatch.setattr(PortedModel, "run", run)
-    found = masks.with_rows(ported)
-    assert found.packed is None
-    assert found.padded is not None
+    found = masks.profile_prologue(ported, LENGTHS)
+    assert [name for name, _ in found.others] == ["padded"]
 
 
 def test_what_goes_wrong_in_counting_is_not_taken_for_rows_that_a_model_does_not_take(
@@ -38,7 +39,7 @@ def test_what_goes_wrong_in_counting_is_not_taken_for_rows_that_a_model_does_not
 
     monkeypatch.setattr(masks, "packed", packed)
     with pytest.raises(ZeroDivisionError):
-        masks.with_rows(ported)
+        masks.profile_prologue(ported, LENGTHS)
 
 
 def test_a_model_that_takes_no_whole_rows_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,4 +50,4 @@ def test_a_model_that_takes_no_whole_rows_says_why(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(PortedModel, "run", run)
     with pytest.raises(ModelError, match="cannot be run"):
-        masks.with_rows(ported)
+        masks.profile_prologue(ported, LENGTHS)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatrain.errors import ModelError
-from megatrain.model import PretrainedSource, architecture, port_model, shards
+from megatrain.model import PretrainedSource, architecture, port_model, pretrained
 from tests.kinds import KINDS, TIED, stock_model, tiny_config
 
 
@@ -78,8 +78,8 @@ def test_every_kind_is_loaded_as_the_library_would(kind: str, tied: bool, tmp_pa
 def test_every_dtype_in_one_file_and_in_blocks(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards, "LARGE_NBYTES", 1)
-    monkeypatch.setattr(shards, "BLOCK_NBYTES", 200)
+    monkeypatch.setattr(pretrained, "LARGE_NBYTES", 1)
+    monkeypatch.setattr(pretrained, "BLOCK_NBYTES", 200)
     saved(tmp_path, "mixtral", dtype)
     whole = {name: value for file in tmp_path.glob("*.safetensors") for name, value in load_file(file).items()}
     for file in tmp_path.glob("model*"):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatrain import Engine, Policy
 from megatrain.model import port_model, profile
+from megatrain.model.peak import recorded_backward
+from megatrain.spec.layer_profile import LayerProfile
 from tests.tiny import FAMILIES, batch, tiny_model
 
 
@@ -44,15 +48,17 @@ def kept_by_the_stock_layer(family: str, rows: int, length: int) -> int:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2"])
 @pytest.mark.parametrize(("rows", "length"), [(1, 24), (3, 11)])
 def test_the_bytes_of_a_kept_graph_are_predicted(family: str, rows: int, length: int) -> None:
-    profile = port_model(tiny_model(family), torch.float32).spec.units[2].profile
-    assert profile.kept(rows, length) == pytest.approx(kept_by_the_stock_layer(family, rows, length), rel=0.02)
+    """And the layer's input, which in float32 it keeps too."""
+    spec = port_model(tiny_model(family), torch.float32).spec
+    found = spec.units[2].profile.kept(rows, length) + rows * length * spec.hidden_size * 4
+    assert found == pytest.approx(kept_by_the_stock_layer(family, rows, length), rel=0.02)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_is_counted_whichever_kernel_runs(family: str) -> None:
     """4 heads of 8: scores and their product with the values, two operations each per multiply-add."""
-    profile = port_model(tiny_model(family), torch.float32).spec.units[1].profile
-    assert profile.attention_flops == 2 * 2 * 4 * 8
+    found = port_model(tiny_model(family), torch.float32).spec.units[1].profile
+    assert found.attention_flops == 2 * 2 * 4 * 8
 
 
 def test_windows_limit_what_is_attended() -> None:
@@ -64,32 +70,95 @@ def test_windows_limit_what_is_attended() -> None:
     assert full.attended(10) == pytest.approx(5.5)
 
 
-def test_a_layer_that_pads_to_blocks_is_looked_at_where_blocks_begin() -> None:
-    """Of 64 tokens: at 8 and 16 it keeps as much, and a longer run shows that this does not go on."""
+class Padding(nn.Module):
+    """Whose tokens it pads to blocks of so many."""
 
-    def run(block: int) -> profile.Run:
-        def padding(tokens: int) -> tuple[Tensor, list[Tensor]]:
-            padded = torch.zeros(1, -(-tokens // block) * block, 4, requires_grad=True)
-            return padded.sigmoid()[:, :tokens], []
+    def __init__(self, block: int) -> None:
+        super().__init__()
+        self.block = block
 
-        return padding
-
-    for block, expected in ((1, (8, 16)), (64, (65, 129)), (256, (257, 513))):
-        lengths = profile.steady_lengths(run(block))
-        assert lengths == expected
-        each, by_length = profile.kept_growth(run(block), lengths)
-        for tokens in (300, 1000):
-            assert tokens * (each + tokens * by_length) >= profile.kept_nbytes(run(block), tokens)
+    def forward(self, hidden: Tensor) -> Tensor:
+        padded = nn.functional.pad(hidden, (0, 0, 0, -hidden.shape[1] % self.block))
+        for _ in range(20):
+            padded = padded.sigmoid()
+        return hidden + padded[:, : hidden.shape[1]]
 
 
-def test_what_a_run_keeps_goes_with_it() -> None:
-    """Also where an operation saves its own output."""
-    refs: list[weakref.ref[torch.Tensor]] = []
+class Scoring(nn.Module):
+    """Of each token's heads with keys that all heads have in common, which are copied for each of several rows."""
 
-    def run(tokens: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        output = torch.ones(tokens, 8, requires_grad=True).softmax(-1)
-        refs.append(weakref.ref(output))
-        return output.sum(), []
+    def forward(self, hidden: Tensor) -> Tensor:
+        heads = hidden.repeat(1, 1, 4).view(*hidden.shape[:2], 4, -1)
+        scores = torch.matmul(heads, hidden.transpose(1, 2).unsqueeze(1))
+        return hidden + scores.mean((-1, -2)).unsqueeze(-1)
 
-    assert profile.kept_nbytes(run, 5) == 5 * 8 * 4
-    assert refs[0]() is None
+
+def run_of(layer: nn.Module, rows: int) -> profile.Run:
+    def run(tokens: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        given = torch.zeros(rows, tokens, 8, requires_grad=True)
+        return layer(given), [], [given]
+
+    return run
+
+
+def profiled(layer: nn.Module) -> LayerProfile:
+    return profile.profile_layer(layer, partial(run_of, layer), (), (8, 16, 32), 1 << 20)
+
+
+@pytest.mark.parametrize("block", [1, 64, 256])
+def test_a_layer_that_pads_to_blocks_is_measured_in_blocks(block: int) -> None:
+    """At 8, 16 and 32 it takes as much, and a longer run shows that this does not go on."""
+    layer = Padding(block)
+    found = profiled(layer)
+    assert found.block == block
+    for tokens in (300, 1000):
+        record = recorded_backward(run_of(layer, 1), tokens)
+        assert sum(record.kept) <= found.kept(1, tokens) <= 1.1 * sum(record.kept)
+
+
+def test_what_is_copied_for_each_row_is_counted_where_there_are_several() -> None:
+    layer = Scoring()
+    found = profiled(layer)
+    measured = recorded_backward(run_of(layer, 2), 100).peak
+    alone, said = (each.backward.nbytes(False, 200, 100) for each in (found, found.of("several")))
+    assert alone < 0.99 * measured
+    assert measured <= said <= 1.01 * measured
+    assert not profiled(Padding(1)).others
+
+
+def test_nothing_is_measured_for_an_engine_that_nobody_plans_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the policy is given. A plan, or `auto`, asks for it, once."""
+    measured: list[nn.Module] = []
+    honest = profile.profile_layer
+
+    def counted(layer: nn.Module, *given: Any) -> LayerProfile:
+        measured.append(layer)
+        return honest(layer, *given)
+
+    monkeypatch.setattr(profile, "profile_layer", counted)
+    policy = Policy(shares_memory=True, activations="keep")
+    with Engine.from_model(tiny_model(), "cpu", "fp32", policy=policy) as engine:
+        engine.step([batch(1, 8, 0)])
+        assert len(measured) == 0
+        assert engine.structure.units[1].params == engine.spec.units[1].params
+        kinds = len(measured)
+        assert kinds > 0
+        assert engine.spec.units[1].profile.graph.per_token > 0
+        engine.step([batch(1, 8, 0)])
+        assert len(measured) == kinds
+
+
+def test_measuring_between_steps_changes_no_bit() -> None:
+    """With dropout, whose numbers it must not draw from."""
+    found = []
+    for asks in (False, True):
+        policy = Policy(shares_memory=True)
+        model = tiny_model("gpt2", resid_pdrop=0.1)
+        with Engine.from_model(model, "cpu", "fp32", policy=policy, verify=False) as engine:
+            losses = [engine.step([batch(2, 8, 0)]).loss]
+            before = torch.get_rng_state()
+            assert not asks or engine.spec.units[1].profile.graph.per_token > 0
+            assert torch.equal(before, torch.get_rng_state())
+            losses.append(engine.step([batch(2, 8, 1)]).loss)
+        found.append(losses)
+    assert found[0] == found[1]

@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.errors import ConfigError, MegaTrainError, NonFinite
-from megatrain.optim import AdamW, StepScalars, blocks, update_fp32, update_split
+from megatrain.optim import AdamW, StepScalars, kernels, update_fp32, update_split
 from megatrain.optim.adamw import reference_update, reference_update_split
-from megatrain.optim.split import bf16_to_f32, f32_to_bf16, join, split
+from megatrain.optim.split_master import bf16_to_f32, f32_to_bf16, join, split
 
 Segments = Sequence[tuple[int, int, bool]]
 State = dict[str, np.ndarray]
 
-SIZES = [0, 1, 2, 31, 1023, 4097, blocks.BLOCK, 3 * blocks.BLOCK + 17]
+SIZES = [0, 1, 2, 31, 1023, 4097, kernels.BLOCK, 3 * kernels.BLOCK + 17]
 GRADS = [np.uint16, np.float32]
 
 
@@ -87,7 +87,7 @@ def test_what_no_segment_covers_is_left_alone(case: tuple[int, Segments], dtype:
     before = split_state(rng, size)
     grad = gradient(rng, size, dtype)
     fused, slow = copied(before), copied(before)
-    with patch.object(blocks, "BLOCK", 256):
+    with patch.object(kernels, "BLOCK", 256):
         update_split(**fused, grad=grad, scalars=scalars(), segments=segments, threads=threads)
     reference_update_split(**slow, grad=grad, scalars=scalars(), segments=segments)
     assert_same_bits(fused, slow)
@@ -117,7 +117,7 @@ def test_denormals_and_large_values_are_kept_as_the_reference_keeps_them(dtype: 
 
 
 def test_calls_from_several_threads_do_not_disturb_each_other() -> None:
-    size = 2 * blocks.BLOCK + 5
+    size = 2 * kernels.BLOCK + 5
     units = [split_state(np.random.default_rng(seed), size) for seed in range(6)]
     expected = [copied(unit) for unit in units]
     grads = [gradient(np.random.default_rng(seed), size, np.uint16) for seed in range(6)]

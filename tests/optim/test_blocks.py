@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.optim import blocks
+from megatrain.optim import kernels
 
 
 @given(st.lists(st.integers(0, 5000), max_size=20), st.sampled_from([1, 7, 64, 4096]))
@@ -19,8 +19,8 @@ def test_blocks_cover_each_segment_once_and_no_block_is_too_long(cuts: list[int]
     ordered = sorted(cuts)
     segments = [(a, b, i % 2 == 0) for i, (a, b) in enumerate(zip(ordered[::2], ordered[1::2], strict=False))]
     times = np.zeros((5000, 2), int)
-    with patch.object(blocks, "BLOCK", block):
-        for start, stop, decays in blocks.cut(segments, 5000):
+    with patch.object(kernels, "BLOCK", block):
+        for start, stop, decays in kernels.cut(segments, 5000):
             assert 0 < stop - start <= block
             times[start:stop, decays] += 1
     expected = np.zeros_like(times)
@@ -30,8 +30,8 @@ def test_blocks_cover_each_segment_once_and_no_block_is_too_long(cuts: list[int]
 
 
 def test_an_array_of_any_length_is_one_segment() -> None:
-    assert blocks.cut(blocks.whole(0), 0).shape == (0, 3)
-    assert blocks.cut(blocks.whole(3), 3).tolist() == [[0, 3, 1]]
+    assert kernels.cut(kernels.whole(0), 0).shape == (0, 3)
+    assert kernels.cut(kernels.whole(3), 3).tolist() == [[0, 3, 1]]
 
 
 @pytest.mark.parametrize("culprit", ["caller", "helper"])
@@ -45,12 +45,12 @@ def test_a_failure_in_any_thread_comes_to_the_caller(culprit: str) -> None:
             raise ArithmeticError(here)
 
     with pytest.raises(ArithmeticError, match=culprit):
-        blocks.run(kernel, blocks=blocks.cut([(0, 1, True), (1, 2, True)], 2), threads=2)
+        kernels.run(kernel, blocks=kernels.cut([(0, 1, True), (1, 2, True)], 2), threads=2)
 
 
 def test_a_busy_pool_delays_nobody_for_ever() -> None:
     """More callers than the pool has threads, each of which wants helpers, all at once inside their kernels."""
-    callers = 3 * (blocks.os.cpu_count() or 1)
+    callers = 3 * (kernels.os.cpu_count() or 1)
     all_in = threading.Barrier(callers, timeout=20)
     done = []
 
@@ -59,7 +59,7 @@ def test_a_busy_pool_delays_nobody_for_ever() -> None:
             all_in.wait()
 
     def call() -> None:
-        blocks.run(kernel, blocks=blocks.cut([(i, i + 1, True) for i in range(8)], 8), threads=8)
+        kernels.run(kernel, blocks=kernels.cut([(i, i + 1, True) for i in range(8)], 8), threads=8)
         done.append(True)
 
     threads = [threading.Thread(target=call, daemon=True) for _ in range(callers)]

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.errors import ConfigError, NonFinite
-from megatrain.optim import blocks, clip_scale, sum_of_squares
+from megatrain.optim import clip_scale, kernels, sum_of_squares
 from megatrain.optim.clip import reference_sum_of_squares
-from megatrain.optim.split import f32_to_bf16
+from megatrain.optim.split_master import f32_to_bf16
 
-SIZES = [0, 1, 63, 64, 255, 256, 257, blocks.BLOCK - 1, blocks.BLOCK, 3 * blocks.BLOCK + 300]
+SIZES = [0, 1, 63, 64, 255, 256, 257, kernels.BLOCK - 1, kernels.BLOCK, 3 * kernels.BLOCK + 300]
 
 
 def gradient(size: int, dtype: type, scale: float = 1.0) -> np.ndarray:
@@ -33,12 +33,12 @@ def test_the_sum_is_exact_to_thirteen_digits(size: int, dtype: type, scale: floa
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.float32])
 def test_the_sum_is_the_same_for_every_thread_count(dtype: type) -> None:
-    grad = gradient(9 * blocks.BLOCK + 1234, dtype)
+    grad = gradient(9 * kernels.BLOCK + 1234, dtype)
     assert len({sum_of_squares(grad, threads) for threads in (1, 2, 3, 5, 16)}) == 1
 
 
 def test_a_small_gradient_beside_a_large_one_counts() -> None:
-    grad = np.full(blocks.BLOCK, 1e-4, np.float32)
+    grad = np.full(kernels.BLOCK, 1e-4, np.float32)
     grad[0] = 1.0
     assert sum_of_squares(grad) == pytest.approx(reference_sum_of_squares(grad), rel=1e-13)
     assert sum_of_squares(grad) > 1.0006

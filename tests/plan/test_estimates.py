@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from bench.shapes import llama_shape
-from megatrain.plan import Question, estimate, examine, find_plan, machine, survey
-from megatrain.spec import ModelSpec, ParamSpec, Policy, UnitSpec
+from megatrain.plan import Choice, Question, estimate, examine, find_plan, machine, survey
+from megatrain.spec import Limits, ModelSpec, Numerics, ParamSpec, Policy, UnitSpec
 
 ROOMY = replace(machine("h200"), host_nbytes=10**13, device_nbytes=10**12)
 
@@ -43,7 +43,7 @@ def mixed(layers: int, kind: Callable[[int], str]) -> ModelSpec:
 def test_kinds_of_layers_count_as_often_as_there_are(model: ModelSpec, activations: str) -> None:
     question = Question(model, ROOMY, 4 * 8192, 8192)
     policy = Policy(activations=activations)  # type: ignore[arg-type]
-    guessed, found = estimate(question, policy, 2), examine(question, policy, 2)
+    guessed, found = estimate(question, Choice(Numerics(), policy), 2), examine(question, Choice(Numerics(), policy), 2)
     assert guessed.seconds == pytest.approx(found.seconds, rel=0.01)
     assert guessed.nbytes["host"] == pytest.approx(found.nbytes["host"], rel=1e-9)
     # the largest of several sums, which may be another in a shallow model; a winner is replayed whole
@@ -56,7 +56,9 @@ def test_many_kinds_of_layers_are_taken_for_one() -> None:
     for index in range(1, 13):
         units[index] = UnitSpec(f"layers.{index}", "layer", (ParamSpec(f"w{index}", (256 * index, 256)),))
     model = replace(llama_shape("all differ", 12, 256, vocabulary=100), units=tuple(units))
-    guessed, found = (tell(Question(model, ROOMY, 64, 64), Policy(), 1) for tell in (estimate, examine))
+    guessed, found = (
+        tell(Question(model, ROOMY, 64, 64), Choice(Numerics(), Policy()), 1) for tell in (estimate, examine)
+    )
     assert guessed.nbytes["host"] == pytest.approx(found.nbytes["host"], rel=0.2)
 
 
@@ -66,7 +68,10 @@ def test_micro_batches_that_stand_for_several_keep_their_size_and_the_total(rows
     question = Question(model, ROOMY, rows * 2048, 2048)
     for micro_batch in (1, 2):
         for policy in (Policy(activations="keep"), Policy()):
-            guessed, found = estimate(question, policy, micro_batch), examine(question, policy, micro_batch)
+            guessed, found = (
+                estimate(question, Choice(Numerics(), policy), micro_batch),
+                examine(question, Choice(Numerics(), policy), micro_batch),
+            )
             assert guessed.seconds == pytest.approx(found.seconds, rel=0.05)
             assert guessed.nbytes["device"] == pytest.approx(found.nbytes["device"], rel=0.03)
 
@@ -80,7 +85,7 @@ def test_micro_batches_that_stand_for_several_keep_their_size_and_the_total(rows
 )
 def test_a_plan_that_was_found_to_fit_fits_when_it_is_replayed_whole(rows: int, gigabytes: int) -> None:
     model = llama_shape("small", 16, 2048, vocabulary=32_000)
-    plan = find_plan(Question(model, ROOMY, rows * 2048, 2048, device_budget_nbytes=gigabytes * 10**9))
+    plan = find_plan(Question(model, ROOMY, rows * 2048, 2048, limits=Limits(device_nbytes=gigabytes * 10**9)))
     assert plan.nbytes["device"] <= gigabytes * 10**9
 
 
@@ -92,7 +97,7 @@ def test_a_survey_prices_each_budget_as_a_question_of_its_own() -> None:
     for budget, each in zip(budgets[1:], found[1:], strict=True):
         assert each is not None
         assert each.fits(budget)
-        alone = find_plan(replace(question, device_budget_nbytes=budget["device"]))
+        alone = find_plan(replace(question, limits=Limits(device_nbytes=budget["device"])))
         assert each.seconds == pytest.approx(alone.seconds, rel=0.01)
 
 

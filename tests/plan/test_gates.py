@@ -10,9 +10,9 @@ from bench.scaling import shape
 from bench.shapes import llama_shape
 from megatrain.plan import Question, find_plan, machine
 from megatrain.plan.cost import CALL_KERNELS, TURN_KERNELS, op_seconds
-from megatrain.plan.knobs import WORTH_GATES
+from megatrain.plan.search_space import WORTH_GATES
 from megatrain.schedule import build_step
-from megatrain.spec import ModelSpec, Policy, Work
+from megatrain.spec import ModelSpec, Numerics, Policy, Work
 
 GB, TB = 10**9, 10**12
 
@@ -48,7 +48,7 @@ def test_a_plan_that_may_have_gates_is_never_slower_and_has_them_where_they_gain
     assert find_plan(asked).policy == chosen.policy
 
 
-@pytest.mark.parametrize("told", [{"gates": "rows"}, {"gates": "unit"}, {"kernels": "compile"}])
+@pytest.mark.parametrize("told", [{"gates": "shard"}, {"gates": "unit"}, {"kernels": "compile"}])
 def test_what_the_user_has_said_stays(told: dict[str, object]) -> None:
     policy = find_plan(replace(QUESTIONS["few tokens"], pinned=told)).policy
     assert policy.gates == told.get("gates", "unit")
@@ -65,7 +65,7 @@ def test_a_call_in_phases_costs_its_work_and_its_turns() -> None:
     policy = Policy(shard_nbytes=64 << 20)
     totals = []
     for each in (policy, replace(policy, gates="shard")):
-        price, ops = op_seconds(of, each, work, hardware), build_step(of, each, work).ops
+        price, ops = op_seconds(of, Numerics(), each, work, hardware), build_step(of, Numerics(), each, work).ops
         calls = [op for op in ops if op.stream == "compute" and op.unit == 3]
         turns = sum(op.shard >= 0 for op in calls) * TURN_KERNELS + sum(op.shard == 0 for op in calls) * CALL_KERNELS
         assert bool(turns) == (each.gates == "shard")

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from megatrain.errors import PlanError
 from megatrain.plan import (
+    Choice,
     available_host_nbytes,
     available_threads,
     calibrate,
@@ -19,14 +21,14 @@ from megatrain.plan import (
 )
 from megatrain.plan.cost import KERNELS
 from megatrain.schedule import Schedule, Timeline, build_step, nbytes_by_owner, replay
-from megatrain.spec import Hardware, LayerProfile, ModelSpec, ParamSpec, Policy, UnitSpec, Work
+from megatrain.spec import Growth, Hardware, LayerProfile, ModelSpec, Numerics, ParamSpec, Policy, UnitSpec, Work
 
 SLOW = Hardware("h", 1 << 40, 1 << 40, fetch_bandwidth=1e3, grad_bandwidth=1e3, flops=1e6, host_bandwidth=1e4)
 FORWARDS = "FORWARD u0 m0", "FORWARD u1 m0"
 
 
 def model(active: float = 1.0, tied: bool = False) -> ModelSpec:
-    profile = LayerProfile(attention_flops=4 * 100, kept_nbytes=3400)
+    profile = LayerProfile(attention_flops=4 * 100, graph=Growth(per_token=3400))
     layer = UnitSpec("l", "layer", (ParamSpec("w", (100, 100), active), ParamSpec("norm", (100,))), (), profile)
     head = UnitSpec("h", "epilogue", () if tied else (ParamSpec("head", (50, 100)),), ("embed",) if tied else ())
     return ModelSpec("m", (UnitSpec("p", "prologue", (ParamSpec("embed", (50, 100)),)), layer, head), 100, 50)
@@ -49,15 +51,15 @@ def test_only_target_tokens_need_the_head(tied: bool) -> None:
 def test_prices_are_bytes_over_bandwidth_and_operations_over_rate() -> None:
     hardware = Hardware("h", 1 << 40, 1 << 40, fetch_bandwidth=1e3, grad_bandwidth=1e3, flops=1e6, host_bandwidth=1e4)
     policy = Policy(activations="keep")
-    schedule = build_step(model(), policy, Work((8,)), "all")
-    price = op_seconds(model(), policy, Work((8,)), hardware)
+    schedule = build_step(model(), Numerics(), policy, Work((8,)), "all")
+    price = op_seconds(model(), Numerics(), policy, Work((8,)), hardware)
     costs = {op.name: price(op) for op in schedule.ops}
     attention = 2 * 8 * 8 * 100 / (0.5 * 1e6)
     assert costs["FORWARD u1 m0"] == pytest.approx(2 * 10_000 * 8 / 1e6 + attention)
     assert costs["BACKWARD u1 m0"] == pytest.approx(2 * costs["FORWARD u1 m0"])
     assert costs["FETCH u1 s0"] == pytest.approx(2 * (10_000 + 128 + 16) / 1e3, rel=0.01)
     assert costs["UPDATE u1"] == pytest.approx(26 * 10_144 / 1e4, rel=0.01)
-    recomputing = build_step(model(), Policy(activations="recompute"), Work((8,)))
+    recomputing = build_step(model(), Numerics(), Policy(activations="recompute"), Work((8,)))
     backward = next(op for op in recomputing.ops if op.name == "BACKWARD u1 m0")
     assert price(backward) == pytest.approx(3 * costs["FORWARD u1 m0"])
     assert replay(schedule, price).seconds > 0
@@ -68,17 +70,17 @@ def test_fused_elementwise_work_moves_a_third_of_the_bytes(name: str) -> None:
     prices = []
     for kernels, speed in (("stock", 1e3), ("stock", 3e3), ("compile", 1e3)):
         hardware = replace(SLOW, elementwise_bandwidth=speed)
-        policy = Policy(activations="keep", kernels=kernels)  # type: ignore[arg-type]
-        schedule = build_step(model(), policy, Work((8,)))
-        price = op_seconds(model(), policy, Work((8,)), hardware)
+        numerics, policy = Numerics(kernels=kernels), Policy(activations="keep")  # type: ignore[arg-type]
+        schedule = build_step(model(), numerics, policy, Work((8,)))
+        price = op_seconds(model(), numerics, policy, Work((8,)), hardware)
         prices.append(price(next(op for op in schedule.ops if op.name == name)))
     assert prices[0] > prices[1] == pytest.approx(prices[2])
 
 
 def test_a_prologue_costs_the_calls_of_the_models_own_code() -> None:
     hardware = replace(SLOW, launch_seconds=1.0)
-    schedule = build_step(model(), Policy(), Work((8,)))
-    price = op_seconds(model(), Policy(), Work((8,)), hardware)
+    schedule = build_step(model(), Numerics(), Policy(), Work((8,)))
+    price = op_seconds(model(), Numerics(), Policy(), Work((8,)), hardware)
     prologue, layer = (price(next(op for op in schedule.ops if op.name == name)) for name in FORWARDS)
     assert prologue > 5 * KERNELS
     assert layer < prologue
@@ -88,10 +90,10 @@ def test_new_pages_cost_time_where_the_device_computes_in_host_memory() -> None:
     work = Work((8, 8))
 
     def seconds(shares_memory: bool, fresh: float | None) -> dict[str, float]:
-        policy = Policy("fp32", shares_memory=shares_memory)
+        numerics, policy = Numerics("fp32"), Policy(shares_memory=shares_memory)
         hardware = replace(SLOW, shares_memory=shares_memory, fresh_bandwidth=fresh)
-        price = op_seconds(model(), policy, work, hardware)
-        return {op.name: price(op) for op in build_step(model(), policy, work).ops}
+        price = op_seconds(model(), numerics, policy, work, hardware)
+        return {op.name: price(op) for op in build_step(model(), numerics, policy, work).ops}
 
     without, with_them = seconds(True, None), seconds(True, 1e3)
     extra = {name: with_them[name] - without[name] for name in without}
@@ -107,7 +109,7 @@ def timeline_of(schedule: Schedule, seconds: Mapping[str, float]) -> Timeline:
 
 
 def test_of_several_measured_steps_each_ops_median_counts() -> None:
-    schedule = build_step(model(), Policy(), Work((8,)))
+    schedule = build_step(model(), Numerics(), Policy(), Work((8,)))
     steps = [timeline_of(schedule, {"FORWARD": each, "BACKWARD": 2.0}) for each in (3.0, 90.0, 2.0)]
     found = calibrate(model(), steps, lambda op: 1.0)
     assert found.factors["FORWARD", "layer"] == pytest.approx(3)
@@ -117,7 +119,7 @@ def test_of_several_measured_steps_each_ops_median_counts() -> None:
 
 def test_ops_that_ran_at_the_same_time_on_one_processor_share_it() -> None:
     policy, work = Policy(shares_memory=True), Work((8,))
-    schedule = build_step(model(), policy, work, "all")
+    schedule = build_step(model(), Numerics(), policy, work, "all")
     seconds = {"UPDATE": 4.0, "FORWARD": 6.0, "LOSS": 5.0, "BACKWARD": 8.0}
     overlapped = timeline_of(schedule, seconds)
     found = calibrate(model(), overlapped, lambda op: 1.0, one_processor=True)
@@ -131,22 +133,31 @@ def test_ops_that_ran_at_the_same_time_on_one_processor_share_it() -> None:
 
 def test_the_memory_table_is_that_of_the_schedule() -> None:
     work = Work((8, 8))
-    assert memory_table(model(), Policy(), work) == nbytes_by_owner(
-        build_step(model(), Policy(), work).buffers.values()
+    assert memory_table(model(), Numerics(), Policy(), work) == nbytes_by_owner(
+        build_step(model(), Numerics(), Policy(), work).buffers.values()
     )
 
 
 def test_graphs_are_kept_where_they_fit_and_recomputed_where_not() -> None:
-    assert fit_activations(model(), Policy(), Work((8,)), 1 << 30).activations == "keep"
-    assert fit_activations(model(), Policy(), Work((8,)), 1000).activations == "recompute"
+    assert fit_activations(model(), Numerics(), Policy(), Work((8,)), 1 << 30).activations == "keep"
+    assert fit_activations(model(), Numerics(), Policy(), Work((8,)), 1000).activations == "recompute"
 
 
 def test_clipping_decides_when_updates_happen() -> None:
-    clipped = choose_policy("bf16", shares_memory=True, clips=True, host_threads=2)
-    free = choose_policy("bf16", shares_memory=False, clips=False, host_threads=2)
+    clipped = choose_policy(shares_memory=True, clips=True, host_threads=2)
+    free = choose_policy(shares_memory=False, clips=False, host_threads=2)
     assert (clipped.update, free.update) == ("next_forward", "during_backward")
 
 
 def test_this_machine_has_memory_and_threads() -> None:
     assert available_host_nbytes() > 1 << 28
     assert available_threads() >= 1
+
+
+def test_a_choice_puts_each_field_where_it_belongs() -> None:
+    plain = Choice(Numerics(), Policy())
+    other = plain.change(loss_chunk_tokens=7, weight_slots=3)
+    assert other == Choice(Numerics(loss_chunk_tokens=7), Policy(weight_slots=3))
+    assert (other.get("loss_chunk_tokens"), other.get("weight_slots")) == (7, 3)
+    with pytest.raises(PlanError, match="a compiled layer does not say which weight it comes to"):
+        plain.change(kernels="compile", gates="shard")

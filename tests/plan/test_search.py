@@ -12,9 +12,9 @@ import pytest
 
 from bench.shapes import llama_shape
 from megatrain.errors import DoesNotFit, PlanError
-from megatrain.plan import Plan, Question, examine, find_plan
+from megatrain.plan import Choice, Plan, Question, examine, find_plan
 from megatrain.plan.search import KNOBS
-from megatrain.spec import Hardware, ModelSpec, Policy
+from megatrain.spec import Hardware, Limits, ModelSpec, Numerics, Policy
 
 
 def llama(layers: int = 4) -> ModelSpec:
@@ -46,10 +46,9 @@ def everything(asked: Question) -> list[Plan]:
             activations=activations,
             weight_slots=weight_slots,
             grad_slots=grad_slots,
-            loss_chunk_tokens=chunk,
             shares_memory=asked.hardware.shares_memory,
         )
-        plans.append(examine(asked, policy, micro_batch))
+        plans.append(examine(asked, Choice(Numerics(loss_chunk_tokens=chunk), policy), micro_batch))
     return [plan for plan in plans if fits(plan)]
 
 
@@ -75,10 +74,10 @@ def test_no_random_policy_that_fits_is_better(name: str) -> None:
             weight_slots=draw.randint(1, 5),
             grad_slots=draw.randint(1, 4),
             shard_nbytes=draw.choice((1 << 14, 1 << 20, 1 << 28)),
-            loss_chunk_tokens=draw.choice((64, 300, 512, 2048)),
             shares_memory=asked.hardware.shares_memory,
         )
-        plan = examine(asked, policy, draw.choice((1, 2, 4)))
+        numerics = Numerics(loss_chunk_tokens=draw.choice((64, 300, 512, 2048)))
+        plan = examine(asked, Choice(numerics, policy), draw.choice((1, 2, 4)))
         tried += 1
         assert not fits(plan) or chosen.seconds <= 1.001 * plan.seconds, policy
 
@@ -92,7 +91,7 @@ def test_what_is_pinned_stays() -> None:
     pinned = {"activations": "keep", "weight_slots": 3, "micro_batch": 2, "loss_chunk_tokens": 100}
     plan = find_plan(question(BALANCED, pinned=pinned))
     assert (plan.policy.activations, plan.policy.weight_slots, plan.micro_batch) == ("keep", 3, 2)
-    assert plan.policy.loss_chunk_tokens == 100
+    assert plan.numerics.loss_chunk_tokens == 100
 
 
 def test_clipping_decides_when_updates_happen() -> None:
@@ -104,9 +103,9 @@ def test_clipping_decides_when_updates_happen() -> None:
 def test_what_does_not_fit_is_refused_with_the_number_and_a_way_out(tier: str) -> None:
     asked = question(BALANCED)
     least = find_plan(asked).nbytes
-    budget = {f"{tier}_budget_nbytes": least[tier] // 50}
+    short = budgeted(asked, tier, least[tier] // 50)
     with pytest.raises(DoesNotFit) as caught:
-        find_plan(replace(asked, **budget))  # type: ignore[arg-type]
+        find_plan(short)
     assert f"bytes of {tier} memory" in str(caught.value)
     assert "more than its budget of" in str(caught.value)
     assert caught.value.fix
@@ -139,9 +138,11 @@ FURTHER = [*range(8), *range(8, 40, 5)]
 )
 def test_every_further_part_of_device_memory_never_makes_the_step_slower(tokens: int, parts: list[int]) -> None:
     asked = question(DRIVE, model=llama(layers=12), tokens_per_step=tokens)
-    least = examine(asked, Policy(weight_slots=1, grad_slots=1, loss_chunk_tokens=64), 1).nbytes["device"]
+    least = examine(asked, Choice(Numerics(loss_chunk_tokens=64), Policy(weight_slots=1, grad_slots=1)), 1).nbytes[
+        "device"
+    ]
     budgets = [round(1.01 * least) + part * (least // 2) for part in parts]
-    seconds = [find_plan(replace(asked, device_budget_nbytes=budget)).seconds for budget in budgets]
+    seconds = [find_plan(replace(asked, limits=Limits(device_nbytes=budget))).seconds for budget in budgets]
     assert all(after <= 1.0001 * before for before, after in pairwise(seconds)), seconds
     assert seconds[-1] < 0.8 * seconds[0]
 
@@ -154,7 +155,8 @@ def test_spare_device_memory_holds_what_saves_most() -> None:
 
 
 def budgeted(asked: Question, tier: str, nbytes: int) -> Question:
-    return replace(asked, **{f"{tier}_budget_nbytes": nbytes})  # type: ignore[arg-type]
+    limits = replace(asked.limits, **{f"{tier}_nbytes": nbytes})  # type: ignore[arg-type]
+    return replace(asked, limits=limits)
 
 
 def refusal(asked: Question) -> str:
@@ -175,7 +177,7 @@ def refusal(asked: Question) -> str:
         ("host", "a cpu", {"saves": True}),
         pytest.param("host", "drive", {"clips": False}, marks=pytest.mark.slow),
         ("device", "balanced", {"saves": True}),
-        ("disk", "drive", {"saves": True, "host_budget_nbytes": 4 << 20}),
+        ("disk", "drive", {"saves": True, "limits": Limits(host_nbytes=4 << 20)}),
     ],
 )
 def test_the_number_in_a_refusal_is_the_smallest_budget_that_plans(
@@ -211,15 +213,15 @@ def test_what_the_host_has_no_room_for_is_on_the_disk_and_no_more(parts: int) ->
     everything = find_plan(asked).nbytes["host"]
     before = 0
     for budget in range(everything, everything // 2 - 1, -everything // parts):
-        plan = find_plan(replace(asked, host_budget_nbytes=budget))
+        plan = find_plan(replace(asked, limits=Limits(host_nbytes=budget)))
         assert fits(plan)
         assert plan.nbytes["disk"] >= before
         before = plan.nbytes["disk"]
     assert before > everything // 3
     with pytest.raises(DoesNotFit, match=r"state on the disk \(disk.folders\) would fit"):
-        find_plan(replace(asked, host_budget_nbytes=budget, disk_budget_nbytes=0))
+        find_plan(replace(asked, limits=Limits(host_nbytes=budget, disk_nbytes=0)))
     with pytest.raises(DoesNotFit, match=", even with state on the disk, "):
-        find_plan(replace(asked, host_budget_nbytes=everything // 50))
+        find_plan(replace(asked, limits=Limits(host_nbytes=everything // 50)))
 
 
 @pytest.mark.parametrize("layers", [16, pytest.param(40, marks=pytest.mark.slow)])
@@ -227,7 +229,7 @@ def test_reads_run_as_far_ahead_as_the_replay_asks_for(layers: int) -> None:
     """The chosen number of staging buffers is as quick as any that fits."""
     slow = replace(DRIVE, device_nbytes=6 << 20, disk_read_bandwidth=2e8, disk_write_bandwidth=2e8)
     asked = question(slow, model=llama(layers))
-    asked = replace(asked, host_budget_nbytes=int(0.8 * find_plan(asked).nbytes["host"]))
+    asked = replace(asked, limits=Limits(host_nbytes=int(0.8 * find_plan(asked).nbytes["host"])))
     plan = find_plan(asked)
     assert plan.nbytes["disk"]
     for slots in (2, 3, 4, 6):
@@ -244,7 +246,7 @@ def test_as_much_is_kept_as_fits() -> None:
     seconds = [none.seconds]
     for share in (0.1, 0.25, 0.5, 0.75):
         budget = round((1 - share) * none.nbytes["device"] + share * every.nbytes["device"])
-        plan = find_plan(replace(asked, device_budget_nbytes=budget))
+        plan = find_plan(replace(asked, limits=Limits(device_nbytes=budget)))
         assert fits(plan)
         assert {keep for row in plan.policy.activation_rows for keep in row} & {"graph", "chosen", "attention"}
         seconds.append(plan.seconds)
@@ -263,8 +265,10 @@ CORNERS = [
 def test_no_plan_that_treats_all_layers_alike_is_quicker_than_a_mixture(bus: float, memory: float) -> None:
     machine = replace(BALANCED, fetch_bandwidth=bus, grad_bandwidth=bus, device_bandwidth=1e12)
     asked = question(machine, model=llama(layers=8), tokens_per_step=1024)
-    least = examine(asked, Policy(weight_slots=1, grad_slots=1, loss_chunk_tokens=64), 1).nbytes["device"]
-    asked = replace(asked, device_budget_nbytes=round(memory * least))
+    least = examine(asked, Choice(Numerics(loss_chunk_tokens=64), Policy(weight_slots=1, grad_slots=1)), 1).nbytes[
+        "device"
+    ]
+    asked = replace(asked, limits=Limits(device_nbytes=round(memory * least)))
     plan, fixed = find_plan(asked), 0
     assert fits(plan)
     for rows in (*((keep,) for keep in ("graph", "chosen", "attention", "input", "offload")), ("input", "drop")):
@@ -279,7 +283,9 @@ def test_no_plan_that_treats_all_layers_alike_is_quicker_than_a_mixture(bus: flo
 
 def test_inputs_wait_in_the_host_where_nothing_else_fits() -> None:
     asked = question(BALANCED, model=llama(layers=64), tokens_per_step=128)
-    least = examine(asked, Policy(weight_slots=1, grad_slots=1, loss_chunk_tokens=64), 1).nbytes["device"]
-    plan = find_plan(replace(asked, device_budget_nbytes=round(0.8 * least)))
+    least = examine(asked, Choice(Numerics(loss_chunk_tokens=64), Policy(weight_slots=1, grad_slots=1)), 1).nbytes[
+        "device"
+    ]
+    plan = find_plan(replace(asked, limits=Limits(device_nbytes=round(0.8 * least))))
     assert plan.policy.offloads
     assert fits(plan)

@@ -11,7 +11,7 @@ import torch
 
 from megatrain.config import Config
 from megatrain.errors import ConfigError, DataError, ModelError
-from tests.run.test_run import configuration, losses, train
+from tests.run.test_training import configuration, losses, train
 
 
 def chats(path: Path, count: int = 60) -> Path:
@@ -31,7 +31,7 @@ def chats(path: Path, count: int = 60) -> Path:
 def chat_run(
     tmp_path: Path, model: dict[str, Any] | None = None, train: dict[str, Any] | None = None, **data: Any
 ) -> Config:
-    data = {"sources": [str(chats(tmp_path / "chats.jsonl"))], "template": "none", "window": 48, **data}
+    data = {"sources": [str(chats(tmp_path / "chats.jsonl"))], "chat_template": "none", "sequence_length": 48, **data}
     return configuration(tmp_path, data=data, train=train or {}, **({"model": model} if model else {}))
 
 
@@ -69,14 +69,18 @@ def test_text_and_chats_are_mixed_by_weight(tmp_path: Path) -> None:
         update={"sources": (str(tmp_path / "corpus.txt"), str(tmp_path / "chats.jsonl")), "weights": (3.0, 1.0)}
     )
     said = train(config.model_copy(update={"data": data}))
-    assert "windows" in said
+    assert "sequences" in said
     assert "best fit" in said
 
 
 def test_a_step_takes_as_many_target_tokens_as_asked(tmp_path: Path) -> None:
-    from tests.run.test_run import lines
+    from tests.run.test_training import lines
 
-    train(chat_run(tmp_path, train={"targets_per_step": 40, "micro_batch": 1, "micro_batches": None}))
+    train(
+        chat_run(
+            tmp_path, train={"target_tokens_per_step": 40, "micro_batch_size": 1, "gradient_accumulation_steps": None}
+        )
+    )
     steps = [line for line in lines(tmp_path / "run") if line["event"] == "stepped"]
     assert all(step["tokens"] >= 40 for step in steps)
 
@@ -141,14 +145,14 @@ def test_a_table_of_text_is_cut_into_windows(tmp_path: Path) -> None:
 
     datasets.Dataset.from_list([{"text": "some words " * 40}] * 9).to_parquet(str(tmp_path / "text.parquet"))
     said = train(chat_run(tmp_path, sources=[str(tmp_path / "text.parquet")], train={"steps": 1}))
-    assert "windows" in said
+    assert "sequences" in said
     assert "9 samples" in said
 
 
 def test_nothing_is_trained_but_the_answers(tmp_path: Path) -> None:
     """The loss of a whole step, from the texts themselves and the stock model."""
-    from megatrain.corpus import open_corpus
     from megatrain.data import load_tokenizer
+    from megatrain.run.data import open_corpus
 
     config = chat_run(tmp_path)
     tokenizer = load_tokenizer("bytes")

@@ -16,15 +16,15 @@ import pytest
 from rich.console import Console
 
 from megatrain.checkpoint import checkpoints
-from megatrain.claim import Claim
 from megatrain.errors import CheckpointError, ConfigError
-from megatrain.run import run_training
+from megatrain.run.training import run_training
+from megatrain.system.locks import Claim
 from megatrain.train.checkpoints import Checkpoints
 from megatrain.train.engine import Engine
 from megatrain.train.events import Event, Stepped
 from megatrain.train.metrics import JsonLines
 from tests.run.test_resume import config_of, interrupt_at, not_finite_at, steps_in, weights
-from tests.run.test_run import lines, losses, train
+from tests.run.test_training import lines, losses, train
 from tests.tiny import equal
 
 

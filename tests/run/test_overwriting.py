@@ -11,7 +11,7 @@ from megatrain.config import load_config
 from megatrain.errors import ConfigError
 from tests.docs.test_examples import tree
 from tests.run.test_resume import config_of, interrupt_at, steps_in
-from tests.run.test_run import losses, train
+from tests.run.test_training import losses, train
 
 
 def quick(tmp_path: Path, name: str = "run", resume: str | None = None, **changed: Any) -> Any:

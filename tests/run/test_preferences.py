@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from megatrain import objective
 from megatrain.config import Config
-from megatrain.data.alone import alone
 from megatrain.errors import CheckpointError, ConfigError, DataError
+from megatrain.run import objective
+from megatrain.system.locks import alone
 from megatrain.train.engine import Engine
-from tests.run.test_run import configuration, lines, losses, train
+from tests.run.test_training import configuration, lines, losses, train
 from tests.tiny import equal
 
 
@@ -34,7 +34,7 @@ def dpo_run(tmp_path: Path, name: str = "run", resume: str | None = None, **chan
     sections: dict[str, dict[str, Any]] = {
         "model": {"verify": False},
         "data": {"sources": [str(preferences(tmp_path / "preferences.jsonl"))], "validation_fraction": 0.1},
-        "train": {"objective": "dpo", "steps": 6, "sample_tokens": 0, "lr": 3e-3, "eval_every": 2},
+        "train": {"objective": "dpo", "steps": 6, "sample_tokens": 0, "learning_rate": 3e-3, "eval_every": 2},
         "checkpoint": {"every": 3},
         "output": {"folder": str(tmp_path / name)},
     }
@@ -66,7 +66,7 @@ def test_a_run_prefers_what_is_chosen_and_tells_by_how_much(tmp_path: Path) -> N
 def test_a_resumed_run_ends_in_the_same_bits_and_asks_no_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    constant = {"train": {"lr_schedule": "constant"}, "output": {"verify_export": False}}
+    constant = {"train": {"lr_scheduler": "constant"}, "output": {"verify_export": False}}
     train(dpo_run(tmp_path, "whole", **constant))
     asked: list[int] = []
     log_probs = Engine.log_probs
@@ -81,7 +81,7 @@ def test_a_resumed_run_ends_in_the_same_bits_and_asks_no_reference(
             yield
 
     monkeypatch.setattr(objective, "alone", waited)
-    train(dpo_run(tmp_path, "part", **{**constant, "train": {"steps": 3, "lr_schedule": "constant"}}))
+    train(dpo_run(tmp_path, "part", **{**constant, "train": {"steps": 3, "lr_scheduler": "constant"}}))
     assert not asked, "what another process has asked while this one waited for it is taken"
     train(dpo_run(tmp_path, "part", resume="auto", **constant))
     assert not asked
@@ -128,7 +128,7 @@ def test_preferences_and_the_objective_go_together(
 @pytest.mark.parametrize(
     ("changed", "what"),
     [
-        ({"train": {"micro_batch": 3}}, "must be even"),
+        ({"train": {"micro_batch_size": 3}}, "must be even"),
         ({"data": {"packing": "best_fit"}}, "pairs are not packed"),
         ({"data": {"format": "chat"}}, "needs preferences, and data.format is chat"),
         ({"train": {"objective": "cross_entropy"}, "data": {"format": "preference"}}, "needs train.objective=dpo"),

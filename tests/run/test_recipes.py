@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from megatrain.commands.plan import find_model
 from megatrain.config import Config, load_config
 from megatrain.data import load_tokenizer
 from megatrain.plan import Plan, Question, find_plan, load_hardware
-from megatrain.planning import find_model
 from tests.run.test_chats import chats
 from tests.run.test_preferences import preferences
-from tests.run.test_run import TEXT, losses, train
+from tests.run.test_training import TEXT, losses, train
 
 RECIPES = Path(__file__).parents[2] / "configs"
 TINY = {
@@ -63,13 +63,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made_tiny(name: str, tmp_path: Path, model: Path) -> Config:
     recipe = load_config(RECIPES / name)
     changes: dict[str, Any] = {
-        "data.window": 64,
+        "data.sequence_length": 64,
         "data.cache": tmp_path / "cache",
         "data.validation_fraction": 0.1,
         "train.steps": 3,
         "train.warmup_steps": 1,
         "train.decay_steps": 1,
-        "train.windows_per_step": 2,
+        "train.global_batch_size": 2,
         "train.eval_batches": 1,
         "train.sample_tokens": 0,
         "train.device": "cpu",
@@ -119,8 +119,8 @@ def planned(name: str, fields: dict[str, Any], tmp_path: Path) -> Plan:
     question = Question(
         find_model(str(tmp_path / "config.json"), recipe.train.precision),
         load_hardware(recipe.train.hardware),
-        tokens_per_step=recipe.train.rows * recipe.data.window,
-        length=recipe.data.window,
+        tokens_per_step=recipe.train.rows * recipe.data.sequence_length,
+        length=recipe.data.sequence_length,
         precision=recipe.train.precision,
         clips=recipe.train.max_grad_norm is not None,
         pinned=pinned,

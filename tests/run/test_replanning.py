@@ -9,15 +9,17 @@ from typing import Any, cast
 
 import pytest
 
-from megatrain import AdamW, Engine, Policy, preflight
-from megatrain.errors import PlanError
+from megatrain import AdamW, Engine, Policy
 from megatrain.memory import Disk
 from megatrain.memory.disk_faults import DiskFault
 from megatrain.plan import Calibration, Plan
-from megatrain.preflight import MAY_CHANGE, MAY_FOLLOW, Replanner
-from megatrain.spec import ROUNDED_BY_ROWS, Gates, Home, Work
-from tests.run.test_run import configuration, train
+from megatrain.run import replan
+from megatrain.run.replan import MAY_CHANGE, MAY_FOLLOW, Replanner
+from megatrain.spec import Gates, Home, Numerics, Work
+from tests.run.test_training import configuration, train
 from tests.tiny import tiny_model, unequal_batches
+
+NUMERICS = Numerics("fp32", loss_chunk_tokens=5)
 
 
 @dataclass(frozen=True)
@@ -32,13 +34,15 @@ class Asked:
 def test_a_disk_that_is_full_meanwhile_ends_no_run(
     refuses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual = Policy("fp32", shares_memory=True, loss_chunk_tokens=5)
+    usual = Policy(shares_memory=True)
     better = replace(usual, homes=(Home(moments="disk"),) * 5)
     plan = finds(better, monkeypatch)
     faults = [DiskFault("full", "disk/moments/3")] if refuses else []
     losses = []
     for disk in (Disk([tmp_path]), Disk([tmp_path], faults=faults)):
-        with Engine.from_model(tiny_model(), "cpu", "fp32", AdamW(lr=1e-2), 0.5, usual, 4, False, disk) as engine:
+        with Engine.from_model(
+            tiny_model(), "cpu", "fp32", AdamW(lr=1e-2), 0.5, usual, 4, False, disk, numerics=NUMERICS
+        ) as engine:
             losses.append([engine.step(unequal_batches(2)).loss])
             if losses[1:]:
                 assert (Replanner(engine, plan)(1) is None) == refuses
@@ -49,13 +53,13 @@ def test_a_disk_that_is_full_meanwhile_ends_no_run(
 
 @pytest.mark.parametrize("gates", ["unit", "shard"])
 def test_a_plan_with_other_gates_is_taken_up(gates: Gates, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = Policy("fp32", loss_chunk_tokens=5, shard_nbytes=2000, gates=gates)
+    usual = Policy(shard_nbytes=2000, gates=gates)
     goes_over(usual, replace(usual, gates="shard" if gates == "unit" else "unit", weight_slots=3), monkeypatch)
 
 
 @pytest.mark.parametrize("ahead", [(0, 16_384), (16_384, 0)])
 def test_a_plan_by_a_ring_is_taken_up_and_given_up(ahead: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    before = Policy("fp32", loss_chunk_tokens=5, shard_nbytes=16_384, gates="shard", read_ahead_nbytes=ahead[0])
+    before = Policy(shard_nbytes=16_384, gates="shard", read_ahead_nbytes=ahead[0])
     told, asked = goes_over(before, replace(before, read_ahead_nbytes=ahead[1]), monkeypatch)
     assert "read_ahead_nbytes" in told
     assert "read_ahead_nbytes" not in asked.pinned
@@ -66,7 +70,7 @@ def goes_over(before: Policy, after: Policy, monkeypatch: pytest.MonkeyPatch) ->
     asked: list[Asked] = []
     plan, losses, told = finds(after, monkeypatch, asked), [], ""
     for replanned in (False, True):
-        with Engine.from_model(tiny_model(), "sim:2", "fp32", AdamW(lr=1e-2), 0.5, before) as engine:
+        with Engine.from_model(tiny_model(), "sim:2", "fp32", AdamW(lr=1e-2), 0.5, before, numerics=NUMERICS) as engine:
             losses.append([engine.step(unequal_batches(2)).loss])
             if replanned:
                 changed = Replanner(engine, plan)(1)
@@ -82,22 +86,6 @@ def test_what_layers_keep_follows_the_bus_beside_the_ring_that_is_there() -> Non
     assert "read_ahead_nbytes" in set(MAY_CHANGE) - set(MAY_FOLLOW)  # and so pinned, when a bus is followed
 
 
-def test_with_gates_by_rows_what_decides_where_matrices_are_cut_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a unit is still in its slot nothing arrives, and its products are not cut: other slots, other rounding."""
-    usual = Policy("fp32", loss_chunk_tokens=5, shard_nbytes=2000, gates="rows", weight_slots=3)
-    asked: list[Asked] = []
-    plan = finds(replace(usual, grad_slots=3), monkeypatch, asked)
-    with Engine.from_model(tiny_model(), "sim:2", "fp32", AdamW(lr=1e-2), 0.5, usual) as engine:
-        engine.step(unequal_batches(2))
-        assert Replanner(engine, plan)(1) is not None
-        assert {name: asked[0].pinned[name] for name in ROUNDED_BY_ROWS} == {
-            name: getattr(usual, name) for name in ROUNDED_BY_ROWS
-        }
-        for other in ({"weight_slots": 2}, {"shard_nbytes": 4000}, {"activations": "keep"}, {"gates": "unit"}):
-            with pytest.raises(PlanError, match="cannot be changed under way"):
-                engine.adopt(replace(engine.policy, **other))
-
-
 def finds(better: Policy, monkeypatch: pytest.MonkeyPatch, asked: list[Asked] | None = None) -> Plan:
     """A plan to begin with, for a planner that then finds `better` at half the time; what it is asked is noted."""
 
@@ -106,10 +94,10 @@ def finds(better: Policy, monkeypatch: pytest.MonkeyPatch, asked: list[Asked] | 
             asked.append(question)
         return SimpleNamespace(question=question, seconds=1.0, policy=better)
 
-    monkeypatch.setattr(preflight, "op_seconds", lambda *_: None)
-    monkeypatch.setattr(preflight, "calibrate", lambda *_, **__: Calibration())
-    monkeypatch.setattr(preflight, "examine", lambda *_: SimpleNamespace(seconds=2.0))
-    monkeypatch.setattr(preflight, "find_plan", found)
+    monkeypatch.setattr(replan, "op_seconds", lambda *_: None)
+    monkeypatch.setattr(replan, "calibrate", lambda *_, **__: Calibration())
+    monkeypatch.setattr(replan, "examine", lambda *_: SimpleNamespace(seconds=2.0))
+    monkeypatch.setattr(replan, "find_plan", found)
     return cast(Plan, SimpleNamespace(question=Asked(), work=Work((20, 18)), micro_batch=1))
 
 

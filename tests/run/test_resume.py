@@ -17,17 +17,19 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from megatrain.checkpoint import Checkpoint, appear, checkpoints, open_checkpoint, step_of
-from megatrain.checkpoint.direct import DirectFile
+from megatrain.checkpoint import Checkpoint, checkpoints, open_checkpoint, step_of
+from megatrain.checkpoint.direct_io import DirectFile
+from megatrain.config.errors import RENAMED
 from megatrain.errors import CheckpointError, ConfigError, DataError, NonFinite
-from megatrain.resume import as_begun, refuse_changes
-from megatrain.run import run_training
-from megatrain.spec import Policy
+from megatrain.run.resume import as_begun, changes_between, refuse_changes
+from megatrain.run.training import run_training
+from megatrain.spec import Numerics, Policy
+from megatrain.system import atomic
+from megatrain.train.async_save import Save, Saver, as_json
+from megatrain.train.batch_feed import Feed
 from megatrain.train.engine import Engine, StepOutput
-from megatrain.train.feed import Feed
 from megatrain.train.metrics import JsonLines
-from megatrain.train.saver import Save, Saver, as_json
-from tests.run.test_run import configuration, lines, losses, train
+from tests.run.test_training import configuration, lines, losses, train
 from tests.tiny import equal
 
 STEPS = 6
@@ -133,7 +135,7 @@ def test_resume_auto_starts_where_there_is_nothing_and_rests_where_all_is_done(s
 
 @pytest.mark.slow
 def test_a_finished_run_is_extended(tmp_path: Path) -> None:
-    schedule = {"lr_schedule": "constant"}
+    schedule = {"lr_scheduler": "constant"}
     train(config_of(tmp_path, train={"steps": 4, **schedule}))
     said = train(config_of(tmp_path, resume="auto", train=schedule))
     assert "changed since the checkpoint: train.steps 4 -> 6" in said
@@ -213,15 +215,15 @@ def test_an_earlier_run_is_not_overwritten_by_mistake(tmp_path: Path, monkeypatc
 
 def test_changes_that_would_corrupt_are_refused_unless_accepted(tmp_path: Path) -> None:
     train(config_of(tmp_path, train={"steps": 2}))
-    changed = {"train": {"seed": 5, "precision": "fp32", "lr": 5e-3}, "data": {"window": 16}}
+    changed = {"train": {"seed": 5, "precision": "fp32", "learning_rate": 5e-3}, "data": {"sequence_length": 16}}
     said = r"train\.precision bf16 -> fp32.*train\.seed 0 -> 5|train\.seed 0 -> 5.*train\.precision bf16 -> fp32"
     with pytest.raises(ConfigError, match=said) as caught:
         train(config_of(tmp_path, resume="auto", **changed))
-    assert "data.window 32 -> 16" in str(caught.value)
-    assert "train.lr" not in str(caught.value)
+    assert "data.sequence_length 32 -> 16" in str(caught.value)
+    assert "train.learning_rate" not in str(caught.value)
     assert "accept_changes=true" in str(caught.value)
     told = train(config_of(tmp_path, resume="auto", accept_changes=True, **changed)).replace("\n", "")
-    assert "train.lr 0.01 -> 0.005" in told
+    assert "train.learning_rate 0.01 -> 0.005" in told
     assert "the data is another than before, and begins anew" in told
     assert len(losses(tmp_path / "run")) == STEPS
 
@@ -244,35 +246,33 @@ def test_sizes_that_were_chosen_when_the_run_began_are_kept(
         train(config_of(tmp_path))
     config = config_of(tmp_path, resume="auto")
     left_open = config.model_copy(
-        update={"train": config.train.model_copy(update={"micro_batch": None, "micro_batches": None})}
+        update={
+            "train": config.train.model_copy(update={"micro_batch_size": None, "gradient_accumulation_steps": None})
+        }
     )
     train(left_open)
     assert losses(tmp_path / "run") == straight[0]
 
 
-@pytest.mark.parametrize("gates", ["rows", "shard"])
-def test_with_gates_by_rows_a_run_goes_on_with_what_decides_where_matrices_are_cut(gates: str, tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    then = Policy(gates=gates, shard_nbytes=777, activation_rows=(("graph", "input"), ("drop",)))  # type: ignore[arg-type]
-    run = {"step": 1, "data": {}, "config": config.model_dump(mode="json")}
-    training = {"run": run, "engine": {"policy": json.loads(json.dumps(as_json(then)))}}
-    begun = as_begun(config, cast(Checkpoint, SimpleNamespace(training=training, folder=tmp_path))).policy.pinned
-    kept = ("gates", "shard_nbytes", "weight_slots", "read_ahead_nbytes", "activation_rows")
-    assert {name: begun.get(name) for name in kept} == {
-        name: getattr(then, name) if gates == "rows" else None for name in kept
-    }
+def test_that_gates_by_rows_are_gone_is_told(tmp_path: Path) -> None:
+    """Their products were rounded otherwise; a run of an earlier version goes on with those of now."""
+    config = config_of(tmp_path).model_dump(mode="json")
+    rows = {**config, "policy": {**config["policy"], "gates": "rows"}}
+    assert changes_between(rows, config) == {"policy.gates": ("rows", None)}
+    assert changes_between({**config, "policy": {**config["policy"], "gates": "shard"}}, config) == {}
 
 
-def test_what_is_asked_for_now_is_not_ruled_out_by_what_a_run_by_rows_began_with(tmp_path: Path) -> None:
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_run_goes_on_with_the_numerics_that_it_began_with(earlier: bool, tmp_path: Path) -> None:
+    """Of earlier versions they stand among the policy's fields."""
     config = config_of(tmp_path)
-    then = Policy(gates="rows", read_ahead_nbytes=777, activation_rows=(("input",), ("drop",)))
+    numerics, policy = as_json(Numerics("fp32", loss_chunk_tokens=77, mlp_chunk_tokens=9)), as_json(Policy())
+    engine = {"policy": numerics | policy} if earlier else {"numerics": numerics, "policy": policy}
     run = {"step": 1, "data": {}, "config": config.model_dump(mode="json")}
-    training = {"run": run, "engine": {"policy": json.loads(json.dumps(as_json(then)))}}
-    asked = config.policy.model_copy(update={"activations": "keep", "weight_slots": 3})
-    taken = cast(Checkpoint, SimpleNamespace(training=training, folder=tmp_path))
-    begun = as_begun(config.model_copy(update={"policy": asked}), taken).policy.pinned
-    assert {"activations": "keep", "weight_slots": 3, "gates": "rows"}.items() <= begun.items()
-    assert not {"activation_rows", "read_ahead_nbytes"} & begun.keys()
+    taken = cast(Checkpoint, SimpleNamespace(training={"run": run, "engine": engine}, folder=tmp_path))
+    begun = as_begun(config, taken).policy.pinned
+    assert (begun["loss_chunk_tokens"], begun["mlp_chunk_tokens"], begun["kernels"]) == (77, 9, "stock")
+    assert "weight_slots" not in set(begun) - set(config.policy.pinned)
 
 
 # Faults --------------------------------------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ def test_a_deadline_breaks_a_long_step_off_and_loses_nothing(
     straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The signal comes in the middle of a step that would take ten minutes."""
-    from megatrain.engine import step as ops
+    from megatrain.engine import ops as ops
 
     honest, backward = Engine.step, ops.ACTIONS["BACKWARD"]
 
@@ -448,7 +448,7 @@ def test_retention_keeps_the_last_the_regular_and_the_best(tmp_path: Path, monke
 
 def test_one_that_is_kept_for_good_is_never_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save is over only when somebody waits for it, so it is under way whenever the next one is due."""
-    honest_sync, honest_wait, waits = appear._force_to_disk, Saver.wait, threading.Event()
+    honest_sync, honest_wait, waits = atomic._force_to_disk, Saver.wait, threading.Event()
 
     def sync(folder: Path) -> None:
         waits.wait(20)
@@ -460,7 +460,7 @@ def test_one_that_is_kept_for_good_is_never_skipped(tmp_path: Path, monkeypatch:
             waits.set()
         honest_wait(saver)
 
-    monkeypatch.setattr(appear, "_force_to_disk", sync)
+    monkeypatch.setattr(atomic, "_force_to_disk", sync)
     monkeypatch.setattr(Saver, "wait", wait)
     monkeypatch.setattr(Save, "wait", lambda save, timeout=None: (waits.set(), save._over.wait(20), save.path)[2])
     said = train(config_of(tmp_path, checkpoint={"every": 1, "keep_last": 1, "keep_every": 3}))
@@ -503,14 +503,17 @@ def test_a_disk_that_fills_up_under_the_metrics_ends_no_run(
     ("then", "now", "told"),
     [(True, "stock", "policy.kernels compile -> stock"), (True, "compile", ""), (False, "stock", ""), (None, None, "")],
 )
-def test_a_checkpoint_that_calls_kernels_by_their_older_name_says_what_changed(
+def test_a_checkpoint_with_a_policy_of_older_names_goes_on_and_says_what_changed(
     then: bool | None, now: str | None, told: str, tmp_path: Path
 ) -> None:
     config = config_of(tmp_path)
     config = config.model_copy(update={"policy": config.policy.model_copy(update={"kernels": now})})
     written = config.model_dump(mode="json")
     written["policy"] = {key: value for key, value in written["policy"].items() if key != "kernels"} | {"compile": then}
-    engine = {key: value for key, value in as_json(Policy()).items() if key != "kernels"} | {"compile": bool(then)}
+    older = {"compile": bool(then), "masters": "split"}
+    engine = {
+        key: value for key, value in (as_json(Numerics()) | as_json(Policy())).items() if key != "kernels"
+    } | older
     training = {"run": {"step": 1, "data": {}, "config": written}, "engine": {"policy": engine}}
     taken = cast(Checkpoint, SimpleNamespace(training=training, folder=tmp_path))
     assert as_begun(config, taken).policy.kernels == (now or ("compile" if then else "stock"))
@@ -519,19 +522,23 @@ def test_a_checkpoint_that_calls_kernels_by_their_older_name_says_what_changed(
     assert said == ([f"changed since the checkpoint: {told}"] if told else [])
 
 
-THEN = {"windows_per_step": None, "micro_batch": 4, "micro_batches": 2}
+THEN = {"global_batch_size": None, "micro_batch_size": 4, "gradient_accumulation_steps": 2}
 
 
 @pytest.mark.parametrize(
     ("given", "kept", "told"),
     [
         ({}, (4, 2), ""),
-        ({"windows_per_step": 8}, (4, 2), ""),
-        ({"micro_batch": 4}, (4, 2), ""),
-        ({"micro_batches": 2, "windows_per_step": 8}, (4, 2), ""),
-        ({"windows_per_step": 16}, (None, None), "train.windows_per_step 8 -> 16"),
-        ({"micro_batch": 2, "windows_per_step": 8}, (2, None), "train.micro_batch 4 -> 2"),
-        ({"micro_batch": 8, "micro_batches": 1}, (8, 1), "train.micro_batch 4 -> 8; train.micro_batches 2 -> 1"),
+        ({"global_batch_size": 8}, (4, 2), ""),
+        ({"micro_batch_size": 4}, (4, 2), ""),
+        ({"gradient_accumulation_steps": 2, "global_batch_size": 8}, (4, 2), ""),
+        ({"global_batch_size": 16}, (None, None), "train.global_batch_size 8 -> 16"),
+        ({"micro_batch_size": 2, "global_batch_size": 8}, (2, None), "train.micro_batch_size 4 -> 2"),
+        (
+            {"micro_batch_size": 8, "gradient_accumulation_steps": 1},
+            (8, 1),
+            "train.micro_batch_size 4 -> 8; train.gradient_accumulation_steps 2 -> 1",
+        ),
     ],
 )
 def test_only_what_somebody_has_changed_is_told(
@@ -546,7 +553,24 @@ def test_only_what_somebody_has_changed_is_told(
     training = {"run": run, "engine": {"policy": json.loads(json.dumps(as_json(Policy())))}}
     taken = cast(Checkpoint, SimpleNamespace(training=training, folder=tmp_path))
     begun = as_begun(config, taken)
-    assert (begun.train.micro_batch, begun.train.micro_batches) == kept
+    assert (begun.train.micro_batch_size, begun.train.gradient_accumulation_steps) == kept
     said: list[str] = []
     refuse_changes(begun.model_copy(update={"policy": config.policy}), taken, said.append)
     assert said == ([f"changed since the checkpoint: {told}"] if told else [])
+
+
+def test_a_checkpoint_whose_configuration_has_the_keys_of_before_goes_on(tmp_path: Path) -> None:
+    """Whatever has a new name since: nothing of it counts as a change, and a change is told by the new name."""
+    config = config_of(tmp_path)
+    written = config.model_dump(mode="json")
+    for before, now in RENAMED.items():
+        section, name = before.split(".")
+        written[section][name] = written[section].pop(now.split(".")[1])
+    training = {"run": {"step": 2, "data": {}, "config": written}, "engine": {"policy": as_json(Policy())}}
+    taken = cast(Checkpoint, SimpleNamespace(training=training, folder=tmp_path))
+    said: list[str] = []
+    refuse_changes(config, taken, said.append)
+    assert said == []
+    written["train"]["lr"] = 0.5
+    refuse_changes(config, taken, said.append)
+    assert said == [f"changed since the checkpoint: train.learning_rate 0.5 -> {config.train.learning_rate}"]

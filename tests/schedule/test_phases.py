@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from megatrain.errors import ScheduleError
 from megatrain.plan.cost import op_seconds
 from megatrain.schedule import Op, Schedule, build_forward, build_step, calls_in, check, replay, whole
-from megatrain.schedule.order import unordered
-from megatrain.spec import ROUNDED_BY_ROWS, Hardware, Policy, Work
+from megatrain.schedule.deps import unordered
+from megatrain.spec import Hardware, Numerics, Policy, Work
 from megatrain.testing import surviving_waits
 from tests.schedule.test_schedule import policies, works
 from tests.small import small_spec
@@ -30,7 +30,7 @@ def test_schedules_with_gates_are_proven_and_are_the_others_cut_up(
 ) -> None:
     of = small_spec(layers, tied)
     before = "all" if pending and policy.update == "next_forward" else "none"
-    plain, cut = (build_step(of, each, work, before) for each in (policy, gated(policy)))
+    plain, cut = (build_step(of, Numerics(), each, work, before) for each in (policy, gated(policy)))
     check(cut)
     check(build_forward(of, gated(policy), work))
     wholes = {id(phases[0]): whole(phases) for phases in calls_in(cut.ops)}
@@ -58,7 +58,7 @@ def test_no_wait_of_a_gate_is_redundant(policy: Policy, work: Work, tied: bool) 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_each_gate_that_is_left_out_is_found(activations: str) -> None:
     policy = Policy(shard_nbytes=256, activations=activations, gates="shard")  # type: ignore[arg-type]
-    assert surviving_waits(build_step(small_spec(2), policy, Work((4, 4)), "all")) == []
+    assert surviving_waits(build_step(small_spec(2), Numerics(), policy, Work((4, 4)), "all")) == []
 
 
 def waited(schedule: Schedule, call: str) -> list[float]:
@@ -72,19 +72,21 @@ def waited(schedule: Schedule, call: str) -> list[float]:
 def test_a_layer_begins_with_the_first_shard_that_it_uses() -> None:
     """A graph is gone through from its end, so its weights come in reverse."""
     policy = Policy(weight_slots=1, shard_nbytes=256, activations="keep", gates="shard")
-    schedule = build_step(small_spec(2), policy, Work((4,)))
+    schedule = build_step(small_spec(2), Numerics(), policy, Work((4,)))
     assert waited(schedule, "FORWARD u1") == [1.0, 2.0, 3.0]
     assert waited(schedule, "BACKWARD u1")[:3] == [1.0, 2.0, 3.0]
     back = [op.shard for op in schedule.ops if op.name.startswith("FETCH u1")]
     assert back == [0, 1, 2, 2, 1, 0]
-    assert waited(build_step(small_spec(2), replace(policy, gates="unit"), Work((4,))), "FORWARD u1") == [3.0]
+    assert waited(build_step(small_spec(2), Numerics(), replace(policy, gates="unit"), Work((4,))), "FORWARD u1") == [
+        3.0
+    ]
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_a_shard_of_a_gradient_leaves_once_its_phase_has_ended(activations: str, micro_batches: int) -> None:
     policy = Policy(shard_nbytes=512, activations=activations, gates="shard")  # type: ignore[arg-type]
-    schedule = build_step(small_spec(2), policy, Work((4,) * micro_batches))
+    schedule = build_step(small_spec(2), Numerics(), policy, Work((4,) * micro_batches))
     out = [i for i, op in enumerate(schedule.ops) if op.kind == "GRAD" and op.unit == 1]
     assert [schedule.ops[i].shard for i in out] == sorted(range(len(out)), reverse=True)
     behind = [schedule.ops[max(schedule.waits[i])] for i in out]
@@ -96,8 +98,8 @@ def test_a_shard_of_a_gradient_leaves_once_its_phase_has_ended(activations: str,
 def test_phases_cost_what_the_call_costs(activations: str) -> None:
     of, work = small_spec(3), Work((8, 8))
     policy = Policy(shard_nbytes=256, activations=activations, weight_slots=1)  # type: ignore[arg-type]
-    plain, cut = (build_step(of, each, work) for each in (policy, gated(policy)))
-    price = op_seconds(of, policy, work, SLOW)
+    plain, cut = (build_step(of, Numerics(), each, work) for each in (policy, gated(policy)))
+    price = op_seconds(of, Numerics(), policy, work, SLOW)
     for kind in ("FORWARD", "LOSS", "BACKWARD"):
         totals = [sum(price(op) for op in each.ops if op.kind == kind) for each in (plain, cut)]
         assert totals[1] == pytest.approx(totals[0])
@@ -107,7 +109,7 @@ def test_gates_spare_waiting_where_copies_are_slow() -> None:
     policy = Policy(shard_nbytes=256, weight_slots=1)
     seconds = [
         replay(
-            build_step(small_spec(6), each, Work((4,))),
+            build_step(small_spec(6), Numerics(), each, Work((4,))),
             lambda op: {"FETCH": 1.0, "GRAD": 0.5, "FORWARD": 3.0, "BACKWARD": 6.0}.get(op.kind, 0.1) * op.share,
         ).seconds
         for each in (policy, gated(policy))
@@ -115,26 +117,10 @@ def test_gates_spare_waiting_where_copies_are_slow() -> None:
     assert seconds[1] < seconds[0]
 
 
-def test_by_rows_where_weights_arrive_is_moved_by_no_field_that_may_change() -> None:
-    """What is computed again in fewer slots is so in other visits, of which others find their weights in place."""
-    rows = tuple((keep,) for keep in ("input", "drop", "drop", "input", "drop", "drop", "drop", "drop"))
-    usual = Policy(shard_nbytes=200, gates="rows", weight_slots=3, activation_rows=rows)  # type: ignore[arg-type]
-    others = {"recompute_slots": 1, "grad_slots": 3, "offload_slots": 5, "stage_slots": 5, "slabs": 5}
-    cuts = {}
-    for name, other in others.items():
-        found = []
-        for policy in (usual, replace(usual, **{name: other})):  # type: ignore[arg-type]
-            ops = build_step(small_spec(8), policy, Work((4,))).ops
-            found.append({(op.name, a.start, a.stop) for op in ops for a in op.reads if a.content == f"w{op.unit}"})
-        cuts[name] = found[0] != found[1]
-    assert {name for name, differ in cuts.items() if differ} == {"recompute_slots"}
-    assert "recompute_slots" in ROUNDED_BY_ROWS
-
-
 def test_a_backward_pass_within_another_is_refused() -> None:
     """On a GPU autograd has one thread for the device, which is inside the outer pass."""
     policy = Policy(shard_nbytes=256, activations="keep", gates="shard")
-    schedule = build_step(small_spec(2), policy, Work((4, 4)))
+    schedule = build_step(small_spec(2), Numerics(), policy, Work((4, 4)))
     for kind in ("BACKWARD", "LOSS"):
         outer = next(phases for phases in calls_in(schedule.ops) if phases[0].kind == kind and len(phases) > 1)
         inner = next(op for op in schedule.ops if op.kind == "BACKWARD" and not any(op is phase for phase in outer))

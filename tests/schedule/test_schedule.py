@@ -23,13 +23,13 @@ from megatrain.schedule import (
     show_op,
     show_schedule,
 )
-from megatrain.schedule.order import conflicts, unordered
-from megatrain.spec import ModelSpec, Policy, UnitSpec, Work
+from megatrain.schedule.deps import conflicts, unordered
+from megatrain.spec import ModelSpec, Numerics, Policy, UnitSpec, Work
 from tests.small import small_spec
 
+precisions = st.builds(Numerics, st.sampled_from(["bf16", "fp32"]))
 policies = st.builds(
     Policy,
-    precision=st.sampled_from(["bf16", "fp32"]),
     weight_slots=st.integers(1, 6),
     grad_slots=st.integers(1, 6),
     shard_nbytes=st.sampled_from([1, 100, 300, 1 << 20]),
@@ -46,37 +46,44 @@ def seconds(op: Op) -> float:
     ]
 
 
-@given(policy=policies, work=works, layers=st.integers(1, 6), tied=st.booleans(), pending=st.booleans())
+@given(
+    numerics=precisions,
+    policy=policies,
+    work=works,
+    layers=st.integers(1, 6),
+    tied=st.booleans(),
+    pending=st.booleans(),
+)
 def test_every_schedule_that_is_built_is_proven(
-    policy: Policy, work: Work, layers: int, tied: bool, pending: bool
+    numerics: Numerics, policy: Policy, work: Work, layers: int, tied: bool, pending: bool
 ) -> None:
     of = small_spec(layers, tied)
     waiting = pending and policy.update == "next_forward"
-    check(build_step(of, policy, work, "all" if waiting else "none"))
-    check(build_forward(of, policy, work))
+    check(build_step(of, numerics, policy, work, "all" if waiting else "none"))
+    check(build_forward(of, numerics, policy, work))
     if policy.update == "next_forward":
-        check(build_flush(of, policy))
+        check(build_flush(of, numerics, policy))
 
 
-@given(policy=policies, work=works, tied=st.booleans())
+@given(numerics=precisions, policy=policies, work=works, tied=st.booleans())
 def test_weights_cross_the_bus_at_most_twice_and_gradients_once_whatever_the_micro_batches(
-    policy: Policy, work: Work, tied: bool
+    numerics: Numerics, policy: Policy, work: Work, tied: bool
 ) -> None:
-    ops = build_step(small_spec(4, tied), policy, work).ops
+    ops = build_step(small_spec(4, tied), numerics, policy, work).ops
     of = small_spec(4, tied)
     for unit, spec in enumerate(of.units):
         fetched = sum(op.nbytes for op in ops if op.kind == "FETCH" and op.unit == unit)
-        assert fetched <= 2 * policy.weight_nbytes * (spec.numel + 32 * len(spec.params))
+        assert fetched <= 2 * numerics.weight_nbytes * (spec.numel + 32 * len(spec.params))
         left = [op for op in ops if op.kind == "GRAD" and op.unit == unit]
         direct = policy.shares_memory and not left
-        assert direct or sum(op.nbytes for op in left) >= policy.grad_nbytes * spec.numel
+        assert direct or sum(op.nbytes for op in left) >= numerics.grad_nbytes * spec.numel
         assert sum(op.kind == "BACKWARD" and op.unit == unit for op in ops) == (
             0 if spec.kind == "epilogue" else work.micro_batches
         )
 
 
 def test_layers_around_the_turn_are_not_fetched_again() -> None:
-    ops = build_step(small_spec(6), Policy(weight_slots=2), Work((4,))).ops
+    ops = build_step(small_spec(6), Numerics(), Policy(weight_slots=2), Work((4,))).ops
     fetches = [op.unit for op in ops if op.kind == "FETCH"]
     assert fetches == [0, 1, 2, 3, 4, 5, 6, 7, 0, 4, 3, 2, 1] or sorted(fetches) == sorted(
         [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 6, 7]
@@ -84,13 +91,13 @@ def test_layers_around_the_turn_are_not_fetched_again() -> None:
 
 
 def test_backward_takes_the_micro_batches_in_reverse() -> None:
-    ops = build_step(small_spec(), Policy(), Work((4, 4, 4))).ops
+    ops = build_step(small_spec(), Numerics(), Policy(), Work((4, 4, 4))).ops
     assert [op.micro for op in ops if op.kind == "FORWARD" and op.unit == 2] == [0, 1, 2]
     assert [op.micro for op in ops if op.kind == "BACKWARD" and op.unit == 2] == [2, 1, 0]
 
 
 def test_every_fetch_hides_behind_compute_when_compute_is_slow() -> None:
-    schedule = build_step(small_spec(8), Policy(weight_slots=2), Work((4, 4)), "all")
+    schedule = build_step(small_spec(8), Numerics(), Policy(weight_slots=2), Work((4, 4)), "all")
     timeline = replay(schedule, lambda op: {"FORWARD": 4.0, "LOSS": 4.0, "BACKWARD": 9.0}.get(op.kind, 1.0))
     fill = 2.0  # the first update and the first fetch
     turns = 2.0  # the top layer's sum follows the head's in its memory, the prologue's that of the lowest layer
@@ -99,12 +106,15 @@ def test_every_fetch_hides_behind_compute_when_compute_is_slow() -> None:
 
 
 def test_one_slot_cannot_overlap_and_two_can() -> None:
-    one, two = (replay(build_step(small_spec(8), Policy(weight_slots=n), Work((4,))), seconds).seconds for n in (1, 2))
+    one, two = (
+        replay(build_step(small_spec(8), Numerics(), Policy(weight_slots=n), Work((4,))), seconds).seconds
+        for n in (1, 2)
+    )
     assert two < one
 
 
 def test_replayed_peaks_count_arenas_and_live_transients() -> None:
-    schedule = build_step(small_spec(), Policy(), Work((16,)))
+    schedule = build_step(small_spec(), Numerics(), Policy(), Work((16,)))
     timeline = replay(schedule, seconds)
     assert timeline.peak_nbytes("device") >= schedule.arena_nbytes("device") + 4 * 16 * 8 * 2  # one input per layer
     assert timeline.peak_nbytes("host") == schedule.arena_nbytes("host")
@@ -113,7 +123,7 @@ def test_replayed_peaks_count_arenas_and_live_transients() -> None:
 
 
 def test_the_text_form_of_an_op_is_one_line() -> None:
-    schedule = build_step(small_spec(), Policy(), Work((4,)))
+    schedule = build_step(small_spec(), Numerics(), Policy(), Work((4,)))
     text = show_schedule(schedule)
     assert len(text.splitlines()) == len(schedule.ops)
     assert show_op(schedule.ops[0]).startswith("fetch    FETCH u0 s0")
@@ -124,7 +134,7 @@ def test_the_text_form_of_an_op_is_one_line() -> None:
 
 
 def built(**changes: object) -> Schedule:
-    return build_step(small_spec(), Policy(shard_nbytes=300, **changes), Work((4, 4)), "all")  # type: ignore[arg-type]
+    return build_step(small_spec(), Numerics(), Policy(shard_nbytes=300, **changes), Work((4, 4)), "all")  # type: ignore[arg-type]
 
 
 def changed(schedule: Schedule, ops: list[Op]) -> Schedule:
@@ -182,7 +192,7 @@ def test_out_of_bounds_and_unknown_buffers_are_refused() -> None:
 
 @given(policy=policies, work=works, tied=st.booleans())
 def test_derived_waits_order_every_conflict_and_none_is_redundant(policy: Policy, work: Work, tied: bool) -> None:
-    schedule = build_step(small_spec(3, tied), policy, work)
+    schedule = build_step(small_spec(3, tied), Numerics(), policy, work)
     assert not list(unordered(schedule))
     for index, waits in enumerate(schedule.waits):
         for wait in waits:
@@ -195,7 +205,7 @@ def test_derived_waits_order_every_conflict_and_none_is_redundant(policy: Policy
 @given(policy=policies, work=works, tied=st.booleans())
 def test_conflicts_agree_with_their_slow_definition(policy: Policy, work: Work, tied: bool) -> None:
     """With the order inside each stream, what `conflicts` reports implies what all conflicting pairs do."""
-    ops = build_step(small_spec(2, tied), policy, work).ops
+    ops = build_step(small_spec(2, tied), Numerics(), policy, work).ops
     before = [{i for i in range(j) if ops[i].stream == ops[j].stream} for j in range(len(ops))]
     quick = _closure([a | b for a, b in zip(conflicts(ops), before, strict=True)])
     slow = _closure([{i for i in range(j) if _conflict(ops[i], ops[j])} | before[j] for j in range(len(ops))])
@@ -220,7 +230,7 @@ def _closure(direct: list[set[int]]) -> list[set[int]]:
 
 def test_fetches_wait_for_updates_and_updates_never_for_later_units() -> None:
     """The host stream works through the updates in unit order while the first units already compute."""
-    schedule = build_step(small_spec(6), Policy(), Work((4,)), "all")
+    schedule = build_step(small_spec(6), Numerics(), Policy(), Work((4,)), "all")
     timeline = replay(schedule, seconds)
     starts = {op.name: start for op, start in zip(schedule.ops, timeline.starts, strict=True)}
     assert starts["FORWARD u1 m0"] < starts["UPDATE u6"]
@@ -238,7 +248,9 @@ def test_bad_values_are_refused_where_they_are_made() -> None:
     with pytest.raises(PlanError, match="at least one token"):
         Work(())
     with pytest.raises(PlanError, match="less than precision fp32 promises"):
-        Policy("fp32", grad_precision="bf16")
-    for field, value in {"precision": "int8", "activations": "drop", "update": "now", "shard_nbytes": 0}.items():
+        Numerics("fp32", grad_precision="bf16")
+    with pytest.raises(PlanError, match=r"numerics\.precision"):
+        Numerics("int8")  # type: ignore[arg-type]
+    for field, value in {"activations": "drop", "update": "now", "shard_nbytes": 0}.items():
         with pytest.raises(PlanError, match=rf"policy\.{field}"):
             Policy(**{field: value})  # type: ignore[arg-type]

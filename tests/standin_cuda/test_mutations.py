@@ -24,9 +24,9 @@ from torch import Tensor
 from megatrain import AdamW, Engine, Policy
 from megatrain.device.base import Errand, Event, Task, Work
 from megatrain.device.worker import HostEvent, WorkerStream
-from megatrain.engine.step import ACTIONS, Streamer
+from megatrain.engine.ops import ACTIONS, Streamer
 from megatrain.errors import MegaTrainError
-from megatrain.spec import Home
+from megatrain.spec import Home, Numerics
 from tests import standin_cuda
 from tests.tiny import equal, tiny_model, unequal_batches
 
@@ -113,11 +113,13 @@ def trained(device: Any) -> dict[str, Tensor]:
     """Weights after steps over gates, offloaded inputs, units in every tier, and a change of policy."""
     make_late(device.stream("host"))
     model = tiny_model(attn_implementation="eager", num_hidden_layers=4)
-    how: dict[str, Any] = {"weight_slots": 1, "grad_slots": 1, "shard_nbytes": 2048, "loss_chunk_tokens": 8}
-    rows = (("offload", "graph"), ("input",), ("drop",), ("graph", "input"))
-    gated = Policy("bf16", gates="shard", activation_rows=rows, homes=MIXED, **how)
-    plain = Policy("bf16", activations="keep", transit="locked", **how | {"weight_slots": 2})
-    with Engine.from_model(model, device, "bf16", AdamW(lr=1e-2), 0.5, gated, verify=False) as engine:
+    how: dict[str, Any] = {"weight_slots": 1, "grad_slots": 1, "shard_nbytes": 2048}
+    numerics, rows = Numerics(loss_chunk_tokens=8), (("offload", "graph"), ("input",), ("drop",), ("graph", "input"))
+    gated = Policy(gates="shard", activation_rows=rows, homes=MIXED, **how)
+    plain = Policy(activations="keep", transit="locked", **how | {"weight_slots": 2})
+    with Engine.from_model(
+        model, device, "bf16", AdamW(lr=1e-2), 0.5, gated, verify=False, numerics=numerics
+    ) as engine:
         for _ in range(2):
             engine.step(unequal_batches(2))
         engine.adopt(plain)

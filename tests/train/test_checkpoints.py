@@ -13,11 +13,11 @@ import pytest
 
 from megatrain.checkpoint import Retention
 from megatrain.errors import CheckpointError, NonFinite
+from megatrain.train.async_save import Save
+from megatrain.train.batch_feed import Feed
 from megatrain.train.checkpoints import Checkpoints
 from megatrain.train.engine import Engine
 from megatrain.train.events import Resumed, Saved, Warned
-from megatrain.train.feed import Feed
-from megatrain.train.saver import Save
 
 
 class SlowEngine:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from megatrain.spec import Home, Policy
+from megatrain.plan import Choice
+from megatrain.spec import Home, Numerics, Policy
 from megatrain.train.events import Ended, Evaluated, Sampled, Skipped, Stepped
 from megatrain.train.progress import (
     SPARK_COUNT,
@@ -146,28 +147,27 @@ OTHER: dict[str, Any] = {
     "loss_chunk_tokens": 77,
     "mlp_chunk_tokens": 4096,
     "kernels": "compile",
-    "gates": "rows",
+    "gates": "shard",
     "shares_memory": True,
     "host_threads": 3,
     "transit": "pageable",
     "slabs": 3,
     "homes": (Home(moments="disk"),),
     "stage_slots": 4,
-    "disk_budget_nbytes": 1 << 41,
-    "device_budget_nbytes": 1 << 30,
-    "host_budget_nbytes": 1 << 40,
 }
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(Policy) if field.name != "masters"])  # never ours
+@pytest.mark.parametrize("name", [field.name for each in (Numerics, Policy) for field in fields(each)])
 def test_no_field_of_the_policy_is_silent(name: str) -> None:
-    assert describe_policy(replace(Policy(), **{name: OTHER[name]})) != describe_policy(Policy())
+    plain = Choice(Numerics(), Policy())
+    other = plain.change(**{name: OTHER[name]})
+    assert describe_policy(other.numerics, other.policy) != describe_policy(plain.numerics, plain.policy)
 
 
 def test_the_plan_shows_every_owner_and_the_sum_of_a_tier() -> None:
     console = Console(file=io.StringIO(), width=100)
     memory = {("device", "slots"): 3 << 20, ("host", "weights"): 1 << 20, ("host", "optimizer state"): 5 << 20}
-    show_plan(console, [("model", "tiny")], memory, Policy())
+    show_plan(console, [("model", "tiny")], memory, Numerics(), Policy())
     assert isinstance(console.file, io.StringIO)
     rows = [line.split() for line in console.file.getvalue().splitlines()]
     assert ["host", "optimizer", "state", "5.0", "MiB"] in rows

@@ -13,7 +13,7 @@ import pytest
 
 from megatrain.errors import ConfigError
 from megatrain.train.events import Ended, Evaluated, Event, Sampled, Saved
-from megatrain.train.trackers import Lenient, Tracked, identity_of, open_tracker, refuse_missing
+from megatrain.train.metrics import Lenient, Tracked, identity_of, open_tracker, refuse_missing
 from tests.train.test_metrics import EVENTS, stepped
 
 

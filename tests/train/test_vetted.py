@@ -12,10 +12,9 @@ from transformers import PreTrainedModel
 
 from megatrain import Engine, Policy
 from megatrain.errors import ModelError
-from megatrain.train import vetted
-from megatrain.train.cases import short_settings
-from megatrain.train.verify import Finding, Report
-from megatrain.train.vetted import Checked, customised, short_check
+from megatrain.spec import Numerics
+from megatrain.train import parity
+from megatrain.train.parity import Checked, Finding, Report, customised, short_check, short_settings
 from tests.tiny import tiny_model
 
 
@@ -25,14 +24,14 @@ class Counting:
     def __init__(self) -> None:
         self.made = 0
 
-    def __call__(self, model: PreTrainedModel, device: str, policy: Policy) -> Engine:
+    def __call__(self, model: PreTrainedModel, device: str, numerics: Numerics, policy: Policy) -> Engine:
         self.made += 1
-        return Engine.from_model(model, device, policy.precision, policy=policy, verify=False)
+        return Engine.from_model(model, device, numerics=numerics, policy=policy, verify=False)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vetted, "_SEEN", set())
+    monkeypatch.setattr(parity, "_SEEN", set())
 
 
 @pytest.fixture
@@ -44,11 +43,11 @@ def make() -> Counting:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every comparison finds no difference, and takes no time: where the question is when one is made."""
     same = Report("", "sdpa", 1e-6, (Finding("loss", 0.0, "loss"),))
-    monkeypatch.setattr(vetted, "compare", lambda *_, **__: same)
+    monkeypatch.setattr(parity, "compare", lambda *_, **__: same)
 
 
 def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vetted, "_SEEN", set())
+    monkeypatch.setattr(parity, "_SEEN", set())
 
 
 def test_a_good_answer_is_remembered_here_and_in_a_file(
@@ -87,15 +86,15 @@ def test_what_matters_calls_for_another_check(
     elif what == "switch":
         model = tiny_model(hidden_act="gelu")
     elif what == "library":
-        monkeypatch.setattr(vetted, "version", lambda library: "another")
+        monkeypatch.setattr(parity, "version", lambda library: "another")
     else:
-        monkeypatch.setattr(vetted, "_own_sources", lambda: "edited")
+        monkeypatch.setattr(parity, "_own_sources", lambda: "edited")
     assert short_check(model, make, tmp_path) == Checked("checked")
 
 
 def test_a_failure_is_not_remembered(make: Counting, tmp_path: Path) -> None:
-    def wrong(model: PreTrainedModel, device: str, policy: Policy) -> Engine:
-        engine = make(model, device, policy)
+    def wrong(model: PreTrainedModel, device: str, numerics: Numerics, policy: Policy) -> Engine:
+        engine = make(model, device, numerics, policy)
         engine._ported.templates.reverse()
         engine._ported.skeleton.config.rms_norm_eps = 1.0
         next(m for m in engine._ported.skeleton.modules() if hasattr(m, "variance_epsilon")).variance_epsilon = 1.0
@@ -141,7 +140,7 @@ def test_hooks_and_strangers_make_a_model_custom() -> None:
 
 
 def test_what_cannot_be_made_small_or_streamed_is_said_to_be_unchecked(tmp_path: Path) -> None:
-    def refuses(model: PreTrainedModel, device: str, policy: Policy) -> Engine:
+    def refuses(model: PreTrainedModel, device: str, numerics: Numerics, policy: Policy) -> Engine:
         raise ModelError("layers share a parameter")
 
     assert short_check(nn.Linear(2, 2), refuses, tmp_path).state == "unchecked"
@@ -150,7 +149,7 @@ def test_what_cannot_be_made_small_or_streamed_is_said_to_be_unchecked(tmp_path:
 
 
 def test_a_crash_of_the_engine_is_one_typed_line(tmp_path: Path) -> None:
-    def crashes(model: PreTrainedModel, device: str, policy: Policy) -> Engine:
+    def crashes(model: PreTrainedModel, device: str, numerics: Numerics, policy: Policy) -> Engine:
         raise RuntimeError("shapes\nof things")
 
     with pytest.raises(ModelError, match="fails in the engine: RuntimeError: shapes") as caught:

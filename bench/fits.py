@@ -1,0 +1,114 @@
+"""What fits on which machine: known models on described machines, as the planner sees them.
+
+    python -m bench.fits [--docs FILE ...]
+
+Each cell is what `megatrain plan MODEL --hardware NAME` answers: the step is the largest of 65,536 tokens, or half as
+many and so on, that fits, in sequences of 4,096 tokens, with exact gradient clipping and checkpoints. `--docs` replaces
+the table between its marks in the files that are named. Nothing here is measured: machines are described by their
+makers' figures, and speeds are replays. The fields of the models are those of their published `config.json`; no
+network is used. It takes six minutes of processor time. It leaves out what limits each step, which `megatrain plan`
+says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.scaling import filled, most_tokens_that_fit
+from megatrain.commands.plan import LENGTH, TOKENS_PER_STEP, find_model
+from megatrain.plan import Plan, Question, machine
+from megatrain.spec import Hardware, ModelSpec
+
+GB = 10**9
+
+MACHINES: dict[str, tuple[str, int | None]] = {
+    "laptop: 8 GB GPU, 32 GB RAM": ("laptop", None),
+    "RTX 4090: 24 GB, 64 GB RAM": ("rtx-4090", 64 * GB),
+    "RTX 4090: 24 GB, 128 GB RAM": ("rtx-4090", None),
+    "RTX 5090: 32 GB, 192 GB RAM": ("rtx-5090", None),
+    "H200: 141 GB, 1.5 TB RAM": ("h200", None),
+}
+"""Column -> described machine, and its host memory where it is another than described."""
+
+_LLAMA: dict[str, Any] = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128_256}
+_QWEN: dict[str, Any] = {"model_type": "qwen3", "num_key_value_heads": 8, "vocab_size": 151_936, "head_dim": 128}
+_ALL: dict[str, Any] = {"max_position_embeddings": 32_768}
+
+
+def _sizes(width: int, inner: int, layers: int, heads: int) -> dict[str, int]:
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    return dict(zip(names, (width, inner, layers, heads), strict=True))
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3-1.7B": _QWEN | _sizes(2048, 6144, 28, 16) | {"tie_word_embeddings": True},
+    "Qwen3-4B": _QWEN | _sizes(2560, 9728, 36, 32) | {"tie_word_embeddings": True},
+    "Llama-3.1-8B": _LLAMA | _sizes(4096, 14_336, 32, 32),
+    "Qwen3-14B": _QWEN | _sizes(5120, 17_408, 40, 40),
+    "Qwen3-30B-A3B (experts)": _QWEN
+    | _sizes(2048, 6144, 48, 32)
+    | {"model_type": "qwen3_moe", "num_key_value_heads": 4, "moe_intermediate_size": 768}
+    | {"num_experts": 128, "num_experts_per_tok": 8},
+    "Qwen3-32B": _QWEN | _sizes(5120, 25_600, 64, 64),
+    "Llama-3.3-70B": _LLAMA | _sizes(8192, 28_672, 80, 64),
+}
+"""Row -> the fields of its `config.json` that decide sizes."""
+
+
+def model_called(name: str) -> ModelSpec:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "config.json"
+        file.write_text(json.dumps(_ALL | MODELS[name]))
+        return replace(find_model(str(file), "bf16"), name=name)
+
+
+def machine_called(name: str) -> Hardware:
+    described, host_nbytes = MACHINES[name]
+    found = machine(described)
+    return found if host_nbytes is None else replace(found, host_nbytes=host_nbytes)
+
+
+def planned(model: ModelSpec, hardware: Hardware) -> Plan | None:
+    """The plan of the most tokens a step that fit; `None` where not one sequence does."""
+    return most_tokens_that_fit(Question(model, hardware, TOKENS_PER_STEP, LENGTH, saves=True))
+
+
+def cell(plan: Plan | None) -> str:
+    """Planned tokens per second, marked where part of the state lies on the disk."""
+    if plan is None:
+        return "no"
+    speed = plan.tokens_per_second
+    text = f"{speed:,.0f}" if speed >= 10 else f"{speed:.1f}"
+    return f"{text} (disk)" if any(home.uses_disk for home in plan.policy.homes) else text
+
+
+def table() -> list[str]:
+    machines = {name: machine_called(name) for name in MACHINES}
+    lines = [f"| planned tokens/s | {' | '.join(machines)} |", "|---" * (1 + len(machines)) + "|"]
+    for name in MODELS:
+        model = model_called(name)
+        cells = [cell(planned(model, hardware)) for hardware in machines.values()]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+        print(lines[-1], file=sys.stderr, flush=True)
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="what fits on which machine, by the planner")
+    parser.add_argument("--docs", type=Path, nargs="*", default=(), help="files in which to replace the table")
+    arguments = parser.parse_args()
+    lines = table()
+    for file in arguments.docs:
+        file.write_text(filled(file.read_text(), {"machines": lines}, by="bench.fits"))
+    print("\n".join(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""What `mkdocs build` generates: the reference of keys and of the command line, from the code they describe.
+
+mkdocs calls these functions by their names (`hooks` in mkdocs.yml). Nothing is written into `docs/`.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+import typer
+from mkdocs.structure.files import File, Files
+
+from megatrain.cli import app
+from megatrain.config import describe_keys
+
+SECTIONS = {
+    "model": "Which model, and where its weights come from.",
+    "data": "What it is trained on; see the [guide to data](../guides/data.md).",
+    "train": "The run; see [batch size and learning rate](../guides/batch-size.md).",
+    "policy": "How the model is streamed: the planner's choice unless set; see [memory](../concepts/memory.md).",
+    "numerics": "What may change numbers, by rounding; see [numerics](../concepts/numerics.md).",
+    "limits": "What is refused; see [memory and disk](../guides/memory.md).",
+    "memory": "Budgets, `24GB` or a share of what there is, `80%`; see [memory and disk](../guides/memory.md).",
+    "disk": "The disk tier; see [memory and disk](../guides/memory.md).",
+    "checkpoint": "See [checkpoints and resume](../guides/resume.md).",
+    "output": "What a run writes.",
+    "": "Keys of the whole run.",
+}
+"""Section of the configuration -> a line about it. A new section needs none."""
+
+
+def on_files(files: Files, config: Any) -> Files:
+    for name, text in (("reference/keys.md", keys_page()), ("reference/cli.md", command_line_page())):
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def keys_page() -> str:
+    lines = [
+        "# Configuration keys",
+        "",
+        "Every key of a run with its default and its meaning, as `megatrain train --keys` prints them. A key may",
+        "stand in the YAML file or behind it on the command line: `megatrain train CONFIG train.steps=100`. An unknown",
+        "key is refused with the nearest name.",
+    ]
+    for section, keys in groupby(describe_keys(), key=lambda each: each[0].rpartition(".")[0]):
+        lines += ["", f"## {section or 'resume and others'}", "", SECTIONS.get(section, ""), ""]
+        lines += ["| key | default | meaning |", "|---|---|---|"]
+        for key, default, meaning in keys:
+            shown = f"`{default}`" if default else "*required*"
+            lines.append(f"| `{key}` | {_cell(shown)} | {_cell(meaning)} |")
+    return "\n".join(lines) + "\n"
+
+
+def command_line_page() -> str:
+    group: Any = typer.main.get_command(app)
+    lines = [
+        "# Command line",
+        "",
+        "The help of each verb, as `megatrain VERB --help` prints it. A user's mistake is one line on stderr and exit",
+        "code 2; Ctrl-C is 130; a traceback is a defect of ours.",
+    ]
+    for name, command in group.commands.items():
+        context = command.make_context(name, [], parent=_context(group), resilient_parsing=True)
+        lines += ["", f"## megatrain {name}", "", "```text", command.get_help(context).rstrip(), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def _context(group: Any) -> Any:
+    return group.make_context("megatrain", [], resilient_parsing=True)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")

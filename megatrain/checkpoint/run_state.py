@@ -1,0 +1,81 @@
+"""`training.json`: everything of a run that is not a tensor, as the caller gives it, and back exactly as it was.
+
+Plain JSON that a person can read. What JSON lacks is written as a mapping with one key that begins with a dollar:
+bytes as base64, and numbers that are not finite by their name. What could not come back as it was, such as a tuple, is
+refused when it is written, with its place. What the values mean is the caller's business.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatrain.errors import CheckpointError, DamagedCheckpoint
+from megatrain.system.paths import read_json
+
+TRAINING = "training.json"
+FORMAT = 1
+
+
+def write_training(folder: Path, training: Mapping[str, Any]) -> None:
+    """Write `training`: scalars, strings, bytes, and lists and dicts of such with strings as keys.
+
+    Raises `CheckpointError` for any other value, naming where it is.
+    """
+    fields = {"format": FORMAT, "training": _plain(dict(training), "training")}
+    text = json.dumps(fields, indent=1, allow_nan=False)
+    (folder / TRAINING).write_text(f"{text}\n")
+
+
+def read_training(folder: Path) -> dict[str, Any]:
+    """What `write_training` was given. Raises `DamagedCheckpoint` for a file that is missing or damaged, or newer."""
+    try:
+        fields = read_json(folder / TRAINING)
+        if fields["format"] > FORMAT:
+            what = f"{TRAINING} has format {fields['format']}, and this MegaTrain reads up to {FORMAT}"
+            raise DamagedCheckpoint(what, where=str(folder), fix="use the version that wrote it")
+        return {key: _given(value) for key, value in fields["training"].items()}
+    except OSError as error:
+        what = f"{TRAINING} cannot be read ({error.strerror or error})"
+        raise DamagedCheckpoint(what, where=str(folder)) from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{TRAINING} is damaged", where=str(folder)) from error
+
+
+def _plain(value: Any, place: str) -> Any:
+    """A value as JSON has it."""
+    match value:
+        case None | bool() | str():
+            return value
+        case int() if type(value) is int:
+            return value
+        case float() if type(value) is float:
+            return value if math.isfinite(value) else {"$float": str(value)}
+        case bytes():
+            return {"$bytes": base64.b64encode(value).decode()}
+        case list():
+            return [_plain(each, f"{place}[{index}]") for index, each in enumerate(value)]
+        case dict():
+            for key in value:
+                if not isinstance(key, str) or key.startswith("$"):
+                    raise CheckpointError(f"the key {key!r} cannot be written", where=f"{TRAINING}, {place}")
+            return {key: _plain(each, f"{place}.{key}") for key, each in value.items()}
+    raise CheckpointError(f"a {type(value).__name__} cannot be written", where=f"{TRAINING}, {place}")
+
+
+def _given(value: Any) -> Any:
+    """A value as it was before `_plain`."""
+    match value:
+        case {"$float": str(name)}:
+            return float(name)
+        case {"$bytes": str(text)}:
+            return base64.b64decode(text, validate=True)
+        case dict():
+            return {key: _given(each) for key, each in value.items()}
+        case list():
+            return [_given(each) for each in value]
+    return value

@@ -1,0 +1,82 @@
+"""`megatrain export`: any model folder as another, in either precision, one unit in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatrain.checkpoint import export_units
+from megatrain.data import load_tokenizer
+from megatrain.errors import DataError, ExportError
+from megatrain.model import PretrainedSource, Progress, model_named, port_model
+from megatrain.spec import Precision, UnitSpec
+from megatrain.system.paths import usable_path
+from megatrain.train.progress import printable
+
+
+def run_export(
+    source: str,
+    target: str | Path,
+    *,
+    precision: Precision = "bf16",
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+    notice: Callable[[str], object] = lambda line: None,
+) -> Path:
+    """Write the model of `source` (model folder, run folder or hub name) to `target`, its tokenizer with it.
+
+    precision: of the weights. overwrite: replace a model that is there. progress: called with (done, total) bytes.
+    notice: told, in a line each, what a person should know about the source, and a model that is replaced. Raises
+    `ModelError` for a model that cannot be read, `ExportError` for a folder that cannot be written, or holds a model.
+    """
+    there = usable_path(target, where="TARGET", error=ExportError, to_write="folder")
+    if (there / "config.json").exists():
+        if not overwrite:
+            raise ExportError("holds a model", where=str(there), fix="choose another folder, or give --overwrite")
+        notice(f"replaces the model in {there}")
+    name = model_named(source)
+    pretrained = PretrainedSource(name, trust_remote_code=trust_remote_code, attention="auto")
+    if left_out := pretrained.left_out():
+        notice(f"left out: {printable(left_out)}")
+    ported = port_model(pretrained.model, torch.float32)
+    units = (_masters(pretrained, unit) for unit in ported.structure.units)
+    return export_units(
+        ported,
+        units,
+        there,
+        precision=precision,
+        facts={"made from": source},
+        write_more=_tokenizer(name),
+        progress=progress,
+    )
+
+
+class _OneUnit:
+    """The masters of one unit, by name."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Tensor] = {}
+
+    def master(self, name: str) -> Tensor:
+        return self.values[name]
+
+    def write_master(self, name: str, value: Tensor) -> None:
+        self.values[name] = value.detach().to(torch.float32, copy=True)
+
+
+def _masters(source: PretrainedSource, unit: UnitSpec) -> dict[str, Tensor]:
+    held = _OneUnit()
+    source.fill(held, [[param.name for param in unit.params]])
+    return held.values
+
+
+def _tokenizer(name: str) -> Callable[[Path], object] | None:
+    try:
+        save: Callable[[Path], object] = load_tokenizer(name).save_pretrained
+    except DataError:  # a model without one is a model still
+        return None
+    return save

@@ -1,0 +1,149 @@
+"""`megatrain init`: a configuration to start from, with what the plan says of it as comments.
+
+A few answers decide it: which model, what data, which machine. Everything else is what `configs/` takes for the same
+purpose; the sizes are the plan's. What is written is loaded once before it is written, so it is never wrong by itself;
+whether the data can be used is found out when training starts. Left out: changing a configuration that is there.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatrain.commands.plan import find_hardware, find_model
+from megatrain.config import load_config
+from megatrain.data import begins_with_text, holds_samples, source_called
+from megatrain.data.sample_formats import Schema
+from megatrain.errors import ConfigError, DataError
+from megatrain.plan import Plan, Question, find_plan, survey
+from megatrain.plan.report import amount, duration
+from megatrain.spec import Limits, Precision
+from megatrain.system.paths import written_whole
+
+SEQUENCE_LENGTH = 4096
+TOKENS_PER_STEP = 65_536
+"""Where so many fit; half as many is tried until they do."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a configuration is made from."""
+
+    model: str
+    data: tuple[str, ...]
+    from_scratch: bool = False
+    hardware: str | None = None
+    sequence_length: int | None = None
+    steps: int = 1000
+    folder: str = "runs/new"
+    disk: tuple[str, ...] = ()
+    precision: Precision = "bf16"
+    trust_remote_code: bool = False
+
+
+def write_recipe(answers: Answers, target: Path) -> Plan:
+    """Plan for `answers`, write the configuration to `target`, and return the plan.
+
+    Raises `ConfigError` where there is a file already, and whatever planning raises: `DoesNotFit` where one sequence
+    does not fit.
+    """
+    if target.exists():
+        raise ConfigError("is there already", where=str(target), fix="name another file, or remove it")
+    if not answers.data:
+        raise ConfigError("no data", where="--data", fix="name a file, a folder, or a data set on the hub")
+    plan = _planned(answers)
+    text = recipe_text(answers, plan, is_chat=_is_chat(answers))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(target) as draft:
+            draft.write_text(text, encoding="utf-8")
+            load_config(draft)
+    except OSError as error:
+        what = f"cannot be written ({error.strerror or error})"
+        raise ConfigError(what, where=str(target), fix="name a file in another folder") from error
+    return plan
+
+
+def recipe_text(answers: Answers, plan: Plan, *, is_chat: bool) -> str:
+    """The YAML. `is_chat`: samples with answers to train, not plain text."""
+    question, hardware = plan.question, plan.question.hardware
+    rows = question.tokens_per_step // question.length
+    there = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
+    memory = [
+        f"{amount(nbytes)} of {amount(there[tier])} {tier}"
+        for tier, nbytes in plan.nbytes.items()
+        if nbytes and there[tier]
+    ]
+    verb = "Fine-tunes" if is_chat else "Trains a fresh" if answers.from_scratch else "Goes on training"
+    lines = [
+        f"# {verb} {answers.model} on {', '.join(answers.data)}. Written by `megatrain init`; change what you like.",
+        "# `megatrain train --keys` explains every key.",
+        "#",
+        f"# Planned for {hardware.name}:",
+        f"#   a step of {question.tokens_per_step:,} tokens takes {duration(plan.seconds)}:"
+        f" {plan.tokens_per_second:,.0f} tokens/s",
+        f"#   {answers.steps:,} steps take {duration(plan.seconds * answers.steps)}",
+        f"#   memory: {', '.join(memory)}",
+        f"#   each layer's activations: {plan.policy.activations}",
+        "",
+        "model:",
+        f"  {'config' if answers.from_scratch else 'path'}: {_quoted(answers.model)}",
+    ]
+    if answers.trust_remote_code:
+        lines.append("  trust_remote_code: true")
+    lines += ["", "data:", f"  sources: {json.dumps(list(answers.data), ensure_ascii=False)}"]
+    if is_chat:
+        lines += [
+            "  train_on: assistant  # every answer; `last` or `all`",
+            "  packing: auto  # whole samples in each sequence",
+        ]
+    if answers.from_scratch:
+        lines.append("  tokenizer: bytes  # built in; name a folder or a hub name for another")
+    rate, decay = ("1e-5", "0.0") if is_chat else ("6e-4", "0.1") if answers.from_scratch else ("2e-5", "0.1")
+    lines += [
+        f"  sequence_length: {question.length}",
+        "",
+        "train:",
+        f"  steps: {answers.steps}",
+        f"  global_batch_size: {rows}  # {question.tokens_per_step:,} tokens",
+        f"  micro_batch_size: null  # the plan's: {plan.micro_batch}",
+        f"  learning_rate: {rate}",
+        f"  warmup_steps: {max(1, answers.steps // 30)}",
+        f"  weight_decay: {decay}",
+        f"  precision: {answers.precision}",
+        f"  device: {'cpu' if hardware.shares_memory else 'cuda:0'}",
+        f"  hardware: {_quoted(answers.hardware) if answers.hardware else 'null  # this machine'}",
+    ]
+    if answers.disk:
+        lines += ["", "disk:", f"  folders: {json.dumps(list(answers.disk), ensure_ascii=False)}"]
+    return "\n".join([*lines, "", "output:", f"  folder: {_quoted(answers.folder)}", ""])
+
+
+def _planned(answers: Answers) -> Plan:
+    """The plan for as many tokens a step as fit, `TOKENS_PER_STEP` at most."""
+    spec = find_model(answers.model, answers.precision, trust_remote_code=answers.trust_remote_code)
+    most = spec.max_positions or SEQUENCE_LENGTH
+    length = min(answers.sequence_length or SEQUENCE_LENGTH, most)
+    hardware = find_hardware(answers.hardware, answers.precision)
+    rows = max(1, TOKENS_PER_STEP // length)
+    disk = Limits(disk_nbytes=None if answers.disk else 0)
+    question = Question(spec, hardware, rows * length, length, answers.precision, limits=disk, saves=True)
+    while question.rows > 1 and survey(question, [question.budgets()]) == [None]:
+        question = replace(question, tokens_per_step=question.rows // 2 * length)
+    return find_plan(question)
+
+
+def _is_chat(answers: Answers) -> bool:
+    """Whether any source holds samples that are more than text; what is not there yet is taken by its name."""
+    for name in answers.data:
+        try:
+            if holds_samples(name) and not begins_with_text(source_called(name, Schema())):
+                return True
+        except DataError:
+            return True
+    return False
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

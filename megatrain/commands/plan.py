@@ -1,0 +1,330 @@
+"""`megatrain plan`: a model, a machine and a question in; tables, a page and a file out.
+
+Wires what reads models (`model`), what describes machines (`plan.machines`) and what plans (`plan`), and prints. The
+model's structure is read without its weights, on the meta device, and not at all where a saved plan brings its
+specification; so a laptop can plan for a machine it has never seen. A probed machine, where there is a file of one, is
+the default. It leaves out the arithmetic (`plan`) and the arguments (`cli`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megatrain.errors import ConfigError, DeviceError, DoesNotFit, ModelError, PlanError
+from megatrain.plan import (
+    Outlook,
+    Plan,
+    Question,
+    Sweep,
+    find_plan,
+    load_hardware,
+    look,
+    read_model,
+    render_page,
+    survey,
+    sweep,
+    upgrades,
+)
+from megatrain.plan.byte_amounts import parse_nbytes
+from megatrain.plan.report import (
+    amount,
+    as_content,
+    load_rows,
+    owner_rows,
+    summary_rows,
+    upgrade_rows,
+)
+from megatrain.run.this_machine import described_machine, probed_machine, this_machine
+from megatrain.spec import Hardware, Limits, ModelSpec, Precision
+from megatrain.system.paths import read_json, usable_path, written_whole
+
+LENGTH, TOKENS_PER_STEP = 4096, 65_536
+"""What is taken where the user says nothing; fewer tokens where so many do not fit."""
+
+SHADES = " ░▒▓█"
+
+
+def run_plan(
+    model: str,
+    console: Console,
+    *,
+    hardware: str | None = None,
+    tokens_per_step: int | None = None,
+    length: int | None = None,
+    precision: Precision = "bf16",
+    clips: bool = True,
+    device_memory: str | None = None,
+    host_memory: str | None = None,
+    disk_memory: str | None = None,
+    token_budget: float = 1e12,
+    sweeps: bool = False,
+    html: str | None = None,
+    json_file: str | None = None,
+    attention: str = "auto",
+    trust_remote_code: bool = False,
+) -> Outlook:
+    """Plan, print, and write what was asked for.
+
+    model: hub name, folder, config.json, or a file that `json_file` of an earlier plan names. hardware: a machine of
+    the library or a hardware file; `None` is this machine. Memories are texts such as `24GB` or `80%`; `0` of the disk
+    leaves it alone. Raises a `MegaTrainError`
+    for whatever is wrong: `DoesNotFit` with the nearest change that fits.
+    """
+    if precision not in ("bf16", "fp32"):
+        raise ConfigError(f"{precision!r} is no precision", where="--precision", fix="use bf16 or fp32")
+    if not 0 < token_budget <= 1e18:
+        raise ConfigError(f"{token_budget:g} tokens", where="--token-budget", fix="give a number such as 1e12")
+    files = {"--html": html, "--json": json_file}
+    targets = {option: _writable(option, file) for option, file in files.items() if file is not None}
+    machine = find_hardware(hardware, precision)
+    spec = find_model(model, precision, attention=attention, trust_remote_code=trust_remote_code)
+    length = _length(spec, length, tokens_per_step)
+    tokens = max(length, TOKENS_PER_STEP) if tokens_per_step is None else tokens_per_step
+    limits = _limits(machine, device_memory, host_memory, disk_memory)
+    question = Question(spec, machine, tokens, length, precision, clips, saves=True, limits=limits)
+    plan = _planned(question, may_shrink=tokens_per_step is None)
+    outlook = look(plan, token_budget)
+    swept = sweep(plan) if sweeps else None
+    facts = _facts(plan)
+    show(console, outlook, facts, swept)
+    if "--html" in targets:
+        _write(targets["--html"], render_page(outlook, facts, swept))
+    if "--json" in targets:
+        _write(targets["--json"], json.dumps(as_content(outlook, swept), indent=1) + "\n")
+    return outlook
+
+
+# The question ------------------------------------------------------------------------------------------------------
+
+
+def find_model(
+    source: str, precision: Precision, *, attention: str = "auto", trust_remote_code: bool = False
+) -> ModelSpec:
+    """The specification of a model, by hub name, folder, config.json, or saved plan; no weight is read."""
+    path, where = usable_path(source, where="model", error=ModelError), f"model {source}"
+    exists = path.exists()
+    if exists and path.is_file():
+        content = _content(path, where)
+        if isinstance(content, dict) and "model" in content:
+            return read_model(content, where)
+    import torch
+
+    from megatrain.model import model_named, port_model
+    from megatrain.model.architecture import read_config
+    from megatrain.model.skeleton import blueprint
+
+    try:
+        named = model_named(str(path)) if exists else source
+        config = read_config(named, where=where, trust_remote_code=trust_remote_code)
+    except ModelError as error:
+        if exists or not (near := _nearest_models(source)):
+            raise
+        raise ModelError(error.what, where=where, fix=f"did you mean {' or '.join(near)}?") from error
+    structure = blueprint(config, attention=attention, trust_remote_code=trust_remote_code)
+    spec = port_model(structure, torch.bfloat16 if precision == "bf16" else torch.float32).spec
+    place = path.resolve() if exists else path
+    return replace(spec, name=place.parent.name if place.is_file() else place.name)
+
+
+def find_hardware(source: str | None, precision: Precision = "bf16") -> Hardware:
+    """A described machine or a hardware file; `None` is the probed machine, or else this one, roughly.
+
+    Raises `PlanError` for a GPU that nobody has described or probed, and for a name or a file that is wrong.
+    """
+    if source is not None:
+        return load_hardware(source)
+    return probed_machine() or _unprobed_machine(precision)
+
+
+def _unprobed_machine(precision: Precision) -> Hardware:
+    from megatrain.device import open_device
+
+    try:
+        device = open_device("cuda:0")
+    except DeviceError:
+        device = open_device("cpu")
+    try:
+        if not device.shares_memory and described_machine(device) is None:
+            what = f"nobody has described a {getattr(device, 'model', device.name)}"
+            raise PlanError(what, where="hardware", fix="run `megatrain probe --device cuda:0`")
+        return this_machine(device, precision)
+    finally:
+        device.close()
+
+
+def _limits(machine: Hardware, device: str | None, host: str | None, disk: str | None) -> Limits:
+    """From texts such as `24GB` or `80%`; of the disk `0` too."""
+    if device is not None and machine.shares_memory:
+        what = f"{machine.name} computes in host memory"
+        raise ConfigError(what, where="--device-memory", fix="give --host-memory alone")
+    there = {"device": machine.device_nbytes, "host": machine.host_nbytes, "disk": machine.disk_nbytes or 0}
+    found: dict[str, int | None] = {}
+    for tier, text in (("device", device), ("host", host), ("disk", disk)):
+        none = tier == "disk" and text is not None and text.strip() == "0"
+        given = None if text is None else 0 if none else parse_nbytes(text, f"--{tier}-memory", there[tier])
+        found[tier] = given
+    return Limits(found["device"], found["host"], found["disk"])
+
+
+def _length(spec: ModelSpec, length: int | None, tokens_per_step: int | None) -> int:
+    most = spec.max_positions
+    if length is None:
+        return max(1, min(LENGTH, most or LENGTH, LENGTH if tokens_per_step is None else tokens_per_step))
+    if most is not None and length > most:
+        what = f"sequences of {length:,} tokens, and the model has {most:,} positions"
+        raise ConfigError(what, where="--sequence-length", fix=f"give {most} or less")
+    return length
+
+
+def _planned(question: Question, *, may_shrink: bool) -> Plan:
+    """The plan; with fewer tokens per step where the user left them open and so many do not fit."""
+    while may_shrink and question.rows > 1 and survey(question, [question.budgets()]) == [None]:
+        question = replace(question, tokens_per_step=question.rows // 2 * question.length)
+    try:
+        return find_plan(question)
+    except DoesNotFit as error:
+        if may_shrink and question.rows > 1:  # it had been estimated to fit
+            return _planned(replace(question, tokens_per_step=question.rows // 2 * question.length), may_shrink=True)
+        helps = [upgrade for upgrade in upgrades(question, None) if upgrade.tokens_per_second is not None]
+        words = [f"{upgrade.name} would make it fit ({upgrade.tokens_per_second:,.0f} tokens/s)" for upgrade in helps]
+        fix = f"{error.fix}; {' or '.join(words) or 'no single upgrade makes it fit'}"
+        raise DoesNotFit(error.what, where=error.where, fix=fix) from error
+
+
+def _content(path: Path, where: str) -> Any:
+    try:
+        return read_json(path)
+    except (OSError, ValueError) as error:
+        what = f"cannot be read ({getattr(error, 'strerror', None) or 'not JSON'})"
+        raise ModelError(what, where=where, fix="give a folder, a config.json or a saved plan") from error
+
+
+def _nearest_models(source: str) -> list[str]:
+    """Folders and configs beside where `source` would be, and models that the hub's cache holds."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    path = usable_path(source)
+    near = [str(path.parent / name) for name in difflib.get_close_matches(path.name, _names_in(path.parent), 2, 0.7)]
+    cached = [name for name in _names_in(HF_HUB_CACHE) if name.startswith("models--")]
+    names = [name.removeprefix("models--").replace("--", "/") for name in cached]
+    return [*near, *difflib.get_close_matches(source, names, n=2, cutoff=0.6)]
+
+
+def _names_in(folder: str | Path) -> list[str]:
+    """None where there is no such folder, or it may not be listed."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
+
+
+# What is shown -----------------------------------------------------------------------------------------------------
+
+
+def _facts(plan: Plan) -> list[tuple[str, str]]:
+    from megatrain.train.progress import describe_model, describe_policy
+
+    hardware = plan.question.hardware
+    device = "" if hardware.shares_memory else f"{amount(hardware.device_nbytes)} device, "
+    return [
+        ("model", describe_model(plan.question.model)),
+        ("machine", f"{hardware.name}: {device}{amount(hardware.host_nbytes)} host"),
+        ("attention", plan.question.model.attention),
+        ("policy", "; ".join(describe_policy(plan.numerics, plan.policy))),
+        *_disk_tier(plan),
+    ]
+
+
+def _disk_tier(plan: Plan) -> list[tuple[str, str]]:
+    """How the disk is read and written, whether past the page cache or through it, where the plan uses it."""
+    if not any(home.uses_disk for home in plan.policy.homes):
+        return []
+    sources = dict(plan.question.hardware.sources)
+    return [("disk tier", sources.get("disk_read_bandwidth", "its speed is assumed; `megatrain probe` measures it"))]
+
+
+def show(
+    console: Console,
+    outlook: Outlook,
+    facts: Sequence[tuple[str, str]],
+    swept: Sweep | None = None,
+) -> None:
+    """Print a plan with everything that follows from it."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    for name, fact in (*facts, *summary_rows(outlook)):
+        grid.add_row(name, Text(fact))
+    console.print(grid)
+    console.print(_memory(outlook.plan))
+    heads = ("stream", "share of the step", "busy", "busy for", "slack")
+    console.print(_table("what limits", heads, load_rows(outlook)))
+    console.print(_table("one upgrade", ("upgrade", "tokens/s", "gain"), upgrade_rows(outlook.upgrades)))
+    if swept is not None:
+        console.print(_heat_map(swept))
+
+
+def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) -> Table:
+    """The first `texts` columns hold words, the others numbers."""
+    table = Table(box=box.SIMPLE, pad_edge=False, title=title, title_justify="left", title_style="bold")
+    for place, head in enumerate(heads):
+        table.add_column(head, justify="left" if place < texts else "right", no_wrap=place >= texts)
+    for row in rows:
+        table.add_row(*(Text(text) for text in row))
+    return table
+
+
+def _memory(plan: Plan) -> Table:
+    rows: list[tuple[str, str, str, str]] = []
+    budgets = plan.question.budgets()
+    for tier, owners in owner_rows(plan).items():
+        total, budget = plan.nbytes[tier], budgets[tier]
+        rows += [(tier, owner, amount(nbytes), f"{nbytes / budget:.1%}") for owner, nbytes in owners]
+        rows.append((tier, f"total of {amount(budget)}", amount(total), f"{total / budget:.1%}"))
+    return _table("memory at its peak", ("tier", "what for", "bytes", "of the budget"), rows, texts=2)
+
+
+def _heat_map(swept: Sweep) -> Table:
+    """Shades for a terminal without colours; numbers for one with narrow shades."""
+    most = max((rate for row in swept.tokens_per_second for rate in row if rate is not None), default=1.0)
+    heads = ["host \\ device", *(amount(nbytes) if nbytes else "shared" for nbytes in swept.device_nbytes)]
+    rows = []
+    for host, rates in zip(swept.host_nbytes, swept.tokens_per_second, strict=True):
+        cells = []
+        for rate in rates:
+            if rate is None:
+                cells.append("-")
+            else:
+                cells.append(f"{SHADES[max(1, round(rate / most * (len(SHADES) - 1)))] * 2} {rate:,.0f}")
+        rows.append([amount(host), *cells])
+    return _table("tokens per second by memory; - does not fit", heads, rows)
+
+
+# Files -------------------------------------------------------------------------------------------------------------
+
+
+def _writable(option: str, file: str) -> Path:
+    path = usable_path(file, where=option, to_write="file")
+    if not path.parent.is_dir():
+        raise ConfigError(f"there is no folder {path.parent}", where=option, fix="make it, or choose another file")
+    return path
+
+
+def _write(path: Path, text: str) -> None:
+    """The whole file, or the one that was there."""
+    try:
+        with written_whole(path) as draft:
+            draft.write_text(text, encoding="utf-8")
+    except OSError as error:
+        what = f"cannot be written ({error.strerror})"
+        raise ConfigError(what, where=str(path), fix="choose a file in a folder of yours") from error

@@ -1,0 +1,340 @@
+"""`megatrain probe`: this machine, measured in under a minute, as a `Hardware` value.
+
+Wires what the rooms below can measure: the device (`device.probe`), the disk (`device.probe_disk`), the host's own
+passes (`optim`) and what the operating system grants (`plan.host_resources`). The time is dealt out by weights; a stage
+that runs over takes it from those behind it. Computing and going through host memory are one stage, measured in
+turn, so that rates which a plan weighs against each other are of the same moments. What was measured, and how, is in
+`Hardware.sources`. It leaves out saving (`plan.machines.save_hardware`), and what a machine sustains for hours.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatrain.device import Device
+from megatrain.device.host_memory import binds
+from megatrain.device.probe import (
+    PIECE,
+    Measurement,
+    attention_rates,
+    copy_bandwidth,
+    copy_rates,
+    elementwise_rates,
+    launch_seconds,
+    measure_in_turn,
+    product_rates,
+)
+from megatrain.device.probe_disk import disk_speed, refuse_unwritable
+from megatrain.errors import DeviceError
+from megatrain.optim import AdamW, sum_of_squares, update_split
+from megatrain.plan.host_resources import (
+    available_disk_nbytes,
+    available_host_nbytes,
+    available_threads,
+    lies_in_memory,
+    pinnable_nbytes,
+    processor_name,
+)
+from megatrain.plan.machines import machine_of_device
+from megatrain.spec import Hardware, Precision
+from megatrain.spec.rates import AttentionRate, ProductRate
+from megatrain.system.paths import usable_path
+
+SECONDS = 45.0
+PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")
+PASS_NBYTES_PER_PARAM = 26
+"""Read plus written by the optimizer pass on a split master with bfloat16 gradients; 14 of them are held."""
+HELD_NBYTES_PER_PARAM = 14
+MOST_PARAMS = 32 << 20
+FILE_NBYTES = 256 << 20
+FRESH_NBYTES = 64 << 20
+"""More than the C library keeps of what is freed, so that each allocation has new pages."""
+MOST_LOCKED_NBYTES = 4 << 30
+"""What is page-locked at most to see whether a limit holds."""
+LEAST_FREE_NBYTES = 64 << 20
+"""With less than that free, a disk is left alone."""
+
+_IN_TURN = {  # of the time of what is measured in turn
+    "products bf16": 7.0,
+    "products fp32": 7.0,
+    "attention bf16": 5.0,
+    "attention fp32": 5.0,
+    "elementwise bf16": 1.0,
+    "elementwise fp32": 1.0,
+    "device memory": 1.0,
+    "launches": 0.5,
+    "optimizer": 5.0,
+    "norm": 1.0,
+    "host memory": 2.0,
+    "fresh memory": 0.5,
+}
+_WEIGHTS = {  # of the time
+    "in turn": sum(_IN_TURN.values()),
+    "copies": 5.0,
+    "disk": 8.0,
+}
+
+
+@dataclass
+class _Clock:
+    """Deals out the seconds that are left by the weights of the stages that are left."""
+
+    ends: float
+    weights: dict[str, float]
+
+    def deal(self, stage: str) -> float:
+        total = sum(self.weights.values())
+        weight = self.weights.pop(stage)
+        return max(0.0, self.ends - time.perf_counter()) * weight / total
+
+
+@dataclass
+class _Findings:
+    """Values of the fields of `Hardware`, and where they are from."""
+
+    say: Callable[[str], None]
+    values: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def note(self, source: str, **values: Any) -> None:
+        self.values |= values
+        self.sources |= dict.fromkeys(values, source)
+
+
+def probe(
+    device: Device, path: Path, seconds: float = SECONDS, say: Callable[[str], None] = lambda line: None
+) -> Hardware:
+    """Measure `device`, its host, and the disk that `path` (a folder that is there, or will be) lies on.
+
+    Takes about `seconds`, telling `say` a line per stage, and leaves nothing behind. Raises `DeviceError` for a
+    simulated device, whose speed is a setting, and for a path that may not be written to.
+    """
+    if device.name.startswith("sim:"):
+        raise DeviceError("is as fast as it is set to be", where=device.name, fix="probe cpu or cuda:0")
+    folder = _existing(path)
+    refuse_unwritable(folder)
+    clock = _Clock(time.perf_counter() + seconds, dict(_WEIGHTS))
+    if device.shares_memory:
+        del clock.weights["copies"]
+    found = _Findings(say)
+    threads = available_threads()
+    _identity(device, threads, found)
+    _capacities(device, folder, found)
+    _in_turn(device, threads, seconds, clock.deal("in turn"), found)
+    if not device.shares_memory:
+        _copies(device, clock, found)
+    _disk(folder, seconds, clock, found)
+    return Hardware(**found.values, sources=tuple(found.sources.items()))
+
+
+def _identity(device: Device, threads: int, found: _Findings) -> None:
+    model = getattr(device, "model", "")
+    host = f"{threads} threads of {processor_name()}"
+    when = f"megatrain probe of {device.name}, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}"
+    found.note(when, name=f"{model}, {host}" if model else host, shares_memory=device.shares_memory)
+    known = machine_of_device(model) if model else None
+    if known is not None:
+        stated = {key: getattr(known, key) for key in ("peak_flops", "peak_flops_fp32")}
+        found.values |= stated
+        origins = dict(known.sources)
+        found.sources |= {key: origins[key] for key in stated if key in origins}
+    found.say(found.values["name"])
+
+
+def _capacities(device: Device, folder: Path, found: _Findings) -> None:
+    host = available_host_nbytes()
+    pinnable, why = _lockable(device, host)
+    own = host if device.shares_memory else device.free_nbytes()
+    found.note("free when it was probed, within the cgroups' limits", host_nbytes=host)
+    found.note("the host's" if device.shares_memory else "free when it was probed", device_nbytes=own)
+    found.note(why, pinnable_nbytes=pinnable)
+    disk = available_disk_nbytes(folder)
+    where = "in host memory (tmpfs): no disk" if lies_in_memory(folder) else "free when it was probed"
+    found.note(f"{folder}: {where}", disk_nbytes=disk)
+    found.say(
+        f"free: {own / 1e9:,.1f} GB on the device, {host / 1e9:,.1f} GB in the host, {disk / 1e9:,.1f} GB on disk"
+    )
+    if pinnable < host and not device.shares_memory:
+        found.say(f"page-locked memory: {pinnable / 1e9:,.3g} GB at most ({why})")
+    if (node := getattr(device, "node", None)) is not None:
+        how = "host memory is taken from it" if binds(node.number) else "binding to it is refused here"
+        found.say(f"memory node {node.number} of {node.of} is the device's: {how}")
+    if lies_in_memory(folder):
+        found.say(f"{folder} lies in host memory, not on a disk: a disk tier there would gain nothing")
+
+
+def _lockable(device: Device, host_nbytes: int) -> tuple[int, str]:
+    """Host memory that may be page-locked, and how that is known: a driver may not ask the system's limit."""
+    limit, why = pinnable_nbytes(host_nbytes), "the limit on locked memory (RLIMIT_MEMLOCK)"
+    if device.shares_memory or limit >= host_nbytes or limit > min(MOST_LOCKED_NBYTES, host_nbytes // 4):
+        return limit, why
+    memory = device.allocate_host(limit + PIECE, "probe")
+    try:
+        passed = memory.is_pinned()
+    finally:
+        device.free_host(memory, "probe")
+    return (host_nbytes, f"measured: the driver locks more than the limit, {limit:,} bytes") if passed else (limit, why)
+
+
+def _in_turn(device: Device, threads: int, whole_seconds: float, seconds: float, found: _Findings) -> None:
+    """Computing, and passes over host memory; what is measured longer has more to pass over."""
+    most = min(MOST_PARAMS, available_host_nbytes() // 8 // HELD_NBYTES_PER_PARAM)
+    numel = max(1 << 16, int(most * min(1.0, whole_seconds / SECONDS)))
+    measurements = {
+        f"{what} {precision}": make(device, precision)
+        for precision in PRECISIONS
+        for what, make in (
+            ("products", product_rates),
+            ("attention", attention_rates),
+            ("elementwise", elementwise_rates),
+        )
+    }
+    measurements |= {"device memory": copy_bandwidth(device), "launches": launch_seconds(device)}
+    measurements |= {**_passes(numel, threads), "host memory": _host_memory(), "fresh memory": _fresh_memory()}
+    shares = {name: seconds * weight / sum(_IN_TURN.values()) for name, weight in _IN_TURN.items()}
+    results = measure_in_turn(device, measurements, shares)
+    for precision in PRECISIONS:
+        _products(precision, results[f"products {precision}"], found)
+        _attention(precision, results[f"attention {precision}"], found)
+    _device_memory(results, found)
+    _host(results, numel, device.shares_memory, found)
+
+
+def _products(precision: Precision, rows: tuple[ProductRate, ...], found: _Findings) -> None:
+    best = max(row.flops for row in rows[len(rows) // 2 :])  # they go from small to large
+    key = {"bf16": "flops", "fp32": "flops_fp32"}[precision]
+    found.note(f"measured: the fastest of the larger half of {len(rows)} products", **{key: best})
+    found.note("measured", products=(*found.values.get("products", ()), *rows))
+    peak = found.values.get(f"peak_{key}")
+    share = f", {best / peak:.0%} of the datasheet" if peak else ""
+    found.say(f"products {precision}: {best / 1e12:.3g} TFLOP/s at best of {len(rows)} shapes{share}")
+
+
+def _attention(precision: Precision, rows: tuple[AttentionRate, ...], found: _Findings) -> None:
+    found.note("measured: PyTorch's own, causal", attention=(*found.values.get("attention", ()), *rows))
+    for row in rows[-1:]:
+        rates = f"{row.forward_flops / 1e12:.3g} forward, {row.backward_flops / 1e12:.3g} backward"
+        found.say(f"attention {precision}: {rates} TFLOP/s at length {row.length}")
+
+
+def _device_memory(results: Mapping[str, Any], found: _Findings) -> None:
+    bandwidth, launch = results["device memory"], results["launches"]
+    passing = tuple(results[f"elementwise {precision}"] for precision in PRECISIONS)
+    found.note("measured: a copy within device memory", device_bandwidth=bandwidth)
+    found.note("measured: a layer like Llama's, without its products", elementwise=passing)
+    found.note("measured: the smallest op, many in a row", launch_seconds=launch)
+    kept = ", ".join(f"{row.forward_bandwidth / 1e9:,.1f} in {row.precision}" for row in passing)
+    found.say(
+        f"device memory: {bandwidth / 1e9:,.1f} GB/s copied, kept by elementwise ops {kept}; "
+        f"a launch: {launch * 1e6:.1f} us"
+    )
+
+
+def _passes(numel: int, threads: int) -> dict[str, Measurement]:
+    """The optimizer pass by thread count, and the norm's on all threads: bytes per second."""
+    hi, lo, grad = (np.full(numel, bits, np.uint16) for bits in (0x3F00, 0, 0x3C00))
+    m, v = (np.full(numel, value, np.float32) for value in (1e-4, 1e-6))
+    scalars = AdamW().scalars(lr=1e-3, step=10)
+    segments = [(0, numel, True)]
+    update_split(hi[:1], lo[:1], m[:1], v[:1], grad[:1], scalars, [(0, 1, True)])  # compiles, perhaps for seconds
+    sum_of_squares(grad[:1])
+
+    def update(count: int) -> Callable[[], None]:
+        return lambda: update_split(hi, lo, m, v, grad, scalars, segments, count)
+
+    def rates(spent: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
+        return tuple(sorted((count, PASS_NBYTES_PER_PARAM * numel / each) for count, each in spent.items()))
+
+    counts = sorted({threads, *(1 << power for power in range(threads.bit_length()))}, reverse=True)
+    return {
+        "optimizer": Measurement({count: update(count) for count in counts}, rates, "host"),
+        "norm": Measurement({0: lambda: sum_of_squares(grad, threads)}, lambda spent: grad.nbytes / spent[0], "host"),
+    }
+
+
+def _host_memory() -> Measurement:
+    """Bytes per second that one thread copies."""
+    source = np.ones(min(FILE_NBYTES, available_host_nbytes() // 16), np.uint8)
+    target = np.ones_like(source)
+    return Measurement({0: lambda: np.copyto(target, source)}, lambda spent: source.nbytes / spent[0], "host")
+
+
+def _fresh_memory() -> Measurement:
+    """Bytes per second of new pages, each touched once."""
+
+    def touch() -> None:
+        torch.empty(FRESH_NBYTES, dtype=torch.uint8)[:: mmap.PAGESIZE].fill_(1)
+
+    return Measurement({0: touch}, lambda spent: FRESH_NBYTES / spent[0], "host")
+
+
+def _host(results: Mapping[str, Any], numel: int, shares_memory: bool, found: _Findings) -> None:
+    rows, norm, copied = results["optimizer"], results["norm"], results["host memory"]
+    fresh = results["fresh memory"]
+    found.note(f"measured: AdamW over {numel:,} parameters", optimizer_bandwidth=rows, host_bandwidth=rows[-1][1])
+    found.note(f"measured: {numel:,} bfloat16 gradients", norm_bandwidth=norm)
+    by_threads = ", ".join(f"{rate / 1e9:.1f} on {count}" for count, rate in rows)
+    found.say(f"optimizer pass: {by_threads} threads, in GB/s; norm: {norm / 1e9:.1f} GB/s")
+    found.note("measured: numpy, one thread", host_copy_bandwidth=copied)
+    found.note("measured: pages of new memory, each touched once", fresh_bandwidth=fresh)
+    if shares_memory:
+        origin = "nothing crosses a bus: a copy within host memory"
+        found.note(origin, fetch_bandwidth=copied, grad_bandwidth=copied)
+    found.say(f"host memory: one thread copies {copied / 1e9:.1f} GB/s, new pages come at {fresh / 1e9:.1f} GB/s")
+
+
+def _copies(device: Device, clock: _Clock, found: _Findings) -> None:
+    rates = copy_rates(device, clock.deal("copies"))
+    kind = "page-locked" if rates.pinned else "pageable (page-locking was refused)"
+    found.note(f"measured: {kind}, alone", fetch_bandwidth=rates.fetch, grad_bandwidth=rates.grad)
+    both = f"measured: {kind}, both ways at once"
+    found.note(both, duplex_fetch_bandwidth=rates.duplex_fetch, duplex_grad_bandwidth=rates.duplex_grad)
+    pageable = {"pageable_fetch_bandwidth": rates.pageable_fetch, "pageable_grad_bandwidth": rates.pageable_grad}
+    found.note("measured: pageable, alone", **pageable)
+    if not rates.pinned:
+        found.note("page-locking was refused", pinnable_nbytes=0)
+        found.say(
+            "host memory may not be page-locked here: copies are slow; see `ulimit -l` and the container's limits"
+        )
+    ways = f"in {rates.fetch / 1e9:.1f}, out {rates.grad / 1e9:.1f}"
+    at_once = f"at once {rates.duplex_fetch / 1e9:.1f} and {rates.duplex_grad / 1e9:.1f}"
+    slow = f"pageable {rates.pageable_fetch / 1e9:.1f} and {rates.pageable_grad / 1e9:.1f}"
+    found.say(f"host and device: {ways}, {at_once}, {slow} GB/s")
+
+
+def _disk(folder: Path, seconds: float, clock: _Clock, found: _Findings) -> None:
+    free = found.values["disk_nbytes"]
+    if free < LEAST_FREE_NBYTES:
+        found.say(f"disk: {free / 1e6:,.0f} MB free in {folder}, too little to measure")
+        return
+    nbytes = int(min(FILE_NBYTES, free // 4) * min(1.0, seconds / SECONDS))
+    speed = disk_speed(folder, nbytes, clock.deal("disk"))
+    best = speed.best
+    how = "direct" if speed.direct else "through the page cache, direct I/O was refused"
+    source = f"measured: {how}, a file of {speed.file_nbytes >> 20} MiB, {speed.written_nbytes >> 20} MiB written"
+    found.note(source, disk_read_bandwidth=best.read_bandwidth, disk_write_bandwidth=best.write_bandwidth)
+    both = {
+        "disk_duplex_read_bandwidth": speed.duplex_read_bandwidth,
+        "disk_duplex_write_bandwidth": speed.duplex_write_bandwidth,
+    }
+    found.note(f"{source}, both ways at once", **both)
+    found.note(source, disk_block_nbytes=best.block_nbytes, disk_depth=best.depth, disk_rates=speed.rates)
+    rates = f"{best.read_bandwidth / 1e9:.2f} GB/s read, {best.write_bandwidth / 1e9:.2f} written"
+    rates += f", at once {speed.duplex_read_bandwidth / 1e9:.2f} and {speed.duplex_write_bandwidth / 1e9:.2f}"
+    found.say(f"disk: {rates}, {best.depth} blocks of {best.block_nbytes >> 10} KiB at once, {how}")
+
+
+def _existing(path: Path) -> Path:
+    """`path`, or the nearest folder above it that is there."""
+    folder = usable_path(path).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return folder

@@ -1,0 +1,35 @@
+"""`megatrain verify`: is this architecture computed right? The full comparison, as a table."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megatrain.model import model_named
+from megatrain.model.architecture import read_config
+from megatrain.train.engine import unverified
+from megatrain.train.parity import full_report, verify_rows
+
+
+def run_verification(model: str, console: Console, *, attention: str = "auto", trust_remote_code: bool = False) -> bool:
+    """Compare a small model of the same kind with the stock code and print a table; whether all is well.
+
+    model: folder (of a model or of a run), hub name or `config.json`; no weights are read. attention: kernel, `auto`
+    is the library's choice. Raises `ModelError` for a model that cannot be compared or that the engine refuses.
+    """
+    config = read_config(model_named(model), where=f"model {model}", trust_remote_code=trust_remote_code)
+    with console.status("comparing"):
+        report = full_report(config, unverified, None if attention == "auto" else attention)
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    table.add_column("parameters")
+    table.add_column("worst relative error", justify="right")
+    table.add_column("verdict")
+    for group, error, verdict in verify_rows(report):
+        table.add_row(Text(group), error, Text(verdict))
+    console.print(table)
+    console.print(Text(f"attention: {report.attention}"))
+    for what in report.left_out:
+        console.print(Text(f"not compared: {what}", "yellow"), soft_wrap=True)
+    return report.ok

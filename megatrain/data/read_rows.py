@@ -1,0 +1,358 @@
+"""Rows as users have them: JSON lines, JSON, Parquet, Arrow, text, folders of these, saved datasets, names on the hub.
+
+`datasets` reads what is in columns, a row at a time and without a second copy on the disk; it lives here alone and is
+loaded on first use. JSON is read by ourselves, because a mistake in it must be told by its line. Every row knows its
+place, for whatever is found wrong with it later.
+
+Arrow holds one type per column, so that a key which some rows lack is there in all of them, as a null. A null in a
+column of objects is therefore taken for a missing key. In JSON a null stays a null.
+
+Left out: compressed files, and datasets that need Python code of their own.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, TextIO
+
+from megatrain.data.json_text import Malformed, elements, parsed
+from megatrain.data.text_sources import SourceFile, find_files
+from megatrain.data.tokenizer import HUB_NAME
+from megatrain.errors import DataError, SampleError, first_line
+from megatrain.system.paths import missing, nearest_path, read_json, refuse_unreadable_in, usable_path
+
+# What is not trained on, counted by reason, with the place of the first of each.
+#
+# Whoever reads or encodes samples is handed a `LeftOut` and asks it what to do with an unusable one: end the run with
+# its error (`stop`, the default), or leave it out and count it (`leave_out`). Nothing else may pass over a sample.
+
+
+@dataclass
+class LeftOut:
+    """`bad` is what happens to an unusable sample; `counts` and `first` are by reason."""
+
+    bad: Literal["stop", "leave_out"] = "stop"
+    counts: Counter[str] = field(default_factory=Counter)
+    first: dict[str, str] = field(default_factory=dict)  # reason -> the first place
+
+    def add(self, reason: str, place: str, count: int = 1) -> None:
+        """Counts what is left out by intention, or has nothing in it."""
+        if count > 0:
+            self.counts[reason] += count
+            self.first.setdefault(reason, place)
+
+    def refuse(self, error: SampleError) -> None:
+        """Raises `error`, or counts its sample as left out."""
+        if self.bad == "stop":
+            raise error
+        self.add(error.reason, error.where)
+
+    def lines(self) -> list[str]:
+        """For the user, the most frequent reason first: `12 too long (first: chats.jsonl:17)`."""
+        return [f"{count:,} {reason} (first: {self.first[reason]})" for reason, count in self.counts.most_common()]
+
+
+HUB_TIMEOUT_SECONDS = 2.0
+JSON_LINES = (".jsonl", ".ndjson")
+TABLES = {".parquet": "parquet", ".arrow": "arrow"}
+TEXTS = (".txt", ".md")
+SUFFIXES = (".json", *JSON_LINES, *TABLES, *TEXTS)
+FOREIGN_INDEX = "dataset_info.json"  # a list of data sets in LLaMA-Factory, a description in a saved dataset
+COMPANIONS = frozenset({"readme", "license", "licence", "notice", "citation", "changelog", "dataset_infos"})
+"""Files that stand beside samples and are about them, by their names in small letters without a suffix."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row, before anyone has looked at what it means."""
+
+    fields: Mapping[str, Any]
+    file: str  # rows of one file have one schema
+    place: str  # `chats.jsonl:17`, `chats.parquet[16]`: lines count from 1, rows from 0
+
+
+def read_rows(
+    name: str,
+    left_out: LeftOut,
+    *,
+    split: str = "train",
+    subset: str | None = None,
+    folder: str | None = None,
+    pattern: str = "*",
+) -> Iterator[Row]:
+    """The rows of `name`: a file, a folder, or a dataset on the hub (of which `subset` and `folder` name parts).
+
+    Files of a folder that match `pattern` are read in sorted order; what is no data there, empty files, and files that
+    repeat another byte for byte are left out and counted. Raises `DataError` for what is missing, unreadable or
+    malformed, and asks `left_out` about single rows.
+    """
+    path = usable_path(name, error=DataError)
+    if path.is_dir():
+        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+            yield from _numbered(name, lambda library: _saved(library, path, split))
+            return
+        yield from _folder_rows(path, left_out, pattern)
+    elif path.is_file() and path.name == FOREIGN_INDEX:
+        raise _list_of_data_sets(path)
+    elif path.is_file():
+        yield from _file_rows(path, left_out)
+    elif path.exists():
+        raise DataError("neither a file nor a folder", where=name)
+    elif kind_of(path) in SUFFIXES or not HUB_NAME.fullmatch(name) or name.startswith("."):
+        raise missing(path, DataError)
+    else:
+        yield from _hub_rows(name, split, subset, folder)
+
+
+def kind_of(path: Path) -> str:
+    """The suffix that says what a file is, in small letters."""
+    return path.suffix.lower()
+
+
+def without_companions(files: Sequence[SourceFile]) -> list[SourceFile]:
+    """`files` without those that are about the others; all of them where there are but texts."""
+    if all(kind_of(file.path) not in SUFFIXES or kind_of(file.path) in TEXTS for file in files):
+        return list(files)
+    return [file for file in files if file.path.stem.lower() not in COMPANIONS]
+
+
+def _folder_rows(folder: Path, left_out: LeftOut, pattern: str) -> Iterator[Row]:
+    if (folder / FOREIGN_INDEX).is_file():
+        raise _list_of_data_sets(folder / FOREIGN_INDEX)
+    found, skipped = find_files([folder], pattern)
+    for reason, count in skipped.items():
+        left_out.add(f"{reason} in a folder", str(folder), count)
+    data = without_companions(found)
+    files = [file for file in data if kind_of(file.path) in SUFFIXES]
+    for file in found:
+        if file not in data:
+            left_out.add("file about the data", str(file.path))
+        elif kind_of(file.path) not in SUFFIXES:
+            left_out.add("file of another kind", str(file.path))
+    if not files:
+        raise DataError("holds no file of samples", where=str(folder), fix=f"known are {', '.join(SUFFIXES)}")
+    for file in _once(files, left_out):
+        yield from _file_rows(file.path, left_out)
+
+
+def _list_of_data_sets(index: Path) -> DataError:
+    """The error for a list that was named in place of one of its data sets, or for a saved data set's description."""
+    try:
+        entries = read_json(index)
+        names = [str(name) for name, entry in entries.items() if isinstance(entry, dict)]
+    except (OSError, ValueError, AttributeError) as error:
+        what = f"cannot be read ({getattr(error, 'strerror', None) or first_line(error)})"
+        return DataError(what, where=str(index), fix="correct the file, or name a file of samples")
+    if "features" in names or not names:
+        return DataError("describes a data set and holds no sample", where=str(index), fix="name a file of samples")
+    shown = [f"{index}#{names[0]}", *(f"#{name}" for name in names[1:4])]
+    more = f", {len(names) - 4:,} more" if len(names) > 4 else ""
+    fix = f"name one of them: {', '.join(shown)}{more}"
+    return DataError("is a list of data sets, which are not one", where=str(index), fix=fix)
+
+
+def _once(files: Sequence[SourceFile], left_out: LeftOut) -> Iterator[SourceFile]:
+    """`files` without those that repeat an earlier one. Only files of one size are read to compare them."""
+    same_size: dict[int, list[Path]] = defaultdict(list)
+    for file in files:
+        same_size[file.nbytes].append(file.path)
+    seen: set[str] = set()
+    for file in files:
+        if file.nbytes and len(same_size[file.nbytes]) > 1:
+            digest = _digest(file.path)
+            if digest in seen:
+                left_out.add("file that repeats another", str(file.path))
+                continue
+            seen.add(digest)
+        yield file
+
+
+def _digest(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(error.strerror or str(error), where=str(path), fix="make it readable") from error
+
+
+def _file_rows(path: Path, left_out: LeftOut) -> Iterator[Row]:
+    if kind_of(path) not in SUFFIXES:
+        fix = f"known are {', '.join(SUFFIXES)}"
+        raise DataError(f"a file of samples does not end in {path.suffix or 'nothing'!r}", where=str(path), fix=fix)
+    rows = 0
+    try:
+        for row in _parsed(path, left_out) if path.stat().st_size else ():
+            rows += 1
+            yield row
+    except OSError as error:
+        raise DataError(error.strerror or str(error), where=str(path), fix="make it readable") from error
+    if rows == 0:
+        left_out.add("empty file", str(path))
+
+
+def _parsed(path: Path, left_out: LeftOut) -> Iterator[Row]:
+    if kind_of(path) in TABLES:
+        return _numbered(str(path), lambda library: _table(library, path))
+    if kind_of(path) in JSON_LINES:
+        return _json_lines(path, left_out)
+    return _json_rows(path, left_out) if kind_of(path) == ".json" else _text_row(path)
+
+
+def _text_row(path: Path) -> Iterator[Row]:
+    text = _decoded(path.read_bytes(), str(path))
+    if text.strip():
+        yield Row({"text": text}, str(path), str(path))
+
+
+def _json_lines(path: Path, left_out: LeftOut) -> Iterator[Row]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            place = f"{path}:{number}"
+            if not line.strip():
+                continue
+            try:
+                fields = parsed(_decoded(line, place))
+            except (ValueError, RecursionError) as error:
+                what = f"not a line of JSON ({error})"
+                fix = "correct or remove the line"
+                left_out.refuse(SampleError(what, reason="not a line of JSON", where=place, fix=fix))
+                continue
+            yield from _object(fields, path, place, left_out)
+
+
+def _json_rows(path: Path, left_out: LeftOut) -> Iterator[Row]:
+    """The list in a JSON file; JSON lines under that name, which are common, are read as what they are."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as text:
+            if _begins_with_object(text):
+                yield from _json_lines(path, left_out)
+                return
+            text.seek(0)
+            for number, fields in enumerate(elements(text)):
+                yield from _object(fields, path, f"{path}[{number}]", left_out)
+    except Malformed as error:
+        raise DataError(f"not JSON ({error})", where=f"{path}:{error.line}", fix="correct the file") from error
+    except UnicodeDecodeError as error:
+        raise _not_utf8(error, str(path)) from error
+    except RecursionError as error:
+        raise DataError("JSON that is nested too deeply", where=str(path)) from error
+
+
+def _object(fields: object, path: Path, place: str, left_out: LeftOut) -> Iterator[Row]:
+    if isinstance(fields, dict):
+        yield Row(fields, str(path), place)
+    else:
+        what = f"{type(fields).__name__} in place of an object"
+        left_out.refuse(SampleError(what, reason="not an object", where=place, fix="each sample is one JSON object"))
+
+
+def _begins_with_object(text: TextIO) -> bool:
+    """Whether the first line is an object, as in JSON lines; a list is not read. Raises `DataError` for neither."""
+    while (character := text.read(1)).isspace():
+        pass
+    if character != "{":
+        return False
+    try:
+        return isinstance(parsed(character + text.readline()), dict)
+    except ValueError as error:
+        what = f"dict in place of a list of samples, or a line that is not JSON ({error})"
+        fix = "save a list of objects, or one object per line"
+        raise DataError(what, where=str(text.name), fix=fix) from error
+
+
+def _decoded(data: bytes, place: str) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _not_utf8(error, place) from error
+
+
+def _not_utf8(error: UnicodeDecodeError, place: str) -> DataError:
+    return DataError(f"not UTF-8 text ({error.reason})", where=place, fix="convert it to UTF-8")
+
+
+def _hub_rows(name: str, split: str, subset: str | None, folder: str | None) -> Iterator[Row]:
+    """Streamed where the hub answers; else from an earlier download, where there is one. The hub is asked once."""
+    import huggingface_hub
+
+    try:
+        huggingface_hub.HfApi().dataset_info(name, timeout=HUB_TIMEOUT_SECONDS)
+    except Exception as error:  # the client's errors have no common base but this
+        if not _is_downloaded(name):
+            nearest = nearest_path(Path(name))
+            fix = f"did you mean {nearest}?" if nearest else "name a local file or folder"
+            what = "neither a local file nor an earlier download, and the Hugging Face hub did not give it"
+            raise DataError(f"{what} ({first_line(error)})", where=name, fix=fix) from error
+        yield from _numbered(name, lambda library: _downloaded(library, name, subset, folder, split))
+        return
+
+    def load(library: ModuleType) -> Any:
+        return library.load_dataset(name, subset, data_dir=folder, split=split, streaming=True)
+
+    yield from _numbered(name, load)
+
+
+def _is_downloaded(name: str) -> bool:
+    """Whether the library's cache may hold `name`; told without the library, which takes seconds to load."""
+    from huggingface_hub import constants
+
+    return os.path.isdir(os.path.join(constants.HF_HOME, "datasets", name.replace("/", "___")))
+
+
+def _downloaded(library: ModuleType, name: str, subset: str | None, folder: str | None, split: str) -> Any:
+    """From the library's cache. Its switch for work without a hub keeps it from asking for most of a minute."""
+    was_offline = library.config.HF_HUB_OFFLINE
+    library.config.HF_HUB_OFFLINE = True
+    try:
+        return library.load_dataset(name, subset, data_dir=folder, split=split)
+    finally:
+        library.config.HF_HUB_OFFLINE = was_offline
+
+
+def _table(library: ModuleType, path: Path) -> Any:
+    return library.load_dataset(TABLES[kind_of(path)], data_files=glob.escape(str(path)), split="train", streaming=True)
+
+
+def _saved(library: ModuleType, path: Path, split: str) -> Any:
+    for folder in (path, *filter(Path.is_dir, path.iterdir())):  # a folder for each split
+        refuse_unreadable_in(folder)
+    saved = library.load_from_disk(str(path))
+    return saved[split] if isinstance(saved, dict) else saved
+
+
+def _numbered(name: str, load: Callable[[ModuleType], Any]) -> Iterator[Row]:
+    """The rows of what `load` gives, by their number."""
+    library = _library(name)
+    try:
+        for number, fields in enumerate(load(library)):
+            yield Row(_without_nulls(fields), name, f"{name}[{number}]")
+    except Exception as error:  # the library raises whatever its readers and its network raise
+        what = f"cannot be read ({first_line(error)})"
+        raise DataError(what, where=name, fix="check the file, or its split and subset") from error
+
+
+def _library(name: str) -> ModuleType:
+    try:
+        import datasets
+    except ImportError as error:
+        what = "needs the `datasets` package, which is not installed"
+        raise DataError(what, where=name, fix="pip install datasets, or bring JSON lines") from error
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else it tells a server of every file that it opens
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what is wrong is said once, by the error
+    library: ModuleType = datasets
+    return library
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_without_nulls(inner) for inner in value]
+    return value

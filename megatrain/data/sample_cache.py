@@ -1,0 +1,298 @@
+"""Encoded samples on disk, memory mapped, encoded once and kept: the key is the content, not a name or a time.
+
+Five files of one name: `.bin` and `.json` hold all ids, one sample after another, as a token file does
+(`token_files.py`); `.lengths` holds the tokens and the targets of each sample (two uint32); `.trained` one bit for
+each token, each sample from a byte of its own; `.hashes` 64 bits for the ids of each, by which copies are found. The
+`.json` is written last, so what a crash leaves is no sample file. They are written while samples come in, and none is
+kept in memory. Left out: where samples come from (`cache.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from megatrain.data.encode import EncodedSample, Encoder, Statistics, encode_samples, render_example
+from megatrain.data.preferences import whole_pairs
+from megatrain.data.read_rows import HUB_TIMEOUT_SECONDS, LeftOut
+from megatrain.data.sample_formats import Sample
+from megatrain.data.sample_sources import Source, read_samples
+from megatrain.data.token_files import TokenArray, TokenFile, open_tokens, write_tokens
+from megatrain.errors import DataError, SampleError
+from megatrain.system.locks import alone
+from megatrain.system.paths import usable_path
+
+PARTS = (LENGTHS, TRAINED, HASHES) = ".lengths", ".trained", ".hashes"
+
+
+@dataclass(frozen=True, eq=False)
+class SampleFile:
+    """An open file of samples. `lengths`, `targets` and `hashes`, all [samples], are memory maps, as all is."""
+
+    tokens: TokenFile
+    lengths: npt.NDArray[np.uint32]
+    targets: npt.NDArray[np.uint32]
+    bits: npt.NDArray[np.uint8]
+    hashes: npt.NDArray[np.uint64]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def sample(self, number: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """(ids, which of them are targets) of sample `number`, from 0 on."""
+        size = int(self.lengths[number])
+        first, byte = int(self._starts[number]), int(self._bytes[number])
+        trained = np.unpackbits(self.bits[byte : byte + -(-size // 8)], count=size).astype(np.bool_)
+        return self.tokens.ids[first : first + size].astype(np.int64), trained
+
+    @property
+    def details(self) -> Mapping[str, Any]:
+        """What the writer wrote beside them."""
+        return self.tokens.details
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash that tells one data set from another: of each sample's ids, and of how many of them are trained."""
+        digest = hashlib.sha256(np.ascontiguousarray(self.hashes).tobytes())
+        digest.update(np.ascontiguousarray(self.lengths).tobytes())
+        digest.update(np.ascontiguousarray(self.targets).tobytes())
+        return digest.hexdigest()[:32]
+
+    @cached_property
+    def _starts(self) -> npt.NDArray[np.int64]:
+        return _running(self.lengths.astype(np.int64))
+
+    @cached_property
+    def _bytes(self) -> npt.NDArray[np.int64]:
+        return _running(-(-self.lengths.astype(np.int64) // 8))
+
+
+def write_samples(
+    path: Path, samples: Iterable[EncodedSample], vocab_size: int, details: Mapping[str, Any]
+) -> SampleFile:
+    """Writes `samples` under the name `path` (a `.bin`) and opens them; `details`, JSON, is read after the last one.
+
+    Raises what `write_tokens` raises.
+    """
+    drafts = {suffix: path.with_name(f"{path.stem}{suffix}.{uuid.uuid4().hex}.tmp") for suffix in PARTS}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_tokens(path, _arrays(path, samples, drafts), vocab_size, details)
+    except OSError as error:
+        fix = "free some space, or choose another folder"
+        raise DataError(f"cannot be written ({error.strerror or error})", where=str(path), fix=fix) from error
+    finally:
+        for draft in drafts.values():
+            draft.unlink(missing_ok=True)
+    return open_samples(path)
+
+
+def open_samples(path: Path) -> SampleFile:
+    """Opens them memory mapped. Raises `DataError` where a file is missing or does not belong to the others."""
+    tokens = open_tokens(path)
+    try:
+        lengths = np.memmap(path.with_suffix(LENGTHS), dtype="<u4", mode="r").reshape(-1, 2)
+        bits = np.memmap(path.with_suffix(TRAINED), dtype=np.uint8, mode="r")
+        hashes = np.memmap(path.with_suffix(HASHES), dtype="<u8", mode="r")
+    except (OSError, ValueError) as error:
+        raise DataError(f"does not hold samples ({error})", where=str(path), fix="remove it") from error
+    sizes = lengths[:, 0].astype(np.int64)
+    if (int(sizes.sum()), int((-(-sizes // 8)).sum()), len(sizes)) != (len(tokens), len(bits), len(hashes)):
+        raise DataError("its files are not of one data set", where=str(path), fix="remove them")
+    return SampleFile(tokens, lengths[:, 0], lengths[:, 1], bits, hashes)
+
+
+def are_samples(path: Path) -> bool:
+    """Whether a whole set of files of that name is there."""
+    return all(path.with_suffix(suffix).is_file() for suffix in (".bin", ".json", *PARTS))
+
+
+def _arrays(path: Path, samples: Iterable[EncodedSample], drafts: Mapping[str, Path]) -> Iterator[TokenArray]:
+    with ExitStack() as stack:
+        files = [stack.enter_context(drafts[suffix].open("wb")) for suffix in PARTS]
+        lengths, trained, hashes = files
+        for sample in samples:
+            lengths.write(np.array([len(sample), sample.trained.sum()], dtype="<u4").tobytes())
+            trained.write(np.packbits(sample.trained).tobytes())
+            hashes.write(hashlib.blake2b(sample.ids.tobytes(), digest_size=8).digest())
+            yield sample.ids
+        for file in files:  # else a power cut could leave what is trained empty beside ids that are whole
+            file.flush()
+            os.fsync(file.fileno())
+    for suffix, draft in drafts.items():  # before the ids and their note, which come last
+        draft.replace(path.with_suffix(suffix))
+
+
+def _running(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
+
+
+# Sources to encoded samples -------------------------------------------------------------------------------------------
+#
+# Sources of samples to encoded samples on disk, encoded once and kept: the key is the content, not a name or a time.
+#
+# A key is a hash of what decides the outcome: every byte of a local source (a hub's commit for one on the hub), how its
+# fields are read, and all that an encoder's identity holds. A file that is moved or touched is not encoded again; a
+# changed byte is never overlooked. Hashing reads a gigabyte or two a second, encoding a hundredth of that. What has
+# become of the samples, and one example, are kept beside them, so a run that starts from the cache reports the same.
+#
+# Left out: removing old entries.
+
+
+FORMAT = 4  # part of the key: raise it when the same content would give other samples
+
+Runs = list[tuple[str, bool]]
+"""A rendered example: runs of text, and whether they are trained."""
+
+
+def prepare_samples(
+    source: Source, encoder: Encoder, *, cache: Path, bad: Literal["stop", "leave_out"] = "stop"
+) -> SampleFile:
+    """The samples of `source`, encoded, from `cache` where it has them.
+
+    Raises `DataError` for a source that cannot be read or has no sample to train on, and `SampleError` for one that
+    cannot be used, where `bad` says so.
+    """
+    path = cache / f"{_key(source, encoder, bad)}.bin"
+    if are_samples(path):
+        return open_samples(path)
+    with alone(path):
+        if are_samples(path):
+            return open_samples(path)
+        statistics = Statistics(LeftOut(bad))
+        details: dict[str, Any] = {"source": source.name}
+        return write_samples(path, _encoded(source, encoder, statistics, details), encoder.vocabulary, details)
+
+
+def statistics_of(file: SampleFile) -> Statistics:
+    """What had become of the samples when they were encoded."""
+    kept = dict(file.details["statistics"])
+    left_out = kept.pop("left_out")
+    left_out = LeftOut(left_out["bad"], Counter(left_out["counts"]), dict(left_out["first"]))
+    return Statistics(**{**kept, "left_out": left_out, "notes": Counter(kept["notes"])})
+
+
+def example_of(file: SampleFile) -> Runs:
+    """The first sample that is trained on, whole."""
+    return [(text, trained) for text, trained in file.details["example"]]
+
+
+def holds_text_only(file: SampleFile) -> bool:
+    """Whether every sample is a plain text without a prompt, of which all is trained."""
+    return bool(file.details["text_only"])
+
+
+def holds_chats(file: SampleFile) -> bool:
+    """Whether any sample is a conversation."""
+    return bool(file.details["chats"])
+
+
+def holds_pairs(file: SampleFile) -> bool:
+    """Whether samples 0, 2, ... are chosen answers, and the one after each the rejected one."""
+    return bool(file.details["pairs"])
+
+
+def _encoded(
+    source: Source, encoder: Encoder, statistics: Statistics, details: dict[str, Any]
+) -> Iterator[EncodedSample]:
+    """The samples; at its end it fills `details`."""
+    example: Runs = []
+    text_only, chats = True, False
+    kinds: set[bool] = set()
+
+    def watched() -> Iterator[Sample]:
+        nonlocal text_only, chats
+        for sample in read_samples([source], statistics.left_out):
+            text_only = text_only and sample.text is not None and not sample.prompt
+            chats = chats or bool(sample.messages)
+            kinds.add(bool(sample.answer))
+            if not example:
+                example.extend(_rendered(sample, encoder))
+            yield sample
+
+    yield from whole_pairs(encode_samples(watched(), encoder, statistics), statistics)
+    if len(kinds) > 1:
+        what, fix = "holds preferences and other samples", "give each a source of its own"
+        raise DataError(what, where=source.name, fix=fix)
+    if not statistics.samples:
+        reasons = "; ".join(statistics.left_out.lines())
+        what = f"no sample is left to train on (left out: {reasons})"
+        raise DataError(what, where=source.name, fix="see data.train_on, data.sequence_length and data.too_long")
+    details |= {
+        "statistics": _as_json(statistics),
+        "example": example,
+        "text_only": text_only,
+        "chats": chats,
+        "pairs": True in kinds,
+    }
+
+
+def _as_json(statistics: Statistics) -> dict[str, Any]:
+    """What `statistics_of` reads. `dataclasses.asdict` breaks counters before Python 3.12."""
+    left_out = statistics.left_out
+    kept = {"bad": left_out.bad, "counts": dict(left_out.counts), "first": left_out.first}
+    plain = {one.name: getattr(statistics, one.name) for one in fields(Statistics)}
+    return {**plain, "left_out": kept, "notes": dict(statistics.notes)}
+
+
+def _rendered(sample: Sample, encoder: Encoder) -> Runs:
+    """`sample`, or nothing where it is not trained on."""
+    try:
+        runs = render_example(sample, encoder)
+    except (SampleError, IndexError, ValueError):
+        return []
+    return runs if any(trained for _, trained in runs) else []
+
+
+def _key(source: Source, encoder: Encoder, bad: str) -> str:
+    schema = source.schema
+    how = [schema.format, dict(schema.columns), dict(schema.tags)]
+    which = [source.split, source.subset, source.folder, source.pattern, source.limit]
+    content = [FORMAT, encoder.identity, _content(source), how, which, bad]
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _content(source: Source) -> object:
+    """What tells the content of `source` from any other."""
+    path = usable_path(source.name, error=DataError)
+    if path.is_file():
+        return [path.suffix, _digest(path)]
+    if path.is_dir():
+        try:
+            files = sorted(file for file in path.rglob("*") if file.is_file())
+        except OSError as error:
+            raise _unreadable(error, path) from error
+        return [[str(file.relative_to(path)), _digest(file)] for file in files]
+    if path.exists():
+        return source.name
+    import huggingface_hub
+
+    try:
+        commit = huggingface_hub.HfApi().dataset_info(source.name, timeout=HUB_TIMEOUT_SECONDS).sha
+    except Exception:  # no common base; whether there is such a data set at all, the reader says
+        commit = None
+    return [source.name, commit]
+
+
+def _digest(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise _unreadable(error, path) from error
+
+
+def _unreadable(error: OSError, path: Path) -> DataError:
+    return DataError(error.strerror or str(error), where=str(error.filename or path), fix="make it readable")

@@ -1,0 +1,400 @@
+"""Rows to samples: what each of the common fine-tuning formats means.
+
+A sample is a conversation, a text (behind a prompt that is not trained, perhaps), or token ids:
+
+    chat         messages [, tools, system]                      a list of {"role", "content"}
+    sharegpt     conversations [, tools, system]                 a list of {"from", "value"}
+    completion   prompt, completion [, tools, system]            two texts, or messages
+    alpaca       instruction, output [, input, system, history]  a conversation
+    text         text                                            all of it is trained
+    tokens       input_ids [, labels, attention_mask]            labels are -100 or the id at that very place
+    preference   chosen, rejected [, prompt and others]          two samples: see `preferences`
+
+`auto` takes the first of preference, tokens, chat, sharegpt, completion, alpaca and text whose required fields a row
+has. `columns` says what the user calls a field, `tags` what turns call roles and keys; chat and sharegpt are told apart
+by the keys of the first turn. Rows that are marked as good or bad, as data for KTO is, are refused: trained as they
+are, the bad ones would be learned too. Left out: pictures.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NoReturn, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from megatrain.data.messages import (
+    OTHER_ROLES,
+    ROLES,
+    Message,
+    Tool,
+    columns_for,
+    read_calls,
+    read_messages,
+    read_tools,
+    tags_for,
+)
+from megatrain.data.read_rows import Row
+from megatrain.data.token_files import TokenArray
+from megatrain.errors import ConfigError, SampleError
+
+Format: TypeAlias = Literal["auto", "preference", "chat", "alpaca", "sharegpt", "completion", "text", "tokens"]
+
+# Format -> its (required, optional) fields; in the order in which `auto` tries them.
+FIELDS: dict[Format, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "preference": (("chosen", "rejected"), ("prompt", "instruction", "input", "conversations", "tools", "system")),
+    "tokens": (("input_ids",), ("labels", "attention_mask")),
+    "chat": (("messages",), ("tools", "system")),
+    "sharegpt": (("conversations",), ("tools", "system")),
+    "completion": (("prompt", "completion"), ("tools", "system")),
+    "alpaca": (("instruction", "output"), ("input", "system", "history")),
+    "text": (("text",), ()),
+}
+KNOWN_FIELDS = tuple(sorted({name for fields in FIELDS.values() for names in fields for name in names}))
+# LLaMA-Factory's name of a tag -> (its role, or None for a key; what is taken for it where the user names nothing)
+TAGS: dict[str, tuple[str | None, tuple[str, ...]]] = {
+    "role_tag": (None, ("from",)),
+    "content_tag": (None, ("value",)),
+    "user_tag": ("user", ("human", "user")),
+    "assistant_tag": ("assistant", ("gpt", "assistant", "chatgpt", "model", "bot")),
+    "system_tag": ("system", ("system",)),
+    "observation_tag": ("tool", ("observation", "tool", "function_response")),
+    "function_tag": ("call", ("function_call",)),
+}
+WITH_TURNS: tuple[Format, ...] = ("auto", "chat", "sharegpt", "preference")
+KEYS_OF_TURNS = {"role": "role_tag", "from": "role_tag", "content": "content_tag", "value": "content_tag"}
+MARKS = ("label", "kto_tag", "desirable", "undesirable", "chosen", "rejected", "accepted", "preferred", "thumbs_up")
+"""Columns that say whether an answer is good, where they hold a boolean; with `is_` before them too."""
+WEIGHTS = ("weight", "loss_weight")
+"""What messages call how much they are trained: OpenAI and LLaMA-Factory."""
+SWITCHES = ("train", "training")
+"""The same where it is a boolean: axolotl."""
+ROLE_NAMES = {*ROLES, *OTHER_ROLES, *(name for _, names in TAGS.values() for name in names)}
+MEDIA = ("image", "video", "audio")
+NOT_A_TARGET = -100
+
+
+@dataclass(frozen=True)
+class Schema:
+    """How rows are to be read. Raises `ConfigError` for a column or a tag that no format knows."""
+
+    format: Format = "auto"
+    columns: Mapping[str, str] = field(default_factory=dict)  # our name of a field -> the user's
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, theirs in self.columns.items():
+            if name in KEYS_OF_TURNS:
+                fix = f"set data.tags={{{KEYS_OF_TURNS[name]}: {theirs}}}"
+                raise ConfigError(f"{name!r} is no column, but a key of turns", where="data.columns", fix=fix)
+        _require_known(self.columns, set(KNOWN_FIELDS), "data.columns")
+        _require_known(self.tags, set(TAGS), "data.tags")
+        _require_known([self.format], set(get_args(Format)), "data.format")
+
+    def refuse_unused(self) -> None:
+        """Raise `ConfigError` for columns and tags that no row of the format has."""
+        if self.tags and self.format not in WITH_TURNS:
+            fix = f"leave data.tags out, or data.format={self.format}"
+            raise ConfigError(f"{self.format} samples have no turns", where="data.tags", fix=fix)
+        fields = FIELDS.get(self.format, (KNOWN_FIELDS, ()))
+        for name in self.columns:
+            if name not in {*fields[0], *fields[1]}:
+                fix = f"theirs are {', '.join((*fields[0], *fields[1]))}"
+                raise ConfigError(f"{self.format} samples have no {name!r}", where="data.columns", fix=fix)
+
+    def column(self, name: str) -> str:
+        """What the user calls field `name`."""
+        return self.columns.get(name, name)
+
+    def fits(self, fields: Mapping[str, Any]) -> bool:
+        """Whether a row has all that the format requires."""
+        return all(fields.get(self.column(name)) is not None for name in FIELDS[self.format][0])
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """What to train on: `messages`, or `text`, or `ids` with `trained` (bool, as long)."""
+
+    origin: str
+    messages: tuple[Message, ...] = ()
+    tools: tuple[Tool, ...] = ()
+    untrained: frozenset[int] = frozenset()  # messages that are context: of a prompt, or with a weight of 0
+    prompt: str = ""  # stands before `text` and is not trained
+    text: str | None = None
+    ids: TokenArray | None = None
+    trained: npt.NDArray[np.bool_] | None = None
+    answer: Literal["", "chosen", "rejected"] = ""  # of a preference; the two follow one another
+
+
+def detect_schema(row: Row, schema: Schema) -> Schema:
+    """`schema` with its format decided by `row`, where it is `auto`. Raises `SampleError` where nothing fits."""
+    if schema.format == "chat" and schema.fits(row.fields):
+        return _by_turns(row, schema) if schema.tags else schema
+    if schema.format != "auto":
+        return schema
+    for name in FIELDS:
+        candidate = replace(schema, format=name)
+        if not candidate.fits(row.fields):
+            continue
+        if name not in ("preference", "tokens", "text"):
+            _refuse_half_a_pair(row)
+        return _by_turns(row, candidate) if name in ("chat", "sharegpt") else candidate
+    held = ", ".join(map(repr, row.fields)) or "nothing"
+    raise SampleError(
+        f"none of the known formats: it holds {held[:200]}",
+        reason="of no known format",
+        where=row.place,
+        fix=columns_for(row.fields, KNOWN_FIELDS, ROLE_NAMES),
+    )
+
+
+def _by_turns(row: Row, schema: Schema) -> Schema:
+    """`schema`, of chat or sharegpt, as the other of the two where the keys of the first turn or the tags say so."""
+    column = schema.column(FIELDS[schema.format][0][0])
+    turns = row.fields[column]
+    first = turns[0] if isinstance(turns, Sequence) and turns and isinstance(turns[0], Mapping) else {}
+    if schema.tags:
+        usual = {"role_tag": "role", "content_tag": "content"} if "role" in first else {}
+        return replace(
+            schema,
+            format="sharegpt",
+            columns={**schema.columns, "conversations": column},
+            tags={**usual, **schema.tags},
+        )
+    if "role" in first:
+        return replace(schema, format="chat", columns={**schema.columns, "messages": column})
+    if "from" in first:
+        return replace(schema, format="sharegpt", columns={**schema.columns, "conversations": column})
+    return schema
+
+
+def _refuse_half_a_pair(row: Row) -> None:
+    """Raise `SampleError` for a rejected answer where no field is called `chosen`."""
+    for name, value in row.fields.items():
+        if name.lower().startswith("rejected") and isinstance(value, str | Sequence | Mapping) and value:
+            what = f"{name!r} holds a rejected answer, and there is no 'chosen' one"
+            fix = "set data.columns={chosen: ..., rejected: ...} and train.objective=dpo, or data.format, or remove it"
+            raise SampleError(what, reason="half a preference", where=row.place, fix=fix)
+
+
+def read_sample(row: Row, schema: Schema) -> Sample:
+    """What `row` means under `schema`, whose format is decided. Raises `SampleError`: what is wrong, and where."""
+    require_fields(row, schema)
+    _refuse_marks(row, schema)
+    sample = _READERS[schema.format](row, schema)
+    _require_text_only(row, sample)
+    return _weighed(sample) if sample.messages else sample
+
+
+def require_fields(row: Row, schema: Schema) -> None:
+    """Raise `SampleError` where a row lacks what its format has."""
+    if not schema.fits(row.fields):
+        _refuse_marks(row, schema)
+        lacking = next(n for n in FIELDS[schema.format][0] if row.fields.get(schema.column(n)) is None)
+        held = ", ".join(map(repr, row.fields)) or "nothing"
+        what = f"no {schema.column(lacking)!r}, which {schema.format} samples have; it holds {held}"
+        fix = "add the field, or set data.columns to what it is called"
+        raise SampleError(what, reason=f"without {schema.column(lacking)!r}", where=row.place, fix=fix)
+
+
+def _refuse_marks(row: Row, schema: Schema) -> None:
+    """Raise `SampleError` where a column says whether the answer is good: what is bad must not be learned."""
+    if schema.format in ("text", "tokens"):
+        return
+    required, optional = FIELDS[schema.format]
+    fields = {schema.column(name) for name in (*required, *optional)}
+    for name, value in row.fields.items():
+        plain = name.lower().removeprefix("is_")
+        if plain not in MARKS or name in fields:
+            continue
+        if isinstance(value, bool | np.bool_) or (plain != "label" and isinstance(value, int) and value in (0, 1)):
+            what = f"{name!r} marks the answer as good or bad, as data for KTO does, which is not trained on here"
+            fix = "keep the rows with good answers and remove the column"
+            raise SampleError(what, reason="marked as good or bad", where=row.place, fix=fix)
+
+
+def _require_text_only(row: Row, sample: Sample) -> None:
+    """Refuses what speaks of a picture that a column holds, as LLaVA's and LLaMA-Factory's data do."""
+    for kind in MEDIA:
+        said = [message.get("content", "") for message in sample.messages]
+        held = [name for name in (kind, f"{kind}s") if row.fields.get(name)]
+        if held and any(f"<{kind}>" in text for text in (*said, sample.prompt)):
+            what = f"speaks of what {held[0]!r} holds; only text is trained"
+            raise SampleError(what, reason="content that is not text", where=row.place, fix="remove the sample")
+
+
+def _read_chat(row: Row, schema: Schema) -> Sample:
+    messages = read_messages(row.fields[schema.column("messages")], row.place)
+    return Sample(row.place, _with_system(messages, row, schema), _tools(row, schema))
+
+
+def _read_sharegpt(row: Row, schema: Schema) -> Sample:
+    turns = row.fields[schema.column("conversations")]
+    if not isinstance(turns, Sequence) or isinstance(turns, str):
+        what = f"{schema.column('conversations')!r} is {type(turns).__name__}, not a list of turns"
+        raise SampleError(what, reason="no messages", where=row.place)
+    role_key, content_key = (schema.tags.get(key, TAGS[key][1][0]) for key in ("role_tag", "content_tag"))
+    roles = {name: role for tag, (role, names) in TAGS.items() if role for name in names}
+    roles |= {schema.tags[tag]: role for tag, (role, _) in TAGS.items() if role and tag in schema.tags}
+    messages: list[Message] = []
+    for number, turn in enumerate(turns, start=1):
+        for key in (role_key, content_key):
+            if not isinstance(turn, Mapping) or turn.get(key) is None:
+                what = f"message {number} has no {key!r}"
+                fix = tags_for(turn if isinstance(turn, Mapping) else {}, ROLE_NAMES)
+                raise SampleError(what, reason=f"message without {key!r}", where=row.place, fix=fix)
+        said, named = turn[content_key], turn[role_key]
+        role = roles.get(named) if isinstance(named, str) else None
+        if role is None:
+            what = f"message {number} has the role {named!r}"
+            fix = f"known are {', '.join(roles)}; for others set data.tags={{user_tag: ..., assistant_tag: ...}}"
+            raise SampleError(what, reason="unknown role", where=row.place, fix=fix)
+        if role == "call":
+            messages.append({"role": "assistant", "tool_calls": read_calls(said, row.place)})
+        else:
+            extra = {key: value for key, value in turn.items() if key not in (role_key, content_key)}
+            messages.append({**extra, "role": role, "content": said})
+    return Sample(row.place, _with_system(read_messages(messages, row.place), row, schema), _tools(row, schema))
+
+
+def _read_completion(row: Row, schema: Schema) -> Sample:
+    prompt, completion = (row.fields[schema.column(name)] for name in ("prompt", "completion"))
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return Sample(row.place, prompt=prompt, text=completion)
+    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    after = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    context = _with_system(read_messages(before, row.place), row, schema)
+    messages = (*context, *read_messages(after, row.place))
+    return Sample(row.place, messages, _tools(row, schema), untrained=frozenset(range(len(context))))
+
+
+def _read_alpaca(row: Row, schema: Schema) -> Sample:
+    messages: list[Message] = []
+    for pair in _optional(row, schema, "history", list) or ():
+        if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(said, str) for said in pair):
+            what = f"{schema.column('history')!r} is not a list of pairs of texts"
+            raise SampleError(what, reason="malformed history", where=row.place)
+        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    instruction = _text(row, schema, "instruction")
+    more = _optional(row, schema, "input", str)
+    question = f"{instruction}\n{more}" if instruction and more else instruction or more or ""
+    if not question.strip():
+        raise SampleError("an empty instruction", reason="empty instruction", where=row.place, fix="remove the sample")
+    messages.append({"role": "user", "content": question})
+    messages.append({"role": "assistant", "content": _text(row, schema, "output")})
+    return Sample(row.place, _with_system(messages, row, schema))
+
+
+def _read_text(row: Row, schema: Schema) -> Sample:
+    return Sample(row.place, text=_text(row, schema, "text"))
+
+
+def _read_tokens(row: Row, schema: Schema) -> Sample:
+    ids = _integers(row, schema, "input_ids")
+    trained = np.ones(len(ids), dtype=np.bool_)
+    if row.fields.get(schema.column("labels")) is not None:
+        labels = _integers(row, schema, "labels")
+        _require_length(len(labels), len(ids), row, schema.column("labels"))
+        trained = labels != NOT_A_TARGET
+        if (wrong := np.flatnonzero(trained & (labels != ids))).size:
+            at = int(wrong[0])
+            what = f"label {labels[at]} at position {at} is neither {NOT_A_TARGET} nor the id there, {ids[at]}"
+            fix = "labels stand at the place of their token; do not shift them"
+            raise SampleError(what, reason="labels that are not the ids", where=row.place, fix=fix)
+    if row.fields.get(schema.column("attention_mask")) is not None:
+        mask = _integers(row, schema, "attention_mask") != 0
+        _require_length(len(mask), len(ids), row, schema.column("attention_mask"))
+        kept = np.flatnonzero(mask)
+        if kept.size and kept[-1] - kept[0] + 1 != kept.size:
+            raise SampleError("an attention mask with a hole in it", reason="a masked middle", where=row.place)
+        ids, trained = ids[mask], trained[mask]
+    return Sample(row.place, ids=ids, trained=trained)
+
+
+_READERS = {
+    "chat": _read_chat,
+    "sharegpt": _read_sharegpt,
+    "completion": _read_completion,
+    "alpaca": _read_alpaca,
+    "text": _read_text,
+    "tokens": _read_tokens,
+}
+
+
+def _weighed(sample: Sample) -> Sample:
+    """Without what says whether a message is trained, which no template reads: a weight of 0 or 1, or a boolean."""
+    untrained = set(sample.untrained)
+    messages = []
+    for number, message in enumerate(sample.messages):
+        marks = {key: message[key] for key in WEIGHTS if key in message}
+        marks |= {key: message[key] for key in SWITCHES if isinstance(message.get(key), bool)}
+        for key, weight in marks.items():
+            if weight not in (0, 1):
+                what = f"message {number + 1} has a {key} of {weight!r}"
+                raise SampleError(what, reason="fractional weight", where=sample.origin, fix="a weight is 0 or 1")
+        if not all(marks.values()):
+            untrained.add(number)
+        messages.append({key: value for key, value in message.items() if key not in marks})
+    return replace(sample, messages=tuple(messages), untrained=frozenset(untrained))
+
+
+def _with_system(messages: Sequence[Message], row: Row, schema: Schema) -> tuple[Message, ...]:
+    """`messages` behind the text of a column of its own, where there is one."""
+    system = _optional(row, schema, "system", str)
+    if not system:
+        return tuple(messages)
+    if messages[0]["role"] == "system":
+        what = f"a system message beside the column {schema.column('system')!r}"
+        raise SampleError(what, reason="two system messages", where=row.place, fix="keep one of them")
+    return ({"role": "system", "content": system}, *messages)
+
+
+def _tools(row: Row, schema: Schema) -> tuple[Tool, ...]:
+    tools = row.fields.get(schema.column("tools"))
+    return read_tools(tools, row.place) if tools else ()
+
+
+def _text(row: Row, schema: Schema, name: str) -> str:
+    value = row.fields[schema.column(name)]
+    return value if isinstance(value, str) else _wrong_type(row, schema, name, value, str)
+
+
+def _optional(row: Row, schema: Schema, name: str, kind: type) -> Any:
+    value = row.fields.get(schema.column(name))
+    return value if value is None or isinstance(value, kind) else _wrong_type(row, schema, name, value, kind)
+
+
+def _integers(row: Row, schema: Schema, name: str) -> npt.NDArray[np.int64]:
+    values = row.fields[schema.column(name)]
+    if isinstance(values, str) or not isinstance(values, Sequence | np.ndarray):
+        _wrong_type(row, schema, name, values, list)
+    try:
+        array = np.asarray(values)
+    except (ValueError, OverflowError):  # rows of several lengths
+        array = np.empty((0, 0))
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        what = f"{schema.column(name)!r} is not a list of integers"
+        raise SampleError(what, reason=f"malformed {schema.column(name)!r}", where=row.place)
+    return array.astype(np.int64)
+
+
+def _require_length(length: int, expected: int, row: Row, name: str) -> None:
+    if length != expected:
+        what = f"{length} {name} for {expected} ids"
+        raise SampleError(what, reason=f"{name} of another length", where=row.place)
+
+
+def _wrong_type(row: Row, schema: Schema, name: str, value: object, kind: type) -> NoReturn:
+    what = f"{schema.column(name)!r} is {type(value).__name__}, not {kind.__name__}"
+    raise SampleError(what, reason=f"{schema.column(name)!r} of another type", where=row.place)
+
+
+def _require_known(names: Mapping[str, str] | Sequence[str], known: set[str], where: str) -> None:
+    for name in names:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, sorted(known), n=1)
+            fix = f"did you mean {nearest[0]!r}?" if nearest else f"known are {', '.join(sorted(known))}"
+            raise ConfigError(f"unknown name {name!r}", where=where, fix=fix)

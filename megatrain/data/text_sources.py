@@ -1,0 +1,353 @@
+"""Sources to text (files, folders, JSONL, the standard library), and text to a token file, made once and kept.
+
+A source is
+* a text file, whatever its suffix: one document;
+* a `.jsonl` file: one document per line, its `text` field;
+* a folder: every file below it that matches a pattern, in sorted order, each read as above;
+* `python-stdlib`: the Python code of the running interpreter's standard library (write `./python-stdlib` for
+  a folder of that name), so that there is real text where there is no network.
+
+A source named twice counts twice. What a folder holds beyond text is left out and counted by reason, never in
+silence; a file that the user named must be text. Text is UTF-8, a byte-order mark is dropped and line ends
+are kept. A large file comes in pieces cut after a line, so that memory does not grow with it. Links to
+folders are not followed. Left out: compressed files and Parquet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sysconfig
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, TextIO
+
+import numpy as np
+
+from megatrain.data.json_text import parsed
+from megatrain.data.token_files import TokenArray, TokenFile, is_token_file, open_tokens, write_tokens
+from megatrain.data.tokenizer import (
+    Tokenizer,
+    encode_texts,
+    end_of_text_id,
+    tokenizer_identity,
+    vocabulary_size,
+)
+from megatrain.errors import DataError
+from megatrain.system.locks import alone
+from megatrain.system.paths import missing, usable_path
+
+STDLIB = "python-stdlib"
+PIECE_CHARACTERS = 1 << 20
+COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ", b"PK\x03\x04")  # gzip, zstd, bzip2, xz, zip
+
+# Not written for a reader (tests, tables), not the library's (site-packages), or second copies.
+STDLIB_LEFT_OUT = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings"}
+)
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file to read, and what tells whether it has changed since."""
+
+    path: Path
+    nbytes: int
+    mtime_ns: int
+    named: bool  # named by the user, not found in a folder: it must be text
+
+
+class Piece(NamedTuple):
+    """Part of a document, never empty. A document may be several pieces."""
+
+    text: str
+    ends_document: bool
+
+
+def find_files(sources: Sequence[str | Path], pattern: str = "*") -> tuple[list[SourceFile], Counter[str]]:
+    """The files of `sources` in reading order, and how much of the folders was left out, by reason.
+
+    `pattern` chooses the files of a folder, matched from the right: `*.md` at any depth, `docs/*.md` in any
+    `docs`. Raises `DataError` for a source that is missing or cannot be read, or where nothing matches.
+    """
+    files: list[SourceFile] = []
+    skipped: Counter[str] = Counter()
+    for source in sources:
+        path = usable_path(source, error=DataError)
+        if source == STDLIB:
+            found = _stdlib_files()
+        elif path.is_dir():
+            found = _folder_files(path, pattern, skipped)
+        elif path.is_file():
+            found = [path]
+        elif path.exists():
+            raise DataError("neither a file nor a folder", where=str(path))
+        else:
+            raise missing(path, DataError)
+        files += [_source_file(file, named=file == path) for file in found]
+    if not sources:
+        raise DataError("no data source was given", fix=f"name a file or folder, or `{STDLIB}`")
+    return files, skipped
+
+
+def read_pieces(files: Iterable[SourceFile], skipped: Counter[str]) -> Iterator[Piece]:
+    """The documents of `files`, piece by piece; what is left out is added to `skipped`, by reason.
+
+    Raises `DataError` for a file that the user named and that is not UTF-8 text, and for a malformed JSONL
+    line.
+    """
+    for file in files:
+        try:
+            if file.path.suffix.lower() == ".jsonl":
+                yield from _jsonl_pieces(file.path, skipped)
+            elif file.named or _is_text(file.path):
+                yield from _text_pieces(file.path, skipped)
+            else:
+                skipped["not UTF-8 text"] += 1
+        except UnicodeDecodeError as error:
+            raise _not_text(error, file.path) from error
+        except OSError as error:
+            raise _unreadable(error, file.path) from error
+
+
+def _source_file(path: Path, *, named: bool) -> SourceFile:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise _unreadable(error, path) from error
+    # Not resolved: a link of the hub's cache has the file's name, and what it leads to has none.
+    return SourceFile(path.absolute(), status.st_size, status.st_mtime_ns, named)
+
+
+def _folder_files(folder: Path, pattern: str, skipped: Counter[str]) -> list[Path]:
+    glob = pattern.removeprefix("**/")  # which every pattern means
+    if not glob or "**" in glob or glob.startswith("/"):
+        raise DataError(f"{pattern!r} is not a pattern for files", where=str(folder), fix="write `*.txt`")
+    found: list[Path] = []
+    for path in _walk(folder, skipped, frozenset()):
+        if not path.relative_to(folder).match(glob):
+            continue
+        if path.name.startswith("."):
+            skipped["hidden"] += 1
+        elif not _is_file(path):
+            skipped["special"] += 1  # a pipe, a broken link
+        else:
+            found.append(path)
+    if not found:
+        fix = "name a folder with text in it" if glob == "*" else "correct the pattern"
+        raise DataError(f"no file matches {pattern!r}", where=str(folder), fix=fix)
+    return sorted(found)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError as error:  # in a folder that may be listed and not entered
+        raise _unreadable(error, path) from error
+
+
+def _stdlib_files() -> list[Path]:
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    found = sorted(path for path in _walk(folder, Counter(), STDLIB_LEFT_OUT) if path.suffix == ".py")
+    if not found:
+        fix = "name another source: this interpreter keeps its library elsewhere"
+        raise DataError(f"no Python file in {folder}", where=STDLIB, fix=fix)
+    return found
+
+
+def _walk(folder: Path, skipped: Counter[str], without: frozenset[str]) -> Iterator[Path]:
+    """What is in `folder` and below, but for folders: hidden and linked ones and those named in `without`."""
+    for place, folders, names in os.walk(folder, onerror=_refuse):
+        inside = []
+        for name in folders:
+            if name.startswith("."):
+                skipped["hidden"] += 1
+            elif os.path.islink(os.path.join(place, name)):
+                skipped["linked"] += 1
+            elif name not in without:
+                inside.append(name)
+        folders[:] = inside  # where `os.walk` goes next
+        yield from (Path(place, name) for name in names)
+
+
+def _refuse(error: OSError) -> NoReturn:
+    raise _unreadable(error, error.filename) from error
+
+
+def _not_text(error: UnicodeDecodeError, path: Path) -> DataError:
+    with path.open("rb") as file:
+        head = file.read(8)
+    if head.startswith(COMPRESSED):
+        return DataError("is compressed", where=str(path), fix="decompress it")
+    what = f"not UTF-8 text ({error.reason})"
+    return DataError(what, where=str(path), fix="convert it to UTF-8, or leave it out")
+
+
+def _unreadable(error: OSError, path: Path | str) -> DataError:
+    return DataError(error.strerror or str(error), where=str(path), fix="make it readable, or leave it out")
+
+
+def _text_pieces(path: Path, skipped: Counter[str]) -> Iterator[Piece]:
+    """A text file in pieces of about `PIECE_CHARACTERS`. Raises `UnicodeDecodeError` where it is not text."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        text = _next_piece(file)
+        if not text:
+            skipped["empty"] += 1
+        while text:
+            following = _next_piece(file)
+            yield Piece(text, ends_document=not following)
+            text = following
+
+
+def _next_piece(file: TextIO) -> str:
+    text = file.read(PIECE_CHARACTERS)
+    text += file.readline(PIECE_CHARACTERS)  # to the end of the line, where that is near
+    if "\0" in text:
+        raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "a zero byte")
+    return text
+
+
+def _is_text(path: Path) -> bool:
+    """Reads all of it: a file must not be given up half way."""
+    try:
+        for _ in _text_pieces(path, Counter()):
+            pass
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _jsonl_pieces(path: Path, skipped: Counter[str]) -> Iterator[Piece]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            text = _text_field(line, where=f"{path}:{number}")
+            if text:
+                yield Piece(text, ends_document=True)
+            else:
+                skipped["empty line of JSONL"] += 1
+
+
+def _text_field(line: bytes, *, where: str) -> str:
+    try:
+        record = parsed(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"not a line of JSON ({error})", where=where, fix="correct or remove the line") from error
+    fix = 'each line must be {"text": "..."}'
+    if not isinstance(record, dict):
+        raise DataError(f"{type(record).__name__} in place of an object", where=where, fix=fix)
+    if "text" not in record:
+        held = ", ".join(map(repr, record)) or "nothing"
+        raise DataError(f"no field 'text'; the line holds {held}", where=where, fix=fix)
+    text = record["text"]
+    if not isinstance(text, str):
+        raise DataError(f"field 'text' is {type(text).__name__}, not a string", where=where, fix=fix)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError("field 'text' holds a lone surrogate", where=where, fix="remove its escape") from error
+    return text
+
+
+# To a token file ------------------------------------------------------------------------------------------------------
+#
+# Sources to one token file: text is tokenised once, and kept so that the next run starts at once.
+#
+# The cache key is a hash of every file's path, size and time of change and of the tokenizer's rules; a file
+# that changes is tokenised again, with the rest of its dataset. An end-of-text token closes every document. The
+# counts of documents and of what was left out are kept with the tokens, so a run that starts from the cache
+# reports the same. Left out: removing old cache entries, and progress while tokenising.
+
+
+FORMAT = 1  # part of the cache key: raise it when the same text would give other tokens
+BATCH_CHARACTERS = 1 << 22  # encoded at once, which is what a tokenizer spreads over its threads
+
+
+def prepare_tokens(
+    sources: str | Path | Sequence[str | Path], tokenizer: Tokenizer, *, cache: Path, pattern: str = "*"
+) -> TokenFile:
+    """The tokens of `sources`: one token file as it is, or text files, folders and JSONL, tokenised.
+
+    `pattern` chooses the files of folders. Raises `DataError` for whatever cannot be read, and for
+    sources without any text.
+    """
+    named = [sources] if isinstance(sources, str | Path) else list(sources)
+    if any(_names_tokens(source) for source in named):
+        if len(named) > 1:
+            what = "a token file stands alone and cannot be mixed with other sources"
+            raise DataError(what, where=", ".join(map(str, named)), fix="join the tokens into one file")
+        return open_tokens(named[0])
+    files, skipped = find_files(named, pattern)
+    path = cache / f"{_cache_key(files, tokenizer)}.bin"
+    if _is_written(path):
+        return open_tokens(path)
+    with alone(path):
+        if _is_written(path):
+            return open_tokens(path)
+        details: dict[str, Any] = {"sources": list(map(str, named)), "tokenizer": str(tokenizer.name_or_path)}
+        arrays = _token_arrays(files, tokenizer, skipped, details)
+        return write_tokens(path, arrays, vocabulary_size(tokenizer), details)
+
+
+def describe_tokens(file: TokenFile) -> str:
+    """One line for the user: how many tokens, from what, and what was left out."""
+    line = f"{len(file):,} tokens from {file.path}"
+    if "documents" not in file.details:
+        return line
+    line = f"{len(file):,} tokens from {file.details['documents']:,} documents"
+    skipped = ", ".join(f"{count} {reason}" for reason, count in file.details.get("skipped", {}).items())
+    return f"{line} (left out: {skipped})" if skipped else line
+
+
+def _is_written(path: Path) -> bool:
+    return path.is_file() and path.with_suffix(".json").is_file()
+
+
+def _names_tokens(source: str | Path) -> bool:
+    return source != STDLIB and is_token_file(Path(source))
+
+
+def _cache_key(files: Sequence[SourceFile], tokenizer: Tokenizer) -> str:
+    listing = [(str(file.path), file.nbytes, file.mtime_ns, file.named) for file in files]
+    content = json.dumps([FORMAT, tokenizer_identity(tokenizer), listing])
+    return hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
+def _token_arrays(
+    files: Sequence[SourceFile], tokenizer: Tokenizer, skipped: Counter[str], details: dict[str, Any]
+) -> Iterator[TokenArray]:
+    """The ids of all documents, each closed by end-of-text. At its end it fills `details` with the counts."""
+    closing = np.array([end_of_text_id(tokenizer)], dtype=np.int64)
+    documents = 0
+    for batch in _batches(read_pieces(files, skipped)):
+        parts: list[TokenArray] = []
+        for piece, ids in zip(batch, encode_texts(tokenizer, [piece.text for piece in batch]), strict=True):
+            parts.append(ids)
+            if piece.ends_document:
+                parts.append(closing)
+                documents += 1
+        yield np.concatenate(parts)
+    details |= {"files": len(files), "documents": documents, "skipped": dict(skipped)}
+    if documents == 0:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "all of them are empty"
+        where = ", ".join(details["sources"])
+        raise DataError(
+            f"no text in {len(files)} files (left out: {reasons})", where=where, fix="name a source with text"
+        )
+
+
+def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
+    characters = 0
+    for piece in pieces:
+        batch.append(piece)
+        characters += len(piece.text)
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,113 @@
+"""Fixed windows over a stream of tokens: window i is tokens [i * window, (i + 1) * window).
+
+Documents run on across the edges of windows, with an end-of-text token between them, so that no token is
+padding. What remains after the last whole window is unused and counted. Labels equal the inputs: a Hugging
+Face model shifts them in its loss. Left out: attention masks between documents, and padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from megatrain.data.micro_batches import Row
+from megatrain.data.sampler import epoch_order
+from megatrain.data.token_files import TokenFile, require_ids_below
+from megatrain.errors import DataError
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The `count` windows from window `first` on. Immutable; holds no token in memory."""
+
+    file: TokenFile
+    window: int  # tokens
+    vocab_size: int
+    first: int
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Windows `indices` (0 <= index < count) as a new array (len(indices), window).
+
+        Raises `DataError` for an id outside the vocabulary, with its position in the file.
+        """
+        batch = np.empty((len(indices), self.window), dtype=np.int64)
+        for row, index in zip(batch, indices, strict=True):
+            if not 0 <= index < self.count:
+                raise IndexError(f"window {index} of {self.count}")
+            start = (self.first + int(index)) * self.window
+            row[:] = self.file.ids[start : start + self.window]
+            require_ids_below(row, self.vocab_size, start, self.file.path)
+        return batch
+
+    def row(self, index: int) -> Row:
+        """Window `index`, all of it to be predicted."""
+        (ids,) = self.read(np.array([index]))
+        return Row(ids, ids)
+
+    def order(self, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+        """A permutation."""
+        return epoch_order(seed, epoch, self.count)
+
+    def targets(self, index: int) -> int:
+        """All but the first token, whatever `index` is."""
+        return self.window - 1
+
+    @property
+    def identity(self) -> dict[str, str | int]:
+        """What makes these windows these and no others, as JSON: for the state of a loader."""
+        return {
+            "dataset": self.file.fingerprint,
+            "window": self.window,
+            "first": self.first,
+            "windows": self.count,
+        }
+
+
+def pack(file: TokenFile, *, window: int, vocab_size: int) -> Windows:
+    """All whole windows of `window` tokens in `file`.
+
+    A file whose writer did not vouch for its ids is read once, whole, so that a wrong id ends the run before
+    it starts. Raises `DataError` where there is not one window, or an id is outside the model's vocabulary of
+    `vocab_size`.
+    """
+    if window < 2:
+        raise DataError(f"a window of {window} tokens holds nothing to predict", fix="use 2 tokens or more")
+    if len(file) < window:
+        fix = f"use a window of {len(file)} or less, or more text"
+        raise DataError(f"{len(file)} tokens are less than one window of {window}", where=str(file.path), fix=fix)
+    file.require_ids_below(vocab_size)
+    return Windows(file, window, vocab_size, first=0, count=len(file) // window)
+
+
+def unused_tokens(windows: Windows) -> int:
+    """How many tokens of the file stand after its last whole window."""
+    return len(windows.file) % windows.window
+
+
+def split_windows(windows: Windows, validation_fraction: float) -> tuple[Windows, Windows | None]:
+    """(training, validation): the last `validation_fraction` of the windows, at least one, is held out.
+
+    The cut depends on nothing but the two arguments; one document at most lies on both sides of it. A
+    fraction of 0 holds out nothing and gives None. Raises `DataError` where nothing would be left to train
+    on.
+    """
+    if not 0 <= validation_fraction < 1:
+        raise DataError(f"a validation fraction of {validation_fraction}", fix="use 0 or more and less than 1")
+    if validation_fraction == 0:
+        return windows, None
+    held_out = max(1, round(windows.count * validation_fraction))
+    trained = windows.count - held_out
+    if trained < 1:
+        what = f"holding out {held_out} of {windows.count} windows for validation leaves none to train on"
+        fix = "use a smaller window or validation fraction, or more text"
+        raise DataError(what, where=str(windows.file.path), fix=fix)
+    return (
+        replace(windows, count=trained),
+        replace(windows, first=windows.first + trained, count=held_out),
+    )

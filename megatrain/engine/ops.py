@@ -1,0 +1,517 @@
+"""What each op of a training step does: the streamer.
+
+The streamer gives every op of a schedule its meaning, in terms of a ported model, leased memory and activations. It
+changes no state itself: gradients go to a sink. Randomness inside layers (dropout) is a function of (seed, step, unit,
+micro-batch) alone, so a recomputed layer draws what it drew before, and no schedule can change what is drawn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from megatrain.device import Device
+from megatrain.engine.activations import Graph, pack, unpack
+from megatrain.engine.autograd import Forming, Homes
+from megatrain.engine.batch import MicroBatch, count_targets, for_model, model_inputs, targets_of
+from megatrain.engine.chunked_loss import (
+    Chunks,
+    Found,
+    LossFn,
+    StepResult,
+    differentiate,
+    divisor_of,
+    measure,
+    own_entries,
+)
+from megatrain.engine.executor import Executor
+from megatrain.engine.gradient_sums import GradSink, UnitSum, send_to_sum
+from megatrain.engine.phased_call import OPEN, Gates, calls_of, undisturbed, unwinding
+from megatrain.engine.step_state import DTYPE_OF_NBYTES, PART_NAMES, Current, access_of, part_of
+from megatrain.engine.sync_free_inputs import HostAnswers
+from megatrain.engine.weights import Bound, UnitBinder, names_weights, place_of
+from megatrain.errors import LossError, NonFinite
+from megatrain.memory import Held, Pool
+from megatrain.model import Answering, Keeping, PortedModel, Sides
+from megatrain.schedule import CALLS, Op, Schedule, Timeline
+from megatrain.schedule.contents import Gradient, Hidden, LayerGraph, Saved, Weights
+from megatrain.spec import Numerics, Policy, Precision
+from megatrain.spec.layout import layout_of
+
+DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class Streamer:
+    """Runs schedules of one model on one device. `seed` decides everything random inside layers."""
+
+    def __init__(
+        self, ported: PortedModel, device: Device, pool: Pool, numerics: Numerics, policy: Policy, seed: int = 0
+    ) -> None:
+        self.ported, self.device, self.seed = ported, device, seed
+        self.numerics, self.policy = numerics, policy
+        self.spec = ported.structure
+        self.dtype = DTYPES[numerics.precision]
+        self._executor = Executor(device, pool, self._locate)
+        self.timeline: Timeline | None = None
+        """When the ops of the last schedule ran, if the device is timed."""
+        self.region: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Entered around the ops of each schedule, and nothing else: what may be broken off from outside."""
+        self._running: Schedule | None = None
+        self._layouts = [layout_of(unit) for unit in self.spec.units]
+        self._binders = [
+            UnitBinder(unit, ported.prefix(index - 1) if unit.kind == "layer" else "")
+            for index, unit in enumerate(self.spec.units)
+        ]
+        if numerics.mlp_chunk_tokens:
+            _ = ported.parts  # found now, and not within a step
+        ported.to_device(device.torch_device)
+
+    def run_schedule(
+        self,
+        schedule: Schedule,
+        micro_batches: Sequence[MicroBatch],
+        sink: GradSink | None,
+        number: int = 0,
+        loss_fn: LossFn | None = None,
+        router_weights: Sequence[float] | None = None,
+    ) -> StepResult:
+        """Execute a schedule; `number` is the step's, for randomness. Leaves the caller's random state as it was.
+
+        loss_fn: cross-entropy if not given. router_weights: per micro-batch, what its router auxiliary loss counts for
+        in the step's loss, if not by its share of the divisor. Raises `NonFinite` when the loss is not finite,
+        `LossError` for what is no loss, and whatever an op, the sink or the loss function raises.
+        """
+        labels = [batch["labels"].cpu() for batch in micro_batches]
+        tokens = sum(count_targets(batch) for batch in micro_batches)
+        divisors = [divisor_of(loss_fn, batch) for batch in micro_batches]
+        total = sum(divisors)
+        if micro_batches and not total > 0:
+            raise LossError("every micro-batch counts for nothing", where="divisor", fix="divide by more than 0")
+        own = own_entries(loss_fn)
+        seen = [for_model(batch, own) for batch in micro_batches]
+        scale = 1.0 / (total or 1.0)
+        routed = divisors if router_weights is None else [weight * total for weight in router_weights]
+        now = Current(seen, labels, sink, number, scale, loss_fn, micro_batches, divisors, routed)
+        if not self.device.shares_memory:
+            staged = iter(self.device.staged([each for found in map(targets_of, labels) for each in found]))
+            now.targets = list(zip(staged, staged, strict=True))
+        self._execute(schedule, now)
+        return StepResult(_finite_loss(now) / (total or 1.0), tokens, *_reports(now))
+
+    def under_way(self) -> tuple[list[tuple[str, str, float]], float]:
+        """(op, stream, seconds) of each stream that is at one, and the seconds since any began or ended."""
+        now = time.monotonic()
+        at = [(op, stream, now - since) for stream, (op, since) in list(self._executor.under_way.items())]
+        return at, now - self._executor.moved
+
+    def next_logits(self, schedule: Schedule, inputs: Mapping[str, Any], kept: int = 1) -> Tensor:
+        """Execute a forward schedule on the arguments of a forward, `input_ids` int64[rows, length] among them.
+
+        Returns the logits at the last `kept` positions (0 for all), float32[rows, positions, vocabulary], on the
+        device, in memory of the caller's own stream. A cache among the arguments is filled by the layers as they run.
+        """
+        self.device.synchronize()  # the inputs may come from work that no op waits for
+        now = Current([inputs], [], None, 0, 0.0, kept=kept)
+        self._execute(schedule, now)
+        assert now.logits is not None
+        found = now.logits.to(torch.float32, copy=True)  # the caller's; what ops have made is their stream's,
+        self.device.synchronize()  # which takes that memory for the next ones without asking who reads it
+        return found
+
+    def _execute(self, schedule: Schedule, now: Current) -> None:
+        """Walk the schedule. What surrounds the call (autocast, inference mode, random state) neither counts nor
+        changes."""
+
+        def perform(op: Op, held: Held, gates: Gates = OPEN) -> None:
+            if op.kind in CALLS:  # between their phases other ops may run
+                now.gates = gates
+            with undisturbed(self.device.torch_device.type):
+                ACTIONS[op.kind](self, now, op, held)
+
+        def act(op: Op, held: Held) -> None:
+            if id(op) in calls:
+                calls[id(op)].turn(held)
+            else:
+                perform(op, held)
+            for name in schedule.ended.get(id(op), ()):
+                now.activations.let_go(name)
+
+        if schedule is not self._running:
+            self.device.tidy()  # what other work has freed will not fit this as well
+        self._running = schedule
+        calls = calls_of(schedule, self._layouts, self.device.alongside, perform)
+        exact = self.device.exact_float32() if self.numerics.precision == "fp32" else nullcontext()
+        with exact, self.device.preserved_random_state(), self.region(), unwinding(calls):
+            self.timeline = self._executor.walk(schedule, act)
+
+    # Disk -----------------------------------------------------------------------------------------------------------
+
+    def _read(self, now: Current, op: Op, held: Held) -> None:
+        self._executor.pool.read(op, held)
+
+    def _write(self, now: Current, op: Op, held: Held) -> None:
+        self._executor.pool.write(op, held)
+
+    # Copies ---------------------------------------------------------------------------------------------------------
+
+    def _copy(self, now: Current, op: Op, held: Held) -> None:
+        """FETCH: a shard of weights to its slot, or ahead of it; PLACE: from there. GRAD: a shard of gradients home, in
+        the dtype that crosses the bus, by way of a cast on the device. OFFLOAD and RELOAD: a layer's input, as it is.
+        """
+        (read,), (write, *cast) = op.reads, op.writes
+        source, target = part_of(held, read), part_of(held, write)
+        if source.numel() > target.numel():
+            source, target = source.view(torch.float32), target.view(torch.bfloat16)
+        elif source.numel() < target.numel():
+            source, target = source.view(torch.bfloat16), target.view(torch.float32)
+        for between in cast:  # else the copy would make one, which no ledger knows
+            source = part_of(held, between).view(target.dtype).copy_(source)
+        target.copy_(source, non_blocking=True)
+
+    def _pass(self, now: Current, op: Op, held: Held) -> None:
+        self._executor.pool.copy(op, held)
+
+    # Compute --------------------------------------------------------------------------------------------------------
+
+    def _forward(self, now: Current, op: Op, held: Held) -> None:
+        unit, micro = op.unit, op.micro
+        alive = now.activations
+        self._reseed(now, unit, micro)
+        written = {access.content: access for access in op.writes}
+        output = written[Hidden(unit + 1, micro)].buffer
+        if unit == 0:
+            inputs, answers = self._inputs(now, micro)
+            weights = self._views(now, op, held, 0)
+            with answers, self._gate(now, op, held):
+                alive.inputs[output], alive.calls[micro] = self.ported.prologue(weights, inputs)
+            return
+        hidden = self._input(now, op, held)
+        if LayerGraph(unit, micro) in written:
+            alive.graphs[unit, micro], found, sides = self._grown(now, op, held, hidden)
+            alive.inputs[output] = found.detach()
+            alive.sides[unit, micro] = tuple(side.detach() for side in sides)
+        elif stored := written.get(Saved(unit, micro)):
+            keeping = Keeping("chosen" if "/chosen/" in stored.buffer else "attention", self.spec.hidden_size)
+            leaves = self._binders[unit].leaves(self._weights(op, held, unit))
+            leaf = hidden.detach().requires_grad_()
+            with keeping.running(), self._gate(now, op, held):
+                found, sides = self.ported.layer(unit - 1, leaves, leaf, alive.calls[micro][unit - 1], self.numerics)
+            alive.inputs[output], alive.stored[unit, micro] = found.detach(), keeping.stored()
+            alive.sides[unit, micro] = tuple(side.detach() for side in sides)
+        else:
+            weights = self._views(now, op, held, unit)
+            with self._gate(now, op, held):
+                found, sides = self.ported.layer(unit - 1, weights, hidden, alive.calls[micro][unit - 1], self.numerics)
+            alive.inputs[output] = found
+            alive.sides.setdefault((unit, micro), sides)  # once only: after the loss they are gradients
+        now.gates.end()
+        if offloaded := written.get(Hidden(unit, micro)):
+            alive.forms[unit, micro] = pack(hidden, part_of(held, offloaded), self.spec.units[unit].name)
+
+    def _inputs(self, now: Current, micro: int) -> tuple[dict[str, Any], AbstractContextManager[object]]:
+        """A micro-batch on the device, and what answers the model's questions about it."""
+        batch = now.micro_batches[micro]
+        inputs = model_inputs(batch, self.device.torch_device)
+        given = {key: each for key, each in batch.items() if isinstance(each, Tensor) and each.device.type == "cpu"}
+        return inputs, self._answers((each, given[key]) for key, each in inputs.items() if key in given)
+
+    def _answers(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> AbstractContextManager[object]:
+        return HostAnswers(pairs) if self.device.torch_device.type == "cuda" else nullcontext()
+
+    def _input(self, now: Current, op: Op, held: Held) -> Tensor:
+        """The input of a layer, [batch, length, hidden size], from where this op reads it: also from a kept graph."""
+        alive, key = now.activations, (op.unit, op.micro)
+        for access in op.reads:
+            if access.content == Hidden(op.unit, op.micro):
+                there = access.buffer in held
+                return unpack(part_of(held, access).data, alive.forms[key]) if there else alive.inputs[access.buffer]
+        return alive.graphs[key].input.detach()
+
+    def _grown(self, now: Current, op: Op, held: Held, hidden: Tensor) -> tuple[Graph, Tensor, Sides]:
+        """Run a layer with its autograd graph; what autograd saves of the weights it saves by name.
+
+        What its forward has stored is not computed again. Returns the graph, the output [batch, length, hidden size]
+        and the sides.
+        """
+        bound = Bound(self._weights(op, held, op.unit))
+        leaves = self._binders[op.unit].leaves(bound.flat)
+        leaf = hidden.detach().requires_grad_()
+        call = now.activations.calls[op.micro][op.unit - 1]
+        stored = now.activations.stored.pop((op.unit, op.micro), None)
+        answering = Answering(stored) if stored else nullcontext()
+        homes = Homes()
+        forming = self._forming(self._binders[op.unit].trained(leaves), homes)
+        with torch.enable_grad(), names_weights(bound), answering, self._gate(now, op, held), forming:
+            output, sides = self.ported.layer(op.unit - 1, leaves, leaf, call, self.numerics)
+        if stored:
+            stored.finish(self.spec.units[op.unit].name)
+        edges = [get_gradient_edge(each) for each in (output, *sides)]
+        return Graph(bound, leaves, leaf, edges, homes), output, sides
+
+    def _forming(self, trained: Sequence[tuple[str, Tensor]], homes: Homes) -> AbstractContextManager[object]:
+        """In the block, gradients of weights are formed in `homes`, where compute and sums share memory."""
+        return (
+            Forming(trained, homes) if self.policy.shares_memory and self.numerics.kernels == "stock" else nullcontext()
+        )
+
+    def _loss(self, now: Current, op: Op, held: Held) -> None:
+        unit, micro = op.unit, op.micro
+        self._reseed(now, unit, micro)
+        hidden = self._input(now, op, held)
+        if now.sink is None:
+            weights: dict[str, Tensor] = {}
+            for owner in self._head_owners():
+                weights |= self._views(now, op, held, owner)
+            with self._gate(now, op, held):
+                self._loss_only(now, op, weights, hidden)
+            return
+        flat = hidden.flatten(0, 1)
+        leaves: dict[str, Tensor] = {}
+        trained: list[Tensor] = []
+        forming: list[AbstractContextManager[object]] = []
+        borrowed = self.spec.units[unit].borrows
+        for owner in self._head_owners():
+            binder = self._binders[owner]
+            bound = binder.leaves(self._weights(op, held, owner))
+            used = [(name, leaf) for name, leaf in binder.trained(bound) if owner == unit or name in borrowed]
+            if self._layouts[owner].trained.size:
+                total = self._sum(now, op, held, owner)
+                send_to_sum(used, total)
+                forming.append(self._forming(used, Homes(total)))
+            trained += [leaf for _, leaf in used]
+            leaves |= bound
+        chunks = self._chunks(now, op, leaves, trained, flat)
+        with self._gate(now, op, held), ExitStack() as around:
+            for each in forming:
+                around.enter_context(each)
+            found = differentiate(now.loss_fn, chunks, now.own[micro], now.scale)
+            self._count(now, micro, found)
+            assert found.gradient is not None
+            now.activations.gradients[micro] = found.gradient.view_as(hidden)
+            self._balance(now, leaves, micro)
+            assert now.loss is not None
+            now.landed = self.device.landing(now.loss)
+        self._close_finished(now, op)
+
+    def _count(self, now: Current, micro: int, found: Found) -> None:
+        """Add what a LOSS has found to what the step's have so far."""
+        now.loss = found.loss if now.loss is None else now.loss + found.loss
+        if found.sums:
+            now.reported[micro] = tuple(found.sums), self.device.landing(torch.stack(list(found.sums.values())))
+
+    def _chunks(self, now: Current, op: Op, weights: dict[str, Tensor], trained: list[Tensor], flat: Tensor) -> Chunks:
+        """The head over a micro-batch, whose hidden states are `flat` [tokens, hidden size]."""
+
+        def head(hidden: Tensor) -> Tensor:
+            with self._answers(()):
+                return self.ported.head(weights, hidden)
+
+        places, targets = now.targets[op.micro] if now.targets else targets_of(now.labels[op.micro])
+        rewind = partial(self._reseed, now, op.unit, op.micro)
+        return Chunks(head, trained, flat, places, targets, self.numerics.loss_chunk_tokens, rewind)
+
+    def _balance(self, now: Current, weights: dict[str, Tensor], micro: int) -> None:
+        """Add the router auxiliary loss of a micro-batch; its sides become gradients.
+
+        It counts by its share of the divisor if nothing else is asked for. So the step's loss is the mean, over target
+        tokens, of the losses that the stock model gives each micro-batch.
+        """
+        alive, layers = now.activations, self.spec.layers
+        coefficient = self.ported.balance_coefficient
+        if coefficient is None or not now.labels:
+            return
+        sides = [tuple(side.detach().requires_grad_() for side in alive.sides.pop((unit, micro))) for unit in layers]
+        leaves = [side for of_layer in sides for side in of_layer]
+        with torch.enable_grad():
+            inputs, answers = self._inputs(now, micro)
+            with answers:
+                plain = self.ported.balance(weights, inputs, sides)
+            loss = coefficient * plain * now.router_weights[micro]
+            if now.sink is not None:
+                found = torch.autograd.grad(loss * now.scale, leaves, allow_unused=True, materialize_grads=True)
+                gradients = iter(found)
+                alive.sides |= {
+                    (unit, micro): tuple(next(gradients) for _ in of_layer)
+                    for unit, of_layer in zip(layers, sides, strict=True)
+                }
+        assert now.loss is not None
+        now.loss = now.loss + loss.detach().double()
+        now.router_losses[micro] = self.device.landing(plain.detach().double())
+
+    def _loss_only(self, now: Current, op: Op, weights: dict[str, Tensor], hidden: Tensor) -> None:
+        """The loss, or the next logits, without gradients. `hidden` [batch, length, ...]."""
+        if now.labels:
+            chunks = self._chunks(now, op, weights, [], hidden.flatten(0, 1))
+            self._count(now, op.micro, measure(now.loss_fn, chunks, now.own[op.micro]))
+            self._balance(now, weights, op.micro)
+            assert now.loss is not None
+            now.landed = self.device.landing(now.loss)
+        else:
+            last = hidden[:, -now.kept :]
+            now.logits = self.ported.head(weights, last.flatten(0, 1)).view(*last.shape[:2], -1)
+
+    def _head_owners(self) -> list[int]:
+        """Units whose weights the head uses: the epilogue's own, and the prologue's if it borrows."""
+        own = [self.spec.epilogue] if self._layouts[self.spec.epilogue].size else []
+        return [0, *own] if self.spec.tied else own
+
+    def _backward(self, now: Current, op: Op, held: Held) -> None:
+        unit, micro, alive = op.unit, op.micro, now.activations
+        if unit == 0:
+            self._backward_prologue(now, op, held)
+        else:
+            graph = alive.graphs.pop((unit, micro), None)
+            if graph is None:
+                self._reseed(now, unit, micro)
+                graph = self._grown(now, op, held, self._input(now, op, held))[0]  # the rest is let go of here
+            else:
+                graph.bound.flat, graph.bound.need = self._weights(op, held, unit), now.gates.need
+            now.gates.add()
+            trained = self._binders[unit].trained(graph.leaves)
+            if trained:
+                graph.homes.total = total = self._sum(now, op, held, unit)
+                send_to_sum(trained, total, now.gates.finished)
+            inputs = [graph.input, *(leaf for _, leaf in trained)]
+            gradients = [alive.gradients.pop(micro), *alive.sides.pop((unit, micro), ())]
+            torch.autograd.backward(graph.outputs, gradients, inputs=inputs)
+            assert graph.input.grad is not None
+            alive.gradients[micro] = graph.input.grad
+        self._close_finished(now, op)
+
+    def _backward_prologue(self, now: Current, op: Op, held: Held) -> None:
+        """Run the prologue again, this time for its gradient; it is cheap, and nothing of it has been kept."""
+        alive = now.activations
+        there = any(access.content == Weights(0) for access in op.reads)  # else only their shapes matter
+        leaves = self._binders[0].leaves(self._weights(op, held, 0)) if there else self._unseen_leaves()
+        self._reseed(now, 0, op.micro)
+        trained, homes = self._binders[0].trained(leaves), Homes()
+        inputs, answers = self._inputs(now, op.micro)
+        with torch.enable_grad(), answers, self._gate(now, op, held), self._forming(trained, homes):
+            hidden, _ = self.ported.prologue(leaves, inputs)
+        now.gates.add()
+        homes.total = total = self._sum(now, op, held, 0)
+        send_to_sum(trained, total)
+        gradient = alive.gradients.pop(op.micro)
+        if hidden.requires_grad:
+            torch.autograd.backward([hidden], [gradient], inputs=[leaf for _, leaf in trained])
+
+    def _unseen_leaves(self) -> dict[str, Tensor]:
+        """Zeros that take no memory, for weights of the prologue."""
+        trains = {param.name: param.trainable for param in self.spec.units[0].params}
+        return {name: self.ported.placeholders[name].detach().requires_grad_(of) for name, of in trains.items()}
+
+    # Gradients ------------------------------------------------------------------------------------------------------
+
+    def _sum(self, now: Current, op: Op, held: Held, unit: int) -> UnitSum:
+        """The gradient of `unit` under construction, begun where the schedule says that the first term is written."""
+        if unit not in now.sums:
+            access = access_of(op.writes, Gradient(unit))
+            layout = self._layouts[unit].trained
+            flat = part_of(held, access).view(DTYPE_OF_NBYTES[(access.stop - access.start) // layout.size])
+            now.sums[unit] = UnitSum(layout, flat)
+        return now.sums[unit]
+
+    def _close_finished(self, now: Current, op: Op) -> None:
+        """A gradient whose last term this op has added is complete."""
+        for access in op.writes:
+            if isinstance(access.content, Gradient) and access.content.is_whole:
+                now.sums.pop(access.content.unit).close()
+
+    def _norm(self, now: Current, op: Op, held: Held) -> None:
+        assert now.sink is not None
+        gradient = self._landed(op, held)
+        if op.stream == "host" and not now.loss_is_finite:
+            _finite_loss(now)  # before any gradient of this step is used
+            now.loss_is_finite = True
+        now.sink.norm(op.unit, gradient, now.loss)
+
+    def _update(self, now: Current, op: Op, held: Held) -> None:
+        assert now.sink is not None
+        parts = {}
+        for access in op.writes:
+            if part := PART_NAMES.get(type(access.content)):
+                parts[part] = part_of(held, access)
+        now.sink.update(op.unit, self._landed(op, held), parts)
+        self._executor.pool.changed(op, held)
+        home = f"host/grad/{op.unit}"
+        if op.reads[0].buffer == home:  # its own: of one that units take turns in, what lies behind may be on its way
+            self._executor.pool.discard(home)
+
+    def _landed(self, op: Op, held: Held) -> Tensor:
+        access = op.reads[0]
+        return part_of(held, access).view(DTYPE_OF_NBYTES[self.numerics.grad_nbytes])
+
+    # Small things ---------------------------------------------------------------------------------------------------
+
+    def _weights(self, op: Op, held: Held, unit: int) -> Tensor:
+        """The flat weights of `unit`, where this op reads them; what arrives beside them while it runs is no change."""
+        return part_of(held, access_of(op.reads, Weights(unit))).view(self.dtype).data
+
+    def _views(self, now: Current, op: Op, held: Held, unit: int) -> dict[str, Tensor]:
+        """The parameters of `unit`, where no gradient is wanted."""
+        return self._binders[unit].bind(self._weights(op, held, unit))
+
+    def _gate(self, now: Current, op: Op, held: Held) -> AbstractContextManager[object]:
+        """While active, the unit's own weights are waited for where they are read."""
+        owns = any(access.content == Weights(op.unit) for access in op.reads)
+        return now.gates.around(self._weights(op, held, op.unit)) if owns else nullcontext()
+
+    def _locate(self, buffer: str, start: int, content: object) -> str:
+        return place_of(self.spec, self._layouts, self._running, buffer, start, content, self.dtype.itemsize)
+
+    def _reseed(self, now: Current, unit: int, micro: int) -> None:
+        self.device.seed(call_seed(self.seed, now.number, unit, micro))
+
+
+def call_seed(seed: int, step: int, unit: int, micro: int) -> int:
+    """The seed of a unit's call in a step, 0 to 2**63 - 1: the first 63 bits of BLAKE2b (RFC 7693) over the four
+    numbers as decimal text with a space between. So dropout depends on neither the policy nor Python's version."""
+    digest = hashlib.blake2b(f"{seed} {step} {unit} {micro}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def _finite_loss(now: Current) -> float:
+    """The loss of a step whose last LOSS is done. Raises `NonFinite`."""
+    loss = 0.0 if now.landed is None else now.landed.item()
+    if not math.isfinite(loss):
+        what = f"the loss is {loss}"
+        if now.sink is None:
+            raise NonFinite(what, where="evaluation", fix="inspect the batch and the weights")
+        raise NonFinite(what, fix="nothing was updated; lower the learning rate or inspect the batch")
+    return loss
+
+
+def _reports(now: Current) -> tuple[dict[str, float], tuple[dict[str, float], ...]]:
+    """`metrics` and `by_micro_batch` of a `StepResult`."""
+    sums: dict[str, float] = {}
+    each: tuple[dict[str, float], ...] = tuple({} for _ in now.divisors)
+    for micro, (names, values) in sorted(now.reported.items()):
+        for name, number in zip(names, values.tolist(), strict=True):
+            sums[name] = sums.get(name, 0.0) + number
+            each[micro][name] = number / (now.divisors[micro] or 1.0)
+    for micro, loss in sorted(now.router_losses.items()):
+        each[micro]["aux_loss"] = loss.item()
+    return {name: number * now.scale for name, number in sums.items()}, each
+
+
+ACTIONS = {
+    "READ": Streamer._read,
+    "WRITE": Streamer._write,
+    **dict.fromkeys(("FETCH", "PLACE", "GRAD", "OFFLOAD", "RELOAD"), Streamer._copy),
+    **dict.fromkeys(("PACK", "UNPACK"), Streamer._pass),
+    "FORWARD": Streamer._forward,
+    "LOSS": Streamer._loss,
+    "BACKWARD": Streamer._backward,
+    "NORM": Streamer._norm,
+    "UPDATE": Streamer._update,
+}
+"""What each kind of op does."""

@@ -1,0 +1,159 @@
+"""The ops of a step, a lane for each stream, on a canvas that zooms and tells what is under the pointer.
+
+The page's data holds `timeline` (`timeline_content`): `seconds`, `streams` and `units` (names), `kinds` (name and
+colour), and `ops`, each [kind, stream, unit, micro-batch, shard, bytes, start, end], by number and in seconds from the
+start, -1 for none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+KIND_COLOURS = {
+    "FORWARD": "#3b82c4",
+    "BACKWARD": "#1d4e89",
+    "LOSS": "#7b5ea7",
+    "FETCH": "#2a9d6f",
+    "PLACE": "#8fd0b5",
+    "GRAD": "#d98324",
+    "NORM": "#a3a3a3",
+    "UPDATE": "#c4453b",
+    "READ": "#4fb3bf",
+    "WRITE": "#b0578d",
+}
+OTHER_COLOUR = "#777777"
+
+DrawnOp = tuple[str, str, int, int, int, int, float, float]
+"""Kind, stream, unit, micro-batch, shard, bytes; start and end in seconds from the start of the step."""
+
+
+def timeline_content(ops: Sequence[DrawnOp], units: Sequence[str], called: Mapping[str, str]) -> dict[str, Any]:
+    """What `TIMELINE` draws; of each stream the ops follow each other. called: streams that have another name there."""
+    kinds, streams = (list(dict.fromkeys(str(op[at]) for op in ops)) for at in (0, 1))
+    return {
+        "seconds": max((op[-1] for op in ops), default=0.0),
+        "streams": [called.get(stream, stream) for stream in streams],
+        "kinds": [{"name": kind, "colour": KIND_COLOURS.get(kind, OTHER_COLOUR)} for kind in kinds],
+        "units": list(units),
+        "ops": [
+            [kinds.index(op[0]), streams.index(op[1]), *op[2:6], *(float(f"{at:.9g}") for at in op[6:])] for op in ops
+        ],
+    }
+
+
+def timeline(kinds: Iterable[str], identity: str) -> str:
+    """Where `TIMELINE` draws, with what the colours of `kinds` mean. identity: of the element with the data."""
+    return (
+        "<p>Wheel or + and - zoom, dragging or the arrows move, double click or 0 shows the whole step.</p>"
+        f'<canvas id="time" tabindex="0" role="img" data-source="{escape(identity)}" '
+        'aria-label="Ops of the step, a lane for each stream"></canvas>'
+        f'<p id="op" aria-live="polite">&nbsp;</p><ul class="legend">{legend(kinds)}</ul>'
+    )
+
+
+def legend(kinds: Iterable[str]) -> str:
+    """A line for each kind of op, in its colour."""
+    return "".join(
+        f'<li><i style="background:{KIND_COLOURS.get(kind, OTHER_COLOUR)}"></i>{escape(kind)}</li>' for kind in kinds
+    )
+
+
+TIMELINE = """
+"use strict";
+(() => {
+  const canvas = document.getElementById("time");
+  const { timeline } = JSON.parse(document.getElementById(canvas.dataset.source).textContent);
+  const told = document.getElementById("op");
+  const LANE = 34, GAP = 6, LEFT = 84, FOOT = 22;
+  const [KIND, STREAM, UNIT, MICRO, SHARD, NBYTES, START, END] = [0, 1, 2, 3, 4, 5, 6, 7];
+  const lanes = timeline.streams.map((_, lane) => timeline.ops.filter(op => op[STREAM] === lane));
+  const whole = Math.max(timeline.seconds, 1e-12);
+  let from = 0, span = whole, drag = null;
+
+  // In a lane ops follow each other, so the first that ends after a time is found by halving.
+  const firstAfter = (lane, time) => {
+    let low = 0, high = lane.length;
+    while (low < high) { const mid = (low + high) >> 1; if (lane[mid][END] > time) high = mid; else low = mid + 1; }
+    return low;
+  };
+  const width = () => Math.max(1, canvas.clientWidth - LEFT);
+  const toX = time => LEFT + (time - from) / span * width();
+  const toTime = x => from + (x - LEFT) / width() * span;
+  const scaled = (n, units) => { const [size, unit] = units.find(([size]) => n >= size) || units[units.length - 1];
+    return (n / size).toFixed(size === 1 && unit === "B" ? 0 : 3) + " " + unit; };
+  const seconds = s => scaled(s, [[1, "s"], [1e-3, "ms"], [1e-6, "us"]]);
+  const bytes = n => scaled(n, [[1e9, "GB"], [1e6, "MB"], [1, "B"]]);
+
+  const draw = () => {
+    const ratio = window.devicePixelRatio || 1, height = lanes.length * (LANE + GAP) + FOOT;
+    canvas.width = canvas.clientWidth * ratio; canvas.height = height * ratio; canvas.style.height = height + "px";
+    const pen = canvas.getContext("2d"), style = getComputedStyle(document.body);
+    pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+    pen.clearRect(0, 0, canvas.clientWidth, height);
+    pen.font = "13px system-ui, sans-serif"; pen.textBaseline = "middle";
+    lanes.forEach((lane, row) => {
+      const top = row * (LANE + GAP), end = from + span;
+      let filled = -1;  // the last pixel column that has been drawn: ops thinner than one share it
+      for (let at = firstAfter(lane, from); at < lane.length && lane[at][START] < end; at++) {
+        const op = lane[at], left = Math.max(LEFT, toX(op[START])), right = Math.min(LEFT + width(), toX(op[END]));
+        const wide = right - left;
+        if (wide < 1 && Math.floor(left) === filled) continue;
+        filled = Math.floor(left);
+        pen.fillStyle = timeline.kinds[op[KIND]].colour;
+        pen.fillRect(left, top, wide > 4 ? wide - 1 : Math.max(1, wide), LANE);
+        if (wide > 70) { pen.fillStyle = "#fff"; pen.fillText(name(op), left + 5, top + LANE / 2, wide - 10); }
+      }
+      pen.clearRect(0, top, LEFT, LANE);
+      pen.fillStyle = style.color; pen.fillText(timeline.streams[row], 0, top + LANE / 2, LEFT - 6);
+    });
+    const foot = lanes.length * (LANE + GAP) + FOOT / 2;
+    pen.fillStyle = style.color;
+    for (let mark = 0; mark <= 4; mark++) {
+      pen.textAlign = mark === 4 ? "right" : mark ? "center" : "left";
+      pen.fillText(seconds(from + span * mark / 4), LEFT + width() * mark / 4, foot);
+    }
+    pen.textAlign = "left";
+  };
+  const name = op => timeline.kinds[op[KIND]].name + " u" + op[UNIT] + (op[MICRO] >= 0 ? " m" + op[MICRO] : "")
+    + (op[SHARD] >= 0 ? " s" + op[SHARD] : "");
+  const show = (start, length) => {
+    span = Math.min(whole, Math.max(whole * 1e-6, length));
+    from = Math.min(whole - span, Math.max(0, start));
+    draw();
+  };
+  const zoom = (factor, x) => {
+    const time = toTime(x), next = Math.min(whole, span * factor);
+    show(time - (x - LEFT) / width() * next, next);
+  };
+  const tell = (x, y) => {
+    const lane = lanes[Math.floor(y / (LANE + GAP))], time = toTime(x);
+    const op = lane && x >= LEFT ? lane[firstAfter(lane, time)] : undefined;
+    const hit = op && op[START] <= time;
+    told.textContent = hit ? name(op) + ", " + timeline.units[op[UNIT]] + ": " + bytes(op[NBYTES]) + " written, "
+      + seconds(op[END] - op[START]) + " from " + seconds(op[START]) : "\\u00a0";
+  };
+
+  canvas.addEventListener("wheel", event => {
+    event.preventDefault(); zoom(event.deltaY > 0 ? 1.25 : 0.8, event.offsetX);
+  }, { passive: false });
+  canvas.addEventListener("pointerdown", event => {
+    drag = { x: event.offsetX, from }; canvas.setPointerCapture(event.pointerId);
+  });
+  for (const end of ["pointerup", "pointercancel"]) canvas.addEventListener(end, () => { drag = null; });
+  canvas.addEventListener("pointermove", event => {
+    if (drag) show(drag.from - (event.offsetX - drag.x) / width() * span, span);
+    else tell(event.offsetX, event.offsetY);
+  });
+  canvas.addEventListener("dblclick", () => show(0, whole));
+  canvas.addEventListener("keydown", event => {
+    const middle = LEFT + width() / 2;
+    const act = { "+": () => zoom(0.8, middle), "-": () => zoom(1.25, middle), "0": () => show(0, whole),
+      ArrowLeft: () => show(from - span / 5, span), ArrowRight: () => show(from + span / 5, span) }[event.key];
+    if (act) { event.preventDefault(); act(); }
+  });
+  window.addEventListener("resize", draw);
+  draw();
+})();
+"""

@@ -1,0 +1,138 @@
+"""What a ported model looks like as a checkpoint: the names, shapes and dtypes of its tensors, and the small files.
+
+A checkpoint is not the list of the parameters: the library fuses experts as it loads them, renames, and ties. Its
+own reverse conversion, which `save_pretrained` applies to a whole model in memory, is applied here to one unit at a
+time: first on the meta device, so that everything about the files is known before a byte is written, then on values.
+The model that the conversion consults has no storage at any time. It leaves out the files of weights
+(`checkpoint.safetensors_writer`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from megatrain.errors import ExportError, first_line
+from megatrain.model.ports import PortedModel, Weights
+from megatrain.model.weight_sources import quiet
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenTensor:
+    """One tensor of the checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class WrittenModel:
+    """The checkpoint of a ported model whose parameters are written as `dtype`; buffers keep the dtype they have.
+
+    Raises `ExportError` when the model's checkpoint cannot be made from one unit at a time.
+    """
+
+    def __init__(self, ported: PortedModel, dtype: torch.dtype) -> None:
+        self.spec = ported.structure
+        self._whole: PreTrainedModel = ported.whole()
+        for parameter in self._whole.parameters():
+            parameter.data = parameter.data.to(dtype)
+        self._written_as = _names_to_write(self._whole)
+        self._buffers = self._saved_buffers(ported)
+        ours = [self._in_memory(unit, dtype) for unit in range(len(self.spec.units))]
+        self.units: list[list[WrittenTensor]] = [self._planned(tensors) for tensors in ours]
+        """The tensors of each unit, in the order in which `tensors` gives them."""
+        at_once = self._planned({name: tensor for tensors in ours for name, tensor in tensors.items()})
+        if sorted(at_once, key=_by_name) != sorted((each for unit in self.units for each in unit), key=_by_name):
+            raise ExportError(
+                "its checkpoint joins tensors of several units, so it cannot be written unit by unit",
+                where=f"model {self.spec.name}",
+            )
+
+    @property
+    def numel(self) -> int:
+        """Parameters as the library counts them: tied ones once, buffers not at all."""
+        return self.spec.numel
+
+    @property
+    def needs_remote_code(self) -> bool:
+        """Whether `from_pretrained` will have to be told to trust the code in the folder."""
+        return bool(self._whole.is_remote_code())
+
+    def tensors(self, unit: int, masters: Weights) -> dict[str, Tensor]:
+        """What the unit is written as: checkpoint name -> value, parameters not yet rounded to the written dtype.
+
+        `masters` holds the float32 master of each parameter of the unit by its own name. Where the layout is the same
+        the result shares its memory; the halves of fused experts are copies.
+        """
+        ours = {self._written_as[param.name]: masters[param.name] for param in self.spec.units[unit].params}
+        return self._converted({**ours, **self._buffers[unit]})
+
+    def write_small_files(self, folder: Path) -> None:
+        """Write config, generation config and custom code to `folder` as the library itself would.
+
+        Raises `ExportError` for a generation config that the library refuses to write.
+        """
+        with quiet():
+            try:
+                self._whole.save_pretrained(folder, state_dict={})  # no tensor, hence no file of weights
+            except ValueError as error:
+                fix = "mend model.generation_config, or the generation_config.json that the model came with"
+                raise ExportError(first_line(error), where=f"model {self.spec.name}", fix=fix) from error
+
+    def _saved_buffers(self, ported: PortedModel) -> list[dict[str, Tensor]]:
+        """Buffers that belong in a checkpoint, on the host, by unit; those of no layer go with the prologue."""
+        found: list[dict[str, Tensor]] = [{} for _ in self.spec.units]
+        parameters = {name for name, _ in self._whole.named_parameters(remove_duplicate=False)}
+        ignored = set(self._whole._keys_to_ignore_on_save or ())
+        for name, value in self._whole.state_dict().items():
+            if name in parameters or name in ignored or not isinstance(value, Tensor):
+                continue
+            inside, _, rest = name.removeprefix(f"{ported.stack}.").partition(".")
+            is_layers = name.startswith(f"{ported.stack}.") and inside.isdecimal() and bool(rest)
+            found[1 + int(inside) if is_layers else 0][name] = value.cpu()
+        return found
+
+    def _in_memory(self, unit: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The tensors of a unit before conversion, without storage."""
+        empty = {
+            self._written_as[param.name]: torch.empty(param.shape, dtype=dtype, device="meta")
+            for param in self.spec.units[unit].params
+        }
+        return {**empty, **{name: buffer.to("meta") for name, buffer in self._buffers[unit].items()}}
+
+    def _planned(self, tensors: Mapping[str, Tensor]) -> list[WrittenTensor]:
+        converted = self._converted(dict(tensors))
+        return [WrittenTensor(name, tuple(each.shape), each.dtype) for name, each in converted.items()]
+
+    def _converted(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        with torch.no_grad():
+            converted: dict[str, Tensor] = revert_weight_conversion(self._whole, tensors)
+        return converted
+
+
+def _by_name(tensor: WrittenTensor) -> str:
+    return tensor.name
+
+
+def _names_to_write(whole: PreTrainedModel) -> dict[str, str]:
+    """Parameter name -> the name under which it is written: of tied names, the one that the library looks for.
+
+    A key is the first name of a parameter, which is how a `ModelSpec` calls it.
+    """
+    tied = set(getattr(whole, "all_tied_weights_keys", None) or ())
+    names: dict[int, list[str]] = {}
+    for name, parameter in whole.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {every[0]: next((name for name in every if name not in tied), every[0]) for every in names.values()}

@@ -1,0 +1,264 @@
+"""Parts of a layer that treat each token by itself, run chunk by chunk: the feed-forward and the norms, as a rule.
+
+What such a part gives at a token depends on its input at that token alone, so it may go through a long sequence in
+chunks, keep nothing but its input, and compute each chunk again when its gradient is wanted: what it makes on the way
+exists for one chunk at a time. No list of classes or names tells which parts those are. Candidates are submodules that
+the layer calls once with one tensor for one tensor, of which autograd keeps much more than that tensor; each is then
+run on random weights, whole and on its tokens in another order and in pieces, and must give the same. Parts that hold
+experts, or that somebody listens to (recorders of router logits), are left whole, and so is what draws at random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call
+
+from megatrain.model.peak import Living, in_chunk
+from megatrain.model.saved_activations import unseen
+
+WORTH_IT = 0.5
+"""Bytes that autograd keeps of a part beside its input, over those of the input, below which it is left whole."""
+TOKENS = 8
+"""Of the run that shows what is called."""
+ORDER, PIECES = (3, 0, 6, 5, 1, 4, 2), (3, 4)
+"""How the tokens of a test are put into another order, and how many of them go through in each piece."""
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Largest difference that is rounding, over the largest value."""
+MOST_RANDOM_NUMEL = 1 << 20
+"""Weights up to this size are random in a test; of larger ones all rows are alike, and take no memory."""
+
+
+def token_wise(layer: nn.Module, run: Callable[[int], object]) -> tuple[str, ...]:
+    """Names of the largest submodules of a layer that are token-wise and worth running in chunks.
+
+    `run` runs the layer on so many tokens. The layer's mode and parameters stay as they are.
+    """
+    calls: dict[str, list[tuple[tuple[Any, ...], Mapping[str, Any], Any]]] = {}
+    hooks = [
+        module.register_forward_hook(_noting(calls.setdefault(name, [])), with_kwargs=True)
+        for name, module in layer.named_modules()
+        if name
+    ]
+    try:
+        with torch.no_grad():
+            run(TOKENS)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    found: list[str] = []
+    for name, seen in calls.items():  # from the outside in
+        if any(name.startswith(f"{outer}.") for outer in found) or len(seen) != 1:
+            continue
+        args, kwargs, output = seen[0]
+        module = layer.get_submodule(name)
+        if not kwargs and _one_for_one(args, output) and not _apart(module) and _passes(module, args[0]):
+            found.append(name)
+    return tuple(found)
+
+
+@contextmanager
+def in_chunks(layer: nn.Module, names: Sequence[str], tokens: int) -> Iterator[None]:
+    """In the block, these parts of a layer go through more than `tokens` tokens in chunks of so many.
+
+    An output equals that of the whole to the rounding of products of another size, and so does the gradient of the
+    input. Gradients of weights are summed over chunks in their order, in float32, and rounded once.
+    """
+    parts = [layer.get_submodule(name) for name in names]
+    before = [vars(part).get("forward") for part in parts]
+    for part in parts:
+        part.forward = _Chunked(part, part.forward, tokens)
+    try:
+        yield
+    finally:
+        for part, own in zip(parts, before, strict=True):
+            if own is None:
+                del part.forward
+            else:
+                part.forward = own
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunked:
+    """Stands for the forward of a part: `plain`, called with [..., tokens, channels] of at most `tokens` tokens."""
+
+    part: nn.Module
+    plain: Callable[[Tensor], Tensor]
+    tokens: int
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # its graphs take no backward inside a backward
+    def __call__(self, given: Tensor) -> Tensor:
+        if given.numel() <= self.tokens * given.shape[-1]:
+            return self.plain(given)
+        weights = dict(self.part.named_parameters())
+        wanted = torch.is_grad_enabled() and any(each.requires_grad for each in (given, *weights.values()))
+        if not wanted:
+            return self.whole(given)
+        output: Tensor = _InChunks.apply(self, tuple(weights), given, *weights.values())  # type: ignore[no-untyped-call]
+        return output
+
+    def rows(self, given: Tensor) -> int:
+        """Tokens of each sequence in a chunk."""
+        sequences = given.numel() // (given.shape[-1] * given.shape[-2])
+        return max(1, self.tokens // sequences)
+
+    def whole(self, given: Tensor) -> Tensor:
+        """The output for all tokens, of chunk after chunk."""
+        output: Tensor | None = None
+        start = 0
+        for piece in given.split(self.rows(given), dim=-2):
+            with unseen(), in_chunk():
+                made = self.plain(piece.contiguous())  # as the library's code finds its inputs
+            if output is None:
+                output = made.new_empty((*given.shape[:-1], made.shape[-1]))
+            output.narrow(-2, start, piece.shape[-2]).copy_(made)
+            start += piece.shape[-2]
+        assert output is not None
+        return output
+
+
+class _Plain(nn.Module):
+    """A part under its own forward, to be called with weights that are not the module's."""
+
+    def __init__(self, chunked: _Chunked) -> None:
+        super().__init__()
+        self.part = chunked.part
+        self._plain = chunked.plain
+
+    def forward(self, given: Tensor) -> Tensor:
+        return self._plain(given)
+
+
+class _InChunks(torch.autograd.Function):
+    """Keeps the input and the weights, the latter as autograd's hooks have it (`engine.weights.names_weights`)."""
+
+    @staticmethod
+    def forward(ctx: Any, chunked: _Chunked, names: tuple[str, ...], given: Tensor, *weights: Tensor) -> Tensor:
+        ctx.chunked, ctx.names = chunked, names
+        ctx.save_for_backward(given, *weights)
+        return chunked.whole(given)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        given, *weights = ctx.saved_tensors
+        _, _, wants_given, *wants = ctx.needs_input_grad
+        leaves = [weight.detach().requires_grad_(wanted) for weight, wanted in zip(weights, wants, strict=True)]
+        trained = [leaf for leaf in leaves if leaf.requires_grad]
+        sums = [_Sum(leaf) for leaf in trained]
+        plain = _Plain(ctx.chunked)
+        bound = {f"part.{name}": leaf for name, leaf in zip(ctx.names, leaves, strict=True)}
+        found = torch.empty_like(given) if wants_given else None
+        rows, start = ctx.chunked.rows(given), 0
+        for piece, wanted in zip(given.split(rows, dim=-2), gradient.split(rows, dim=-2), strict=True):
+            leaf = piece.detach().contiguous().requires_grad_(wants_given)
+            with in_chunk():
+                with torch.enable_grad():
+                    made = functional_call(plain, bound, (leaf,))
+                torch.autograd.backward([made], [wanted], inputs=[*([leaf] if wants_given else []), *trained])
+            if found is not None and leaf.grad is not None:
+                found.narrow(-2, start, piece.shape[-2]).copy_(leaf.grad)
+            start += piece.shape[-2]
+        totals = iter(sums)
+        return None, None, found, *(next(totals).taken() if wanted else None for wanted in wants)
+
+
+class _Sum:
+    """The gradient of one weight over chunks: each is added as soon as it is there, in float32, and forgotten."""
+
+    def __init__(self, leaf: Tensor) -> None:
+        self._dtype = leaf.dtype
+        self._total: Tensor | None = None
+        leaf.register_post_accumulate_grad_hook(self._add)
+
+    @torch.no_grad()
+    def _add(self, leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        if self._total is None:
+            self._total = leaf.grad.to(torch.promote_types(leaf.dtype, torch.float32))
+        else:
+            self._total += leaf.grad
+        leaf.grad = None
+
+    def taken(self) -> Tensor | None:
+        """The sum in the weight's dtype; given up here."""
+        total, self._total = self._total, None
+        return None if total is None else total.to(self._dtype)
+
+
+# Finding them ---------------------------------------------------------------------------------------------------------
+
+
+def _noting(seen: list[tuple[tuple[Any, ...], Mapping[str, Any], Any]]) -> Callable[..., None]:
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        seen.append((args, kwargs, output))
+
+    return note
+
+
+def _one_for_one(args: tuple[Any, ...], output: Any) -> bool:
+    """Whether it was called with one tensor [..., tokens, channels] and gave one for the same tokens."""
+    if len(args) != 1 or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
+        return False
+    given = args[0]
+    there = given.dim() >= 2 and given.shape[-2] == TOKENS and given.is_floating_point()
+    return there and output.dim() == given.dim() and output.shape[:-1] == given.shape[:-1]
+
+
+def _apart(module: nn.Module) -> bool:
+    """Whether it holds experts, which see some of the tokens only, or modules that somebody listens to."""
+    inner = list(module.modules())
+    listened = (each._forward_hooks or each._forward_pre_hooks for each in inner)
+    experts = any(isinstance(each, nn.ModuleList | nn.ModuleDict) for each in inner)
+    return experts or any(parameter.dim() > 2 for parameter in module.parameters()) or any(map(bool, listened))
+
+
+def _passes(module: nn.Module, given: Tensor) -> bool:
+    """Whether the module is worth it, and gives each token the same whatever else there is."""
+    if _kept_of(module, given) - given.nbytes < WORTH_IT * given.nbytes:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: _random(each, generator) for name, each in module.named_parameters()}
+    tokens = torch.randn(len(ORDER), given.shape[-1], generator=generator).to(given.dtype)
+    tokens = tokens.expand(*given.shape[:-2], *tokens.shape).contiguous()
+    untouched = tokens.clone()
+    modes = {each: each.training for each in module.modules()}
+    module.train()  # what drops out at random must not pass
+    try:
+        with torch.no_grad():
+            expected = functional_call(module, weights, (tokens,))[..., ORDER, :]
+            pieces = tokens[..., ORDER, :].split(PIECES, dim=-2)
+            found = torch.cat([functional_call(module, weights, (piece,)) for piece in pieces], dim=-2)
+    finally:
+        for each, mode in modes.items():
+            each.training = mode
+    if not torch.equal(tokens, untouched):
+        return False  # it writes into its input, which is what is to be kept
+    largest, off = expected.float().abs().max(), (found - expected).float().abs().max()
+    return bool(largest > 0) and bool(off <= TOLERANCE.get(given.dtype, 1e-5) * largest)
+
+
+def _kept_of(module: nn.Module, given: Tensor) -> int:
+    """Bytes that autograd keeps of a module, its input included."""
+    leaves = {name: torch.zeros((), dtype=p.dtype).expand(p.shape) for name, p in module.named_parameters()}
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    living = Living()
+    with torch.enable_grad(), living:
+        inside = given.detach().requires_grad_().clone()  # no leaf, which a module may write into
+        graph = functional_call(module, leaves, (inside,)).grad_fn
+        del inside
+        return living.nbytes if graph else 0
+
+
+def _random(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Weights in the shape and dtype of a parameter, about as large as an output wants them."""
+    rows = like.shape if like.numel() <= MOST_RANDOM_NUMEL else like.shape[-1:]
+    drawn: Tensor = torch.randn(rows, generator=generator) / float(max(1, like.shape[-1])) ** 0.5
+    return drawn.to(like.dtype).expand(like.shape)

@@ -1,0 +1,178 @@
+"""A ported model that speaks: the library's own `generate`, around a forward that streams.
+
+transformers knows how logits become text (greedy, sampling, beams, penalties, stops), and how each family keeps its
+past. Nothing of that is written again here. `speak` dresses the skeleton of a ported model as a model that can
+generate: a shallow copy whose class is a subclass of the model's own, with the same forward signature, so that every
+argument is checked and prepared as the family does it; only what the forward *does* is replaced, by `LastLogits`.
+
+The cache that `generate` makes (keys and values, or the states of a recurrent layer) goes through the prologue to the
+layers as any other argument does, and each layer writes its own part of it in place. It lives on the device, belongs
+to no entry of the ledger and is gone when the call ends. Left out: where logits come from (`engine.ops`), and
+attentions and hidden states, which nobody keeps.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, GenerationConfig, PreTrainedModel, TextStreamer
+from transformers.utils.generic import ModelOutput
+
+from megatrain.errors import BatchError, ConfigError, ModelError, NonFinite, OutOfDeviceMemory, first_line
+from megatrain.model.ports import PortedModel
+from megatrain.model.weight_sources import quiet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LastLogits = Callable[[Mapping[str, Any], int], Tensor]
+"""From the arguments of a forward, `input_ids` int64[rows, length] among them, and how many last positions are wanted
+(0 for all), to logits float32[rows, positions, vocabulary] on the device."""
+
+WHERE = "generate"
+
+DEFAULT_NEW_TOKENS = 20
+"""What the library takes where nothing says how long a text may become."""
+
+NOT_KEPT = ("output_attentions", "output_hidden_states")
+"""What a model may be asked to return besides logits, and a streamed one has not."""
+
+
+def speak(
+    ported: PortedModel,
+    last_logits: LastLogits,
+    device: torch.device,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    options: Mapping[str, Any],
+) -> Any:
+    """What the library's `generate` makes of `input_ids` int64[rows, length] and its `options`, over `last_logits`.
+
+    attention_mask: int64[rows, length], 0 for padding, which stands on the left. Runs under no gradient, draws from the
+    global random state, and says nothing. Before anything is computed it raises `BatchError` for a text that could
+    outgrow the model's positions and for a mask of another shape, `ConfigError` for an option that the library refuses,
+    and `ModelError` for a model that has no `generate`; then `NonFinite` for logits that are no numbers.
+    """
+    kind: Any = type(ported.skeleton)
+    if not kind.can_generate():
+        raise ModelError("the library cannot generate with it", where=f"model {kind.__name__}")
+    model = _dressed(ported, last_logits, device)
+    options = {"disable_compile": True, **options}  # what streams is not one graph
+    if attention_mask is not None:
+        if not isinstance(attention_mask, Tensor) or attention_mask.is_meta:
+            raise BatchError("attention_mask is no tensor with values", where=WHERE, fix="give int64[rows, length]")
+        if attention_mask.shape != input_ids.shape:
+            what = f"attention_mask is {list(attention_mask.shape)}, and input_ids are {list(input_ids.shape)}"
+            raise BatchError(what, where=WHERE)
+        options["attention_mask"] = attention_mask.to(device)
+    if not kind._supports_default_dynamic_cache():
+        options["use_cache"] = False  # the past is kept in a way of its own, which the layers do not write in place
+    try:
+        with quiet(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _refuse_outgrown(ported, model.generation_config, input_ids.shape[1], options)
+            return model.generate(input_ids.to(device), **options)
+    except OutOfDeviceMemory as error:
+        error.fix = "use fewer rows, a shorter text, or use_cache=False"
+        raise
+    except (ValueError, NotImplementedError) as error:
+        raise ConfigError(first_line(error), where=WHERE) from error
+
+
+class TextStream(TextStreamer):
+    """Tells `heard` the new text of one row as words are complete; the last call may bring an empty one."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, heard: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._heard = heard
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self._heard(text)
+
+
+# Dressing ----------------------------------------------------------------------------------------------------------
+
+
+def _dressed(ported: PortedModel, last_logits: LastLogits, device: torch.device) -> Any:
+    """The skeleton as a model that can generate. It shares all modules with the skeleton, which is not changed."""
+    model: Any = copy.copy(ported.skeleton)
+    model.__class__ = _speaking(model.__class__)
+    model.__dict__.update(
+        training=False,
+        generation_config=copy.deepcopy(ported.skeleton.generation_config),
+        _last_logits=last_logits,
+        _place=device,
+    )
+    return model
+
+
+@functools.cache
+def _speaking(kind: Any) -> type[PreTrainedModel]:
+    """A subclass of a model class: its forward asks `_last_logits`, and its device is where that computes."""
+
+    def forward(self: Any, *args: Any, **inputs: Any) -> ModelOutput:
+        return _answer(self._last_logits, inputs)
+
+    functools.update_wrapper(forward, kind.forward)
+    forward.__dict__["__signature__"] = _with_logits_to_keep(inspect.signature(kind.forward))
+    members = {"forward": forward, "device": property(lambda self: self._place), "__module__": kind.__module__}
+    return type(f"Speaking{kind.__name__}", (kind,), members)
+
+
+def _with_logits_to_keep(signature: inspect.Signature) -> inspect.Signature:
+    """Also where the model has no such parameter: then `generate` says how many positions it is going to read."""
+    if "logits_to_keep" in signature.parameters:
+        return signature
+    named = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    rest = [each for each in signature.parameters.values() if each.kind is inspect.Parameter.VAR_KEYWORD]
+    kept = inspect.Parameter("logits_to_keep", inspect.Parameter.KEYWORD_ONLY, default=0)
+    return signature.replace(parameters=[*named, kept, *rest])
+
+
+def _answer(last_logits: LastLogits, inputs: dict[str, Any]) -> ModelOutput:
+    """One forward, as `generate` asks for it."""
+    for name in NOT_KEPT:
+        if inputs.pop(name, None):
+            raise ConfigError(f"{name} is not kept where layers stream", where=WHERE, fix="leave it out")
+    if inputs.get("input_ids") is None:
+        raise ConfigError("needs input_ids, not embeddings", where=WHERE)
+    caches = {name: value for name, value in inputs.items() if isinstance(value, Cache)}
+    if inputs.get("use_cache") and not caches:
+        raise ModelError("keeps its past in a way that is not known here", where=WHERE, fix="pass use_cache=False")
+    kept = inputs.pop("logits_to_keep", 1)
+    inputs.pop("return_dict", None)
+    logits = last_logits({name: value for name, value in inputs.items() if value is not None}, kept)
+    if bool(logits.isnan().any()):
+        raise NonFinite("the logits are not numbers", where=WHERE, fix="inspect the weights")
+    return ModelOutput(logits=logits, **caches)
+
+
+def _refuse_outgrown(ported: PortedModel, own: GenerationConfig, length: int, options: Mapping[str, Any]) -> None:
+    """Raise `BatchError` where `length` tokens and all that may follow are more than the model has positions."""
+    limit = ported.structure.max_positions
+    if limit is None:
+        return
+    given = options.get("generation_config")
+
+    def setting(name: str) -> int | None:
+        values = (options.get(name), getattr(given, name, None), getattr(own, name, None))
+        return next((value for value in values if value is not None), None)
+
+    new, total = setting("max_new_tokens"), setting("max_length")
+    longest = length + new if new is not None else total
+    if longest is None:
+        longest = min(length + DEFAULT_NEW_TOKENS, max(limit, length + 1))
+    if longest > limit:
+        raise BatchError(
+            f"a prompt of {length:,} tokens and up to {longest - length:,} more are beyond the model's {limit:,} "
+            "positions",
+            where=WHERE,
+            fix=f"set max_new_tokens={limit - length} or less" if length < limit else "use a shorter prompt",
+        )

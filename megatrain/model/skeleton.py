@@ -1,0 +1,221 @@
+"""A model's structure without its weights: meta parameters, real buffers, all else as in the stock model.
+
+`AutoModelForCausalLM.from_config` is run as it is, with `nn.Module.register_parameter` replaced for the time of the
+call: each parameter becomes a meta tensor the moment that a module registers it. So initialisers act on nothing and
+cost nothing, at most one parameter exists at a time (as memory that nobody has touched, if it came from `torch.empty`,
+and not even that for a huge one), while rotary tables and other buffers are computed where they always are. Building
+the whole model on the meta device, as `from_pretrained` does, would leave buffers without values.
+
+It leaves out where weights come from: see `initialize` and `pretrained`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils.import_utils import (
+    is_flash_attn_2_available,
+    is_flash_attn_3_available,
+    is_torch_flex_attn_available,
+)
+
+from megatrain.errors import ModelError
+from megatrain.model import architecture
+from megatrain.model.architecture import causal_class, plain_errors, refuse_other_configs
+from megatrain.model.weight_sources import quiet
+from megatrain.system.time_limit import Deadline
+
+HUGE = 1 << 26
+"""Elements from which a new tensor is taken for a parameter; a buffer of this size would be refused."""
+
+_FACTORIES = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.zeros.default,
+    torch.ops.aten.ones.default,
+    torch.ops.aten.full.default,
+    torch.ops.aten.rand.default,
+    torch.ops.aten.randn.default,
+}
+
+Registered = Callable[[nn.Parameter], nn.Parameter]
+"""Gets every parameter on its way into a module, and returns the one that the module keeps."""
+
+
+def blueprint(config: PreTrainedConfig, *, attention: str = "auto", trust_remote_code: bool = False) -> PreTrainedModel:
+    """The structure of the causal language model of `config`, in training mode.
+
+    Parameters are float32 on the meta device, tied where the library ties them, with `requires_grad` as the library
+    sets it. Buffers hold their values, on the cpu. `config` and the caller's random state are left alone.
+
+    attention: the name of an implementation (`sdpa`, `eager`, `flash_attention_2`, `flash_attention_3` or
+    `flex_attention`), or `auto` for the config's choice, else the library's (`sdpa` where the model has it). Raises
+    `ModelError` where the model cannot use what was named, rather than take another, and for a config that is not one
+    of a causal language model with plain weights.
+    """
+    return outline(config, attention=attention, trust_remote_code=trust_remote_code)[0]
+
+
+def outline(
+    config: PreTrainedConfig, *, attention: str, trust_remote_code: bool
+) -> tuple[PreTrainedModel, list[nn.Parameter]]:
+    """A blueprint, and its parameters in the order in which modules registered them.
+
+    The list also has those that the library replaced later: a head's own weight where it was then tied.
+    """
+    twins: dict[int, nn.Parameter] = {}  # by storage
+
+    deadline = None if trust_remote_code else Deadline(architecture.SECONDS)
+
+    def registered(parameter: nn.Parameter) -> nn.Parameter:
+        if deadline is not None:
+            deadline.check()
+        twin = meta_twin(parameter)
+        twins.setdefault(storage_of(twin), twin)
+        return twin
+
+    with architecture.ended(where_of(config)), _Outline():  # type: ignore[no-untyped-call]
+        model = build(config, registered, seed=0, attention=attention, trust_remote_code=trust_remote_code)
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ModelError(f"its buffer {name} has no value without the weights", where=where_of(config))
+    return model, list(twins.values())
+
+
+def build(
+    config: PreTrainedConfig, registered: Registered, *, seed: int, attention: str, trust_remote_code: bool
+) -> PreTrainedModel:
+    """Run the library's own construction from `seed`, with every parameter passed through `registered`."""
+    where = where_of(config)
+    refuse_other_configs(config, where=where, trust_remote_code=trust_remote_code)
+    refuse_attention(config, attention, where)
+    with (
+        quiet(),
+        torch.random.fork_rng(devices=[]),
+        torch.inference_mode(False),
+        _on_the_cpu(),
+        plain_errors(where),
+        registering(registered),
+    ):
+        torch.default_generator.manual_seed(seed)  # the cpu's alone: nothing is drawn anywhere else
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config),
+            dtype=torch.float32,
+            trust_remote_code=trust_remote_code,
+            **({} if attention == "auto" else {"attn_implementation": attention}),
+        )
+    if attention not in ("auto", used := model.config._attn_implementation):
+        raise ModelError(f"uses attention={used}, where {attention} was asked for", where=where, fix=_ask_for(used))
+    model.train()
+    return model
+
+
+def _on_the_cpu() -> AbstractContextManager[object]:
+    """Whatever the caller's default device is. Where it is the cpu, a context would only get in the way of `out=`."""
+    here = torch.device("cpu")
+    return nullcontext() if torch.get_default_device() == here else here
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Identity of a tensor's storage, shared with its views; only true while one of them is alive."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def where_of(config: PreTrainedConfig) -> str:
+    """How errors name a model: by folder or hub name, or by its kind."""
+    return f"model {config.name_or_path or config.model_type}"
+
+
+@contextmanager
+def registering(handle: Registered) -> Iterator[None]:
+    """In the block, parameters that modules register in this thread pass through `handle`; one block at a time."""
+    original, here = nn.Module.register_parameter, threading.get_ident()
+
+    def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and threading.get_ident() == here:
+            param = handle(param)
+        original(module, name, param)
+
+    with _one_at_a_time:
+        nn.Module.register_parameter = register_parameter  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+_one_at_a_time = threading.RLock()
+
+
+def meta_twin(parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter without its values; the same one for a parameter that comes twice."""
+    if parameter.is_meta:
+        return parameter
+    if not hasattr(parameter, "meta_twin"):
+        twin = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+        twin.__dict__.update(parameter.__dict__)
+        parameter.__dict__["meta_twin"] = twin
+    known: nn.Parameter = parameter.__dict__["meta_twin"]
+    return known
+
+
+class _Outline(TorchDispatchMode):
+    """Lets code that initialises run over parameters without values.
+
+    A huge tensor, which is a parameter to be, takes no memory for the moment before it is registered either: the
+    experts of one layer can exceed what this machine has, and some are made by `torch.zeros`, which touches it all.
+    Writing to a meta tensor does nothing, and a number read from one is zero; what comes of it goes into other
+    parameters, or into a buffer, where `initialize` would notice.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _FACTORIES and math.prod(args[0]) >= HUGE:
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        elif func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return 0
+        elif (written := list(written_by(func, args, kwargs))) and all(tensor.is_meta for tensor in written):
+            return written[0] if len(written) == 1 else tuple(written)
+        return func(*args, **kwargs)
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors that an operation writes to, by its schema."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def refuse_attention(config: PreTrainedConfig, attention: str, where: str) -> None:
+    """Raise `ModelError` for an attention that the model or this machine has not, and name those that they have."""
+    model_class = causal_class(config)
+    if attention == "auto" or model_class is None:
+        return  # the library, or the model's own code, decides
+    choices = {
+        "eager": True,
+        "sdpa": model_class._supports_sdpa,
+        "flash_attention_2": model_class._supports_flash_attn and is_flash_attn_2_available(),
+        "flash_attention_3": model_class._supports_flash_attn and is_flash_attn_3_available(),
+        "flex_attention": model_class._supports_flex_attn and is_torch_flex_attn_available(),
+    }
+    if not choices.get(attention, False):
+        possible = [name for name, works in choices.items() if works]
+        raise ModelError(
+            f"{model_class.__name__} cannot use attention={attention} here", where=where, fix=_ask_for(*possible)
+        )
+
+
+def _ask_for(*attentions: str) -> str:
+    return f"use attention={' or '.join(attentions)}"

@@ -1,0 +1,347 @@
+"""How a Hugging Face model is taken apart, and what is learned about it on the way.
+
+`port_model` makes a copy of a model without copying a weight (parameters become meta tensors, buffers are copied),
+finds the stack of decoder layers, and learns from a few tiny runs on zeros what layers return, what the prologue and
+the epilogue use, and the coefficient of a router's auxiliary loss. Nothing is looked up by model type or parameter
+name. A model that this cannot train exactly is refused with a `ModelError`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from megatrain.errors import MegaTrainError, ModelError, typed_line
+from megatrain.model.forward_arguments import arguments_of
+from megatrain.model.layer_trace import FirstLook
+from megatrain.model.peak import Sparing
+from megatrain.model.ports import ROUTED, Capture, HandOut, Port, PortedModel, Sides, reachable_leaves, takes
+from megatrain.model.profile import Measurement, portable_attention
+from megatrain.model.prologue_gradient import only_looks_up
+from megatrain.model.router_logits import install_recorders
+from megatrain.model.skeleton import meta_twin, registering
+from megatrain.model.user_patches import (
+    Buffers,
+    OwnTensors,
+    refuse_hooks_around,
+    refuse_mixing,
+    refuse_shared_and_hooked,
+)
+from megatrain.model.weight_reads import TO_THE_END, OrderOfUse, Uses, in_order_of_use
+from megatrain.model.weight_sources import quiet
+from megatrain.spec import LayerProfile, ModelSpec, ParamSpec, UnitSpec
+
+PROBE_TOKENS = 4
+"""Length of the tiny inputs that a model is learned from."""
+
+MOST_STACKS = 4
+"""Module lists that are tried; a model with a tower for images may have a larger one than that of its layers."""
+
+
+def port_model(model: nn.Module, dtype: torch.dtype) -> PortedModel:
+    """Take a causal language model apart for computing in `dtype`.
+
+    `model` may be a blueprint, with parameters on the meta device; its buffers must have values. It is not changed and
+    shares no parameter storage with the result; its mode (`train` or `eval`) carries over.
+    Raises `ModelError` for what is not a causal language model or cannot be streamed exactly.
+    """
+    refuse_other_kinds(model)
+    assert isinstance(model, PreTrainedModel)
+    refuse_shared_and_hooked(model)
+    refusal: ModelError | None = None
+    for stack in _stacks(model):
+        try:
+            with (
+                torch.random.fork_rng(devices=[]),
+                torch.inference_mode(False),
+                _foreign_errors(type(model).__name__, dtype),
+            ):
+                return _ported(model, stack, dtype)
+        except ModelError as error:
+            refusal = refusal or error  # about the largest stack, which is nearly always the right one
+    assert refusal is not None
+    raise refusal
+
+
+def _ported(model: PreTrainedModel, stack: str, dtype: torch.dtype) -> PortedModel:
+    ported = _take_apart(model, stack, dtype)
+    with portable_attention(ported.skeleton):
+        look = _learn_layers(model, ported)
+        with OwnTensors(model):
+            ported.structure = _learn_structure(model, ported, _layer_specs(model, ported, look))
+        if ported.routers_off:
+            ported.balance_coefficient = _learn_balance(ported, look.sides)
+    if ported.balance_coefficient is not None:
+        ported.structure = _recording(ported.structure, look.sides)
+    ported.measured = _Measured(ported, look, partial(_foreign_errors, type(model).__name__, dtype))
+    return ported
+
+
+class _Measured:
+    """`Measurement`, whose errors are the model's."""
+
+    def __init__(
+        self, ported: PortedModel, look: FirstLook, errors: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._measurement = Measurement(ported, look.kinds, look.sides, PROBE_TOKENS)
+        self._errors = errors
+
+    def spec(self) -> ModelSpec:
+        with self._errors():
+            return self._measurement.spec()
+
+    def parts(self) -> list[tuple[str, ...]]:
+        with self._errors():
+            return self._measurement.parts()
+
+
+@contextmanager
+def _foreign_errors(name: str, dtype: torch.dtype) -> Iterator[None]:
+    """Whatever the model's own code raises in pieces that it does not raise whole is a refusal."""
+    try:
+        yield
+    except MegaTrainError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"cannot be run layer by layer in {str(dtype).removeprefix('torch.')} ({typed_line(error)})",
+            where=f"model {name}",
+            fix="" if dtype == torch.float32 else "precision=fp32 may work",
+        ) from error
+
+
+def refuse_other_kinds(model: nn.Module) -> None:
+    """Raise `ModelError` for anything but a causal language model of transformers."""
+    where = f"model {type(model).__name__}"
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError("not a transformers model", where=where, fix="pass an AutoModelForCausalLM")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ModelError("an encoder-decoder, not a causal language model", where=where, fix="use a decoder-only model")
+    if model.get_output_embeddings() is None:
+        raise ModelError("has no language-model head", where=where, fix="load it with AutoModelForCausalLM")
+
+
+def _stacks(model: nn.Module) -> list[str]:
+    """Names of the module lists that may hold the decoder layers: not inside another, most parameters first."""
+    lists: dict[str, nn.ModuleList] = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)
+    }
+    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    if not outer:
+        raise ModelError("has no list of decoder layers", where=f"model {type(model).__name__}")
+    return sorted(outer, key=lambda name: -sum(p.numel() for p in lists[name].parameters()))[:MOST_STACKS]
+
+
+def _take_apart(model: PreTrainedModel, stack: str, dtype: torch.dtype) -> PortedModel:
+    """Copy the structure with meta parameters of `dtype` and put ports in the place of the layers of `stack`."""
+    refuse_hooks_around(model, stack)
+    memo: dict[int, Any] = {}
+    dtypes = buffer_dtypes(model, dtype)
+    for parameter in model.parameters():
+        if not parameter.is_floating_point():
+            raise ModelError("has parameters that are not floating point (quantized?)", where=type(model).__name__)
+        meta = torch.empty(parameter.shape, dtype=dtype, device="meta")
+        memo[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ModelError(f"its buffer {name} has no value (meta device)", where=type(model).__name__)
+        memo[id(buffer)] = buffer.detach().cpu().to(dtypes.get(name, buffer.dtype), copy=True)
+    skeleton = copy.deepcopy(model, memo)
+    for module in skeleton.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.__dict__["gradient_checkpointing"] = False  # what to recompute is the policy's choice
+    skeleton.config.return_dict = True
+    routers_off = {}
+    if getattr(model.config, "output_router_logits", False):
+        _refuse_unrecorded(skeleton)
+        routers_off = {"output_router_logits": False}
+    templates = list(skeleton.get_submodule(stack).children())
+    ports = [Port(index, layer) for index, layer in enumerate(templates)]
+    parent, _, attribute = stack.rpartition(".")
+    setattr(skeleton.get_submodule(parent), attribute, nn.ModuleList(ports))
+    nothing = ModelSpec(type(model).__name__, _placeholder_units(len(templates)), 1, 1)
+    placeholders = {name: _zeros(parameter) for name, parameter in skeleton.named_parameters()}
+    taken = arguments_of(skeleton, templates)
+    return PortedModel(
+        nothing, skeleton, templates, ports, stack, placeholders, routers_off=routers_off, arguments=taken
+    )
+
+
+def buffer_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Which dtype each buffer has when the library makes the model in `dtype`; some stay float32, rotary tables say."""
+    if dtype == torch.float32 or next(model.parameters()).dtype == dtype:
+        return {}
+    try:
+        with quiet(), torch.random.fork_rng(devices=[]), torch.device("cpu"), registering(meta_twin):
+            small: PreTrainedModel = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
+    except Exception:  # a class that its config alone does not make
+        return {}
+    exact = [*(small._keep_in_fp32_modules or ()), *(small._keep_in_fp32_modules_strict or ())]
+    return {
+        name: buffer.dtype
+        for name, buffer in small.named_buffers()
+        if buffer.is_floating_point() and not any(kept in name for kept in exact)
+    }
+
+
+def _refuse_unrecorded(model: PreTrainedModel) -> None:
+    """The auxiliary loss is computed from what the library records of the routers; other ways are not known here."""
+    if not install_recorders(model) or not takes(model, "logits_to_keep"):
+        raise ModelError(
+            "its router auxiliary loss (output_router_logits=True) is not computed the library's usual way",
+            where=type(model).__name__,
+            fix="set output_router_logits=False in its config",
+        )
+
+
+def _zeros(parameter: Tensor) -> Tensor:
+    """Zeros in the shape and dtype of a parameter, that take no memory."""
+    return torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+
+
+def _placeholder_units(layers: int) -> tuple[UnitSpec, ...]:
+    middle = [UnitSpec(f"layers.{index}", "layer", ()) for index in range(layers)]
+    return UnitSpec("prologue", "prologue", ()), *middle, UnitSpec("epilogue", "epilogue", ())
+
+
+def _learn_layers(model: PreTrainedModel, ported: PortedModel) -> FirstLook:
+    """Run one layer of each kind: does it return the hidden state, or a tuple that starts with it?"""
+    look = FirstLook(ported)
+    with torch.enable_grad(), OwnTensors(model):
+        _run_probe(ported, look, PROBE_TOKENS)
+    for port in ported.ports:
+        port.others = ()
+    return look
+
+
+def _run_probe(ported: PortedModel, capture: Capture, tokens: int) -> None:
+    where = f"model {type(ported.skeleton).__name__}"
+    ported.run(capture, ported.placeholders, _probe_inputs(tokens))
+    if capture.hidden is None or len(capture.calls) < len(ported.ports):
+        raise ModelError("does not call each of its decoder layers once", where=where)
+    if capture.hidden.dim() < 3 or capture.hidden.shape[:2] != (1, tokens):
+        shape = list(capture.hidden.shape)
+        raise ModelError(f"its hidden state is {shape}, which does not start with batch and length", where=where)
+
+
+def _learn_balance(ported: PortedModel, sides: list[Sides]) -> float | None:
+    """The coefficient of the auxiliary loss: by how much the model's loss grows with it."""
+    leaves = [tuple(side.detach().requires_grad_() for side in of_layer) for of_layer in sides]
+    inputs = _probe_inputs()
+    hidden = torch.zeros(1, PROBE_TOKENS, *ported.hidden_shape, dtype=next(iter(ported.placeholders.values())).dtype)
+    with torch.enable_grad():
+        asked = {**inputs, **ROUTED, "logits_to_keep": 0, "labels": inputs["input_ids"]}
+        output = ported.run(HandOut(len(ported.ports), hidden, leaves), ported.placeholders, asked)
+        if output.aux_loss is None or not isinstance(output.aux_loss, Tensor) or not output.aux_loss.requires_grad:
+            return None
+        (coefficient,) = torch.autograd.grad(output.loss, output.aux_loss, allow_unused=True)
+    return None if coefficient is None or not coefficient else float(coefficient)
+
+
+def _recording(structure: ModelSpec, sides: list[Sides]) -> ModelSpec:
+    """With what layers record for the auxiliary loss, which a schedule has buffers for."""
+    units = list(structure.units)
+    for index, of_layer in enumerate(sides, start=1):
+        nbytes = sum(side.numel() * side.element_size() for side in of_layer) / PROBE_TOKENS
+        units[index] = replace(units[index], profile=LayerProfile(sides_nbytes=nbytes))
+    return replace(structure, units=tuple(units))
+
+
+def _probe_inputs(tokens: int = PROBE_TOKENS) -> dict[str, Tensor]:
+    return {"input_ids": torch.zeros(1, tokens, dtype=torch.long)}
+
+
+def _learn_structure(model: PreTrainedModel, ported: PortedModel, layers: list[UnitSpec]) -> ModelSpec:
+    """Read off two autograd graphs which parameters prologue and epilogue use, and list them in order of use."""
+    where = f"model {type(model).__name__}"
+    leaves = {name: zero.detach().requires_grad_() for name, zero in ported.placeholders.items()}
+    trains = {name: parameter.requires_grad for name, parameter in ported.skeleton.named_parameters()}
+    capture, order = Capture(len(ported.ports)), OrderOfUse(leaves)
+    with torch.enable_grad(), Uses(order.reading):  # the caller may have switched gradients off
+        ported.run(capture, leaves, _probe_inputs())
+    if capture.hidden is None or not capture.observed_only_passing:
+        raise ModelError("does more between its decoder layers than pass the hidden state on", where=where)
+    for call in capture.calls:
+        if any(tensor.requires_grad for tensor in call.tensors()):
+            raise ModelError("its layers need a gradient other than through the hidden state", where=where)
+    looks_up = only_looks_up(ported, capture.hidden, _probe_inputs())
+    ported.hidden_shape = tuple(capture.hidden.shape[2:])
+    handed_out = torch.zeros(PROBE_TOKENS, *ported.hidden_shape, dtype=capture.hidden.dtype)
+    with torch.enable_grad(), Sparing(), Uses(order.reading):  # type: ignore[no-untyped-call]
+        logits = ported.head(leaves, handed_out)
+    for _ in range(2):  # what a forward leaves behind, the next one must leave the same
+        whole, buffers = HandOut(len(ported.ports), handed_out.unsqueeze(1)), Buffers(ported.skeleton)
+        with torch.no_grad(), Sparing():  # type: ignore[no-untyped-call]
+            ported.run(whole, ported.placeholders, {"input_ids": torch.zeros(PROBE_TOKENS, 1, dtype=torch.long)})
+    buffers.refuse_changed(where)
+    refuse_mixing(ported, handed_out)
+    if whole.order != list(range(len(ported.ports))):
+        raise ModelError("goes through its decoder layers more than once", where=where)
+    in_prologue, in_epilogue = reachable_leaves(capture.hidden), reachable_leaves(logits)
+    prologue, epilogue, borrowed = [], [], []
+    for name in in_order_of_use(leaves, order.names):
+        leaf = leaves[name]
+        param = ParamSpec(name, tuple(leaf.shape), trainable=trains[name])
+        if id(leaf) in in_epilogue and id(leaf) not in in_prologue:
+            epilogue.append(param)
+        else:
+            prologue.append(param)
+            borrowed += [name] if id(leaf) in in_epilogue else []
+    if not epilogue and not borrowed:
+        raise ModelError("its logits depend on no parameter outside the layers", where=where)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    units = (
+        UnitSpec("prologue", "prologue", tuple(prologue), looks_up=looks_up),
+        *layers,
+        UnitSpec("epilogue", "epilogue", tuple(epilogue), tuple(borrowed)),
+    )
+    return ModelSpec(
+        name=type(model).__name__,
+        units=units,
+        hidden_size=prod(ported.hidden_shape),
+        vocab_size=logits.shape[-1],
+        max_positions=positions if isinstance(positions, int) and positions > 0 else None,
+        attention=getattr(model.config, "_attn_implementation", None) or "eager",
+    )
+
+
+def _layer_specs(model: PreTrainedModel, ported: PortedModel, look: FirstLook) -> list[UnitSpec]:
+    seen: dict[int, str] = {id(p): name for name, p in ported.skeleton.named_parameters()}
+    units = []
+    for index, template in enumerate(ported.templates):
+        prefix, params, parameters = ported.prefix(index), [], dict(template.named_parameters())
+        if not parameters:
+            raise ModelError(f"its layer {prefix.rstrip('.')} has no parameters", where=f"model {type(model).__name__}")
+        used = look.used[look.kinds[index]]
+        for name in in_order_of_use(parameters, used.names):
+            parameter = parameters[name]
+            if id(parameter) in seen:
+                raise ModelError(
+                    f"layers share a parameter: {prefix}{name} is {seen[id(parameter)]}", where=type(model).__name__
+                )
+            seen[id(parameter)] = prefix + name
+            share = _active_share(model, parameter)
+            held = used.held.get(name, TO_THE_END)
+            params.append(ParamSpec(prefix + name, tuple(parameter.shape), share, parameter.requires_grad, held))
+        units.append(UnitSpec(prefix.rstrip("."), "layer", tuple(params)))
+    return units
+
+
+def _active_share(model: PreTrainedModel, parameter: Tensor) -> float:
+    """Share of a parameter that one token uses: below 1 where its first dimension is that of the experts."""
+    config = model.config.get_text_config()
+    chosen = getattr(config, "num_experts_per_tok", None)
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
+    if not chosen or not experts or parameter.dim() < 3 or parameter.shape[0] != experts:
+        return 1.0
+    return float(chosen) / float(experts)

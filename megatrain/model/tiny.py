@@ -1,0 +1,603 @@
+"""A model's own architecture at test size, so that it is checked in a fraction of a second.
+
+`shrink` makes a small config of the same kind: every switch stays (activations, caps, biases, rope, patterns of
+layers, dropout), every size falls (widths, heads, experts, vocabulary, windows), and of the layers the fewest stay
+that show each kind once, in their order. `twin_of` builds it, with noise on every parameter so that no mistake hides
+behind ones and zeros.
+
+Rules go by field names and values, never by model type; relations that code relies on (width = heads x head size,
+sums of head sizes, divisibility) are kept. Since no rule knows every architecture, a candidate is *tried*: built,
+compared in its kinds of layers with the full depth, and run on a few tokens. If that fails, gentler rules follow, in
+a fixed order. Left out: what a twin is compared with (`train.parity`).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from megatrain.errors import ModelError, typed_line
+from megatrain.model.weight_sources import quiet
+
+MAX_PARAMETERS = 50_000_000
+TRIAL_TOKENS = 9
+MAX_PREFIX = 16
+"""Most layers of a prefix that is tried where no shorter choice shows every kind."""
+
+MOST_SAID = 160
+"""Characters of what the library says about a config that it cannot build."""
+
+CPU_KERNELS = ("eager", "sdpa")
+CHECKPOINT = (
+    *("quantization_config", "auto_map", "dtype", "torch_dtype"),
+    *("id2label", "label2id", "transformers_version", "_name_or_path"),
+)
+"""Fields that say something of a checkpoint, not of the architecture."""
+DROPOUT = re.compile(r"\w*(dropout|pdrop|drop_path|jitter)\w*")
+
+StockConfig = PreTrainedConfig
+StockModel = PreTrainedModel
+"""What is compared with: a model that runs the library's own code."""
+
+
+def shrink(config: PreTrainedConfig, kind: type[PreTrainedModel] | None = None) -> PreTrainedConfig:
+    """A config of the same class and kind at test size; `config` is not changed. A function of its arguments alone.
+
+    kind: the class of the model; what `AutoModelForCausalLM` chooses if it is not given. Raises `ModelError` when
+    nothing that was tried builds and runs.
+    """
+    whole = _plain(config)
+    failures: list[str] = []
+    for effort in EFFORTS:
+        try:
+            with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+                return _shrunk(config, whole, kind, effort)
+        except Exception as error:  # whatever foreign code raises on sizes that it cannot take
+            if not failures:
+                _refuse_unbuildable(config, kind)
+            failures.append(typed_line(error)[:MOST_SAID])
+    raise ModelError(f"no small twin of it builds and runs ({failures[0]})", where=f"model {type(config).__name__}")
+
+
+def _refuse_unbuildable(config: PreTrainedConfig, kind: type[PreTrainedModel] | None) -> None:
+    """Raise `ModelError` if the model cannot be built as it stands either: then no size is to blame."""
+    try:
+        _skeleton(config, kind)
+    except Exception as error:
+        where = f"model {type(config).__name__}"
+        raise ModelError(f"the library cannot build it ({typed_line(error)[:MOST_SAID]})", where=where) from error
+
+
+def twin_of(
+    config: PreTrainedConfig, seed: int, attention: str | None = None, kind: type[PreTrainedModel] | None = None
+) -> PreTrainedModel:
+    """A real model of `shrink(config)`: float32, on the cpu, in training mode, every parameter perturbed from `seed`.
+
+    attention: the attention kernel; the config's own if it is not given. kind: as for `shrink`, which raises the same
+    errors.
+    """
+    return twin_from(shrink(config, kind), seed, attention or config._attn_implementation, kind)
+
+
+def twin_from(
+    small: PreTrainedConfig, seed: int, attention: str | None = None, kind: type[PreTrainedModel] | None = None
+) -> PreTrainedModel:
+    """`twin_of` for a config that is small already. A kernel that no cpu has gives way to the model's default."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(seed)
+        model = built(small, kind, attention if attention in CPU_KERNELS else None)
+        perturb(model, seed)
+        model.train()
+    return model
+
+
+def with_dropout(config: PreTrainedConfig, rate: float) -> PreTrainedConfig:
+    """The same config with this rate in every kind of dropout and jitter that it has, and no layer ever dropped.
+
+    A field that holds a whole number stays one, since some configs insist on that."""
+    fields = _plain(config)
+    nodes = [fields]
+    for node in nodes:
+        nodes += [value for value in node.values() if isinstance(value, dict)]
+        node.update({name: type(value)(rate) for name, value in node.items() if _is_rate(name, value)})
+        node.update({name: type(value)(0) for name, value in node.items() if name.endswith("layerdrop")})
+    return _parsed(config, fields)
+
+
+def dropout_rates(config: PreTrainedConfig) -> list[float]:
+    """Every rate of dropout and jitter that a config has."""
+    nodes = [_plain(config)]
+    for node in nodes:
+        nodes += [value for value in node.values() if isinstance(value, dict)]
+    return [float(value) for node in nodes for name, value in node.items() if _is_rate(name, value)]
+
+
+def _is_rate(name: str, value: object) -> bool:
+    return DROPOUT.fullmatch(name) is not None and isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def built(config: PreTrainedConfig, kind: type[PreTrainedModel] | None, attention: str | None) -> PreTrainedModel:
+    """A fresh float32 model of a config, by its own initialiser. `config` is not changed."""
+    options: dict[str, Any] = {"dtype": torch.float32}
+    if attention is not None:
+        options["attn_implementation"] = attention
+    own = copy.deepcopy(config)
+    made: PreTrainedModel
+    with quiet():
+        made = AutoModelForCausalLM.from_config(own, **options) if kind is None else kind._from_config(own, **options)
+    return made
+
+
+def perturb(model: nn.Module, seed: int) -> None:
+    """Add seeded noise to every parameter, and to the saved buffers that hold small numbers.
+
+    So no mistake hides behind scales of one and biases of zero, and no cap behind weights too small to reach it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    saved = model.state_dict(keep_vars=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=scale)
+        for name, buffer in model.named_buffers():
+            if name in saved and buffer.is_floating_point() and bool((buffer.abs() <= 10).all()):
+                buffer.add_(torch.randn(buffer.shape, generator=generator), alpha=0.05)
+
+
+# Trying ------------------------------------------------------------------------------------------------------------
+
+
+def _shrunk(
+    config: PreTrainedConfig, whole: Fields, kind: type[PreTrainedModel] | None, effort: Effort
+) -> PreTrainedConfig:
+    narrow = narrowed(whole, effort)
+    wide = _parsed(config, narrow)
+    skeleton = _skeleton(wide, kind)
+    stacks = _stacks(skeleton, config)
+    kinds = [kinds_of_layers(skeleton, wide, stack) for stack in stacks]
+    for stack, every in zip(stacks, kinds, strict=True):
+        node = _at(narrow, stack.path)
+        node.update(with_layers(node, stack.depth, layers_to_keep(every, effort.depth)))
+    small = _parsed(config, narrow)
+    skeleton = _skeleton(small, kind)
+    numel = sum(parameter.numel() for parameter in skeleton.parameters())
+    if numel > MAX_PARAMETERS:
+        raise ModelError(f"its twin would still have {numel:,} parameters")
+    for stack, every in zip(stacks, kinds, strict=True):
+        if set(every) - set(kinds_of_layers(skeleton, small, stack)):
+            raise ModelError("its twin lacks a kind of layer")
+    _try(built(small, kind, None))
+    return small
+
+
+def _try(model: PreTrainedModel) -> None:
+    """Run the model on a few ordinary tokens; raise whatever it raises, or `ModelError` if logits are not finite."""
+    ids = torch.tensor(ordinary_tokens(model.config)[:TRIAL_TOKENS]).unsqueeze(0)
+    with torch.no_grad(), quiet():
+        logits = model.eval()(input_ids=ids, use_cache=False).logits
+    if not bool(torch.isfinite(logits).all()):
+        raise ModelError("its twin's logits are not finite")
+
+
+def ordinary_tokens(config: PreTrainedConfig) -> list[int]:
+    """Token ids that have no special meaning to a model (padding, the place of an image)."""
+    special: set[int] = set()
+    nodes = [_plain(config)]
+    for node in nodes:
+        for name, value in node.items():
+            if TOKEN.fullmatch(name):
+                special |= {item for item in items(value) if isinstance(item, int)}
+            nodes += [value] if isinstance(value, dict) else []
+    text = _plain(config.get_text_config())
+    vocabulary = min(text[name] for name in ("vocab_size", "unpadded_vocab_size") if text.get(name))
+    return [token for token in range(vocabulary) if token not in special]
+
+
+def _skeleton(config: PreTrainedConfig, kind: type[PreTrainedModel] | None) -> PreTrainedModel:
+    with torch.device("meta"):
+        return built(config, kind, None)
+
+
+def _plain(config: PreTrainedConfig) -> Fields:
+    """The fields of a config, nested ones too, without what belongs to its checkpoint."""
+    fields: Fields = _string_keyed(config.to_dict())
+    nodes = [fields]
+    for node in nodes:
+        for name in CHECKPOINT:
+            node.pop(name, None)
+        if not node.get("output_attentions"):
+            node.pop("output_attentions", None)  # some nested configs write it and do not read it
+        nodes += [value for value in node.values() if isinstance(value, dict)]
+    return fields
+
+
+def _string_keyed(value: Any) -> Any:
+    """A copy of nested fields, with the numbers of layers that some are keyed by as text."""
+    if isinstance(value, dict):
+        return {str(key): _string_keyed(inner) for key, inner in value.items()}
+    return [_string_keyed(item) for item in value] if isinstance(value, list) else value
+
+
+def _parsed(config: PreTrainedConfig, fields: Fields) -> PreTrainedConfig:
+    with quiet():
+        parsed: PreTrainedConfig = type(config).from_dict(copy.deepcopy(fields))
+    parsed._experts_implementation = config._experts_implementation
+    return parsed
+
+
+# Depth -------------------------------------------------------------------------------------------------------------
+
+Path = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """Layers that one config, at `path` in the whole, describes: how many, in which module lists, and the fields that
+    hold an entry for each."""
+
+    path: Path
+    depth: int
+    modules: tuple[str, ...]
+    fields: tuple[str, ...]
+
+
+def _stacks(model: PreTrainedModel, config: PreTrainedConfig, path: Path = ()) -> list[_Stack]:
+    """Every stack of layers, of nested configs too."""
+    found: list[_Stack] = []
+    plain = _plain(config)
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    counts = [value for name, value in plain.items() if LAYER_COUNT.fullmatch(name) and isinstance(value, int)]
+    for depth in (getattr(config, "decoder_layers", None), getattr(config, "num_hidden_layers", None), *counts):
+        modules = tuple(name for name in outer if len(lists[name]) == depth)
+        if depth and modules:
+            fields = tuple(name for name, value in plain.items() if _entry_each(name, value, depth))
+            found.append(_Stack(path, depth, modules, fields))
+            break
+    for name in config.sub_configs:
+        inner = getattr(config, name, None)
+        if isinstance(inner, PreTrainedConfig):
+            found += _stacks(model, inner, (*path, name))
+    return found
+
+
+def _at(fields: Fields, path: Path) -> Fields:
+    for name in path:
+        fields = fields[name]
+    return fields
+
+
+def kinds_of_layers(model: PreTrainedModel, config: PreTrainedConfig, stack: _Stack) -> list[object]:
+    """What tells the layers of a stack apart, layer by layer: classes, parameters, switches, and their entries in the
+    config."""
+    node = _at(_plain(config), stack.path)
+    modules = [list(model.get_submodule(name).children()) for name in stack.modules]
+    depth = min((len(layers) for layers in modules), default=1)
+    entries = [value for name in stack.fields if len(value := node[name]) == depth]
+    return [
+        (tuple(_looks(layers[i]) for layers in modules), json.dumps([each[i] for each in entries], default=str))
+        for i in range(depth)
+    ]
+
+
+def _looks(layer: nn.Module) -> tuple[object, ...]:
+    """What can be seen of a layer but its number: classes, shapes, switches, words, and what is absent."""
+    looks: list[object] = []
+    for name, module in layer.named_modules():
+        switches = sorted(
+            (key, value if isinstance(value, bool | str) else value is None)
+            for key, value in vars(module).items()
+            if not key.startswith("_")
+        )
+        shapes = [(key, tuple(value.shape)) for key, value in module.named_parameters(recurse=False)]
+        looks.append((name, type(module).__qualname__, repr(switches), repr(shapes)))
+    return tuple(looks)
+
+
+def layers_to_keep(kinds: Sequence[object], depth: str) -> list[int]:
+    """Numbers of the layers that show every kind: the first of each, or all up to the last of these; at least two."""
+    firsts = [index for index, kind in enumerate(kinds) if kind not in kinds[:index]]
+    if depth == "prefix":
+        firsts = list(range(firsts[-1] + 1))
+    others = [index for index in range(len(kinds)) if index not in firsts]
+    return sorted([*firsts, *others[: max(0, 2 - len(firsts))]])[:MAX_PREFIX]
+
+
+LAYER_COUNT = re.compile(r"(num_)?(hidden_|decoder_|encoder_|n_)?layers?|num_blocks|num_(de|en)coder_layers|depth")
+LEADING = re.compile(r"first_k_dense_replace|num_dense_layers|max_window_layers|moe_layer_start_index")
+TRAILING = re.compile(r"num_kv_shared_layers")
+LAST = re.compile(r"moe_layer_end_index")
+LAYER_NUMBERS = re.compile(r"\w*layer\w*|\w*_(idx|id)s")
+
+
+def with_layers(node: Fields, depth: int, chosen: Sequence[int]) -> Fields:
+    """The fields that change when of `depth` layers only the `chosen` stay."""
+    changed: Fields = {}
+    for name, value in node.items():
+        if LAYER_COUNT.fullmatch(name) and value == depth:
+            changed[name] = len(chosen)
+        elif LEADING.fullmatch(name) and isinstance(value, int):
+            changed[name] = sum(layer < value for layer in chosen)
+        elif TRAILING.fullmatch(name) and isinstance(value, int):
+            changed[name] = sum(layer >= depth - value for layer in chosen)
+        elif LAST.fullmatch(name) and isinstance(value, int) and value >= 0:
+            changed[name] = sum(layer <= value for layer in chosen) - 1
+        elif name == "per_layer_config" and isinstance(value, dict):
+            places = {layer: place for place, layer in enumerate(chosen)}
+            layers = {int(key): inner for key, inner in value.items()}
+            changed[name] = {places[layer]: inner for layer, inner in layers.items() if layer in places}
+        elif isinstance(value, list) and (shorter := _shorter(name, value, depth, chosen)) is not None:
+            changed[name] = shorter
+    return changed
+
+
+def _entry_each(name: str, value: object, depth: int) -> bool:
+    """Whether a field is a list with an entry for each layer."""
+    return isinstance(value, list) and len(value) == depth and not _are_layers(name, value, depth)
+
+
+def _are_layers(name: str, value: list[Any], depth: int) -> bool:
+    """Whether a list holds numbers of layers, in order."""
+    numbers = all(isinstance(item, int) and 0 <= item < depth for item in value)
+    return LAYER_NUMBERS.fullmatch(name) is not None and numbers and value == sorted(set(value))
+
+
+def _shorter(name: str, value: list[Any], depth: int, chosen: Sequence[int]) -> list[Any] | None:
+    """A list about layers, about the chosen ones; `None` for a list about something else."""
+    if value and _are_layers(name, value, depth):
+        return [place for place, layer in enumerate(chosen) if layer in value]
+    if len(value) == depth:
+        return [value[layer] for layer in chosen]
+    if value and all(isinstance(item, list) and len(item) == 2 and isinstance(item[0], list) for item in value):
+        spread = [each for pattern, times in value for _ in range(times) for each in pattern]  # [[pattern, times], ...]
+        return [[[spread[layer] for layer in chosen], 1]] if len(spread) == depth else None
+    return None
+
+
+# Small sizes ----------------------------------------------------------------------------------------------------------
+#
+# Small sizes for the fields of a config, by their names and values; no model type is looked at.
+#
+# Every rule keeps what code relies on: width = heads x head size where that holds, sums of head sizes, equal numbers
+# equal, heads of keys a divisor of those of queries, expert groups, special tokens inside the vocabulary. A name that
+# no rule knows stays as it is. Left out: the number of layers, and whether the result works (`model.tiny`).
+
+
+Fields = dict[str, Any]
+"""A config as `to_dict` gives it, or one of the configs nested in it."""
+
+VOCAB = 96
+POSITIONS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How hard to shrink.
+
+    widths: `tiny`, sizes of our choice; `divided`, all by one number, head counts kept; `kept`. spared: groups of
+    fields that stay. depth: layers `chosen`, one of each kind, or a `prefix` that has them all.
+    """
+
+    widths: str
+    spared: frozenset[str]
+    depth: str
+
+
+SPARABLE = ("window", "chunk", "state", "experts", "positions")
+_NONE, _ALL = frozenset[str](), frozenset(SPARABLE)
+EFFORTS = (
+    Effort("tiny", _NONE, "chosen"),
+    Effort("tiny", _NONE, "prefix"),
+    *(Effort("tiny", frozenset({group}), "chosen") for group in SPARABLE),
+    Effort("tiny", _ALL, "prefix"),
+    *(Effort(widths, *how) for widths in ("divided", "kept") for how in ((_NONE, "chosen"), (_ALL, "prefix"))),
+)
+"""What is tried, in this order."""
+
+
+HIDDEN = ("hidden_size", "n_embd", "d_model", "embedding_dim", "emb_dim", "dim")
+MAIN_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+DIVISORS = (64, 32, 16, 8, 4, 2)
+TOKEN = re.compile(r"(\w+_)?token_(id|index)s?|(\w+_)?tokens_ids?")
+VOCABULARY = re.compile(r"\w*vocab_size\w*|\w+_vocab")
+HEADS = re.compile(r"(\w+_)?(num|n)_(\w+_)?heads?(_per_layer)?|(de|en)coder_attention_heads|num_query_groups")
+HEAD_SIZE = re.compile(r"(\w+_)?head_?(dim|size)|kv_channels|dim_head|(\w+_)?d_head|rotary_dim|d_rel")
+SIZE = re.compile(
+    r"(\w+_)?hidden_size\w*|n_embd|d_model|(\w+_)?intermediate_size\w*|n_inner|dff|dim_ff|d_inner|mamba_d_ssm|lru_width"
+    r"|(\w+_)?(embed|embd|embedding|ffn|proj|mid|in|out)_dim|(\w+_)?(in|out)put_size|embedding_size|emb_dim|dim"
+    r"|(\w+_)?(rank|lowrank)|feed_forward_size|(\w+_)?ffn_size"
+)
+ROLES = (
+    ("positions", re.compile(r"(original_)?max_position_embeddings|n_positions|n_ctx|max_seq_len|context_length"
+                             r"|model_max_length|max_\w+_positions")),
+    ("window", re.compile(r"sliding_window(_size)?|(attention_|keep_)?window_size|local_attention|attention_chunk_size"
+                          r"|local_attention_window_len|index_topk|(\w+_)?attn_chunk_length|rel_extent"
+                          r"|log_scaling_n_floor|floor_scale")),
+    ("chunk", re.compile(r"(?!max_|audio)(\w+_)?(chunk|block)_size|index_topk_blocks|compress_rates")),
+    ("state", re.compile(r"(\w+_)?(d_state|state_size)")),
+    ("experts", re.compile(r"(\w+_)?num_(local_)?experts|n_routed_experts|zero_expert_num|(\w+_)?num_moe_experts")),
+    ("chosen experts", re.compile(r"num_experts_per_tok(en)?|moe_top_?k|moe_k|(router_)?top_?k(_experts)?")),
+    ("expert groups", re.compile(r"n_group|num_expert_groups?")),
+    ("chosen groups", re.compile(r"topk_group")),
+    ("state groups", re.compile(r"(mamba_)?n_?groups|o_groups")),
+)  # fmt: skip
+SMALL = {"window": 4, "chunk": 4, "state": 8, "experts": 8, "chosen experts": 2, "expert groups": 2, "state groups": 2}
+"""Target sizes; a field that is not larger stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What becomes of the sizes of one config. Pairs hold the old and the new."""
+
+    hidden: tuple[int, int]
+    heads: dict[int, int]
+    divisor: int
+    """Of head sizes."""
+    vocabulary: int
+    positions: int
+
+    def width(self, value: int) -> int:
+        """In proportion to the hidden size: exactly where that gives a multiple of 8, which some kernels want, else
+        about so."""
+        old, new = self.hidden
+        if value < 8 or old == new:
+            return value
+        exact, rest = divmod(value * new, old)
+        return exact if not rest and exact % 8 == 0 else min(value, max(8, round(exact / 8) * 8))
+
+
+def narrowed(node: Fields, effort: Effort, outer: Sizes | None = None) -> Fields:
+    """The same fields with small sizes. `outer`: those of the config around it, for one that has none of its own."""
+    sizes = _sizes(node, effort) or outer
+    if sizes is None:
+        sizes = Sizes((1, 1), {}, 1, 0, 0)
+    small = {name: _narrow(name, value, effort, sizes) for name, value in node.items()}
+    small.update(_rejoined(node, small, sizes))
+    if (vocabulary := small.get("vocab_size")) is not None:
+        _move_tokens(small, vocabulary)
+    return small
+
+
+def _narrow(name: str, value: Any, effort: Effort, sizes: Sizes) -> Any:
+    if isinstance(value, dict) and name == "compress_rates":
+        return {key: _narrow_number(name, item, effort, sizes) for key, item in value.items()}
+    if isinstance(value, dict):
+        return narrowed(value, effort, sizes)
+    if name == "mrope_section" and isinstance(value, list):
+        ends = [sum(value[: i + 1]) // sizes.divisor for i in range(len(value))]
+        return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    if name in ("short_factor", "long_factor") and isinstance(value, list):
+        return value[:: sizes.divisor][: len(value) // sizes.divisor]
+    if isinstance(value, list):
+        return [_narrow_number(name, item, effort, sizes) for item in value]
+    return _narrow_number(name, value, effort, sizes)
+
+
+def _narrow_number(name: str, value: Any, effort: Effort, sizes: Sizes) -> Any:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 2:
+        return value
+    if VOCABULARY.fullmatch(name):
+        return _vocabulary(value, sizes.vocabulary)
+    if HEADS.fullmatch(name):
+        return sizes.heads.get(value, value)
+    if HEAD_SIZE.fullmatch(name):
+        return value // sizes.divisor if value > 8 and value % sizes.divisor == 0 else value
+    if name == "query_pre_attn_scalar":  # a head size, for the scale of scores alone
+        return max(1, value // sizes.divisor)
+    if SIZE.fullmatch(name):
+        return sizes.width(value)
+    role = next((role for role, names in ROLES if names.fullmatch(name)), None)
+    if role is None or role in effort.spared or (role.endswith(("experts", "groups")) and "experts" in effort.spared):
+        return value
+    if role == "positions":
+        share = value * POSITIONS // max(sizes.positions, 1) if name.startswith("original_") else POSITIONS
+        return min(value, max(4, share))
+    if role == "chosen groups":
+        return 1
+    return min(value, SMALL[role])
+
+
+def _vocabulary(value: int, main: int) -> int:
+    """Smaller than the main one stays smaller (an unpadded vocabulary); what is tiny anyway (token types) stays."""
+    return min(value, VOCAB if value >= main else VOCAB - 6)
+
+
+def _sizes(node: Fields, effort: Effort) -> Sizes | None:
+    """`None` for fields that have no widths of their own. Of the divisors of head sizes the largest that fits."""
+    hidden = next((node[name] for name in HIDDEN if isinstance(node.get(name), int)), None)
+    heads = next((node[name] for name in MAIN_HEADS if isinstance(node.get(name), int)), None)
+    if hidden is None or (heads is None and "vocab_size" not in node):
+        return None
+    vocabulary = node.get("vocab_size") or 0
+    positions = next((v for k, v in node.items() if ROLES[0][1].fullmatch(k) and isinstance(v, int)), 0)
+    divided = effort.widths == "divided"
+    heads = heads or 1
+    whole = hidden // heads if hidden % heads == 0 else 0
+    size = node["head_dim"] if isinstance(node.get("head_dim"), int) else whole  # 0: not stated, and not a whole number
+    every = {n for n in (*_numbers(node, HEAD_SIZE), size) if n > 8}  # 0 is unknown, and the others are small enough
+    counts = {} if divided else _tiny_counts(sorted({n for n in _numbers(node, HEADS) if n > 1}), heads)
+    share = min([1.0, *_numbers(node, re.compile(r"partial_rotary_factor|rot\w*_pct"))])
+    for divisor in DIVISORS if effort.widths != "kept" else ():
+        small = size // divisor if size else 16
+        new = hidden // divisor if divided else _new_hidden(hidden, heads, size, counts.get(heads, heads), small)
+        fits = all(v % divisor == 0 and v // divisor % 2 == 0 and v // divisor >= 4 for v in every)
+        if divided and hidden % divisor:
+            fits = False
+        rotary = int(small * share)
+        if fits and small >= 8 and rotary >= 2 and rotary % 2 == 0 and new >= min(32, hidden):
+            return Sizes((hidden, new), counts, divisor, vocabulary, positions)
+    return Sizes((hidden, hidden), {}, 1, vocabulary, positions)
+
+
+def _tiny_counts(counts: list[int], main: int) -> dict[int, int]:
+    """Old to new numbers of heads: equal stay equal, and powers of two in the same order stay divisible."""
+    start = 1 if counts and counts[0] < main else 2
+    small = {count: 2 ** (start + rank) for rank, count in enumerate(counts)}
+    return small if all(new <= old for old, new in small.items()) else {}
+
+
+def _new_hidden(hidden: int, heads: int, size: int, new_heads: int, new_size: int) -> int:
+    """The hidden size that is to `new_heads` x `new_size` what `hidden` is to `heads` x `size` (0: unknown)."""
+    if not size:
+        return new_heads * new_size
+    common = gcd(hidden, heads * size)
+    times, parts = hidden // common, heads * size // common
+    if max(times, parts) <= 8 and new_heads * new_size * times % parts == 0:
+        return new_heads * new_size * times // parts
+    return new_heads * new_size * 3 // 2
+
+
+def _rejoined(node: Fields, small: Fields, sizes: Sizes) -> Fields:
+    """Sizes of parts that have heads of their own: head sizes, where heads x size is a multiple of the hidden size, and
+    a part's width, where that is heads x size."""
+    old, new = sizes.hidden
+    fixed: Fields = {}
+    if node.get("topk_group") == node.get("n_group") and "n_group" in node:
+        fixed["topk_group"] = small["n_group"]  # no group was left out, and none is
+    widths = [name for name in node if SIZE.fullmatch(name)]
+    for heads in filter(HEADS.fullmatch, node):
+        part = re.sub(r"(num|n)_|_?heads?\b", "", heads).strip("_")
+        for size in filter(HEAD_SIZE.fullmatch, node):
+            same = re.sub(r"_?d?_?head_?(dim|size)?\b", "", size).strip("_") == part
+            both = (node[heads], node[size], small[heads])
+            if same and part and all(isinstance(each, int) and each > 0 for each in both):
+                times, rest = divmod(node[heads] * node[size], old)
+                if times and not rest and times * new % small[heads] == 0:
+                    fixed[size] = times * new // small[heads]
+                whole = small[heads] * fixed.get(size, small[size])
+                fixed.update({w: whole for w in widths if w.startswith(part) and node[w] == node[heads] * node[size]})
+    return fixed
+
+
+def _move_tokens(small: Fields, vocabulary: int) -> None:
+    """Give special tokens beyond the vocabulary places at its end, each its own."""
+    names = [name for name in small if TOKEN.fullmatch(name)]
+    beyond = sorted({v for name in names for v in items(small[name]) if isinstance(v, int) and v >= vocabulary})
+    places = {token: vocabulary - 1 - rank for rank, token in enumerate(beyond)}
+    for name in names:
+        value = small[name]
+        small[name] = [places.get(v, v) for v in value] if isinstance(value, list) else places.get(value, value)
+
+
+def items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _numbers(node: Fields, names: re.Pattern[str]) -> list[Any]:
+    """Every number under such a name, in lists and in nested fields that have no widths of their own."""
+    found: list[Any] = []
+    for name, value in node.items():
+        if isinstance(value, dict):
+            found += [] if any(isinstance(value.get(each), int) for each in HIDDEN) else _numbers(value, names)
+        elif names.fullmatch(name):
+            found += [each for each in items(value) if isinstance(each, int | float) and not isinstance(each, bool)]
+    return found

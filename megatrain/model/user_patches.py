@@ -1,0 +1,235 @@
+"""What a user may have altered in a model: forwards, hooks, modules, and what of it cannot be honoured.
+
+The engine runs a copy of the model's structure with weights of its own. A function that a user has put into the model
+is the same object in the copy, so what it holds on to, the forward of a module for one, is still the user's: it would
+go on computing with weights that nobody trains. That is found by what the code reads while the model is first looked at
+(`OwnTensors`), not by how it came to read it. What no reading shows is looked for by name (`refuse_shared_and_hooked`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from megatrain.errors import MegaTrainError, ModelError
+from megatrain.model.ports import HandOut, PortedModel
+from megatrain.model.weight_reads import Uses
+
+LIBRARIES = ("torch", "transformers")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+OF_EVERY_MODULE = vars(nn.Module())
+
+
+def refuse_shared_and_hooked(model: nn.Module) -> None:
+    """Raise `ModelError` for a gradient hook on a parameter that trains, for two parameters in one memory, and for a
+    module with parameters at two places (`torch.func.functional_call` does not put back the second one's)."""
+    where = f"model {type(model).__name__}"
+    places: dict[int, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        first = places.setdefault(id(module), name)
+        if first != name and next(module.parameters(), None) is not None:
+            what = f"{first} is in the model twice, also as {name}"
+            raise ModelError(what, where=where, fix="give each place a module of its own (copy.deepcopy)")
+    memory: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if _in_memory(parameter) and (first := memory.setdefault(parameter.data_ptr(), name)) != name:
+            what = f"parameter {name} lies in the memory of {first}, and the two would be trained apart"
+            raise ModelError(what, where=where, fix="tie them by one nn.Parameter for both")
+        if parameter.requires_grad and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+            raise ModelError(
+                f"parameter {name} has a gradient hook, which would never be called",
+                where=where,
+                fix="remove it, or freeze the parameter; a hook on a module's forward or backward is called",
+            )
+
+
+def refuse_hooks_around(model: nn.Module, stack: str) -> None:
+    """Raise `ModelError` for a hook on a module around the `stack` of layers, which runs in pieces only."""
+    where = f"model {type(model).__name__}"
+    around = stack.split(".")
+    for depth in range(len(around)):
+        name = ".".join(around[:depth])
+        if any(not _of_library(hook) for hook in _hooks(model.get_submodule(name))):
+            what = f"{'module ' + name if name else 'the model'} has a hook, and it never runs in one piece"
+            fix = "put the hook on a layer, the embedding or the head, or remove it"
+            raise ModelError(what, where=where, fix=fix)
+
+
+class OwnTensors(Uses):
+    """While active, on this thread: `ModelError` where code reads what the engine does not have.
+
+    That is a parameter or a buffer of `model`, from which the structure was copied, and any other leaf that a gradient
+    is wanted of, unless it has been made within or is gone at the end.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(lambda func, tensors: self._look(tensors))
+        self._where = f"model {type(model).__name__}"
+        named = [*model.named_parameters(), *model.named_buffers()]
+        self._storages = {each.untyped_storage().data_ptr(): name for name, each in named if _in_memory(each)}
+        self._objects = {id(each): name for name, each in named}
+        self._made: list[Tensor] = []
+        self._foreign: list[ReferenceType[Tensor]] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.requires_grad_ or getattr(func, "__self__", None) is _REQUIRES_GRAD:
+            self._made.append(args[0])
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _look(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            root = tensor if tensor._base is None else tensor._base
+            name = self._objects.get(id(root))
+            if name is None and _in_memory(tensor):
+                name = self._storages.get(tensor.untyped_storage().data_ptr())
+            if name is not None:
+                raise ModelError(
+                    f"code put into it reads {name} of the original model, and not of the copy that trains",
+                    where=self._where,
+                    fix="let it find its module by itself (types.MethodType, a subclass, a forward hook)",
+                )
+            if root.is_leaf and root.requires_grad and not any(root is made for made in self._made):
+                self._foreign.append(ref(root))
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        kept = next((leaf for leaf in (each() for each in self._foreign) if leaf is not None), None)
+        if kept is not None and not isinstance(error, MegaTrainError):
+            raise ModelError(
+                f"code put into it reads a tensor {list(kept.shape)} that trains and is not one of the model's",
+                where=self._where,
+                fix="register it as a parameter of one of the model's modules",
+            ) from error
+
+
+_REQUIRES_GRAD = Tensor.requires_grad
+
+
+def _in_memory(tensor: Tensor) -> bool:
+    return not tensor.is_meta and tensor.numel() > 0
+
+
+class Buffers:
+    """Buffers as they are now, by name, to be asked later which of them has changed."""
+
+    def __init__(self, module: nn.Module, prefix: str = "") -> None:
+        self._module, self._prefix = module, prefix
+        self._were = {name: (each, each._version, each.clone()) for name, each in module.named_buffers()}
+
+    def refuse_changed(self, where: str) -> None:
+        """Raise `ModelError` naming one that has been written to, or replaced by one of another value."""
+        for name, buffer in self._module.named_buffers():
+            was, version, value = self._were.get(name, (None, 0, None))
+            written = buffer is was and buffer._version != version
+            if written or value is None or not _alike(buffer, value):
+                raise ModelError(
+                    f"each forward changes the buffer {self._prefix}{name}, and here some of it runs twice in a step",
+                    where=where,
+                    fix="put the model in evaluation mode if it then leaves the buffer alone, or remove that code",
+                )
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def code_of(layer: nn.Module) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What tells the code of layers apart that are of one class.
+
+    First what decides which ops it runs: the classes inside, switches of those that are not the libraries', and
+    functions put into the instances. Then what tells functions of the same code apart, which may hold on to things.
+    """
+    code: list[Any] = []
+    held: list[int] = []
+    for name, module in layer.named_modules():
+        if _of_library(type(module)):  # a parametrized module's class is its own and called alike
+            code.append((name, type(module).__module__, type(module).__qualname__))
+        else:
+            switches = [(key, each) for key, each in vars(module).items() if isinstance(each, bool | str)]
+            code.append((name, type(module), tuple(switches)))
+        own = [value for key, value in vars(module).items() if key not in OF_EVERY_MODULE and _is_code(value)]
+        for value in [*own, *_hooks(module)]:
+            if isinstance(value, partial) and not _of_library(value):
+                held.append(id(value))
+            for function in _functions(value):
+                code.append(getattr(function, "__code__", type(function)))
+                if not _of_library(function):
+                    held.append(id(function))
+    return tuple(code), tuple(held)
+
+
+def _is_code(value: Any) -> bool:
+    return isinstance(value, FunctionType | MethodType | partial)
+
+
+def _functions(value: Any) -> Iterator[Any]:
+    """The functions in a callable, through what binds their arguments."""
+    if isinstance(value, partial):
+        for inner in (value.func, *value.args, *value.keywords.values()):
+            if callable(inner) and not isinstance(inner, nn.Module | type):
+                yield from _functions(inner)
+    else:
+        yield value.__func__ if isinstance(value, MethodType) else value
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    return [hook for kind in HOOKS for hook in getattr(module, kind).values()]
+
+
+def _of_library(function: Any) -> bool:
+    (inner, *_) = _functions(function)
+    return str(getattr(inner, "__module__", "")).partition(".")[0] in LIBRARIES
+
+
+def refuse_mixing(ported: PortedModel, hidden: Tensor) -> None:
+    """Raise `ModelError` for code behind the layers, outside the libraries, that looks at several tokens at a time.
+
+    The head is given tokens one by one. hidden: zeros [tokens, *hidden_shape].
+    Weights are random rows that repeat, so that a product with a large one takes no memory.
+    """
+    skeleton = ported.skeleton
+    code, held = code_of(skeleton)
+    if not held and all(isinstance(part[1], str) for part in code if isinstance(part, tuple)):
+        return
+    rows = {name: torch.randn(each.shape[-1:], dtype=each.dtype) for name, each in ported.placeholders.items()}
+    weights = {name: rows[name].expand(each.shape) for name, each in ported.placeholders.items()}
+    hidden, ids = torch.randn_like(hidden), torch.zeros(1, len(hidden), dtype=torch.long)
+    with torch.no_grad(), ported.evaluation_mode(), _RepeatedRows():
+        torch.manual_seed(0)
+        apart = ported.head(weights, hidden).float()
+        torch.manual_seed(0)
+        whole = ported.run(HandOut(len(ported.ports), hidden.unsqueeze(0)), weights, {"input_ids": ids}).logits.float()
+    if not torch.allclose(
+        apart, whole.reshape(apart.shape), rtol=0.05, atol=0.05 * float(apart.nan_to_num().abs().max()), equal_nan=True
+    ):
+        raise ModelError(
+            "code behind its layers looks at more than one token at a time, and tokens go through the head in chunks",
+            where=f"model {type(skeleton).__name__}",
+            fix="put that code into a layer, or remove it",
+        )
+
+
+class _RepeatedRows(TorchFunctionMode):
+    """In the block, a product with a weight whose rows are all the same is made of one of them."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is not functional.linear or args[1].dim() != 2 or args[1].stride(0):
+            return func(*args, **(kwargs or {}))
+        x, weight = args[:2]
+        bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
+        product = functional.linear(x, weight[:1]).expand(*x.shape[:-1], len(weight)).clone()
+        return product if bias is None else product + bias

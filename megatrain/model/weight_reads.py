@@ -1,0 +1,148 @@
+"""Watching what a model's code does with tensors: which of them each torch function is about to read.
+
+Where a layer first reads a weight is found without touching the model's code, by a function mode around the call.
+Asking a tensor for its shape reads nothing, and neither does making a view of it: the view is seen where it is used, so
+an expert's slice of a tensor of all experts counts as that slice. Anything else counts as reading all of a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+Reading = Callable[[Any, Sequence[Tensor]], None]
+"""Told of a function and the tensors among its arguments, before it runs."""
+
+_ATTRIBUTES = (
+    *(
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "requires_grad",
+        "is_leaf",
+        "grad",
+        "grad_fn",
+        "is_meta",
+        "is_cuda",
+    ),
+    *("is_cpu", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "itemsize", "nbytes", "T", "mT"),
+)
+_METHODS = (
+    *("size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "storage_offset", "is_contiguous"),
+    *(
+        "is_floating_point",
+        "is_complex",
+        "get_device",
+        "requires_grad_",
+        "detach",
+        "t",
+        "transpose",
+        "swapaxes",
+        "permute",
+    ),
+    *("view", "view_as", "unsqueeze", "squeeze", "narrow", "select", "chunk", "split", "unbind", "expand", "expand_as"),
+    *("unflatten", "movedim", "__len__", "__hash__"),
+)
+
+
+def _harmless() -> frozenset[Any]:
+    """Functions that read no element of a tensor."""
+    getters = (getattr(getattr(Tensor, name, None), "__get__", None) for name in _ATTRIBUTES)
+    functions = (getattr(home, name, None) for home in (torch, Tensor) for name in _METHODS)
+    return frozenset(found for found in (*getters, *functions) if found is not None)
+
+
+HARMLESS = _harmless()
+
+
+class Uses(TorchFunctionMode):
+    """While active, on this thread: `reading` is told of each torch function that reads elements of tensors."""
+
+    def __init__(self, reading: Reading) -> None:
+        super().__init__()
+        self._reading = reading
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in HARMLESS or _is_slice(func, args):
+            return func(*args, **kwargs)
+        self._reading(func, [in_memory(tensor) for tensor in tensors_in((args, kwargs))])
+        return func(*args, **kwargs)
+
+
+def _is_slice(func: Any, args: Sequence[Any]) -> bool:
+    """Whether it is an indexing that makes a view. One number in a tensor counts as a number, as it does to torch: so
+    loops over experts name them."""
+    if func is not Tensor.__getitem__:
+        return False
+    places = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return all(
+        place is None or place is Ellipsis or type(place) in (int, slice) or _is_number(place) for place in places
+    )
+
+
+def _is_number(place: Any) -> bool:
+    """Whether a place is an integer in a tensor without dimensions. Torch takes uint8 for a mask."""
+    return isinstance(place, Tensor) and place.dim() == 0 and place.dtype in (torch.int64, torch.int32)
+
+
+def is_wrapped(value: Any) -> bool:
+    """Whether it is a tensor inside one of `torch.func`'s transformations: `vmap`, by which masks are made."""
+    return isinstance(value, Tensor) and bool(torch._C._functorch.is_functorch_wrapped_tensor(value))
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """The tensor that lies in memory where this one stands for it."""
+    while is_wrapped(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor, through tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    items: Iterable[Any] = value.values() if isinstance(value, Mapping) else ()
+    if isinstance(value, list | tuple):
+        items = value
+    for item in items:
+        yield from tensors_in(item)
+
+
+TO_THE_END = -1
+"""Of a parameter that a layer may come back to at any time."""
+
+
+class OrderOfUse:
+    """Names of weights in the order in which they are first read; hand `reading` to a `Uses`."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._names = {tensor.untyped_storage().data_ptr(): name for name, tensor in weights.items()}
+        self._numel = {name: tensor.numel() for name, tensor in weights.items()}
+        self.names: list[str] = []
+        self.held: dict[str, int] = {}
+        """As `ParamSpec.held`: to the end where only a part of one is read, as of experts, whose turns depend on the
+        tokens."""
+
+    def reading(self, func: Any, tensors: Sequence[Tensor]) -> None:
+        found = [(self._names.get(tensor.untyped_storage().data_ptr()), tensor.numel()) for tensor in tensors]
+        read = {name: numel for name, numel in found if name is not None}
+        self.names += [name for name in read if name not in self.names]
+        for name, numel in read.items():
+            to_the_end = numel != self._numel[name] or self.held.get(name) == TO_THE_END
+            self.held[name] = TO_THE_END if to_the_end else len(self.names) - 1 - self.names.index(name)
+
+
+def in_order_of_use(names: Iterable[str], used: Sequence[str]) -> list[str]:
+    """`names`, those that have been `used` first, in that order, then the others as they are."""
+    places = {name: place for place, name in enumerate(used)}
+    return sorted(names, key=lambda name: places.get(name, len(places)))

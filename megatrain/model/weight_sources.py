@@ -1,0 +1,157 @@
+"""Where a model's weights come from: one protocol for models in memory, in files or freshly initialised.
+
+`ModelSource` has a whole model in memory, `PretrainedSource` (in `pretrained`) files, `FreshSource` (in `initialize`)
+an initialiser and a seed. The last two never hold the model: what they need beyond the store is a few parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from megatrain.errors import ModelError
+from megatrain.model.architecture import plain_errors, read_config
+from megatrain.model.hub import is_local, located
+
+Progress = Callable[[int, int], None]
+"""Called with (done, total) in a unit of the source's own; done never falls, and ends at total."""
+
+
+class Masters(Protocol):
+    """The float32 truth by parameter name; `memory.Store` is one."""
+
+    def master(self, name: str) -> Tensor:
+        """A float32 copy of one parameter, in its shape, on the cpu."""
+        ...
+
+    def write_master(self, name: str, value: Tensor) -> None:
+        """Set one parameter. `value` has its shape and may be lost or overwritten after the call."""
+        ...
+
+
+class Source(Protocol):
+    """A model's structure and its weights, which need not exist in one place."""
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """What `port_model` takes: parameters may be on the meta device, buffers have their values."""
+        ...
+
+    def fill(self, masters: Masters, units: Sequence[Sequence[str]], progress: Progress | None = None) -> None:
+        """Write every parameter of every unit.
+
+        `units` are lists of names as in `model.named_parameters()` (tied ones once), in streaming order; together they
+        name every parameter. Raises `ModelError` when one cannot be written; the masters are then worthless.
+        """
+        ...
+
+
+class ModelSource:
+    """The weights of a model that the user holds; it is copied from, and left as it is."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        for name, parameter in model.named_parameters():
+            if parameter.is_meta:
+                raise ModelError(
+                    f"its parameter {name} has no value (meta device)",
+                    where=f"model {type(model).__name__}",
+                    fix="load its weights, or train from the folder that holds them",
+                )
+        self.model = model
+
+    def fill(self, masters: Masters, units: Sequence[Sequence[str]], progress: Progress | None = None) -> None:
+        """Write every parameter of every unit (see `Source`)."""
+        parameters = dict(self.model.named_parameters())
+        report = Report(progress, sum(parameter.numel() for parameter in parameters.values()))
+        for unit in units:
+            for name in unit:
+                masters.write_master(name, parameters[name].detach())
+                report.add(parameters[name].numel())
+        report.end()
+
+
+class Report:
+    """Counts towards a total, and tells `progress` about it."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._done, self.total = progress, 0, total
+
+    def add(self, numbers: int) -> None:
+        self._done += numbers
+        if self._progress:
+            self._progress(min(self._done, self.total), self.total)
+
+    def end(self) -> None:
+        """All is done, whatever has been counted."""
+        if self._done != self.total:
+            self.add(self.total - self._done)
+
+
+def require_all(written: Iterable[str], units: Sequence[Sequence[str]], *, where: str) -> None:
+    """Raise `ModelError` naming the parameters of `units` that have not been written."""
+    if missing := sorted({name for unit in units for name in unit} - set(written)):
+        raise ModelError(f"no value for {listed(missing)}", where=where)
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """The first names of a list, and how many more there are."""
+    rest = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
+
+
+# Whole models in memory -----------------------------------------------------------------------------------------------
+#
+# Whole Hugging Face models in host memory, by name, folder or configuration: the stock way.
+#
+# Training does not use it: a source fills the store unit by unit without a second copy of the model. It stays as the
+# slow, obviously right twin that lean loading is tested against, and for sampling from a model that was saved.
+
+
+def load_causal_lm(
+    source: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """A causal language model with its weights, from a local folder or a hub name, in training mode.
+
+    dtype: of the weights; buffers are as the library makes them for it. trust_remote_code: run the model's own code.
+    Raises `ModelError` when it is missing, unreadable, or not a causal language model.
+    """
+    with quiet(), plain_errors(f"model {source}"):
+        source = located(source, where=f"model {source}")
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, local_files_only=is_local(source), trust_remote_code=trust_remote_code
+        )
+    loaded: PreTrainedModel = model.train()
+    return loaded
+
+
+def causal_lm_from_config(config: str | dict[str, Any], seed: int) -> PreTrainedModel:
+    """A fresh causal language model in float32 and training mode, initialised by its own initialiser from `seed`.
+
+    `config` is a local folder, a `config.json`, a hub name, or the fields themselves with `model_type` among them.
+    """
+    where = "model.config"
+    with quiet(), torch.random.fork_rng(devices=[]), plain_errors(where):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(read_config(config, where=where), dtype=torch.float32)
+    fresh: PreTrainedModel = model.train()
+    return fresh
+
+
+class quiet:
+    """Silences the progress bars and notices of transformers for one call; errors come through as exceptions."""
+
+    def __enter__(self) -> None:
+        self._level = transformers_logging.get_verbosity()
+        self._had_bars = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+
+    def __exit__(self, *_: object) -> None:
+        transformers_logging.set_verbosity(self._level)
+        if self._had_bars:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,197 @@
+"""What each layer keeps of its forward, mixed: by what that saves and costs beside keeping inputs.
+
+Against keeping inputs alone, a graph, chosen outputs or attention's save compute of the backward pass and cost device
+memory; an offloaded input saves memory and costs bus time, out in the forward pass and back in the backward; a dropped
+one saves memory and costs compute. All of these are sums over layers, so a mixture is priced without a replay: each
+pass takes as long as its busiest stream, and what the step takes beyond that is taken to stay. So memory that is spare
+goes to what saves most per byte, then a way of the bus that has time is filled, and the rest is computed again; where
+that pays is decided by no rule, but by pricing every mixture of up to `MOST_KINDS` kinds by sixteenths of the layers.
+Left out: whether it fits and how long it takes (`search` replays the best).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations, product
+from typing import Any, get_args
+
+import numpy as np
+
+from megatrain.plan.cost import Calibration, forward_seconds, shape_of
+from megatrain.plan.placement import PARTS, spread
+from megatrain.plan.question import Choice, Estimate, Question
+from megatrain.spec import Keep, Work
+
+KINDS: tuple[Keep, ...] = get_args(Keep)
+
+MOST_KINDS = 3
+"""Kinds in one mixture: one to fill memory, one to fill the bus, and one for the rest."""
+
+MOST_DROPPED = PARTS // 2
+"""Of the inputs, so that each that is dropped has one beneath it to be computed from."""
+
+Rows = tuple[tuple[Keep, ...], ...]
+
+Counts = tuple[int, ...]
+"""Sixteenths of the layers, by place in `KINDS`."""
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What each kind adds for all layers, beside keeping inputs: a value for each of `KINDS`."""
+
+    device: tuple[float, ...]
+    """Bytes."""
+    host: tuple[float, ...]
+    compute: tuple[float, ...]
+    """Seconds of the backward pass."""
+    inward: tuple[float, ...]
+    """Seconds of the bus to the device in the backward pass."""
+    outward: tuple[float, ...]
+    """Seconds of the bus from the device in the forward pass."""
+
+
+def changes(question: Question, choice: Choice, work: Work) -> Changes:
+    """Of a policy that keeps inputs. Where memory is shared, what is on the device is in the host's."""
+    model, hardware = question.model, question.hardware
+    found = {name: dict.fromkeys(KINDS, 0.0) for name in ("device", "host", "compute", "inward", "outward")}
+    measured = question.calibration or Calibration()
+    inward, outward = measured.of("RELOAD", "layer"), measured.of("OFFLOAD", "layer")
+    price = forward_seconds(model, choice.numerics, choice.policy, work, hardware, question.calibration)
+    trained = [layer for layer in model.layers if layer >= model.lowest_trained]
+    kinds = {shape_of(model.units[layer]): layer for layer in trained}
+    numbers = Counter(shape_of(model.units[layer]) for layer in trained)
+    for (shape, layer), (tokens, micros) in product(kinds.items(), Counter(work.tokens).items()):
+        times = numbers[shape] * micros
+        boundary = times * work.repeats * tokens * model.hidden_size * choice.numerics.weight_nbytes
+        profile, length = model.units[layer].profile, min(work.length or tokens, tokens)
+        found["device"]["graph"] += times * work.repeats * profile.kept(tokens // length, length)
+        again = times * price(layer, tokens, "")
+        found["compute"]["graph"] -= again
+        for keep in ("chosen", "attention"):
+            found["device"][keep] += times * work.repeats * profile.stored(keep, tokens)
+            found["compute"][keep] -= again - times * price(layer, tokens, keep)
+        found["device"]["offload"] -= boundary
+        found["host"]["offload"] += boundary
+        found["inward"]["offload"] += boundary / hardware.fetch_bandwidth * inward
+        found["outward"]["offload"] += boundary / hardware.grad_bandwidth * outward
+        found["device"]["drop"] -= boundary
+        found["compute"]["drop"] += again
+    return Changes(**{name: tuple(each[kind] for kind in KINDS) for name, each in found.items()})
+
+
+class Mixtures:
+    """All mixtures of one policy, by the seconds that they promise. found: of the policy, keeping inputs."""
+
+    def __init__(self, question: Question, choice: Choice, work: Work, found: Estimate) -> None:
+        self._question, self._found = question, found
+        shares = question.hardware.shares_memory
+        self._table = _grid(question.model.units[1].profile.outputs.chosen_nbytes > 0, shares)
+        self._each = changes(question, choice, work)
+        self.device, self.host, self.seconds = _taken(self._each, self._table / PARTS, found, shares)
+
+    def best(self, budgets: Mapping[str, float], most: int) -> list[tuple[float, Counts]]:
+        """The `most` quickest of those that fit beside the rest, with the seconds that they promise."""
+        fit = np.ones(len(self._table), dtype=bool)
+        for tier, grown in (("device", self.device), ("host", self.host)):
+            if tier in budgets:
+                fit &= self._found.nbytes[tier] + grown <= budgets[tier]
+        places = np.flatnonzero(fit)
+        size = self.device if not self._question.hardware.shares_memory else self.host
+        order = places[np.lexsort((size[places], np.round(self.seconds[places], 12)))][:most]
+        return [(float(self.seconds[place]), tuple(int(n) for n in self._table[place])) for place in order]
+
+    def promised(self, counts: Counts) -> Estimate:
+        """What a mixture should take; what it takes of the device is the host's where memory is shared."""
+        shares = self._question.hardware.shares_memory
+        return _estimate(self._each, np.array([counts]) / PARTS, self._found, shares)
+
+
+@dataclass(frozen=True)
+class Option:
+    """The mixture of a policy that promises most, and how many seconds."""
+
+    seconds: float
+    rows: int
+    counts: Counts
+    mixtures: Mixtures
+    choice: Choice
+
+
+def mixed(question: Question, choice: Choice, work: Work, found: Estimate) -> Estimate:
+    """What the policy takes with its rows. found: of the same, keeping inputs."""
+    entries = [keep for row in choice.policy.activation_rows for keep in row]
+    parts = np.array([[entries.count(kind) / len(entries) for kind in KINDS]])
+    return _estimate(changes(question, choice, work), parts, found, question.hardware.shares_memory)
+
+
+def _estimate(each: Changes, parts: Any, found: Estimate, shares: bool) -> Estimate:
+    """Of one mixture. parts: its row of shares."""
+    device, host, seconds = (float(value[0]) for value in _taken(each, parts, found, shares))
+    grown = {"device": device, "host": host}
+    nbytes = {tier: round(taken + grown.get(tier, 0.0)) for tier, taken in found.nbytes.items()}
+    added = {"compute": each.compute, "fetch": each.inward, "grad": each.outward}
+    more = {stream: float(parts[0] @ np.array(values)) for stream, values in added.items()}
+    late = {stream: more[stream] for stream in ("compute", "fetch")}
+    return Estimate(seconds, nbytes, _with(found.busy, more), _with(found.late, late))
+
+
+def _with(busy: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
+    return {stream: spent + more.get(stream, 0.0) for stream, spent in busy.items()}
+
+
+def _taken(each: Changes, parts: Any, found: Estimate, shares: bool) -> tuple[Any, Any, Any]:
+    """Bytes that mixtures add on the device and in the host, and seconds of the step. parts: a row of shares each."""
+    device = parts @ np.array(each.device)
+    host = parts @ np.array(each.host) + (device if shares else 0.0)
+    late = {stream: found.late.get(stream, 0.0) for stream in found.busy}
+    early = {stream: spent - late[stream] for stream, spent in found.busy.items()}
+    backward = {"compute": parts @ np.array(each.compute), "fetch": parts @ np.array(each.inward)}
+    forward = {"grad": parts @ np.array(each.outward)}
+    rest = max(0.0, found.seconds - max(early.values()) - max(late.values()))
+    return device, host, _busiest(early, forward, shares) + _busiest(late, backward, shares) + rest
+
+
+def _busiest(busy: Mapping[str, float], added: Mapping[str, Any], shares: bool) -> Any:
+    """Seconds of a pass, for each mixture. Where memory is shared, all but the disk share the processor too."""
+    streams = [busy.get(stream, 0.0) + added.get(stream, 0.0) for stream in {**busy, **added}]
+    if shares:
+        return sum(added.get(stream, 0.0) for stream in added) + max(busy.values(), default=0.0)
+    longest = streams[0]
+    for each in streams[1:]:
+        longest = np.maximum(longest, each)
+    return longest
+
+
+@lru_cache(maxsize=4)
+def _grid(stores: bool, shares: bool) -> Any:
+    """Every mixture: int[mixtures, kinds]; without stored outputs or offloading where there is none."""
+    absent = {*(() if stores else ("chosen", "attention")), *(("offload",) if shares else ())}
+    usable = [place for place, kind in enumerate(KINDS) if kind not in absent]
+    rows: list[list[int]] = []
+    for number in range(1, MOST_KINDS + 1):
+        for chosen in combinations(usable, number):
+            for cuts in combinations(range(1, PARTS), number - 1):
+                counts = [0] * len(KINDS)
+                for place, start, stop in zip(chosen, (0, *cuts), (*cuts, PARTS), strict=True):
+                    counts[place] = stop - start
+                if counts[KINDS.index("drop")] <= MOST_DROPPED:
+                    rows.append(counts)
+    return np.array(rows)
+
+
+def rows_of(counts: Counts, layers: int) -> Rows:
+    """A row for each layer; each kind is spread over the depth, so that streams are as busy at its ends as between."""
+    kept: dict[int, Keep] = {}
+    free, done = list(range(layers)), 0
+    for kind in ("drop", "offload", "graph", "chosen", "attention", "input"):
+        before = done
+        done += counts[KINDS.index(kind)]
+        number = -(-done * layers // PARTS) - -(-before * layers // PARTS)
+        chosen = spread(free, number) if number else []
+        kept |= dict.fromkeys(chosen, kind)
+        free = [layer for layer in free if layer not in kept]
+    return tuple((kept[layer],) for layer in range(layers))

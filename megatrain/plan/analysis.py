@@ -1,0 +1,437 @@
+"""What a plan means: what limits the step, when transfers hide, what a run takes, and what an upgrade would buy.
+
+Everything is read off the plan's own timeline, or found by pricing the same question again with one thing changed.
+Seconds of the *chain* are those of the ops that follow each other without a gap from the start of the step to its end:
+they add up to the step, so they say what it is made of, where busy seconds only say what each stream has to do. It
+leaves out how any of it is shown (`report`, `html`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import chain
+from math import inf
+
+from megatrain.errors import DoesNotFit
+from megatrain.plan.cost import step_flops
+from megatrain.plan.estimates import estimate, seconds_on
+from megatrain.plan.machines import machine, machine_names
+from megatrain.plan.question import MOST_TOKENS, Choice, Estimate, Plan, Question, usable_nbytes
+from megatrain.plan.search import find_plan, survey
+from megatrain.schedule import Timeline
+from megatrain.spec import Hardware, Precision
+
+HIDDEN_STALL = 0.02
+"""Share of a step that compute may wait while transfers still count as hidden."""
+
+WORTH_A_SEARCH = 0.99
+"""Promised seconds, to those that are estimated of the plan, from which on a better machine is planned for anew."""
+
+SECONDS_PER_DAY = 86_400.0
+
+DISK_KINDS: tuple[str, ...] = ("READ", "WRITE")
+"""Kinds of ops that use the disk tier."""
+
+STREAM_WORDS = {
+    "compute": "compute",
+    "fetch": "bus up",
+    "grad": "bus down",
+    "host": "optimizer",
+    "read": "disk in",
+    "write": "disk out",
+    "pack": "into slabs",
+    "unpack": "out of slabs",
+}
+"""Stream -> what it is to a person."""
+
+GB = 1_000_000_000
+DEVICE_SIZES = tuple(size * GB for size in (8, 12, 16, 24, 32, 48, 80, 96, 141, 192))
+HOST_SIZES = tuple(size * GB for size in (16, 32, 64, 128, 192, 256, 384, 512, 768, 1000, 1500, 2000, 3000, 4000))
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one stream has to do in a step, and how much of the step's length is its own."""
+
+    stream: str
+    busy_seconds: float
+    chain_seconds: float
+    slack_seconds: float
+    """Of the step in which the stream has nothing to do."""
+
+    @property
+    def name(self) -> str:
+        return STREAM_WORDS.get(self.stream, self.stream)
+
+
+@dataclass(frozen=True, slots=True)
+class Hiding:
+    """The fewest tokens per step with which compute waits for less than `HIDDEN_STALL` of it; whether they fit."""
+
+    tokens_per_step: int
+    stall_share: float
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Upgrade:
+    """What one change of the machine would buy; `None` where the model does not fit with it either."""
+
+    name: str
+    tokens_per_second: float | None
+    ratio: float | None
+    """To what the machine does today; `None` where it does nothing today."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Tokens per second by memory budgets in bytes: a row per host budget, a column per device budget."""
+
+    device_nbytes: tuple[int, ...]
+    host_nbytes: tuple[int, ...]
+    tokens_per_second: tuple[tuple[float | None, ...], ...]
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """A plan, and what follows from it for a run of `token_budget` tokens."""
+
+    plan: Plan
+    token_budget: float
+    flops_per_second: float
+    """Useful: what is recomputed does not count."""
+    loads: tuple[Load, ...]
+    """By their share of the chain, largest first: the first is what limits."""
+    hiding: Hiding | None
+    upgrades: tuple[Upgrade, ...]
+
+    @property
+    def peak_flops(self) -> float:
+        return peak_flops(self.plan.question.hardware, self.plan.question.precision)
+
+    @property
+    def mfu(self) -> float:
+        """Useful operations over what the device could do at its peak."""
+        return self.flops_per_second / self.peak_flops
+
+    @property
+    def stall_share(self) -> float:
+        """Of the step, in which compute waits."""
+        return self.plan.timeline.stall_seconds() / self.plan.seconds
+
+    @property
+    def stalls(self) -> dict[str, float]:
+        """What compute waits for, in a person's words -> share of the step, largest first."""
+        found = stalls(self.plan.timeline)
+        return {STREAM_WORDS.get(stream, stream): seconds / self.plan.seconds for stream, seconds in found.items()}
+
+    @property
+    def run_seconds(self) -> float:
+        return self.token_budget / self.plan.tokens_per_second
+
+    @property
+    def written_nbytes_per_day(self) -> float:
+        """Bytes written to disk."""
+        return written_nbytes_per_day(self.plan)
+
+    @property
+    def drive_days(self) -> float | None:
+        """Days until the drive has been written as often as its maker promises; `None` where nothing tells."""
+        endurance, per_day = self.plan.question.hardware.disk_endurance_nbytes, self.written_nbytes_per_day
+        return None if endurance is None or not per_day else endurance / per_day
+
+
+def written_nbytes(plan: Plan) -> int:
+    """Bytes that a step writes to the disk."""
+    return sum(op.nbytes for op in plan.timeline.schedule.ops if op.kind in DISK_KINDS[1:])
+
+
+def written_nbytes_per_day(plan: Plan) -> float:
+    """Bytes that a day of steps writes to the disk."""
+    return written_nbytes(plan) / plan.seconds * SECONDS_PER_DAY
+
+
+def look(plan: Plan, token_budget: float = 1e12) -> Outlook:
+    """What follows from a plan for a run of `token_budget` tokens."""
+    question = plan.question
+    useful = step_flops(question.model, [(question.rows, question.length)])
+    return Outlook(plan, token_budget, useful / plan.seconds, loads(plan), hiding(plan), upgrades(question, plan))
+
+
+def peak_flops(hardware: Hardware, precision: Precision) -> float:
+    """What the maker states of the device, or what it achieves where nothing is stated."""
+    if precision == "fp32":
+        return hardware.peak_flops_fp32 or hardware.flops_fp32 or hardware.peak_flops or hardware.flops
+    return hardware.peak_flops or hardware.flops
+
+
+# What limits -------------------------------------------------------------------------------------------------------
+
+
+def loads(plan: Plan) -> tuple[Load, ...]:
+    """Every stream with something to do, by its share of the chain, largest first."""
+    timeline = plan.timeline
+    busy: dict[str, float] = defaultdict(float)
+    for op, start, end in zip(timeline.schedule.ops, timeline.starts, timeline.ends, strict=True):
+        busy[op.stream] += end - start
+    chained = _chain_seconds(timeline)
+    found = [
+        Load(stream, seconds, chained.get(stream, 0.0), timeline.seconds - seconds) for stream, seconds in busy.items()
+    ]
+    return tuple(sorted(found, key=lambda load: (-load.chain_seconds, -load.busy_seconds, load.stream)))
+
+
+def stalls(timeline: Timeline) -> dict[str, float]:
+    """Stream -> seconds in which compute waited for it, largest first.
+
+    A wait is walked back: a product that waits for a fetch that waits for an update that waits for the disk waited for
+    each of them in turn.
+    """
+    ops, causes = timeline.schedule.ops, _Causes(timeline)
+    seconds: dict[str, float] = defaultdict(float)
+    free = 0.0
+    for index, op in enumerate(ops):
+        if op.stream != "compute":
+            continue
+        now, cause = timeline.starts[index], causes.of(index)
+        while now > free and cause >= 0:
+            began = max(free, timeline.starts[cause])
+            seconds[ops[cause].stream] += now - began
+            now, cause = began, causes.of(cause)
+        free = timeline.ends[index]
+    for index in range(len(ops)):  # what is left to do when compute is done
+        if timeline.ends[index] > free and ops[index].stream != "compute":
+            seconds[ops[index].stream] += timeline.ends[index] - free
+            free = timeline.ends[index]
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+
+def _chain_seconds(timeline: Timeline) -> dict[str, float]:
+    """Stream -> its seconds of the chain, walked from the last op back to whatever each op had to wait for."""
+    ops, causes = timeline.schedule.ops, _Causes(timeline)
+    seconds: dict[str, float] = defaultdict(float)
+    index = max(range(len(ops)), key=lambda each: timeline.ends[each], default=-1)
+    while index >= 0:
+        seconds[ops[index].stream] += timeline.ends[index] - timeline.starts[index]
+        index = causes.of(index)
+    return dict(seconds)
+
+
+class _Causes:
+    """For each op, the one that it had to wait for."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._before: list[int] = []
+        last: dict[str, int] = {}
+        for index, op in enumerate(timeline.schedule.ops):
+            self._before.append(last.get(op.stream, -1))
+            last[op.stream] = index
+
+    def of(self, index: int) -> int:
+        """An op that ended when this one began, -1 where none did.
+
+        Some op before it in order, where streams share the processor.
+        """
+        start, waits = self._timeline.starts[index], self._timeline.schedule.waits[index]
+        candidates = chain((self._before[index],), reversed(waits), range(index - 1, -1, -1))
+        return next((each for each in candidates if each >= 0 and self._timeline.ends[each] == start), -1)
+
+
+# When transfers hide -----------------------------------------------------------------------------------------------
+
+
+def hiding(plan: Plan) -> Hiding | None:
+    """The smallest step, in whole sequences, that hides every transfer and the optimizer behind compute.
+
+    `None` where none of up to `MOST_TOKENS` does, and on a device that shares memory, where nothing overlaps. The
+    policy is the plan's; where kept graphs no longer fit, it recomputes.
+    """
+    question = plan.question
+    if question.hardware.shares_memory:
+        return None
+
+    @cache
+    def at(rows: int) -> Hiding:
+        tokens = rows * question.length
+        asked = replace(question, tokens_per_step=tokens)
+        micro_batch = min(plan.micro_batch, rows)
+        choice, found = _fitting(asked, plan.choice, micro_batch)
+        instant = estimate(replace(asked, hardware=_instant(question.hardware)), choice, micro_batch)
+        return Hiding(tokens, max(0.0, 1.0 - instant.seconds / found.seconds), found.fits(asked.budgets()))
+
+    rows = 1
+    while at(rows).stall_share >= HIDDEN_STALL:
+        if 2 * rows * question.length > MOST_TOKENS:
+            return None
+        rows *= 2
+    low = rows // 2  # not hidden, or no step at all
+    while rows - low > 1:
+        middle = (low + rows) // 2
+        low, rows = (low, middle) if at(middle).stall_share < HIDDEN_STALL else (middle, rows)
+    return at(rows)
+
+
+def _fitting(question: Question, choice: Choice, micro_batch: int) -> tuple[Choice, Estimate]:
+    """The policy if it fits, else the same with recomputation, and what it takes."""
+    found = estimate(question, choice, micro_batch)
+    if choice.policy.activations == "keep" and not found.fits(question.budgets()):
+        choice = choice.change(activations="recompute")
+        found = estimate(question, choice, micro_batch)
+    return choice, found
+
+
+def _instant(hardware: Hardware) -> Hardware:
+    """The machine with a bus, a host and a disk that take no time."""
+    return replace(
+        hardware,
+        fetch_bandwidth=inf,
+        grad_bandwidth=inf,
+        host_bandwidth=inf,
+        norm_bandwidth=inf,
+        optimizer_bandwidth=(),
+        disk_read_bandwidth=inf,
+        disk_write_bandwidth=inf,
+        disk_duplex_read_bandwidth=inf,
+        disk_duplex_write_bandwidth=inf,
+        host_copy_bandwidth=inf,
+        pageable_fetch_bandwidth=inf,
+        pageable_grad_bandwidth=inf,
+    )
+
+
+# Upgrades ----------------------------------------------------------------------------------------------------------
+
+
+def upgrades(question: Question, plan: Plan | None) -> tuple[Upgrade, ...]:
+    """What each single change of the machine would buy at the same question; `plan` is `None` where nothing fits.
+
+    Every speed is that of a step replayed whole, as the plan's own is, so that they can be compared: of the plan's own
+    step on the better machine, and of the best plan for that, which is searched for where an estimate promises a gain.
+    """
+    today = None if plan is None else estimate(question, plan.choice, plan.micro_batch).seconds
+    found = []
+    for name, change in _changes(question, _uses_disk(plan)).items():
+        asked = change(question)
+        seconds = [] if plan is None else [seconds_on(plan, asked)]  # what fits, fits a better machine
+        (promised,) = survey(asked, [asked.budgets()])
+        if promised is not None and (today is None or promised.seconds < WORTH_A_SEARCH * today):
+            with suppress(DoesNotFit):
+                seconds.append(find_plan(asked).seconds)
+        best = min(seconds, default=None)
+        rate = None if best is None else question.rows * question.length / best
+        found.append(Upgrade(name, rate, None if plan is None or best is None else plan.seconds / best))
+    return tuple(found)
+
+
+def _uses_disk(plan: Plan | None) -> bool:
+    return plan is not None and any(op.kind in DISK_KINDS for op in plan.timeline.schedule.ops)
+
+
+def _changes(question: Question, uses_disk: bool) -> dict[str, Callable[[Question], Question]]:
+    """Name of an upgrade -> the question with it."""
+    hardware = question.hardware
+    changes: dict[str, Callable[[Question], Question]] = {"twice the host memory": _twice_the_host}
+    if not hardware.shares_memory:
+        changes["twice the bus"] = _faster(
+            "fetch_bandwidth", "grad_bandwidth", "duplex_fetch_bandwidth", "duplex_grad_bandwidth"
+        )
+    changes["twice the host's bandwidth"] = _faster("host_bandwidth", "norm_bandwidth", "host_copy_bandwidth")
+    if not hardware.shares_memory:
+        bigger = _next_device_size(max(hardware.device_nbytes, question.limits.device_nbytes or 0))
+        changes[f"{bigger / GB:,.0f} GB of device memory"] = lambda question: _with_device_memory(question, bigger)
+    changes["twice the device's flops"] = _faster("flops", "flops_fp32", "peak_flops", "peak_flops_fp32")
+    if uses_disk:
+        changes["twice the disk"] = _faster(
+            *("disk_read_bandwidth", "disk_write_bandwidth"),
+            *("disk_duplex_read_bandwidth", "disk_duplex_write_bandwidth"),
+        )
+    return changes
+
+
+def _twice_the_host(question: Question) -> Question:
+    limits, budget = question.limits, question.limits.host_nbytes
+    if budget is not None:
+        limits = replace(limits, host_nbytes=2 * budget)
+    hardware = replace(question.hardware, host_nbytes=2 * question.hardware.host_nbytes)
+    return replace(question, hardware=hardware, limits=limits)
+
+
+def _with_device_memory(question: Question, nbytes: int) -> Question:
+    """A budget of the user's was for the device as it is."""
+    hardware = replace(question.hardware, device_nbytes=nbytes)
+    return replace(question, hardware=hardware, limits=replace(question.limits, device_nbytes=None))
+
+
+def _faster(*fields: str) -> Callable[[Question], Question]:
+    """The question on a machine on which each of these rates that is known is twice what it was."""
+
+    def change(question: Question) -> Question:
+        hardware = question.hardware
+        known = {field: getattr(hardware, field) for field in fields}
+        hardware = replace(hardware, **{field: 2 * rate for field, rate in known.items() if rate is not None})
+        if "host_bandwidth" in fields:
+            rows = tuple((threads, 2 * rate) for threads, rate in hardware.optimizer_bandwidth)
+            hardware = replace(hardware, optimizer_bandwidth=rows)
+        if "flops" in fields:
+            products = tuple(replace(row, flops=2 * row.flops) for row in hardware.products)
+            attention = tuple(
+                replace(row, forward_flops=2 * row.forward_flops, backward_flops=2 * row.backward_flops)
+                for row in hardware.attention
+            )
+            hardware = replace(hardware, products=products, attention=attention)
+        return replace(question, hardware=hardware)
+
+    return change
+
+
+def _next_device_size(nbytes: int) -> int:
+    """Of the devices of the library, the next that is bigger by more than a few percent; else twice as much."""
+    sizes = sorted({machine(name).device_nbytes for name in machine_names()})
+    return next((size for size in sizes if size > 1.05 * nbytes), 2 * nbytes)
+
+
+# Budgets -----------------------------------------------------------------------------------------------------------
+
+
+def sweep(plan: Plan) -> Sweep:
+    """Tokens per second with as much memory as the plan takes, the machine has, and the usual sizes around.
+
+    A plan that fits into less fits into more, so a larger budget is never slower. Estimates, in proportion to the one
+    for the memory that there is, which stands for the plan's own speed.
+    """
+    question = plan.question
+    hardware, tiers = question.hardware, question.budgets()
+    given = {tier: question.limits.of(tier) for tier in ("host", "device")}
+    there = {"host": given["host"] or hardware.host_nbytes, "device": given["device"] or hardware.device_nbytes}
+    hosts = _sizes_around(HOST_SIZES, plan.nbytes["host"], there["host"])
+    devices: tuple[int, ...] = (0,)
+    if "device" in tiers:
+        devices = _sizes_around(DEVICE_SIZES, plan.nbytes["device"], there["device"])
+    pairs = [{"host": host, "device": device} for host in hosts for device in devices]
+
+    def usable(tier: str, nbytes: int) -> int:
+        return nbytes if nbytes == given[tier] else usable_nbytes(nbytes)
+
+    cells = survey(question, [{tier: usable(tier, pair[tier]) for tier in pair if tier in tiers} for pair in pairs])
+    rates: list[list[float | None]] = []
+    for row in range(len(hosts)):
+        rates.append([])
+        for column in range(len(devices)):
+            cell = cells[row * len(devices) + column]
+            known = [1 / cell.seconds] if cell is not None else []
+            less = [rates[row - 1][column] if row else None, rates[row][column - 1] if column else None]
+            rates[row].append(max([*known, *(rate for rate in less if rate is not None)], default=None))
+    here = rates[hosts.index(there["host"])][devices.index(there["device"]) if "device" in tiers else 0]
+    scale = plan.tokens_per_second / here if here else float(question.rows * question.length)
+    told = tuple(tuple(None if rate is None else scale * rate for rate in row) for row in rates)
+    return Sweep(devices, hosts, told)
+
+
+def _sizes_around(sizes: tuple[int, ...], taken: int, there: int) -> tuple[int, ...]:
+    """The usual sizes from a quarter of what a plan takes to four times as much, and what is there."""
+    return tuple(sorted({there, *(size for size in sizes if taken / 4 <= size <= 4 * taken)}))

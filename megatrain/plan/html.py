@@ -1,0 +1,97 @@
+"""A plan as one web page: memory, limits, upgrades, heat map, and a timeline that zooms.
+
+The page holds everything it shows (see the room `html`). Data is embedded as JSON (id `plan`), the same that `--json`
+writes, and the ops of the step. It leaves out writing the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from megatrain.html import TIMELINE, DrawnOp, bar, definitions, document, section, table, timeline, timeline_content
+from megatrain.plan.analysis import STREAM_WORDS, Outlook, Sweep
+from megatrain.plan.report import (
+    amount,
+    as_content,
+    load_rows,
+    owner_rows,
+    summary_rows,
+    upgrade_rows,
+)
+from megatrain.schedule import Timeline
+
+
+def render_page(
+    outlook: Outlook,
+    facts: Sequence[tuple[str, str]],
+    swept: Sweep | None = None,
+) -> str:
+    """The whole page. `facts` (name and fact) stand above what the outlook tells."""
+    when = outlook.plan.timeline
+    drawn = timeline_content(_drawn(when), when.schedule.units, STREAM_WORDS)
+    content = as_content(outlook, swept) | {"timeline": drawn}
+    model, hardware = outlook.plan.question.model.name, outlook.plan.question.hardware.name
+    title = f"{model} on {hardware}"
+    sections = [
+        definitions([*facts, *summary_rows(outlook)]),
+        _memory(outlook),
+        section("What limits", _loads(outlook)),
+        section("The step", timeline((kind["name"] for kind in drawn["kinds"]), "plan")),
+        section("What one upgrade buys", table(("upgrade", "tokens/s", "gain"), upgrade_rows(outlook.upgrades))),
+    ]
+    if swept is not None:
+        sections.append(section("Tokens per second by memory", _heat_map(swept)))
+    sections.append("<p>Predicted by <code>megatrain plan</code>; amounts are decimal (1 GB is 1e9 bytes).</p>")
+    return document(title, sections, "plan", content, [TIMELINE])
+
+
+def _drawn(when: Timeline) -> list[DrawnOp]:
+    return [
+        (op.kind, op.stream, op.unit, op.micro, op.shard, op.nbytes, start, end)
+        for op, start, end in zip(when.schedule.ops, when.starts, when.ends, strict=True)
+    ]
+
+
+# Parts -------------------------------------------------------------------------------------------------------------
+
+
+def _memory(outlook: Outlook) -> str:
+    """A bar per tier, as long as its budget or its use, whichever is more."""
+    budgets = outlook.plan.question.budgets()
+    bars = []
+    for tier, owners in owner_rows(outlook.plan).items():
+        used, budget = outlook.plan.nbytes[tier], budgets[tier]
+        parts = [(f"{owner}: {amount(nbytes)}", float(nbytes)) for owner, nbytes in owners]
+        bars.append(bar(f"{tier}: {amount(used)} of {amount(budget)}", parts, max(used, budget)))
+    return section("Memory at its peak", "".join(bars))
+
+
+def _loads(outlook: Outlook) -> str:
+    heads = ("stream", "share of the step's length", "busy", "busy for", "slack")
+    bars = []
+    for load in outlook.loads:
+        share = 100 * load.chain_seconds / outlook.plan.seconds
+        span = f'<span style="width:{share:.4f}%;background:#c4453b"></span>'
+        bars.append(f'<div class="bar" title="{escape(load.name)}">{span}</div>')
+    return table(heads, load_rows(outlook)) + f'<div class="bars">{"".join(bars)}</div>'
+
+
+def _heat_map(swept: Sweep) -> str:
+    known = [rate for row in swept.tokens_per_second for rate in row if rate is not None]
+    most = max(known, default=1.0)
+    head = "".join(f"<th>{escape(amount(nbytes)) if nbytes else 'shared'}</th>" for nbytes in swept.device_nbytes)
+    rows = []
+    for host, rates in zip(swept.host_nbytes, swept.tokens_per_second, strict=True):
+        cells = []
+        for rate in rates:
+            if rate is None:
+                cells.append('<td class="none">does not fit</td>')
+            else:
+                share = rate / most
+                ink = "#fff" if share > 0.6 else "#111"
+                light = 92 - 57 * share
+                cells.append(f'<td style="background:hsl(205 60% {light:.1f}%);color:{ink}">{rate:,.0f}</td>')
+        rows.append(f"<tr><th>{escape(amount(host))}</th>{''.join(cells)}</tr>")
+    head = f"<thead><tr><th>host \\ device</th>{head}</tr></thead>"
+    return f'<div class="wide"><table class="heat">{head}<tbody>{"".join(rows)}</tbody></table></div>'

@@ -1,0 +1,169 @@
+"""Which units' state lives where: as little on the disk as memory asks for, the coldest first.
+
+What the step touches least often goes to the disk first: moments, low bits, waiting gradients, then weights, those of
+the layers before those of the ends. Layers with a home of their own are spread evenly over the depth, so that the disk
+and the bus are busy throughout. Spare device memory keeps weights, or whole layers with their optimizer state, by
+sixteenths of the layers: a fixed grid, so that more memory only adds to the choices. Left out: how good a choice is
+(`search`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+from megatrain.schedule.passes.state_buffers import save_nbytes, state_nbytes
+from megatrain.spec import IN_HOST, Home, ModelSpec, Numerics, Policy, Tier
+
+PARTS = 16
+"""Parts of the layers by which the device's spare memory is filled."""
+
+ON_DEVICE = Home("device", "device", "device")
+
+FIELDS = ("moments", "low_bits", "gradients", "weights")
+"""Of a `Home`, from the coldest."""
+
+
+def state_policy(policy: Policy) -> Policy:
+    """The policy without what does not matter for the place of state."""
+    return replace(
+        policy,
+        shard_nbytes=1 << 40,
+        activations="recompute",
+        activation_rows=(),
+        grad_slots=1,
+        host_threads=0,
+    )
+
+
+def host_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy, saves: bool) -> int:
+    """Host memory of the state between steps, and with `saves` of what checkpoints beside steps take."""
+    return state_nbytes(model, numerics, policy)["host"] + (save_nbytes(model, numerics, policy) if saves else 0)
+
+
+def to_disk(model: ModelSpec, numerics: Numerics, policy: Policy, room: int, *, saves: bool = False) -> Policy | None:
+    """The policy with as little state on the disk as brings that in host memory down to `room` bytes.
+
+    Slots and activations are not counted. What the policy has on the device stays there. `None` where nothing that
+    lives on the disk is enough.
+    """
+    found = needed(model, numerics, policy, room, saves=saves)
+    return found if host_nbytes(model, numerics, found, saves) <= room else None
+
+
+def needed(model: ModelSpec, numerics: Numerics, policy: Policy, room: int, *, saves: bool = False) -> Policy:
+    """As `to_disk`; where nothing is enough, what takes least host memory.
+
+    Parts go in order, the coldest first: of the layers and of the ends, or of the layers alone. For what is at the ends
+    may take as much where it passes through host memory, for the step and for a save, as it frees.
+    """
+    if host_nbytes(model, numerics, policy, saves) <= room:
+        return policy
+    layers, ends = list(model.layers), [0, model.epilogue]
+    tried = [
+        each for among in ((layers, ends), (layers,)) for each in _along(model, numerics, policy, room, saves, among)
+    ]
+    fitting = [each for each in tried if host_nbytes(model, numerics, each, saves) <= room]
+    if fitting:
+        return min(fitting, key=lambda each: state_nbytes(model, numerics, each)["disk"])
+    return min((policy, *tried), key=lambda each: host_nbytes(model, numerics, each, saves))
+
+
+def _along(
+    model: ModelSpec, numerics: Numerics, policy: Policy, room: int, saves: bool, among: Sequence[list[int]]
+) -> Iterator[Policy]:
+    """One part of one of these groups of units after the other goes to the disk, and the last that is enough as far as
+    it must."""
+
+    def fits(homes: Sequence[Home]) -> bool:
+        return host_nbytes(model, numerics, replace(policy, homes=tuple(homes)), saves) <= room
+
+    homes = list(policy.homes or (IN_HOST,) * len(model.units))
+    for field, units in product(_fields(numerics, policy), among):
+        free = [unit for unit in units if not homes[unit].on_device]
+        some = partial(_with_some, homes, free, field)
+        if fits(some(len(free))):
+            yield replace(policy, homes=tuple(_fewest(some, fits, len(free))))
+            return
+        homes = some(len(free))
+        yield replace(policy, homes=tuple(homes))
+
+
+def with_more_on_disk(
+    model: ModelSpec, numerics: Numerics, policy: Policy, steps: int, *, saves: bool = False
+) -> list[Policy]:
+    """The policy with more of what it has in host memory on the disk: a fixed grid of so many steps up to all of it.
+
+    What that frees may pay for what layers keep. None for a policy that has nothing on the disk: it lacks no memory.
+    """
+    if not any(home.uses_disk for home in policy.homes):
+        return []
+    policies = replace(policy, homes=()), policy, needed(model, numerics, policy, 0, saves=saves)
+    whole, there, least = (host_nbytes(model, numerics, each, saves) for each in policies)
+    rooms = [whole - (whole - least) * step // steps for step in range(1, steps + 1)]
+    return [needed(model, numerics, policy, room, saves=saves) for room in rooms if room < there]
+
+
+def all_on_disk(model: ModelSpec, numerics: Numerics, policy: Policy) -> Policy:
+    """The policy with all that may leave the host's memory on the disk."""
+    homes = list(policy.homes or (IN_HOST,) * len(model.units))
+    for field in _fields(numerics, policy):
+        homes = [home if home.on_device else _on_disk(home, field) for home in homes]
+    return replace(policy, homes=tuple(homes))
+
+
+def _fewest(some: Callable[[int], list[Home]], fits: Callable[[Sequence[Home]], bool], most: int) -> list[Home]:
+    """`some` of the smallest number up to `most` that fits, as `most` does."""
+    low, high = 1, most
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(some(middle)) else (middle + 1, high)
+    return some(low)
+
+
+def _with_some(homes: Sequence[Home], free: Sequence[int], field: str, count: int) -> list[Home]:
+    """Homes with that part of `count` of the free units on the disk."""
+    chosen = set(spread(free, count))
+    return [_on_disk(home, field) if unit in chosen else home for unit, home in enumerate(homes)]
+
+
+def _fields(numerics: Numerics, policy: Policy) -> tuple[str, ...]:
+    """Those that the policy has at all."""
+    absent = {"low_bits"} if numerics.precision == "fp32" else set()
+    if policy.update == "during_backward":
+        absent.add("gradients")
+    return tuple(field for field in FIELDS if field not in absent)
+
+
+def _on_disk(home: Home, field: str) -> Home:
+    """Weights that stay on the device keep their copy in host memory, from which they are updated."""
+    if field == "weights" and home.weights == "device":
+        return home
+    tiers: dict[str, Tier] = {field: "disk"}
+    return replace(home, **tiers)
+
+
+def spread(units: Sequence[int], count: int) -> list[int]:
+    """`count` of the units, evenly over their length."""
+    total = len(units)
+    return [units[place] for place in range(total) if (place + 1) * count // total > place * count // total]
+
+
+def residents(model: ModelSpec, whole: int, kept: int) -> tuple[Home, ...]:
+    """Homes with `whole` sixteenths of the layers on the device, and the weights of `kept` sixteenths of the others.
+
+    The ends follow the last sixteenth.
+    """
+    homes = [IN_HOST] * len(model.units)
+    layers = list(model.layers)
+    chosen = spread(layers, -(-whole * len(layers) // PARTS)) if whole else []
+    others = [unit for unit in layers if unit not in chosen]
+    for unit in chosen:
+        homes[unit] = ON_DEVICE
+    for unit in spread(others, -(-kept * len(others) // PARTS)) if kept and others else []:
+        homes[unit] = Home("device")
+    if PARTS in (whole, kept):
+        homes[0] = homes[-1] = ON_DEVICE if whole == PARTS else Home("device")
+    return tuple(homes)

@@ -1,0 +1,233 @@
+"""What is tried with the plan that the search has found, each by replay.
+
+One slot for all units with a read-ahead, compute that waits for shards, pinned staging buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+from megatrain.errors import DoesNotFit
+from megatrain.plan.estimates import estimate, examine
+from megatrain.plan.question import Candidate, Choice, Estimate, Plan, Question
+from megatrain.plan.search_space import (
+    FITS,
+    GATED_SHARDS,
+    GATED_TRIES,
+    LEAN_RING,
+    LEAST_SHARD,
+    RING_SHARDS,
+    ROOMY_RING,
+    WORTH_A_REPLAY,
+    WORTH_A_RING,
+    WORTH_GATES,
+)
+from megatrain.schedule import build_step
+from megatrain.schedule.ops import STREAMS
+from megatrain.schedule.passes.pinned_staging import locked_nbytes
+from megatrain.spec import ModelSpec, Numerics, Policy, Work
+from megatrain.spec.layout import layout_of
+
+# One slot with a read-ahead -------------------------------------------------------------------------------------------
+#
+# Whether all units share one slot behind a read-ahead (`schedule.passes.prefetch`), where device memory is short.
+#
+# The ring frees about a layer's weights, and costs little where compute hides its copies. So it is what a plan for more
+# memory needs to fit this one: the search is asked, by prices that it knows, whether what would be freed buys anything
+# (larger micro-batches, more that layers keep, weights that stay), and only then in earnest. What it finds is replayed
+# by a ring, and taken if it fits and is quicker, or if nothing fits otherwise. What a ring takes is what the schedule's
+# builder says. Left out: the search (`search`).
+
+
+Budgets = Mapping[str, int]
+"""Tier -> bytes."""
+
+Answer = Callable[[Budgets], Plan | None]
+"""The quickest plan within budgets, without a ring."""
+
+DECIDED = ("weight_slots", "gates", "read_ahead_nbytes", "shard_nbytes")
+"""Fields of a policy that the ring is made of."""
+
+
+def rings(question: Question) -> list[dict[str, Any]]:
+    """Fields of a policy with a ring: with room to read ahead, and with as little as may be. None where memory is
+    shared, where layers are compiled, and where the user has said otherwise."""
+    pinned = question.pinned
+    told = {name for name in DECIDED if name in pinned} - ({"gates"} if pinned.get("gates") == "shard" else set())
+    if told or pinned.get("kernels", "stock") != "stock" or question.hardware.shares_memory:
+        return []
+    size = 2 if question.precision == "bf16" else 4
+    layer = size * max(question.model.units[index].numel for index in question.model.layers)
+    usual = {"weight_slots": 1, "gates": "shard", "shard_nbytes": max(1, layer // RING_SHARDS)}
+    return [{**usual, "read_ahead_nbytes": max(1, layer // part)} for part in (ROOMY_RING, LEAN_RING)]
+
+
+def leaner(question: Question, choice: Choice) -> Choice:
+    """The policy by the ring that takes least, or as it is where there may be none."""
+    return choice.change(**rings(question)[-1]) if rings(question) else choice
+
+
+def with_ring(plan: Plan, promised: Callable[[Budgets], Estimate | None], answer: Answer) -> Plan:
+    """The plan, or one by a ring where that makes its step shorter by `WORTH_A_RING`.
+
+    promised: what the quickest plan within budgets should take, without a ring.
+    """
+    question, there = plan.question, plan.question.budgets()
+    if not rings(question):
+        return plan
+    room = {**there, "device": there["device"] + _freed(question, plan.choice, plan.micro_batch)}
+    now, then = promised(there), promised(room)
+    if now is None or then is None or then.seconds >= WORTH_A_RING * now.seconds:
+        return plan
+    return _by_ring(question, room, answer, WORTH_A_RING * plan.seconds) or plan
+
+
+def only_by_ring(question: Question, leanest: Candidate, freed: int, answer: Answer) -> Plan | None:
+    """A plan by a ring where nothing fits without. freed: bytes of device memory that the leanest takes less by it."""
+    there = question.budgets()
+    for more in (max(freed, _freed(question, *leanest)), freed):
+        if plan := _by_ring(question, {**there, "device": there["device"] + more}, answer, inf):
+            return plan
+    return None
+
+
+def _by_ring(question: Question, room: Budgets, answer: Answer, bound: float) -> Plan | None:
+    """What is found where there is so much room, by a ring that fits the question's budgets, in less than `bound`."""
+    there = question.budgets()
+    for _ in range(FITS):
+        roomier = answer(room)
+        if roomier is None or roomier.seconds >= bound:
+            return None
+        tried = (roomier.choice.change(**fields) for fields in rings(question))
+        found = [examine(question, each, roomier.micro_batch) for each in tried]
+        if fitting := [each for each in found if each.taken.fits(there)]:
+            best = min(fitting, key=lambda each: each.seconds)
+            return best if best.seconds < bound else None
+        least = min(each.nbytes["device"] for each in found)
+        room = {**there, "device": roomier.nbytes["device"] - max(1, least - there["device"])}
+    return None
+
+
+def _freed(question: Question, choice: Choice, rows: int) -> int:
+    """Bytes of device memory that the policy would take less by a ring than with two slots; 0 where it takes more."""
+    whole = choice.change(homes=(), gates="unit", weight_slots=max(2, choice.policy.weight_slots))
+    choices = whole, whole.change(**rings(question)[0])
+    slots, ring = (estimate(question, each, rows).nbytes["device"] for each in choices)
+    return max(0, slots - ring)
+
+
+# Waiting for shards ---------------------------------------------------------------------------------------------------
+#
+# Whether compute waits for shards in place of units: decided behind everything else, by replay.
+#
+# Gates at shards change no bit. They let a step begin with its first shard, let a layer that has one slot compute while
+# it arrives, and let gradients leave while their layer is at work; they cost turns between threads (`cost`) and ops.
+# What is chosen otherwise hardly depends on them, so the best plan without is tried with: in smaller shards, and in
+# fewer slots. Shallow replays say which of these promise most, and these are replayed whole. Where no stream but one
+# waits there is nothing to gain, and nothing is tried.
+
+
+def with_gates(plan: Plan) -> Plan:
+    """The plan, or the same with gates where these make its step shorter by `WORTH_GATES`, and fit."""
+    question, budgets = plan.question, plan.question.budgets()
+    open_to = "gates" not in question.pinned and plan.numerics.kernels == "stock" and not plan.policy.shares_memory
+    busiest = max(plan.timeline.busy_seconds(stream) for stream in STREAMS)
+    if not open_to or plan.policy.gates != "unit" or busiest > WORTH_GATES * plan.seconds:
+        return plan
+    worth = _promising(plan)
+    plans = [examine(question, each, plan.micro_batch) for each in worth[:GATED_TRIES]]
+    best = min((each for each in plans if each.taken.fits(budgets)), key=lambda each: each.seconds, default=plan)
+    return best if best.seconds < WORTH_GATES * plan.seconds else plan
+
+
+def _promising(plan: Plan) -> list[Choice]:
+    """The plan's policy with gates, in as many slots or in one, in smaller shards: what shallow replays find quicker,
+    the quickest first.
+
+    Where shards of a middling size gain nothing, no others are tried.
+    """
+    policy, pinned = plan.policy, plan.question.pinned
+    largest = max(unit.numel for unit in plan.question.model.units) * plan.numerics.weight_nbytes
+    slots = [policy.weight_slots, *([1] if "weight_slots" not in pinned else [])]
+    pieces = [max(LEAST_SHARD, largest // count) for count in GATED_SHARDS] if "shard_nbytes" not in pinned else []
+    shards = [nbytes for nbytes in pieces if nbytes < policy.shard_nbytes] or [policy.shard_nbytes]
+    found: dict[Choice, float] = {}
+
+    def promises(shard: int) -> bool:
+        for count in dict.fromkeys(slots):
+            each = plan.choice.change(gates="shard", shard_nbytes=shard, weight_slots=count)
+            found[each] = estimate(plan.question, each, plan.micro_batch).seconds
+        return min(found.values()) < least
+
+    least = WORTH_A_REPLAY * estimate(plan.question, plan.choice, plan.micro_batch).seconds
+    if promises(shards.pop(0)):
+        for shard in dict.fromkeys((policy.shard_nbytes, *shards)):
+            promises(shard)
+    worth = [each for each, seconds in found.items() if seconds < least]
+    return sorted(
+        worth, key=lambda each: (float(f"{found[each]:.3g}"), -each.policy.shard_nbytes, -each.policy.weight_slots)
+    )
+
+
+# Pinned staging -------------------------------------------------------------------------------------------------------
+#
+# How weights and gradients cross the bus where not all of them may be page-locked.
+#
+# What a system or a driver lets a process lock is measured by the probe, or known to the device. Within it all is
+# locked, which is quickest; else slabs of a shard each are weighed against memory that is not locked at all, at the
+# prices of this machine. Left out: how a policy is chosen otherwise (`search`, `defaults`).
+
+
+LARGEST_SHARD, MOST_SHARDS = 64 << 20, 32
+"""Bytes of a slab, where the limit allows as much, and the pieces of the largest unit, with which it is smaller."""
+
+SHARE = 0.5
+"""Of what may be locked that slabs are to take."""
+
+
+def within_lock_limit(question: Question, search: Callable[[Question], Plan]) -> Plan:
+    """What `search` finds, page-locking no more than the machine allows. Raises what it raises."""
+    plan, limit = search(question), question.hardware.pinnable_nbytes
+    if limit is None or "transit" in question.pinned or not locks_too_much(plan):
+        return plan
+    others = [each for each in _others(question, plan.policy.slabs, limit, search) if not locks_too_much(each)]
+    return min(others, key=lambda each: each.seconds)
+
+
+def _others(question: Question, slabs: int, limit: int, search: Callable[[Question], Plan]) -> Iterator[Plan]:
+    """Plans by slabs, if that fits, and with nothing locked."""
+    shard = {"shard_nbytes": _shard_nbytes(question.model, question.pinned.get("slabs", slabs), limit)}
+    with suppress(DoesNotFit):  # slabs take host memory that may not be there
+        yield search(replace(question, pinned={**shard, **question.pinned, "transit": "slabs"}))
+    yield search(replace(question, pinned={**question.pinned, "transit": "pageable"}))
+
+
+def fit_transit(model: ModelSpec, numerics: Numerics, policy: Policy, limit: int) -> Policy:
+    """The policy, if it page-locks `limit` bytes or less; else the same by slabs, if that does; else with no locks."""
+    if policy.shares_memory:
+        return policy
+    shard = min(policy.shard_nbytes, _shard_nbytes(model, policy.slabs, limit))
+    for each in (policy, replace(policy, transit="slabs", shard_nbytes=shard)):
+        schedule = build_step(model, numerics, each, Work((1, 1)))
+        if locked_nbytes(schedule.buffers.values(), each.transit) <= limit:
+            return each
+    return replace(policy, transit="pageable")
+
+
+def _shard_nbytes(model: ModelSpec, slabs: int, limit: int) -> int:
+    largest = max(layout_of(unit).size for unit in model.units)
+    least = -(-4 * largest // MOST_SHARDS)
+    return max(1, least, min(LARGEST_SHARD, int(SHARE * limit) // (2 * slabs)))
+
+
+def locks_too_much(plan: Plan) -> bool:
+    """Whether the plan page-locks more than its machine allows."""
+    hardware = plan.question.hardware
+    if hardware.shares_memory or hardware.pinnable_nbytes is None:
+        return False
+    taken = locked_nbytes(plan.timeline.schedule.buffers.values(), plan.policy.transit)
+    return taken > hardware.pinnable_nbytes

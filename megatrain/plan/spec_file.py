@@ -1,0 +1,121 @@
+"""Model specifications that were saved with a plan: `megatrain plan MODEL --json FILE`, then `megatrain plan FILE`.
+
+So a plan for another machine needs neither the model's files nor the library that reads them. A file is taken apart
+with care: what is missing or absurd in it is refused by name. It leaves out writing (`report.as_content`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatrain.errors import MegaTrainError, ModelError
+from megatrain.spec import Growth, LayerProfile, ModelSpec, ParamSpec, UnitSpec
+from megatrain.spec.layer_profile import Outputs, Peak
+
+DEEPEST = 2
+"""Of profiles within a profile: with masks, and of those for several rows."""
+MOST = 1e15
+"""Of bytes and operations: what is beyond is a mistake."""
+
+
+def read_model(content: Any, where: str) -> ModelSpec:
+    """The model of a saved plan's content. Raises `ModelError` for what is no specification."""
+    try:
+        fields = dict(content["model"])
+        units = tuple(_unit(unit) for unit in fields["units"])
+        return ModelSpec(
+            _line(fields["name"]),
+            units,
+            _count(fields["hidden_size"]),
+            _count(fields["vocab_size"]),
+            None if fields.get("max_positions") is None else _count(fields["max_positions"]),
+            _text(fields.get("attention", "sdpa")),
+        )
+    except (KeyError, TypeError, ValueError, MegaTrainError) as error:
+        detail = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ModelError(
+            f"holds no model that can be planned for: {detail:.120}",
+            where=where,
+            fix="write one with `megatrain plan MODEL --json FILE`",
+        ) from error
+
+
+def _unit(fields: Mapping[str, Any]) -> UnitSpec:
+    params = tuple(
+        ParamSpec(
+            _text(each["name"]),
+            tuple(_count(size) for size in each["shape"]),
+            _number(each.get("active", 1.0), most=1.0),
+            _flag(each.get("trainable", True)),
+            _held(each.get("held", 0)),
+        )
+        for each in fields["params"]
+    )
+    return UnitSpec(
+        _text(fields["name"]),
+        fields["kind"],
+        params,
+        tuple(map(_text, fields.get("borrows", ()))),
+        _profile(fields["profile"]),
+        _flag(fields.get("looks_up", False)),
+    )
+
+
+def _profile(given: Any, depth: int = 0) -> LayerProfile:
+    if depth > DEEPEST:
+        raise ValueError("its profiles are too deep")
+    window, graph, outputs = given["window"], given["graph_in_chunks"], given["outputs"]
+    peaks = ("forward", "backward", "backward_in_chunks", "balance")
+    told: dict[str, Any] = {name: _number(given[name]) for name in ("attention_flops", "sides_nbytes")}
+    told |= {name: _growth(given[name]) for name in ("graph", "arguments", "row_arguments")}
+    told |= {name: Peak(*(tuple(map(_growth, given[name][on])) for on in ("device", "host"))) for name in peaks}
+    shares = ("chosen_share", "spared_share")
+    return LayerProfile(
+        window=None if window is None else _count(window),
+        graph_in_chunks=None if graph is None else _growth(graph),
+        block=_count(given["block"]),
+        chunk_numel=int(_number(given["chunk_numel"])),
+        outputs=Outputs(**{name: _number(each, 1.0 if name in shares else MOST) for name, each in outputs.items()}),
+        others=tuple((_text(name), _profile(other, depth + 1)) for name, other in given["others"]),
+        **told,
+    )
+
+
+def _growth(given: Any) -> Growth:
+    amounts: dict[str, Any] = {name: _number(each) for name, each in given.items() if name != "with_kernel"}
+    return Growth(**amounts, with_kernel=_flag(given["with_kernel"]))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.40} is no name")
+    return value
+
+
+def _line(value: Any) -> str:
+    if not _text(value).isprintable():
+        raise ValueError(f"{value!r:.40} is no name")
+    return str(value)
+
+
+def _held(value: Any) -> int:
+    return -1 if value == -1 else int(_number(value))
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{value!r:.40} is neither true nor false")
+    return value
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1 << 40:
+        raise ValueError(f"{value!r:.40} is no count")
+    return value
+
+
+def _number(value: Any, most: float = MOST) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        raise ValueError(f"{value!r:.40} is not a number from 0 to {most:g}")
+    return float(value)

@@ -1,0 +1,263 @@
+"""A run's data: from the sources in its configuration to a loader, and what to tell the user about them.
+
+Each source is plain text or samples (`data.detect_kind`). Plain texts go into one stream of windows, as pre-training
+has it, unless weights tell them apart; samples stay whole, several to a row where the model keeps them apart, else
+one to a row among others of like length. What the user asked for and cannot be had is refused; what was left open is
+chosen here and told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice, zip_longest
+from typing import Any
+
+from megatrain.config import Config, DataSection
+from megatrain.data import (
+    Batch,
+    EncodeOptions,
+    Encoder,
+    Loader,
+    PackedRows,
+    Reference,
+    Rows,
+    SampleFile,
+    SampleRows,
+    Schema,
+    Tokenizer,
+    Windows,
+    begins_with_text,
+    describe_tokens,
+    evaluation_batches,
+    example_of,
+    holds_chats,
+    holds_pairs,
+    holds_samples,
+    holds_text_only,
+    pack,
+    prepare_samples,
+    prepare_tokens,
+    source_called,
+    split_samples,
+    split_windows,
+    statistics_of,
+    unused_tokens,
+)
+from megatrain.data.sample_formats import Format
+from megatrain.errors import ConfigError, ModelError
+from megatrain.model import only_single_rows, why_not_packable
+from megatrain.plan import Plan
+from megatrain.system.paths import usable_path
+
+EXAMPLE_CHARACTERS = 1200
+"""Of the example that is shown: a page at most."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Data as a run uses it."""
+
+    loader: Loader
+    read_validation: Callable[[], list[Batch]]
+    holds_out: bool
+    window: int
+    """Tokens of the longest row."""
+    facts: list[tuple[str, str]]
+    """What to tell the user about it: name and fact."""
+    example: list[tuple[str, bool]] = field(default_factory=list)
+    """The first sample as runs of text, and whether they are trained; empty for plain text."""
+    chats: Encoder | None = None
+    """What makes ids of a conversation; `None` where the data holds none."""
+
+    @cached_property
+    def validation(self) -> list[Batch]:
+        """Micro-batches that the loss is measured on; without held-out data, one that is trained on too.
+
+        Read when first asked for: pairs by then bring what the reference says of them.
+        """
+        return self.read_validation()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What the loader draws from as one source."""
+
+    training: Rows
+    held_out: Rows | None
+    facts: list[tuple[str, str]]
+    example: list[tuple[str, bool]] = field(default_factory=list)
+    holds_chats: bool = False
+
+
+def open_corpus(config: Config, plan: Plan, tokenizer: Tokenizer, vocabulary: int, model: Any) -> Corpus:
+    """The data, cut for the model and for the plan's micro-batches. `vocabulary`: ids that the model has.
+
+    Raises `DataError` for data that cannot be used, `ModelError` where the model cannot be trained as asked.
+    """
+    data, size = config.data, plan.micro_batch
+    opened = _Opening(config, size, tokenizer, vocabulary, model)
+    parts = list(opened.parts())
+    loader = Loader(
+        [part.training for part in parts] if len(parts) > 1 else parts[0].training,
+        micro_batch=size,
+        micro_batches=plan.work.micro_batches,
+        seed=config.train.seed,
+        weights=data.weights,
+        targets=config.train.target_tokens_per_step,
+        workers=data.workers,
+    )
+    held_out = [part.held_out for part in parts if part.held_out is not None]
+    limit = config.train.eval_batches if held_out else 1
+
+    def read_validation() -> list[Batch]:
+        streams = [evaluation_batches(rows, size) for rows in held_out or [parts[0].training]]
+        in_turn = (batch for batches in zip_longest(*streams) for batch in batches if batch is not None)
+        return list(islice(in_turn, limit))
+
+    facts = [fact for part in parts for fact in part.facts]
+    chats = opened.encoder if any(part.holds_chats for part in parts) else None
+    example = next((part.example for part in parts if part.example), [])
+    return Corpus(loader, read_validation, bool(held_out), data.sequence_length, facts, example, chats)
+
+
+class _Opening:
+    """The parts of a corpus, one source after another."""
+
+    def __init__(self, config: Config, micro_batch: int, tokenizer: Tokenizer, vocabulary: int, model: Any) -> None:
+        self.config, self.data, self.micro_batch = config, config.data, micro_batch
+        self.tokenizer, self.vocabulary, self.model = tokenizer, vocabulary, model
+        self.cache = config.data.cache_folder
+        self.prefers = config.train.objective == "dpo"
+        chosen: Format = "preference" if self.prefers else self.data.format
+        self.schema = Schema(chosen, self.data.columns, self.data.tags)
+        self.schema.refuse_unused()
+        self.encoder = Encoder(tokenizer, _options(self.data, self.data.sequence_length))
+        self._packs: bool | None = None
+
+    def parts(self) -> Iterator[_Part]:
+        """In the order of the sources; plain texts without weights together, in the place of the first."""
+        data = self.data
+        rich = [self._holds_samples(name) for name in data.sources]
+        texts = [name for name, is_rich in zip(data.sources, rich, strict=True) if not is_rich]
+        for name, is_rich in zip(data.sources, rich, strict=True):
+            if is_rich:
+                yield self._samples(name)
+            elif data.weights is not None:
+                yield self._windows([name])
+            elif texts:
+                yield self._windows(texts)
+                texts = []
+
+    def _holds_samples(self, name: str) -> bool:
+        whole = self.data.packing in ("best_fit", "grouped")
+        found = holds_samples(name, self.schema, self.data.pattern)
+        if whole and not found:
+            if not usable_path(name, where="data.sources").exists():
+                what = "is plain text, which stays whole from files only"
+                raise ConfigError(what, where="data.packing", fix="set data.packing=windows")
+            return True
+        return found
+
+    def _windows(self, names: list[str]) -> _Part:
+        file = prepare_tokens(names, self.tokenizer, cache=self.cache, pattern=self.data.pattern)
+        return self._cut(
+            pack(file, window=self.data.sequence_length, vocab_size=self.vocabulary), describe_tokens(file)
+        )
+
+    def _cut(self, windows: Windows, described: str) -> _Part:
+        training, held_out = split_windows(windows, self.data.validation_fraction)
+        held = f"{len(held_out):,} held out" if held_out else "none held out"
+        length = self.data.sequence_length
+        cut = f"{len(windows):,} of {length:,} tokens, {held}; {unused_tokens(windows):,} tokens unused"
+        return _Part(training, held_out, [("data", described), ("sequences", cut)])
+
+    def _samples(self, name: str) -> _Part:
+        data = self.data
+        source = source_called(name, self.schema, split=data.split, subset=data.subset, pattern=data.pattern)
+        runs_on = data.packing == "windows" or (data.packing == "auto" and begins_with_text(source))
+        encoder = Encoder(self.tokenizer, _options(data, None)) if runs_on else self.encoder
+        whole = prepare_samples(source, encoder, cache=self.cache, bad=data.bad_samples)
+        whole.tokens.require_ids_below(self.vocabulary)
+        if holds_pairs(whole) != self.prefers:
+            what, fix = f"{name} holds preferences", "set train.objective=dpo or data.format, or name other sources"
+            if self.prefers:
+                what, fix = f"{name} holds no preferences", "name sources with chosen and rejected answers"
+            raise ConfigError(what, where="data.sources", fix=fix)
+        statistics = statistics_of(whole)
+        first, *others = statistics.lines()
+        if runs_on:
+            if not holds_text_only(whole):
+                what = f"{name} holds more than plain text, and would be cut anywhere and trained whole"
+                raise ConfigError(what, where="data.packing", fix="use best_fit or grouped")
+            return self._cut(
+                pack(whole.tokens, window=data.sequence_length, vocab_size=self.vocabulary), f"{first}, of {name}"
+            )
+        training, held_out, how, copies = self._rows(whole)
+        whats = "pairs" if self.prefers else "samples"
+        held = f"{len(held_out.chosen):,} {whats} held out" if held_out else "none held out"
+        held += f", {copies:,} trained on instead because they have copies" if copies else ""
+        mean = whole.lengths.mean() if self.prefers else whole.lengths[training.chosen].mean()
+        rows = f"{len(training):,} rows of {mean:,.0f} tokens"
+        if isinstance(training, PackedRows):
+            rows = f"{len(training):,} rows of {data.sequence_length:,} tokens"
+        packing = f"{how}: {rows}, {training.efficiency:.1%} of them filled; {held}"
+        facts = [("data", f"{first}, of {name}"), *(("", line) for line in others), ("packing", packing)]
+        return _Part(training, held_out, facts, example_of(whole), holds_chats(whole))
+
+    def _rows(self, file: SampleFile) -> tuple[PackedRows | SampleRows, PackedRows | SampleRows | None, str, int]:
+        """(training, held out, how they are packed, what is not held out because it has copies)."""
+        size = 2 if self.prefers else 1
+        training, held_out, copies = split_samples(file, self.data.validation_fraction, size)
+        both, rows = (training, held_out), list[PackedRows | SampleRows]()
+        if not self.prefers and self._can_pack():
+            how = "best fit"
+            rows += [PackedRows(file, chosen, self.data.sequence_length, self.config.train.seed) for chosen in both]
+        else:
+            how = f"{'a pair in two rows' if self.prefers else 'one sample to a row'}, like lengths together"
+            reference = Reference()
+            rows += [SampleRows(file, chosen, self.micro_batch, size, reference) for chosen in both]
+        return rows[0], rows[1] if len(held_out) else None, how, copies
+
+    def _can_pack(self) -> bool:
+        if self.data.packing == "grouped":
+            return False
+        if self._packs is None:
+            reason = self._why_not()
+            if reason and self.data.packing == "best_fit":
+                fix = "set data.packing=grouped, or another model.attention"
+                raise ModelError(f"cannot be trained on packed samples: {reason}", where="data.packing", fix=fix)
+            self._packs = not reason
+        return self._packs
+
+    def _why_not(self) -> str:
+        kernel = str(self.model.config._attn_implementation)
+        if only_single_rows(kernel) and self.micro_batch > 1:
+            return f"{kernel} tells them apart in micro-batches of one row only (set train.micro_batch_size=1)"
+        return why_not_packable(self.model.config, type(self.model), kernel)
+
+
+def _options(data: DataSection, max_tokens: int | None) -> EncodeOptions:
+    return EncodeOptions(
+        train_on=data.train_on,
+        max_tokens=max_tokens,
+        too_long=data.too_long,
+        template=data.chat_template,
+        template_values=data.chat_template_kwargs,
+    )
+
+
+def shortened(runs: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
+    """The first `EXAMPLE_CHARACTERS` of an example."""
+    left = EXAMPLE_CHARACTERS
+    short: list[tuple[str, bool]] = []
+    for text, trained in runs:
+        if left <= 0:
+            return [*short, (" ...", False)]
+        short.append((text[:left], trained))
+        left -= len(text)
+    return short
+
+
+__all__ = ["Corpus", "open_corpus", "shortened"]

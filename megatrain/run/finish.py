@@ -1,0 +1,91 @@
+"""What a run leaves when it ends: the model as a Hugging Face folder, a proof of it, and where everything is."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from megatrain.config import Config
+from megatrain.data import Batch, Tokenizer
+from megatrain.engine import DTYPES
+from megatrain.errors import ExportError
+from megatrain.model import load_causal_lm
+from megatrain.plan.report import amount
+from megatrain.spec import Precision
+from megatrain.train.engine import Engine
+from megatrain.train.parity import adds_for_routers, stock_loss
+
+TOLERANCE = {"bf16": 1e-2, "fp32": 1e-4}
+"""Difference of two losses that rounding explains, two programs summing in two orders: relative to the loss, or to 1
+where it is less, since what rounding does to logits does not shrink with the loss."""
+
+SLACK = 4.0
+"""In bf16, by how many times as much as its own rounding moves the stock model's loss the engine's may be off."""
+
+LOGITS = 12
+"""Bytes for each logit of the batch that the loss is compared on: as they are, in float32, and their softmax."""
+
+
+def save_trained(config: Config, engine: Engine, tokenizer: Tokenizer, target: Path) -> Path:
+    """Write model, tokenizer and model card; the folder appears when it is whole."""
+    train = config.train
+    facts = {
+        "steps": f"{train.steps:,}",
+        "tokens per step": f"{train.rows * config.data.sequence_length:,}",
+        "data": ", ".join(config.data.sources),
+        "optimizer": f"AdamW, weight decay {train.weight_decay:g}",
+        "learning rate": f"{train.learning_rate:g} ({train.lr_scheduler})",
+        "precision": f"{train.precision} with exact float32 masters",
+        "trained with": f"megatrain {version('megatrain')}",
+    }
+    return engine.save_pretrained(
+        target, precision=config.output.precision, facts=facts, write_more=tokenizer.save_pretrained
+    )
+
+
+def verify_trained(config: Config, engine: Engine, batch: Batch, saved: Path, console: Console) -> None:
+    """Load the saved model as any user of it would, and compare its loss with the engine's.
+
+    Where there is no memory for that beside the engine, it is left out and told. Raises `ExportError` where the losses
+    differ by more than rounding.
+    """
+    needed = 4 * engine.structure.numel + LOGITS * batch["input_ids"].numel() * engine.structure.vocab_size
+    if needed > (left := engine.host_nbytes_left()):
+        what = f"that takes {amount(needed)} of host memory, and {amount(left)} are left"
+        said = f"the saved model was not loaded again to compare its loss: {what}"
+        console.print(Text(said, "yellow"), soft_wrap=True)
+        return
+    ours, theirs = engine.evaluate([batch]), _stock_loss(config, batch, saved, config.train.precision)
+    say = f"on one batch the saved model, loaded with from_pretrained, has loss {theirs:.4f}, the engine {ours:.4f}"
+    allowed = TOLERANCE[config.train.precision] * max(abs(ours), 1.0)
+    if config.train.precision == "bf16" and not abs(ours - theirs) <= allowed:
+        allowed = SLACK * abs(theirs - _stock_loss(config, batch, saved, "fp32"))
+    if not abs(ours - theirs) <= allowed:
+        raise ExportError(say, where=str(saved), fix="they should agree: please report this defect")
+    console.print(Text(say, "green"), soft_wrap=True)
+
+
+def _stock_loss(config: Config, batch: Batch, saved: Path, precision: Precision) -> float:
+    """The loss of `batch` by the stock model that `from_pretrained` makes of the saved folder."""
+    loaded = load_causal_lm(
+        str(saved), dtype=DTYPES[precision], trust_remote_code=config.model.trust_remote_code
+    ).eval()
+    with torch.set_grad_enabled(adds_for_routers(loaded)):
+        return float(stock_loss(loaded, batch).detach())
+
+
+def say_where(folder: Path, console: Console) -> None:
+    for name, what in (
+        ("model", "Hugging Face folder of the trained model, with its tokenizer"),
+        ("report.html", "the run as a page for a browser; `megatrain report` makes it anew"),
+        ("metrics.jsonl", "every step as a line of JSON"),
+        ("tensorboard", f"the same for `tensorboard --logdir {folder}`"),
+        ("checkpoints", "what `resume` goes on from; each is a Hugging Face folder too"),
+        ("config.yaml", "every key of this run, as resolved"),
+    ):
+        if (folder / name).exists():
+            console.print(Text.assemble((str(folder / name), "bold"), f"  {what}"), soft_wrap=True)

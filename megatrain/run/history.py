@@ -1,0 +1,221 @@
+"""What a run has told of itself, read back from its folder: also of one that was killed, or that still runs.
+
+Read are `metrics.jsonl`, `status.json`, `config.yaml` and the trace of a step, whichever are there; a torn line, or one
+of another version, is passed over. What a rollback has undone is told apart from what counts. Numbers are kept in flat
+arrays, 100 bytes a step. It leaves out how any of it is shown (`report`).
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatrain.errors import ConfigError
+from megatrain.html import DrawnOp, timeline_content
+from megatrain.plan.analysis import STREAM_WORDS
+from megatrain.system.paths import parsed_json, read_json, read_text, refuse_special
+from megatrain.train.status import STATUS
+from megatrain.train.timeline_file import TRACE
+
+METRICS, CONFIG = "metrics.jsonl", "config.yaml"
+COLUMNS = (
+    *("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "seconds", "data_seconds", "stall_seconds"),
+    "mfu",
+)
+"""What is kept of each step."""
+OLDER_NAMES = {"mfu": "light_share"}
+"""Of columns, in the metrics that earlier versions wrote."""
+MOST_OPS = 200_000
+"""Of a trace that is still drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something that happened to a run."""
+
+    step: int
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """The loss of held-out text after a step, and its perplexity; not a number where there is none (`Evaluated`)."""
+
+    step: int
+    loss: float
+    perplexity: float
+
+    @property
+    def perplexity_text(self) -> str:
+        """As it is shown; empty where there is none."""
+        return f"{self.perplexity:,.4g}" if math.isfinite(self.perplexity) else ""
+
+
+@dataclass
+class History:
+    """A run, as far as its folder tells."""
+
+    folder: Path
+    columns: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in COLUMNS})
+    tiers: dict[str, array[float]] = field(default_factory=dict)
+    """Tier -> bytes held after each step."""
+    undone: list[tuple[float, float]] = field(default_factory=list)
+    """Step and loss of steps that were gone back from."""
+    evaluated: list[HeldOut] = field(default_factory=list)
+    """Step and loss on held-out text."""
+    samples: list[Mapping[str, Any]] = field(default_factory=list)
+    saved: list[Mapping[str, Any]] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+    planned: Mapping[str, Any] = field(default_factory=dict)
+    """What the plan said when the run, or its last part, began."""
+    steps: int = 0
+    """That the run is to have."""
+    status: Mapping[str, Any] = field(default_factory=dict)
+    config: str = ""
+    trace: Mapping[str, Any] | None = None
+    """The timeline of a step, as `html.TIMELINE` takes it, and what it waited for."""
+
+    @property
+    def done(self) -> int:
+        """The last step that counts."""
+        return int(self.columns["step"][-1]) if self.columns["step"] else 0
+
+    def share(self, name: str) -> list[float]:
+        """A column of seconds, as shares of the seconds of each step."""
+        both = zip(self.columns[name], self._seconds, strict=True)
+        return [part / whole if whole else math.nan for part, whole in both]
+
+    @property
+    def _seconds(self) -> array[float]:
+        return self.columns["seconds"]
+
+    def add(self, told: Mapping[str, Any]) -> None:
+        """One line of `metrics.jsonl`. Raises `KeyError`, `TypeError` or `ValueError` for one that is none."""
+        step = int(told["step"])
+        match told["event"]:
+            case "stepped":
+                self._add_step(told)
+            case "evaluated":
+                self.evaluated.append(HeldOut(step, _number(told["loss"]), _number(told.get("perplexity"))))
+            case "sampled":
+                self.samples.append({"step": step, "prompt": str(told["prompt"]), "text": str(told["text"])})
+            case "saved":
+                self.saved.append(told)
+            case "planned":
+                self.planned = told
+            case "skipped":
+                self.notes.append(Note(step, "skipped", str(told["reason"])))
+            case "warned":
+                self.notes.append(Note(step, "warning", str(told["what"])))
+            case "replanned":
+                times = f"{_number(told['seconds']):.3g} s to {_number(told['new_seconds']):.3g} s a step"
+                self.notes.append(Note(step, "replanned", f"{times}: {told['changes']}"))
+            case "resumed":
+                self.notes.append(Note(step, "resumed", f"from {told['checkpoint']}"))
+            case "rolledback":
+                back = int(told["to"])
+                self._go_back(back)
+                self.notes.append(Note(step, "rolled back", f"to step {back:,}: {told['reason']}"))
+
+    def _add_step(self, told: Mapping[str, Any]) -> None:
+        count = len(self._seconds)
+        for name, column in self.columns.items():
+            column.append(_number(told.get(name, told.get(OLDER_NAMES.get(name, "")))))
+        for tier, nbytes in dict(told.get("nbytes") or {}).items():
+            column = self.tiers.setdefault(str(tier), array("d", [math.nan]) * count)
+            column.append(_number(nbytes))
+        for column in self.tiers.values():
+            if len(column) == count:
+                column.append(math.nan)
+        self.steps = int(told.get("steps") or 0)
+
+    def _go_back(self, step: int) -> None:
+        steps = self.columns["step"]
+        kept = len(steps)
+        while kept and steps[kept - 1] > step:
+            kept -= 1
+        self.undone += zip(steps[kept:], self.columns["loss"][kept:], strict=True)
+        for column in (*self.columns.values(), *self.tiers.values()):
+            del column[kept:]
+        self.evaluated = [each for each in self.evaluated if each.step <= step]
+
+
+def read_history(folder: Path) -> History:
+    """What there is to know of the run in a folder. Raises `ConfigError` where there is none, or it cannot be read."""
+    history = History(folder)
+    try:
+        refuse_special(folder / METRICS)
+        with (folder / METRICS).open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                try:
+                    history.add(parsed_json(line))
+                except (ValueError, KeyError, TypeError, AttributeError):
+                    continue
+    except FileNotFoundError as error:
+        fix = "name the folder of a run, its output.folder"
+        raise ConfigError(f"holds no {METRICS}", where=str(folder), fix=fix) from error
+    except OSError as error:
+        raise ConfigError(f"{METRICS} cannot be read ({error.strerror or error})", where=str(folder)) from error
+    history.status = status_of(folder)
+    history.steps = history.steps or int(_or_zero(history.status.get("steps")))
+    try:
+        history.config = read_text(folder / CONFIG, errors="replace")
+    except OSError:
+        history.config = ""
+    history.trace = timeline_in(_json(folder / TRACE))
+    return history
+
+
+def status_of(folder: Path) -> Mapping[str, Any]:
+    """What the `status.json` of a run says (`train.status`); empty where there is none."""
+    status = _json(folder / STATUS)
+    return status if isinstance(status, dict) else {}
+
+
+def timeline_in(trace: Any) -> dict[str, Any] | None:
+    """The last step of a Chrome trace (`train.timeline_file`) as a page draws it; `None` where there is none."""
+    try:
+        events = trace["traceEvents"]
+        streams = {each["tid"]: str(each["args"]["name"]) for each in events if each["ph"] == "M"}
+        every = [each for each in events if each["ph"] == "X"]
+        last = max(each["args"]["step"] for each in every)
+        ops = [each for each in every if each["args"]["step"] == last]
+        if len(ops) > MOST_OPS:
+            return None
+        origin = min(float(each["ts"]) for each in ops)
+        drawn = sorted((_drawn(each, streams, origin) for each in ops), key=lambda op: op[6])
+        named = {int(each["args"]["number"]): str(each["args"]["unit"]) for each in ops}
+        waits = {str(name): float(seconds) for name, seconds in dict(trace.get("waits") or {}).items()}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+    units = [named.get(unit, "") for unit in range(max(named) + 1)]
+    told = {STREAM_WORDS.get(name, name): seconds for name, seconds in waits.items()}
+    return timeline_content(drawn, units, STREAM_WORDS) | {"waits": told}
+
+
+def _drawn(event: Mapping[str, Any], streams: Mapping[int, str], origin: float) -> DrawnOp:
+    """An event of a trace whose step begins at `origin`, in microseconds."""
+    unit, micro, shard, nbytes = (int(event["args"][name]) for name in ("number", "micro", "shard", "nbytes"))
+    start = (float(event["ts"]) - origin) / 1e6
+    return str(event["cat"]), streams[event["tid"]], unit, micro, shard, nbytes, start, start + event["dur"] / 1e6
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+
+
+def _or_zero(value: Any) -> float:
+    number = _number(value)
+    return number if math.isfinite(number) else 0.0
+
+
+def _json(path: Path) -> Any:
+    try:
+        return read_json(path)
+    except (OSError, ValueError):
+        return None

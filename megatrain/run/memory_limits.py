@@ -1,0 +1,120 @@
+"""What a run may take of each tier of memory, and the disk tier that it has, from its configuration.
+
+Left out: what it then takes (`plan`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megatrain.config import DiskSection, MemorySection
+from megatrain.device.probe_disk import disk_speed
+from megatrain.errors import ConfigError, DeviceError, DiskError
+from megatrain.memory import Disk
+from megatrain.plan import Plan, written_nbytes_per_day
+from megatrain.plan.byte_amounts import parse_nbytes
+from megatrain.plan.host_resources import available_disk_nbytes, lies_in_memory
+from megatrain.plan.report import amount
+from megatrain.spec import Hardware, Limits
+
+SAMPLE_NBYTES, SAMPLE_SECONDS = 64 << 20, 1.0
+"""What is written to and read from each of several folders to find their shares."""
+
+
+def with_disk(hardware: Hardware, disk: DiskSection) -> Hardware:
+    """The machine with what is free in the folders of the disk tier; as it is where there are none, so that a plan can
+    say what a disk would help.
+
+    Raises `ConfigError` for a folder that is missing or lies in host memory.
+    """
+    if not disk.folders:
+        return hardware
+    for folder in disk.paths:
+        if not folder.is_dir():
+            raise ConfigError(f"there is no folder {folder}", where="disk.folders", fix="make it, or name another")
+        if lies_in_memory(folder):
+            what = f"{folder} lies in host memory (tmpfs), where a disk tier gains nothing"
+            raise ConfigError(what, where="disk.folders", fix="name a folder on a drive")
+    systems = {folder.stat().st_dev: folder for folder in disk.paths}
+    return replace(hardware, disk_nbytes=sum(available_disk_nbytes(folder) for folder in systems.values()))
+
+
+def limits_of(memory: MemorySection, disk: DiskSection, hardware: Hardware) -> Limits:
+    """What the user allows of each tier, and no more than there is; without folders, nothing of a disk.
+
+    Raises `ConfigError`.
+    """
+    there = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
+    if memory.device is not None and hardware.shares_memory:
+        what = "the device computes in host memory and has none of its own"
+        raise ConfigError(what, where="memory.device", fix="set memory.host alone")
+    if memory.disk is not None and not disk.folders:
+        raise ConfigError("there is no disk tier", where="memory.disk", fix="set disk.folders too")
+    given = {"device": memory.device, "host": memory.host, "disk": memory.disk}
+    found: dict[str, int | None] = {}
+    for tier, value in given.items():
+        nbytes = parse_nbytes(value, f"memory.{tier}", there[tier]) if isinstance(value, str) else value
+        found[tier] = None if nbytes is None else min(nbytes, there[tier])
+    return Limits(found["device"], found["host"], found["disk"] if disk.folders else 0)
+
+
+def refuse_wear(plan: Plan, disk: DiskSection) -> None:
+    """Raise `ConfigError` for a plan that writes more to the disk per day than the user allows."""
+    if disk.max_write_per_day is None:
+        return
+    value = disk.max_write_per_day
+    most = parse_nbytes(value, "disk.max_write_per_day") if isinstance(value, str) else value
+    found = written_nbytes_per_day(plan)
+    if found > most:
+        raise ConfigError(
+            f"the plan writes {amount(found)} to the disk per day, and {amount(most)} are allowed",
+            where="disk.max_write_per_day",
+            fix="give more host memory, more tokens per step (each step writes once), or a higher limit",
+        )
+
+
+def open_disk(disk: DiskSection, hardware: Hardware) -> Disk | None:
+    """The files of the disk tier, with the block size and depth that were measured best. Raises `ConfigError`."""
+    if not disk.folders:
+        return None
+    measured: dict[str, int] = {}
+    if hardware.disk_block_nbytes and hardware.disk_depth:
+        measured = {"block_nbytes": hardware.disk_block_nbytes, "depth": hardware.disk_depth}
+    try:
+        return Disk(disk.paths, shares=_shares(disk.paths), checksums=disk.checksums, **measured)  # type: ignore[arg-type]
+    except (DiskError, DeviceError) as error:
+        raise ConfigError(error.what, where=f"disk.folders: {error.where}", fix=error.fix) from error
+
+
+def _shares(folders: Sequence[Path]) -> list[float] | None:
+    """Of each folder by its measured bandwidth, so that all are done at the same time; one alone needs no measuring.
+
+    Folders on one file system share what it does.
+    """
+    if len(folders) == 1:
+        return None
+    systems = [folder.stat().st_dev for folder in folders]
+    speeds = {}
+    for folder, system in zip(folders, systems, strict=True):
+        if system not in speeds:
+            best = disk_speed(folder, SAMPLE_NBYTES, SAMPLE_SECONDS).best
+            speeds[system] = 1 / (1 / best.read_bandwidth + 1 / best.write_bandwidth)
+    return [speeds[system] / systems.count(system) for system in systems]
+
+
+def describe_memory(plan: Plan) -> str:
+    """What a plan takes of each tier that it uses, of what it may, and what of it checkpoints take."""
+    budgets = plan.question.budgets()
+    tiers = ", ".join(f"{amount(plan.nbytes[tier])} of {amount(most)} {tier}" for tier, most in budgets.items() if most)
+    return tiers + (f" ({amount(plan.save_nbytes)} of it for checkpoints)" if plan.save_nbytes else "")
+
+
+def describe_disk(disk: Disk | None, section: DiskSection) -> list[tuple[str, str]]:
+    """Name and fact about the disk tier, if there is one."""
+    if disk is None:
+        return []
+    how = "direct I/O" if disk.direct else "through the page cache, since direct I/O is refused there"
+    sums = "checksums compared" if section.checksums else "checksums off"
+    return [("disk tier", f"{', '.join(map(str, section.paths))}: {how}, {sums}")]

@@ -1,0 +1,149 @@
+"""What a run trains for: the loss of its steps and its measurements, and what a preference run must know before.
+
+Cross-entropy needs nothing. For preferences (`train.objective: dpo`) the reference is the model that the run begins
+with: its log-probabilities of all answers are computed once, by the streaming forward, and kept beside tokenised data
+by a key that is made of content (the weights, the samples, and what rounding depends on). The run folder gets a copy,
+which a resumed run goes on with, since its model is no longer the reference.
+
+Left out: a reference that is another model, or one that moves. All pairs are asked about, also where a run ends before
+it has seen them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megatrain.checkpoint import Checkpoint
+from megatrain.config import Config
+from megatrain.data import Batch, SampleFile, SampleRows, batch_of
+from megatrain.data.micro_batches import REFERENCE
+from megatrain.errors import CheckpointError, DataError
+from megatrain.losses import DPO, LossFn
+from megatrain.memory.checksum import checksum
+from megatrain.plan import Plan
+from megatrain.run.data import Corpus
+from megatrain.system.locks import alone
+from megatrain.system.paths import refuse_special, written_whole
+from megatrain.train.engine import Engine
+
+FORMAT = 2  # part of the key: raise it when the same content would give other numbers
+FILE = "reference.npz"
+"""In the run folder: a data set's fingerprint -> float32[samples]."""
+
+Said = dict[str, npt.NDArray[np.float32]]
+
+
+def loss_of(config: Config) -> LossFn | None:
+    """The loss that a run goes down; `None` is cross-entropy."""
+    train = config.train
+    if train.objective == "cross_entropy":
+        return None
+    return DPO(train.dpo_beta, train.dpo_label_smoothing, train.dpo_loss)
+
+
+def without_reference(batch: Batch) -> Batch:
+    """What the model itself takes of a batch."""
+    return {key: value for key, value in batch.items() if key != REFERENCE}
+
+
+def take_up_reference(
+    config: Config,
+    corpus: Corpus,
+    engine: Engine,
+    plan: Plan,
+    taken: Checkpoint | None,
+    told: Callable[[int, int], None],
+) -> None:
+    """Pairs of the corpus come with what the reference says of each answer; `told` is called with (done, total).
+
+    Raises `CheckpointError` where a resumed run's reference is gone, and `DataError` where it cannot be written.
+    """
+    sources = [rows for rows in corpus.loader.sources if isinstance(rows, SampleRows)]
+    files = {rows.file.fingerprint: rows.file for rows in sources}
+    there = config.folder / FILE
+    if taken is None:
+        known = _asked(config, files, engine, plan, told)
+    else:
+        known = _read(there) | _read(taken.folder.parent.parent / FILE)  # what it goes on from knows best
+        if not files.keys() <= known.keys():
+            what = "the log-probabilities of the model that the run began with are gone, or of other data"
+            raise CheckpointError(what, where=str(there), fix="put the file back, or begin a new run")
+    _write(there, known)
+    for rows in sources:
+        rows.reference.values = known[rows.file.fingerprint]
+
+
+def _asked(
+    config: Config, files: Mapping[str, SampleFile], engine: Engine, plan: Plan, told: Callable[[int, int], None]
+) -> Said:
+    """What the engine says of each file now, from the cache where it has been asked before, by whichever process."""
+    weights = _digest(engine)
+    known: Said = {}
+    for name, file in files.items():
+        key = [FORMAT, weights, name, config.train.precision, plan.micro_batch, engine.spec.attention]
+        digest = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
+        path = config.data.cache_folder / f"reference-{digest}.npz"
+        if not (said := _read(path)):
+            with alone(path):
+                if not (said := _read(path)):
+                    said = {name: _ask(engine, file, plan, told)}
+                    _write(path, said)
+        known |= said
+    return known
+
+
+def _ask(engine: Engine, file: SampleFile, plan: Plan, told: Callable[[int, int], None]) -> npt.NDArray[np.float32]:
+    """The sum of each sample's log-probabilities, float32[samples]; samples of like lengths go together."""
+    rows = SampleRows(file, np.arange(len(file)), plan.micro_batch)
+    order = np.argsort(file.lengths.astype(np.int64), kind="stable")
+    said = np.empty(len(file), np.float32)
+    together = plan.micro_batch * plan.work.micro_batches
+    for start in range(0, len(order), together):
+        numbers = order[start : start + together]
+        parts = np.split(numbers, range(plan.micro_batch, len(numbers), plan.micro_batch))
+        batches = [batch_of([rows.row(int(number)) for number in part]) for part in parts]
+        found = torch.cat([each.sum(dim=1) for each in engine.log_probs(batches)])
+        said[numbers] = found.numpy()
+        told(start + len(numbers), len(order))
+    return said
+
+
+def _digest(engine: Engine) -> str:
+    """A hash of the name, shape and 64-bit checksum of every weight; checksums are taken at memory bandwidth."""
+    digest = hashlib.sha256()
+    for unit in engine.spec.units:
+        for param in unit.params:
+            weights = engine.master(param.name).numpy().reshape(-1).view(np.uint8)
+            words, rest = np.split(weights, [weights.size // 8 * 8])  # the sum is over words of 8 bytes
+            digest.update(f"{param.name} {param.shape} {checksum([words])} {rest.tobytes().hex()}\n".encode())
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> Said:
+    """What a file holds, nothing where there is none or it is damaged."""
+    try:
+        refuse_special(path)
+        with np.load(path) as held:
+            return {name: held[name] for name in held.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile):
+        return {}
+
+
+def _write(path: Path, said: Said) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(path) as draft:
+            np.savez(draft, **said)  # type: ignore[arg-type]  # names are ours, and none is that of an option
+    except OSError as error:
+        what = f"cannot be written ({error.strerror or error})"
+        raise DataError(what, where=str(path), fix="free some space, or choose another folder") from error
+
+
+__all__ = ["loss_of", "take_up_reference", "without_reference"]

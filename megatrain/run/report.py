@@ -1,0 +1,283 @@
+"""`megatrain report`: a run as one web page that holds everything it shows; written at the end of each run too.
+
+Loss with that of held-out text, learning rate, gradient norm, speed, what compute waited for, memory beside the plan,
+the timeline of a step, samples, checkpoints, what happened to the run, and its configuration. It needs the run folder
+alone (`history`), so it can be made of a run that goes on, or was killed. It leaves out how curves are drawn (`html`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatrain.errors import ExportError
+from megatrain.html import (
+    CURVES,
+    TIMELINE,
+    Curve,
+    Marker,
+    bar,
+    definitions,
+    document,
+    figure,
+    section,
+    table,
+    timeline,
+)
+from megatrain.plan.report import amount, duration
+from megatrain.run.history import HeldOut, History, Note, read_history
+from megatrain.system.paths import usable_path, written_whole
+
+REPORT = "report.html"
+SILENT_SECONDS = 30.0
+"""Without a heartbeat, after which a run that says that it runs probably does not."""
+MOST_ROWS = 200
+"""Of a table or list; what lies between the first and the last of them is counted."""
+DATA = "page"
+
+
+def write_report(folder: Path, target: Path | None = None) -> Path:
+    """Write the page of the run in `folder`, into it if nowhere else; it appears whole. Returns where it is.
+
+    Raises `ConfigError` for a folder that holds no run, `ExportError` where the page cannot be written.
+    """
+    page = render_report(read_history(folder), time.time())
+    path = target or folder / REPORT
+    try:
+        with written_whole(path) as draft:
+            draft.write_text(page, encoding="utf-8")
+    except OSError as error:
+        what, fix = f"cannot be written ({error.strerror or error})", "free some space, or choose another --html"
+        raise ExportError(what, where=str(path), fix=fix) from error
+    return path
+
+
+def render_report(run: History, now: float) -> str:
+    """The page, as of `now` (seconds since 1970)."""
+    figures: dict[str, Any] = {}
+    model = str(run.planned.get("model") or "")
+    title = f"{model or 'Run'}: {run.folder.resolve().name}"
+    parts = [
+        definitions(_summary(run, now)),
+        section("Loss", _loss(run, figures)),
+        section("Course", _course(run, figures)),
+        section("Memory", _memory(run, figures)),
+        section("A step", _step(run)),
+        section("Samples", _samples(run)),
+        section("Checkpoints", _checkpoints(run)),
+        section("What happened", _notes(run.notes)),
+        section("Plan", definitions([(str(name), str(fact)) for name, fact in run.planned.get("facts", {}).items()])),
+        section("Configuration", f"<details><summary>config.yaml</summary><pre>{escape(run.config)}</pre></details>"),
+        "<p>Made by <code>megatrain report</code> of what the run folder holds; amounts are decimal.</p>",
+    ]
+    content = {"figures": figures} | ({"timeline": run.trace} if run.trace else {})
+    return document(title, parts, DATA, content, [CURVES, *([TIMELINE] if run.trace else [])])
+
+
+def run_report(folder: str, html: str | None) -> Path:
+    """The verb."""
+    target = None if html is None else usable_path(html, where="--html", to_write="file")
+    return write_report(usable_path(folder, where="RUN"), target)
+
+
+# Parts -------------------------------------------------------------------------------------------------------------
+
+
+def _summary(run: History, now: float) -> list[tuple[str, str]]:
+    columns, rows = run.columns, []
+    rows.append(("state", _state(run, now)))
+    rows.append(("steps", f"{run.done:,} of {run.steps:,}"))
+    tokens, seconds = _total(columns["tokens"]), _total(columns["seconds"])
+    if seconds:
+        rows.append(("time in steps", duration(seconds)))
+        rows.append(("tokens", f"{tokens:,.0f}, {tokens / seconds:,.0f} a second"))
+        mfu = _total(np.asarray(columns["mfu"]) * np.asarray(columns["seconds"])) / seconds
+        waits = (_total(columns["data_seconds"]) + _total(columns["stall_seconds"])) / seconds
+        rows.append(("MFU", f"{mfu:.0%} of the measured peak; compute waited {waits:.1%} of the time"))
+        recent = [loss for loss in columns["loss"][-50:] if math.isfinite(loss)]
+        if recent:
+            rows.append(("loss", f"{columns['loss'][0]:.4f} at first, {sum(recent) / len(recent):.4f} over the last"))
+    if run.evaluated:
+        last = run.evaluated[-1]
+        best = min(run.evaluated, key=lambda each: (math.isnan(each.loss), each.loss))
+        rows.append(("held-out text", _held_out(last)))
+        if best.step != last.step:
+            rows.append(("best", _held_out(best)))
+    if run.planned.get("seconds") and seconds:
+        foreseen, steps = float(run.planned["seconds"]), len(columns["seconds"])
+        middle = float(np.nanmedian(np.asarray(columns["seconds"])))
+        rows.append(("a step", f"{duration(middle)} (median of {steps:,}); the plan said {duration(foreseen)}"))
+    return rows
+
+
+def _state(run: History, now: float) -> str:
+    state = str(run.status.get("state") or "unknown: there is no status.json")
+    beat = run.status.get("heartbeat")
+    if state in ("running", "starting", "stopping") and isinstance(beat, int | float):
+        age = now - beat
+        silent = age > SILENT_SECONDS
+        state += f"; but nothing was heard of it for {duration(age)}, so it was probably killed" if silent else ""
+    if run.status.get("error"):
+        state += f": {run.status['error']}"
+    stalled = run.status.get("stalled")
+    return f"{state}; {'; '.join(map(str, stalled))}" if isinstance(stalled, list) and stalled else state
+
+
+def _loss(run: History, figures: dict[str, Any]) -> str:
+    steps, losses = run.columns["step"], run.columns["loss"]
+    curves = [Curve("training", steps, losses)]
+    if run.evaluated:
+        held = [(float(each.step), each.loss) for each in run.evaluated]
+        curves.append(_points("held-out text", held, colour=1, dots=True))
+    if run.undone:
+        curves.append(_points("gone back from", run.undone, colour=4, dots=len(run.undone) < 500))
+    html = figure(figures, "loss", "loss", curves, _markers(run))
+    if not run.evaluated:
+        return html
+    shown = 3 if any(each.perplexity_text for each in run.evaluated) else 2
+    rows = [(f"{each.step:,}", f"{each.loss:.4f}", each.perplexity_text)[:shown] for each in run.evaluated]
+    listed = table(("step", "held-out loss", "perplexity")[:shown], _some(rows))
+    return f"{html}<details><summary>held-out text</summary>{listed}</details>"
+
+
+def _course(run: History, figures: dict[str, Any]) -> str:
+    steps, columns, markers = run.columns["step"], run.columns, _markers(run)
+    charts = [
+        figure(figures, "lr", "learning rate", [Curve("learning rate", steps, columns["lr"])], floor=0.0),
+        figure(figures, "norm", "gradient norm", [Curve("before clipping", steps, columns["grad_norm"], 3)], markers),
+        figure(
+            figures,
+            "speed",
+            "tokens per second",
+            [Curve("tokens/s", steps, columns["tokens_per_second"], 2)],
+            markers,
+            floor=0.0,
+        ),
+        figure(
+            figures,
+            "stalls",
+            "share of a step in which compute waited",
+            [
+                Curve("for copies or updates", steps, np.asarray(run.share("stall_seconds")) * 100, 4),
+                Curve("for data", steps, np.asarray(run.share("data_seconds")) * 100, 1),
+            ],
+            unit="%",
+            floor=0.0,
+        ),
+    ]
+    return f'<div class="charts">{"".join(charts)}</div>'
+
+
+def _memory(run: History, figures: dict[str, Any]) -> str:
+    curves = [
+        Curve(tier, run.columns["step"], column, colour % 5)
+        for colour, (tier, column) in enumerate(sorted(run.tiers.items()))
+    ]
+    parts = [figure(figures, "memory", "bytes held by tier", curves, unit="B", floor=0.0)] if curves else []
+    foreseen, held = _by_tier(run.planned.get("nbytes")), _by_tier(run.planned.get("held_nbytes"))
+    for tier in dict.fromkeys((*foreseen, *held)):
+        planned, taken = foreseen.get(tier, {}), held.get(tier, {})
+        peak = max((value for value in run.tiers.get(tier, ()) if math.isfinite(value)), default=0.0)
+        whole = max(sum(planned.values()), sum(taken.values()), 1.0)
+        for words, owners in (("planned at its peak", planned), ("held when it began", taken)):
+            if owners:
+                rows = [(f"{owner}: {amount(nbytes)}", nbytes) for owner, nbytes in owners.items()]
+                parts.append(bar(f"{tier}, {words}: {amount(sum(owners.values()))}", rows, whole))
+        if peak:
+            parts.append(f"<p>{escape(tier)}: at most {escape(amount(peak))} held after a step.</p>")
+    return "".join(parts) or "<p>nothing was told</p>"
+
+
+def _step(run: History) -> str:
+    if not run.trace:
+        return "<p>no step was traced</p>"
+    seconds, waits = float(run.trace["seconds"]), run.trace["waits"]
+    kinds = [kind["name"] for kind in run.trace["kinds"]]
+    said = [f"{name} {share:.1%}" for name, value in waits.items() if (share := value / seconds) >= 0.001]
+    causes = f"Compute waited for: {', '.join(said)}." if said else "Compute waited for nothing."
+    return f"<p>{escape(causes)} The step took {duration(seconds)}.</p>{timeline(kinds, DATA)}"
+
+
+def _samples(run: History) -> str:
+    if not run.samples:
+        return "<p>none were drawn</p>"
+    parts = []
+    for at, sample in enumerate(reversed(run.samples[-MOST_ROWS:])):
+        text = f"<i>{escape(sample['prompt'])}</i>{escape(sample['text'])}"
+        head = f"after step {sample['step']:,}"
+        parts.append(f"<details{' open' if at == 0 else ''}><summary>{head}</summary><pre>{text}</pre></details>")
+    return "".join(parts)
+
+
+def _checkpoints(run: History) -> str:
+    if not run.saved:
+        return "<p>none were written</p>"
+    rows = []
+    for saved in run.saved:
+        nbytes, seconds = _float(saved, "nbytes"), _float(saved, "seconds")
+        written = nbytes - _float(saved, "shared_nbytes")
+        rate = f"{amount(written / seconds)}/s" if seconds else ""
+        step, path = int(_float(saved, "step")), str(saved.get("checkpoint", ""))
+        there = "there" if Path(path).is_dir() else "removed"
+        rows.append((f"{step:,}", amount(nbytes), amount(written), duration(seconds), rate, there, path))
+    return table(("step", "bytes", "written", "in", "at", "now", "folder"), _some(rows))
+
+
+def _notes(notes: Sequence[Note]) -> str:
+    if not notes:
+        return "<p>nothing but steps</p>"
+    return table(("step", "what", "more"), _some([(f"{note.step:,}", note.kind, note.text) for note in notes]))
+
+
+# Inside ------------------------------------------------------------------------------------------------------------
+
+
+def _points(name: str, points: Sequence[tuple[float, float]], *, colour: int, dots: bool) -> Curve:
+    """A curve of steps and values, in the order of the steps."""
+    ordered = np.array(sorted(points), np.float64)
+    return Curve(name, ordered[:, 0], ordered[:, 1], colour, dots)
+
+
+def _markers(run: History) -> list[Marker]:
+    kinds = ("resumed", "rolled back", "replanned", "skipped")
+    return [Marker(note.step, f"step {note.step:,}: {note.kind}") for note in run.notes if note.kind in kinds]
+
+
+def _some(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The first and the last rows of many, and a row that counts the others."""
+    if len(rows) <= MOST_ROWS:
+        return list(rows)
+    half = MOST_ROWS // 2
+    between = (f"{len(rows) - 2 * half:,} more", *("" for _ in rows[0][1:]))
+    return [*rows[:half], between, *rows[-half:]]
+
+
+def _by_tier(told: Any) -> dict[str, dict[str, float]]:
+    """Tier -> owner -> bytes, out of whatever a line held."""
+    if not isinstance(told, Mapping):
+        return {}
+    return {
+        str(tier): {str(owner): float(nbytes) for owner, nbytes in owners.items() if isinstance(nbytes, int | float)}
+        for tier, owners in told.items()
+        if isinstance(owners, Mapping)
+    }
+
+
+def _float(told: Mapping[str, Any], name: str) -> float:
+    value = told.get(name)
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _total(values: Any) -> float:
+    return float(np.nansum(np.asarray(values, np.float64)))
+
+
+def _held_out(held: HeldOut) -> str:
+    perplexity = f", perplexity {held.perplexity_text}" if held.perplexity_text else ""
+    return f"loss {held.loss:.4f}{perplexity} at step {held.step:,}"

@@ -1,0 +1,284 @@
+"""Which checkpoint a run goes on from, and whether it may: what has changed since is told, or refused.
+
+Three things are different, and stay so. A run *starts* from a Hugging Face folder (`model.path`): its weights, with a
+new optimizer, from step 0. It *goes on* from a checkpoint (`resume`): all of the state, from the step after. And a
+finished run is *extended* by going on with more `train.steps`; the learning rate then follows its new length.
+
+Numbers that were chosen when the run began (how a step is cut into micro-batches, say) are kept, unless they are given
+anew. It leaves out the state itself (`train.restore`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from megatrain.checkpoint import Checkpoint, checkpoints, newest_sound, open_checkpoint, put_all_right, step_of
+from megatrain.config import Config, PolicySection, TrainSection
+from megatrain.config.errors import with_new_names
+from megatrain.errors import CheckpointError, ConfigError, DataError
+from megatrain.run.history import METRICS, status_of
+from megatrain.spec import Numerics
+from megatrain.system.atomic import vanish
+from megatrain.system.paths import usable_path
+from megatrain.train.batch_feed import Feed
+
+Say = Callable[[str], None]
+"""Tells the person a line."""
+
+AUTO = "auto"
+MODEL = "model"
+"""What a finished run leaves in its folder."""
+MOST_NAMED = 4
+"""Checkpoints that are named one by one."""
+SIZES = ("global_batch_size", "micro_batch_size", "gradient_accumulation_steps")
+"""Keys of `train` that say how a step is cut."""
+NUMERICS = tuple(field.name for field in fields(Numerics) if field.name != "precision")
+"""Keys of `policy` that numbers depend on, by rounding."""
+
+ROWS = "rows"
+"""Gates of earlier versions, by which products were rounded otherwise: that they are gone is told."""
+
+FREE = (
+    *("output", "trace", "resume", "accept_changes", "checkpoint", "memory", "disk", "data.cache", "data.workers"),
+    *("model.verify", "model.trust_remote_code", "train.hardware", "train.log_every", "train.stall_seconds"),
+    *("train.eval_every", "train.eval_batches", "train.sample_every", "train.sample_prompt", "train.sample_tokens"),
+    *("train.sample_temperature", "train.sample_top_k", "train.on_nonfinite", "train.nonfinite_limit"),
+    *(f"policy.{name}" for name in PolicySection.model_fields if name not in NUMERICS),
+)
+"""Keys, or sections, that no number of the training depends on."""
+
+REFUSED = ("model.path", "model.config", "data", "train.seed", "train.freeze", "train.precision", "train.objective")
+"""Keys, or sections, whose change means another model or other data, which a run is not to go on with by mistake."""
+
+COMPARED = ("data.sources",)
+"""Keys under `REFUSED` that may change, since what they stand for is compared itself."""
+
+
+def find(config: Config, say: Say) -> Checkpoint | None:
+    """The checkpoint that the run goes on from, checked in every byte; `None` where it starts.
+
+    Nothing of an earlier run is replaced by mistake. What has to go from the run folder and the folder of checkpoints
+    is said here; it is removed when training begins, and the model when the new one is whole. Raises `ConfigError`
+    where more than metrics would go and `output.overwrite` does not allow it, and `CheckpointError` where the run is to
+    go on and no checkpoint is sound.
+    """
+    if config.folder.exists() and not config.folder.is_dir():
+        raise ConfigError("is a file", where=str(config.folder), fix="choose another output.folder")
+    put_all_right(config.checkpoints)
+    taken = _wanted(config, say)
+    goes = _what_goes(config, taken)
+    if goes.names and not config.output.overwrite:
+        fix = f"{goes.fix}, or output.overwrite=true, which replaces all of this"
+        raise ConfigError(f"{goes.kind}: {' and '.join(goes.names)}", where=str(goes.where), fix=fix)
+    if goes.names:
+        metrics = " and its metrics" if goes.has_metrics else ""
+        say(f"output.overwrite=true: replaces {' and '.join(goes.names)} in {goes.where}{metrics}")
+    elif goes.has_metrics:
+        say(f"replaces the metrics of an earlier run in {config.folder}")
+    return taken
+
+
+def is_finished(config: Config, taken: Checkpoint) -> bool:
+    """Whether a checkpoint is the end of this very run, as long as it is to be, and its model is there."""
+    return taken.step >= config.train.steps and _has_model(config) and is_own(config, taken)
+
+
+def _has_model(config: Config) -> bool:
+    return (config.folder / MODEL).exists()
+
+
+@dataclass(frozen=True, slots=True)
+class _Goes:
+    """What of an earlier run cannot stay where this one is to write."""
+
+    names: tuple[str, ...] = ()
+    """Whatever took an effort: its model, its checkpoints. Empty where there is nothing."""
+    kind: str = ""
+    where: Path = Path()
+    fix: str = ""
+    """What else can be done."""
+    has_metrics: bool = False
+
+
+def _what_goes(config: Config, taken: Checkpoint | None) -> _Goes:
+    there = [step_of(path) for path in reversed(checkpoints(config.checkpoints))]
+    if taken is not None and is_own(config, taken):  # it goes on; its model is replaced by what becomes of it
+        sound = config.resume != AUTO  # else what is newer is damaged, and that has been told
+        later = [step for step in there if sound and step > taken.step]
+        what = f"holds checkpoints after step {taken.step:,}, which would be of another past"
+        return _Goes(_steps(later), what, config.checkpoints, "set resume=auto to go on from the newest")
+    has_metrics = (config.folder / METRICS).exists()
+    if not _has_model(config):
+        fix = "set resume=auto to go on, output.folder=NEW"
+        return _Goes(_steps(there), "holds an earlier run", config.checkpoints, fix, has_metrics)
+    status = status_of(config.folder)
+    done = f" of {status['step']:,} steps" if isinstance(status.get("step"), int) else ""
+    names = (f"the model{done}", *_steps(there))
+    fix = f"set output.folder=NEW{', resume=auto with more train.steps to extend it' if there else ''}"
+    return _Goes(names, "holds a finished run", config.folder, fix, has_metrics)
+
+
+def _steps(there: Sequence[int]) -> tuple[str, ...]:
+    """Checkpoints of these steps in words, if there are any."""
+    if not there:
+        return ()
+    if len(there) > MOST_NAMED:
+        return (f"{len(there):,} checkpoints, of steps {there[0]:,} to {there[-1]:,}",)
+    steps = ", ".join(f"{step:,}" for step in there)
+    return (f"the checkpoint of step {steps}" if len(there) == 1 else f"the checkpoints of steps {steps}",)
+
+
+def _wanted(config: Config, say: Say) -> Checkpoint | None:
+    """The checkpoint that `resume` asks for. Raises `ConfigError`, `CheckpointError`."""
+    if config.resume is None:
+        return None
+    if config.resume == AUTO:
+        return _newest(config.checkpoints, say) if checkpoints(config.checkpoints) else None
+    return _at(usable_path(config.resume, where="resume"), say)
+
+
+def is_own(config: Config, taken: Checkpoint) -> bool:
+    """Whether a checkpoint is of this very run. It may lie elsewhere, behind a link among the others."""
+    return any(path.resolve() == taken.folder for path in checkpoints(config.checkpoints))
+
+
+def remove_others(config: Config, taken: Checkpoint | None) -> None:
+    """Remove checkpoints that will be no part of this run: all, or those after the one that it goes on from."""
+    for path in checkpoints(config.checkpoints):
+        if taken is None or step_of(path) > taken.step:
+            vanish(path)
+
+
+def facts_of(taken: Checkpoint) -> Mapping[str, Any]:
+    """What the run told when it was saved. Raises `CheckpointError` for a checkpoint that no run has written."""
+    facts = taken.training.get("run")
+    if not isinstance(facts, dict) or not {"step", "data", "config"} <= facts.keys():
+        fix = "start from it with model.path, or take a checkpoint of `megatrain train`"
+        raise CheckpointError("was not written by a run", where=str(taken.folder), fix=fix)
+    config = with_new_names(facts["config"])
+    return {**facts, "config": {**config, "policy": _renamed(config.get("policy") or {})}}
+
+
+def _renamed(policy: Mapping[str, Any]) -> dict[str, Any]:
+    """A policy with the names of now: `kernels` was `compile`, true or false."""
+    found = dict(policy)
+    if "compile" in found:
+        compiles = found.pop("compile")
+        found.setdefault("kernels", None if compiles is None else "compile" if compiles else "stock")
+    return found
+
+
+def with_numbers(config: Config, numerics: Numerics) -> Config:
+    """The configuration with what the plan has chosen and numbers depend on; what checkpoints tell about the run."""
+    chosen = {name: getattr(numerics, name) for name in NUMERICS}
+    return config.model_copy(update={"policy": config.policy.model_copy(update=chosen)})
+
+
+def as_begun(config: Config, taken: Checkpoint) -> Config:
+    """The configuration with the sizes that the run began with, where they are open now and go with those given."""
+    train, then = config.train, _sizes(facts_of(taken)["config"]["train"])
+    given = {name: getattr(train, name) for name in SIZES if getattr(train, name) is not None}
+    goes_on = all(then[name] == size for name, size in given.items())
+    kept = {name: then[name] for name in ("micro_batch_size", "gradient_accumulation_steps")} if goes_on else {}
+    oldest = {"mlp_chunk_tokens": 0, "kernels": "stock"}  # which had neither key
+    engine = taken.training["engine"]
+    numerics = {**oldest, **_renamed(engine["policy"]), **engine.get("numerics", {})}  # once among the policy's fields
+    pinned = config.policy.pinned
+    held = {name: numerics.get(name) for name in NUMERICS if name not in pinned}
+    return config.model_copy(
+        update={"train": train.model_copy(update=kept), "policy": config.policy.model_copy(update=held)}
+    )
+
+
+def refuse_changes(config: Config, taken: Checkpoint, say: Say) -> None:
+    """Tell in a line what has changed since the checkpoint. Raises `ConfigError` for what must not, unless accepted."""
+    changes = changes_between(facts_of(taken)["config"], config.model_dump(mode="json"))
+    if not changes:
+        return
+    told = {key: f"{key} {_short(before)} -> {_short(now)}" for key, (before, now) in changes.items()}
+    wrong = [line for key, line in told.items() if _within(key, REFUSED) and not _within(key, COMPARED)]
+    if wrong and not config.accept_changes:
+        raise ConfigError(
+            f"was written with other settings: {'; '.join(wrong)}",
+            where=str(taken.folder),
+            fix="set them as they were, start a new run, or set accept_changes=true to go on all the same",
+        )
+    say(f"changed since the checkpoint: {'; '.join(told.values())}")
+
+
+def changes_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> its value before and now, of those that differ and that numbers depend on.
+
+    Sizes that are left open now are the plan's to choose, and no change; the windows of a step follow from the others.
+    """
+    flat_before, flat_now = _flat(before), _flat(now)
+    for flat, tree in ((flat_before, before), (flat_now, now)):
+        flat |= {f"train.{name}": size for name, size in _sizes(tree["train"]).items()}
+    left_open = {f"train.{name}" for name in SIZES if flat_now[f"train.{name}"] is None}
+    keys = [key for key in flat_now if not _within(key, FREE) and key not in left_open]
+    keys += ["policy.gates"] if flat_before.get("policy.gates") == ROWS else []
+    known = {key: flat_before[key] for key in keys if key in flat_before}  # a key of a newer version has its default
+    return {key: (value, flat_now[key]) for key, value in known.items() if value != flat_now[key]}
+
+
+def _sizes(train: Mapping[str, Any]) -> dict[str, int | None]:
+    """How a step is cut, by the section of a configuration; `None` for what that leaves open."""
+    rows = TrainSection.model_construct(**train).rows
+    return {name: rows if name == "global_batch_size" else train.get(name) for name in SIZES}
+
+
+def take_up_data(feed: Feed, taken: Checkpoint, config: Config, say: Say) -> None:
+    """Go on where the data was left. Raises `DataError` where it is another one, unless that is accepted."""
+    try:
+        feed.restore(facts_of(taken)["data"])
+    except DataError as error:
+        if not config.accept_changes:
+            error.fix = f"{error.fix}; or set accept_changes=true to go on with this one from its beginning"
+            raise
+        say(f"the data is another than before, and begins anew ({error.what})")
+
+
+def _newest(folder: Path, say: Say) -> Checkpoint:
+    found = newest_sound(folder)
+    for line in found.skipped:
+        say(f"skipped a checkpoint that is not sound: {line}")
+    if found.checkpoint is None:
+        raise CheckpointError(
+            "holds no checkpoint that is sound",
+            where=str(folder),
+            fix="begin again in another output.folder, or with output.overwrite=true and resume=null",
+        )
+    return found.checkpoint
+
+
+def _at(path: Path, say: Say) -> Checkpoint:
+    """The checkpoint at a path, or the newest in a folder of them, or in a run folder."""
+    for folder in (path, path / "checkpoints"):
+        if folder.is_dir() and checkpoints(folder):
+            return _newest(folder, say)
+    if not path.exists():
+        raise ConfigError("there is no such checkpoint", where=f"resume={path}", fix="name a folder step-... or a run")
+    return open_checkpoint(path)
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested sections as dotted keys; what is free-form inside stays whole."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and not prefix:
+            found |= _flat(value, f"{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def _within(key: str, names: tuple[str, ...]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def _short(value: Any, most: int = 60) -> str:
+    text = str(value)
+    return text if len(text) <= most else f"{text[: most - 3]}..."

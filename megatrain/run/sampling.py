@@ -1,0 +1,91 @@
+"""Text drawn from an engine: a run's samples, and what `megatrain generate` draws with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatrain.config import TrainSection
+from megatrain.data import Tokenizer, vocabulary_size
+from megatrain.data.tokenizer import encode_text, end_of_text_id
+from megatrain.errors import DataError
+from megatrain.model import TextStream
+from megatrain.run.data import Corpus
+from megatrain.train.engine import Engine
+from megatrain.train.events import Sampled
+
+WHERE = "generate"
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """The prompt as the tokenizer itself would begin a text with it, one token at least."""
+    try:
+        ids: list[int] = tokenizer(prompt)["input_ids"]
+    except (TypeError, UnicodeEncodeError) as error:  # what it says to a lone surrogate
+        raise DataError("the prompt is not Unicode text", where=WHERE, fix="remove the lone surrogate") from error
+    if ids:
+        return ids
+    start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    if start is None:
+        raise DataError("the prompt is empty, and the tokenizer has no token that starts a text", where=WHERE)
+    return [start]
+
+
+def draw_ids(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    ids: Sequence[int],
+    *,
+    tokens: int,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    streamer: TextStream | None = None,
+) -> list[int]:
+    """Up to `tokens` ids that follow `ids`; the last may be one that ends a text.
+
+    Ids that the tokenizer does not know are not drawn, for a model may have more logits than its tokenizer tokens.
+    temperature, top_k, top_p: `None` as the model's own generation config has them; temperature 0 takes the likeliest.
+    """
+    own = engine.generation_config.eos_token_id
+    stops = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id} - {None}
+    options: dict[str, Any] = {"eos_token_id": sorted(stops) or None, "streamer": streamer}
+    options["pad_token_id"] = min(stops, default=0)  # never used: one row has no padding
+    if unknown := range(vocabulary_size(tokenizer), engine.structure.vocab_size):
+        options["suppress_tokens"] = list(unknown)
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    if temperature == 0:
+        options["do_sample"] = False
+    elif chosen := {name: value for name, value in given.items() if value is not None}:
+        options |= {"do_sample": True, **chosen}
+    found = engine.generate(torch.tensor([ids]), seed=seed, max_new_tokens=tokens, **options)
+    new: list[int] = found[0, len(ids) :].tolist()
+    return new
+
+
+def sample_of(train: TrainSection, engine: Engine, corpus: Corpus, tokenizer: Tokenizer, step: int) -> Sampled:
+    """Text that the model continues, or its answer where it learns chats. A full window goes on from its middle."""
+    end, window = end_of_text_id(tokenizer), corpus.window
+    if corpus.chats is not None and train.sample_prompt:
+        ids = corpus.chats.prompt_ids(train.sample_prompt)
+    else:
+        ids = [end, *encode_text(tokenizer, train.sample_prompt).tolist()]
+    drawn: list[int] = []
+    while len(drawn) < train.sample_tokens and drawn[-1:] != [end]:
+        seen = [*ids, *drawn]
+        seen = seen if len(seen) < window else seen[-max(1, window // 2) :]
+        drawn += draw_ids(
+            engine,
+            tokenizer,
+            seen,
+            tokens=max(1, min(train.sample_tokens - len(drawn), window - len(seen))),
+            temperature=train.sample_temperature,
+            top_k=train.sample_top_k,
+            top_p=1.0,
+            seed=train.seed + len(drawn),
+        )
+    said = drawn[:-1] if drawn[-1:] == [end] else drawn
+    return Sampled(step, train.sample_prompt, str(tokenizer.decode(said)))

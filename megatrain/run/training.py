@@ -1,0 +1,434 @@
+"""A training run from its configuration: the only file that wires everything.
+
+What can be wrong is looked for in the order of its cost: the run folder, the numbers, the device, the data (tokenised
+once and kept), the model; the engine is built last. The run folder then holds
+
+    config.yaml       every key as resolved; `megatrain train` takes it
+    metrics.jsonl     one JSON object per event
+    tensorboard/      the same for TensorBoard, where it is among the trackers
+    status.json       how the run is: see `train.status`
+    trace.json        one early step, op by op, unless `trace` names another file
+    report.html       all of it as a page
+    checkpoints/      what a run goes on from; each appears whole
+    model/            Hugging Face folder with the tokenizer; it appears whole, at the end
+
+A run that is told to stop writes a checkpoint, or the model if there are to be no checkpoints. A run that fails writes
+no model, and one that stood there stays. One that could not save its last state ends as failed, with its model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from megatrain.checkpoint import Checkpoint, Retention
+from megatrain.config import Config, TrainSection
+from megatrain.data import (
+    Tokenizer,
+    load_tokenizer,
+    vocabulary_size,
+)
+from megatrain.device import Device, open_device
+from megatrain.engine import DTYPES
+from megatrain.errors import ConfigError, NonFinite
+from megatrain.losses import LossFn
+from megatrain.model import (
+    FreshSource,
+    PortedModel,
+    PretrainedSource,
+    Source,
+    freeze_parameters,
+    model_named,
+    port_model,
+    spent,
+)
+from megatrain.model import Progress as LoadingProgress
+from megatrain.model.hub import located
+from megatrain.optim import AdamW, lr_schedule
+from megatrain.plan import Plan, Question, available_threads, find_plan
+from megatrain.run import resume
+from megatrain.run.data import Corpus, open_corpus, shortened
+from megatrain.run.finish import save_trained, say_where, verify_trained
+from megatrain.run.memory_limits import describe_disk, describe_memory, limits_of, open_disk, refuse_wear, with_disk
+from megatrain.run.objective import loss_of, take_up_reference, without_reference
+from megatrain.run.replan import Replanner, foreseen
+from megatrain.run.reporters import open_watchers
+from megatrain.run.sampling import sample_of
+from megatrain.run.this_machine import this_machine
+from megatrain.spec import ModelSpec, Rows
+from megatrain.system.locks import Claim
+from megatrain.train.batch_feed import Feed
+from megatrain.train.checkpoints import Checkpoints
+from megatrain.train.engine import Engine
+from megatrain.train.events import Compiled, Ended, Evaluated, Event, Resumed, Watcher
+from megatrain.train.loop import Task, train
+from megatrain.train.metrics import refuse_missing
+from megatrain.train.options import EngineOptions
+from megatrain.train.progress import describe_model, loading, printable, show_plan, warn
+from megatrain.train.restore import NewMoments
+from megatrain.train.status import STATUS, Health
+from megatrain.train.stop import StopSignals
+from megatrain.train.timeline_file import TRACE
+
+VERIFIED_PARAMETERS = 10**9
+"""A saved model below this size is loaded again and its loss compared."""
+
+Facts = list[tuple[str, str]]
+
+WARM_UP = 3
+"""Steps after which measured times are compared with the plan's."""
+
+
+def run_training(config: Config, console: Console) -> Path:
+    """Train as `config` says, telling `console`. Returns the folder of the trained model.
+
+    Raises a `MegaTrainError` for whatever is wrong, `NonFinite` for training that diverged among it.
+    """
+    folder = config.folder
+    say = partial(warn, console)
+    refuse_missing(config.output.trackers)
+    if config.model.path is not None:
+        model = config.model.model_copy(update={"path": model_named(config.model.path)})
+        config = config.model_copy(update={"model": model})
+    with ExitStack() as stack:
+        claim = stack.enter_context(Claim())
+        claim.take(folder)
+        claim.take(config.checkpoints)
+        taken = resume.find(config, say)
+        if taken is not None:
+            if resume.is_finished(config, taken):
+                say(f"{folder} is a finished run of {taken.step:,} steps; set train.steps to more to extend it")
+                say_where(folder, console)
+                return folder / resume.MODEL
+            config = resume.as_begun(config, taken)
+            resume.refuse_changes(config, taken, say)
+        device = open_device(config.train.device)
+        stack.callback(device.close)
+        if taken is None and config.model.path is not None:
+            located(config.model.path, where=f"model {config.model.path}")  # what it is comes before its tokenizer
+        tokenizer = load_tokenizer(config.tokenizer)
+        source = _source(config, taken)
+        vocabulary = _check_limits(config, tokenizer, source.model)
+        with console.status("planning"):
+            ported = port_model(source.model, DTYPES[config.train.precision])
+            plan = _plan(config, ported.spec, device)
+        config = _resolved(config, plan)
+        with console.status("preparing the data"):
+            corpus = open_corpus(config, plan, tokenizer, vocabulary, source.model)
+        stack.callback(corpus.loader.close)
+        feed = Feed(corpus.loader)
+        if taken is not None:
+            resume.take_up_data(feed, taken, config, say)
+        with loading(console, "loading the model") as progress:
+            engine = stack.enter_context(_engine(config, source, ported, plan, device, taken, progress))
+        claim.make(folder)
+        if config.train.objective == "dpo":
+            with loading(console, "asking the reference about each answer") as progress:
+                take_up_reference(config, corpus, engine, plan, taken, progress)
+        if config.trace_file is not None:
+            engine.trace(config.trace_file)
+        checkpoints = _checkpoints(config, engine, feed, tokenizer, plan)
+        facts = _show(config, engine, source, corpus, plan, console)
+        run = _Run(engine, corpus, feed, checkpoints, tokenizer, plan, facts, claim)
+        ended = _train(config, run, taken, stack, console)
+        if ended.step < config.train.steps and config.checkpoint.every:
+            checkpoints.refuse_unsaved(ended.step)
+            say(f"not finished; `resume=auto` goes on after step {checkpoints.step:,}")
+            return Path(checkpoints.newest)
+        saved = save_trained(config, engine, tokenizer, folder / resume.MODEL)
+        if config.output.verify_export and engine.structure.numel < VERIFIED_PARAMETERS:
+            verify_trained(config, engine, without_reference(corpus.validation[0]), saved, console)
+        if config.checkpoint.every:
+            checkpoints.refuse_unsaved(ended.step, saved)
+    say_where(folder, console)
+    return saved
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a run is made of, once all is open."""
+
+    engine: Engine
+    corpus: Corpus
+    feed: Feed
+    checkpoints: Checkpoints
+    tokenizer: Tokenizer
+    plan: Plan
+    facts: Sequence[tuple[str, str]]
+    claim: Claim
+
+
+# Before training ---------------------------------------------------------------------------------------------------
+
+
+def _optimizer(train: TrainSection) -> AdamW:
+    return AdamW(
+        lr=train.learning_rate,
+        betas=train.betas,
+        eps=train.eps,
+        weight_decay=train.weight_decay,
+        no_decay=train.no_decay,
+    )
+
+
+def _learning_rate(train: TrainSection) -> Callable[[int], float]:
+    schedule = lr_schedule(
+        train.lr_scheduler,
+        total_steps=max(train.steps, train.warmup_steps + train.decay_steps),
+        warmup_steps=train.warmup_steps,
+        min_ratio=train.min_lr_ratio,
+        decay_steps=train.decay_steps,
+    )
+    return lambda step: train.learning_rate * schedule.multiplier(step)
+
+
+def _source(config: Config, taken: Checkpoint | None) -> Source:
+    model = config.model
+    how: dict[str, Any] = {"attention": model.attention, "trust_remote_code": model.trust_remote_code}
+    source: Source
+    if taken is not None:
+        source = PretrainedSource(taken.folder, **how)
+    elif model.path is not None:
+        source = PretrainedSource(model.path, **how)
+    else:
+        assert model.config is not None  # `Config` has seen to it
+        source = FreshSource(model.config, config.train.seed, **how)
+    freeze_parameters(source.model, config.train.freeze)
+    return source
+
+
+def _check_limits(config: Config, tokenizer: Tokenizer, model: Any) -> int:
+    """The model's vocabulary. Raises `ConfigError` where tokenizer or sequence length do not go with the model."""
+    vocabulary: int = model.get_input_embeddings().weight.shape[0]
+    needed = vocabulary_size(tokenizer)
+    if needed > vocabulary:
+        raise ConfigError(
+            f"the tokenizer {config.tokenizer!r} needs a vocabulary of {needed:,}, and the model has {vocabulary:,}",
+            where="data.tokenizer",
+            fix=f"use the model's own tokenizer, or set model.config.vocab_size={needed} for a fresh model",
+        )
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or -1
+    if 0 < positions < config.data.sequence_length:
+        raise ConfigError(
+            f"{config.data.sequence_length:,} tokens, and the model has {positions:,} positions",
+            where="data.sequence_length",
+            fix=f"set data.sequence_length={positions} or less",
+        )
+    return vocabulary
+
+
+ROWS_OF: Mapping[str, Rows] = {"best_fit": "packed", "grouped": "padded"}
+"""By how samples are told to be packed; with `auto` it is known only when the data have been read, behind the plan."""
+
+
+def _plan(config: Config, spec: ModelSpec, device: Device) -> Plan:
+    """How to run it on this machine. Raises `DoesNotFit` before anything is allocated."""
+    train = config.train
+    if not spec.trained_numel:
+        raise ConfigError("freezes every parameter", where="train.freeze", fix="freeze fewer of them")
+    pinned = dict(config.policy.pinned)
+    hardware = with_disk(this_machine(device, train.precision, train.hardware), config.disk)
+    pinned.setdefault("host_threads", available_threads())
+    if train.pinned_micro_batch is not None:
+        pinned["micro_batch"] = train.pinned_micro_batch
+    question = Question(
+        spec,
+        hardware,
+        tokens_per_step=train.rows * config.data.sequence_length,
+        length=config.data.sequence_length,
+        precision=train.precision,
+        clips=train.max_grad_norm is not None,
+        pinned=pinned,
+        rows_are="padded" if train.objective == "dpo" else ROWS_OF.get(config.data.packing, "whole"),
+        saves=config.checkpoint.every > 0,
+        limits=limits_of(config.memory, config.disk, hardware),
+    )
+    plan = find_plan(question)
+    refuse_wear(plan, config.disk)
+    return plan
+
+
+def _resolved(config: Config, plan: Plan) -> Config:
+    """The configuration with the sizes that the plan has chosen, so that the saved one repeats the run."""
+    sizes = {"micro_batch_size": plan.micro_batch, "gradient_accumulation_steps": plan.work.micro_batches}
+    return config.model_copy(update={"train": config.train.model_copy(update=sizes)})
+
+
+def _engine(
+    config: Config,
+    source: Source,
+    ported: PortedModel,
+    plan: Plan,
+    device: Device,
+    taken: Checkpoint | None,
+    progress: LoadingProgress,
+) -> Engine:
+    """The engine, with the state that it begins or goes on with."""
+    options: EngineOptions = {
+        "device": device,
+        "precision": config.train.precision,
+        "optimizer": _optimizer(config.train),
+        "max_grad_norm": config.train.max_grad_norm,
+        "numerics": plan.numerics,
+        "policy": plan.policy,
+        "limits": plan.question.limits,
+        "disk": open_disk(config.disk, plan.question.hardware) or (),
+        "seed": config.train.seed,
+        "verify": config.model.verify,
+    }
+    if taken is None:
+        return Engine.from_source(source, ported=ported, progress=progress, **options)
+    new: NewMoments = "zero" if config.accept_changes else "refuse"
+    return Engine.from_checkpoint(taken, source=source, new=new, ported=ported, progress=progress, **options)
+
+
+def _checkpoints(config: Config, engine: Engine, feed: Feed, tokenizer: Tokenizer, plan: Plan) -> Checkpoints:
+    """What saves the run. Raises `DoesNotFit` where there is no memory for it."""
+    how = config.checkpoint
+    if how.every:
+        engine.saver.reserve()
+    return Checkpoints(
+        engine,
+        config.checkpoints,
+        Retention(how.keep_last, how.keep_every, how.keep_best),
+        feed,
+        {"config": resume.with_numbers(config, plan.numerics).model_dump(mode="json")},
+        write_more=tokenizer.save_pretrained,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def _show(config: Config, engine: Engine, source: Source, corpus: Corpus, plan: Plan, console: Console) -> Facts:
+    """Tell what will be done, and return it."""
+    train, count = config.train, plan.work.micro_batches
+    batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
+    speed = f"{plan.seconds:.3g} s a step, {plan.tokens_per_second:,.0f} tokens/s"
+    left_out = source.left_out() if isinstance(source, PretrainedSource) else ""
+    facts = [
+        ("model", describe_model(engine.structure)),
+        *([("left out", printable(left_out))] if left_out else []),
+        ("attention", engine.structure.attention),
+        ("verified", "no: " + engine.checked.why if engine.checked.state == "unchecked" else "against the stock code"),
+        *corpus.facts,
+        ("step", f"{batches} of {plan.micro_batch} sequences, {sum(plan.work.tokens):,} tokens"),
+        ("device", f"{train.device}, {engine.peak_flops() / 1e12:.2f} TFLOP/s measured in {train.precision}"),
+        *describe_disk(engine.disk, config.disk),
+        ("memory", f"at its peak {describe_memory(plan)}"),
+        ("prediction", f"{speed} on {plan.question.hardware.name}"),
+    ]
+    engine.prepare(plan.work)
+    show_plan(console, facts, engine.memory_table(), engine.numerics, engine.policy)
+    if corpus.example:
+        console.print(Text("the first sample; what is trained is green", "bold"))
+        styled = ((printable(text), "green" if trained else "dim") for text, trained in shortened(corpus.example))
+        console.print(Text.assemble(*styled), soft_wrap=True)
+    return facts
+
+
+# During training ---------------------------------------------------------------------------------------------------
+
+
+def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack, console: Console) -> Ended:
+    """Train to the end, or until told to stop, and save what there is then."""
+    train_, checkpoints, engine = config.train, run.checkpoints, run.engine
+    stop = stack.enter_context(StopSignals(config.checkpoint.deadline_seconds, checkpoints.expected_seconds))
+    if config.checkpoint.every:
+        run.claim.make(config.checkpoints)
+    watchers: list[Watcher] = [*open_watchers(config, taken, stack, console), checkpoints]
+    health = Health(
+        config.folder / STATUS,
+        engine,
+        steps=train_.steps,
+        stall_seconds=train_.stall_seconds,
+        say=partial(warn, console),
+        stopping=lambda: stop.requested,
+    )
+    watchers.append(stack.enter_context(health))
+    start = 0 if taken is None else int(resume.facts_of(taken)["step"])
+    if config.trace is None:
+        with suppress(ConfigError):  # nobody has asked for it
+            engine.trace(config.folder / TRACE, steps=1)
+    _tell(watchers, foreseen(run.plan, engine, run.facts, start))
+    if taken is not None:
+        _tell(watchers, Resumed(start, train_.steps, str(taken.folder)))
+    if train_.on_nonfinite == "rollback" and checkpoints.step < 0:
+        _tell(watchers, *checkpoints.finish(start))
+    if engine.policy.update == "next_forward":
+        engine.run_ops_in(stop.region)
+    try:
+        with stop.interruptible():
+            ended = train(
+                engine,
+                run.feed,
+                steps=train_.steps,
+                lr=_learning_rate(train_),
+                loss_fn=loss_of(config),
+                start=start,
+                watchers=watchers,
+                tasks=_tasks(config, run, start),
+                nonfinite_limit=_nonfinite_limit(train_, engine),
+                recover=checkpoints.roll_back if train_.on_nonfinite == "rollback" else _stays,
+                should_stop=lambda: stop.requested,
+                undo=run.feed.put_back,
+            )
+    except Exception:
+        _tell(watchers, *checkpoints.settle())
+        raise
+    if config.checkpoint.every:
+        _tell(watchers, *checkpoints.finish(ended.step, stop.remaining_seconds()))
+    return ended
+
+
+def _stays(error: NonFinite, step: int) -> None:
+    """The step that was not finite has not been applied, and the next one goes on from there."""
+
+
+def _tell(watchers: Sequence[Watcher], *events: Event) -> None:
+    for event in events:
+        for watch in watchers:
+            watch(event)
+
+
+def _tasks(config: Config, run: _Run, start: int) -> list[Task]:
+    train, checkpoints = config.train, run.checkpoints
+    tasks = []
+    if train.target_tokens_per_step is None:  # else steps differ in their micro-batches, and no plan is of them all
+        tasks.append(Task(1, Replanner(run.engine, run.plan, start + WARM_UP)))
+    if run.engine.numerics.kernels == "compile":
+        tasks.append(Task(0, lambda step: Compiled(step, *spent()), once=start + 1))
+    tasks += _measurements(config, run.engine, run.corpus, run.tokenizer)
+    if config.checkpoint.every:
+        tasks += [Task(1, checkpoints.collect), Task(config.checkpoint.every, partial(_save, checkpoints, train.steps))]
+    return tasks
+
+
+def _save(checkpoints: Checkpoints, steps: int, step: int) -> Event | None:
+    """Begin a save; that of the last step is waited for when the run ends."""
+    return checkpoints.save(step) if step < steps else None
+
+
+def _measurements(config: Config, engine: Engine, corpus: Corpus, tokenizer: Tokenizer) -> list[Task]:
+    train, tasks = config.train, []
+    if corpus.holds_out:
+        tasks.append(Task(train.eval_every, lambda step: _evaluated(step, engine, corpus, loss_of(config))))
+    if train.sample_tokens:
+        tasks.append(Task(train.sample_every, lambda step: sample_of(train, engine, corpus, tokenizer, step)))
+    return tasks
+
+
+def _evaluated(step: int, engine: Engine, corpus: Corpus, loss_fn: LossFn | None) -> Evaluated:
+    found = engine.measure(corpus.validation, loss_fn)
+    return Evaluated(step, found.loss, found.metrics)
+
+
+def _nonfinite_limit(train: TrainSection, engine: Engine) -> int:
+    """A step that updates as it goes may have been applied in part, so it cannot be skipped, only gone back from."""
+    torn = engine.policy.update == "during_backward" and train.on_nonfinite != "rollback"
+    return 1 if torn or train.on_nonfinite == "stop" else train.nonfinite_limit

@@ -1,0 +1,246 @@
+"""One call of a layer as several ops: phases, so that compute waits for a shard of weights and not for a unit.
+
+The ops of one call follow each other on the compute stream, numbered by `Op.shard`. In each more of the unit's weights
+may be read, in the order in which they arrive; in the last ones of a backward pass more and more of its gradient is
+complete and may leave, last parameter first. The engine runs the layer's code once and goes from phase to phase where
+it meets a weight or has completed a gradient (`engine.phased_call`). So a gate is a wait between two ops, derived from
+declared ranges as all waits are, and neither the checker nor the replay nor a device knows of gates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from megatrain.schedule.contents import Content, Gradient, Weights
+from megatrain.schedule.ops import CALLS, Access, Op
+from megatrain.spec import UnitSpec
+from megatrain.spec.layout import Shard, layout_of
+
+FORWARD_SHARE = 1 / 3
+"""Of the price of a backward that computes its layer first, and of the loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Shards of a unit's weights in the order in which they come: as they lie, or the last first."""
+
+    shards: Sequence[Shard]
+    nbytes: int
+    """Of an element."""
+    last_first: bool = False
+
+    @property
+    def ordered(self) -> Sequence[Shard]:
+        return self.shards[::-1] if self.last_first else self.shards
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """Bytes [start, stop) that have come with each."""
+        begin, end = self.shards[0].start * self.nbytes, self.shards[-1].stop * self.nbytes
+        if self.last_first:
+            return [(shard.start * self.nbytes, end) for shard in self.ordered]
+        return [(begin, shard.stop * self.nbytes) for shard in self.ordered]
+
+
+def gated(
+    unit: UnitSpec, calls: Sequence[Op], after: Sequence[Op], arrival: Arrival, *, arrives: bool, gives_up: bool
+) -> list[Op]:
+    """The ops of a visit, with phases where they let something start earlier.
+
+    `calls` are its ops on the compute stream, `after` those that follow. The first call goes on as its weights arrive,
+    if they do. Of a layer the gradient leaves shard by shard, each behind that phase of the last call that completes
+    it. With `gives_up` the last call of a layer reads of the weights what it still needs and no more, so that others
+    may come into their place.
+    """
+    releases = unit.kind == "layer" and calls[-1].kind == "BACKWARD"
+    copies = [op for op in reversed(after) if op.kind == "GRAD" and releases]
+    ops: list[Op] = []
+    for index, call in enumerate(calls):
+        is_last = index == len(calls) - 1
+        out = copies if is_last else []
+        leaves = [op.reads[0] for op in out]
+        phases = _phases(unit, call, arrival, leaves, arrives=arrives and index == 0, gives_up=gives_up and is_last)
+        if len(phases) == 1:
+            ops += [*phases, *out]
+            continue
+        ops += phases[: len(phases) - len(out)]
+        for phase, copy in zip(phases[len(phases) - len(out) :], out, strict=True):
+            ops += [phase, copy]
+    return [*ops, *(op for op in after if op not in copies)]
+
+
+def _phases(
+    unit: UnitSpec, call: Op, arrival: Arrival, leaves: Sequence[Access], *, arrives: bool, gives_up: bool
+) -> list[Op]:
+    """One for each shard that arrives or is given up in a forward, in the last of which the first of `leaves` is
+    completed; one for each other."""
+    windows = _windows(unit, call, arrival, leaves, arrives=arrives, gives_up=gives_up)
+    turn, count = len(windows) - max(1, len(leaves)), len(windows)
+    if count == 1:
+        return [call]
+    through_graph = call.kind == "BACKWARD" and arrival.last_first and turn > 0
+    sums_from = turn if call.kind == "BACKWARD" and not through_graph else 0
+    shares = _shares(unit, call, arrival if turn else None, leaves)
+    found = []
+    for phase, window in enumerate(windows):
+        own = [access for access in call.reads if access.content == Weights(call.unit)]
+        reads = [access for access in call.reads if not _is_gradient(access) and access not in own]
+        reads += [replace(each, start=each.start + a, stop=each.start + b) for each in own for a, b in window]
+        writes = [access for access in call.writes if not _is_gradient(access)] if phase == count - 1 else []
+        for total in (access for access in call.writes if _is_gradient(access) and phase >= sums_from):
+            left = leaves[max(0, phase - turn) :]
+            if phase == sums_from:
+                reads += [each for each in call.reads if each.buffer == total.buffer and _is_gradient(each)]
+            else:
+                reads.append(_under_way(total, left[0].stop if left else total.stop))
+            writes += _sums(total, left if phase >= turn else (), last=phase == count - 1)
+        found.append(replace(call, shard=phase, reads=tuple(reads), writes=tuple(writes), share=shares[phase]))
+    return found
+
+
+Window = list[tuple[int, int]]
+"""Bytes [start, stop) of a unit's weights that a phase may read."""
+
+
+def _windows(
+    unit: UnitSpec, call: Op, arrival: Arrival, leaves: Sequence[Access], *, arrives: bool, gives_up: bool
+) -> list[Window]:
+    """For each phase, what has arrived and is not given up yet.
+
+    A forward gives up a shard in the phase behind the last one that reads of it. A backward pass gives up what it has
+    completed the gradient of: nothing goes through a parameter after that. What is frozen stays until the end.
+    """
+    layout, each = layout_of(unit), arrival.nbytes
+    end = layout.size * each
+    forward = [[span] for span in arrival.ranges()] if arrives else [[(0, end)]]
+    if gives_up and call.kind == "FORWARD":
+        last = _last_phases(unit, arrival)
+        if min(last) < len(last) - 1:
+            spans = [(shard.start * each, shard.stop * each) for shard in arrival.ordered]
+            forward = [
+                _joined(span for place, span in enumerate(spans[: phase + 1]) if last[place] >= phase)
+                for phase in range(len(spans))
+            ]
+    backward = []
+    begin = leaves[-1].start if leaves else 0
+    for done in leaves[:-1]:  # each behind the phase that has completed it
+        still = (done.start - begin) * layout.trained.size // (leaves[0].stop - begin) * each
+        backward.append([(0, still), (layout.trained.size * each, end)] if gives_up else [(0, end)])
+    return forward + [[span for span in window if span[0] < span[1]] for window in backward]
+
+
+def _last_phases(unit: UnitSpec, arrival: Arrival) -> list[int]:
+    """Of each shard in the order of use, the phase that reads of it last, in which the last part of a matrix is there.
+
+    Of a unit in part frozen the order of use is not that of places, so its shards stay to the end.
+    """
+    layout, shards = layout_of(unit), arrival.ordered
+    end = len(shards) - 1
+    if 0 < layout.trained_fields < len(layout.fields):
+        return [end] * len(shards)
+    over = [
+        [i for i, shard in enumerate(shards) if shard.start < place.stop and place.start < shard.stop]
+        for place in layout.fields
+    ]
+    last = [0] * len(shards)
+    for index, param in enumerate(unit.params):
+        until = max(max(each) for each in over[index : index + param.held + 1]) if param.held >= 0 else end
+        for i in over[index]:
+            last[i] = max(last[i], until)
+    return last
+
+
+def _joined(spans: Iterable[tuple[int, int]]) -> Window:
+    """Ascending spans, those that touch as one."""
+    found: Window = []
+    for start, stop in spans:
+        if found and found[-1][1] == start:
+            found[-1] = found[-1][0], stop
+        else:
+            found.append((start, stop))
+    return found
+
+
+def _sums(total: Access, left: Sequence[Access], *, last: bool) -> list[Access]:
+    """What a phase leaves of a gradient: the first of what is `left` complete, the others not yet."""
+    if not left:
+        return [total if last else _under_way(total, total.stop)]
+    complete = replace(total, start=left[0].start, stop=left[0].stop)
+    return [complete] if last else [complete, _under_way(total, left[0].start)]
+
+
+def _under_way(total: Access, stop: int) -> Access:
+    assert isinstance(total.content, Gradient)
+    return replace(total, stop=stop, content=replace(total.content, changing=True))
+
+
+def _is_gradient(access: Access) -> bool:
+    """Whether it is of a sum of weights' gradients."""
+    return isinstance(access.content, Gradient)
+
+
+# Prices ---------------------------------------------------------------------------------------------------------------
+
+
+def _shares(unit: UnitSpec, call: Op, arrival: Arrival | None, leaves: Sequence[Access]) -> list[float]:
+    """Of the call's price, by phase: in proportion to the products of the parameters that each comes to."""
+    arrival = arrival or Arrival([Shard(0, 0, layout_of(unit).size)], 1)
+    size = layout_of(unit).trained.size
+    begin = leaves[-1].start if leaves else 0  # leaves: the last shard first
+    nbytes = max(1, (leaves[0].stop - begin) // size) if leaves else 1
+    going = [((access.start - begin) // nbytes, (access.stop - begin) // nbytes) for access in leaves]
+    coming = [(shard.start, shard.stop) for shard in arrival.ordered]
+    forward = 1.0 if call.kind == "FORWARD" or arrival.last_first else FORWARD_SHARE
+    shares = [forward * each for each in _products(unit, coming, arrival)]
+    turn = len(shares) - 1
+    shares += [0.0] * max(0, len(going) - 1)
+    for index, each in enumerate(_products(unit, going) or [1.0]):
+        shares[turn + index] += (1 - forward) * each
+    return shares
+
+
+def _products(unit: UnitSpec, ranges: Sequence[tuple[int, int]], arrival: Arrival | None = None) -> list[float]:
+    """The share of each range of elements in the unit's products; a matrix counts where the last part of it is
+    met."""
+    last_first = arrival is not None and arrival.last_first
+    amounts = []
+    for start, stop in ranges:
+        amount = 0.0
+        for place, param in zip(layout_of(unit).fields, unit.params, strict=True):
+            if len(param.shape) > 1 and start <= (place.start if last_first else place.stop - 1) < stop:
+                amount += param.active * param.numel
+        amounts.append(amount)
+    total = sum(amounts)
+    return [amount / total if total else 1 / len(ranges) for amount in amounts]
+
+
+# Back to calls --------------------------------------------------------------------------------------------------------
+
+
+def calls_in(ops: Iterable[Op]) -> list[list[Op]]:
+    """The phases of each call that has any."""
+    found: list[list[Op]] = []
+    for op in ops:
+        if op.kind in CALLS and op.shard == 0:
+            found.append([op])
+        elif op.kind in CALLS and op.shard > 0:
+            found[-1].append(op)
+    return found
+
+
+def whole(phases: Sequence[Op]) -> Op:
+    """The call of which these are the phases."""
+    reads = _hulls(access for op in phases for access in op.reads)
+    writes = _hulls(access for op in phases for access in op.writes)
+    return replace(phases[0], shard=-1, reads=reads, writes=writes, share=1.0)
+
+
+def _hulls(accesses: Iterable[Access]) -> tuple[Access, ...]:
+    """One access for each buffer and content; what is under way is left out."""
+    found: dict[tuple[str, Content], Access] = {}
+    for access in accesses:
+        if not (isinstance(access.content, Gradient) and access.content.changing):
+            known = found.get((access.buffer, access.content), access)
+            start, stop = min(known.start, access.start), max(known.stop, access.stop)
+            found[access.buffer, access.content] = replace(access, start=start, stop=stop)
+    return tuple(found.values())

@@ -1,0 +1,298 @@
+"""What lives between a layer's forward and its backward, per (layer, micro-batch), and how the rest comes back.
+
+The policy says what is left of each forward (`spec.Keep`). A graph, an input and what is stored of a layer beside its
+input are transient buffers on the device.
+An *offloaded* input goes through slots to host memory and comes back: ops name it as if it stayed on the device, and
+`disk_staging` puts OFFLOAD and RELOAD ops around them. What is still in its slot when it is needed again never leaves.
+
+*Dropped* inputs lie in stretches, above one that was not dropped, from which FORWARD ops compute them again. With as
+many slots as the stretch is long one pass makes them all (Chen et al. 2016); with fewer, passes start from inputs that
+are held half-way, at the places that make their number the least (`passes`; Griewank & Walther 2000, "revolve"). A pass
+goes layer by layer over all micro-batches that need it, as everything does, so weights are fetched once for each visit.
+
+The module leaves out the ops themselves (`build`), graphs and arguments in any tier but the device, and the choice of
+the policy (`plan`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatrain.errors import PlanError
+from megatrain.schedule.contents import (
+    USED,
+    Arguments,
+    Content,
+    Hidden,
+    HiddenGradient,
+    LayerGraph,
+    Saved,
+    Scratch,
+    Side,
+)
+from megatrain.schedule.ops import Access, Buffer, Op
+from megatrain.schedule.passes.disk_staging import Route, Staged, stage
+from megatrain.schedule.passes.workspace import (
+    arguments_nbytes,
+    beside_nbytes,
+    forward_nbytes,
+    profile_of,
+    runs_in_chunks,
+)
+from megatrain.spec import Keep, ModelSpec, Numerics, Policy, Work
+
+THROUGH_THE_BUS = Route(("RELOAD", "fetch"), ("OFFLOAD", "grad"))
+
+STORES: tuple[Keep, ...] = ("chosen", "attention")
+"""What keeps outputs of single ops beside a layer's input."""
+
+Pass = tuple[int, int]
+"""(start, stop): layers computed again from boundary `start`, which is there, to `stop`, which is held from then on."""
+
+
+@lru_cache(maxsize=4096)
+def passes(dropped: int, slots: int) -> tuple[tuple[Pass, ...], ...]:
+    """The passes ahead of each backward over `dropped` boundaries above boundary 0, which is there.
+
+    Their backwards come in the order `dropped`, ..., 1, after which a boundary is held no longer; at most `slots` are
+    held at one time. Entry i is for the backward of boundary i + 1: passes that follow on each other, or none where it
+    is held already. The number of layers computed is the least possible: (d + 1) r - C(s + r, r - 1) for d dropped
+    boundaries and s slots, with the smallest r such that d + 1 <= C(s + r, r) (Griewank & Walther 2000).
+    """
+    if not dropped:
+        return ()
+    if slots >= dropped:
+        return *((),) * (dropped - 1), tuple((start, start + 1) for start in range(dropped))
+    _, first = _fewest(dropped, slots)
+    below = passes(first - 1, slots)
+    if first == dropped:
+        return *below, ((0, first),)
+    *above, last = (
+        tuple((first + start, first + stop) for start, stop in each) for each in passes(dropped - first, slots - 1)
+    )
+    return *below, (), *above, ((0, first), *last)
+
+
+@lru_cache(maxsize=4096)
+def _fewest(dropped: int, slots: int) -> tuple[float, int]:
+    """The least number of layers computed again, and the boundary that is held first."""
+    if slots >= dropped:
+        return dropped, min(1, dropped)
+    if not slots:
+        return float("inf"), 0
+    places = range(1, dropped + 1)
+    return min((at + _fewest(dropped - at, slots - 1)[0] + _fewest(at - 1, slots)[0], at) for at in places)
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """A layer computed again for one micro-batch: where its input is, and where its output goes."""
+
+    layer: int
+    micro: int
+    source: Access
+    target: Access
+
+
+class Activations:
+    """Names the memory of one step's activations, and enters its buffers into `buffers`.
+
+    Raises `PlanError` for a policy with more rows than the model has layers.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        numerics: Numerics,
+        policy: Policy,
+        work: Work,
+        buffers: dict[str, Buffer],
+        *,
+        trains: bool,
+    ) -> None:
+        self._model, self._numerics, self._policy = model, numerics, policy
+        self._work, self._buffers = work, buffers
+        if len(policy.activation_rows) > len(model.layers):
+            what = f"has rows for {len(policy.activation_rows)} layers, and the model has {len(model.layers)}"
+            raise PlanError(what, where="policy.activation_rows", fix="give one row for each layer, or fewer")
+        self._lowest = max(1, model.lowest_trained)
+        """The lowest layer with a backward pass."""
+        layers = range(self._lowest, model.epilogue) if trains else range(0)
+        self._keeps = {
+            (layer, micro): self._keep(layer, micro) for layer in layers for micro in range(work.micro_batches)
+        }
+        self._held: dict[tuple[int, int], Access] = {}
+        """Where a dropped input is that has been computed again."""
+        self._arguments: dict[int, Access] = {}
+        self._times: Counter[tuple[int, int]] = Counter()
+        """How often each has been."""
+
+    def _keep(self, layer: int, micro: int) -> Keep:
+        keep = self._policy.keep(layer - 1, micro)
+        stays = (keep == "offload" and self._policy.shares_memory) or (keep == "drop" and layer == self._lowest)
+        return "input" if stays else keep
+
+    # One op's part --------------------------------------------------------------------------------------------------
+
+    def left_by(self, layer: int, micro: int) -> list[Access]:
+        """What the forward of a layer writes for the backward alone."""
+        match self._keeps.get((layer, micro)):
+            case "graph":
+                return [self.graph(layer, micro)]
+            case "chosen" | "attention":
+                return [self.stored(layer, micro)]
+            case "offload":
+                return [self._offloaded(layer, micro)]
+        return []
+
+    def taken_up_by(self, layer: int, micro: int) -> list[Access]:
+        """All that the backward of a layer reads of what its forward has left."""
+        also = [self.stored(layer, micro)] if self._keeps[layer, micro] in STORES else []
+        return [self.found_by(layer, micro), *also]
+
+    def found_by(self, layer: int, micro: int) -> Access:
+        """The graph or the input that the backward of a layer starts from."""
+        match self._keeps[layer, micro]:
+            case "graph":
+                return self.graph(layer, micro)
+            case "offload":
+                return self._offloaded(layer, micro)
+            case "drop":
+                return self._held[layer, micro]
+        return self.hidden(layer, micro)
+
+    def keeps_graph(self, layer: int, micro: int) -> bool:
+        return self._keeps[layer, micro] == "graph"
+
+    def again(self, layer: int, micros: Iterable[int]) -> list[list[Again]]:
+        """What is computed again ahead of the backward of a layer, by layer, lowest first."""
+        found: dict[int, list[Again]] = defaultdict(list)
+        for micro in micros:
+            bottom = layer
+            while self._keeps.get((bottom, micro)) == "drop":
+                bottom -= 1
+            top = layer
+            while self._keeps.get((top + 1, micro)) == "drop":
+                top += 1
+            dropped = top - bottom
+            if bottom == layer:
+                continue
+            ahead = passes(dropped, min(dropped, self._policy.recompute_slots or dropped))[layer - bottom - 1]
+            for start, stop in ahead:
+                source = self.found_by(bottom + start, micro)
+                for each in range(bottom + start, bottom + stop):
+                    target = self._computed_again(each + 1, micro)
+                    found[each].append(Again(each, micro, source, target))
+                    source = target
+                self._held[bottom + stop, micro] = source
+        return [found[each] for each in sorted(found)]
+
+    # Memory ---------------------------------------------------------------------------------------------------------
+
+    def hidden(self, unit: int, micro: int) -> Access:
+        """The input of a unit: batch x length x hidden size, in the compute dtype."""
+        return self.transient(f"hidden/{unit}.{micro}", self._boundary_nbytes(micro), Hidden(unit, micro))
+
+    def dhidden(self, unit: int, micro: int) -> Access:
+        """The gradient of a unit's input; each unit overwrites that of the unit above it."""
+        return self.transient(f"dhidden/{micro}", self._boundary_nbytes(micro), HiddenGradient(unit, micro))
+
+    def arguments(self, micro: int) -> Access:
+        """What layers are called with besides the hidden state."""
+        if micro not in self._arguments:
+            each = arguments_nbytes(self._model, self._numerics, self._work, self._work.tokens[micro])
+            self._arguments[micro] = self.transient(f"args/{micro}", round(self._work.repeats * each), Arguments(micro))
+        return self._arguments[micro]
+
+    def graph(self, layer: int, micro: int) -> Access:
+        """What autograd keeps of a layer between its forward (or its recomputation) and its backward."""
+        tokens = self._work.tokens[micro]
+        length = min(self._work.length or tokens, tokens)
+        alike = self._work.repeats if self.keeps_graph(layer, micro) else 1  # one at a time where recomputed
+        profile, keep = profile_of(self._model, layer, self._work, length), self._keeps[layer, micro]
+        outputs = profile.outputs
+        there = {"chosen": outputs.shared_nbytes, "attention": outputs.attention_nbytes}.get(keep, 0.0)
+        if keep == "chosen" and runs_in_chunks(self._model.units[layer], self._numerics, tokens):
+            there = 0.0  # products within chunks are not stored
+        kept = profile.kept(tokens // length, length, self._numerics.mlp_chunk_tokens)
+        nbytes = max(1, round(alike * kept - tokens * there))
+        if self.keeps_graph(layer, micro):
+            nbytes += self._boundary_nbytes(micro)  # the input
+        return self.transient(f"graph/{layer}.{micro}", nbytes, LayerGraph(layer, micro))
+
+    def sides(self, layer: int, micro: int, *, is_gradient: bool = False) -> list[Access]:
+        """What a layer has recorded for the loss, or the gradient of that."""
+        each = self._model.units[layer].profile.sides_nbytes
+        if not each:
+            return []
+        nbytes = round(self._work.repeats * self._work.tokens[micro] * each)
+        return [self.transient(f"sides/{layer}.{micro}", max(1, nbytes), Side(layer, micro, is_gradient))]
+
+    def made(self, unit: int, micro: int, *, again: bool = False) -> list[Access]:
+        """What a forward makes for itself; where it keeps its graph, little that is not in that."""
+        if unit and not again and (unit, micro) in self._keeps and self.keeps_graph(unit, micro):
+            return []
+        nbytes = forward_nbytes(self._model, self._numerics, self._policy, self._work, unit, self._work.tokens[micro])
+        if not nbytes:
+            return []
+        return [
+            self.transient(
+                f"made/{self._model.units[unit].kind}",
+                nbytes + beside_nbytes(self._numerics, self._policy),
+                Scratch("made"),
+            )
+        ]
+
+    def stored(self, layer: int, micro: int) -> Access:
+        """What a layer's forward has stored of its ops' outputs."""
+        keep, tokens = self._keeps[layer, micro], self._work.tokens[micro]
+        nbytes = max(1, round(self._work.repeats * self._model.units[layer].profile.stored(keep, tokens)))
+        return self.transient(f"{keep}/{layer}.{micro}", nbytes, Saved(layer, micro))
+
+    def _computed_again(self, unit: int, micro: int) -> Access:
+        """A boundary that is computed once more; each time it is another buffer, with a lifetime of its own."""
+        times = self._times[unit, micro]
+        self._times[unit, micro] += 1
+        name = f"again/{unit}.{micro}" + (f".{times}" if times else "")
+        return self.transient(name, self._boundary_nbytes(micro), Hidden(unit, micro))
+
+    def _offloaded(self, layer: int, micro: int) -> Access:
+        """An offloaded input under a name that `travelling` replaces by a slot."""
+        return Access(f"device/offload/{layer}.{micro}", 0, self._boundary_nbytes(micro), Hidden(layer, micro))
+
+    def transient(self, name: str, nbytes: int, content: Content) -> Access:
+        """Device memory that exists while ops need it."""
+        buffer = f"device/{name}"
+        known = self._buffers.get(buffer)
+        if known is None or known.nbytes < nbytes:
+            self._buffers[buffer] = Buffer(buffer, "device", nbytes, name.split("/")[0], arena=False)
+        return Access(buffer, 0, nbytes, content)
+
+    def _boundary_nbytes(self, micro: int) -> int:
+        tokens = self._work.tokens[micro] * self._work.repeats
+        return round(tokens * self._model.hidden_size * self._numerics.weight_nbytes)
+
+    # Offloading -----------------------------------------------------------------------------------------------------
+
+    def travelling(self, ops: Sequence[Op]) -> list[Op]:
+        """`ops` with offloaded inputs in slots, and with the OFFLOAD and RELOAD ops that this takes."""
+        away = [key for key, keep in self._keeps.items() if keep == "offload"]
+        if not away:
+            return list(ops)
+        slots = tuple(f"device/offload/slot{k}" for k in range(min(self._policy.offload_slots, len(away))))
+        # Where a micro-batch stands for several, one at a time is in a slot.
+        largest = round(max(self._boundary_nbytes(micro) for _, micro in away) / self._work.repeats)
+        for slot in slots:
+            self._buffers[slot] = Buffer(slot, "device", largest, "offload slots")
+        staged = {}
+        for layer, micro in away:
+            inside, outside = self._offloaded(layer, micro), f"host/offload/{layer}.{micro}"
+            staged[inside.buffer] = Staged(layer, outside, inside.stop, USED, slots, micro, THROUGH_THE_BUS)
+        placed = stage(ops, staged)
+        returning = {op.reads[0].buffer: op.nbytes for op in placed if op.kind == "RELOAD"}
+        for name, nbytes in returning.items():
+            self._buffers[name] = Buffer(name, "host", nbytes, "offloaded inputs")
+        return [op for op in placed if op.kind != "OFFLOAD" or op.writes[0].buffer in returning]

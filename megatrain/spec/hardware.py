@@ -1,0 +1,76 @@
+"""`Hardware`: what a machine holds and how fast it moves and computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatrain.spec.layer_profile import Growth as Growth
+from megatrain.spec.layer_profile import LayerProfile as LayerProfile
+from megatrain.spec.rates import AttentionRate, DiskRate, ElementwiseRate, ProductRate
+from megatrain.spec.rates import Precision as Precision
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """A machine as the planner and `replay` see it. Rates are per second; capacities are in bytes, and free.
+
+    What is `None` or empty is not known, and `plan.cost` answers from what is.
+    """
+
+    name: str
+    device_nbytes: int
+    host_nbytes: int
+    fetch_bandwidth: float
+    """Host to device, bytes per second, with nothing else on the way."""
+    grad_bandwidth: float
+    """Device to host, bytes per second, with nothing else on the way."""
+    flops: float
+    """Floating-point operations per second of a large matrix product in bf16; in fp32 too, if no other is known."""
+    host_bandwidth: float
+    """Bytes per second, read plus written, of the optimizer pass in host memory, on all threads."""
+    shares_memory: bool = False
+    """The device computes in host memory; the fetch and grad bandwidths are then those of a copy within it."""
+    flops_fp32: float | None = None
+    peak_flops: float | None = None
+    """What the maker states for bf16, dense; `flops` is what is achieved of it."""
+    peak_flops_fp32: float | None = None
+    products: tuple[ProductRate, ...] = ()
+    attention: tuple[AttentionRate, ...] = ()
+    device_bandwidth: float | None = None
+    """Bytes per second, read plus written, of a copy within device memory."""
+    elementwise: tuple[ElementwiseRate, ...] = ()
+    elementwise_bandwidth: float | None = None
+    """The same of the forward alone, in whatever precision, where `elementwise` has no row."""
+    fresh_bandwidth: float | None = None
+    """Bytes per second of host memory that is touched for the first time since it was allocated: what the system takes
+    to hand out its pages. It counts where the device computes in host memory."""
+    launch_seconds: float | None = None
+    """What the smallest op costs when many follow each other."""
+    duplex_fetch_bandwidth: float | None = None
+    """As `fetch_bandwidth`, while gradients leave at `duplex_grad_bandwidth`."""
+    duplex_grad_bandwidth: float | None = None
+    pageable_fetch_bandwidth: float | None = None
+    """As `fetch_bandwidth`, from memory that is not page-locked."""
+    pageable_grad_bandwidth: float | None = None
+    optimizer_bandwidth: tuple[tuple[int, float], ...] = ()
+    """Pairs of a thread count, ascending, and `host_bandwidth` with so many."""
+    norm_bandwidth: float | None = None
+    """Bytes per second of gradients, read for their norm on all threads."""
+    host_copy_bandwidth: float | None = None
+    """Bytes per second that one thread copies within host memory, each counted once."""
+    disk_nbytes: int | None = None
+    disk_read_bandwidth: float | None = None
+    disk_write_bandwidth: float | None = None
+    disk_duplex_read_bandwidth: float | None = None
+    """As `disk_read_bandwidth`, while `disk_duplex_write_bandwidth` is written."""
+    disk_duplex_write_bandwidth: float | None = None
+    disk_block_nbytes: int | None = None
+    """The block and the depth that the two disk bandwidths are for."""
+    disk_depth: int | None = None
+    disk_rates: tuple[DiskRate, ...] = ()
+    disk_endurance_nbytes: int | None = None
+    """Bytes that may be written to the drive in its life (its TBW)."""
+    pinnable_nbytes: int | None = None
+    """Host memory that may be page-locked; 0 where that is refused."""
+    sources: tuple[tuple[str, str], ...] = ()
+    """Field -> where its figure is from: a datasheet, a measurement, an assumption."""

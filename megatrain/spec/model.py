@@ -1,0 +1,115 @@
+"""`ModelSpec`: a causal language model as units that stream: a prologue, its decoder layers, an epilogue."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from megatrain.errors import PlanError
+from megatrain.spec.layer_profile import NOTHING_KNOWN
+from megatrain.spec.layer_profile import Growth as Growth
+from megatrain.spec.layer_profile import LayerProfile as LayerProfile
+from megatrain.spec.rates import Precision as Precision
+
+UnitKind = Literal["prologue", "layer", "epilogue"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """One parameter, by its full Hugging Face name, stored once however many names it is tied to."""
+
+    name: str
+    shape: tuple[int, ...]
+    active: float = 1.0
+    """Share of the elements that one token uses: below 1 for experts."""
+    trainable: bool = True
+    """A frozen parameter streams like any other, has no gradient and is never updated."""
+    held: int = 0
+    """Parameters behind it, in order of use, that a forward of its layer comes to before it reads this one for the last
+    time: 1 for a matrix that is read together with its bias; -1 where it may come back to it at any time."""
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSpec:
+    """What streams as one. `borrows` names parameters of the prologue that this unit also uses (tied weights).
+
+    Trainable parameters come first, in whatever order they are given, so that gradients and moments are arrays over a
+    prefix of the unit and frozen parameters take no place in them.
+    """
+
+    name: str
+    kind: UnitKind
+    params: tuple[ParamSpec, ...]
+    borrows: tuple[str, ...] = ()
+    profile: LayerProfile = NOTHING_KNOWN
+    looks_up: bool = False
+    """Of a prologue: its gradient depends on ids alone, so its backward pass needs no weights."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "params", tuple(sorted(self.params, key=lambda param: not param.trainable)))
+
+    @property
+    def numel(self) -> int:
+        return sum(param.numel for param in self.params)
+
+    @property
+    def trains(self) -> bool:
+        """Whether any of its parameters is updated."""
+        return bool(self.params) and self.params[0].trainable
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A causal language model as a sequence of units: prologue, layers in order of use, epilogue."""
+
+    name: str
+    units: tuple[UnitSpec, ...]
+    hidden_size: int
+    vocab_size: int
+    max_positions: int | None = None
+    attention: str = "sdpa"
+    """Attention kernel that the model's own code calls, by its Hugging Face name."""
+
+    def __post_init__(self) -> None:
+        kinds = [unit.kind for unit in self.units]
+        if len(kinds) < 3 or kinds != ["prologue", *["layer"] * (len(kinds) - 2), "epilogue"]:
+            raise PlanError(
+                f"units must be a prologue, layers and an epilogue, not {kinds}", where=f"model {self.name}"
+            )
+
+    def __hash__(self) -> int:
+        """Of what is short; equality looks at all. A search asks for it some hundred times."""
+        return hash((self.name, len(self.units), self.hidden_size, self.vocab_size, self.max_positions, self.attention))
+
+    @property
+    def layers(self) -> range:
+        """Indices of the decoder layers among the units."""
+        return range(1, len(self.units) - 1)
+
+    @property
+    def epilogue(self) -> int:
+        return len(self.units) - 1
+
+    @property
+    def tied(self) -> bool:
+        """Whether the epilogue uses a parameter of the prologue (a tied head)."""
+        return bool(self.units[-1].borrows)
+
+    @property
+    def lowest_trained(self) -> int:
+        """Index of the first unit that has anything to train: the backward pass ends there."""
+        return next((index for index, unit in enumerate(self.units) if unit.trains), len(self.units))
+
+    @property
+    def numel(self) -> int:
+        return sum(unit.numel for unit in self.units)
+
+    @property
+    def trained_numel(self) -> int:
+        """Parameters that are updated."""
+        return sum(param.numel for unit in self.units for param in unit.params if param.trainable)

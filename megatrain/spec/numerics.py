@@ -1,0 +1,60 @@
+"""`Numerics`: what the numbers of a run depend on, beside its model and data. It is fixed when a run begins."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Annotated, Literal
+
+from megatrain.errors import PlanError
+from megatrain.spec.fields import Bounds, check_fields
+from megatrain.spec.rates import Precision as Precision
+from megatrain.spec.work import Tokens
+
+Kernels = Literal["stock", "compile", "liger"]
+WEIGHT_NBYTES: dict[Precision, int] = {"bf16": 2, "fp32": 4}
+"""Bytes per parameter of what the device streams, and of a gradient that crosses the bus in the compute dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """What is computed in, and in which pieces: all of it changes numbers, by rounding."""
+
+    precision: Precision = "bf16"
+    _: KW_ONLY
+    grad_precision: Precision | None = None
+    """What gradients cross the bus in; `None` is the compute precision."""
+    loss_chunk_tokens: Tokens = 512
+    """Target tokens whose logits exist at one time."""
+    mlp_chunk_tokens: Annotated[int, Bounds(0, 1 << 60)] = 0
+    """Tokens that token-wise parts of a layer, its feed-forward above all, compute at one time, keeping their input
+    alone of more; 0 is all."""
+    kernels: Kernels = "stock"
+    """Of layers: as the library calls them, or fused by `torch.compile`. Liger's are refused."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, PlanError, "numerics.")
+        if self.precision == "fp32" and self.grad_precision == "bf16":
+            raise PlanError(
+                "gradients in bf16 would hold less than precision fp32 promises",
+                where="policy.grad_precision",
+                fix="leave it unset or use precision bf16",
+            )
+        if self.kernels == "liger":
+            what = (
+                "Liger's kernels cannot be held against the library's code here, so nothing shows that they are right"
+            )
+            raise PlanError(what, where="policy.kernels", fix="use compile, which fuses the same operations")
+
+    @property
+    def weight_nbytes(self) -> int:
+        """Bytes per parameter of the weights that stream."""
+        return WEIGHT_NBYTES[self.precision]
+
+    @property
+    def grad_nbytes(self) -> int:
+        """Bytes per parameter of a gradient in host memory."""
+        return WEIGHT_NBYTES[self.grad_precision or self.precision]
+
+    def accumulator_nbytes(self, partial_sums: int) -> int:
+        """Bytes per parameter of a gradient on the device: float32 as soon as more than one term is summed."""
+        return 4 if partial_sums > 1 else self.weight_nbytes

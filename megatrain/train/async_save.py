@@ -1,0 +1,316 @@
+"""Checkpoints of an engine, written while it trains on.
+
+When a save begins, nothing is pending and no op runs: the state is that after a whole step. From then on a thread
+writes unit after unit, in the order in which the next steps will change them, straight from where the state lies; and
+an update waits until its unit has been written. So what is written is the state of one moment, bit for bit, no copy of
+it is made, and a save takes no more memory than one unit in float32, for masters that are stored as halves and for what
+is read from the disk. With the exact norm, updates come a whole forward and backward pass later, which is the time that
+a save has before anyone waits for it. Units that live on the device are handed over before training goes on.
+
+It leaves out when to save and what to keep (`checkpoints`), and the files (`checkpoint.save`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.checkpoint import Earlier, ParamState, PlannedCheckpoint, write_checkpoint
+from megatrain.device.worker import OwningProcess
+from megatrain.errors import CheckpointError, DamagedCheckpoint, MegaTrainError, typed_line
+from megatrain.memory import Store, UnitState
+from megatrain.model import PortedModel
+from megatrain.schedule import Buffer
+from megatrain.spec import Numerics, Policy
+
+SPARE = "host/checkpoint"
+VERSIONS = ("megatrain", "torch", "transformers", "numpy")
+
+
+class _Abandoned(Exception):
+    """The save was told to give up."""
+
+
+@dataclass(eq=False)
+class Save:
+    """One checkpoint under way, or over. `wait` for it, or look at `is_over` from time to time."""
+
+    step: int
+    began: float = field(default_factory=time.monotonic)
+    path: Path | None = None
+    """Where it lies, once it is whole."""
+    failure: MegaTrainError | None = None
+    seconds: float = 0.0
+    """That it took, once it is over."""
+    nbytes: int = 0
+    """Of weights and moments."""
+    shared_nbytes: int = 0
+    """Of files that are those of the checkpoint before."""
+    written_nbytes: int = 0
+    moved: float = field(default_factory=time.monotonic)
+    """When something was last written, on the clock of `time.monotonic`."""
+    at: str = ""
+    """What is being written."""
+    thread: threading.Thread | None = None
+    _process: OwningProcess = field(default_factory=OwningProcess)
+    _over: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def is_over(self) -> bool:
+        return self._over.is_set()
+
+    def wait(self, timeout: float | None = None) -> Path:
+        """The folder, once it is whole. Raises `CheckpointError` if it could not be written, or not within
+        `timeout` seconds; it then goes on. In a forked child one that was under way raises `DeviceError`."""
+        if not self.is_over:
+            self._process.refuse_elsewhere(f"checkpoint of step {self.step}")
+        if not self._over.wait(timeout):
+            what = f"is not written after {time.monotonic() - self.began:.0f} s"
+            raise CheckpointError(what, where=f"checkpoint of step {self.step}")
+        if self.failure is not None:
+            raise self.failure
+        assert self.path is not None
+        return self.path
+
+    def end(self, path: Path | None, failure: MegaTrainError | None) -> None:
+        """It is over, well or badly."""
+        self.path, self.failure = path, failure
+        self.seconds = time.monotonic() - self.began
+        self._over.set()
+
+
+class Saver:
+    """Writes the state that `store` holds, one checkpoint at a time. Called by the foreground, between steps."""
+
+    def __init__(self, ported: PortedModel, store: Store) -> None:
+        self._ported, self._store = ported, store
+        self._planned: PlannedCheckpoint | None = None
+        self._turn = threading.Condition()
+        self._unwritten: frozenset[int] = frozenset()
+        """Units that may not change yet."""
+        self._wanted: int | None = None
+        """The unit on the device that the thread waits for."""
+        self._handed: UnitState | None = None
+        self._gives_up = False
+        self.current: Save | None = None
+        """The last one that was begun."""
+        self.earlier: Earlier | None = None
+        """The last checkpoint that was written or taken up: what has not changed since is not written again."""
+        self.waited_seconds = 0.0
+        """Time that updates have waited for their unit to be written."""
+
+    def goes_on_from(self, folder: Path) -> None:
+        """The state is that of a checkpoint now."""
+        with contextlib.suppress(DamagedCheckpoint):
+            self.earlier = Earlier(folder)
+
+    def reserve(self) -> None:
+        """Take the memory that saves need. Raises `DoesNotFit`."""
+        nbytes = max(self._store.spare_nbytes(unit) for unit in range(len(self._store.layouts)))
+        self._store.pool.provide([Buffer(SPARE, "host", nbytes, "checkpoint")])
+
+    @property
+    def is_reserved(self) -> bool:
+        """Whether the memory that saves need has been taken."""
+        return self._store.pool.has(SPARE)
+
+    def begin(
+        self,
+        folder: str | Path,
+        step: int,
+        policy: Policy,
+        training: Mapping[str, Any],
+        score: float | None,
+        write_more: Callable[[Path], object] | None,
+        then: Callable[[Path], object] | None,
+    ) -> Save:
+        """Begin a save, once an earlier one is over. Nothing may be pending. See `checkpoint.write_checkpoint`.
+
+        Raises `ExportError` for a model that cannot be written, `DoesNotFit` without memory for the largest unit;
+        what happens later is told by the `Save`.
+        """
+        self.wait()
+        self._store.settle()
+        order = self._order(policy)
+        if self._planned is None or self._planned.order != order:
+            self._planned = PlannedCheckpoint(self._ported, order=order)
+        self.reserve()
+        save = Save(step, nbytes=self._planned.nbytes)
+        self._gives_up, self._wanted, self._handed = False, None, None
+        self._unwritten, self.current = frozenset(order), save
+        arguments = (save, Path(folder), self._planned, training, score, write_more, then)
+        thread = threading.Thread(target=self._write, args=arguments, name="megatrain-save", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system lends no more of them
+            failure = CheckpointError(typed_line(error), where=f"checkpoint of step {step}")
+            save.end(None, failure)
+            self._release()
+            raise failure from error
+        save.thread = thread
+        self._hand_over([unit for unit in order if self._store.on_device(unit)], save)
+        return save
+
+    def before_update(self, unit: int) -> None:
+        """Block until a unit has been written, or need not be."""
+        if unit in self._unwritten:
+            began = time.monotonic()
+            with self._turn:
+                self._turn.wait_for(lambda: unit not in self._unwritten)
+            self.waited_seconds += time.monotonic() - began
+
+    def wait(self) -> None:
+        """Until no save is under way. A failure is told by its `Save` alone."""
+        if self.current is not None and self.current.thread is not None:
+            self.current.thread.join()
+            self.current.thread = None
+
+    def abandon(self) -> None:
+        """Give up a save that is under way; what was there before is there still."""
+        with self._turn:
+            self._gives_up = True
+            self._turn.notify_all()
+        self.wait()
+
+    def _order(self, policy: Policy) -> tuple[int, ...]:
+        """As the next updates come; what is on the device first."""
+        units = list(range(len(self._store.layouts)))
+        if policy.update == "during_backward":
+            units.reverse()
+        return tuple(sorted(units, key=lambda unit: not self._store.on_device(unit)))
+
+    def _hand_over(self, units: list[int], save: Save) -> None:
+        """Copy units from the device for the thread, each when it asks for it."""
+        try:
+            for unit in units:
+                with self._turn:
+                    self._turn.wait_for(lambda unit=unit: self._wanted == unit or save.is_over)  # type: ignore[misc]
+                if save.is_over:
+                    return
+                state = self._store.float32_state(unit, self._spare())
+                with self._turn:
+                    self._handed, self._wanted = state, None
+                    self._turn.notify_all()
+        except BaseException:
+            self.abandon()
+            raise
+
+    # On the thread --------------------------------------------------------------------------------------------------
+
+    def _write(self, save: Save, folder: Path, planned: PlannedCheckpoint, *how: Any) -> None:
+        training, score, write_more, then = how
+        path: Path | None = None
+        failure: MegaTrainError | None = None
+
+        def note(done: int, total: int) -> None:
+            save.written_nbytes, save.moved = done, time.monotonic()
+            if self._gives_up:
+                raise _Abandoned
+
+        def shares(nbytes: int) -> None:
+            save.shared_nbytes += nbytes
+
+        earlier = self.earlier
+        try:
+            path = write_checkpoint(
+                folder,
+                save.step,
+                planned,
+                self._units(save, planned),
+                training,
+                score=score,
+                write_more=write_more,
+                progress=note,
+                earlier=earlier if earlier is not None and earlier.folder.parent == folder.resolve() else None,
+                shared=shares,
+            )
+            with contextlib.suppress(DamagedCheckpoint, OSError):
+                self.earlier = Earlier.just_written(path)
+            if then is not None:
+                self._release()
+                then(path)
+        except _Abandoned:
+            failure = CheckpointError("was given up", where=f"checkpoint of step {save.step}")
+        except MegaTrainError as error:
+            failure = error
+        except BaseException as error:
+            failure = CheckpointError(typed_line(error), where=f"checkpoint of step {save.step}")
+            failure.__cause__ = error
+        finally:  # whatever happens here, nobody waits for ever
+            save.end(path, failure)
+            self._release()
+
+    def _release(self) -> None:
+        """Let all units change."""
+        with self._turn:
+            self._unwritten = frozenset()
+            self._turn.notify_all()
+
+    def _units(self, save: Save, planned: PlannedCheckpoint) -> Iterator[dict[str, ParamState]]:
+        """The state of unit after unit; whoever asks for the next has written the last."""
+        for unit in planned.order:
+            save.at, save.moved = self._store.model.units[unit].name, time.monotonic()
+            state = self._received(unit) if self._store.on_device(unit) else self._read(unit)
+            yield self._by_name(unit, state)
+            del state
+            with self._turn:
+                self._unwritten -= {unit}
+                self._turn.notify_all()
+        save.at = "the manifest"
+
+    def _read(self, unit: int) -> UnitState:
+        return self._store.float32_state(unit, self._spare())
+
+    def _received(self, unit: int) -> UnitState:
+        """A unit from the foreground, since only that may read the device."""
+        with self._turn:
+            self._wanted = unit
+            self._turn.notify_all()
+            self._turn.wait_for(lambda: self._handed is not None or self._gives_up)
+            state, self._handed = self._handed, None
+        if state is None:
+            raise _Abandoned
+        return state
+
+    def _spare(self) -> Tensor:
+        return self._store.pool.memory(SPARE)
+
+    def _by_name(self, unit: int, state: UnitState) -> dict[str, ParamState]:
+        return {name: ParamState(*arrays) for name, arrays in tensors_of(self._store, unit, state).items()}
+
+
+def tensors_of(store: Store, unit: int, state: UnitState) -> dict[str, list[Tensor]]:
+    """Parameter name -> master and, where it trains, m and v, as views of a state in float32, in its shape."""
+    found: dict[str, list[Tensor]] = {}
+    for place, param in zip(store.layouts[unit].fields, store.model.units[unit].params, strict=True):
+        arrays = (state.hi, state.m, state.v) if param.trainable else (state.hi,)
+        found[place.name] = [torch.from_numpy(each[place.start : place.stop]).view(place.shape) for each in arrays]
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Of what decides how numbers come about."""
+    found = {"python": platform.python_version()}
+    for name in VERSIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "unknown"
+    return found
+
+
+def as_json(value: Numerics | Policy) -> dict[str, Any]:
+    """One of these as `training.json` takes it."""
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(value)))  # tuples are lists there
+    return plain

@@ -1,0 +1,198 @@
+"""AdamW for units whose whole state is on the device: the arithmetic of `optim.adamw`, in one kernel or by operations.
+
+Where Triton can run, neighbouring parameters that decay alike take one kernel (`resident_triton`). Elsewhere it is one
+torch operation at a time, in chunks that stay in the device's cache; the kernel is compared with them, bit for bit,
+before it is first used. Every operation rounds once, in the order of `reference_update`, and none is contracted with
+its neighbour (no `addcmul` or `alpha=`), so where the device divides with correct rounding the result is that of the
+pass on the host. The root is taken in float64 and rounded, which is the correctly rounded one (Figueroa 1995); float32
+roots of math libraries are often not.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.device import Device
+from megatrain.errors import typed_line
+from megatrain.optim import AdamW, StepScalars
+from megatrain.spec import Precision
+from megatrain.spec.layout import align
+
+CHUNK = 1 << 20
+"""Elements; temporaries take eight times four bytes each."""
+
+TRIED = 5000
+"""Elements that the kernel is tried on: several blocks, and no round number."""
+
+_log = logging.getLogger(__name__)
+
+
+def update_on_device(
+    parts: Mapping[str, Tensor],
+    gradient: Tensor,
+    precision: Precision,
+    scalars: StepScalars,
+    segments: Sequence[tuple[int, int, bool]],
+    sound: Tensor | None = None,
+    kernels: Any = None,
+) -> None:
+    """One AdamW step in place on a unit.
+
+    parts: `hi`, `low` (in bf16) and `moments` (m, then v), uint8 on the device. gradient: flat, bfloat16 or float32,
+    as long as what trains. segments: (start, stop, decays) in elements. sound: a bool on the device; where it is false
+    nothing changes, which the host need not know. kernels: see `kernels_for`.
+    """
+    trained = gradient.numel()
+    moments = parts["moments"].view(torch.float32)
+    m, v = moments[:trained], moments[trained : 2 * trained]
+    weight = parts["hi"].view(torch.float32 if precision == "fp32" else torch.int16)
+    low = None if precision == "fp32" else parts["low"].view(torch.int16)
+    update = adamw_by_operations if kernels is None else kernels.adamw
+    for start, stop, decays in _joined(segments):
+        part = slice(start, stop)
+        lower = None if low is None else low[part]
+        update(weight[part], lower, m[part], v[part], gradient[part], scalars, sound, decays=decays)
+
+
+def sum_of_squares_on_device(gradient: Tensor, kernels: Any = None) -> Tensor:
+    """The sum of squares of a flat gradient: each square exact in float64, their sum rounded in the device's order.
+    A float64 scalar on the device."""
+    if kernels is not None:
+        found: Tensor = kernels.sum_of_squares(gradient)
+        return found
+    total = torch.zeros((), dtype=torch.float64, device=gradient.device)
+    for begin in range(0, gradient.numel(), CHUNK):
+        total += gradient[begin : begin + CHUNK].to(torch.float64).square_().sum()
+    return total
+
+
+def adamw_by_operations(
+    weight: Tensor,
+    low: Tensor | None,
+    m: Tensor,
+    v: Tensor,
+    gradient: Tensor,
+    scalars: StepScalars,
+    sound: Tensor | None,
+    *,
+    decays: bool,
+) -> None:
+    """What `resident_triton.adamw` does, by torch operations. sound: None is true."""
+    keep = float(scalars.decay) if decays else 1.0
+    for begin in range(0, gradient.numel(), CHUNK):
+        part = slice(begin, begin + CHUNK)
+        halves = [weight[part]] if low is None else [weight[part], low[part]]
+        before = [(each, each.clone()) for each in (m[part], v[part], *halves)] if sound is not None else []
+        change = _change(m[part], v[part], gradient[part].to(torch.float32), scalars)
+        if low is None:
+            halves[0].mul_(keep).sub_(change)
+        else:
+            split_to(join(*halves).mul_(keep).sub_(change), *halves)
+        for each, was in before:
+            assert sound is not None
+            torch.where(sound, each, was, out=each)
+
+
+def _joined(segments: Sequence[tuple[int, int, bool]]) -> Iterator[tuple[int, int, bool]]:
+    """Segments with neighbours that decay alike made one: the gaps between parameters hold zeros, and an update of
+    zeros by a gradient of zeros leaves zeros."""
+    found: tuple[int, int, bool] | None = None
+    for start, stop, decays in segments:
+        if found is not None and align(found[1]) == start and found[2] == decays:
+            found = found[0], stop, decays
+        else:
+            if found is not None:
+                yield found
+            found = start, stop, decays
+    if found is not None:
+        yield found
+
+
+def kernels_for(device: Device) -> Any:
+    """`resident_triton`, where Triton can run on this device and does what the operations do; else None.
+
+    It compiles and waits at the first call for a device, so call it where the device is at rest.
+    """
+    with device.alongside():
+        return _kernels(device.torch_device)
+
+
+@cache
+def _kernels(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return None
+    try:
+        if not importlib.import_module("torch.utils._triton").has_triton():
+            return None
+        found = importlib.import_module("megatrain.train.device_adamw_triton")
+        same = agrees(found, device)
+    except Exception as error:  # no compiler for its launchers, or whatever else it needs on this machine
+        _log.warning("AdamW on %s runs by single operations: Triton failed (%s)", device, typed_line(error))
+        return None
+    if not same:
+        _log.warning("AdamW on %s runs by single operations: Triton's kernel rounds otherwise here", device)
+    return found if same else None
+
+
+def agrees(kernels: Any, device: torch.device) -> bool:
+    """Whether kernels give the bits of the operations: for masters whole and split, gradients of both dtypes, with a
+    flag that holds, one that does not, and none; and squares to rounding."""
+    plain: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "generator": torch.Generator().manual_seed(0)}
+    magnitude = 10.0 ** (torch.rand(TRIED, **plain) * 60 - 38)
+    gradient = (torch.randn(TRIED, **plain) * magnitude).to(device)
+    state = torch.randn(3, TRIED, **plain).to(device)
+    flags = [torch.tensor(flag, device=device) for flag in (True, False)]
+    cases = product((0.3, 0.9), (*flags, None), (gradient, gradient.to(torch.bfloat16)), (True, False))
+    for beta, sound, grad, split in cases:
+        scalars = AdamW(betas=(beta, 0.99), weight_decay=0.1).scalars(lr=1e-2, step=3, grad_scale=0.7)
+        results = []
+        for update in (kernels.adamw, adamw_by_operations):
+            weight, m, v = state[0].clone(), state[1] * gradient, (state[2] * gradient).square()
+            low = None
+            if split:
+                low, hi = (torch.empty(TRIED, dtype=torch.int16, device=device) for _ in range(2))
+                split_to(weight, hi, low)
+                weight = hi
+            update(weight, low, m, v, grad, scalars, sound, decays=not split)
+            parts = [weight, m, v] if low is None else [weight, m, v, low]
+            results.append([each.view(torch.uint8) for each in parts])
+        if not all(torch.equal(one, other) for one, other in zip(*results, strict=True)):
+            return False
+    known = [(kernels.sum_of_squares(each), each.double().square().sum()) for each in (state[0], state[1].bfloat16())]
+    return all(bool(torch.isclose(found, exact, rtol=1e-12)) for found, exact in known)
+
+
+def join(hi: Tensor, low: Tensor) -> Tensor:
+    """The float32 masters of bfloat16 bits and low bits (both int16): float32. Inverse of `split_to`."""
+    bits, below = hi.to(torch.int32), low.to(torch.int32).bitwise_and_(0xFFFF)
+    return bits.sub_(below >> 15).bitwise_left_shift_(16).bitwise_or_(below).view(torch.float32)
+
+
+def split_to(master: Tensor, hi: Tensor, low: Tensor) -> None:
+    """Write the halves of float32 masters, the upper one rounded to nearest, ties away from zero
+    (`optim.split_master`)."""
+    bits = master.view(torch.int32)
+    low.copy_(bits)  # the conversion keeps the lower 16 bits
+    hi.copy_(bits.add(0x8000).bitwise_right_shift_(16))
+
+
+def _change(m: Tensor, v: Tensor, gradient: Tensor, scalars: StepScalars) -> Tensor:
+    """Update the moments in place; the step, scaled by the learning rate."""
+    g = gradient * float(scalars.grad_scale)
+    way = g - m
+    if scalars.rest1 < 0.5:
+        m.add_(way.mul_(float(scalars.rest1)))
+    else:
+        m.copy_(way.mul_(float(scalars.rest1) - 1).add_(g))
+    del way
+    v.mul_(float(scalars.b2)).add_((g * float(scalars.rest2)).mul_(g))
+    root = v.to(torch.float64).sqrt_().to(torch.float32).mul_(float(scalars.root_scale)).add_(float(scalars.eps))
+    return (m * float(scalars.step_size)).div_(root)

@@ -1,0 +1,200 @@
+"""The training loop.
+
+`train` takes everything it works with as plain arguments and reports by telling events, so that it fits on one
+screen and a test can hand it a fake engine and a fake clock. A step counts its tokens over its whole wall time, the
+wait for its data included. A step that is not finite is skipped, as the engine has not applied it, or the run goes
+back to its last checkpoint; several in a row end it.
+
+Left out: the learning rate's shape (`optim.lr_schedules`), what a report looks like (`metrics`, `progress`), and
+saving, which is a task like others (`checkpoints`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from megatrain.errors import NonFinite
+from megatrain.spec import Policy
+from megatrain.train.events import Ended, Event, RolledBack, Skipped, Stepped, Watcher
+from megatrain.train.stop import OutOfTime
+
+MicroBatches = Sequence[Mapping[str, Any]]
+Clock = Callable[[], float]
+"""Seconds from any origin that does not move."""
+
+
+class StepOutput(Protocol):
+    """What the loop reads of a step; see `train.engine.StepOutput`."""
+
+    @property
+    def loss(self) -> float: ...
+    @property
+    def grad_norm(self) -> float: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def stall_seconds(self) -> float: ...
+    @property
+    def written_nbytes(self) -> int: ...
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+
+
+class Trainable(Protocol):
+    """What the loop needs of an engine; see `train.engine.Engine`."""
+
+    def step(self, micro_batches: MicroBatches, lr: float | None = None, loss_fn: Any = None) -> StepOutput: ...
+    def step_flops(self, micro_batches: MicroBatches) -> float: ...
+    def peak_flops(self) -> float: ...
+    def memory_table(self) -> Mapping[tuple[str, str], int]: ...
+    @property
+    def policy(self) -> Policy: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Something to do between steps: after every `every` of them (0: never) and the last; or `once`, after one."""
+
+    every: int
+    run: Callable[[int], Event | None]
+    """From the number of steps done to what is to be told, if anything."""
+    once: int | None = None
+
+    def is_due(self, step: int, steps: int) -> bool:
+        if self.once is not None:
+            return step == self.once
+        return step == steps or (self.every > 0 and step % self.every == 0)
+
+
+def train(
+    engine: Trainable,
+    batches: Iterable[MicroBatches],
+    *,
+    steps: int,
+    lr: Callable[[int], float],
+    loss_fn: Any = None,
+    start: int = 0,
+    watchers: Sequence[Watcher] = (),
+    tasks: Sequence[Task] = (),
+    nonfinite_limit: int = 3,
+    recover: Callable[[NonFinite, int], int | None] = lambda error, step: None,
+    should_stop: Callable[[], bool] = lambda: False,
+    undo: Callable[[], None] = lambda: None,
+    clock: Clock = time.perf_counter,
+) -> Ended:
+    """Train from step `start` to step `steps`, or until `should_stop` says so; then no task is run any more.
+
+    `lr` gives the learning rate of a step, from 0 on; `loss_fn` is for the engine. A step that is not finite counts:
+    its data is used up and the learning rate moves on, unless `recover`, given the error and the step, has gone back
+    and says to which. Raises `NonFinite` after `nonfinite_limit` of them with none done in its place, the weights as
+    the last finite step left them, and whatever the engine or a watcher raises. On `OutOfTime` a step counts as not
+    begun, and `undo` is to put its data back.
+    """
+    tell, peak_flops, feed = partial(_tell, watchers), engine.peak_flops(), iter(batches)
+    done, in_a_row, failed = start, 0, 0
+    began = ready = clock()
+    while done < steps:
+        try:
+            micro_batches = next(feed)
+            loaded, rate = clock(), lr(done)
+            out = engine.step(micro_batches, rate, loss_fn)
+        except StopIteration:
+            break
+        except OutOfTime:
+            undo()
+            break
+        except NonFinite as error:
+            done, in_a_row, failed, now = done + 1, in_a_row + 1, done + 1, clock()
+            tell(Skipped(done, steps, str(error), in_a_row, seconds=now - ready, elapsed_seconds=now - began))
+            back = recover(error, done) if in_a_row < nonfinite_limit else None
+            if back is not None:
+                tell(RolledBack(done, back, str(error)))
+                done, ready = back, clock()
+                if should_stop():
+                    break
+                continue
+            if error.parameters or in_a_row >= nonfinite_limit:  # with such weights no other step will do either
+                raise _hopeless(done, in_a_row, error) from error
+        else:
+            done, now = done + 1, clock()
+            in_a_row = in_a_row if done < failed else 0  # going back and failing again is still the same failure
+            timed = _Times(now - ready, loaded - ready, now - began)
+            flops = engine.step_flops(micro_batches)
+            peak_flops = max(peak_flops, flops / timed.step)  # a measurement that others disturbed: this was reached
+            tell(_stepped(out, done, steps, rate, start, timed, (flops, peak_flops), engine))
+        try:
+            for task in tasks if not should_stop() else ():
+                tell(task.run(done) if task.is_due(done, steps) else None)
+        except OutOfTime:
+            break
+        if should_stop():
+            break
+        ready = clock()
+    ended = Ended(done, steps, clock() - began)
+    tell(ended)
+    return ended
+
+
+def _tell(watchers: Sequence[Watcher], event: Event | None) -> None:
+    if event is not None:
+        for watch in watchers:
+            watch(event)
+
+
+class _Times(NamedTuple):
+    """Seconds of a step, of its wait for data, and since the start."""
+
+    step: float
+    data: float
+    elapsed: float
+
+
+def _stepped(
+    out: StepOutput,
+    done: int,
+    steps: int,
+    rate: float,
+    start: int,
+    seconds: _Times,
+    flops: tuple[float, float],
+    engine: Trainable,
+) -> Stepped:
+    return Stepped(
+        step=done,
+        steps=steps,
+        loss=out.loss,
+        grad_norm=out.grad_norm,
+        lr=rate,
+        tokens=out.tokens,
+        seconds=seconds.step,
+        data_seconds=seconds.data,
+        stall_seconds=out.stall_seconds,
+        flops=flops[0],
+        peak_flops=flops[1],
+        nbytes=_by_tier(engine),
+        elapsed_seconds=seconds.elapsed,
+        resumed_at=start,
+        written_nbytes=out.written_nbytes,
+        kept=engine.policy.kept_shares,
+        metrics=out.metrics,
+    )
+
+
+def _by_tier(engine: Trainable) -> dict[str, int]:
+    totals: Counter[str] = Counter()
+    for (tier, _), nbytes in engine.memory_table().items():
+        totals[tier] += nbytes
+    return dict(totals)
+
+
+def _hopeless(step: int, in_a_row: int, last: NonFinite) -> NonFinite:
+    steps = "1 step" if in_a_row == 1 else f"{in_a_row} steps in a row"
+    said = f"{last.where}: {last.what}" if last.where else last.what
+    fix = last.fix if last.parameters else "lower train.learning_rate or lengthen train.warmup_steps"
+    what = f"{steps} not finite, the last one: {said}"
+    return NonFinite(what, where=f"step {step:,}", fix=fix, parameters=last.parameters)

@@ -1,0 +1,234 @@
+"""Where gradients go: into the norm, and into the fused AdamW pass.
+
+With `update="next_forward"` the sink sums the squared norms of a step; when all units have landed, `finish` fixes the
+clipping factor and every unit has an update *pending*, to be applied by the next schedule (during its forward, just
+ahead of each unit's fetch) or by a flush. With `update="during_backward"` each unit is updated as it lands. Either
+way a gradient that is not finite stops the step before it is used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatrain.device import Device
+from megatrain.errors import NonFinite
+from megatrain.memory import unit_state
+from megatrain.optim import AdamW, StepScalars, clip_scale, sum_of_squares, update_fp32, update_split
+from megatrain.spec import ModelSpec, Numerics, Policy, UnitSpec
+from megatrain.spec.layout import layout_of
+from megatrain.train.device_adamw import kernels_for, sum_of_squares_on_device, update_on_device
+
+
+class OptimizerSink:
+    """A `GradSink` that trains: one AdamW over all units."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        numerics: Numerics,
+        policy: Policy,
+        optimizer: AdamW,
+        max_grad_norm: float | None,
+        threads: int,
+        device: Device,
+    ) -> None:
+        self.optimizer, self.max_grad_norm, self.threads = optimizer, max_grad_norm, threads
+        self.updates = 0
+        """Updates applied or pending; the step number of the newest."""
+        self.pending: set[int] = set()
+        """Units whose gradient of the last step waits in host memory."""
+        self._precision = numerics.precision
+        self._device = device
+        self._kernels: Any = None
+        self._deferred = policy.update == "next_forward"
+        self._names = [unit.name for unit in model.units]
+        self._layouts = [layout_of(unit) for unit in model.units]
+        self._segments = [self._cut(unit) for unit in model.units]
+        self.trained = [unit for unit, ranges in enumerate(self._segments) if ranges]
+        """Units with anything to update."""
+        self.applied = [0] * len(model.units)
+        """Updates that each unit has had."""
+        self.before_update: Callable[[int], None] = lambda unit: None
+        """Called with a unit that is about to change; may block until it may."""
+        self._squares: dict[int, float] = {}
+        self._on_their_way: dict[int, Tensor] = {}
+        """Sums of squares of units on the device, which are landed when the device has come to rest."""
+        self._sound: dict[int, Tensor] = {}
+        """Of units that are updated on the device as their gradient lands, whether it is finite: bool, there."""
+        self._let_through: set[int] = set()
+        """Those of them whose update has run, and has changed them if their gradient was finite."""
+        self._updated: set[int] = set()
+        self._scalars: StepScalars | None = None
+        self._next_lr = optimizer.lr
+        self.adopt(policy)
+
+    def begin(self, lr: float) -> None:
+        """A new step starts, whose own update will use this learning rate.
+
+        Raises `ConfigError` for a rate out of range, and `NonFinite` where an interrupted step has left some units
+        ahead of others; either way before anything is computed.
+        """
+        self.refuse_torn()
+        if not self.pending:  # an interrupted step whose updates were all applied counts as a step
+            self.updates = max([self.updates, *(self.applied[unit] for unit in self.trained)])
+        scalars = self.optimizer.scalars(lr=lr, step=self.updates + 1)
+        for found in (self._squares, self._on_their_way, self._sound):
+            found.clear()
+        self._updated.clear()
+        self._next_lr = lr
+        if not self._deferred:
+            self._scalars = scalars
+
+    def norm(self, unit: int, gradient: Tensor, loss: Tensor | None) -> None:
+        """Sum the squares of a unit's gradient. Raises `NonFinite`; of a unit on the device `finish` does."""
+        if self._on_device[unit]:
+            squares = sum_of_squares_on_device(gradient, self._kernels)
+            if loss is not None:
+                squares += 0 * loss  # of a loss that is not finite no gradient is used either
+            self._on_their_way[unit] = self._device.landing(squares)
+            if not self._deferred:
+                self._sound[unit] = squares.isfinite()
+            return
+        self._squares[unit] = sum_of_squares(_as_numpy(gradient), self.threads)
+        if not math.isfinite(self._squares[unit]):
+            raise self._refusal(unit)
+
+    def update(self, unit: int, gradient: Tensor, parts: Mapping[str, Tensor]) -> None:
+        """Apply AdamW to a unit, where its state is, with the scalars of the step that the gradient belongs to.
+
+        A deferred update that an interrupted step has applied already is not applied again.
+        """
+        if unit not in (self.pending if self._deferred else self.trained):
+            return
+        assert self._scalars is not None
+        self.before_update(unit)
+        if self._on_device[unit]:
+            sound = self._sound.get(unit)
+            segments, kernels = self._segments[unit], self._kernels
+            update_on_device(parts, gradient, self._precision, self._scalars, segments, sound, kernels)
+            if sound is not None:
+                self._let_through.add(unit)
+                return
+        else:
+            self._update_on_host(unit, gradient, parts)
+        self.pending.discard(unit)
+        self._updated.add(unit)
+        self.applied[unit] += 1
+
+    def _update_on_host(self, unit: int, gradient: Tensor, parts: Mapping[str, Tensor]) -> None:
+        assert self._scalars is not None
+        state, segments = unit_state(parts, self._layouts[unit], self._precision), self._segments[unit]
+        grad = _as_numpy(gradient)
+        hi = state.hi[: state.m.size]  # what is frozen comes after
+        if state.lo is None:
+            update_fp32(hi, state.m, state.v, grad, self._scalars, segments, self.threads)
+        else:
+            lo = state.lo[: state.m.size]
+            update_split(hi, lo, state.m, state.v, grad, self._scalars, segments, self.threads)
+
+    def adopt(self, policy: Policy) -> None:
+        """Units live where this policy has them from now on. Nothing may be pending, and the device is at rest."""
+        self._on_device = [policy.home(unit).on_device for unit in range(len(self._names))]
+        if any(self._on_device):
+            self._kernels = kernels_for(self._device)
+
+    def restore(self, updates: int) -> None:
+        """The state is that after so many updates, of each unit that trains; nothing is pending."""
+        self.updates, self._scalars = updates, None
+        self.pending.clear()
+        self.applied = [updates if ranges else 0 for ranges in self._segments]
+
+    def at_rest(self) -> None:
+        """The device has come to rest, whether the step has succeeded or not: what it has decided is known."""
+        self._squares |= {unit: float(squares) for unit, squares in self._on_their_way.items()}
+        for unit in sorted(self._let_through):
+            if math.isfinite(self._squares[unit]):
+                self._updated.add(unit)
+                self.applied[unit] += 1
+        for found in (self._on_their_way, self._sound, self._let_through):
+            found.clear()
+
+    def finish(self) -> float:
+        """All gradients of the step have landed: fix the clipping factor. Returns the global norm before clipping.
+
+        Raises `NonFinite` for the gradient of a unit on the device.
+        """
+        for unit in sorted(self._squares, reverse=True):
+            if not math.isfinite(self._squares[unit]):
+                raise self._refusal(unit)
+        total = math.sqrt(math.fsum(self._squares.values()))
+        if self._deferred:
+            scale = 1.0 if self.max_grad_norm is None else clip_scale(total, self.max_grad_norm)
+            self._scalars = self.optimizer.scalars(lr=self._next_lr, step=self.updates + 1, grad_scale=scale)
+            self.pending = set(self.trained)
+        self.updates += 1
+        return total
+
+    def refuse_torn(self) -> None:
+        """Raise `NonFinite` where an interrupted step has left some units ahead of others, naming them."""
+        if self.pending or len({self.applied[unit] for unit in self.trained}) <= 1:
+            return
+        newest = max(self.applied)
+        ahead = ", ".join(name for name, count in zip(self._names, self.applied, strict=True) if count == newest)
+        raise NonFinite(
+            f"an interrupted step has updated only these units: {ahead}",
+            where="optimizer",
+            fix="start again from a saved model; with max_grad_norm a step applies whole or not at all",
+        )
+
+    def _refusal(self, unit: int) -> NonFinite:
+        done = [] if self._deferred else sorted(self._updated | self._let_through)
+        if not done:
+            return NonFinite(
+                "the gradient is not finite",
+                where=self._names[unit],
+                fix="nothing was updated; lower the learning rate",
+            )
+        named = ", ".join(self._names[other] for other in done)
+        return NonFinite(
+            f"the gradient is not finite, and these units had been updated already: {named}",
+            where=self._names[unit],
+            fix="set max_grad_norm, which makes a step apply whole or not at all",
+        )
+
+    def _cut(self, unit: UnitSpec) -> list[tuple[int, int, bool]]:
+        """Element ranges that train, and whether they decay."""
+        fields = zip(layout_of(unit).fields, unit.params, strict=True)
+        return [(f.start, f.stop, self.optimizer.decays(f.name)) for f, param in fields if param.trainable]
+
+
+class GradientCollector:
+    """A `GradSink` that keeps a float32 copy of every gradient as it lands, and updates nothing."""
+
+    def __init__(self, model: ModelSpec, before_update: Callable[[int], None] = lambda unit: None) -> None:
+        self._before_update = before_update
+        self._fields = [
+            [f for f, param in zip(layout_of(unit).fields, unit.params, strict=True) if param.trainable]
+            for unit in model.units
+        ]
+        self._names = [unit.name for unit in model.units]
+        self.gradients: dict[str, Tensor] = {}
+
+    def norm(self, unit: int, gradient: Tensor, loss: Tensor | None) -> None:
+        if not bool(gradient.isfinite().all()):
+            raise NonFinite("the gradient is not finite", where=self._names[unit])
+        for field in self._fields[unit]:
+            part = gradient[field.start : field.stop].to("cpu", torch.float32, copy=True)
+            self.gradients[field.name] = part.view(field.shape)
+
+    def update(self, unit: int, gradient: Tensor, parts: Mapping[str, Tensor]) -> None:
+        """The weights stay as they are; but what lives on the disk is written back, so nobody may be reading it."""
+        self._before_update(unit)
+
+
+def _as_numpy(gradient: Tensor) -> np.ndarray:
+    """bfloat16 as its bits (uint16), float32 as it is; no copy."""
+    if gradient.dtype == torch.bfloat16:
+        return gradient.view(torch.int16).numpy().view(np.uint16)
+    return gradient.numpy()

@@ -1,0 +1,666 @@
+"""Does the engine compute what the stock model computes? The steps compared, the comparison, the kept answer."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+from torch import Tensor, nn
+
+from megatrain.engine import MicroBatch
+from megatrain.errors import ModelError, typed_line
+from megatrain.model.forward_arguments import arguments_of
+from megatrain.model.ports import takes
+from megatrain.model.skeleton import refuse_attention, where_of
+from megatrain.model.tiny import (
+    CPU_KERNELS,
+    StockConfig,
+    StockModel,
+    dropout_rates,
+    ordinary_tokens,
+    shrink,
+    twin_from,
+    with_dropout,
+)
+from megatrain.model.user_patches import HOOKS
+from megatrain.spec import ActivationPlan, Keep, Numerics, Policy
+
+# Cases ----------------------------------------------------------------------------------------------------------------
+#
+# What an engine is asked when it is compared with the stock model: steps to compute, and ways to compute them.
+#
+# Padding is on the left too, since behind a causal mask padding on the right touches nothing that counts; micro-batches
+# are unequal, so that a mean of means is not the mean; sequences are longer than the windows and chunks of a twin.
+
+
+SIM = "sim:7"
+ACTIVATION_PLANS: tuple[ActivationPlan, ...] = get_args(ActivationPlan)
+MIXTURE: tuple[tuple[Keep, ...], ...] = (("offload", "graph"), ("drop",))
+STORED: tuple[tuple[Keep, ...], ...] = (("chosen", "attention"),)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One step to compute: its micro-batches, under a name."""
+
+    name: str
+    micro_batches: tuple[MicroBatch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One way to compute it."""
+
+    name: str
+    device: str
+    numerics: Numerics
+    policy: Policy
+
+
+def micro_batch(
+    tokens: Sequence[int], rows: int, length: int, seed: int, left: int = 0, right: int = 0
+) -> dict[str, Tensor]:
+    """Random tokens int64[rows, length]; `left` of the first row and `right` of the last are padding, at that end."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.tensor(tokens)[torch.randint(len(tokens), (rows, length), generator=generator)]
+    if not left and not right:
+        return {"input_ids": ids, "labels": ids.clone()}
+    mask = torch.ones_like(ids)
+    mask[0, :left] = 0
+    mask[-1, length - right :] = 0
+    return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+
+
+def _read_by(model: StockModel, cases: Sequence[Case]) -> list[Case]:
+    """The cases without masks if nothing in the model reads one: then an engine refuses them."""
+    if "attention_mask" in arguments_of(model, ()):
+        return list(cases)
+    without = [
+        [{key: each[key] for key in each if key != "attention_mask"} for each in case.micro_batches] for case in cases
+    ]
+    return [replace(case, micro_batches=tuple(batches)) for case, batches in zip(cases, without, strict=True)]
+
+
+def packed(tokens: Sequence[int], lengths: Sequence[int], seed: int) -> dict[str, Tensor]:
+    """One row of several documents, told apart by position ids that start again."""
+    batch = micro_batch(tokens, 1, sum(lengths), seed)
+    batch["position_ids"] = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
+    return batch
+
+
+def short_cases(model: StockModel) -> list[Case]:
+    """Two unequal micro-batches, the first with padding. The first case that the stock model can compute is enough.
+
+    Padding on the left comes first: behind a causal mask, padding on the right touches nothing that counts.
+    """
+    tokens = ordinary_tokens(model.config)
+    single = micro_batch(tokens, 1, 7, 1)
+    cases = [
+        Case("two micro-batches, padded on both sides", (micro_batch(tokens, 2, 10, 0, left=3, right=2), single)),
+        Case("two micro-batches, padded on the right", (micro_batch(tokens, 2, 10, 0, right=3), single)),
+        Case("two micro-batches of whole rows", (micro_batch(tokens, 2, 10, 0), single)),
+    ]
+    return _read_by(model, cases)
+
+
+def full_cases(model: StockModel) -> list[Case]:
+    """Whole rows, padding on either side, packing (where the model takes positions), several unequal micro-batches."""
+    tokens = ordinary_tokens(model.config)
+    whole, single = micro_batch(tokens, 2, 12, 2), micro_batch(tokens, 1, 7, 1)
+    right, left = micro_batch(tokens, 2, 10, 0, right=3), micro_batch(tokens, 3, 9, 3, left=4)
+    cases = [
+        Case("whole rows", (whole,)),
+        Case("padding on the right", (right,)),
+        Case("padding on the left", (left,)),
+        Case("several micro-batches", (left, single, right)),
+    ]
+    if takes(model, "position_ids"):
+        cases.append(Case("packed documents", (packed(tokens, (6, 3, 5), 4),)))
+    return _read_by(model, cases)
+
+
+def short_settings() -> list[Setting]:
+    """Keeping graphs; computing layers again, their token-wise parts in chunks; and some of their ops alone."""
+    each = [_setting("cpu", plan, Numerics("fp32", loss_chunk_tokens=5)) for plan in ACTIVATION_PLANS]
+    numerics, policy = each[-1].numerics, each[-1].policy
+    chosen = Setting("cpu, chosen outputs", "cpu", numerics, replace(policy, activation_rows=STORED))
+    chunks = Setting("cpu, recompute, in chunks", "cpu", replace(numerics, mlp_chunk_tokens=4), policy)
+    return [*each[:-1], chunks, chosen]
+
+
+def full_settings() -> list[Setting]:
+    """Every activation plan, and a mixture, on the cpu and the simulated device, with few and many slots and pieces."""
+    each = [_setting("cpu", plan) for plan in ACTIVATION_PLANS]
+    each += [_setting(SIM, plan, shard_nbytes=1 << 16) for plan in ACTIVATION_PLANS]
+    chunks = replace(CHUNKS, mlp_chunk_tokens=4)
+    each.append(_setting(SIM, "recompute", chunks, shard_nbytes=1 << 14, weight_slots=1, grad_slots=1))
+    mixed = replace(each[-1].policy, activation_rows=MIXTURE, offload_slots=1, recompute_slots=1)
+    stored = replace(each[-1].policy, activation_rows=STORED)
+    return [
+        *each,
+        Setting(f"{SIM}, chosen outputs, 1 slot", SIM, chunks, stored),
+        Setting(f"{SIM}, a mixture of plans, 1 slot", SIM, chunks, mixed),
+    ]
+
+
+CHUNKS = Numerics("fp32", loss_chunk_tokens=7)
+
+
+def _setting(device: str, activations: ActivationPlan, numerics: Numerics = CHUNKS, **changes: Any) -> Setting:
+    policy = Policy(shares_memory=device == "cpu", activations=activations, host_threads=1, **changes)
+    slots = f", {policy.weight_slots} slot" if policy.weight_slots == 1 else ""
+    return Setting(f"{device}, {activations}{slots}", device, numerics, policy)
+
+
+# The comparison -------------------------------------------------------------------------------------------------------
+#
+# Does the engine compute what the stock model computes? The question put to a model's twin, and the answer kept.
+#
+# The truth is plain autograd through the library's own forward, one micro-batch after another (`truth`). Beside it
+# stand the engine's loss and every gradient, for several kinds of micro-batches, plans and devices (`compare`).
+# `full_report` asks everything, for `megatrain verify`; what an engine asks when it first meets an architecture is in
+# `short_check`.
+#
+# How large is an error? The norm of the difference over the norm of what is expected. A gradient that is zero but for
+# rounding (the bias of keys, before a softmax) has no scale of its own; so the scale is at least `FLOOR` of the largest
+# gradient norm of the step. What can hide below that is `tolerance` times `FLOOR` of it: rounding of the largest.
+#
+# Some gradients are small sums of large terms, so that rounding alone takes more than `tolerance` of them. Before such
+# an error is called one, the stock model is asked again with the last bit of its weights changed: the engine may be
+# `SLACK` times as far off as that.
+#
+# Engines are made by whoever asks (`make_engine`), so that this module does not need `train.engine`, which needs it.
+# Left out: bfloat16, whose error against the float32 truth says little about a mistake.
+
+
+TOLERANCE = 1e-5
+"""Largest relative error in float32 that is taken for rounding."""
+
+FLOOR = 1e-2
+"""The scale of an error is at least this share of the largest gradient norm."""
+
+SLACK = 4.0
+EPSILON = torch.finfo(torch.float32).eps
+
+
+class Computes(Protocol):
+    """What is asked of an engine."""
+
+    def gradients(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]: ...
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float: ...
+
+    def close(self) -> None: ...
+
+
+MakeEngine = Callable[[StockModel, str, Numerics, Policy], Computes]
+"""An engine over a model, on a device, by a policy; without a check of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The worst of one group: parameters that differ in the number of their layer alone, or the loss.
+
+    error: relative. parameter: the member that it was met at, in which case and setting. rounding: how far the stock
+    model's answer moves with the last bit of its weights, relative to the same; known where the error is above the
+    tolerance.
+    """
+
+    group: str
+    error: float
+    parameter: str
+    case: str = ""
+    setting: str = ""
+    rounding: float = 0.0
+
+    @property
+    def where(self) -> str:
+        return f"{self.case}; {self.setting}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a comparison found. `left_out` says which cases the stock model itself cannot do, and why."""
+
+    model: str
+    attention: str
+    tolerance: float
+    findings: tuple[Finding, ...]
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return all(self.agrees(finding) for finding in self.findings)
+
+    @property
+    def worst(self) -> Finding:
+        """The finding with the largest error, of those that do not agree if there are any."""
+        return max(self.findings, key=lambda finding: (not self.agrees(finding), finding.error))
+
+    def agrees(self, finding: Finding) -> bool:
+        return finding.error <= max(self.tolerance, SLACK * finding.rounding)
+
+    def raise_if_wrong(self) -> None:
+        """Raise `ModelError` naming the parameter that differs most, and what to try."""
+        if self.ok:
+            return
+        worst = self.worst
+        what = "its loss" if worst.parameter == LOSS else f"its gradient of {worst.parameter}"
+        others = [kernel for kernel in ("eager", "sdpa") if kernel != self.attention]
+        raise ModelError(
+            f"{what} would be wrong by {worst.error:.0e} ({worst.where}); it is not trained",
+            where=f"model {self.model}",
+            fix=f"try another attention kernel ({' or '.join(others)}), and please report it",
+        )
+
+
+LOSS = "loss"
+REPLAY = "dropout, replayed"
+ROUTERS = "router auxiliary loss"
+
+
+def verify_rows(report: Report) -> list[tuple[str, str, str]]:
+    """(parameter group, worst relative error, verdict) for each group in the model's order, for a table."""
+    return [
+        (each.group, f"{each.error:.1e}", "equal" if report.agrees(each) else f"differs: {each.where}")
+        for each in report.findings
+    ]
+
+
+Answers = tuple[float, dict[str, Tensor]]
+"""Loss, and gradient by parameter name."""
+
+
+def truth(model: StockModel, micro_batches: Sequence[MicroBatch]) -> Answers:
+    """Loss and every gradient of a step by plain autograd. A parameter that got none has a zero, a frozen one no entry.
+
+    The loss is the mean over all target tokens of the step. A router auxiliary loss counts with the coefficient that
+    the model itself gives it, for each micro-batch by its share of the target tokens.
+    """
+    model.zero_grad(set_to_none=True)
+    total = 0.0
+    for batch, share in _with_shares(micro_batches):
+        with torch.enable_grad():
+            loss = stock_loss(model, batch) * share
+            loss.backward()
+        total += loss.item()
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in named.items()}
+    model.zero_grad(set_to_none=True)
+    return total, gradients
+
+
+def _with_shares(micro_batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, float]]:
+    """Each micro-batch, with its share of the target tokens of the step."""
+    counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in micro_batches]
+    return [(batch, count / sum(counts)) for batch, count in zip(micro_batches, counts, strict=True)]
+
+
+def adds_for_routers(model: StockModel) -> bool:
+    """Whether the model's loss holds an auxiliary loss of its routers."""
+    return bool(getattr(model.config, "output_router_logits", False))
+
+
+def stock_loss(model: StockModel, batch: MicroBatch) -> Tensor:
+    """What the stock model's loss of a micro-batch is, in its own mode: mean cross-entropy over the target tokens in
+    float32, plus what the model adds for its routers. Every comparison with the library's code goes through here.
+
+    There must be no cache of keys and values: with one, the library takes packed sequences for a single one. What the
+    routers add is known only where gradients are enabled.
+    """
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    routed = adds_for_routers(model)
+    output = model(**inputs, **({"labels": batch["labels"]} if routed else {}), use_cache=False)
+    logits, targets = output.logits[:, :-1], batch["labels"][:, 1:]
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    balance = output.aux_loss if routed else None
+    if not isinstance(balance, Tensor) or not balance.requires_grad:
+        return loss
+    (coefficient,) = torch.autograd.grad(output.loss, balance, retain_graph=True)
+    return loss + coefficient * balance
+
+
+Known = tuple[Case, float, dict[str, Tensor]]
+"""A case with the stock model's answers."""
+
+SUSPECT = 1e-3
+"""An error above this is not rounding."""
+
+
+def compare(
+    model: StockModel,
+    make_engine: MakeEngine,
+    cases: Sequence[Case],
+    settings: Sequence[Setting],
+    tolerance: float = TOLERANCE,
+    enough: int | None = None,
+) -> Report:
+    """Compare the engine's loss and every gradient with the stock model's, for each case in each setting.
+
+    `model` has no dropout; it is not changed. Its mode is what is compared, the loss in evaluation mode. A case that
+    the stock model cannot compute, or not to finite numbers, is left out, and the report says so; `enough` others end
+    the search. Raises `ModelError` when no case is left, and whatever the engine raises.
+    """
+    known: list[Known] = []
+    left_out: list[str] = []
+    for case in cases:
+        if len(known) == enough:
+            break
+        try:
+            loss, gradients = _true_answers(model, case)
+        except Exception as error:  # the library's own code, on inputs that not every model takes
+            left_out.append(f"{case.name}: {typed_line(error)}")
+            continue
+        if math.isfinite(loss) and all(bool(torch.isfinite(each).all()) for each in gradients.values()):
+            known.append((case, loss, gradients))
+        else:
+            left_out.append(f"{case.name}: the stock model's loss or gradients are not finite")
+    if not known:
+        raise ModelError(
+            f"the stock model computes none of the cases ({left_out[0]})", where=f"model {type(model).__name__}"
+        )
+    tally = _Tally(model)
+    for setting in settings:
+        with closing(make_engine(model, setting.device, setting.numerics, setting.policy)) as engine:
+            for case, loss, gradients in known:
+                tally.gradients(engine.gradients(case.micro_batches), gradients, case.name, setting.name)
+                tally.loss(engine.evaluate(case.micro_batches), loss, case.name, setting.name)
+    suspects = {each.case for each in tally.worst.values() if tolerance < each.error < SUSPECT}
+    moved = {case.name: _moved(model, case) for case, *_ in known if case.name in suspects}
+    findings = [
+        replace(each, rounding=_rounding(each, known, moved)) if tolerance < each.error < SUSPECT else each
+        for each in tally.worst.values()
+    ]
+    kernel = str(model.config._attn_implementation)
+    return Report(type(model).__name__, kernel, tolerance, tuple(findings), tuple(left_out))
+
+
+def _moved(model: StockModel, case: Case) -> Answers:
+    """The stock model's answers when each of its weights has moved by its last bit, up or down."""
+    moved = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            up = torch.randint(2, parameter.shape, generator=generator).bool()
+            parameter.mul_(torch.where(up, 1 + EPSILON, 1 - EPSILON))
+    return _true_answers(moved, case)
+
+
+def _rounding(finding: Finding, known: Sequence[Known], moved: Mapping[str, Answers]) -> float:
+    """How far the answer that a finding is about has moved, or its own last bit: it is float32."""
+    _, loss, gradients = next(each for each in known if each[0].name == finding.case)
+    other_loss, others = moved[finding.case]
+    if finding.parameter == LOSS:
+        return max(EPSILON, _loss_error(other_loss, loss))
+    return max(EPSILON, _gradient_error(others[finding.parameter], gradients[finding.parameter], _floor(gradients)))
+
+
+def _true_answers(model: StockModel, case: Case) -> Answers:
+    """The loss in evaluation mode, and the gradients in the model's mode, of a copy: a forward may leave traces."""
+    _, gradients = truth(copy.deepcopy(model), case.micro_batches)
+    still = copy.deepcopy(model).eval()
+    loss = sum(stock_loss(still, batch).item() * share for batch, share in _with_shares(case.micro_batches))
+    return loss, gradients
+
+
+class _Tally:
+    """The worst error of each group so far."""
+
+    def __init__(self, model: StockModel) -> None:
+        self.worst: dict[str, Finding] = {LOSS: Finding(LOSS, 0.0, LOSS)}
+        for name in (name for name, parameter in model.named_parameters() if parameter.requires_grad):
+            self.worst.setdefault(group_of(name), Finding(group_of(name), 0.0, name))
+
+    def loss(self, found: float, expected: float, case: str, setting: str) -> None:
+        self._note(LOSS, _loss_error(found, expected), LOSS, case, setting)
+
+    def gradients(self, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], case: str, setting: str) -> None:
+        floor = _floor(expected)
+        for name, value in expected.items():
+            given = found.get(name)
+            error = math.inf if given is None else _gradient_error(given, value, floor)
+            self._note(group_of(name), error, name, case, setting)
+
+    def _note(self, group: str, error: float, parameter: str, case: str, setting: str) -> None:
+        error = math.inf if math.isnan(error) else error
+        if error > self.worst[group].error:
+            self.worst[group] = Finding(group, error, parameter, case, setting)
+
+
+def _loss_error(found: float, expected: float) -> float:
+    return abs(found - expected) / max(abs(expected), 1.0)
+
+
+def _floor(expected: Mapping[str, Tensor]) -> float:
+    return FLOOR * max(_norm(value) for value in expected.values())
+
+
+def _gradient_error(found: Tensor, expected: Tensor, floor: float) -> float:
+    if found.shape != expected.shape:
+        return math.inf
+    return _norm(found.double() - expected) / (max(_norm(expected), floor) or 1.0)
+
+
+def _norm(value: Tensor) -> float:
+    return float(value.double().norm())
+
+
+def group_of(name: str) -> str:
+    """The name of a parameter with a star for each number: `model.layers.*.mlp.up_proj.weight`."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def replay_finding(model: StockModel, make_engine: MakeEngine, case: Case, settings: Sequence[Setting]) -> Finding:
+    """With dropout, in training mode: every plan draws the same, so that all gradients are bit-equal.
+
+    The error is zero, or that of the parameter that differs most from the first setting.
+    """
+    answers: list[tuple[str, dict[str, Tensor]]] = []
+    for setting in settings:
+        with closing(make_engine(model, setting.device, setting.numerics, setting.policy)) as engine:
+            answers.append((setting.name, engine.gradients(case.micro_batches)))
+    first, expected = answers[0]
+    worst = Finding(REPLAY, 0.0, "", case.name, first)
+    for name, gradients in answers[1:]:
+        for parameter, value in gradients.items():
+            error = _gradient_error(value, expected[parameter], 0.0)
+            if not torch.equal(value, expected[parameter]) and not error <= worst.error:
+                worst = Finding(REPLAY, error, parameter, case.name, f"{first} against {name}")
+    return worst
+
+
+def full_report(
+    config: StockConfig,
+    make_engine: MakeEngine,
+    attention: str | None = None,
+    kind: type[StockModel] | None = None,
+) -> Report:
+    """Every case in every setting on a twin of `config`, dropout replayed, and the router auxiliary loss if it has one.
+
+    attention: the attention kernel, the config's own if it is not given. kind: the class of the model; what
+    `AutoModelForCausalLM` chooses if it is not given. Raises `ModelError` for a model that has no twin or that the
+    engine refuses, and for a kernel that the model has not or that no cpu has, where both are run.
+    """
+    if attention is not None:
+        where = where_of(config)
+        refuse_attention(config, attention, where)
+        if attention not in CPU_KERNELS:
+            fix = f"use attention={' or '.join(CPU_KERNELS)}"
+            raise ModelError(f"is compared on the cpu, which has no attention={attention}", where=where, fix=fix)
+    small = shrink(config, kind)
+    kernel = attention or config._attn_implementation
+    still = twin_from(with_dropout(small, 0.0), 0, kernel, kind)
+    report = compare(still, make_engine, full_cases(still), full_settings())
+    extra, left_out = [], []
+    if dropout_rates(small):
+        moving = twin_from(with_dropout(small, 0.2), 0, kernel, kind)
+        extra.append(replay_finding(moving, make_engine, full_cases(moving)[-1], full_settings()))
+    if getattr(small, "output_router_logits", None) is False:
+        small.output_router_logits = True
+        routed = twin_from(with_dropout(small, 0.0), 0, kernel, kind)
+        try:
+            worst = compare(routed, make_engine, short_cases(routed), full_settings(), enough=1).worst
+            extra.append(replace(worst, group=ROUTERS))
+        except ModelError as refusal:
+            left_out.append(f"{ROUTERS}: {refusal.what}")
+    return replace(report, findings=(*report.findings, *extra), left_out=(*report.left_out, *left_out))
+
+
+# The check of a new architecture --------------------------------------------------------------------------------------
+#
+# Architectures that are known to be computed right, and the check of one that is met for the first time.
+#
+# `short_check` is what an engine calls before it trains a model. A good answer is remembered in this process and in a
+# file, a failure never. What the check compares is in `train.parity`.
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """How an architecture stands: `remembered` from an earlier check, `checked` now, or `unchecked`, and `why`."""
+
+    state: Literal["remembered", "checked", "unchecked"]
+    why: str = ""
+
+
+NOT_ASKED = Checked("unchecked", "the check was switched off")
+
+CACHE = Path("~/.cache/megatrain/verified")
+
+
+def short_check(model: nn.Module, make_engine: MakeEngine, cache_folder: Path | None = None) -> Checked:
+    """Compare on the cpu, with padding, two micro-batches and every activation plan; raise `ModelError` on a mismatch.
+
+    What is checked is the twin of `type(model)` and its config, whatever the size of `model`. A good answer is
+    remembered in this process and as a file in `cache_folder` (`CACHE` if not given; without a usable one the check is
+    made each time), for as long as the class, its source, the small config, the attention kernel, the libraries and
+    MegaTrain itself are the same. A failure is never remembered. A model that is not what its class and config make
+    (see `customised`) may behave in ways that its twin does not show, so nothing is remembered for it either.
+
+    No answer is `unchecked`: the class cannot be made small, or the twin (unlike the model) cannot be streamed.
+    """
+    if not isinstance(model, StockModel):
+        return Checked("unchecked", "not a transformers model")
+    folder = Path(os.path.expanduser(cache_folder or CACHE))
+    ordinary = not customised(model)
+    at_sight = folder, _digest(type(model), model.config, _kernel(model))
+    if ordinary and at_sight in _SEEN:
+        return Checked("remembered")
+    try:
+        small = shrink(model.config, type(model))
+    except ModelError as error:
+        return Checked("unchecked", error.what)
+    path = folder / f"{_digest(type(model), small, _kernel(model))}.json"
+    remembered = ordinary and os.path.isfile(path)  # false where its folder may not be entered
+    answer = Checked("remembered") if remembered else _check(model, small, make_engine)
+    if answer.state == "unchecked":
+        return answer
+    if not ordinary:
+        return Checked("unchecked", "its class is computed right; hooks and code of this model's own are not compared")
+    _SEEN.add(at_sight)
+    _remember(path, type(model))
+    return answer
+
+
+def _check(model: StockModel, small: StockConfig, make_engine: MakeEngine) -> Checked:
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # whatever the caller's default device is
+        return _compared(model, small, make_engine)
+
+
+def _compared(model: StockModel, small: StockConfig, make_engine: MakeEngine) -> Checked:
+    kind, kernel = type(model), _kernel(model)
+    twin = twin_from(with_dropout(small, 0.0), 0, kernel, kind)
+    try:
+        report = compare(twin, make_engine, short_cases(twin), short_settings(), enough=1)
+        if any(dropout_rates(small)):
+            moving = twin_from(small, 0, kernel, kind)
+            replayed = replay_finding(moving, make_engine, short_cases(moving)[-1], short_settings())
+            report = replace(report, findings=(*report.findings, replayed))
+    except ModelError as refusal:
+        return Checked("unchecked", refusal.what)
+    except Exception as error:  # of the model's own code, in the engine's hands
+        what = f"a small model of its kind fails in the engine: {typed_line(error)}"
+        raise ModelError(what, where=f"model {kind.__name__}", fix="please report it") from error
+    report.raise_if_wrong()
+    return Checked("checked")
+
+
+_SEEN: set[tuple[Path, str]] = set()
+"""Cache folder and digest of what this process knows to be right."""
+
+
+def customised(model: nn.Module) -> bool:
+    """Whether a model may act otherwise than its class and config say.
+
+    That is so with hooks, a `forward` of an instance's own or put into a class from outside, or modules that are
+    neither torch's nor of the package that the model's class is from (adapters, replaced layers).
+    """
+    home = type(model).__module__.partition(".")[0]
+    for module in model.modules():
+        if "forward" in vars(module) or any(vars(module)[hooks] for hooks in HOOKS):
+            return True
+        for part in (type(module), type(module).forward):
+            if part.__module__.partition(".")[0] not in ("torch", "transformers", home):
+                return True
+    return False
+
+
+def _kernel(model: StockModel) -> str:
+    return str(model.config._attn_implementation)
+
+
+def _digest(kind: type, config: StockConfig, kernel: str) -> str:
+    """SHA-256 of all that an answer depends on."""
+    parts = [
+        f"{kind.__module__}.{kind.__qualname__}",
+        json.dumps(config.to_dict(), sort_keys=True, default=str),
+        kernel,
+        str(config._experts_implementation),
+        *(version(library) for library in ("transformers", "torch")),
+        _source_of(kind),
+        _own_sources(),
+    ]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+@cache
+def _source_of(kind: type) -> str:
+    """Digest of the file that defines a class; empty where there is none (a class made in a session)."""
+    try:
+        return hashlib.sha256(Path(inspect.getfile(kind)).read_bytes()).hexdigest()
+    except (OSError, TypeError):
+        return ""
+
+
+@cache
+def _own_sources() -> str:
+    """Digest of MegaTrain's own source files."""
+    package = Path(__file__).resolve().parent.parent
+    every = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        every.update(path.read_bytes())
+    return every.hexdigest()
+
+
+def _remember(path: Path, kind: type) -> None:
+    """Write an answer down, whole or not at all; a folder that cannot be written to only means another check."""
+    told = {"model": kind.__qualname__, "transformers": version("transformers"), "torch": version("torch")}
+    draft = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps(told))
+        draft.replace(path)
+    except OSError:
+        return

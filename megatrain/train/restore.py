@@ -1,0 +1,123 @@
+"""An engine's state out of a checkpoint: by the names of parameters, whatever policy, tiers or precision wrote it.
+
+Masters are float32 in every precision and moments too, so a state goes from `bf16` to `fp32` and back without losing a
+bit; what is computed from there on differs, as it does between the two from the first step. What is random in layers
+follows from the seed and the number of steps, both of which are part of the state; no generator has any. It leaves out
+whether it is right to go on with what has changed since (`megatrain.run.resume`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+
+from megatrain.checkpoint import Checkpoint
+from megatrain.errors import CheckpointError
+from megatrain.memory import Store
+from megatrain.optim import AdamW
+from megatrain.spec import ModelSpec, Numerics, Policy
+from megatrain.train.async_save import as_json, tensors_of, versions
+from megatrain.train.optimizer_sink import OptimizerSink
+
+ENGINE, CALLER = "engine", "run"
+"""The two parts of `training.json`: what the engine needs, and what its caller gave."""
+
+NewMoments = Literal["refuse", "zero"]
+"""What becomes of a parameter that trains now and did not when the checkpoint was written."""
+
+
+def as_saved(
+    sink: OptimizerSink,
+    numerics: Numerics,
+    policy: Policy,
+    steps: int,
+    seed: int,
+    names: list[str],
+    training: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What of a state is no tensor, and how it came about; beside it a copy of what the caller gave (`training`)."""
+    optimizer = sink.optimizer
+    facts = {
+        "steps": steps,
+        "updates": sink.updates,
+        "applied": dict(zip(names, sink.applied, strict=True)),
+        "seed": seed,
+        "precision": numerics.precision,
+        "max_grad_norm": sink.max_grad_norm,
+        "optimizer": {
+            "lr": optimizer.lr,
+            "betas": list(optimizer.betas),
+            "eps": optimizer.eps,
+            "weight_decay": optimizer.weight_decay,
+            "no_decay": list(optimizer.no_decay),
+        },
+        "numerics": as_json(numerics),
+        "policy": as_json(policy),
+        "versions": versions(),
+    }
+    return {ENGINE: facts, CALLER: _as_now(dict(training))}
+
+
+def facts_in(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """What `as_saved` keeps of the engine. Raises `CheckpointError` for a checkpoint that no engine has written."""
+    found = checkpoint.training.get(ENGINE)
+    if not isinstance(found, dict) or not {"steps", "updates", "seed"} <= found.keys():
+        raise CheckpointError("holds no state of an engine", where=str(checkpoint.folder), fix="go on from another one")
+    return found
+
+
+def optimizer_in(checkpoint: Checkpoint) -> AdamW:
+    """The optimizer that wrote it."""
+    fields: dict[str, Any] = dict(facts_in(checkpoint)["optimizer"])
+    return AdamW(**{**fields, "betas": tuple(fields["betas"]), "no_decay": tuple(fields["no_decay"])})
+
+
+def frozen_in(checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:
+    """Of these parameters, those that have no moments."""
+    return [name for name in names if name not in checkpoint.moment_shapes]
+
+
+def read_moments(checkpoint: Checkpoint, store: Store, new: NewMoments = "refuse") -> None:
+    """Set the moments of everything that trains.
+
+    Raises `CheckpointError`, before anything is set, for a parameter whose moments the checkpoint lacks, unless `new`
+    says that they begin as zeros, and for moments of another shape.
+    """
+    spec, there = store.model, checkpoint.moment_shapes
+    for param in (param for unit in spec.units for param in unit.params if param.trainable):
+        if param.name in there and there[param.name] != param.shape:
+            what = f"has moments of shape {list(there[param.name])} for {param.name}, which is {list(param.shape)}"
+            raise CheckpointError(what, where=str(checkpoint.folder), fix="go on with the model that it was made from")
+        if param.name not in there and new == "refuse":
+            fix = "freeze what was frozen, or let their moments begin as zeros"
+            raise CheckpointError(f"has no moments of {param.name}", where=str(checkpoint.folder), fix=fix)
+    for number, unit in enumerate(spec.units):
+        if not any(param.trainable for param in unit.params):
+            continue
+        state = store.change(number)
+        for name, (_, *moments) in tensors_of(store, number, state).items():
+            if moments and name in there:
+                ((_, m, v),) = checkpoint.moments([name])
+                moments[0].copy_(m)
+                moments[1].copy_(v)
+            else:
+                for moment in moments:
+                    torch.zero_(moment)
+    store.settle()
+
+
+def _as_now(value: Any) -> Any:
+    """A copy of nested lists and dicts: they are written later, beside a caller who may go on changing them."""
+    if isinstance(value, dict):
+        return {key: _as_now(each) for key, each in value.items()}
+    return [_as_now(each) for each in value] if type(value) is list else value
+
+
+def refuse_other_model(checkpoint: Checkpoint, spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise `CheckpointError` for a checkpoint of a model with these parameters, if they are not those of `spec`."""
+    ours = {param.name: param.shape for unit in spec.units for param in unit.params}
+    if odd := sorted({*ours.items()} ^ {*shapes.items()}):
+        what = f"is of another model: {odd[0][0]} of shape {list(odd[0][1])} is in one of the two alone"
+        raise CheckpointError(what, where=str(checkpoint.folder), fix="make an engine with Engine.from_checkpoint")

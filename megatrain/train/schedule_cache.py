@@ -1,0 +1,162 @@
+"""The schedules of one engine: built and proven at the first need, kept, and their memory provided each time.
+
+Ops depend on the number of micro-batches, not on their sizes, so schedules are kept by number; where inputs of layers
+are offloaded, for micro-batches as large as any so far. The activation plan may be left to the work of each step;
+nothing that a step computes depends on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Literal
+
+from megatrain.device import Device
+from megatrain.errors import DoesNotFit, PlanError
+from megatrain.memory import Disk, Store
+from megatrain.model import PortedModel
+from megatrain.plan import available_host_nbytes, fit_activations, nearest_that_fits
+from megatrain.schedule import Schedule, build_flush, build_forward, build_step, check
+from megatrain.spec import Limits, ModelSpec, Numerics, Policy, Work
+
+FIXED = ("update", "transit", "shares_memory")
+"""Fields of a policy that the state, the device's memory and the sink were made for."""
+
+Kind = Literal["step", "pending step", "forward", "flush"]
+Key = tuple[Kind, int, Policy]
+"""What is run, over how many micro-batches, by which policy."""
+
+
+class Schedules:
+    """What an engine walks, by kind of run and number of micro-batches. `policy` is that of the last one asked for."""
+
+    def __init__(
+        self,
+        ported: PortedModel,
+        store: Store,
+        numerics: Numerics,
+        policy: Policy,
+        device: Device,
+        *,
+        fits_activations: bool,
+    ) -> None:
+        self._ported, self._numerics, self.policy = ported, numerics, policy
+        self.known: dict[Key, Schedule] = {}
+        self._work: dict[Key, Work] = {}
+        """What each has been built for."""
+        self._store, self._pool, self._device = store, store.pool, device
+        self._fits_activations = fits_activations
+        self._is_scattered = False
+        """Whether state may lie elsewhere than `policy` says, since it could not be moved back."""
+
+    def get(self, kind: Kind, work: Work) -> Schedule:
+        """The schedule for this kind of run over this work, its memory allocated and all state in its place.
+
+        Raises `DoesNotFit`, before anything is allocated, with the nearest policy that would fit, and `DiskError`.
+        """
+        self._store.settle()
+        self._gather()
+        if self._fits_activations and kind in ("step", "pending step"):
+            self.policy = fit_activations(
+                self._ported.spec, self._numerics, self.policy, work, self._memory_for_activations
+            )
+        key: Key = kind, work.micro_batches, self.policy
+        built = self._work.get(key)
+        wanted = built or work
+        if self.policy.offloads:
+            wanted = _larger(wanted, work)
+        if wanted != built:
+            schedule = _build(kind, self._ported.known, self._numerics, self.policy, wanted)
+            check(schedule)
+            self.known[key], self._work[key] = schedule, wanted
+        try:
+            self._pool.provide(self.known[key].buffers.values())
+        except DoesNotFit as error:
+            ledger = self._pool.ledger
+            saves = ledger.table().get(("host", "checkpoint"), 0)  # of no schedule, and there all the same
+            left = {tier: budget - (saves if tier == "host" else 0) for tier, budget in ledger.budgets.items()}
+            error.fix = (
+                f"{error.fix}; {nearest_that_fits(self._ported.structure, self._numerics, self.policy, work, left)}"
+            )
+            raise
+        return self.known[key]
+
+    def adopt(self, policy: Policy) -> None:
+        """Another policy from now on, whose memory is provided with its first schedule; the old slots are given back.
+
+        Raises `PlanError` for a difference that cannot be followed, and what a tier refuses; the old one then holds.
+        """
+        for name in FIXED:
+            before, after = getattr(self.policy, name), getattr(policy, name)
+            if before != after:
+                raise PlanError(f"cannot be changed under way ({before} to {after})", where=f"policy.{name}")
+        policy.refuse_contradictions(self._numerics)
+        self._store.settle()
+        self._pool.keep_state()
+        self._is_scattered = True
+        try:
+            self._store.move(policy)
+        except BaseException:
+            self._gather()
+            raise
+        self._is_scattered = False
+        self.policy, self._fits_activations = policy, False
+
+    def _gather(self) -> None:
+        """Bring all state to where the policy has it; a schedule would take what it does not find there for new, and
+        begin it with zeros. Raises what a tier refuses, and the next call tries again."""
+        if self._is_scattered:
+            self._store.move(self.policy)
+            self._is_scattered = False
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self.known.clear()
+        self._work.clear()
+
+    @cached_property
+    def _memory_for_activations(self) -> int:
+        """Bytes that were free once the state had been allocated."""
+        return available_host_nbytes() if self.policy.shares_memory else self._device.free_nbytes()
+
+
+def budgets(limits: Limits, device: Device, disk: Disk | None = None) -> dict[str, int]:
+    """Bytes by tier: what the limits allow, else what the machine has now."""
+    there: dict[str, Callable[[], int]] = {"host": available_host_nbytes}
+    if not device.shares_memory:
+        there["device"] = device.free_nbytes
+    if disk is not None:
+        there["disk"] = disk.free_nbytes
+    given = {tier: nbytes for tier in ("host", "device", "disk") if (nbytes := limits.of(tier)) is not None}
+    return given | {tier: free() for tier, free in there.items() if tier not in given}
+
+
+def _larger(left: Work, right: Work) -> Work:
+    """Micro-batches as large as those of either."""
+    tokens = tuple(max(pair) for pair in zip(left.tokens, right.tokens, strict=True))
+    return Work(tokens, left.length if left.length == right.length else None, rows=right.rows)
+
+
+def _build(kind: Kind, spec: ModelSpec, numerics: Numerics, policy: Policy, work: Work) -> Schedule:
+    match kind:
+        case "flush":
+            return build_flush(spec, numerics, policy)
+        case "forward":
+            return build_forward(spec, numerics, policy, work)
+        case "step":
+            return build_step(spec, numerics, policy, work)
+        case "pending step":
+            return build_step(spec, numerics, policy, work, pending="all")
+
+
+def refuse_contradictions(numerics: Numerics, policy: Policy, max_grad_norm: float | None, device: Device) -> None:
+    """Raise `PlanError` for a policy that the other arguments rule out."""
+    policy.refuse_contradictions(numerics)
+    if policy.update == "during_backward" and max_grad_norm is not None:
+        raise PlanError(
+            "an exact global norm is known only after the backward pass",
+            where="policy.update",
+            fix="use update='next_forward', or max_grad_norm=None",
+        )
+    if policy.shares_memory and not device.shares_memory:
+        raise PlanError(f"{device.name} does not compute in host memory", where="policy.shares_memory")

@@ -1,0 +1,174 @@
+"""How a run is, for a person and a script: `status.json`, kept up to date by a thread that also looks for what hangs.
+
+The file holds one JSON object, replaced as a whole every few seconds and at each change of `state`: `starting`,
+`running`, `stopping` (asked to), and at the end `finished`, `stopped` or `failed` with the `error`. A process that was
+killed leaves `running` with a `heartbeat` (seconds since 1970) that no longer moves, and its `pid`.
+
+An op that has been under way for longer than `stall_seconds` while nothing else moved, a save that has written nothing
+for as long, and a thread that has died are told once each, with the op and its age, and stand under `stalled` for as
+long as they last. Nothing is stopped: a slow disk may recover, and whoever watches the file decides.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from megatrain.errors import typed_line
+from megatrain.system.paths import written_whole
+from megatrain.train.async_save import Saver
+from megatrain.train.events import Ended, Evaluated, Event, Resumed, RolledBack, Saved, Skipped, Stepped
+
+STATUS = "status.json"
+THREADS = "megatrain-"
+"""What the names of our threads begin with."""
+
+
+class Watched(Protocol):
+    """What is asked of an engine, from another thread; see `train.engine.Engine`."""
+
+    @property
+    def saver(self) -> Saver: ...
+    def under_way(self) -> tuple[list[tuple[str, str, float]], float]: ...
+
+
+class Health:
+    """A watcher, and a thread for the length of a `with` block.
+
+    say: told a line about each thing that hangs, from the thread. stopping: whether the run has been asked to stop.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        engine: Watched,
+        *,
+        steps: int,
+        stall_seconds: float,
+        beat_seconds: float = 2.0,
+        say: Callable[[str], None] = lambda line: None,
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.path, self._engine, self._say, self._stopping = path, engine, say, stopping
+        self._stall_seconds, self._beat_seconds = stall_seconds, beat_seconds
+        self._fields: dict[str, Any] = {
+            "state": "starting",
+            "step": 0,
+            "steps": steps,
+            "loss": None,
+            "validation_loss": None,
+            "validation_perplexity": None,
+            "tokens_per_second": None,
+            "seconds_per_step": None,
+            "last_checkpoint": None,
+            "last_checkpoint_step": None,
+            "saving": None,
+            "stalled": [],
+            "error": None,
+            "pid": os.getpid(),
+            "started": time.time(),
+            "heartbeat": time.time(),
+        }
+        self._told: set[str] = set()
+        self._refused = False
+        self._threads: dict[int, threading.Thread] = {}
+        self._end = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._beat, name="health", daemon=True)
+
+    def __enter__(self) -> Health:
+        self.write()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._end.set()
+        self._thread.join()
+        whole = self._fields["step"] >= self._fields["steps"]
+        state = "failed" if error is not None else "finished" if whole else "stopped"
+        self._fields |= {"state": state, "error": None if error is None else typed_line(error), "saving": None}
+        self._fields["stalled"] = []
+        self.write()
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case Stepped():
+                first = self._fields["state"] == "starting"
+                self._fields |= {
+                    "state": "running",
+                    "step": event.step,
+                    "loss": event.loss if math.isfinite(event.loss) else None,
+                    "tokens_per_second": event.tokens_per_second,
+                    "seconds_per_step": event.seconds,
+                }
+                if first:
+                    self.write()
+            case Skipped() | Ended():
+                self._fields["step"] = event.step
+            case Evaluated():
+                self._fields["validation_loss"] = event.loss if math.isfinite(event.loss) else None
+                finite = math.isfinite(event.perplexity)
+                self._fields["validation_perplexity"] = event.perplexity if finite else None
+            case RolledBack():
+                self._fields["step"] = event.to
+            case Resumed() | Saved():
+                self._fields |= {"last_checkpoint": event.checkpoint, "last_checkpoint_step": event.step}
+                self._fields["step"] = max(self._fields["step"], event.step)
+
+    def write(self) -> None:
+        """Replace the file. A disk that refuses is told once, and asked again at the next beat."""
+        if self._stopping() and self._fields["state"] == "running":
+            self._fields["state"] = "stopping"
+        self._fields |= {"heartbeat": time.time(), "saving": self._saving()}
+        with self._lock:
+            try:
+                with written_whole(self.path) as draft:
+                    draft.write_text(json.dumps(self._fields, indent=1) + "\n")
+                self._refused = False
+            except OSError as error:
+                if not self._refused:
+                    self._refused = True
+                    self._say(f"{self.path} cannot be written ({error.strerror or error}): it stays as it was")
+
+    def _beat(self) -> None:
+        while not self._end.wait(self._beat_seconds):
+            self._fields["stalled"] = found = self.stalled()
+            for line in found:
+                key = line.partition(" for ")[0]
+                if key not in self._told:
+                    self._told.add(key)
+                    self._say(line)
+            self.write()
+
+    def stalled(self) -> list[str]:
+        """What hangs now, each in a line with its age."""
+        found: list[str] = []
+        ops, quiet = self._engine.under_way()
+        if ops and quiet > self._stall_seconds:
+            op, stream, seconds = max(ops, key=lambda each: each[2])
+            found.append(f"op {op} on stream {stream} has been under way for {seconds:.0f} s")
+        save = self._engine.saver.current
+        if save is not None and not save.is_over and (age := time.monotonic() - save.moved) > self._stall_seconds:
+            found.append(f"the checkpoint of step {save.step:,} has stood still at {save.at} for {age:.0f} s")
+        return [*found, *self._died()]
+
+    def _died(self) -> list[str]:
+        """Threads of ours that were there and are no more, but for those that write one checkpoint."""
+        for thread in threading.enumerate():
+            if thread.name.startswith(THREADS) and thread.name != "megatrain-save" and thread.ident is not None:
+                self._threads[thread.ident] = thread
+        return [f"thread {each.name} has died" for each in self._threads.values() if not each.is_alive()]
+
+    def _saving(self) -> dict[str, Any] | None:
+        save = self._engine.saver.current
+        if save is None or save.is_over:
+            return None
+        share = save.written_nbytes / save.nbytes if save.nbytes else 0.0
+        return {"step": save.step, "at": save.at, "share": round(share, 3), "seconds": time.monotonic() - save.began}

@@ -1,0 +1,196 @@
+"""What has not changed since the checkpoint before is linked; whatever happens, each checkpoint is whole by itself."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain import AdamW, Engine
+from megatrain.checkpoint import Retention, full_check, hard_links, manifest, open_checkpoint, prune
+from megatrain.checkpoint.direct_io import DirectFile
+from megatrain.train.async_save import Save
+from tests.tiny import equal, tiny_model, unequal_batches
+
+BLOCK = 1 << 10
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "BLOCK_NBYTES", BLOCK)
+    monkeypatch.setattr(hard_links, "SMALLEST", 1)
+
+
+def made() -> Engine:
+    """The lower layer and the embedding are frozen."""
+    model = tiny_model()
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[0].requires_grad_(False)
+    return Engine.from_model(model, optimizer=AdamW(lr=1e-2), verify=False)
+
+
+def saved(engine: Engine, folder: Path, **how: Any) -> Save:
+    engine.step(unequal_batches(2))
+    save = engine.save(folder, **how)
+    save.wait()
+    return save
+
+
+def weights(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def inode(path: Path) -> int:
+    return path.stat().st_ino
+
+
+def test_files_of_frozen_weights_are_linked_and_outlive_the_one_before(tmp_path: Path) -> None:
+    with made() as engine:
+        first = saved(engine, tmp_path)
+        second = saved(engine, tmp_path)
+        assert first.path is not None
+        assert second.path is not None
+        trained, frozen = weights(first.path)
+        now_trained, now_frozen = weights(second.path)
+        assert inode(frozen) == inode(now_frozen)
+        assert inode(trained) != inode(now_trained)
+        assert now_frozen.stat().st_size <= second.shared_nbytes < second.nbytes
+        assert first.shared_nbytes == 0
+        assert not now_frozen.stat().st_mode & 0o222, "whoever wrote into it would write into both"
+        expected = engine.master_weights()
+        assert prune(tmp_path, Retention(keep_last=1)) == [first.path]
+        assert full_check(second.path) == []
+        loss = engine.step(unequal_batches(2)).loss
+    with Engine.from_checkpoint(second.path, verify=False) as again:
+        assert equal(again.master_weights(), expected)
+        assert again.step(unequal_batches(2)).loss == loss
+        third = saved(again, tmp_path)  # a resumed run shares too, once it has read what it shares
+        assert third.path is not None
+        assert inode(weights(third.path)[1]) == inode(now_frozen)
+
+
+def test_small_files_are_never_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hard_links, "SMALLEST", 1 << 20)
+    with made() as engine:
+        first, second = saved(engine, tmp_path), saved(engine, tmp_path)
+    assert second.shared_nbytes == 0
+    assert first.path is not None
+    assert second.path is not None
+    assert inode(first.path / "config.json") != inode(second.path / "config.json")
+
+
+def test_a_tokenizer_is_shared_by_its_content(tmp_path: Path) -> None:
+    texts = ["a" * 5000, "a" * 5000, "a" * 4999 + "b"]
+
+    def write(folder: Path) -> None:
+        (folder / "tokenizer.json").write_text(texts.pop(0))
+
+    with made() as engine:
+        paths = [saved(engine, tmp_path, write_more=write).wait() / "tokenizer.json" for _ in range(3)]
+    assert inode(paths[0]) == inode(paths[1]) != inode(paths[2])
+    assert paths[2].read_text().endswith("b")
+    assert paths[1].read_text().endswith("a")
+
+
+@pytest.mark.parametrize("at", [0, 3 * BLOCK, -1], ids=["first block", "fourth block", "last byte"])
+def test_what_differs_anywhere_is_written(at: int, tmp_path: Path) -> None:
+    """A frozen weight that changes all the same: the file is the new one, and the old one is as it was."""
+    with made() as engine:
+        first = saved(engine, tmp_path)
+        assert first.path is not None
+        before = weights(first.path)[1].read_bytes()
+        name = {0: "model.embed_tokens.weight", -1: "model.layers.0.post_attention_layernorm.weight"}.get(
+            at, "model.layers.0.mlp.up_proj.weight"
+        )
+        value = engine.master_weights()[name]
+        value.view(-1)[-1] += 1.0
+        engine._store.write_master(name, value)
+        second = saved(engine, tmp_path)
+        assert second.path is not None
+        after = engine.master_weights()
+    assert weights(first.path)[1].read_bytes() == before
+    assert weights(second.path)[1].read_bytes() != before
+    assert full_check(first.path) == full_check(second.path) == []
+    with Engine.from_checkpoint(second.path, verify=False) as again:
+        assert equal(again.master_weights(), after)
+
+
+def test_a_file_that_was_touched_is_written_anew_and_damage_is_not_handed_on(tmp_path: Path) -> None:
+    with made() as engine:
+        first = saved(engine, tmp_path)
+        assert first.path is not None
+        frozen = weights(first.path)[1]
+        content = bytearray(frozen.read_bytes())
+        content[-1] ^= 1
+        frozen.write_bytes(content)
+        second = saved(engine, tmp_path)
+        assert second.path is not None
+        assert full_check(first.path)
+        assert full_check(second.path) == []
+        assert inode(frozen) != inode(weights(second.path)[1])
+
+
+def test_damage_that_no_time_tells_of_is_found_before_it_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without links the file is copied; a bit has changed below the file system."""
+    with made() as engine:
+        first = saved(engine, tmp_path)
+        assert first.path is not None
+        frozen = weights(first.path)[1]
+        times = frozen.stat()
+        content = bytearray(frozen.read_bytes())
+        content[2 * BLOCK] ^= 1
+        frozen.write_bytes(content)
+        os.utime(frozen, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+        def refuses(source: Path, target: Path) -> None:
+            raise OSError(errno.EPERM, "no links here")
+
+        monkeypatch.setattr(os, "link", refuses)
+        engine.step(unequal_batches(2))
+        failed = engine.save(tmp_path)
+        with pytest.raises(Exception, match="is not as it was written"):
+            failed.wait()
+        assert full_check(saved(engine, tmp_path).wait()) == []  # and the next one writes everything
+
+
+def test_without_links_files_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(source: Path, target: Path) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", refuses)
+    with made() as engine:
+        first, second = saved(engine, tmp_path).wait(), saved(engine, tmp_path).wait()
+    (_, frozen), (_, now) = weights(first), weights(second)
+    assert inode(frozen) != inode(now)
+    assert frozen.read_bytes() == now.read_bytes()
+    assert full_check(second) == []
+
+
+def test_a_save_of_frozen_weights_writes_only_what_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    honest = DirectFile.__init__
+
+    def opens(file: DirectFile, path: Path, *rest: Any) -> None:
+        opened.append(path.name)
+        honest(file, path, *rest)
+
+    with made() as engine:
+        saved(engine, tmp_path)
+        monkeypatch.setattr(DirectFile, "__init__", opens)
+        saved(engine, tmp_path)
+    assert sorted(opened) == ["model-00001-of-00002.safetensors", "moments.safetensors"]
+
+
+def test_an_earlier_one_of_another_folder_or_without_a_manifest_is_none(tmp_path: Path) -> None:
+    with made() as engine:
+        first = saved(engine, tmp_path / "a").wait()
+        assert saved(engine, tmp_path / "b").shared_nbytes == 0
+        engine.saver.goes_on_from(tmp_path / "absent")
+        engine.restore(open_checkpoint(first))
+        third = engine.save(tmp_path / "a", step=9).wait()
+    assert inode(weights(first)[1]) == inode(weights(third)[1])

@@ -1,0 +1,294 @@
+"""The command line: what it answers, and with which exit code."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+from typer.models import ArgumentInfo
+
+import megatrain
+from megatrain import cli
+from megatrain.errors import NonFinite
+from tests.bad_paths import FOR_A_FILE, FOR_A_FOLDER, KINDS, bad_path
+
+SLOW = ("torch", "transformers", "numpy", "pydantic", "rich", "numba")
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of `megatrain ARGUMENTS`."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert isinstance(caught.value.code, int)
+    captured = capsys.readouterr()
+    return caught.value.code, captured.out, captured.err
+
+
+def test_help_names_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ((), ("--help",)):
+        code, out, _ = run(capsys, *arguments)
+        assert code == 0
+        assert "train" in out
+
+
+def test_the_version_is_told_with_those_that_decide_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "--version")
+    python, torch, transformers = platform.python_version(), version("torch"), version("transformers")
+    assert out == f"megatrain {megatrain.__version__} (torch {torch}, transformers {transformers}, python {python})\n"
+    assert (code, err) == (0, "")
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_and_version_load_no_slow_library(option: str) -> None:
+    code = f"import sys\nfrom megatrain import cli\ntry: cli.main([{option!r}])\nexcept SystemExit: pass\n" \
+           f"assert not {set(SLOW)!r} & set(sys.modules), set(sys.modules)"  # fmt: skip
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "megatrain", "trian"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, "error: no verb is called 'trian'; did you mean 'train'?\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("trian",), "no verb is called 'trian'; did you mean 'train'?"),
+        (("zzz",), "no verb is called 'zzz'; the verbs are train"),
+        (("train",), "megatrain train: which CONFIG?; try configs/quickstart.yaml"),
+        (("train", "--what"), "No such option: --what"),
+        (("train", "absent.yaml"), "absent.yaml: no such file"),
+        (("train", "configs/quickstart.yaml", "train.stps=1"), "did you mean train.steps?"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], expected: str
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    code, out, err = run(capsys, *arguments)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert expected in err
+
+
+PATH = "<path>"
+WITH_PATHS: list[tuple[tuple[str, ...], str, dict[str, str]]] = [
+    (("train", PATH), "CONFIG", {}),
+    (("init", PATH, "--model", "m", "--data", "d"), "FILE", FOR_A_FILE),
+    (("init", "x.yaml", "--model", PATH, "--data", "d"), "--model", {}),
+    (("init", "x.yaml", "--model", "m", "--data", PATH), "--data", {}),
+    (("init", "x.yaml", "--hardware", PATH), "--hardware", {}),
+    (("init", "x.yaml", "--folder", PATH), "--folder", FOR_A_FOLDER),
+    (("init", "x.yaml", "--disk", PATH), "--disk", FOR_A_FOLDER),
+    (("plan", PATH), "MODEL", {}),
+    (("plan", "m", "--hardware", PATH), "--hardware", {}),
+    (("plan", "m", "--html", PATH), "--html", FOR_A_FILE),
+    (("plan", "m", "--json", PATH), "--json", FOR_A_FILE),
+    (("verify", PATH), "MODEL", {}),
+    (("generate", PATH), "FOLDER", {}),
+    (("export", PATH, "t"), "SOURCE", {}),
+    (("export", "m", PATH), "TARGET", FOR_A_FOLDER),
+    (("report", PATH), "RUN", {}),
+    (("report", "r", "--html", PATH), "--html", FOR_A_FILE),
+    (("probe", "--path", PATH), "--path", FOR_A_FOLDER),
+    (("probe", "--output", PATH), "--output", FOR_A_FILE),
+]
+NO_PATHS = ("overrides", "prompt", "precision", "device", "attention", "device_memory", "host_memory", "disk_memory")
+
+
+@pytest.mark.parametrize(("arguments", "where", "kinds"), WITH_PATHS, ids=lambda value: str(value)[:40])
+def test_a_path_that_nobody_can_use_is_refused_whatever_argument_holds_it(
+    arguments: tuple[str, ...],
+    where: str,
+    kinds: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, (kind, says) in enumerate({**KINDS, **kinds}.items()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with monkeypatch.context() as locked:
+            path = bad_path(kind, folder, locked)
+            code, out, err = run(capsys, *(path if each == PATH else each for each in arguments))
+        assert (code, out) == (2, ""), kind
+        assert err.startswith(f"error: {where}: "), kind
+        assert says in err, kind
+        assert err.count("\n") == 1, kind
+        assert len(err) < 600, kind
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("generate", "m", "--temperature", "1e-300"), "1e-300 is no temperature; give 0, or a number from 1e-30"),
+        (("generate", "m", "--temperature", "inf"), "inf is no temperature"),
+        (("generate", "m", "--seed", str(10**30)), "is no seed; give a number from 0 to 2**63 - 1"),
+        (("probe", "--seconds", "1e300"), "--seconds"),
+        (("init", "x.yaml", "--model", "m", "--data", "d", "--steps", str(10**30)), "--steps"),
+    ],
+)
+def test_a_number_beyond_reason_is_refused(
+    arguments: tuple[str, ...],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(capsys, *arguments)
+    assert code == 2
+    assert says in err
+    assert len(err) < 400
+
+
+def test_every_argument_that_may_hold_a_path_is_among_those_tried() -> None:
+    tried = {(arguments[0], where) for arguments, where, _ in WITH_PATHS}
+    for command in cli.app.registered_commands:
+        assert command.callback is not None
+        for name, kind in get_type_hints(command.callback, include_extras=True).items():
+            if name == "return" or name in NO_PATHS or "str" not in str(get_args(kind)[0]):
+                continue
+            said = get_args(kind)[1]
+            where = said.metavar.strip("[]") if isinstance(said, ArgumentInfo) else f"--{name}"
+            assert (command.name, where) in tried
+
+
+def test_every_key_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "train", "--keys")
+    assert code == 0
+    assert "train.learning_rate = 0.0003\n    Peak learning rate.\n" in out
+    assert "train.steps  (required)\n" in out
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "err"),
+    [
+        (NonFinite("3 steps in a row\nnot finite", where="step 7"), 2, "error: step 7: 3 steps in a row not finite\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (None, 0, ""),
+    ],
+)
+def test_how_a_run_ends_decides_the_exit_code(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    raised: BaseException | None,
+    code: int,
+    err: str,
+) -> None:
+    from megatrain.run import training as wiring
+
+    def training(config: object, console: object) -> Path:
+        if raised is not None:
+            raise raised
+        return tmp_path
+
+    monkeypatch.setattr(wiring, "run_training", training)
+    quickstart = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+    found = run(capsys, "train", str(quickstart))
+    assert (found[0], found[2]) == (code, err)
+
+
+def test_what_a_model_leaves_out_of_its_files_is_told_beside_the_answer(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from megatrain.data import load_tokenizer
+    from tests.tiny import tiny_model
+
+    source, target = tmp_path / "model", tmp_path / "written"
+    tiny_model(vocab_size=300, eos_token_id=256).save_pretrained(source)
+    load_tokenizer("bytes").save_pretrained(source)
+    tensors = load_file(source / "model.safetensors")
+    save_file({**tensors, "vision.proj": torch.zeros(1)}, source / "model.safetensors", {"format": "pt"})
+    capsys.readouterr()  # the library's own bar
+    notice = "left out: 1 tensor in its files that the model does not use: vision.proj\n"
+    code, out, err = run(capsys, "export", str(source), str(target))
+    assert (code, out, err) == (0, f"{target}\n", notice)
+    code, _, err = run(capsys, "export", str(source), str(target), "--precision", "fp32")
+    assert (code, err) == (2, f"error: {target}: holds a model; choose another folder, or give --overwrite\n")
+    code, _, err = run(capsys, "export", str(source), str(target), "--overwrite")
+    assert (code, err) == (0, f"replaces the model in {target}\n{notice}")
+    code, out, err = run(capsys, "generate", str(source), "--max-new-tokens", "2")
+    assert code == 0
+    assert "left out" not in out
+    assert err.startswith(notice)
+    assert run(capsys, "generate", str(target), "--max-new-tokens", "2")[2].count("\n") == 1
+
+
+def test_a_probe_is_written_where_plan_and_train_look_for_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatrain.commands import probe
+    from megatrain.plan import machine as described
+    from megatrain.run import this_machine
+
+    monkeypatch.setattr(this_machine, "PROBED", tmp_path / "found" / "hardware.json")
+    monkeypatch.setattr(probe, "probe", lambda *_, **__: described("laptop"))
+    assert run(capsys, "probe")[0] == 0
+    assert this_machine.probed_machine() == described("laptop")
+    other = tmp_path / "other.json"
+    assert str(other) in run(capsys, "probe", "--output", str(other))[1]
+    assert other.exists()
+
+
+def test_a_defect_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatrain import config
+
+    def broken(path: str, overrides: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(config, "load_config", broken)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["train", "x.yaml"])
+
+
+def test_every_verb_that_takes_a_model_takes_the_folder_of_a_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from tests.run.test_training import configuration, train
+
+    train(configuration(tmp_path, train={"steps": 1, "sample_tokens": 0}, output={"verify_export": False}))
+    folder = tmp_path / "run"
+    for words in (("generate", "--max-new-tokens", "2"), ("export", str(tmp_path / "out")), ("verify",), ("plan",)):
+        verb, *rest = words
+        code, _, err = run(capsys, verb, str(folder), *rest)
+        assert (code, "error" in err) == (0, False), (verb, err)
+    model = {"path": str(folder), "config": None}
+    onward = configuration(tmp_path, output={"folder": str(tmp_path / "on"), "verify_export": False})
+    short = onward.train.model_copy(update={"steps": 1, "sample_tokens": 0})
+    train(onward.model_copy(update={"model": onward.model.model_copy(update=model), "train": short}))
+    for path in sorted((folder / "model").rglob("*")):
+        path.unlink()
+    for verb in ("generate", "verify", "plan"):
+        code, _, err = run(capsys, verb, str(folder))
+        newest = folder / "checkpoints" / "step-00000001"
+        told = f"error: model {folder}: is a run that has left no model yet; name its newest checkpoint, {newest}\n"
+        assert (code, err) == (2, told)
+
+
+def test_a_kernel_that_is_not_compared_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from tests.tiny import tiny_model
+
+    tiny_model().save_pretrained(tmp_path)
+    capsys.readouterr()
+    has_not = "LlamaForCausalLM cannot use attention={}"
+    for kernel, told in (
+        ("foo", has_not),
+        ("flash_attention_2", has_not),
+        ("flex_attention", "is compared on the cpu, which has no attention={}; use attention=eager or sdpa"),
+    ):
+        code, out, err = run(capsys, "verify", str(tmp_path), "--attention", kernel)
+        assert (code, out) == (2, "")
+        assert told.format(kernel) in err

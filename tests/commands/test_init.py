@@ -1,0 +1,74 @@
+"""Claims about `megatrain init`: what it writes can be trained with, and says what the plan says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatrain import cli
+from megatrain.commands.init import Answers, write_recipe
+from megatrain.config import load_config
+from megatrain.errors import ConfigError, DoesNotFit
+from tests.run.test_chats import chats
+from tests.run.test_recipes import TINY
+from tests.run.test_training import TEXT, train
+
+
+def sizes(tmp_path: Path, **fields: object) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", **TINY, **fields}))
+    return str(path)
+
+
+def test_what_it_writes_trains(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    answers = Answers(
+        sizes(tmp_path), (str(tmp_path / "text.txt"),), from_scratch=True, sequence_length=32, steps=2,
+        folder=str(tmp_path / "run"), precision="fp32",
+    )  # fmt: skip
+    plan = write_recipe(answers, tmp_path / "new.yaml")
+    text = (tmp_path / "new.yaml").read_text()
+    assert f"{plan.tokens_per_second:,.0f} tokens/s" in text
+    assert plan.question.hardware.name in text
+    assert [path.name for path in tmp_path.glob(".*")] == []
+    overrides = ["train.global_batch_size=4", f"data.cache={tmp_path}/cache", "train.sample_tokens=0"]
+    train(load_config(tmp_path / "new.yaml", overrides))
+    assert (tmp_path / "run" / "model").is_dir()
+
+
+def test_chats_get_what_fine_tuning_takes(tmp_path: Path) -> None:
+    answers = Answers(sizes(tmp_path), (str(chats(tmp_path / "chats.jsonl")),), hardware="rtx-4090")
+    write_recipe(answers, tmp_path / "new.yaml")
+    config = load_config(tmp_path / "new.yaml")
+    assert (config.train.learning_rate, config.train.weight_decay) == (1e-5, 0.0)
+    assert (config.train.device, config.train.hardware) == ("cuda:0", "rtx-4090")
+    assert config.data.sequence_length == TINY["max_position_embeddings"]
+    assert config.train.rows * config.data.sequence_length == 65_536
+    assert "NVIDIA RTX 4090" in (tmp_path / "new.yaml").read_text()
+
+
+def test_what_is_there_is_not_overwritten_and_what_does_not_fit_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "new.yaml"
+    target.write_text("mine")
+    with pytest.raises(ConfigError, match="is there already"):
+        write_recipe(Answers("x", ("y",)), target)
+
+    def refuses(_: object) -> None:
+        raise DoesNotFit("too large", where="plan")
+
+    monkeypatch.setattr("megatrain.commands.init.find_plan", refuses)
+    with pytest.raises(DoesNotFit):
+        write_recipe(Answers(sizes(tmp_path), ("y.jsonl",), hardware="rtx-3090"), tmp_path / "other.yaml")
+    assert target.read_text() == "mine"
+    assert not (tmp_path / "other.yaml").exists()
+
+
+def test_the_verb_asks_for_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["init", str(tmp_path / "new.yaml"), "--data", "x.jsonl"])
+    assert caught.value.code == 2
+    assert "error: megatrain init: --model is missing; give it as --model VALUE" in capsys.readouterr().err

@@ -1,0 +1,260 @@
+"""`megatrain plan` from a model's name to what is shown and written, and every mistake in one line."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import megatrain.run.this_machine
+from bench.shapes import llama_shape
+from megatrain.commands.plan import find_hardware, find_model, run_plan
+from megatrain.errors import ConfigError, DoesNotFit, MegaTrainError, ModelError, PlanError
+from megatrain.plan import machine, save_hardware
+from megatrain.plan.byte_amounts import parse_nbytes
+from tests.bad_paths import ENDLESS, endless_file
+from tests.tiny import FAMILIES, tiny_model
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 224,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+    "max_position_embeddings": 2048,
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    folder = tmp_path / "tiny-llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return str(folder / "config.json")
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    """A saved model that is large on paper."""
+    path = tmp_path / "saved.json"
+    path.write_text(json.dumps({"model": asdict(llama_shape("1B", 4, 4096, vocabulary=32_000))}))
+    return str(path)
+
+
+def shown(model: str, **options: Any) -> str:
+    console = Console(file=io.StringIO(), width=160, highlight=False)
+    run_plan(model, console, **{"hardware": "rtx-4090", **options})
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_config_is_planned_for_and_every_part_is_shown(config: str, tmp_path: Path) -> None:
+    html, content = tmp_path / "plan.html", tmp_path / "plan.json"
+    text = shown(config, attention="eager", length=512, sweeps=True, html=str(html), json_file=str(content))
+    for words in (
+        *("tiny-llama", "NVIDIA RTX 4090", "optimizer state", "tokens/s", "MFU", "what limits", "one upgrade"),
+        *("tokens per second by memory", "hide from", "nothing is written to disk"),
+        "eager",
+    ):
+        assert words in text, words
+    assert html.read_text().startswith("<!doctype html>")
+    assert "eager" in html.read_text()
+    written = json.loads(content.read_text())
+    assert written["model"]["attention"] == "eager"
+    assert f"{written['tokens_per_second']:,.0f} tokens/s" in text
+    assert written["sweep"]["tokens_per_second"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["plan.html", "plan.json", "tiny-llama"]
+
+
+def test_how_the_disk_is_read_is_said_where_the_plan_uses_it(saved: str, tmp_path: Path) -> None:
+    """A probe notes that direct I/O was refused."""
+    refused = "measured: through the page cache, direct I/O was refused, a file of 256 MiB, 512 MiB written"
+    described = machine("rtx-4090")
+    sources = tuple({**dict(described.sources), "disk_read_bandwidth": refused}.items())
+    save_hardware(replace(described, sources=sources), tmp_path / "probed.json")
+    options: dict[str, Any] = {"hardware": str(tmp_path / "probed.json"), "tokens_per_step": 4096, "length": 512}
+    assert refused in " ".join(shown(saved, host_memory="12GB", device_memory="6GB", **options).split())
+    assert "disk tier" not in shown(saved, **options)
+
+
+def test_what_was_not_asked_for_is_not_shown(saved: str) -> None:
+    assert "by memory" not in shown(saved)
+
+
+def test_a_saved_plan_can_be_planned_for_again_without_the_model(config: str, tmp_path: Path) -> None:
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    shown(config, json_file=str(first))
+    Path(config).unlink()
+    shown(str(first), json_file=str(second))
+    assert first.read_text() == second.read_text()
+
+
+def test_a_saved_plan_for_a_described_machine_needs_no_torch(saved: str) -> None:
+    code = (
+        "import sys; from rich.console import Console; from megatrain.commands.plan import find_model, find_hardware\n"
+        f"find_model({saved!r}, 'bf16'); find_hardware('h200')\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules), 'slow'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_specification_of_each_family_is_found_from_its_config(family: str, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    model.config.save_pretrained(tmp_path)
+    spec = find_model(str(tmp_path), "bf16")
+    assert spec.name == tmp_path.name
+    assert spec.numel == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_without_a_number_of_tokens_fewer_are_taken_until_they_fit(saved: str) -> None:
+    assert "65,536 tokens in" in shown(saved, hardware="h200")
+    assert "32,768 tokens in" in shown(saved, device_memory="2.9GB")
+    with pytest.raises(DoesNotFit):
+        shown(saved, device_memory="2.9GB", tokens_per_step=65_536)
+
+
+def test_options_reach_the_plan(saved: str) -> None:
+    console = Console(file=io.StringIO())
+    outlook = run_plan(
+        saved,
+        console,
+        hardware="h200",
+        tokens_per_step=16_384,
+        length=2048,
+        precision="fp32",
+        clips=False,
+        device_memory="40GiB",
+        host_memory="0.5TB",
+        disk_memory="2TB",
+        token_budget=2e9,
+    )
+    plan = outlook.plan
+    assert plan.question.budgets() == {"device": 40 << 30, "host": 5 * 10**11, "disk": 2 * 10**12}
+    assert (plan.numerics.precision, plan.policy.update) == ("fp32", "during_backward")
+    assert (plan.question.rows, plan.question.length) == (8, 2048)
+    assert outlook.run_seconds == pytest.approx(2e9 / plan.tokens_per_second)
+    assert outlook.peak_flops == machine("h200").peak_flops_fp32
+
+
+def test_this_machine_is_the_probed_one_or_roughly_described(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: str
+) -> None:
+    monkeypatch.setattr(megatrain.run.this_machine, "PROBED", tmp_path / "hardware.json")
+    rough = find_hardware(None)
+    assert "not probed" in rough.name
+    text = shown(config, hardware=None, length=128, tokens_per_step=256)
+    assert "not probed" in text
+    probed = replace(machine("laptop"), name="my own")
+    save_hardware(probed, tmp_path / "hardware.json")
+    assert find_hardware(None) == probed
+    assert find_hardware(str(tmp_path / "hardware.json")) == probed
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("24GB", 24 * 10**9),
+        ("1.5TB", 15 * 10**11),
+        (" 80 GiB ", 80 << 30),
+        ("512m", 512 * 10**6),
+        ("2000000", 2 * 10**6),
+        ("1MB", 10**6),
+    ],
+)
+def test_amounts_of_memory_are_read(text: str, nbytes: int) -> None:
+    assert parse_nbytes(text, "here") == nbytes
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GB", "-3GB", "24 gigs", "1e9", "nan", "0", "5", "999999", "9" * 4000, "12XB", "inf TB"]
+)
+def test_what_is_no_amount_of_memory_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no amount of memory; give one such as 24GB") as caught:
+        parse_nbytes(text, "--device-memory")
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "complaint"),
+    [
+        ({"hardware": "h20"}, PlanError, "no machine is called 'h20'; did you mean h200"),
+        ({"hardware": "/no/such.json"}, PlanError, "cannot be read"),
+        ({"device_memory": "40MB"}, DoesNotFit, "device memory"),
+        ({"host_memory": "10GB", "disk_memory": "0"}, DoesNotFit, "of host memory at the least"),
+        ({"tokens_per_step": 100, "length": 200}, PlanError, "100 tokens per step of sequences of 200"),
+        ({"length": 0}, PlanError, "sequences of 0"),
+        ({"token_budget": 0.0}, ConfigError, "--token-budget: 0 tokens"),
+        ({"token_budget": float("nan")}, ConfigError, "--token-budget"),
+        ({"precision": "fp8"}, ConfigError, "'fp8' is no precision; use bf16 or fp32"),
+        ({"html": "/no/folder/x.html"}, ConfigError, "--html: there is no folder"),
+        ({"json_file": "/"}, ConfigError, "--json: /: is a folder"),
+    ],
+)
+def test_mistakes_are_one_line(saved: str, options: dict[str, Any], kind: type, complaint: str) -> None:
+    with pytest.raises(kind, match=complaint) as caught:
+        shown(saved, **options)
+    assert isinstance(caught.value, MegaTrainError)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_a_file_that_never_ends_is_no_model(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    endless_file(kind, path)
+    with pytest.raises(ModelError, match=r"cannot be read|not a file"):
+        shown(str(path))
+
+
+def test_a_length_beyond_the_models_positions_is_refused(config: str) -> None:
+    with pytest.raises(
+        ConfigError, match="--sequence-length: sequences of 4,096 tokens, and the model has 2,048 positions"
+    ):
+        shown(config, length=4096)
+
+
+def test_what_does_not_fit_names_the_upgrade_that_would_help(saved: str) -> None:
+    with pytest.raises(
+        DoesNotFit, match=r"\(disk.folders\) would fit; twice the host memory would make it fit \(\S+ tokens/s\)"
+    ):
+        shown(saved, host_memory="12GB", disk_memory="0")
+    with pytest.raises(DoesNotFit, match="no single upgrade makes it fit"):
+        shown(saved, host_memory="5GB", disk_memory="0")
+
+
+def test_an_unknown_model_is_answered_with_the_nearest(config: str) -> None:
+    with pytest.raises(ModelError, match=r"did you mean \S*tiny-llama\?") as caught:
+        find_model(str(Path(config).parents[1] / "tiny-lama"), "bf16")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["{", '{"model": {}}', '{"model": [1]}', '{"hidden_size": 3}', "[]", "\x00"])
+def test_a_file_that_is_no_model_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    with pytest.raises(ModelError) as caught:
+        find_model(str(path), "bf16")
+    assert "bad.json" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(saved: str, tmp_path: Path, monkeypatch: Any) -> None:
+    old = tmp_path / "plan.html"
+    old.write_text("old")
+
+    def fail(self: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(ConfigError, match=r"plan.html: cannot be written \(No space left on device\)"):
+        shown(saved, html=str(old))
+    assert old.read_text() == "old"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["plan.html", "saved.json"]

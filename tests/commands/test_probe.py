@@ -1,0 +1,156 @@
+"""`probe` finds out about this machine in the time it is given, says how, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import fields
+from math import isfinite
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import megatrain.commands.probe
+from megatrain.commands.probe import probe
+from megatrain.device import open_device
+from megatrain.device import probe as device_probe
+from megatrain.device.cpu import CpuDevice
+from megatrain.errors import DeviceError
+from megatrain.plan.cost import product_seconds
+from megatrain.plan.machines import load_hardware, machine, save_hardware
+from megatrain.spec import Hardware
+
+SECONDS = 0.6
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes and sizes that fit a short time."""
+    monkeypatch.setitem(device_probe.PRODUCTS, "cpu", [(8, 64, 64), (64, 128, 64), (256, 256, 256)])
+    monkeypatch.setitem(device_probe.LENGTHS, "cpu", (16, 64))
+    monkeypatch.setitem(device_probe.COPIED_WITHIN, "cpu", 1 << 20)
+    monkeypatch.setitem(device_probe.LAYER, "cpu", (32, 64))
+    monkeypatch.setattr(megatrain.commands.probe, "MOST_PARAMS", 1 << 20)
+    monkeypatch.setattr(megatrain.commands.probe, "FILE_NBYTES", 8 << 20)
+    monkeypatch.setattr(megatrain.commands.probe, "FRESH_NBYTES", 1 << 20)
+
+
+@pytest.fixture
+def cpu() -> Iterator[CpuDevice]:
+    device = CpuDevice()
+    yield device
+    device.close()
+
+
+def test_a_cpu_is_probed_and_saved(cpu: CpuDevice, tmp_path: Path) -> None:
+    said: list[str] = []
+    began = time.perf_counter()
+    found = probe(cpu, tmp_path / "runs" / "next", SECONDS, said.append)
+    assert time.perf_counter() - began < 30
+    assert os.listdir(tmp_path) == []
+    assert len(said) >= 8
+    sources = dict(found.sources)
+    expected_unknown = {"peak_flops", "peak_flops_fp32", "disk_endurance_nbytes", "elementwise_bandwidth"}
+    expected_unknown |= {f"{kind}_{way}_bandwidth" for kind in ("duplex", "pageable") for way in ("fetch", "grad")}
+    for field in fields(Hardware):
+        value = getattr(found, field.name)
+        if field.name in expected_unknown:
+            assert value is None
+            continue
+        assert value not in (None, ()), field.name
+        assert field.name == "sources" or sources[field.name], field.name
+        if isinstance(value, float):
+            assert isfinite(value), field.name
+            assert value > 0, field.name
+    assert found.shares_memory
+    assert found.device_nbytes == found.host_nbytes
+    assert found.host_bandwidth == found.optimizer_bandwidth[-1][1]
+    save_hardware(found, tmp_path / "here.json")
+    assert load_hardware(tmp_path / "here.json") == found
+    assert product_seconds(found, "bf16", 256, 256, 256) > 0
+
+
+class Refusing(CpuDevice):
+    """An accelerator by a name that the library knows, whose host memory may not be page-locked."""
+
+    name = "cuda:0"
+    model = "NVIDIA GeForce RTX 4090"
+    shares_memory = False
+
+    def free_nbytes(self) -> int:
+        return 4 << 30
+
+
+def test_without_permission_to_pin_the_rates_are_those_of_pageable_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = device_probe.copy_rates
+    monkeypatch.setattr(
+        megatrain.commands.probe, "copy_rates", lambda device, seconds: small(device, seconds, piece=1 << 20)
+    )
+    said: list[str] = []
+    device = Refusing()
+    found = probe(device, tmp_path, SECONDS, said.append)
+    device.close()
+    assert found.pinnable_nbytes == 0
+    assert "refused" in dict(found.sources)["pinnable_nbytes"]
+    assert "page-locking was refused" in dict(found.sources)["fetch_bandwidth"]
+    assert any("page-locked" in line for line in said)
+    assert found.duplex_fetch_bandwidth
+    assert found.pageable_grad_bandwidth
+    described = machine("rtx-4090")
+    assert found.peak_flops == described.peak_flops
+    assert dict(found.sources)["peak_flops"] == dict(described.sources)["peak_flops"]
+    assert not found.shares_memory
+    save_hardware(found, tmp_path / "here.json")
+    assert load_hardware(tmp_path / "here.json") == found
+
+
+def test_a_disk_without_room_is_left_alone(cpu: CpuDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatrain.commands.probe, "available_disk_nbytes", lambda folder: 1 << 20)
+    said: list[str] = []
+    found = probe(cpu, tmp_path, 0.1, said.append)
+    assert (found.disk_nbytes, found.disk_read_bandwidth, found.disk_rates) == (1 << 20, None, ())
+    assert any("too little to measure" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("limit", "locks", "found"), [(1 << 20, True, 1 << 36), (1 << 20, False, 1 << 20), (1 << 35, True, 1 << 35)]
+)
+def test_whether_a_driver_keeps_to_the_limit_on_locked_memory_is_tried(
+    limit: int, locks: bool, found: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the limit is so large that trying would take long, it is believed."""
+    monkeypatch.setattr(megatrain.commands.probe, "pinnable_nbytes", lambda host: limit)
+    held: list[object] = []
+
+    def allocate(nbytes: int, owner: str) -> object:
+        assert limit < nbytes < 1 << 28
+        held.append(SimpleNamespace(is_pinned=lambda: locks))
+        return held[-1]
+
+    device = SimpleNamespace(
+        shares_memory=False, allocate_host=allocate, free_host=lambda memory, owner: held.remove(memory)
+    )
+    nbytes, why = megatrain.commands.probe._lockable(device, 1 << 36)  # type: ignore[arg-type]
+    assert nbytes == found
+    assert ("measured" in why) == (limit == 1 << 20 and locks)
+    assert held == []
+
+
+def test_a_simulated_device_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match="sim:3: is as fast as it is set to be; probe cpu or cuda:0"):
+        probe(open_device("sim:3"), tmp_path, SECONDS)
+
+
+def test_a_path_that_may_not_be_written_to_is_refused_before_anything_is_measured(
+    cpu: CpuDevice, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    said: list[str] = []
+    with pytest.raises(DeviceError, match=r"file: cannot be written .Not a directory.; give a folder") as caught:
+        probe(cpu, tmp_path / "file", SECONDS, said.append)
+    assert "\n" not in str(caught.value)
+    assert said == []

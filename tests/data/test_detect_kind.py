@@ -1,0 +1,179 @@
+"""Claims about telling text from samples: as the user's fields say, and in doubt with a word, not in silence."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import datasets
+import pytest
+
+from megatrain.data import Source, holds_samples, prepare_tokens, read_samples, source_called
+from megatrain.data.read_rows import LeftOut
+from megatrain.data.sample_formats import Schema
+from megatrain.data.tokenizer import load_tokenizer
+from megatrain.errors import DataError
+
+CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+ALPACA = {"instruction": "q", "output": "a"}
+
+
+def lines(path: Path, *rows: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), "utf-8")
+    return path
+
+
+def counts(source: Source, bad: str = "leave_out") -> tuple[int, dict[str, int]]:
+    left_out = LeftOut("leave_out" if bad == "leave_out" else "stop")
+    return sum(1 for _ in read_samples([source], left_out)), dict(left_out.counts)
+
+
+@pytest.mark.parametrize("name", ["data/train.parquet", "data.json", "data.jsonl", "DATA.JSON"])
+def test_a_readme_beside_samples_does_not_make_text_of_them(tmp_path: Path, name: str) -> None:
+    """As a data set is cloned from the hub, with what its client keeps there."""
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    if path.suffix == ".parquet":
+        datasets.Dataset.from_list([ALPACA]).to_parquet(str(path))
+    else:
+        path.write_text(json.dumps([ALPACA] if path.suffix.lower() == ".json" else ALPACA))
+    for other in ("README.md", "LICENSE", ".gitattributes", ".cache/huggingface/a.metadata", "dataset_infos.json"):
+        lines(tmp_path / other, "{}")
+    assert holds_samples(str(tmp_path))
+    count, left_out = counts(Source(str(tmp_path)), "stop")
+    assert count == 1
+    assert left_out == {"hidden in a folder": 2, "file about the data": 3}
+
+
+def test_a_folder_of_samples_and_other_things_wants_a_word(tmp_path: Path) -> None:
+    lines(tmp_path / "chats.jsonl", CHAT)
+    lines(tmp_path / "module.py", "code")
+    with pytest.raises(DataError, match=r"holds samples \(chats.jsonl\) beside other files \(module.py\); .*pattern"):
+        holds_samples(str(tmp_path))
+    assert holds_samples(str(tmp_path), Schema("chat"))
+    assert holds_samples(str(tmp_path), pattern="*.jsonl")
+    assert not holds_samples(str(tmp_path), pattern="*.py")
+    assert not holds_samples(str(tmp_path), Schema("text"))
+
+
+def test_a_folder_of_code_is_text(tmp_path: Path) -> None:
+    lines(tmp_path / "README.md", "words")
+    lines(tmp_path / "package.json", '{"name": "x", "version": "1"}')
+    lines(tmp_path / "names.json", '["a", "b"]')
+    lines(tmp_path / "module.py", "code")
+    assert not holds_samples(str(tmp_path))
+
+
+def test_any_file_of_a_folder_may_make_samples_of_it(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").touch()
+    lines(tmp_path / "b.jsonl", {"text": "t"})
+    lines(tmp_path / "c.jsonl", {**CHAT, "text": "u"})
+    assert holds_samples(str(tmp_path))
+
+
+def test_the_first_object_decides_whatever_stands_before_it(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", "{", {"about": "these chats"}, CHAT)
+    assert holds_samples(str(path))
+    assert counts(Source(str(path))) == (1, {"not a line of JSON": 1, "of no known format": 1})
+
+
+def test_json_lines_of_an_unknown_shape_are_answered_as_samples(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"dialog": CHAT["messages"]})
+    assert holds_samples(str(path))
+    with pytest.raises(DataError, match=r"it holds 'dialog'; set data\.columns=\{messages: dialog\}"):
+        counts(Source(str(path)), "stop")
+    assert holds_samples(str(tmp_path))
+    assert not holds_samples(str(lines(tmp_path / "b.jsonl", {"title": "x"}, {"text": "t"})))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "zeros"])
+def test_files_that_never_end_are_no_source(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in ("a.jsonl", "a.json", "a.txt", "a.parquet", "a.bin", "dataset_info.json"):
+        os.mkfifo(folder / name) if kind == "pipe" else (folder / name).symlink_to("/dev/zero")
+        for source in (str(folder / name), f"{folder / name}#x"):
+            with pytest.raises(DataError, match=r"neither a file nor a folder|is a (pipe|device), not a file|no such"):
+                prepare_tokens([source], load_tokenizer("bytes"), cache=tmp_path / "cache")
+            with pytest.raises(DataError, match=r"neither a file nor a folder|is a (pipe|device), not a file|no such"):
+                counts(source_called(source, Schema()))
+    with pytest.raises(DataError, match=r"left out: 6 special|no file matches"):
+        prepare_tokens([folder], load_tokenizer("bytes"), cache=tmp_path / "cache")
+    saved = tmp_path / "saved"
+    datasets.Dataset.from_list([ALPACA]).save_to_disk(str(saved))
+    assert counts(Source(str(saved)))[0] == 1
+    (table,) = saved.glob("*.arrow")
+    table.unlink()
+    os.mkfifo(table) if kind == "pipe" else table.symlink_to("/dev/zero")
+    with pytest.raises(DataError, match=r"cannot be read .*a (pipe|device), not a file"):
+        counts(Source(str(saved)))
+
+
+def test_the_names_of_the_users_fields_count(tmp_path: Path) -> None:
+    path = str(lines(tmp_path / "a.jsonl", {"dialog": CHAT["messages"], "text": "no"}))
+    assert not holds_samples(path)
+    assert holds_samples(path, Schema(columns={"messages": "dialog"}))
+    path = str(lines(tmp_path / "b.jsonl", {"content": "yes", "text": "no"}))
+    schema = Schema("text", {"text": "content"})
+    assert holds_samples(path, schema)  # where the name of the field is heeded
+    assert [sample.text for sample in read_samples([source_called(path, schema)], LeftOut())] == ["yes"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("chats.txt", json.dumps(CHAT), "samples under a name that does not say so; rename it"),
+        ("chats", json.dumps([ALPACA]), "samples under a name that does not say so; rename it"),
+        ("a.csv", "a,b\n1,2", "a table in text"),
+        ("a.txt", '"Instruction";"input";"output"\nq;;a', "a table in text"),
+    ],
+)
+def test_samples_under_another_name_are_not_read_as_text(tmp_path: Path, name: str, content: str, what: str) -> None:
+    path = lines(tmp_path / name, content)
+    with pytest.raises(DataError, match=what):
+        holds_samples(str(path))
+    assert not holds_samples(str(path), Schema("text"))
+
+
+@pytest.mark.parametrize(
+    "content", ["Messages\n\nwords", "[1]", "{}", "instruction, and more", json.dumps({"text": "x"})]
+)
+def test_ordinary_text_is_text(tmp_path: Path, content: str) -> None:
+    assert not holds_samples(str(lines(tmp_path / "a.txt", content)))
+
+
+def test_a_pattern_chooses_the_files_of_samples(tmp_path: Path) -> None:
+    lines(tmp_path / "train.jsonl", CHAT, CHAT)
+    lines(tmp_path / "test.jsonl", CHAT)
+    assert counts(source_called(str(tmp_path), Schema(), pattern="train*"))[0] == 2
+    assert counts(source_called(str(tmp_path), Schema()))[0] == 3
+
+
+def test_a_name_of_the_hub_may_end_in_a_version() -> None:
+    assert holds_samples("teknium/OpenHermes-2.5")
+    assert not holds_samples("data/missing.json5")
+
+
+def test_a_link_without_a_suffix_behind_it_is_what_its_name_says(tmp_path: Path) -> None:
+    """As the hub's client keeps files."""
+    blob = lines(tmp_path / "blobs" / "0a1b", ALPACA)
+    text = lines(tmp_path / "blobs" / "2c3d", {"text": "words"})
+    (tmp_path / "rich").mkdir()
+    (tmp_path / "rich" / "a.jsonl").symlink_to(blob)
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "a.jsonl").symlink_to(text)
+    assert holds_samples(str(tmp_path / "rich"))
+    assert counts(Source(str(tmp_path / "rich"))) == (1, {})
+    assert not holds_samples(str(tmp_path / "plain"))
+    tokens = prepare_tokens([tmp_path / "plain"], load_tokenizer("bytes"), cache=tmp_path / "cache")
+    assert bytes(tokens.ids[:-1].astype("u1")) == b"words"
+
+
+def test_a_compressed_file_is_called_compressed(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"x"))
+    assert not holds_samples(str(tmp_path / "a.jsonl.gz"))
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz: is compressed; decompress it"):
+        prepare_tokens([tmp_path / "a.jsonl.gz"], load_tokenizer("bytes"), cache=tmp_path)

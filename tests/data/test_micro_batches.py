@@ -1,0 +1,56 @@
+"""Claims about best-fit packing: every sample once, no row too full, and about as few rows as there can be."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.data.micro_batches import best_fit
+
+
+def slowly(lengths: list[int], room: int) -> int:
+    """The twin: rows that best-fit decreasing opens, each found by looking at all."""
+    free: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [(left, row) for row, left in enumerate(free) if left >= length]
+        if fitting:
+            free[min(fitting)[1]] -= length
+        else:
+            free.append(room - length)
+    return len(free)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(30, 60), st.integers(0, 9))
+def test_every_sample_is_in_one_row_that_is_not_too_full(lengths: list[int], room: int, seed: int) -> None:
+    sizes = np.array(lengths)
+    members, starts = best_fit(sizes, room, seed)
+    assert sorted(members.tolist()) == list(range(len(lengths)))
+    rows = [members[a:b] for a, b in itertools.pairwise(starts)]
+    assert all(len(row) and sizes[row].sum() <= room for row in rows)
+    assert len(rows) == slowly(lengths, room)
+
+
+def test_a_seed_tells_equal_samples_apart() -> None:
+    lengths = np.full(40, 5)
+    first, again, other = (best_fit(lengths, 10, seed)[0].tolist() for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_nothing_is_packed_of_nothing_and_what_is_too_long_is_refused() -> None:
+    members, starts = best_fit(np.array([], dtype=np.int64), 10, 0)
+    assert (len(members), starts.tolist()) == (0, [0])
+    with pytest.raises(ValueError, match="11 tokens in rows of 10"):
+        best_fit(np.array([11]), 10, 0)
+
+
+def test_lengths_as_they_occur_fill_their_rows_soon() -> None:
+    lengths = np.minimum(np.random.default_rng(0).lognormal(5, 1, 50_000).astype(np.int64) + 2, 2048)
+    began = time.perf_counter()
+    _, starts = best_fit(lengths, 2048, 0)
+    assert time.perf_counter() - began < 5
+    assert lengths.sum() / ((len(starts) - 1) * 2048) > 0.99

@@ -1,0 +1,157 @@
+"""Claims about the cache of encoded samples: keyed by content, and telling the same when it is used."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.data import (
+    EncodeOptions,
+    Encoder,
+    Source,
+    begins_with_text,
+    encode_samples,
+    holds_samples,
+    prepare_samples,
+    source_called,
+)
+from megatrain.data.sample_cache import example_of, holds_text_only, statistics_of
+from megatrain.data.sample_formats import Schema
+from megatrain.errors import DataError, SampleError
+from tests.data.chats import byte_tokenizer
+
+ENCODER = Encoder(byte_tokenizer("chatml"), EncodeOptions(max_tokens=60))
+CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+UNANSWERED = {"messages": [{"role": "user", "content": "q"}]}
+
+
+def lines(path: Path, *rows: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), "utf-8")
+    return path
+
+
+def test_the_same_content_is_encoded_once_wherever_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = lines(tmp_path / "a" / "x.jsonl", CHAT, UNANSWERED, CHAT)
+    first = prepare_samples(Source(str(path)), ENCODER, cache=tmp_path / "cache")
+    moved = path.rename(tmp_path / "y.jsonl")
+    os.utime(moved, (1, 1))
+    monkeypatch.setattr("megatrain.data.sample_cache.encode_samples", None)  # must not be called again
+    again = prepare_samples(Source(str(moved)), ENCODER, cache=tmp_path / "cache")
+    assert again.tokens.path == first.tokens.path
+    assert again.fingerprint == first.fingerprint
+    assert statistics_of(again).lines() == statistics_of(first).lines()
+    assert statistics_of(again).lines()[0].startswith("2 samples")
+    assert "left out: 1 without a target (first: " in statistics_of(again).lines()[1]
+
+
+def test_what_changes_the_outcome_changes_the_key(tmp_path: Path) -> None:
+    path = lines(tmp_path / "x.jsonl", CHAT, CHAT)
+    cache = tmp_path / "cache"
+    found = {
+        prepare_samples(source, encoder, cache=cache, bad=bad).tokens.path
+        for source, encoder, bad in (
+            (Source(str(path)), ENCODER, "stop"),
+            (Source(str(path)), ENCODER, "leave_out"),
+            (Source(str(path), limit=1), ENCODER, "stop"),
+            (Source(str(path), pattern="x*"), ENCODER, "stop"),
+            (Source(str(path), Schema("chat")), ENCODER, "stop"),
+            (Source(str(path)), Encoder(ENCODER.tokenizer, EncodeOptions(train_on="all")), "stop"),
+            (Source(str(lines(tmp_path / "y.jsonl", CHAT, {**CHAT, "id": 1}))), ENCODER, "stop"),
+            (Source(str(lines(tmp_path / "folder" / "x.jsonl", CHAT, CHAT).parent)), ENCODER, "stop"),
+        )
+    }
+    assert len(found) == 8
+
+
+def test_two_runs_at_once_encode_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [lines(tmp_path / name / "x.jsonl", CHAT, UNANSWERED, CHAT) for name in "ab"]
+    encodings: list[object] = []
+
+    def slowly(*arguments: Any) -> Any:
+        encodings.append(arguments)
+        time.sleep(0.3)  # both would be at it
+        yield from encode_samples(*arguments)
+
+    monkeypatch.setattr("megatrain.data.sample_cache.encode_samples", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        files = list(pool.map(lambda path: prepare_samples(Source(str(path)), ENCODER, cache=tmp_path / "c"), paths))
+    assert len(encodings) == 1
+    assert files[0].tokens.path == files[1].tokens.path
+    assert not list((tmp_path / "c").glob("*.lock"))
+
+
+def test_a_lock_whose_holder_was_killed_blocks_nobody(tmp_path: Path) -> None:
+    path = lines(tmp_path / "x.jsonl", CHAT)
+    entry = prepare_samples(Source(str(path)), ENCODER, cache=tmp_path / "c").tokens.path
+    entry.unlink()
+    entry.with_suffix(".lock").touch()
+    assert len(prepare_samples(Source(str(path)), ENCODER, cache=tmp_path / "c")) == 1
+
+
+def test_an_example_is_kept_with_what_is_trained_of_it(tmp_path: Path) -> None:
+    path = lines(tmp_path / "x.jsonl", UNANSWERED, CHAT)
+    file = prepare_samples(Source(str(path)), ENCODER, cache=tmp_path / "cache")
+    runs = example_of(file)
+    assert [text for text, trained in runs if trained] == ["a<|im_end|>"]
+    assert "".join(text for text, _ in runs).startswith("<|im_start|>user\nq<|im_end|>")
+    assert not holds_text_only(file)
+
+
+def test_what_cannot_be_used_leaves_nothing_behind(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    broken = lines(tmp_path / "x.jsonl", CHAT, '{"messages"')
+    with pytest.raises(SampleError, match=r"x\.jsonl:2: not a line of JSON"):
+        prepare_samples(Source(str(broken)), ENCODER, cache=cache)
+    with pytest.raises(DataError, match=r"no sample is left to train on.*2 without a target"):
+        prepare_samples(Source(str(lines(tmp_path / "y.jsonl", UNANSWERED, UNANSWERED))), ENCODER, cache=cache)
+    assert not cache.exists() or not list(cache.iterdir())
+    kept = prepare_samples(Source(str(broken)), ENCODER, cache=cache, bad="leave_out")
+    assert len(kept) == 1
+    assert statistics_of(kept).left_out.counts == {"not a line of JSON": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "rich"),
+    [
+        ("x.jsonl", CHAT, True),
+        ("x.jsonl", {"text": "t"}, False),
+        ("x.jsonl", {"text": "t", "messages": CHAT["messages"]}, True),
+        ("x.jsonl", "not JSON", False),
+        ("x.txt", "words", False),
+        ("x.json", CHAT, True),
+        ("x.parquet", "", True),
+    ],
+)
+def test_samples_are_told_from_text(tmp_path: Path, name: str, row: object, rich: bool) -> None:
+    path = lines(tmp_path / "folder" / name, row)
+    assert holds_samples(str(path)) is rich
+    assert holds_samples(str(path.parent)) is rich
+    assert holds_samples(str(path), Schema("chat"))
+
+
+def test_what_is_no_file_is_text_or_of_the_hub(tmp_path: Path) -> None:
+    assert not holds_samples("python-stdlib")
+    assert not holds_samples("missing.txt")
+    assert not holds_samples(str(tmp_path / "ids.bin"))
+    assert holds_samples("someone/some-data")
+    with pytest.raises(DataError, match="python-stdlib: holds no chat samples"):
+        holds_samples("python-stdlib", Schema("chat"))
+
+
+def test_an_entry_of_a_list_of_data_sets_is_a_source(tmp_path: Path) -> None:
+    lines(tmp_path / "alpaca.json", [{"instruction": "q", "output": "a"}])
+    entry: dict[str, Any] = {"mine": {"file_name": "alpaca.json"}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(entry))
+    name = f"{tmp_path / 'dataset_info.json'}#mine"
+    assert holds_samples(name)
+    assert source_called(name, Schema()).name == str(tmp_path / "alpaca.json")
+    assert not begins_with_text(source_called(name, Schema()))
+    with pytest.raises(DataError, match="no data set of that name; did you mean 'mine'"):
+        source_called(name.replace("mine", "mime"), Schema())

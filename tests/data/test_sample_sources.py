@@ -1,0 +1,333 @@
+"""Claims about sources of samples: every file type gives the same rows, and what is wrong or left out has its place."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import datasets
+import huggingface_hub
+import pytest
+
+from megatrain.data.dataset_info import read_dataset_info
+from megatrain.data.read_rows import LeftOut
+from megatrain.data.sample_formats import Sample, Schema
+from megatrain.data.sample_sources import Source, read_samples
+from megatrain.errors import DataError, SampleError
+
+ROWS = [{"prompt": f"q{number}", "completion": "é🎉\u2028"} for number in range(3)]
+CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+
+
+def read(*names: str | Path | Source, bad: Any = "stop") -> tuple[list[Sample], LeftOut]:
+    left_out = LeftOut(bad)
+    sources = [name if isinstance(name, Source) else Source(str(name)) for name in names]
+    return list(read_samples(sources, left_out)), left_out
+
+
+def refused(*names: str | Path | Source) -> str:
+    with pytest.raises(DataError) as caught:
+        read(*names)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def lines(path: Path, *rows: object) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), "utf-8")
+    return path
+
+
+def written(path: Path, rows: list[dict[str, Any]]) -> Path:
+    if path.suffix in (".jsonl", ".ndjson"):
+        return lines(path, *rows)
+    if path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1), "utf-8-sig")
+        return path
+    table = datasets.Dataset.from_list(rows)
+    if path.suffix == ".parquet":
+        table.to_parquet(str(path))
+        return path
+    table.save_to_disk(str(path.with_suffix("")))
+    return path.with_suffix("") if path.suffix == ".saved" else next(path.with_suffix("").glob("*.arrow"))
+
+
+@pytest.fixture(autouse=True)
+def no_progress_bars() -> None:
+    datasets.disable_progress_bars()
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "ndjson", "json", "parquet", "arrow", "saved"])
+def test_every_kind_of_file_gives_the_same_samples(tmp_path: Path, suffix: str) -> None:
+    path = written(tmp_path / f"a [0].{suffix}", ROWS)
+    samples, left_out = read(path)
+    assert [(sample.prompt, sample.text) for sample in samples] == [(row["prompt"], row["completion"]) for row in ROWS]
+    places = [f"{path}:{n + 1}" if "nd" in suffix or suffix == "jsonl" else f"{path}[{n}]" for n in range(3)]
+    assert [sample.origin for sample in samples] == places
+    assert not left_out.counts
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "arrow", "saved"])
+def test_data_for_kto_is_refused_in_every_kind_of_file(tmp_path: Path, suffix: str) -> None:
+    """Trained as it is, its undesirable answers would be learned too."""
+    for number, row in enumerate((CHAT, {"prompt": "q", "completion": "a"})):
+        path = written(tmp_path / f"{number}.{suffix}", [{**row, "label": good} for good in (True, False)])
+        assert "'label' marks the answer as good or bad, as data for KTO does" in refused(path)
+        with pytest.raises(DataError, match=r"no sample \(left out: 2 marked as good or bad"):
+            read(path, bad="leave_out")
+
+
+def test_json_lines_under_the_name_of_json_are_read(tmp_path: Path) -> None:
+    assert [sample.origin for sample in read(lines(tmp_path / "a.json", *ROWS))[0]] == [
+        f"{tmp_path}/a.json:{n}" for n in (1, 2, 3)
+    ]
+    assert len(read(lines(tmp_path / "b.json", ROWS[0]))[0]) == 1
+
+
+def test_a_key_that_only_some_rows_of_a_table_have_is_not_in_the_others(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    other = {"type": "function", "function": {"name": "g", "arguments": {"y": 2}}}
+    rows = [
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [asked]}]}
+        for asked in (call, other)
+    ]
+    samples, _ = read(written(tmp_path / "a.parquet", rows))
+    assert [sample.messages[1] for sample in samples] == [
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "assistant", "tool_calls": [other]},
+    ]
+
+
+def test_a_folder_is_read_in_order_and_what_is_left_out_is_counted(tmp_path: Path) -> None:
+    lines(tmp_path / "b.jsonl", CHAT)
+    lines(tmp_path / "a.jsonl", *ROWS)
+    (tmp_path / "inner").mkdir()
+    lines(tmp_path / "inner" / "copy.jsonl", *ROWS)
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "none.json").write_text("[]")
+    (tmp_path / "picture.png").write_bytes(b"PNG")
+    (tmp_path / ".hidden").touch()
+    (tmp_path / "words.txt").write_text("words")
+    samples, left_out = read(tmp_path)
+    assert [sample.origin.removeprefix(f"{tmp_path}/") for sample in samples] == [
+        "a.jsonl:1",
+        "a.jsonl:2",
+        "a.jsonl:3",
+        "b.jsonl:1",
+        "words.txt",
+    ]
+    assert left_out.counts == {
+        "file that repeats another": 1,
+        "empty file": 2,
+        "file of another kind": 1,
+        "hidden in a folder": 1,
+    }
+    assert f"1 file that repeats another (first: {tmp_path}/inner/copy.jsonl)" in left_out.lines()
+
+
+def test_a_file_named_twice_counts_twice(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", *ROWS)
+    assert len(read(path, path)[0]) == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "where", "what"),
+    [
+        ("a.jsonl", '{"text": "x"}\n\n{"text": \n', ":3", "not a line of JSON"),
+        ("a.jsonl", '{"text": "x"}\n["x"]\n', ":2", "list in place of an object"),
+        ("a.jsonl", '{"text": "x"}\n{"txt": "x"}\n', ":2", "it holds 'txt'"),
+        ("a.json", '[\n{"text": "x"},\n{"text" "x"}\n]', ":3", "not JSON (Expecting ':' delimiter)"),
+        ("a.json", '[{"text": "x"}, "x"]', "[1]", "str in place of an object"),
+        ("a.json", '{\n"data": []}', "", "dict in place of a list of samples"),
+        ("a.json", "[" * 100_000, "", "nested too deeply"),
+        ("a.parquet", "PAR", "", "cannot be read ("),
+        ("a.csv", "x", "", "a file of samples does not end in '.csv'; known are .json, .jsonl"),
+    ],
+)
+def test_a_malformed_file_is_named_with_its_line(
+    tmp_path: Path, name: str, content: str, where: str, what: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    message = refused(path)
+    assert message.startswith(f"{path}{where}: ")
+    assert what in message
+
+
+def test_text_in_another_encoding_is_refused_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\n{"text": "\xe9"}\n')
+    assert refused(tmp_path / "a.jsonl").startswith(f"{tmp_path}/a.jsonl:2: not UTF-8 text")
+
+
+def test_a_file_of_two_formats_is_refused_at_the_first_row_of_the_other(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", CHAT, CHAT, {"instruction": "q", "output": "a"})
+    assert refused(path).startswith(f"{path}:3: a alpaca sample" if False else f"{path}:3: ")
+    assert "alpaca" in refused(path)
+    assert "began with chat" in refused(path)
+    path = lines(tmp_path / "c.jsonl", {"text": "x"}, {"text": "y", **CHAT})  # it would fit, as the text that it is not
+    assert refused(path).startswith(f"{path}:2: a chat sample in a file that began with text samples")
+    assert len(read(Source(str(path), Schema("text")))[0]) == 2
+    lines(tmp_path / "b.jsonl", {"instruction": "q", "output": "a"})
+    assert "it holds 'instruction', 'output'" in refused(Source(str(tmp_path / "b.jsonl"), Schema("chat")))
+
+
+def test_bad_samples_are_left_out_and_counted_where_that_is_asked_for(tmp_path: Path) -> None:
+    path = lines(
+        tmp_path / "a.jsonl",
+        CHAT,
+        "{",
+        {"messages": []},
+        "[]",
+        {"instruction": "q", "output": "a"},
+        CHAT,
+        {"messages": []},
+    )
+    samples, left_out = read(path, bad="leave_out")
+    assert [sample.origin for sample in samples] == [f"{path}:1", f"{path}:6"]
+    assert left_out.counts == {
+        "not a line of JSON": 1,
+        "no messages": 2,
+        "not an object": 1,
+        "of another format than its file": 1,
+    }
+    assert left_out.lines()[0] == f"2 no messages (first: {path}:3)"
+
+
+def test_sources_without_a_sample_are_refused_with_the_reasons(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").touch()
+    assert refused(tmp_path / "a.jsonl").startswith(f"{tmp_path}/a.jsonl: no sample (left out: 1 empty file (first:")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "x.png").touch()
+    assert "holds no file of samples" in refused(tmp_path / "b")
+    assert "did you mean" in refused(tmp_path / "a.json")
+
+
+def test_a_limit_takes_the_first_samples_and_counts_the_others(tmp_path: Path) -> None:
+    samples, left_out = read(Source(str(lines(tmp_path / "a.jsonl", *ROWS)), limit=2))
+    assert [sample.prompt for sample in samples] == ["q0", "q1"]
+    assert left_out.counts == {"beyond the first 2": 1}
+    assert not read(Source(str(tmp_path / "a.jsonl"), limit=3))[1].counts
+
+
+def test_a_hub_name_without_a_network_fails_on_one_line_after_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    def dataset_info(self: object, name: str, timeout: float) -> None:
+        asked.append(timeout)
+        raise ConnectionError("Name or service not known\nmore lines")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
+    monkeypatch.setattr(datasets, "load_dataset", None)
+    began = time.monotonic()
+    message = refused("organisation/data")
+    assert time.monotonic() - began < 3
+    assert message.startswith("organisation/data: neither a local file nor an earlier download")
+    assert "(Name or service not known)" in message
+    assert asked == [2.0]
+
+
+def test_a_hub_name_is_streamed_where_the_hub_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    def load_dataset(name: str, subset: str | None, **options: object) -> list[dict[str, str]]:
+        seen.append((name, subset, options))
+        return ROWS
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda self, name, timeout: None)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    samples, left_out = read(Source("organisation/data", split="test", subset="small", limit=2))
+    assert [sample.origin for sample in samples] == ["organisation/data[0]", "organisation/data[1]"]
+    assert seen == [("organisation/data", "small", {"data_dir": None, "split": "test", "streaming": True})]
+    assert left_out.counts == {"beyond the first 2 or more": 1}
+
+
+def test_without_its_package_a_table_is_refused_and_json_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path / "a.parquet", ROWS)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert "needs the `datasets` package, which is not installed; pip install datasets" in refused(path)
+    assert len(read(lines(tmp_path / "a.jsonl", *ROWS))[0]) == 3
+
+
+def test_no_server_is_told_of_files_that_are_read(tmp_path: Path) -> None:
+    read(written(tmp_path / "a.parquet", ROWS))
+    assert datasets.config.HF_UPDATE_DOWNLOAD_COUNTS is False
+
+
+INFO = {
+    "plain": {"file_name": "alpaca.jsonl"},
+    "renamed": {
+        "file_name": "renamed.jsonl",
+        "columns": {"prompt": "question", "query": None, "response": "reply", "system": "rules", "history": "before"},
+        "num_samples": 1,
+    },
+    "shared": {
+        "file_name": "shared.jsonl",
+        "formatting": "sharegpt",
+        "columns": {"messages": "dialog", "tools": "functions"},
+        "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "U", "assistant_tag": "A"},
+    },
+    "books": {"file_name": "books.jsonl", "columns": {"prompt": "words"}},
+    "remote": {"hf_hub_url": "organisation/data", "subset": "en", "split": "test", "folder": "v2"},
+    "ranked": {
+        "file_name": "x.jsonl",
+        "ranking": True,
+        "columns": {"prompt": "instruction", "query": "input", "chosen": "good", "rejected": "bad"},
+    },
+    "seen": {"file_name": "x.jsonl", "formatting": "sharegpt", "columns": {"messages": "m", "images": "i"}},
+    "elsewhere": {"script_url": "x"},
+    "odd": {"file_name": "x.jsonl", "formatting": "openai2"},
+    "more": {"file_name": "x.jsonl", "wieght": 2},
+}
+
+
+def test_a_dataset_info_of_llama_factory_is_understood(tmp_path: Path) -> None:
+    path = tmp_path / "dataset_info.json"
+    path.write_text(json.dumps(INFO))
+    lines(tmp_path / "alpaca.jsonl", {"instruction": "q", "input": "i", "output": "a"})
+    row = {"question": "q", "reply": "a", "rules": "s", "before": [["x", "y"]]}
+    lines(tmp_path / "renamed.jsonl", row, row)
+    lines(tmp_path / "shared.jsonl", {"dialog": [{"role": "U", "content": "q"}, {"role": "A", "content": "a"}]})
+    lines(tmp_path / "books.jsonl", {"words": "w"})
+    samples, left_out = read(*read_dataset_info(path, ["plain", "renamed", "shared", "books"]))
+    assert [[message["content"] for message in sample.messages] for sample in samples[:3]] == [
+        ["q\ni", "a"],
+        ["s", "x", "y", "q", "a"],
+        ["q", "a"],
+    ]
+    assert samples[3].text == "w"
+    assert left_out.counts == {"beyond the first 1": 1}
+    assert read_dataset_info(path, ["remote"]) == [
+        Source("organisation/data", Schema("alpaca"), split="test", subset="en", folder="v2")
+    ]
+    (ranked,) = read_dataset_info(path, ["ranked"])
+    columns = {"instruction": "instruction", "input": "input", "chosen": "good", "rejected": "bad"}
+    assert ranked.schema == Schema("preference", columns, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("plane", "no data set of that name; did you mean 'plain'?"),
+        ("seen", "asks for the column 'images'"),
+        ("elsewhere", "is to be had by 'script_url' only"),
+        ("odd", "'formatting' is 'openai2'; known are alpaca, sharegpt"),
+        ("more", "has a key 'wieght' of no known meaning"),
+    ],
+)
+def test_what_a_dataset_info_asks_and_is_not_done_is_refused(tmp_path: Path, name: str, what: str) -> None:
+    path = tmp_path / "dataset_info.json"
+    path.write_text(json.dumps(INFO))
+    with pytest.raises(DataError) as caught:
+        read_dataset_info(path, [name])
+    assert str(caught.value).startswith(f"{path}#{name}: {what}")
+    for named in (tmp_path, path):
+        assert f"a list of data sets, which are not one; name one of them: {path}#plain, #renamed" in refused(named)
+
+
+def test_samples_are_refused_one_by_one() -> None:
+    with pytest.raises(SampleError, match="why"):
+        LeftOut().refuse(SampleError("why", reason="r", where="here"))

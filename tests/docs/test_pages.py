@@ -1,0 +1,83 @@
+"""Pages that are generated, and tables that stand in two places."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bench import fits
+from megatrain.cli import app
+from megatrain.config import describe_keys
+from megatrain.plan import machine_names
+from megatrain.spec import Home
+
+ROOT = Path(__file__).parents[2]
+README_NBYTES = 8192
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_bytes()) <= README_NBYTES
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_links_of_pages_outside_the_site_lead_somewhere(document: str) -> None:
+    """Those of the site are checked by `make docs`."""
+    links = re.findall(r"\]\((?!https?:)([^)\s]*)\)", (ROOT / document).read_text())
+    assert not [link for link in links if link[0] != "#" and not (ROOT / link.partition("#")[0]).exists()]
+
+
+def rows_of(document: str) -> list[list[str]]:
+    found = re.search(r"<!-- bench\.fits: machines -->\n(.*?)\n<!-- end -->", (ROOT / document).read_text(), re.DOTALL)
+    assert found is not None
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in found[1].splitlines()]
+
+
+def test_what_fits_is_the_same_table_wherever_it_stands() -> None:
+    head, _, *rows = rows_of("README.md")
+    assert rows_of("docs/benchmarks/planning.md") == rows_of("README.md")
+    assert head[1:] == list(fits.MACHINES)
+    assert [row[0] for row in rows] == list(fits.MODELS)
+
+
+def test_a_cell_says_how_quick_and_whether_a_disk_is_needed() -> None:
+    def plan(speed: float, *homes: Home) -> Any:
+        return SimpleNamespace(tokens_per_second=speed, policy=SimpleNamespace(homes=homes))
+
+    assert fits.cell(plan(1234.5, Home())) == "1,234"
+    assert fits.cell(plan(8.25, Home(), Home(moments="disk"))) == "8.2 (disk)"
+    assert fits.cell(None) == "no"
+
+
+def test_models_have_the_sizes_that_their_names_say() -> None:
+    for name in ("Qwen3-1.7B", "Llama-3.1-8B"):
+        said = float(name.partition("B")[0].rpartition("-")[2])
+        assert fits.model_called(name).numel / 1e9 == pytest.approx(said, rel=0.05)
+
+
+def test_the_start_page_names_every_described_machine() -> None:
+    listed = re.search(r"is a described machine \((.*?)\)", (ROOT / "docs" / "index.md").read_text(), re.DOTALL)
+    assert listed is not None
+    assert set(re.findall(r"`(.+?)`", listed[1])) == set(machine_names())
+
+
+def hooks() -> ModuleType:
+    pytest.importorskip("mkdocs", reason="only the extra `docs` has it")
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_generated_pages_have_every_key_and_every_verb() -> None:
+    generated = hooks()
+    assert all(f"| `{key}` |" in generated.keys_page() for key, _, _ in describe_keys())
+    verbs = [command.name for command in app.registered_commands]
+    assert len(verbs) > 5
+    assert all(f"## megatrain {verb}\n" in generated.command_line_page() for verb in verbs)

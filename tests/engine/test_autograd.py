@@ -1,0 +1,38 @@
+"""Arguments are found however they are given; their order is torch's own."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch.nn import functional
+
+from megatrain.engine import autograd
+from megatrain.engine.autograd import Lookup, bias_of, lookup_of
+
+IDS, TABLE = torch.zeros(3, dtype=torch.int64), torch.zeros(5, 2)
+
+
+def test_options_of_an_embedding_are_in_the_order_of_torch() -> None:
+    names = tuple(inspect.signature(functional.embedding).parameters)
+    assert names == ("input", "weight", *autograd._OF_EMBEDDING)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "expected"),
+    [
+        ((), {}, Lookup(-1, False, False, False)),
+        ((-2, 1.0, 2.0, True, True), {}, Lookup(3, True, True, True)),
+        ((0,), {"scale_grad_by_freq": True, "sparse": False}, Lookup(0, False, True, False)),
+        ((), {"padding_idx": 4, "max_norm": 0.0}, Lookup(4, True, False, False)),
+    ],
+)
+def test_options_of_an_embedding(args: tuple[object, ...], kwargs: dict[str, object], expected: Lookup) -> None:
+    assert lookup_of((IDS, TABLE, *args), kwargs) == expected
+
+
+def test_a_bias_by_place_and_by_name() -> None:
+    bias = torch.ones(2)
+    assert bias_of((IDS, TABLE, bias), {}) is bias_of((IDS, TABLE), {"bias": bias}) is bias
+    assert bias_of((IDS, TABLE), {}) is bias_of((IDS, TABLE, None), {}) is None

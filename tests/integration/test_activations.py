@@ -1,0 +1,237 @@
+"""No number depends on what is left of a forward: graphs, inputs, offloaded and dropped ones, in any mixture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from itertools import cycle
+from typing import Any
+from weakref import ReferenceType, ref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatrain import AdamW, Engine, Policy
+from megatrain.engine.activations import pack, unpack
+from megatrain.engine.executor import Act
+from megatrain.errors import MegaTrainError, ModelError
+from megatrain.memory import Held
+from megatrain.schedule import Op, Schedule
+from megatrain.spec import Keep, Numerics, Precision, Work
+from megatrain.testing import KINDS, SimDevice, random_fault
+from tests.tiny import batch, equal, tiny_model, unequal_batches
+
+KEEPS: tuple[Keep, ...] = ("graph", "chosen", "attention", "input", "offload", "drop")
+FAMILIES = ("llama", "llama-tied", "mixtral-balanced", "gpt2")
+"""The last with dropout; the second with a tied head; the third with experts and a router loss."""
+DROPOUT = {"resid_pdrop": 0.3, "embd_pdrop": 0.2, "attn_pdrop": 0.1}
+LAYERS = 4
+MIXED: tuple[tuple[Keep, ...], ...] = (("offload",), ("drop", "input"), ("drop", "offload", "graph"), ("drop",))
+
+
+def engine(family: str, device: str | SimDevice, precision: Precision, policy: Policy, frozen: int = 0) -> Engine:
+    """The embedding and the lowest `frozen` layers stay as they are."""
+    layers = {"n_layer": LAYERS, **DROPOUT} if family == "gpt2" else {"num_hidden_layers": LAYERS}
+    model = tiny_model(family, **layers)
+    stack = "transformer.h" if family == "gpt2" else "model.layers"
+    if frozen:
+        model.get_input_embeddings().requires_grad_(False)
+    for layer in range(frozen):
+        model.get_submodule(f"{stack}.{layer}").requires_grad_(False)
+    clip = None if policy.update == "during_backward" else 0.5
+    return Engine.from_model(
+        model,
+        device,
+        numerics=Numerics(precision, loss_chunk_tokens=5),
+        optimizer=AdamW(lr=1e-2),
+        max_grad_norm=clip,
+        policy=policy,
+        seed=4,
+        verify=False,
+    )
+
+
+def results(made: Engine) -> dict[str, Tensor]:
+    """Every gradient of a step, the loss of another, and the weights after it."""
+    found = {f"gradient {name}": gradient for name, gradient in made.gradients(unequal_batches(3)).items()}
+    found["loss"] = torch.tensor(made.step(unequal_batches(3)).loss, dtype=torch.float64)
+    return found | made.master_weights()
+
+
+@cache
+def recomputed(family: str, precision: Precision, update: str, frozen: int) -> dict[str, Tensor]:
+    """The plain run: every input kept."""
+    policy = Policy(update=update, shares_memory=True)  # type: ignore[arg-type]
+    with engine(family, "cpu", precision, policy, frozen) as made:
+        return results(made)
+
+
+Mixture = tuple[int, int, Precision, Policy]
+"""Frozen layers, seed, precision, policy."""
+
+
+@st.composite
+def mixtures(draw: st.DrawFn) -> Mixture:
+    row = st.lists(st.sampled_from(KEEPS), min_size=1, max_size=3).map(tuple)
+    precision: Precision = draw(st.sampled_from(["bf16", "fp32"]))
+    policy = Policy(
+        update="next_forward" if precision == "bf16" else "during_backward",
+        activation_rows=tuple(draw(st.lists(row, min_size=1, max_size=LAYERS))),
+        offload_slots=draw(st.integers(1, 4)),
+        recompute_slots=draw(st.sampled_from([None, 1, 2])),
+        weight_slots=draw(st.integers(1, 3)),
+        shard_nbytes=3000,
+    )
+    return draw(st.sampled_from([0, 0, 2])), draw(st.integers(0, 10**6)), precision, policy
+
+
+def _compare(family: str, mixture: Mixture) -> None:
+    """On the simulator; and on the cpu, where memory is shared or where it is not."""
+    frozen, seed, precision, policy = mixture
+    frozen = 0 if family == "llama-tied" else frozen
+    expected = recomputed(family, precision, policy.update, frozen)
+    for device, shares in ((f"sim:{seed}", False), ("cpu", seed % 2 == 0)):
+        with engine(family, device, precision, replace(policy, shares_memory=shares), frozen) as made:
+            assert equal(results(made), expected), device
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=1)
+@given(mixture=mixtures())
+def test_any_mixture_gives_the_bits_of_the_plain_run(family: str, mixture: Mixture) -> None:
+    _compare(family, mixture)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@settings(max_examples=100)
+@given(family=st.sampled_from(FAMILIES), mixture=mixtures())
+def test_a_hundred_mixtures_give_the_bits_of_the_plain_run(family: str, mixture: Mixture) -> None:
+    _compare(family, mixture)
+
+
+def test_the_dropout_of_these_runs_is_at_work() -> None:
+    policy = Policy(update="during_backward", shares_memory=True)
+    with engine("gpt2", "cpu", "fp32", policy) as made, made._ported.evaluation_mode():
+        quiet = made.gradients(unequal_batches(3))
+    expected = recomputed("gpt2", "fp32", "during_backward", 0)
+    assert not any(torch.equal(gradient, expected[f"gradient {name}"]) for name, gradient in quiet.items())
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+def watched(made: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Op, int]]:
+    """(op, outputs of prologue and layers whose memory, whoever holds it, is there behind the op), as it runs."""
+    seen: list[tuple[Op, int]] = []
+    outputs: list[ReferenceType[torch.UntypedStorage]] = []
+    ported, executor = made._ported, made._streamer._executor
+    walk = executor.walk
+
+    def noting(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any) -> Any:
+            result = inner(*args)
+            outputs.append(ref(result[0].untyped_storage()))
+            return result
+
+        return wrapped
+
+    def watching(schedule: Schedule, act: Act) -> object:
+        def also(op: Op, held: Held) -> None:
+            act(op, held)
+            if op.stream == "compute":
+                seen.append((op, sum(output() is not None for output in outputs)))
+
+        return walk(schedule, also)
+
+    monkeypatch.setattr(ported, "prologue", noting(ported.prologue))
+    monkeypatch.setattr(ported, "layer", noting(ported.layer))
+    monkeypatch.setattr(executor, "walk", watching)
+    return seen
+
+
+@pytest.mark.parametrize("rows", [(), (("graph",),), MIXED, (("offload",),), (("input",), ("drop",)), (("drop",),)])
+def test_what_is_held_is_what_the_schedule_and_the_ledger_say(
+    rows: tuple[tuple[Keep, ...], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Input by input on the device, op by op; and all told in each tier."""
+    policy = Policy(activation_rows=rows, recompute_slots=1)
+    with engine("llama", "cpu", "fp32", policy) as made:
+        schedule = made.prepare(Work((16,) * 3))
+        seen = watched(made, monkeypatch)
+        made.gradients([batch(2, 8, seed) for seed in range(3)])
+        table = made.memory_table()
+        assert made._pool.ledger.nbytes("host") == schedule.peak_nbytes("host")
+    for tier in ("host", "device"):
+        held = sum(nbytes for (where, _), nbytes in table.items() if where == tier)
+        assert held == schedule.arena_nbytes(tier)  # type: ignore[arg-type]
+    inputs = [name for name in schedule.lifetimes if name.split("/")[1] in ("hidden", "again", "graph")]
+    numbers = {id(op): index for index, op in enumerate(schedule.ops)}
+    for op, count in seen:
+        index = numbers[id(op)]
+        alive = [name for name in inputs if schedule.lifetimes[name][0] <= index < schedule.lifetimes[name][1]]
+        boundaries = {tuple(name.split("/")[2].split(".")[:2]) for name in alive}  # of a graph, the input that it has
+        assert count == len(boundaries), op.name
+
+
+def test_micro_batches_that_grow_and_shrink_find_room_on_the_host() -> None:
+    """Memory for offloaded inputs is as large as any so far has been; no number depends on that."""
+    sizes = [(1, 6), (3, 9), (2, 4), (1, 12)]
+    plain, away = (Policy(activation_rows=rows) for rows in ((), (("offload",),)))
+    with engine("llama", "cpu", "fp32", plain) as left, engine("llama", "sim:3", "fp32", away) as right:
+        for number, (rows, length) in enumerate(sizes):
+            batches = [batch(rows, length, number), batch(1, 5, number)]
+            assert equal(left.gradients(batches), right.gradients(batches))
+        nbytes = right.memory_table()["host", "offloaded inputs"]
+        assert nbytes == (LAYERS * 2 - 2) // 2 * (27 + 5) * 32 * 4
+
+
+def test_a_failure_on_the_way_out_or_back_costs_an_error_and_no_number() -> None:
+    policy = Policy(activation_rows=MIXED, offload_slots=1, shard_nbytes=4000)
+    with engine("llama", SimDevice(0), "bf16", policy) as calm:
+        calm.step(unequal_batches())
+        schedule = calm._schedules.known["step", 2, calm.policy]
+        after_one = calm.master_weights()
+    for seed, (kind, op) in enumerate(zip(KINDS, cycle(("OFFLOAD", "RELOAD")), strict=False)):
+        copies = replace(schedule, ops=tuple(each for each in schedule.ops if each.kind == op), waits=())
+        device = SimDevice(seed, faults=[random_fault(copies, kind, seed)])
+        with engine("llama", device, "bf16", policy) as made:
+            with pytest.raises(MegaTrainError, match=f"{op} u"):
+                made.step(unequal_batches())
+            assert made._pool.leases == 0
+            assert not device.faults
+            made.step(unequal_batches())
+            assert equal(made.master_weights(), after_one)
+
+
+def test_plans_are_exchanged_between_steps() -> None:
+    plain = Policy()
+    with engine("gpt2", "cpu", "bf16", replace(plain, shares_memory=True)) as made:
+        expected = [made.step(unequal_batches(3)).loss for _ in range(4)]
+    with engine("gpt2", "sim:5", "bf16", plain) as made:
+        found = []
+        for rows in ((), MIXED, (("offload",),), (("drop",),)):
+            made.adopt(replace(plain, activation_rows=rows))  # type: ignore[arg-type]
+            found.append(made.step(unequal_batches(3)).loss)
+        assert ("host", "offloaded inputs") not in made.memory_table(), "given back"
+    assert found == expected
+
+
+# Bytes ----------------------------------------------------------------------------------------------------------------
+
+
+def test_an_input_comes_back_with_its_strides() -> None:
+    memory = torch.zeros(4 * 60, dtype=torch.uint8)
+    for hidden in (torch.randn(3, 4, 5), torch.randn(4, 3, 5).transpose(0, 1), torch.randn(3, 1, 5).expand(3, 4, 5)):
+        back = unpack(memory, pack(hidden, memory, "layer"))
+        assert torch.equal(back, hidden)
+        assert back.stride() == hidden.clone().stride()
+
+
+def test_an_input_larger_than_planned_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"takes 240 bytes \(torch.float32\), and 120 were planned for"):
+        pack(torch.zeros(3, 4, 5), torch.zeros(120, dtype=torch.uint8), "layer 3")

@@ -1,0 +1,390 @@
+"""What callers hand to an engine: entries of micro-batches, generators, torch's own values, mistakes."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from megatrain import AdamW, Engine, LogProbLoss, Policy
+from megatrain.engine import LossFn, MicroBatch
+from megatrain.errors import (
+    BatchError,
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpoint,
+    DeviceError,
+    LossError,
+    MegaTrainError,
+    ModelError,
+    PlanError,
+)
+from megatrain.losses import DPO
+from megatrain.model.forward_arguments import arguments_of
+from megatrain.model.tiny import twin_of
+from megatrain.spec import Home
+from tests.kinds import KINDS, stock_model, tiny_config
+from tests.tiny import VOCAB, batch, equal, stock_gradients, tiny_model, unequal_batches
+
+# Entries of a micro-batch ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine.from_model(tiny_model(), precision="fp32", verify=False) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ({"atention_mask": torch.ones(2, 8)}, "nothing reads atention_mask; did you mean 'attention_mask'"),
+        ({"Position_Ids": torch.ones(2, 8)}, "nothing reads Position_Ids; did you mean 'position_ids'"),
+        ({"token_type_ids": torch.zeros(2, 8)}, "nothing reads token_type_ids; leave it out"),
+        ({"cache_position": torch.arange(8)}, "nothing reads cache_position"),
+        ({"completion_mask": torch.ones(2, 8)}, "nothing reads completion_mask; .* `own` of a loss"),
+        ({"text": ["a", "b"]}, "nothing reads text"),
+        ({3: torch.ones(2)}, "nothing reads 3"),
+        ({"num_items_in_batch": 14}, "num_items_in_batch cannot be honoured; the loss is divided by"),
+        ({"output_router_logits": True}, "output_router_logits cannot be honoured; set output_router_logits in"),
+        ({"output_attentions": True}, "output_attentions cannot be honoured"),
+        ({"inputs_embeds": torch.zeros(2, 8, 32)}, "inputs_embeds cannot be honoured"),
+        ({"use_cache": True}, "use_cache cannot be honoured"),
+        ({"cu_seq_lens_q": torch.tensor([0, 5, 16])}, "nothing reads cu_seq_lens_q; .* by position_ids"),
+        ({"seq_idx": torch.zeros(1, 16)}, "nothing reads seq_idx; .* by position_ids"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_an_entry_that_nothing_reads_is_refused_by_name(engine: Engine, entry: dict[Any, Any], says: str) -> None:
+    good = batch(2, 8, 0)
+    for call in (engine.step, engine.gradients, engine.evaluate, engine.log_probs, lambda each: engine.logits(each[1])):
+        with pytest.raises(BatchError, match=says) as caught:
+            call([good, {**good, **entry}])
+        assert "\n" not in str(caught.value)
+    assert engine.evaluate([good]) == engine.evaluate([{**good, **dict.fromkeys(entry)}])  # None is as good as absent
+
+
+def test_an_entry_that_says_what_the_engine_does_anyway_is_taken(engine: Engine) -> None:
+    good = batch(2, 8, 0)
+    usual = {"use_cache": False, "return_dict": True, "output_attentions": False, "output_router_logits": False}
+    assert engine.evaluate([{**good, **usual, "logits_to_keep": 0}]) == engine.evaluate([good])
+
+
+def packed(lengths: tuple[int, ...]) -> dict[str, Any]:
+    """As the collators of TRL and transformers have it: one row of several samples, told apart in three ways."""
+    each = batch(1, sum(lengths), 5)
+    begins = torch.tensor([0, *lengths]).cumsum(0)
+    each["position_ids"] = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
+    return {
+        **each,
+        "cu_seq_lens_q": begins.to(torch.int32),
+        "cu_seq_lens_k": begins.to(torch.int32),
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+        "seq_idx": torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).unsqueeze(0),
+    }
+
+
+@pytest.mark.parametrize("shape", [(1, -1), (-1,)])
+def test_what_collators_say_of_packed_samples_is_taken_where_positions_say_the_same(
+    engine: Engine, shape: tuple[int, ...]
+) -> None:
+    given = packed((4, 1, 7))
+    given["seq_idx"] = given["seq_idx"].view(shape)
+    alone = {key: given[key] for key in ("input_ids", "labels", "position_ids")}
+    assert engine.evaluate([given]) == engine.evaluate([alone])
+    assert engine.evaluate([alone]) != engine.evaluate([{key: alone[key] for key in ("input_ids", "labels")}])
+    for key in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"):
+        other = packed((5, 1, 6))[key] if key != "max_length_q" and key != "max_length_k" else 5
+        with pytest.raises(BatchError, match=f"nothing reads {key}"):
+            engine.evaluate([{**given, key: other}])
+
+
+def test_what_a_model_reads_on_its_way_down_is_taken_and_told_from_what_it_does_not() -> None:
+    """GPT-2 has token types; its attention mask is a parameter; a kernel's options are read by the kernel alone."""
+    model = tiny_model("gpt2")
+    typed = [{**batch(2, 8, 0), "token_type_ids": torch.randint(0, VOCAB, (2, 8))}]
+    loss, expected = stock_gradients(model, typed)
+    assert loss != pytest.approx(stock_gradients(model, [batch(2, 8, 0)])[0], rel=1e-5)
+    with Engine.from_model(model, precision="fp32", verify=False) as engine:
+        assert engine.evaluate(typed) == pytest.approx(loss, rel=1e-6)
+        found = engine.gradients(typed)
+    assert max(float((found[name] - expected[name]).abs().max()) for name in expected) < 1e-6
+
+
+def test_a_flag_that_only_the_kernel_reads_reaches_it() -> None:
+    """`is_causal=False` is asked for by name in the sdpa kernel, behind two functions that take whatever comes."""
+    model = tiny_model()
+    both_ways = {**batch(2, 8, 0), "is_causal": False, "attention_mask": None}
+    with Engine.from_model(model, precision="fp32", verify=False) as engine, torch.no_grad():
+        expected = model(input_ids=both_ways["input_ids"], is_causal=False).logits
+        found = engine.logits({key: value for key, value in both_ways.items() if key != "labels"})
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_mask_that_nothing_reads_is_taken_where_it_hides_ends_alone() -> None:
+    """An xLSTM reads no mask, and what is behind a token does not touch it."""
+    with Engine.from_model(twin_of(AutoConfig.for_model("xlstm"), 0), precision="fp32", verify=False) as engine:
+        ids = torch.randint(3, 60, (2, 8))
+        mask = torch.ones(2, 8, dtype=torch.int64)
+        mask[0, 5:] = 0
+        labels = ids.masked_fill(mask == 0, -100)
+        ended = {"input_ids": ids, "labels": labels, "attention_mask": mask}
+        assert engine.evaluate([ended]) == engine.evaluate([{"input_ids": ids, "labels": labels}])
+        for wrong in ({"attention_mask": mask.flip(1)}, {"labels": ids}):
+            with pytest.raises(BatchError, match="nothing reads attention_mask"):
+                engine.evaluate([{**ended, **wrong}])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_misspelt_mask_is_refused_whatever_the_model_takes(kind: str) -> None:
+    found = arguments_of(stock_model(tiny_config(kind), 0), ())
+    assert {"input_ids", "attention_mask"} <= found.own
+    for name in ("atention_mask", "num_items_in_batch", "mm_token_type_ids", "completion_mask", "value", "x", "kwargs"):
+        assert name not in found
+
+
+def test_a_forward_behind_a_wrapper_takes_what_it_took() -> None:
+    model = tiny_model("gpt2")
+    plain = model.forward
+    model.forward = lambda *args, **kwargs: plain(*args, **kwargs)
+    found = arguments_of(model, ())
+    for name in ("attention_mask", "token_type_ids", "position_ids"):
+        assert name in found
+    assert "atention_mask" not in found
+
+
+def test_flash_attention_reads_where_packed_samples_begin_and_sdpa_does_not() -> None:
+    model = tiny_model()
+    assert "cu_seq_lens_q" not in arguments_of(model, ())
+    model.config._attn_implementation = "flash_attention_2"
+    assert {"cu_seq_lens_q", "max_length_k"} <= arguments_of(model, ()).read
+
+
+class Advantage(LogProbLoss):
+    """A policy loss, with an entry of its own."""
+
+    own = ("advantages",)
+
+    def __call__(self, log_probs: Tensor, batch: MicroBatch) -> Tensor:
+        return -(batch["advantages"] * log_probs).sum()
+
+
+def test_entries_of_a_loss_are_its_own_and_those_of_another_are_not(engine: Engine) -> None:
+    given = [{**batch(2, 8, 0), "advantages": torch.ones(2, 8)}]
+    assert engine.measure(given, Advantage()).loss == pytest.approx(engine.evaluate([batch(2, 8, 0)]), rel=1e-6)
+    losses: tuple[LossFn | None, ...] = (None, lambda log_probs, _: -log_probs.sum())
+    for loss in losses:
+        with pytest.raises(BatchError, match=r"nothing reads advantages; .* name it in `own` of a loss that reads it"):
+            engine.measure(given, loss)
+    with pytest.raises(BatchError, match="nothing reads advantage; did you mean 'advantages'"):
+        engine.measure([{**given[0], "advantage": torch.ones(2, 8)}], Advantage())
+
+
+# What micro-batches come in -------------------------------------------------------------------------------------------
+
+
+def test_any_iterable_of_mappings_is_a_step(engine: Engine) -> None:
+    expected = engine.evaluate(unequal_batches())
+    others: list[Any] = [
+        (each for each in unequal_batches()),
+        tuple(unequal_batches()),
+        map(UserDict, unequal_batches()),
+        dict(enumerate(unequal_batches())).values(),
+    ]
+    for given in others:
+        assert engine.evaluate(given) == expected
+    gradients = engine.gradients(unequal_batches())
+    assert equal(engine.gradients(each for each in unequal_batches()), gradients)
+    assert len(engine.log_probs(each for each in unequal_batches())) == len(unequal_batches())
+    assert engine.step(each for each in unequal_batches()).tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (None, "step: expected a list of micro-batches, not None"),
+        (5, "step: expected a list of micro-batches, not a int"),
+        ("batches", "step: expected a list of micro-batches, not a str"),
+        (torch.ones(2, 8, dtype=torch.long), "step: expected a list of micro-batches, not a Tensor"),
+        ([None], "micro-batch 0: is None, not a mapping of names to tensors; give a dict with input_ids"),
+        ([batch(1, 4, 0), [batch(1, 4, 0)]], "micro-batch 1: is a list, not a mapping"),
+        ([torch.ones(2, 8, dtype=torch.long)], "micro-batch 0: is a Tensor, not a mapping"),
+        ((each for each in ()), "step: a step needs at least one micro-batch"),
+        ([{}], "input_ids must be an int64 or int32 tensor"),
+        ([{"input_ids": torch.ones(1, 4, dtype=torch.long), "label": None, "lables": 1}], "is 'lables' what is meant"),
+        ([{"input_ids": [[3, 4]], "labels": [[3, 4]]}], "input_ids must be .* not list"),
+        ([{"input_ids": np.ones((1, 4), np.int64), "labels": np.ones((1, 4))}], "input_ids must be .* not ndarray"),
+        ([{key: value.to("meta") for key, value in batch(1, 4, 0).items()}], "input_ids has no values .meta device."),
+        ([{**batch(1, 4, 0), "labels": torch.ones(1, 4, dtype=torch.long, device="meta")}], "labels has no values"),
+        ([{**batch(1, 4, 0), "attention_mask": torch.ones(1, 4, device="meta")}], "attention_mask has no values"),
+        (
+            [{**batch(1, 4, 0), "input_ids": torch.ones(1, 4, dtype=torch.long).to_sparse()}],
+            "input_ids is torch.sparse",
+        ),
+    ],
+)
+def test_what_is_no_micro_batch_is_refused_in_words(engine: Engine, given: Any, says: str) -> None:
+    with pytest.raises(BatchError, match=says) as caught:
+        engine.step(given)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("loss", "says"), [(DPO, r"DPO is no loss .* make one: DPO\(\)"), ("nll", "a str is no loss")])
+def test_what_is_no_loss_is_refused(engine: Engine, loss: Any, says: str) -> None:
+    for call in (engine.step, engine.gradients, engine.measure):
+        with pytest.raises(LossError, match=says):
+            call(unequal_batches(), loss_fn=loss)
+
+
+# Arguments of an engine -----------------------------------------------------------------------------------------------
+
+
+def test_a_torch_device_names_a_device() -> None:
+    for device in (torch.device("cpu"), torch.device("cpu", 0), "cpu:0"):
+        with Engine.from_model(tiny_model(), device, verify=False) as engine:
+            assert engine.step(unequal_batches()).tokens > 0
+            assert "on cpu" in repr(engine)
+    for other in (torch.device("meta"), torch.device("mps"), "cpu:1", "cuda:²", 0, None, np.int64(0), ["cpu"]):
+        with pytest.raises(DeviceError, match="is not a device; use cpu, cuda:0 or sim:SEED"):
+            Engine.from_model(tiny_model(), other, verify=False)  # type: ignore[arg-type]
+    with pytest.raises(DeviceError, match="finds no CUDA device"):
+        Engine.from_model(tiny_model(), torch.device("cuda"), verify=False)
+
+
+def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Parameters that decay, and those that do not, as every trainer has them."""
+    parameters = dict(model.named_parameters())
+    norms = [parameter for name, parameter in parameters.items() if "norm" in name]
+    others = [parameter for name, parameter in parameters.items() if "norm" not in name]
+    return [{"params": others, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (
+            lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4),
+            r"give megatrain.AdamW\(lr=0.0003, betas=\(0.9, 0.999\), eps=1e-08, weight_decay=0.01\), and the rate",
+        ),
+        (
+            lambda model: torch.optim.AdamW(groups(model), betas=(0.9, 0.95)),
+            r"AdamW\(lr=0.001, betas=\(0.9, 0.95\), eps=1e-08, weight_decay=0.1, no_decay=\(patterns of names,\)\)",
+        ),
+        (lambda model: torch.optim.Adam(model.parameters()), r"AdamW\(lr=0.001, .* weight_decay=0.0\)"),
+        (lambda model: torch.optim.Adam(model.parameters(), weight_decay=0.1), "the one optimizer there is"),
+        (lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True), "the one optimizer there is"),
+        (lambda model: torch.optim.SGD(model.parameters()), "torch.optim.SGD cannot .* the one optimizer there is"),
+        (lambda model: AdamW, "AdamW is a class; make one"),
+        (lambda model: torch.optim.AdamW, "AdamW is a class; make one"),
+        (lambda model: "adamw", "'adamw' is none; give a megatrain.AdamW"),
+    ],
+)
+def test_an_optimizer_of_torch_is_refused_with_the_one_of_the_same_settings(
+    make: Callable[[torch.nn.Module], Any], says: str
+) -> None:
+    model = tiny_model()
+    with pytest.raises(ConfigError, match=rf"^optimizer: .*{says}"):
+        Engine.from_model(model, optimizer=make(model))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "says"),
+    [
+        ({"seed": "0"}, ConfigError, "seed: '0' is not valid; use a whole number"),
+        ({"seed": 1 << 70}, ConfigError, "seed: .* is not valid"),
+        ({"verify": "no"}, ConfigError, "verify: 'no' is not valid; use true or false"),
+        ({"max_grad_norm": "1"}, ConfigError, "max_grad_norm: '1' is no norm"),
+        ({"max_grad_norm": True}, ConfigError, "max_grad_norm: True is no norm"),
+        ({"max_grad_norm": float("nan")}, ConfigError, "max_grad_norm: nan is no norm"),
+        ({"policy": None}, PlanError, "policy: None is no policy"),
+        ({"policy": {"weight_slots": 1}}, PlanError, "policy: {'weight_slots': 1} is no policy"),
+        ({"policy": "fast"}, PlanError, "policy: 'fast' is no policy; give a megatrain.Policy, or 'auto'"),
+        ({"precision": ["bf16"]}, PlanError, "precision must be bf16 or fp32"),
+        ({"disk": 5}, ConfigError, "disk: 5 is not valid"),
+        ({"disk": [None]}, ConfigError, r"disk\[0\]: None is not valid"),
+        ({"policy": Policy(homes=(Home(),) * 9)}, PlanError, "names homes for 9 units, and the model has 5"),
+    ],
+    ids=str,
+)
+def test_an_argument_of_another_type_is_refused_by_name(wrong: dict[str, Any], error: type, says: str) -> None:
+    with pytest.raises(error, match=says):
+        Engine.from_model(tiny_model(), **{"verify": False, **wrong})
+
+
+def test_a_misspelt_option_is_told_the_nearest() -> None:
+    with pytest.raises(TypeError, match="no option 'max_grad_nrom'; did you mean 'max_grad_norm'"):
+        Engine.from_config(tiny_model().config.to_dict(), max_grad_nrom=1.0)  # type: ignore[call-arg]
+
+
+def test_a_single_folder_is_a_folder_for_the_disk(tmp_path: Path) -> None:
+    for folder in (tmp_path, str(tmp_path)):
+        homes = (Home(moments="disk"),) * 5
+        policy = Policy(homes=homes, shares_memory=True)
+        with Engine.from_model(tiny_model(), policy=policy, disk=folder, verify=False) as engine:
+            assert engine.step(unequal_batches()).tokens > 0
+            assert engine.disk is not None
+            assert engine.disk.nbytes() > 0
+
+
+def test_a_policy_for_more_units_is_not_adopted(engine: Engine) -> None:
+    before = engine.evaluate(unequal_batches())
+    with pytest.raises(PlanError, match="names homes for 6 units, and the model has 5"):
+        engine.adopt(Policy(homes=(Home(),) * 6, shares_memory=True))
+    assert engine.evaluate(unequal_batches()) == before
+
+
+def test_what_is_asked_of_an_engine_is_checked_too(engine: Engine, tmp_path: Path) -> None:
+    ids = batch(1, 4, 0)["input_ids"]
+    ours: Any = engine  # whose types are not kept to here
+    cases: list[tuple[Callable[[], object], type[MegaTrainError], str]] = [
+        (lambda: ours.master("lm_head"), ModelError, "no parameter is called 'lm_head'; did you mean 'lm_head.weight"),
+        (lambda: ours.master(3), ModelError, "no parameter is called 3"),
+        (lambda: ours.adopt("auto"), PlanError, "policy: 'auto' is not valid; use a Policy"),
+        (lambda: ours.prepare(64), PlanError, "work: 64 is not valid; use a Work"),
+        (lambda: ours.restore(None), CheckpointError, "restore: None is not valid; use a Checkpoint, a text or a P"),
+        (lambda: ours.restore(tmp_path), DamagedCheckpoint, str(tmp_path)),
+        (lambda: ours.trace(tmp_path / "x", steps=0), ConfigError, r"trace\.steps: 0 is not valid"),
+        (lambda: ours.generate(ids, seed="0"), ConfigError, "seed: '0' is not valid"),
+        (lambda: ours.generate([[3, 4]]), BatchError, "generate: input_ids must be"),
+        (lambda: ours.generate(ids, [[1] * 4]), BatchError, "generate: attention_mask is no"),
+        (lambda: ours.step(unequal_batches(), lr="1e-3"), ConfigError, "lr: '1e-3' is not valid"),
+        (lambda: ours.logits([ids]), BatchError, "logits: is a list, not a mapping"),
+    ]
+    before = engine.master_weights()
+    for call, error, says in cases:
+        with pytest.raises(error, match=says) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+    assert equal(engine.master_weights(), before)
+
+
+def test_a_folder_of_a_checkpoint_can_be_gone_back_to(tmp_path: Path) -> None:
+    with Engine.from_model(tiny_model(), optimizer=AdamW(lr=1e-2), verify=False) as engine:
+        engine.step(unequal_batches())
+        folder, before = engine.save(tmp_path).wait(), engine.master_weights()
+        engine.step(unequal_batches())
+        engine.restore(str(folder))
+        assert engine.steps == 1
+        assert equal(engine.master_weights(), before)
+
+
+def test_an_engine_says_what_it_is() -> None:
+    model = tiny_model()
+    with Engine.from_model(model, precision="fp32", verify=False) as engine:
+        engine.step(unequal_batches())
+        said = repr(engine)
+        assert said.startswith("<Engine of LlamaForCausalLM: ")
+        assert f"{model.num_parameters():,} parameters, fp32 on cpu, 1 steps, " in said
+        assert "kB on the host>" in said
+    assert repr(engine).endswith("fp32 on cpu, closed>")
+    model.lm_head.weight.requires_grad_(False)
+    with Engine.from_model(model, "sim:1", verify=False) as engine:
+        assert f"{engine.spec.trained_numel:,} trained, bf16 on sim:1, 0 steps" in repr(engine)

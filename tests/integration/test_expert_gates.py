@@ -1,0 +1,91 @@
+"""Gates inside the products of experts: the first expert is at work before the last one's shard has come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatrain import AdamW, Engine, Policy
+from megatrain.engine.phased_call import _Meeting
+from megatrain.spec import Gates, Numerics
+from megatrain.testing import SimDevice
+from tests.tiny import FAMILIES, tiny_model, unequal_batches
+
+OLMOE = {
+    **FAMILIES["mixtral"],
+    "model_type": "olmoe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 4,
+}
+GPT_OSS = {**FAMILIES["mixtral"], "model_type": "gpt_oss", "head_dim": 8, "sliding_window": 4}
+"""Its experts are stored the other way around, with biases."""
+
+KINDS: dict[str, dict[str, Any]] = {"mixtral": {}, "qwen3-moe": {}, "olmoe": OLMOE, "gpt-oss": GPT_OSS}
+
+
+def engine(device: str | SimDevice, kind: str, experts: str, gates: Gates, keeps: str = "input") -> Engine:
+    model = tiny_model(kind if kind in FAMILIES else "mixtral", **KINDS[kind])
+    model.set_experts_implementation(experts)
+    sizes = {"weight_slots": 1, "grad_slots": 1, "shard_nbytes": 2500}
+    policy = Policy(gates=gates, activation_rows=((keeps,),), **sizes)  # type: ignore[arg-type]
+    how = {
+        "max_grad_norm": 0.5,
+        "policy": policy,
+        "numerics": Numerics("fp32", loss_chunk_tokens=5),
+        "seed": 4,
+        "verify": False,
+    }
+    return Engine.from_model(model, device, "fp32", AdamW(lr=1e-2), **how)  # type: ignore[arg-type]
+
+
+def results(made: Engine) -> dict[str, Tensor]:
+    batches = unequal_batches(2)
+    found = {f"gradient {name}": gradient for name, gradient in made.gradients(batches).items()}
+    found["losses"] = torch.tensor([made.step(batches).loss, made.evaluate(batches)])
+    return found | made.master_weights()
+
+
+@pytest.mark.parametrize(
+    ("kind", "experts", "keeps"),
+    [
+        ("mixtral", "grouped_mm", "input"),
+        ("mixtral", "eager", "graph"),
+        ("qwen3-moe", "grouped_mm", "graph"),
+        ("olmoe", "eager", "input"),
+        ("gpt-oss", "grouped_mm", "graph"),
+    ],
+)
+def test_gates_by_shards_change_no_bit(kind: str, experts: str, keeps: str) -> None:
+    with engine("cpu", kind, experts, "unit", keeps) as made:
+        expected = results(made)
+    with engine("sim:3", kind, experts, "shard", keeps) as made:
+        found = results(made)
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
+
+
+def come_by(device: SimDevice) -> int:
+    """Shards of the second layer that have come."""
+    return sum(name.startswith("FETCH u2") for name in device.order)
+
+
+def test_a_loop_over_experts_waits_for_each_one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice is a view, and a view is what it covers."""
+    device, honest, seen = SimDevice(temperament="late"), _Meeting._meet, list[int]()
+
+    def meet(self: _Meeting, func: Any, tensors: Sequence[Tensor]) -> None:
+        honest(self, func, tensors)
+        if func is functional.linear and tensors[1].shape == (96, 32):  # of one expert
+            seen.append(come_by(device))
+
+    with engine(device, "mixtral", "eager", "shard") as made:
+        monkeypatch.setattr(_Meeting, "_meet", meet)
+        made.evaluate(unequal_batches(1))
+    there = [come for come in seen if come]
+    assert there[0] < come_by(device) - 3
+    assert len(set(there)) > 2

@@ -1,0 +1,235 @@
+"""Bad input and failures: one typed error each, the state as it was, and never a hang."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain import AdamW, Engine, Numerics, Policy
+from megatrain.device.cpu import CpuDevice
+from megatrain.device.sim import SimDevice
+from megatrain.errors import BatchError, ConfigError, DeviceError, ModelError, NonFinite, PlanError, StreamFailed
+from megatrain.train.optimizer_sink import OptimizerSink
+from tests.tiny import VOCAB, batch, equal, tiny_model, unequal_batches
+
+DEVICES = ["cpu", "sim:3"]
+
+
+def good() -> dict[str, Tensor]:
+    return batch(2, 8, 0)
+
+
+@pytest.mark.parametrize(
+    ("broken", "says"),
+    [
+        ([], "at least one micro-batch"),
+        ([{"input_ids": torch.zeros(2, 8, dtype=torch.long)}], "labels must be an int64 or int32 tensor"),
+        ([{**good(), "labels": torch.zeros(2, 7, dtype=torch.long)}], "differ in shape"),
+        ([{**good(), "input_ids": torch.zeros(8, dtype=torch.long)}], r"\[batch, length\]"),
+        ([{**good(), "input_ids": torch.rand(2, 8)}], "int64 or int32 tensor"),
+        ([good(), {**good(), "input_ids": torch.full((2, 8), VOCAB)}], f"micro-batch 1: input_ids holds token {VOCAB}"),
+        ([{**good(), "labels": torch.full((2, 8), -5)}], "token -5, outside the vocabulary"),
+        ([{**good(), "labels": torch.full((2, 8), -100)}], "no target token"),
+        ([batch(1, 65, 0)], "64 positions"),
+        ([batch(1, 1, 0)], "no target token"),
+    ],
+)
+def test_an_unusable_batch_is_one_line_and_changes_nothing(broken: list[dict[str, Tensor]], says: str) -> None:
+    with Engine.from_model(tiny_model()) as engine:
+        before = engine.master_weights()
+        for call in (engine.step, engine.gradients, engine.evaluate):
+            with pytest.raises(BatchError, match=says) as caught:
+                call(broken)
+            assert "\n" not in str(caught.value)
+        assert equal(engine.master_weights(), before)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("where", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"])
+def test_a_loss_that_is_not_finite_is_not_applied(device: str, where: str) -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.get_parameter(where)[5] = float("nan")
+    everything = [{"input_ids": torch.arange(3, 60)[None], "labels": torch.arange(3, 60)[None]}]
+    with Engine.from_model(model, device, "fp32", AdamW(lr=0.1)) as engine:
+        before = {name: w.view(torch.int32) for name, w in engine.master_weights().items()}
+        for _ in range(2):
+            with pytest.raises(
+                NonFinite, match="^the loss is nan, as are values of the weights .*: " + where
+            ) as caught:
+                engine.step(everything)
+            assert caught.value.parameters == (where,)
+        with pytest.raises(NonFinite, match=f"^generate: the logits are not numbers, as are .*: {where}"):
+            engine.generate(everything[0]["input_ids"], max_new_tokens=1)
+        after = {name: w.view(torch.int32) for name, w in engine.master_weights().items()}
+    assert equal(before, after)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_gradient_that_is_not_finite_is_not_applied_and_training_goes_on(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatrain.engine import ops as engine_step
+
+    with Engine.from_model(tiny_model(), device, "fp32", AdamW(lr=0.1)) as engine:
+        engine.step(unequal_batches())
+        before = engine.master_weights()
+        add = engine_step.UnitSum.add
+
+        def poisoned(self: engine_step.UnitSum, name: str, gradient: Tensor) -> None:
+            add(self, name, gradient * float("inf") if name.endswith("layers.1.mlp.up_proj.weight") else gradient)
+
+        monkeypatch.setattr(engine_step.UnitSum, "add", poisoned)
+        with pytest.raises(NonFinite, match=r"model.layers.1: the gradient is not finite; nothing was updated"):
+            engine.step(unequal_batches())
+        assert equal(engine.master_weights(), before)
+        monkeypatch.undo()
+        engine.step(unequal_batches())
+        after = engine.master_weights()
+    with Engine.from_model(tiny_model(), device, "fp32", AdamW(lr=0.1)) as engine:
+        engine.step(unequal_batches())
+        engine.step(unequal_batches())
+        assert equal(engine.master_weights(), after), "the failed step must leave no trace"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_without_clipping_the_error_says_which_units_were_updated_already(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatrain.engine import ops as engine_step
+
+    add = engine_step.UnitSum.add
+
+    def poisoned(self: engine_step.UnitSum, name: str, gradient: Tensor) -> None:
+        add(self, name, gradient * float("nan") if "embed" in name else gradient)
+
+    monkeypatch.setattr(engine_step.UnitSum, "add", poisoned)
+    engine = Engine.from_model(tiny_model(), device, "fp32", max_grad_norm=None)
+    with engine, pytest.raises(NonFinite, match=r"updated already: .*epilogue.*set max_grad_norm"):
+        engine.step(unequal_batches())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.timeout(60)
+def test_a_failure_in_a_background_op_surfaces_with_its_cause_and_the_next_step_works(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine.from_model(tiny_model(), device, optimizer=AdamW(lr=0.1)) as engine:
+        engine.step(unequal_batches())
+        update = OptimizerSink.update
+        calls = []
+
+        def failing(self: OptimizerSink, unit: int, gradient: Tensor, parts: Mapping[str, Tensor]) -> None:
+            calls.append(unit)
+            if len(calls) == 3:
+                raise RuntimeError("the third update fails")
+            update(self, unit, gradient, parts)
+
+        monkeypatch.setattr(OptimizerSink, "update", failing)
+        with pytest.raises(StreamFailed, match=r"op UPDATE u\d on stream host.*the third update fails") as caught:
+            engine.step(unequal_batches())
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        monkeypatch.undo()
+        engine.flush()
+        after_one = engine.master_weights()
+    with Engine.from_model(tiny_model(), device, optimizer=AdamW(lr=0.1)) as engine:
+        engine.step(unequal_batches())
+        assert equal(engine.master_weights(), after_one), "each unit is updated once, by the failed step or the flush"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.timeout(60)
+def test_a_failure_in_a_layer_names_the_op_and_returns_every_lease(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine.from_model(tiny_model(), device) as engine:
+
+        def failing(*_: object) -> Tensor:
+            raise RuntimeError("no such kernel")
+
+        monkeypatch.setattr(type(engine._ported), "layer", failing)
+        with pytest.raises(StreamFailed, match="op FORWARD u1 m0 on stream compute: RuntimeError: no such kernel"):
+            engine.step(unequal_batches())
+        assert engine._pool.leases == 0
+        monkeypatch.undo()
+        assert engine.step(unequal_batches()).tokens > 0
+
+
+def test_contradictions_are_refused() -> None:
+    with pytest.raises(PlanError, match="numerics"):
+        Engine.from_model(tiny_model(), precision="fp32", numerics=Numerics("bf16"))
+    with pytest.raises(PlanError, match="exact global norm"):
+        Engine.from_model(tiny_model(), policy=Policy(update="during_backward"))
+    with pytest.raises(PlanError, match="does not compute in host memory"):
+        Engine.from_model(tiny_model(), "sim:0", policy=Policy(shares_memory=True))
+    with pytest.raises(ConfigError, match="max_grad_norm"):
+        Engine.from_model(tiny_model(), max_grad_norm=0.0)
+    with pytest.raises(PlanError, match=r"policy\.weight_slots"):
+        Policy(weight_slots=0)
+    with pytest.raises(DeviceError, match="cpu, cuda:0 or sim:SEED"):
+        Engine.from_model(tiny_model(), "tpu")
+    with pytest.raises(PlanError, match="precision must be"):
+        Engine.from_model(tiny_model(), precision="fp16")  # type: ignore[arg-type]
+
+
+def test_what_is_no_causal_language_model_is_refused() -> None:
+    from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGeneration
+
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with pytest.raises(ModelError, match="not a transformers model"):
+        Engine.from_model(torch.nn.Linear(2, 2))
+    with pytest.raises(ModelError, match="no language-model head"):
+        Engine.from_model(BertModel(BertConfig(**small)))
+    with pytest.raises(ModelError, match="encoder-decoder"):
+        Engine.from_model(T5ForConditionalGeneration(T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)))
+
+
+def test_a_closed_engine_says_so_instead_of_hanging() -> None:
+    engine = Engine.from_model(tiny_model())
+    engine.close()
+    engine.close()
+    with pytest.raises(DeviceError, match="closed"):
+        engine.step(unequal_batches())
+
+
+def test_the_cpu_worker_ends_with_its_device() -> None:
+    import threading
+
+    before = threading.active_count()
+    device = CpuDevice()
+    assert threading.active_count() == before + 1
+    device.close()
+    assert threading.active_count() == before
+
+
+def test_an_engine_that_is_refused_gives_back_what_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise ConfigError("on purpose")
+
+    monkeypatch.setattr(OptimizerSink, "_cut", refused)
+    device = SimDevice(1)
+    with pytest.raises(ConfigError, match="on purpose"):
+        Engine.from_model(tiny_model(), device, verify=False)
+    assert not any(device._owners.values())
+    assert not device.locked
+    device.close()
+
+
+def test_logits_are_the_callers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the memory that ops take is that of their stream, which uses it again whoever still reads it."""
+    with Engine.from_model(tiny_model(), "sim:3", "fp32", verify=False) as engine:
+        made: list[Tensor] = []
+        head = engine._ported.head
+
+        def noting(*given: Any) -> Tensor:
+            made.append(head(*given))
+            return made[-1]
+
+        monkeypatch.setattr(engine._ported, "head", noting)
+        found = engine.logits({"input_ids": good()["input_ids"]})
+    assert torch.equal(found.flatten(0, 1), made[0])
+    assert found.untyped_storage().data_ptr() != made[0].untyped_storage().data_ptr()

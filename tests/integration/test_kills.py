@@ -1,0 +1,173 @@
+"""A run that is killed at any moment goes on, when it is started again, as if nothing had been: to the last bit."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain import Policy
+from megatrain.plan import available_threads
+from megatrain.schedule.passes.workspace import beside_nbytes
+from megatrain.spec import Numerics
+
+STEPS = 8
+TEXT = "def answer(question):\n    return 42 if question else None\n" * 60
+FIRST_HALF: dict[str, Any] = {}
+OTHER_POLICY: dict[str, Any] = {"policy": {"activations": "recompute", "weight_slots": 3, "host_threads": 1}}
+PLACES: dict[str, int] = {  # what is about to happen -> about how often it does in a run
+    "FORWARD": 60,
+    "BACKWARD": 55,
+    "UPDATE": 26,
+    "NORM": 26,
+    "LOSS": 14,
+    "write": 200,
+    "rename": 6,
+    "fsync": 50,
+    "replace": 15,
+    "rmdir": 3,
+}
+
+
+class Nursery:
+    """Starts runs in forked children; see `nursery`."""
+
+    def __init__(self, cache: Path) -> None:
+        command = [sys.executable, "-m", "tests.integration.nursery", str(cache)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._read() == "ready"
+
+    def run(self, config: dict[str, Any], place: str | None = None, count: float = 0) -> int:
+        said = str(Path(config["data"]["cache"]).parent / "said.txt")
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"config": config, "place": place, "count": count, "said": said}) + "\n")
+        self._process.stdin.flush()
+        return int(self._read())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.communicate()
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    made = Nursery(tmp_path_factory.mktemp("cache"))
+    yield made
+    made.close()
+
+
+def configuration(folder: Path, name: str, host: int | None, **changed: Any) -> dict[str, Any]:
+    (folder / "corpus.txt").write_text(TEXT)
+    fields = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 257,
+        "max_position_embeddings": 64,
+        "attention_dropout": 0.2,
+    }
+    tree: dict[str, Any] = {
+        "model": {"config": fields, "verify": False},
+        "data": {
+            "sources": [str(folder / "corpus.txt")],
+            "tokenizer": "bytes",
+            "sequence_length": 32,
+            "cache": str(folder / "tokens"),
+        },
+        "train": {
+            "steps": STEPS,
+            "micro_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "learning_rate": 1e-2,
+            "eval_every": 4,
+            "eval_batches": 1,
+            "sample_tokens": 0,
+        },
+        "checkpoint": {"every": 2},
+        "output": {"folder": str(folder / name), "trackers": [], "verify_export": False},
+        "resume": "auto",
+    }
+    if host is not None:
+        tree["disk"] = {"folders": [str(folder)]}
+        tree["memory"] = {"host": host}
+    return {**tree, **changed}
+
+
+def result(folder: Path) -> tuple[list[tuple[int, float]], bytes]:
+    """Step and loss of each step in turn, and the weights, as bytes."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [(line["step"], line["loss"]) for line in lines if line["event"] == "stepped"]
+    return losses, (folder / "model" / "model.safetensors").read_bytes()
+
+
+def least_host(nursery: Nursery, folder: Path) -> int:
+    """Bytes of host memory with which a run just fits, its state on the disk."""
+    packed = beside_nbytes(Numerics("bf16"), Policy(shares_memory=True, host_threads=available_threads()))
+    for nbytes in range(packed + 500_000, packed + 1_500_000, 50_000):
+        tree = configuration(
+            folder, "fits", nbytes, train={"steps": 1, "micro_batch_size": 2, "gradient_accumulation_steps": 2}
+        )
+        if nursery.run(tree) == 0:
+            return nbytes
+    raise AssertionError((folder / "said.txt").read_text())
+
+
+def survive(nursery: Nursery, folder: Path, disk: bool, draw: random.Random, kills: int) -> dict[str, int]:
+    """Run, killed so many times, in as many runs as that takes, each compared with one that is left alone.
+
+    Returns how often each place was where it died.
+    """
+    host = least_host(nursery, folder) if disk else None
+    assert nursery.run(configuration(folder, "straight", host)) == 0, (folder / "said.txt").read_text()
+    assert ("units on the disk" in " ".join((folder / "said.txt").read_text().split())) == disk
+    expected = result(folder / "straight")
+    assert [step for step, _ in expected[0]] == list(range(1, STEPS + 1))
+    met: dict[str, int] = {}
+    runs = 0
+    while sum(met.values()) < kills:
+        runs += 1
+        name, over = f"run-{runs}", False
+        while not over:
+            place = draw.choice([*PLACES, "seconds"])
+            count = draw.uniform(0.1, 1.2) if place == "seconds" else draw.randint(1, PLACES[place])
+            place_now: str | None = place if sum(met.values()) < kills else None
+            changed = draw.choice([FIRST_HALF, OTHER_POLICY])
+            status = nursery.run(configuration(folder, name, host, **changed), place_now, count)
+            if status == 0:
+                over = True
+            else:
+                assert status == -9, (folder / "said.txt").read_text()
+                met[place] = met.get(place, 0) + 1
+        assert result(folder / name) == expected, (name, met)
+        left = [path.name for path in (folder / name / "checkpoints").iterdir() if path.name.startswith(".")]
+        assert left == []
+    return met
+
+
+@pytest.mark.parametrize("disk", [False, True], ids=["host", "disk"])
+def test_a_killed_run_goes_on_bit_for_bit(nursery: Nursery, tmp_path: Path, disk: bool) -> None:
+    """Dropout, shuffled data, and now and then another policy after the kill."""
+    survive(nursery, tmp_path, disk, random.Random(int(disk)), kills=3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("disk", [False, True], ids=["host", "disk"])
+@pytest.mark.parametrize("part", range(4))
+def test_two_hundred_kills(nursery: Nursery, tmp_path: Path, disk: bool, part: int) -> None:
+    met = survive(nursery, tmp_path, disk, random.Random(f"{part} {disk}"), kills=25)
+    print(met)
+    assert len(met) >= 5, "many places are to be met"

@@ -1,0 +1,330 @@
+"""Losses of the user's own give the loss and every gradient of plain autograd, and whole logits never exist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from megatrain import Engine, Policy
+from megatrain.engine.batch import shifted, targets_of
+from megatrain.engine.chunked_loss import Chunks, differentiate
+from megatrain.errors import BatchError, ConfigError, LossError
+from megatrain.losses import DPO, REFERENCE, LogitsLoss, LogProbLoss, SmoothedCrossEntropy, target_mask, with_reference
+from megatrain.spec import Numerics
+from tests.tiny import VOCAB, batch, relative_error, stock_gradients, tiny_model, unequal_batches
+
+TOLERANCE = 1e-5
+Batches = list[dict[str, Tensor]]
+
+
+NUMERICS = Numerics("fp32", loss_chunk_tokens=7)
+
+
+def policy_for(device: str = "cpu", **changes: Any) -> Policy:
+    small = {"shares_memory": device == "cpu", "shard_nbytes": 4096}
+    return Policy(**{**small, **changes})
+
+
+def engine_of(model: PreTrainedModel, device: str = "cpu", **changes: Any) -> Engine:
+    return Engine.from_model(
+        model, device=device, numerics=NUMERICS, policy=policy_for(device, **changes), verify=False
+    )
+
+
+def stock_log_probs(model: PreTrainedModel, each: dict[str, Tensor]) -> Tensor:
+    """float32[batch, length] at the places of the labels, with a graph; 0 where there is no target."""
+    inputs = {key: each[key] for key in ("input_ids", "attention_mask") if key in each}
+    logits = model(**inputs, use_cache=False).logits[:, :-1].float()
+    labels = each["labels"][:, 1:]
+    found = functional.log_softmax(logits, dim=-1).gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
+    return functional.pad(torch.where(labels != -100, found, 0.0), (1, 0))
+
+
+def by_autograd(model: PreTrainedModel, total: Callable[[], Tensor]) -> tuple[float, dict[str, Tensor]]:
+    model.zero_grad(set_to_none=True)
+    loss = total()
+    loss.backward()
+    return loss.item(), {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
+    }
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    worst = max(expected, key=lambda name: relative_error(found[name], expected[name]))
+    assert relative_error(found[worst], expected[worst]) < TOLERANCE, worst
+
+
+def without_reference(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value for key, value in batch.items() if key != REFERENCE}
+
+
+def pairs(count: int, length: int, seed: int) -> dict[str, Tensor]:
+    """`count` pairs with prompts of two tokens and answers of several lengths, padded on the right."""
+    made = batch(2 * count, length, seed)
+    ids, labels = made["input_ids"], made["labels"]
+    mask = torch.ones_like(ids)
+    for row in range(2 * count):
+        size = length - row % 4
+        if row % 2:
+            ids[row, :2] = ids[row - 1, :2]
+        labels[row, :2] = -100
+        labels[row, size:] = -100
+        mask[row, size:] = 0
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+@pytest.mark.parametrize(
+    ("family", "device"), [("llama", "cpu"), ("qwen3-tied", "sim:3"), ("gpt2", "cpu"), ("mixtral-balanced", "sim:4")]
+)
+def test_cross_entropy_as_a_loss_of_log_probabilities_is_cross_entropy(family: str, device: str) -> None:
+    model, batches = tiny_model(family), unequal_batches(3)
+    loss, expected = stock_gradients(model, batches)
+    with engine_of(model, device, activations="recompute") as engine:
+        minus_sum = lambda log_probs, _: -log_probs.sum()  # noqa: E731
+        assert_same(engine.gradients(batches, loss_fn=minus_sum), expected)
+        assert engine.measure(batches, minus_sum).loss == pytest.approx(loss, rel=TOLERANCE)
+        assert engine.step(batches, loss_fn=minus_sum).loss == pytest.approx(loss, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (0.5, 0.0, 2.0)])
+def test_a_router_auxiliary_loss_counts_as_the_caller_says(weights: tuple[float, ...]) -> None:
+    """And is told for each micro-batch, with what the loss reports of it."""
+    model, batches = tiny_model("mixtral-balanced"), unequal_batches(3)
+    tokens = sum(int(target_mask(each).sum()) for each in batches)
+    routers = [model(**each, use_cache=False).aux_loss for each in batches]
+
+    def total() -> Tensor:
+        found = torch.zeros(())
+        for each, weight in zip(batches, weights, strict=True):
+            inputs = {name: value for name, value in each.items() if name != "labels"}
+            aux = model(**inputs, use_cache=False).aux_loss
+            found = found - stock_log_probs(model, each).sum() / tokens + 0.5 * weight * aux
+        return found
+
+    def counted(log_probs: Tensor, each: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return -log_probs.sum(), {"said": log_probs.detach().sum()}
+
+    loss, expected = by_autograd(model, total)
+    with engine_of(model) as engine:
+        assert engine.router_aux_loss_coef == 0.5
+        assert_same(engine.gradients(batches, router_weights=weights), expected)
+        assert engine.measure(batches, router_weights=weights).loss == pytest.approx(loss, rel=TOLERANCE)
+        out = engine.step(batches, loss_fn=counted, router_weights=weights)
+        assert out.loss == pytest.approx(loss, rel=TOLERANCE)
+        assert [each["aux_loss"] for each in out.by_micro_batch] == pytest.approx([each.item() for each in routers])
+        counts = [int(target_mask(each).sum()) for each in batches]
+        said = sum(each["said"] * count for each, count in zip(out.by_micro_batch, counts, strict=True))
+        assert out.metrics == {"said": pytest.approx(said / tokens)}
+        with pytest.raises(BatchError, match="2 router_weights for 3 micro-batches"):
+            engine.step(batches, router_weights=(1.0, 1.0))
+
+
+def test_log_probabilities_are_those_of_the_stock_model_in_the_order_of_the_micro_batches() -> None:
+    model, batches = tiny_model().eval(), unequal_batches(3)
+    with engine_of(model) as engine, torch.no_grad():
+        for found, each in zip(engine.log_probs(batches), batches, strict=True):
+            torch.testing.assert_close(found, stock_log_probs(model, each), rtol=1e-5, atol=1e-6)
+            assert torch.equal(found != 0, target_mask(each))
+
+
+def stock_dpo(log_probs: Tensor, reference: Tensor, each: dict[str, Tensor], loss: DPO) -> tuple[Tensor, Tensor]:
+    """Losses and margins of the rewards by pair, written down plainly."""
+    policy, base = log_probs.sum(1), reference.sum(1)
+    counts = (each["labels"][:, 1:] != -100).sum(1)
+    losses, margins = [], []
+    for at in range(0, len(policy), 2):
+        first, second = policy[at] - base[at], policy[at + 1] - base[at + 1]
+        margins.append(loss.beta * (first - second))
+        if loss.loss_type == "ipo":
+            losses.append((first / counts[at] - second / counts[at + 1] - 1 / (2 * loss.beta)) ** 2)
+        else:
+            likely = torch.sigmoid(margins[-1])
+            losses.append(-(1 - loss.label_smoothing) * likely.log() - loss.label_smoothing * torch.log(1 - likely))
+    return torch.stack(losses), torch.stack(margins)
+
+
+@pytest.mark.parametrize(
+    ("loss", "family"),
+    [(DPO(), "llama"), (DPO(0.5, 0.1), "qwen3-tied"), (DPO(0.3, loss_type="ipo"), "llama-tied")],
+    ids=["sigmoid", "smooth", "ipo"],
+)
+def test_preference_steps_equal_a_plain_pytorch_loop(loss: DPO, family: str) -> None:
+    """Loss, every gradient and what is reported, of a policy that has moved away from its reference."""
+    plain, reference = tiny_model(family), tiny_model(family)
+    batches = [pairs(2, 12, 0), pairs(1, 9, 1)]
+    with torch.no_grad():
+        base = [stock_log_probs(reference, each) for each in batches]
+
+    def expected() -> tuple[float, dict[str, Tensor], Tensor]:
+        margins: list[Tensor] = []
+
+        def total() -> Tensor:
+            found = [
+                stock_dpo(stock_log_probs(plain, each), frozen, each, loss)
+                for each, frozen in zip(batches, base, strict=True)
+            ]
+            margins.extend(each.detach() for _, each in found)
+            return torch.cat([each for each, _ in found]).mean()
+
+        return *by_autograd(plain, total), torch.cat(margins)
+
+    with engine_of(tiny_model(family)) as engine:
+        given = with_reference(batches, engine.log_probs(batches))
+        for _ in range(3):
+            plain.load_state_dict(engine.master_weights(), strict=False)
+            wanted, gradients, margins = expected()
+            assert_same(engine.gradients(given, loss_fn=loss), gradients)
+            assert engine.measure(given, loss).loss == pytest.approx(wanted, rel=TOLERANCE)
+            out = engine.step(given, lr=1e-2, loss_fn=loss)
+            assert out.loss == pytest.approx(wanted, rel=TOLERANCE)
+            assert out.metrics["rewards/margins"] == pytest.approx(margins.mean().item(), rel=1e-4, abs=1e-6)
+            assert out.metrics["rewards/accuracies"] == pytest.approx((margins > 0).float().mean().item())
+    assert out.metrics["rewards/margins"] > 0.01, "the policy must have moved"
+
+
+def test_how_pairs_are_cut_into_micro_batches_changes_nothing() -> None:
+    whole = pairs(3, 10, 5)
+    parts = [{key: value[2 * n : 2 * n + 2] for key, value in whole.items()} for n in range(3)]
+    with engine_of(tiny_model()) as engine:
+        together, apart = (with_reference(each, engine.log_probs(each)) for each in ([whole], parts))
+        engine.step(together, lr=1e-2, loss_fn=DPO())
+        assert_same(engine.gradients(apart, loss_fn=DPO()), engine.gradients(together, loss_fn=DPO()))
+
+
+class Distillation(LogitsLoss):
+    """The divergence from a teacher's probabilities, which come with the micro-batch."""
+
+    own = ("teacher",)
+
+    def __call__(self, logits: Tensor, labels: Tensor, **own: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = functional.kl_div(functional.log_softmax(logits, -1), own["teacher"], reduction="sum")
+        return loss, {"agrees": (logits.argmax(-1) == own["teacher"].argmax(-1)).sum()}
+
+
+def test_a_loss_of_logits_sees_what_belongs_to_its_tokens() -> None:
+    model, batches = tiny_model("qwen3-tied"), unequal_batches(2)
+    for each in batches:
+        each["teacher"] = torch.softmax(torch.randn(*each["labels"].shape, VOCAB), -1)
+
+    def total() -> Tensor:
+        losses = []
+        for each in batches:
+            inputs = {key: each[key] for key in ("input_ids", "attention_mask") if key in each}
+            found = functional.log_softmax(model(**inputs, use_cache=False).logits[:, :-1], -1)
+            mask = each["labels"][:, 1:] != -100
+            losses.append(functional.kl_div(found[mask], each["teacher"][:, 1:][mask], reduction="sum"))
+        return torch.stack(losses).sum() / sum(int(target_mask(each).sum()) for each in batches)
+
+    loss, expected = by_autograd(model, total)
+    with engine_of(model) as engine:
+        assert_same(engine.gradients(batches, loss_fn=Distillation()), expected)
+        out = engine.step(batches, loss_fn=Distillation())
+    assert out.loss == pytest.approx(loss, rel=TOLERANCE)
+    assert 0 <= out.metrics["agrees"] <= 1
+
+
+def test_smoothed_cross_entropy_with_a_z_loss() -> None:
+    model, batches = tiny_model(), unequal_batches(2)
+
+    def total() -> Tensor:
+        losses = []
+        for each in batches:
+            inputs = {key: each[key] for key in ("input_ids", "attention_mask") if key in each}
+            logits, mask = model(**inputs, use_cache=False).logits[:, :-1], each["labels"][:, 1:] != -100
+            wanted = each["labels"][:, 1:][mask]
+            losses.append(functional.cross_entropy(logits[mask], wanted, reduction="sum", label_smoothing=0.2))
+            losses.append(0.01 * logits[mask].logsumexp(-1).square().sum())
+        return torch.stack(losses).sum() / sum(int(target_mask(each).sum()) for each in batches)
+
+    loss, expected = by_autograd(model, total)
+    with engine_of(model) as engine:
+        assert_same(engine.gradients(batches, loss_fn=SmoothedCrossEntropy(0.2, 0.01)), expected)
+        assert engine.measure(batches, SmoothedCrossEntropy(0.2, 0.01)).loss == pytest.approx(loss, rel=TOLERANCE)
+
+
+def test_a_head_that_draws_draws_the_same_in_both_passes() -> None:
+    weight, hidden = torch.randn(VOCAB, 16), torch.randn(12, 16)
+    labels = torch.randint(0, VOCAB, (2, 6))
+    each, targets = {"labels": labels}, shifted(labels).reshape(-1)
+
+    def head(part: Tensor) -> Tensor:
+        return functional.dropout(part, 0.5) @ weight.T
+
+    def rewind() -> None:
+        torch.manual_seed(3)
+
+    rewind()
+    leaf = hidden.clone().requires_grad_()
+    losses = [
+        functional.cross_entropy(head(leaf[places]), targets[places], reduction="sum").square()
+        for places in (targets != -100).nonzero().squeeze(-1).split(4)
+    ]
+    torch.stack(losses).sum().backward()
+    rewind()
+    parts = lambda found, _: torch.stack([p.sum().square() for p in found[:, 1:].flatten().split(4)]).sum()  # noqa: E731
+    found = differentiate(parts, Chunks(head, [], hidden, *targets_of(labels), 4, rewind), each, 1.0)
+    assert found.gradient is not None
+    assert leaf.grad is not None
+    assert relative_error(found.gradient, leaf.grad) < 1e-6
+
+
+class _Largest(TorchDispatchMode):
+    """Remembers the most elements that a tensor with the vocabulary as its last dimension had."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.dim() > 1 and out.shape[-1] == VOCAB:
+            self.rows = max(self.rows, out.numel() // VOCAB)
+        return out
+
+
+@pytest.mark.parametrize("loss", [DPO(), SmoothedCrossEntropy(0.1)], ids=["log-probs", "logits"])
+def test_whole_logits_never_exist(loss: LogProbLoss | LogitsLoss) -> None:
+    each = {**pairs(8, 40, 0), REFERENCE: torch.zeros(16)}
+    if isinstance(loss, LogitsLoss):
+        del each[REFERENCE]
+    with engine_of(tiny_model()) as engine, _Largest() as largest:
+        engine.step([each], loss_fn=loss)
+    assert 0 < largest.rows <= 40, "a chunk is of 7 tokens; the head's weight has 32 rows, its transpose 96"
+
+
+@pytest.mark.parametrize(
+    ("change", "loss", "error", "what"),
+    [
+        (lambda b: {k: v[:3] for k, v in b.items()}, DPO(), BatchError, "3 rows are no pairs.*chosen first"),
+        (without_reference, DPO(), BatchError, f"lacks {REFERENCE}"),
+        (lambda b: {**b, REFERENCE: torch.zeros(4, 5)}, DPO(), BatchError, r"\[4, 5\] for 4 rows"),
+        (lambda b: {**b, "labels": b["labels"].clone().fill_(-100).index_fill(0, torch.tensor([0]), 5)},
+         DPO(), BatchError, "a row without a target"),
+        (without_reference, lambda found, _: found, LossError, "not a scalar"),
+        (without_reference, lambda found, _: found.sum().detach(), LossError,
+         "does not depend on what it was given"),
+        (lambda b: {**without_reference(b), "teacher": torch.zeros(4, 3)}, Distillation(), BatchError,
+         "not as long as the labels"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_told_and_nothing_is_trained(change: Any, loss: Any, error: type[Exception], what: str) -> None:
+    good = {**pairs(2, 10, 0), REFERENCE: torch.zeros(4)}
+    with engine_of(tiny_model()) as engine:
+        before = engine.master_weights()
+        with pytest.raises(error, match=what):
+            engine.step([change(good)], loss_fn=loss)
+        after = engine.master_weights()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        engine.step([good], loss_fn=DPO())
+
+
+@pytest.mark.parametrize("values", [{"beta": 0.0}, {"label_smoothing": 0.5}, {"loss_type": "hinge"}])
+def test_values_out_of_range_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="DPO"):
+        DPO(**values)

@@ -1,0 +1,202 @@
+"""One slot and a read-ahead in place of whole slots: the same bits, less memory, and nothing used that is given up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatrain import Policy
+from megatrain.engine.phased_call import Call
+from megatrain.errors import MegaTrainError, ScheduleError
+from megatrain.schedule import CALLS
+from megatrain.schedule.passes import phases
+from megatrain.spec import IN_HOST, Gates, Home, Keep, Numerics, Precision, Transit
+from megatrain.spec.layout import layout_of
+from megatrain.testing import SimDevice
+from tests.integration.test_gates import (
+    DRAWN,
+    GATED,
+    ROWS,
+    SMALL,
+    a_step_fails_and_is_done_again,
+    calls_under_way,
+    engine,
+    plainest,
+    results,
+)
+from tests.tiny import equal, unequal_batches
+
+RING = replace(GATED, read_ahead_nbytes=4096)
+KEPT: dict[str, tuple[tuple[Keep, ...], ...]] = ROWS | {"dropped": (("input",), ("drop",), ("drop",))}
+
+
+@settings(max_examples=DRAWN)
+@given(
+    family=st.sampled_from(["llama", "llama-tied", "gpt2", "mixtral-balanced"]),
+    precision=st.sampled_from(["bf16", "fp32"]),
+    rows=st.sampled_from(sorted(KEPT)),
+    gates=st.sampled_from(["unit", "shard"]),
+    shard=st.sampled_from([SMALL, 2048, 10**9]),
+    ahead=st.sampled_from([1, 700, 4096, 20_000, 10**9]),
+    update=st.sampled_from(["next_forward", "during_backward"]),
+    micro_batches=st.integers(1, 3),
+    transit=st.sampled_from(["locked", "slabs", "pageable"]),
+    chunk=st.sampled_from([0, 4]),
+    resident=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_a_ring_changes_no_bit(
+    family: str,
+    precision: Precision,
+    rows: str,
+    gates: Gates,
+    shard: int,
+    ahead: int,
+    update: str,
+    micro_batches: int,
+    transit: Transit,
+    chunk: int,
+    resident: bool,
+    seed: int,
+) -> None:
+    """Whatever else the policy says: dropout, router losses, slabs, chunks and weights that stay on the device too."""
+    homes = (IN_HOST, IN_HOST, Home(weights="device"), *[IN_HOST] * 3) if resident else ()
+    policy = Policy(
+        shard_nbytes=shard,
+        read_ahead_nbytes=ahead,
+        gates=gates,
+        activation_rows=KEPT[rows],
+        update=update,  # type: ignore[arg-type]
+        transit=transit,
+        homes=homes,
+    )
+    expected = plainest(precision, update, family, micro_batches, chunk)
+    numerics = Numerics(precision, loss_chunk_tokens=5, mlp_chunk_tokens=chunk)
+    for device in (f"sim:{seed}", "cpu"):
+        with engine(device, policy, family, numerics=numerics) as made:
+            assert equal(results(made, micro_batches), expected), device
+    assert not calls_under_way()
+
+
+@pytest.mark.parametrize("frozen", [("*layers.0*", "*norm*"), ("*q_proj*", "*layers.1.*")])
+def test_what_is_frozen_stays_to_the_end_of_a_call(frozen: tuple[str, ...]) -> None:
+    batches = unequal_batches(2)
+    found = []
+    for device, policy in (("cpu", Policy(shares_memory=True)), ("sim:3", RING)):
+        with engine(device, policy, "llama", frozen) as made:
+            losses = [made.step(batches).loss for _ in range(2)]
+            found.append((losses, made.master_weights()))
+    assert found[0][0] == found[1][0]
+    assert equal(found[0][1], found[1][1])
+
+
+def test_the_device_holds_one_unit_and_the_read_ahead() -> None:
+    with engine("sim:2", RING, "llama") as made:
+        made.step(unequal_batches(2))
+        spec, held = made.spec, made.memory_table()["device", "weights"]
+    ahead = held - 4 * max(layout_of(unit).size for unit in spec.units)
+    assert 0.5 * RING.read_ahead_nbytes < ahead <= RING.read_ahead_nbytes
+
+
+def test_a_shard_comes_into_a_place_that_the_layer_before_has_given_up_while_it_computes() -> None:
+    """Of an adversary that lets the device compute only when nothing else can run."""
+    device = SimDevice(temperament="starve")
+    device._starved = "compute"
+    with engine(device, replace(RING, activation_rows=(("input",),)), "llama") as made:
+        made.gradients(unequal_batches(2))
+    for last, following in (("FORWARD u1 m1", "FETCH u2"), ("BACKWARD u2 m0", "FETCH u1")):
+        turns = [i for i, name in enumerate(device.order) if name.startswith(last)]
+        first, end = next(i for i in turns if i > turns[0]), turns[-1]
+        came = [name for name in device.order[first:end] if name.startswith(following)]
+        assert len(came) >= 4, (last, came)
+
+
+def test_a_step_is_filled_by_one_shard() -> None:
+    shards = SimDevice(6, cost=lambda task: float(task.name.startswith("FETCH")))
+    with engine(shards, replace(RING, shard_nbytes=1000), "llama") as made:
+        made.gradients(unequal_batches(1))
+        timeline = made._streamer.timeline
+    assert timeline is not None
+    begun = {op.name: start for op, start in zip(timeline.schedule.ops, timeline.starts, strict=True)}
+    assert begun["FORWARD u0 m0 s0"] == 1.0
+    shard = next(i for i, op in enumerate(timeline.schedule.ops) if op.name == "FETCH u1 s0")
+    assert begun["FORWARD u1 m0 s0"] <= timeline.ends[shard] + 1
+
+
+@pytest.mark.parametrize("rows", ["graphs", "inputs"])
+def test_a_weight_that_is_read_without_its_gate_is_found(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Call, "need_all", lambda self, ranges: None)
+    with (
+        engine("sim:1", replace(RING, activation_rows=ROWS[rows]), "llama") as made,
+        pytest.raises(MegaTrainError, match="nan"),
+    ):
+        made.step(unequal_batches(1))
+
+
+@pytest.mark.parametrize("device", ["sim:1", "cpu"])
+def test_a_weight_that_is_read_once_more_after_it_was_given_up_is_named(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if a layer came back to a weight that the first look had seen it leave."""
+    honest = phases._last_phases
+    monkeypatch.setattr(phases, "_last_phases", lambda unit, arrival: [max(0, p - 2) for p in honest(unit, arrival)])
+    with engine(device, RING, "llama") as made:
+        with pytest.raises(ScheduleError, match=r"proj\.weight is read once more .*read_ahead_nbytes=0"):
+            made.step(unequal_batches(2))
+        assert not calls_under_way()
+
+
+@pytest.mark.parametrize("at", ["PLACE u2 s0", "FETCH u2 s3", "FORWARD u1 m1 s3", "BACKWARD u2 m0 s2"])
+def test_a_failure_surfaces_and_leaves_nothing_behind(at: str) -> None:
+    a_step_fails_and_is_done_again(RING, at)
+
+
+def test_an_engine_goes_over_to_a_ring_and_back_between_steps() -> None:
+    batches = unequal_batches(2)
+    with engine("cpu", replace(GATED, gates="shard"), "llama") as made:
+        expected = [made.step(batches).loss for _ in range(4)]
+    with engine("sim:4", GATED, "llama") as made:
+        losses = []
+        for ahead in (0, 4096, 1000, 0):
+            made.adopt(replace(made.policy, read_ahead_nbytes=ahead))
+            losses.append(made.step(batches).loss)
+            assert ("device/weights/ring" in made._store.pool._buffers) == (ahead > 0)
+    assert losses == expected
+
+
+def test_an_engine_takes_gates_up_and_gives_them_up_between_steps() -> None:
+    batches = unequal_batches(2)
+    with engine("cpu", replace(GATED, gates="unit"), "llama") as made:
+        expected = [made.step(batches).loss for _ in range(4)]
+    with engine("sim:4", replace(GATED, gates="unit"), "llama") as made:
+        losses = []
+        for gates in ("unit", "shard", "unit", "shard"):
+            made.adopt(replace(made.policy, gates=gates))
+            losses.append(made.step(batches).loss)
+    assert losses == expected
+
+
+@pytest.mark.parametrize("rows", ["graphs", "inputs"])
+@pytest.mark.parametrize("gates", ["unit", "shard"])
+def test_a_tied_head_finds_its_table_once_more_beside_its_own_weights(rows: str, gates: Gates) -> None:
+    """All of them in one memory: what reads one of the two is not told to wait for the other."""
+    batches, kept = unequal_batches(2), ROWS[rows]
+    with engine("cpu", Policy(shares_memory=True), "llama-tied") as made:
+        expected = [made.step(batches).loss for _ in range(3)], made.master_weights()
+    with engine("sim:7", replace(RING, gates=gates, shard_nbytes=2000, activation_rows=kept), "llama-tied") as made:
+        found = [made.step(batches).loss for _ in range(3)], made.master_weights()
+        fetched = [op.unit for op in next(iter(made._schedules.known.values())).ops if op.kind == "FETCH"]
+    assert found[0] == expected[0]
+    assert equal(found[1], expected[1])
+    assert fetched.count(0) == 2 * len(layout_of(made.spec.units[0]).shards(2000 // 4))
+
+
+def test_phases_between_which_a_shard_is_placed_are_still_one_call() -> None:
+    with engine("sim:4", RING, "llama") as made:
+        made.step(unequal_batches(1))
+        ops = next(iter(made._schedules.known.values())).ops
+    kinds = [op.kind for op in ops if op.stream == "compute"]
+    assert any(kinds[i] == "PLACE" and {kinds[i - 1], kinds[i + 1]} <= set(CALLS) for i in range(1, len(kinds) - 1))

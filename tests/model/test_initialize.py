@@ -1,0 +1,141 @@
+"""Fresh weights in the store are those of the library's own initialisation, bit for bit, without the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain.errors import ModelError
+from megatrain.model import FreshSource, ModelSource, port_model
+from megatrain.model.skeleton import blueprint
+from tests.kinds import KINDS, TIED, stock_model, tiny_config
+from tests.odd import OddConfig
+
+
+class Written(dict[str, Tensor]):
+    """Masters in a dict. Like the store it looks at what it gets from outside torch, and keeps nothing of it."""
+
+    most = 0
+
+    def master(self, name: str) -> Tensor:
+        return self[name].clone()
+
+    def write_master(self, name: str, value: Tensor) -> None:
+        self.most = max(self.most, value.nbytes)
+        self[name] = torch.from_numpy(value.detach().float().numpy().copy())
+
+
+def fill(source: FreshSource | ModelSource) -> Written:
+    masters = Written()
+    names = [name for name, _ in source.model.named_parameters()]
+    told: list[tuple[int, int]] = []
+    source.fill(masters, [names[::2], names[1::2]], lambda done, total: told.append((done, total)))
+    assert told == sorted(told)
+    assert told[-1][0] == told[-1][1]
+    assert {total for _, total in told} == {told[-1][1]}
+    return masters
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one.view(torch.int32), other.view(torch.int32))
+
+
+@pytest.mark.parametrize(("kind", "tied"), [*((kind, False) for kind in KINDS), *((kind, True) for kind in TIED)])
+def test_every_kind_is_bit_equal_to_the_stock_initialisation(kind: str, tied: bool) -> None:
+    config = tiny_config(kind, tie_word_embeddings=tied)
+    source = FreshSource(config, 7)
+    random = torch.get_rng_state()
+    masters = fill(source)
+    assert torch.equal(torch.get_rng_state(), random)
+    stock = {name: parameter.detach() for name, parameter in stock_model(config, 7).named_parameters()}
+    assert masters.keys() == stock.keys()
+    assert [name for name in stock if not same_bits(masters[name], stock[name])] == []
+    assert all(parameter.is_meta for parameter in source.model.parameters())
+
+
+WAYS = ["chunks", "data", "deepcopied", "direct", "from_others", "half", "initialisers", "lists", "plain", "replaced"]
+
+
+@pytest.mark.parametrize("way", [*WAYS, "shared", "transposed", "views"])
+def test_however_a_parameter_comes_into_being(way: str) -> None:
+    config = OddConfig(way=way)
+    masters = fill(FreshSource(config, 3))
+    stock = {name: parameter.detach().float() for name, parameter in stock_model(config, 3).named_parameters()}
+    assert masters.keys() == stock.keys()
+    assert [name for name in stock if not same_bits(masters[name], stock[name].contiguous())] == []
+
+
+def test_what_the_library_leaves_uninitialised_is_zero() -> None:
+    assert not fill(FreshSource(OddConfig(way="untouched"), 0))["w"].any()
+
+
+@pytest.mark.parametrize(
+    ("way", "says"),
+    [
+        ("behind", "writes to a parameter"),
+        ("overlapping", "also shares memory with w"),
+        ("random_buffer", "buffer noise is drawn at random"),
+        ("unstable", "each time"),
+    ],
+)
+def test_what_cannot_be_equal_is_refused(way: str, says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        fill(FreshSource(OddConfig(way=way), 0))
+
+
+def test_the_seed_decides_and_nothing_else() -> None:
+    one, same, other = (fill(FreshSource({"model_type": "gpt2", **KINDS["gpt2"]}, seed)) for seed in (1, 1, 2))
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["transformer.wte.weight"], other["transformer.wte.weight"])
+
+
+def test_a_parameter_that_no_unit_names_is_written_and_one_that_is_not_there_is_told() -> None:
+    masters = Written()
+    with pytest.raises(ModelError, match=r"no value for a\.b, x\.y"):
+        FreshSource(tiny_config("llama"), 0).fill(masters, [["x.y"], ["a.b", "lm_head.weight"]])
+    assert "lm_head.weight" in masters
+
+
+def test_a_parameter_has_memory_only_while_it_is_initialised() -> None:
+    """Measured in a model that is wide enough: 16 layers' weights of a MiB, of which a handful is resident."""
+    config = tiny_config("llama", hidden_size=512, intermediate_size=512, num_hidden_layers=16, head_dim=128)
+    source = FreshSource(config, 0)
+    seen: list[int] = []
+
+    class Counting(Written):
+        def write_master(self, name: str, value: Tensor) -> None:
+            self[name] = torch.zeros(())  # nothing is kept
+            if value.nbytes == 1 << 20:
+                seen.append(_resident_nbytes())
+
+    source.fill(Counting(), [])
+    assert len(seen) > 150, "5 weights, 16 layers, twice"
+    assert max(seen) - seen[0] < 16 << 20, "of 80 MiB"
+
+
+def _resident_nbytes() -> int:
+    return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) << 10
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mixtral"])
+def test_its_structure_can_be_taken_apart(kind: str) -> None:
+    config = tiny_config(kind)
+    spec, stock = (
+        port_model(model, torch.float32).spec for model in (FreshSource(config, 0).model, stock_model(config, 0))
+    )
+    assert spec.units == stock.units
+
+
+def test_a_model_in_memory_is_a_source_too() -> None:
+    model = stock_model(tiny_config("llama", tie_word_embeddings=True), 0)
+    masters = fill(ModelSource(model))
+    assert masters.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(masters[name], parameter) for name, parameter in model.named_parameters())
+
+
+def test_a_model_without_values_is_not() -> None:
+    with pytest.raises(ModelError, match=r"embed_tokens\.weight has no value"):
+        ModelSource(blueprint(tiny_config("llama")))

@@ -1,0 +1,154 @@
+"""A model behind ports is the same model: its own forward, run in pieces."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from megatrain.errors import ModelError
+from megatrain.model import PortedModel, causal_lm_from_config, load_causal_lm, port_model
+from megatrain.model.ports import split_hidden
+from tests.tiny import FAMILIES, batch, tiny_model
+
+
+def in_pieces(model: PreTrainedModel, ported: PortedModel, inputs: dict[str, Tensor]) -> Tensor:
+    """Logits [batch, length, vocabulary] through prologue, layers and head."""
+    weights = dict(model.named_parameters())
+    units = ported.structure.units
+    own = [{param.name: weights[param.name] for param in unit.params} for unit in units]
+    hidden, calls = ported.prologue(own[0], inputs)
+    for index, call in enumerate(calls):
+        inside = {name.removeprefix(ported.prefix(index)): value for name, value in own[1 + index].items()}
+        hidden, _ = ported.layer(index, inside, hidden, call)
+    head = {**own[-1], **{name: weights[name] for name in units[-1].borrows}}
+    return ported.head(head, hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
+
+
+@pytest.mark.parametrize("padded", [0, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_in_pieces_are_bit_equal_to_the_stock_models(family: str, padded: int) -> None:
+    model = tiny_model(family).eval()
+    inputs = {key: value for key, value in batch(2, 11, 0, padded).items() if key != "labels"}
+    with torch.no_grad():
+        assert torch.equal(in_pieces(model, port_model(model, torch.float32), inputs), model(**inputs).logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_has_one_place_and_no_storage(family: str) -> None:
+    model = tiny_model(family)
+    ported = port_model(model, torch.bfloat16)
+    names = [param.name for unit in ported.structure.units for param in unit.params]
+    assert sorted(names) == sorted(dict(model.named_parameters()))
+    for root in (ported.skeleton, *ported.templates):
+        assert all(p.is_meta and p.dtype == torch.bfloat16 for p in root.parameters())
+    assert ported.structure.tied == ("lm_head.weight" not in names)
+
+
+def test_experts_count_by_their_active_share() -> None:
+    spec = port_model(tiny_model("qwen3-moe"), torch.float32).spec
+    shares = {param.name.rpartition(".")[2]: param.active for param in spec.units[1].params}
+    assert shares["gate_up_proj"] == shares["down_proj"] == 2 / 8
+
+
+def test_layers_that_return_tuples_are_ported_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older code returns (hidden, attention weights) from a layer and takes the first of them."""
+    model = tiny_model().eval()
+    inputs = {"input_ids": batch(2, 5, 0)["input_ids"]}
+    with torch.no_grad():
+        expected = model(**inputs).logits
+    layer_class = type(model.model.layers[0])
+    plain = layer_class.forward
+
+    class Unpacking(nn.ModuleList):
+        """Takes the first of what each layer returns, as the loop of such a model does."""
+
+        def __getitem__(self, index: object) -> object:
+            return [lambda *a, _layer=layer, **k: _layer(*a, **k)[0] for layer in self._modules.values()]
+
+    monkeypatch.setattr(layer_class, "forward", lambda self, *a, **k: (plain(self, *a, **k), None))
+    monkeypatch.setattr(nn.ModuleList, "__getitem__", Unpacking.__getitem__)
+    ported = port_model(model, torch.float32)
+    assert [port.returns for port in ported.ports] == [2, 2, 2]
+    with torch.no_grad():
+        assert torch.equal(in_pieces(model, ported, inputs), expected)
+
+
+def test_work_between_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    plain = type(model.model).forward
+
+    def scaled(self: nn.Module, *args: object, **kwargs: object) -> object:
+        for layer in self.layers:
+            call = layer.forward
+            layer.forward = lambda hidden, *a, _call=call, **k: _call(hidden * 0.5, *a, **k)
+        try:
+            return plain(self, *args, **kwargs)
+        finally:
+            for layer in self.layers:
+                del layer.forward
+
+    monkeypatch.setattr(type(model.model), "forward", scaled)
+    with pytest.raises(ModelError, match="between"):
+        port_model(model, torch.float32)
+
+
+def test_a_layer_called_without_a_hidden_state_is_refused() -> None:
+    with pytest.raises(ModelError, match="without a hidden state"):
+        split_hidden((), {"attention_mask": None})
+
+
+def test_layers_that_share_a_parameter_are_refused() -> None:
+    model = tiny_model()
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    with pytest.raises(ModelError, match="layers share a parameter"):
+        port_model(model, torch.float32)
+
+
+def test_a_gradient_path_around_the_hidden_state_is_refused() -> None:
+    model = tiny_model()
+    rotary = model.model.rotary_emb
+    rotary.scale = nn.Parameter(torch.ones(()))
+    plain = type(rotary).forward
+
+    class Learned(type(rotary)):  # type: ignore[misc]
+        def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+            cos, sin = plain(self, x, position_ids)
+            return cos * self.scale, sin
+
+    rotary.__class__ = Learned
+    with pytest.raises(ModelError, match="gradient other than through the hidden state"):
+        port_model(model, torch.float32)
+
+
+def test_a_fresh_model_is_a_function_of_config_and_seed() -> None:
+    one, same, other = (causal_lm_from_config(dict(FAMILIES["llama"]), seed) for seed in (1, 1, 2))
+    assert torch.equal(one.lm_head.weight, same.lm_head.weight)
+    assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"hidden_size": 3}, "has no model_type"),
+        ({"model_type": "lama"}, "lama"),
+        ({"model_type": "t5"}, "T5"),
+        ("no/such/folder", "model"),
+    ],
+)
+def test_an_unusable_config_is_one_line(config: object, says: str) -> None:
+    with pytest.raises(ModelError, match=says) as caught:
+        causal_lm_from_config(config, 0)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_folder_is_one_line(tmp_path: object) -> None:
+    with pytest.raises(ModelError) as caught:
+        load_causal_lm(f"{tmp_path}/nothing")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_misspelt_config_field_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ModelError, match=r"llama has no field 'hiden_size'; did you mean 'hidden_size'\?"):
+        causal_lm_from_config({"model_type": "llama", "hiden_size": 32}, 0)

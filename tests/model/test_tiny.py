@@ -1,0 +1,241 @@
+"""A twin is small, and yet of the same kind: every switch, every kind of layer, every relation between sizes."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, LlamaForCausalLM, PreTrainedConfig
+
+from megatrain.errors import ModelError
+from megatrain.model.tiny import dropout_rates, ordinary_tokens, shrink, twin_from, twin_of, with_dropout
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192, "rope_theta": 5e5}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+REAL: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rope_parameters": LLAMA3},
+    "qwen3": {"num_key_value_heads": 8, "tie_word_embeddings": True},
+    "gemma2": {},
+    "gpt2": {},
+    "phi": {},
+    "deepseek_v3": {},
+    "qwen3_next": {},
+    "jamba": {},
+    "mamba2": {},
+    "gpt_oss": {},
+    "granite": {"logits_scaling": 16.0, "residual_multiplier": 0.22},
+    "mixtral": {"output_router_logits": True},
+}
+"""Kinds of model with what their checkpoints state beyond the defaults, at full size."""
+
+
+def real(kind: str) -> PreTrainedConfig:
+    return AutoConfig.for_model(kind, **REAL.get(kind, {}))
+
+
+@cache
+def small_of(kind: str) -> PreTrainedConfig:
+    """Shared: not to be changed."""
+    return shrink(real(kind))
+
+
+def switches(config: PreTrainedConfig) -> dict[str, object]:
+    """What is no size: truth values, words, real numbers, and what is absent."""
+    skipped = ("dtype", "transformers_version")
+    fields = {name: value for name, value in config.to_dict().items() if name not in skipped}
+    return {name: value for name, value in fields.items() if isinstance(value, bool | str | float | None)}
+
+
+@pytest.mark.parametrize("kind", REAL)
+def test_switches_stay_and_sizes_fall(kind: str) -> None:
+    config, small = real(kind), small_of(kind)
+    assert type(small) is type(config)
+    assert switches(small) == switches(config)
+    assert sum(p.numel() for p in twin_from(small, 0).parameters()) < 300_000
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "expected"), [(32, 32, (4, 4)), (32, 8, (4, 2)), (32, 1, (4, 1)), (71, 71, (4, 4))]
+)
+def test_heads_stay_grouped_as_they_were(queries: int, keys: int, expected: tuple[int, int]) -> None:
+    sizes = {"hidden_size": 64 * queries, "num_attention_heads": queries, "num_key_value_heads": keys}
+    small = shrink(AutoConfig.for_model("llama", **sizes))
+    assert (small.num_attention_heads, small.num_key_value_heads) == expected
+    assert small.hidden_size == small.head_dim * small.num_attention_heads
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "expected"),
+    [
+        ("gemma3_text", "layer_types", ["sliding_attention", "full_attention"]),
+        ("qwen3_next", "layer_types", ["linear_attention", "full_attention"]),
+        ("gpt_oss", "layer_types", ["sliding_attention", "full_attention"]),
+        ("gpt_neo", "attention_layers", ["global", "local"]),
+        ("deepseek_v3", "first_k_dense_replace", 1),
+        ("smollm3", "no_rope_layers", [1, 0]),
+        ("llama4_text", "layer_types", ["chunked_attention", "full_attention"]),
+        ("llama", "num_hidden_layers", 2),
+    ],
+)
+def test_each_kind_of_layer_stays_once_in_its_order(kind: str, field: str, expected: object) -> None:
+    assert getattr(small_of(kind), field) == expected
+
+
+def test_where_only_a_period_tells_the_layers_apart_they_stay_up_to_the_last_kind() -> None:
+    small = small_of("jamba")
+    assert small.num_hidden_layers == 5
+    assert "full_attention" in small.layers_block_type or "attention" in small.layers_block_type
+
+
+def test_layers_that_share_the_keys_of_earlier_ones_do_so_still() -> None:
+    small = small_of("gemma3n_text")
+    assert 0 < small.num_kv_shared_layers < small.num_hidden_layers
+    own = small.num_hidden_layers - small.num_kv_shared_layers
+    assert set(small.layer_types[own:]) <= set(small.layer_types[:own])
+
+
+def test_experts_stay_a_choice_within_groups() -> None:
+    config, small = real("deepseek_v3"), small_of("deepseek_v3")
+    assert small.num_experts_per_tok < small.n_routed_experts == 8
+    assert small.topk_group < small.n_group
+    assert small.n_routed_experts % small.n_group == 0
+    nope, rope = small.qk_nope_head_dim, small.qk_rope_head_dim
+    assert nope / rope == config.qk_nope_head_dim / config.qk_rope_head_dim
+    assert small.qk_head_dim == nope + rope
+
+
+def test_windows_act_within_a_dozen_tokens_and_positions_scale_together() -> None:
+    assert small_of("mistral").sliding_window == 4
+    small = small_of("llama")
+    scaling = small.rope_parameters
+    assert small.max_position_embeddings == 128
+    assert scaling["original_max_position_embeddings"] == 128 * 8192 // 131072
+    assert {k: v for k, v in scaling.items() if not k.startswith("orig")} == {
+        k: v for k, v in LLAMA3.items() if not k.startswith("orig")
+    }
+
+
+FACTORS = {"short_factor": [1.0 + i / 64 for i in range(64)], "long_factor": [2.0 + i for i in range(64)]}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "dynamic", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
+        {"rope_type": "longrope", "original_max_position_embeddings": 4096, **FACTORS},
+    ],
+    ids=lambda rope: str(rope["rope_type"]),
+)
+def test_every_way_to_scale_positions_stays(rope: dict[str, Any]) -> None:
+    stated = {"rope_theta": 1e4, **rope}
+    small = shrink(AutoConfig.for_model("llama", max_position_embeddings=131072, rope_parameters=stated))
+    assert small.rope_parameters["rope_type"] == rope["rope_type"]
+    assert small.hidden_size == 32
+    assert len(small.rope_parameters.get("long_factor", [])) in (0, small.head_dim // 2)
+
+
+def test_special_tokens_keep_places_of_their_own() -> None:
+    config = AutoConfig.for_model("llama", vocab_size=128256, pad_token_id=128004, eos_token_id=[128001, 128009])
+    small = shrink(config)
+    special = [small.bos_token_id, small.pad_token_id, *small.eos_token_id]
+    assert len(set(special)) == len(special)
+    assert max(special) < small.vocab_size == 96
+    assert not set(special) & set(ordinary_tokens(small))
+    assert len(ordinary_tokens(small)) == 96 - 4
+
+
+def test_a_nested_text_config_is_made_small_with_its_tower() -> None:
+    small = small_of("gemma3")
+    assert small.text_config.num_hidden_layers == 2
+    assert small.vision_config.num_hidden_layers == 2
+
+
+def test_the_config_that_is_shrunk_stays_as_it_is() -> None:
+    config = real("qwen3")
+    before = config.to_dict()
+    assert shrink(config).to_dict() == small_of("qwen3").to_dict()
+    assert config.to_dict() == before
+
+
+class Demanding(LlamaForCausalLM):
+    """Takes no hidden size below 64."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        if config.hidden_size < 64:
+            raise ValueError("too narrow")
+        super().__init__(config)
+
+
+class Impossible(LlamaForCausalLM):
+    """Builds, but never runs."""
+
+    def forward(self, *args: object, **kwargs: object) -> None:  # type: ignore[override]
+        raise RuntimeError("not today\nnor tomorrow")
+
+
+def test_where_the_smallest_sizes_fail_gentler_ones_follow() -> None:
+    small = shrink(AutoConfig.for_model("llama"), Demanding)
+    assert small.num_attention_heads == 32, "all sizes are divided by one number"
+    assert small.hidden_size == small.head_dim * 32 < 4096
+    assert isinstance(twin_of(AutoConfig.for_model("llama"), 0, kind=Demanding), Demanding)
+
+
+def test_what_never_runs_is_refused_in_one_line() -> None:
+    tiny = AutoConfig.for_model("llama", hidden_size=32, num_attention_heads=4, num_hidden_layers=2, vocab_size=96)
+    with pytest.raises(ModelError, match=r"no small twin of it builds and runs .*not today") as caught:
+        shrink(tiny, Impossible)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_the_library_itself_cannot_build_is_refused_at_once() -> None:
+    with pytest.raises(ModelError, match="the library cannot build it"):
+        shrink(AutoConfig.for_model("dots1"))  # its defaults leave the number of experts out
+
+
+def test_a_twin_shows_every_parameter_and_saved_buffer() -> None:
+    model = twin_from(small_of("deepseek_v3"), 3)
+    assert model.training
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.float32
+        assert parameter.numel() == 1 or parameter.std() > 0.01, name
+    corrections = [value for name, value in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert corrections
+    assert all(value.std() > 0.01 for value in corrections)
+
+
+def test_a_twin_is_a_function_of_config_and_seed_and_leaves_the_random_state_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    one = twin_of(real("gemma2"), 1)
+    assert torch.equal(torch.rand(3), expected)
+    same, other = twin_from(small_of("gemma2"), 1), twin_from(small_of("gemma2"), 2)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_kernels_are_those_of_the_model_where_a_cpu_has_them() -> None:
+    config = real("mixtral")
+    config._experts_implementation = "eager"
+    small = shrink(config)
+    assert twin_from(small, 0, "eager").config._attn_implementation == "eager"
+    assert twin_from(small, 0, "sdpa").config._attn_implementation == "sdpa"
+    assert twin_from(small, 0, "flash_attention_2").config._attn_implementation == "sdpa"
+    assert twin_from(with_dropout(small, 0.0), 0).config._experts_implementation == "eager"
+
+
+def test_dropout_is_set_everywhere_at_once() -> None:
+    small = small_of("gpt2")
+    assert set(dropout_rates(with_dropout(small, 0.0))) == {0.0}
+    assert set(dropout_rates(with_dropout(small, 0.25))) == {0.25}
+    still = twin_from(with_dropout(small, 0.0), 0)
+    ids: dict[str, Tensor] = {"input_ids": torch.arange(3, 12).unsqueeze(0)}
+    with torch.no_grad():
+        assert torch.equal(still(**ids).logits, still(**ids).logits)
+        moving = twin_from(with_dropout(small, 0.25), 0)
+        assert not torch.equal(moving(**ids).logits, moving(**ids).logits)

@@ -1,0 +1,64 @@
+"""What a mixture promises is about what its replay takes; every one is a mixture of all layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bench.shapes import llama_shape
+from megatrain.plan import Choice, Question, estimate, examine
+from megatrain.plan.activation_plan import KINDS, Mixtures, rows_of
+from megatrain.plan.estimates import coarse
+from megatrain.plan.placement import PARTS
+from megatrain.spec import Hardware, Numerics, Policy
+
+MACHINE = Hardware("m", 1 << 40, 1 << 40, 1e9, 1e9, 2e10, 1e10, device_bandwidth=1e12, launch_seconds=1e-6)
+
+
+def mixtures(hardware: Hardware) -> tuple[Question, Mixtures]:
+    asked = Question(llama_shape("llama", 16, 64, vocabulary=512), hardware, 2048, 128)
+    policy = Policy(shares_memory=hardware.shares_memory)
+    return asked, Mixtures(
+        asked, Choice(Numerics(), policy), coarse(asked, 4), estimate(asked, Choice(Numerics(), policy), 4)
+    )
+
+
+@pytest.mark.parametrize("bus", [2e8, 1e9, 1e10])
+def test_what_is_promised_is_about_what_a_replay_takes(bus: float) -> None:
+    asked, found = mixtures(replace(MACHINE, fetch_bandwidth=bus, grad_bandwidth=bus))
+    every = found.best({}, 10**6)
+    assert len(every) > 2000
+    for seconds, counts in every[:: len(every) // 12]:
+        assert sum(counts) == PARTS
+        plan = examine(asked, Choice(Numerics(), Policy(activation_rows=rows_of(counts, 16))), 4)
+        assert seconds == pytest.approx(plan.seconds, rel=0.15), counts
+        promised = found.promised(counts).nbytes
+        assert promised["device"] == pytest.approx(plan.nbytes["device"], rel=0.15), counts
+        assert promised["host"] == pytest.approx(plan.nbytes["host"], rel=0.02), counts
+
+
+def test_the_quickest_that_fits_comes_first() -> None:
+    _, found = mixtures(MACHINE)
+    everything = found.best({}, 1)[0]
+    budget = 0.5 * found.promised(everything[1]).nbytes["device"] + 0.5 * min(found.device)
+    fitting = found.best({"device": budget}, 50)
+    assert all(found.promised(counts).nbytes["device"] <= budget for _, counts in fitting)
+    assert [seconds for seconds, _ in fitting] == sorted(seconds for seconds, _ in fitting)
+    assert not found.best({"device": 0.0}, 1)
+
+
+@pytest.mark.parametrize("layers", [1, 5, 16, 90])
+def test_rows_are_as_many_as_layers_in_the_shares_of_the_counts(layers: int) -> None:
+    counts = tuple(4 if kind in ("graph", "offload", "input", "drop") else 0 for kind in KINDS)
+    rows = rows_of(counts, layers)
+    assert len(rows) == layers
+    for kind in KINDS:
+        share = counts[KINDS.index(kind)] / PARTS
+        assert abs(rows.count((kind,)) - share * layers) <= 1
+
+
+def test_where_memory_is_shared_nothing_is_offloaded() -> None:
+    _, found = mixtures(replace(MACHINE, shares_memory=True))
+    offload = KINDS.index("offload")
+    assert all(not counts[offload] for _, counts in found.best({}, 10**6))

@@ -1,0 +1,339 @@
+"""What limits a step, when transfers hide, what a run takes, what an upgrade buys: cases that can be done by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from bench.shapes import llama_shape
+from megatrain.errors import DoesNotFit
+from megatrain.plan import (
+    Choice,
+    Outlook,
+    Plan,
+    Question,
+    estimate,
+    examine,
+    find_plan,
+    hiding,
+    loads,
+    look,
+    machine,
+    machine_names,
+    peak_table,
+    stalls,
+    step_flops,
+    sweep,
+    upgrades,
+)
+from megatrain.plan.report import amount, duration, summary_rows, tokens
+from megatrain.schedule import Access, Buffer, Op, Schedule, Timeline, replay
+from megatrain.schedule.contents import Moments
+from megatrain.schedule.deps import derive_waits
+from megatrain.spec import Hardware, LayerProfile, Limits, ModelSpec, Numerics, Policy
+
+LENGTH = 128
+FLOPS, BUS = 1e12, 1e9
+
+
+def deep(layers: int) -> ModelSpec:
+    """Layers that are all products: no attention, no kept bytes, next to nothing around them."""
+    model = llama_shape("deep", layers, 256, vocabulary=32)
+    bare = [replace(unit, profile=LayerProfile()) for unit in model.units]
+    return replace(model, units=tuple(bare))
+
+
+def computer(**changes: float) -> Hardware:
+    """Products at 1 TFLOP/s, everything else at no cost but what `changes` name."""
+    rates = {"fetch_bandwidth": 1e15, "grad_bandwidth": 1e15, "host_bandwidth": 1e15} | changes
+    return Hardware("paper", 10**12, 10**13, flops=FLOPS, **rates)  # type: ignore[arg-type]
+
+
+@cache
+def planned(tokens_per_step: int, *, layers: int = 16, clips: bool = True, **changes: float) -> Plan:
+    question = Question(deep(layers), computer(**changes), tokens_per_step, LENGTH, clips=clips)
+    return find_plan(replace(question, pinned={"activations": "recompute", "homes": ()}))
+
+
+def without_upgrades(plan: Plan) -> Outlook:
+    return Outlook(plan, 1e12, 1.0, loads(plan), hiding(plan), ())
+
+
+def told(plan: Plan) -> dict[str, str]:
+    return dict(summary_rows(without_upgrades(plan)))
+
+
+# What limits -------------------------------------------------------------------------------------------------------
+
+
+def test_a_bus_that_is_ten_times_too_slow_is_what_limits() -> None:
+    # a layer's forward of T tokens is 2 P T operations, its fetch 2 P bytes: even at T = flops / bandwidth
+    plan = planned(4 * LENGTH, layers=64, fetch_bandwidth=FLOPS / (4 * LENGTH) / 10)
+    first, *_ = loads(plan)
+    assert first.name == "bus up"
+    assert first.busy_seconds > 0.95 * plan.seconds
+    compute = next(load for load in loads(plan) if load.name == "compute")
+    # 2 fetches of 10 each beside 2 P T of the forward and 6 P T of the backward
+    assert compute.busy_seconds / plan.seconds == pytest.approx(4 / 20, rel=0.06)
+    assert compute.slack_seconds == pytest.approx(plan.seconds - compute.busy_seconds)
+    assert without_upgrades(plan).stall_share == pytest.approx(0.8, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("change", "limit"),
+    [
+        ({"grad_bandwidth": 1e7}, "bus down"),
+        ({"host_bandwidth": 1e8}, "optimizer"),
+        ({}, "compute"),
+    ],
+)
+def test_the_slow_part_is_named(change: dict[str, float], limit: str) -> None:
+    plan = planned(4 * LENGTH, **change)
+    first, *others = loads(plan)
+    assert first.name == limit
+    assert first.busy_seconds == max(load.busy_seconds for load in (first, *others))
+    assert told(plan)["limit"].startswith(limit)
+
+
+@pytest.mark.parametrize("name", machine_names())
+@pytest.mark.parametrize("clips", [True, False])
+def test_the_seconds_of_the_chain_add_up_to_the_step(name: str, clips: bool) -> None:
+    question = Question(llama_shape("small", 6, 1024, vocabulary=4000), machine(name), 4096, 1024, clips=clips)
+    for activations in ("keep", "recompute"):
+        plan = examine(question, Choice(Numerics(), Policy(activations=activations, weight_slots=1)), 2)  # type: ignore[arg-type]
+        assert sum(load.chain_seconds for load in loads(plan)) == pytest.approx(plan.seconds, rel=1e-12)
+        for load in loads(plan):
+            assert load.chain_seconds <= load.busy_seconds * (1 + 1e-12)
+
+
+def test_on_one_processor_the_chain_is_everything() -> None:
+    shared = replace(computer(host_bandwidth=1e9), shares_memory=True)
+    plan = find_plan(Question(deep(4), shared, 4 * LENGTH, LENGTH))
+    for load in loads(plan):
+        assert load.chain_seconds == pytest.approx(load.busy_seconds)
+
+
+# Hiding ------------------------------------------------------------------------------------------------------------
+
+
+def test_transfers_hide_where_the_formula_says() -> None:
+    # 2 P T operations of the forward hide 2 P bytes of weights from T = flops / bandwidth tokens on
+    found = hiding(planned(4 * LENGTH, layers=64, fetch_bandwidth=BUS * 0.1, grad_bandwidth=BUS * 0.1))
+    assert found is not None
+    assert found.tokens_per_step == pytest.approx(FLOPS / (BUS * 0.1), rel=0.1)
+    assert found.tokens_per_step % LENGTH == 0
+    assert found.stall_share < 0.02
+    assert found.fits
+
+
+def test_the_optimizer_hides_where_the_formula_says() -> None:
+    # 26 P bytes of the update hide behind the same forward with clipping, and behind 6 P T of the backward without
+    deferred = hiding(planned(4 * LENGTH, layers=64, host_bandwidth=BUS))
+    assert deferred is not None
+    assert deferred.tokens_per_step == pytest.approx(13 * FLOPS / BUS, rel=0.1)
+    direct = hiding(planned(4 * LENGTH, layers=64, clips=False, host_bandwidth=BUS))
+    assert direct is not None
+    assert direct.tokens_per_step == pytest.approx(28 / 6 * FLOPS / BUS, rel=0.1)  # and 2 P bytes read for the norm
+
+
+def test_one_sequence_less_does_not_hide() -> None:
+    plan = planned(4 * LENGTH, layers=64, fetch_bandwidth=BUS * 0.1, grad_bandwidth=BUS * 0.1)
+    found = hiding(plan)
+    assert found is not None
+    fewer = replace(plan.question, tokens_per_step=found.tokens_per_step - LENGTH)
+    timeline = examine(fewer, plan.choice, plan.micro_batch).timeline
+    assert timeline.stall_seconds() > 0.015 * timeline.seconds
+
+
+def test_what_never_hides_and_what_needs_no_hiding_is_said() -> None:
+    never = planned(4 * LENGTH, fetch_bandwidth=1.0)
+    assert hiding(never) is None
+    assert "no number of tokens" in told(never)["hiding"]
+    shared = find_plan(Question(deep(4), replace(computer(), shares_memory=True), 4 * LENGTH, LENGTH))
+    assert hiding(shared) is None
+    assert "nothing to hide" in told(shared)["hiding"]
+
+
+def test_tokens_that_hide_but_do_not_fit_are_marked() -> None:
+    plan = planned(4 * LENGTH, fetch_bandwidth=BUS * 0.1)
+    small = replace(plan.question, limits=Limits(device_nbytes=2 * plan.nbytes["device"]))
+    found = hiding(find_plan(small))
+    assert found is not None
+    assert not found.fits
+
+
+# Runs --------------------------------------------------------------------------------------------------------------
+
+
+def test_days_of_a_run() -> None:
+    plan = planned(4 * LENGTH)
+    hardware = replace(plan.question.hardware, peak_flops=2e12)
+    outlook = look(replace(plan, question=replace(plan.question, hardware=hardware)), token_budget=1e6)
+    assert outlook.run_seconds == pytest.approx(1e6 / plan.tokens_per_second)
+    useful = step_flops(plan.question.model, [(4, LENGTH)])
+    assert outlook.mfu == pytest.approx(useful / plan.seconds / 2e12)
+    assert outlook.mfu == pytest.approx(
+        0.75 / 2, rel=0.01
+    )  # 6 of 8 operations are useful where layers are computed again
+    assert outlook.written_nbytes_per_day == 0
+    assert outlook.drive_days is None
+    unknown = replace(outlook, plan=plan)
+    assert unknown.mfu == pytest.approx(2 * outlook.mfu)  # of what is reached, where no peak is stated
+
+
+def test_writes_to_disk_count_against_the_drive() -> None:
+    plan = planned(4 * LENGTH)
+    access = Access("disk/m", 0, 1000, Moments(0))
+    write = Op("WRITE", "host", 1, writes=(access,))  # type: ignore[arg-type]
+    buffers = {"disk/m": Buffer("disk/m", "host", 1000, "moments")}
+    timeline = replay(derive_waits(Schedule((write, write), buffers, ("p", "l", "e"))), lambda op: 0.5)
+    hardware = replace(plan.question.hardware, disk_endurance_nbytes=172_800_000_000)
+    written = Plan(replace(plan.question, hardware=hardware), plan.choice, plan.work, timeline, plan.nbytes)
+    outlook = look(written)
+    assert outlook.written_nbytes_per_day == pytest.approx(2000 * 86_400)
+    assert outlook.drive_days == pytest.approx(1000)
+    assert "twice the disk" in [upgrade.name for upgrade in outlook.upgrades]
+    assert "173 MB written per day; the drive's endurance lasts 2.74 years" in dict(summary_rows(outlook))["disk"]
+
+
+# Upgrades ----------------------------------------------------------------------------------------------------------
+
+
+def gains(plan: Plan) -> dict[str, float | None]:
+    return {upgrade.name: upgrade.ratio for upgrade in upgrades(plan.question, plan)}
+
+
+def test_what_limits_is_what_an_upgrade_helps() -> None:
+    slow_bus = gains(planned(4 * LENGTH, fetch_bandwidth=1e8, grad_bandwidth=1e8))
+    assert slow_bus["twice the bus"] == pytest.approx(2, rel=0.03)
+    assert slow_bus["twice the device's flops"] == pytest.approx(1, rel=0.03)
+    slow_device = gains(planned(4 * LENGTH))
+    assert slow_device["twice the device's flops"] == pytest.approx(2, rel=0.01)
+    assert slow_device["twice the bus"] == pytest.approx(1, rel=0.01)
+    slow_host = gains(planned(4 * LENGTH, host_bandwidth=1e8))
+    assert slow_host["twice the host's bandwidth"] == pytest.approx(2, rel=0.03)
+    for found in (slow_bus, slow_device, slow_host):
+        assert all(ratio is not None and ratio >= 1 - 1e-9 for ratio in found.values())
+
+
+def test_measured_products_and_threads_are_upgraded_too() -> None:
+    plan = find_plan(Question(deep(48), machine("laptop"), LENGTH, LENGTH, pinned={"homes": ()}))
+    assert (gains(plan)["twice the host's bandwidth"] or 0) > 1.05
+
+
+def test_where_nothing_fits_the_upgrade_that_helps_is_found() -> None:
+    model, host = deep(8), computer()
+    question = Question(model, replace(host, host_nbytes=9 * model.numel), 4 * LENGTH, LENGTH)  # 14 bytes each needed
+    with pytest.raises(DoesNotFit):
+        find_plan(question)
+    helped = {upgrade.name: upgrade.tokens_per_second for upgrade in upgrades(question, None)}
+    enough = find_plan(replace(question, hardware=host))
+    assert helped.pop("twice the host memory") == pytest.approx(enough.tokens_per_second, rel=0.01)
+    assert set(helped.values()) == {None}
+
+
+def test_upgrades_and_sweeps_are_told_beside_the_plan_s_own_speed() -> None:
+    """Where an estimate is far off the plan, its step replayed whole is what gains are relative to."""
+    model = llama_shape("small", 6, 512, vocabulary=8000)
+    question = Question(model, machine("rtx-4090"), 8192, 1024, limits=Limits(host_nbytes=3 * 10**8))
+    plan = find_plan(replace(question, pinned={"micro_batch": 8}))
+    assert abs(estimate(plan.question, plan.choice, 8).seconds / plan.seconds - 1) > 0.05
+    found = {upgrade.name: upgrade for upgrade in upgrades(plan.question, plan)}
+    for upgrade in found.values():
+        assert upgrade.ratio is not None
+        assert upgrade.ratio >= 1 - 1e-9
+        assert upgrade.tokens_per_second == pytest.approx(plan.tokens_per_second * upgrade.ratio, rel=1e-12)
+    assert found["twice the host memory"].ratio == 1
+    swept = sweep(plan)
+    here = swept.host_nbytes.index(3 * 10**8), swept.device_nbytes.index(machine("rtx-4090").device_nbytes)
+    assert swept.tokens_per_second[here[0]][here[1]] == pytest.approx(plan.tokens_per_second, rel=1e-12)
+
+
+# Sweeps and tables ---------------------------------------------------------------------------------------------------
+
+
+def test_more_memory_is_never_slower() -> None:
+    plan = find_plan(Question(llama_shape("1B", 16, 2048, vocabulary=32_000), machine("rtx-4090"), 98_304, 24_576))
+    swept = sweep(plan)
+    rates = [[rate or 0.0 for rate in row] for row in swept.tokens_per_second]
+    assert all(row == sorted(row) for row in rates)
+    assert all(list(column) == sorted(column) for column in zip(*rates, strict=True))
+    here = swept.host_nbytes.index(128 * 10**9), swept.device_nbytes.index(24 * 10**9)
+    assert rates[here[0]][here[1]] >= plan.tokens_per_second * 0.99
+    assert len({rate for row in rates for rate in row}) > 2
+    assert swept == sweep(plan)
+
+
+def test_a_sweep_of_shared_memory_has_one_column() -> None:
+    plan = find_plan(Question(deep(4), replace(computer(), shares_memory=True), 4 * LENGTH, LENGTH))
+    assert sweep(plan).device_nbytes == (0,)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_the_table_of_owners_adds_up_to_the_peak(shares: bool) -> None:
+    hardware = replace(machine("h100"), shares_memory=shares)
+    for tokens_per_step, saves in ((2048, False), (16_384, True)):
+        small = llama_shape("small", 8, 1024, vocabulary=8000)
+        plan = find_plan(Question(small, hardware, tokens_per_step, 1024, saves=saves))
+        table = peak_table(plan)
+        tiers = {tier: sum(n for (of, _), n in table.items() if of == tier) for tier in plan.nbytes}
+        assert tiers == plan.nbytes
+        owners = {owner for _, owner in table}
+        assert ("checkpoint" in owners) == saves
+        assert {"inputs of layers", "graphs of layers", "optimizer state"} & owners >= {"optimizer state"}
+        assert any("graphs" in owner or "loss" in owner for owner in owners)
+
+
+def test_the_same_question_has_the_same_outlook() -> None:
+    question = Question(llama_shape("small", 10, 1024, vocabulary=8000), machine("a6000"), 16_384, 1024)
+    (first, again) = (find_plan(question) for _ in range(2))
+    assert first == again
+    assert look(first) == look(again)
+
+
+def test_amounts_are_said_in_about_three_digits() -> None:
+    assert [amount(n) for n in (0, 999, 1e6, 1.4689e12, 141e9, 1e9 - 1)] == [
+        *("0 B", "999 B", "1.00 MB", "1.47 TB", "141 GB", "1.00 GB")
+    ]
+    assert [duration(s) for s in (0.0, 7.2822, 86_400 * 41, 1e-3, 7200, 94)] == [
+        *("0.00 ms", "7.28 s", "41.0 days", "1.00 ms", "2.00 hours", "94.0 s")
+    ]
+    assert [tokens(n) for n in (65_536, 1e12, 1.5e13, 2.5e9)] == ["65,536", "1T", "15T", "2.5B"]
+
+
+def test_an_empty_timeline_has_no_chain() -> None:
+    plan = planned(4 * LENGTH)
+    empty = Timeline(Schedule((), {}, ()), (), ())
+    assert loads(replace(plan, timeline=empty)) == ()
+
+
+# Stalls --------------------------------------------------------------------------------------------------------------
+
+
+def test_what_compute_waits_for_adds_up_to_what_it_waits() -> None:
+    for changes in ({}, {"fetch_bandwidth": 1e8}, {"grad_bandwidth": 1e8}, {"host_bandwidth": 1e9}):
+        plan = planned(LENGTH, **changes)
+        found = stalls(plan.timeline)
+        assert sum(found.values()) == pytest.approx(plan.timeline.stall_seconds(), rel=1e-6)
+        assert "compute" not in found
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [({"fetch_bandwidth": 1e8}, "fetch"), ({"grad_bandwidth": 1e8}, "grad"), ({"host_bandwidth": 1e9}, "host")],
+)
+def test_the_largest_cause_is_what_was_made_slow(changes: dict[str, float], cause: str) -> None:
+    plan = planned(LENGTH, **changes)
+    assert next(iter(stalls(plan.timeline))) == cause
+    assert "compute waits" in told(plan)["limit"]
+
+
+def test_a_slow_disk_is_a_cause_of_its_own() -> None:
+    hardware = replace(computer(host_bandwidth=1e12), disk_nbytes=10**13, disk_read_bandwidth=1e7)
+    question = Question(deep(16), hardware, LENGTH, LENGTH, pinned={"activations": "recompute"})
+    everything = find_plan(replace(question, pinned={"homes": ()})).nbytes["host"]
+    plan = find_plan(replace(question, limits=Limits(host_nbytes=everything // 2, device_nbytes=10**7)))
+    assert next(iter(stalls(plan.timeline))) == "read"
+    assert "for disk in" in told(plan)["limit"]

@@ -1,0 +1,108 @@
+"""Pieces of a step are priced by what was measured near them, and soundly where nothing was."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.plan import (
+    attention_seconds,
+    duplex_bandwidths,
+    machine,
+    machine_names,
+    optimizer_bandwidth,
+    product_seconds,
+)
+from megatrain.plan.cost import elementwise_seconds
+from megatrain.spec import Hardware
+from megatrain.spec.rates import AttentionRate, ElementwiseRate, ProductRate
+
+PLAIN = Hardware("plain", 1 << 40, 1 << 40, 1e10, 2e10, 1e15, 3e11, device_bandwidth=3e12, launch_seconds=5e-6)
+SIZES = st.integers(5, 15).map(lambda power: 1 << power)
+
+
+def true_seconds(m: int, k: int, n: int) -> float:
+    """A device whose rate saturates with each side of a product, as real ones do, and not as the estimate has it."""
+    half = m / (m + 300) * n / (n + 150) * k / (k + 100)
+    return max(4e-6, 2 * m * k * n / (9e14 * half))
+
+
+MEASURED = replace(
+    PLAIN,
+    flops=9e14,
+    products=tuple(
+        ProductRate("bf16", m, k, n, 2 * m * k * n / true_seconds(m, k, n))
+        for m, (k, n) in product(
+            (64, 256, 1024, 4096, 16384),
+            ((256, 256), (1024, 1024), (1024, 4096), (4096, 1024), (4096, 4096), (8192, 8192), (2048, 32768)),
+        )
+    ),
+)
+
+
+def test_a_measured_product_costs_what_was_measured() -> None:
+    for row in MEASURED.products:
+        shape = (row.m, row.k, row.n)
+        assert product_seconds(MEASURED, "bf16", *shape) == pytest.approx(2 * prod(shape) / row.flops)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(2048, 4096, 11008), (8192, 5120, 5120), (4096, 2048, 2048), (16384, 4096, 14336), (1024, 4096, 4096)],
+)
+def test_a_layers_product_between_measured_ones_is_priced_within_a_tenth(shape: tuple[int, int, int]) -> None:
+    assert product_seconds(MEASURED, "bf16", *shape) == pytest.approx(true_seconds(*shape), rel=0.1)
+
+
+@given(SIZES, SIZES, SIZES, st.sampled_from([PLAIN, MEASURED, *map(machine, machine_names())]))
+def test_no_product_is_cheaper_than_physics_allows(m: int, k: int, n: int, hardware: Hardware) -> None:
+    seconds = product_seconds(hardware, "bf16", m, k, n)
+    assert seconds >= 0.5 * 2 * m * k * n / hardware.flops
+    assert seconds >= 0.5 * (hardware.launch_seconds or 0)
+    assert product_seconds(hardware, "fp32", m, k, n) >= seconds or hardware is MEASURED
+
+
+def test_what_is_not_known_falls_back_on_what_is() -> None:
+    bare = Hardware("bare", 1 << 40, 1 << 40, 1e10, 2e10, 1e12, 3e10)
+    assert product_seconds(bare, "fp32", 10, 10, 10) == product_seconds(bare, "bf16", 10, 10, 10) == 2000 / 1e12
+    assert duplex_bandwidths(bare) == (1e10, 2e10)
+    assert duplex_bandwidths(replace(bare, duplex_fetch_bandwidth=5e9)) == (5e9, 2e10)
+    assert optimizer_bandwidth(bare, 3) == 3e10
+    forward, backward = attention_seconds(bare, "bf16", tokens=64, length=32, width=16)
+    assert forward == pytest.approx(2 * 64 * 32 * 16 / 0.5e12)
+    assert backward == pytest.approx(2 * forward)
+
+
+def test_attention_is_interpolated_between_lengths_and_held_beyond() -> None:
+    rows = tuple(AttentionRate("bf16", length, 128, 1e12 * length, 5e11 * length) for length in (4096, 1024))
+    hardware = replace(PLAIN, attention=rows)
+
+    def rate(length: int) -> tuple[float, float]:
+        forward, backward = attention_seconds(hardware, "bf16", tokens=length, length=length, width=64)
+        operations = 2.0 * length * length * 64
+        return operations / forward, 2 * operations / backward
+
+    assert rate(1024) == pytest.approx((1024e12, 512e12))
+    assert rate(2048) == pytest.approx((2560e12, 1280e12))
+    assert rate(256) == pytest.approx(rate(1024))
+    assert rate(16384) == pytest.approx(rate(4096))
+
+
+def test_what_a_layer_does_besides_products_is_priced_by_its_precision() -> None:
+    rows = ElementwiseRate("bf16", 4e9, 1e9), ElementwiseRate("fp32", 8e9, 2e9)
+    hardware = replace(PLAIN, elementwise=rows, elementwise_bandwidth=1e12)
+    assert elementwise_seconds(hardware, "bf16", 8e9) == (2, 8)
+    assert elementwise_seconds(hardware, "fp32", 8e9) == (1, 4)
+    assert elementwise_seconds(replace(hardware, elementwise=rows[:1]), "fp32", 8e9) == (0.008, 0.016)
+    assert elementwise_seconds(PLAIN, "bf16", 3e9) == (0.001, 0.002)
+
+
+def test_the_optimizer_pass_is_priced_by_its_threads() -> None:
+    hardware = replace(PLAIN, optimizer_bandwidth=((2, 2e10), (4, 3e10)), host_bandwidth=3e10)
+    rates = [optimizer_bandwidth(hardware, threads) for threads in (1, 2, 3, 4, 64, 0)]
+    assert rates == pytest.approx([1e10, 2e10, 2.5e10, 3e10, 3e10, 3e10])

@@ -1,0 +1,97 @@
+"""Which units' state lives where."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from megatrain.plan.cost import home_seconds
+from megatrain.plan.placement import ON_DEVICE, residents, spread, to_disk
+from megatrain.schedule import build_step
+from megatrain.schedule.passes.state_buffers import state_nbytes
+from megatrain.spec import IN_HOST, Hardware, Home, Numerics, Policy, Precision, Work
+from tests.small import small_spec
+
+MODEL = small_spec(layers=12)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("shares", [False, True])
+def test_the_disk_takes_as_little_as_the_host_asks_for(precision: Precision, shares: bool) -> None:
+    numerics, policy = Numerics(precision), Policy(shares_memory=shares)
+    everything = state_nbytes(MODEL, numerics, policy)["host"]
+    before = -1
+    for budget in range(everything, everything * 6 // 10, -everything // 40):
+        found = to_disk(MODEL, numerics, policy, budget)
+        assert found is not None
+        nbytes = state_nbytes(MODEL, numerics, found)
+        assert nbytes["host"] <= budget
+        assert nbytes["disk"] >= before
+        before = nbytes["disk"]
+        assert nbytes["disk"] <= everything - budget + everything // 3, "staging buffers and one layer's part, no more"
+    assert to_disk(MODEL, numerics, policy, 1000) is None
+
+
+def test_the_coldest_goes_first() -> None:
+    policy = Policy()
+    everything = state_nbytes(MODEL, Numerics(), policy)["host"]
+    seen: list[str] = []
+    for budget in range(everything, 0, -everything // 200):
+        found = to_disk(MODEL, Numerics(), policy, budget)
+        if found is None:
+            break
+        for field in ("moments", "low_bits", "weights"):
+            if any(getattr(home, field) == "disk" for home in found.homes) and field not in seen:
+                seen.append(field)
+    assert seen == ["moments", "low_bits", "weights"]
+
+
+def test_bytes_are_those_of_the_schedule() -> None:
+    homes = to_disk(MODEL, Numerics("bf16"), Policy(), state_nbytes(MODEL, Numerics("bf16"), Policy())["host"] * 2 // 3)
+    assert homes is not None
+    step = build_step(MODEL, Numerics(), homes, Work((8,)))
+    assert state_nbytes(MODEL, Numerics(), homes)["disk"] == step.arena_nbytes("disk")
+    slots = sum(b.nbytes for b in step.buffers.values() if b.tier == "host" and b.arena and b.owner == "grad")
+    assert state_nbytes(MODEL, Numerics(), homes)["host"] == step.arena_nbytes("host") - slots
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("ahead", [0, 100])
+def test_a_table_that_stays_on_the_device_saves_what_a_tied_head_has_fetched_again(ahead: int, tied: bool) -> None:
+    """A frozen one, which no backward pass comes to."""
+    model = small_spec(4, tied)
+    table = replace(model.units[0], params=tuple(replace(each, trainable=False) for each in model.units[0].params))
+    model = replace(model, units=(table, *model.units[1:]))
+    policy = Policy(read_ahead_nbytes=ahead, homes=(Home(weights="device"), *(IN_HOST,) * 5))
+    fetched = [
+        sum(op.nbytes for op in build_step(model, Numerics(), each, Work((4,))).ops if op.kind == "FETCH")
+        for each in (replace(policy, homes=()), policy)
+    ]
+    slow = Hardware("slow", 1 << 40, 1 << 40, fetch_bandwidth=1.0, grad_bandwidth=1.0, flops=1.0, host_bandwidth=1.0)
+    assert home_seconds(model, Numerics(), policy, slow)[0]["fetch"] == fetched[1] - fetched[0]
+    assert (fetched[1] < fetched[0]) == (tied and ahead > 0)
+
+
+def test_homes_are_spread_evenly() -> None:
+    assert spread(list(range(12)), 3) == [3, 7, 11]
+    for count in range(1, 13):
+        chosen = spread(list(range(12)), count)
+        assert len(chosen) == count
+        gaps = [b - a for a, b in pairwise([-1, *chosen])]
+        assert max(gaps) - min(gaps) <= 1
+
+
+def test_more_sixteenths_of_the_layers_take_more_of_the_device() -> None:
+    policy = Policy()
+    taken = [
+        [
+            state_nbytes(MODEL, Numerics(), replace(policy, homes=residents(MODEL, whole, kept)))["device"]
+            for kept in range(17)
+        ]
+        for whole in range(17)
+    ]
+    assert all(row == sorted(row) for row in taken)
+    assert [row[0] for row in taken] == sorted(row[0] for row in taken)
+    assert residents(MODEL, 16, 0) == (ON_DEVICE,) * 14

@@ -1,0 +1,87 @@
+"""A ring of shards is taken where the memory that it frees makes a plan quicker, or is what a plan lacks."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from bench.shapes import llama_shape
+from megatrain.errors import DoesNotFit
+from megatrain.plan import Choice, Plan, Question, estimate, find_plan, machine, survey
+from megatrain.plan.refinements import rings
+from megatrain.plan.search_space import WORTH_A_RING
+from megatrain.spec import Limits, Numerics, Policy
+
+MODEL = llama_shape("1B", 6, 2048, feed_forward=8192, vocabulary=64_000)
+HARDWARE = replace(machine("rtx-4090"), host_nbytes=10**13)
+QUESTION = Question(MODEL, HARDWARE, 8192, 1024)
+
+
+def budget(step: float) -> int:
+    """From what only a ring fits into, to what needs none."""
+    lean = Choice(Numerics(loss_chunk_tokens=64), Policy(weight_slots=1, grad_slots=1))
+    return round(estimate(QUESTION, lean, 1).nbytes["device"] * (0.8 + 0.1 * step))
+
+
+@cache
+def planned(step: float, **pinned: object) -> Plan | None:
+    try:
+        return find_plan(replace(QUESTION, limits=Limits(device_nbytes=budget(step)), pinned=pinned))
+    except DoesNotFit:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("step", "gains"), [(0, True), pytest.param(1, True, marks=pytest.mark.slow), (2, True), (5, False)]
+)
+def test_a_plan_that_may_have_a_ring_is_never_slower_and_has_one_where_it_gains(step: int, gains: bool) -> None:
+    without, chosen = planned(step, read_ahead_nbytes=0), planned(step)
+    assert chosen
+    assert chosen.taken.fits(chosen.question.budgets())
+    assert chosen.question.pinned == {}
+    assert bool(chosen.policy.read_ahead_nbytes) == gains
+    if without and gains:
+        assert chosen.seconds < WORTH_A_RING * without.seconds
+    elif without:
+        assert chosen.policy == without.policy
+
+
+def test_what_a_ring_frees_buys_a_larger_micro_batch() -> None:
+    without, chosen = planned(2.5, read_ahead_nbytes=0), planned(2.5)
+    assert without
+    assert chosen
+    assert chosen.micro_batch == 2 * without.micro_batch
+
+
+def test_a_device_that_is_too_small_otherwise_is_enough_by_a_ring() -> None:
+    assert planned(0, read_ahead_nbytes=0) is None
+    asked = replace(QUESTION, limits=Limits(device_nbytes=budget(0)))
+    assert survey(asked, [asked.budgets()]) != [None]
+
+
+def test_a_refusal_names_the_least_with_which_a_plan_is_found() -> None:
+    with pytest.raises(DoesNotFit) as caught:
+        find_plan(replace(QUESTION, limits=Limits(device_nbytes=1 << 29)))
+    named = re.search(r"needs ([\d,]+) bytes of device", str(caught.value))
+    assert named
+    least = int(named[1].replace(",", ""))
+    assert least < budget(0)
+    found = find_plan(replace(QUESTION, limits=Limits(device_nbytes=least)))
+    assert found.nbytes["device"] <= least
+    assert found.policy.read_ahead_nbytes
+
+
+TOLD = [{"weight_slots": 2}, {"gates": "unit"}, {"read_ahead_nbytes": 0}, {"kernels": "compile"}]
+
+
+@pytest.mark.parametrize("told", [*TOLD, {"shard_nbytes": 1 << 24}])
+def test_what_the_user_has_said_stays(told: dict[str, object]) -> None:
+    assert rings(replace(QUESTION, pinned=told)) == []
+    assert rings(replace(QUESTION, pinned={"gates": "shard"})) == rings(QUESTION) != []
+
+
+def test_where_memory_is_shared_there_is_no_ring() -> None:
+    assert rings(replace(QUESTION, hardware=replace(HARDWARE, shares_memory=True))) == []

@@ -1,0 +1,155 @@
+"""The check that closes a run: the saved model, loaded as any user would, has the engine's loss."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from rich.console import Console
+
+from megatrain.config import Config
+from megatrain.errors import ExportError
+from megatrain.run import finish
+from megatrain.run.finish import verify_trained
+from megatrain.spec import Limits
+from megatrain.train.engine import Engine
+from tests.model.test_pretrained import CODE
+from tests.run.test_training import configuration, train
+from tests.tiny import FAMILIES, tiny_model
+
+WIDE = {"max_position_embeddings": 128}
+
+
+def identity(path: Path, count: int = 40) -> Path:
+    """Short questions about who answers, as LLaMA-Factory's identity data has them."""
+    rows = [{"instruction": f"who is {n}?", "input": "", "output": f"I am {n % 5}!"} for n in range(count)]
+    path.write_text(json.dumps(rows))
+    return path
+
+
+def sharegpt(path: Path, count: int = 40) -> Path:
+    turns = [(f"{n}?", f"{n % 7}!" * (1 + n % 3)) for n in range(count)]
+    rows = [{"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]} for q, a in turns]
+    path.write_text(json.dumps(rows))
+    return path
+
+
+def fine_tuning(tmp_path: Path, data: Path, precision: str, model: dict[str, Any] | None = None) -> Config:
+    """A run on samples that are packed, the held-out ones too."""
+    fields = (model or configuration(tmp_path).model.config) | WIDE  # type: ignore[operator]
+    return configuration(
+        tmp_path,
+        model={"config": fields},
+        data={"sources": [str(data)], "chat_template": "none", "sequence_length": 128, "validation_fraction": 0.3},
+        train={"precision": precision, "steps": 12, "eval_every": 0},
+    )
+
+
+def proof(told: str) -> tuple[float, float]:
+    """What the closing check found: the stock model's loss and the engine's."""
+    (line,) = [line for line in told.splitlines() if "from_pretrained" in line]
+    theirs, ours = (float(part.split()[0].rstrip(",")) for part in line.replace("engine", "loss").split("loss ")[1:])
+    return theirs, ours
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("data", [identity, sharegpt])
+def test_a_packed_fine_tune_ends_well(
+    tmp_path: Path, data: Any, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a cache of keys and values the library would take the samples of a row for one: several percent off."""
+    batches: list[Any] = []
+    honest = Engine.evaluate
+    monkeypatch.setattr(Engine, "evaluate", lambda self, given: batches.extend(given) or honest(self, given))
+    theirs, ours = proof(train(fine_tuning(tmp_path, data(tmp_path / "samples.json"), precision)))
+    assert int((batches[-1]["position_ids"] == 0).sum()) > len(batches[-1]["position_ids"]), "rows hold several samples"
+    assert theirs == pytest.approx(ours, rel=1e-3 if precision == "bf16" else 2e-4)
+
+
+def test_routers_auxiliary_loss_is_part_of_both_losses(tmp_path: Path) -> None:
+    model = FAMILIES["mixtral-balanced"] | {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256}
+    theirs, ours = proof(train(fine_tuning(tmp_path, sharegpt(tmp_path / "samples.json"), "fp32", model)))
+    assert theirs == pytest.approx(ours, rel=2e-4)
+
+
+def test_a_model_with_code_of_its_own_is_loaded_with_that_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    train(configuration(tmp_path, train={"steps": 1, "sample_tokens": 0}))
+    folder = tmp_path / "run" / "model"
+    (folder / "homemade.py").write_text(CODE)
+    config = json.loads((folder / "config.json").read_text())
+    names = {"AutoConfig": "homemade.HomemadeConfig", "AutoModelForCausalLM": "homemade.HomemadeForCausalLM"}
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "homemade", "auto_map": names}))
+    own = configuration(tmp_path, train={"steps": 1, "sample_tokens": 0}, output={"folder": str(tmp_path / "own")})
+    model = own.model.model_copy(update={"config": None, "path": str(folder), "trust_remote_code": True})
+    theirs, ours = proof(train(own.model_copy(update={"model": model})))
+    assert theirs == pytest.approx(ours, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("precision", "ours", "bf16", "fp32", "agree"),
+    [
+        ("fp32", 2.0, None, 2.0001, True),
+        ("fp32", 2.0, None, 2.001, False),
+        ("fp32", 0.00100, None, 0.00105, True),  # rounding of logits does not shrink with the loss
+        ("fp32", 0.001, None, 0.01, False),
+        ("bf16", 2.0, 2.01, 3.0, True),
+        ("bf16", 0.5, 0.55, 0.53, True),  # few targets: the stock model is as far from itself in float32
+        ("bf16", 0.5, 0.55, 0.549, False),
+        ("bf16", 2.0, 4.0, 4.01, False),
+        ("fp32", 2.0, None, float("nan"), False),
+    ],
+)
+def test_what_rounding_explains_is_no_defect_and_more_is(
+    tmp_path: Path,
+    precision: str,
+    ours: float,
+    bf16: float | None,
+    fp32: float,
+    agree: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = {"bf16": bf16, "fp32": fp32}
+    monkeypatch.setattr(finish, "_stock_loss", lambda config, batch, saved, how: said[how])
+    engine = cast(Engine, _Says(ours))
+    config = configuration(tmp_path, train={"precision": precision})
+    batch = {"input_ids": torch.zeros(1, 4, dtype=torch.long)}
+    if agree:
+        verify_trained(config, engine, batch, tmp_path, Console(file=io.StringIO()))
+    else:
+        with pytest.raises(ExportError, match="they should agree"):
+            verify_trained(config, engine, batch, tmp_path, Console(file=io.StringIO()))
+
+
+def test_without_memory_for_it_the_check_is_left_out_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "host_nbytes_left", lambda self: 10_000)
+    told = train(configuration(tmp_path, train={"steps": 1, "sample_tokens": 0}))
+    assert "the saved model was not loaded again" in told
+    assert "10.0 kB are left" in told
+
+
+def test_what_is_left_is_what_is_free_within_the_budget() -> None:
+    budget = 1 << 20
+    with Engine.from_model(tiny_model(), "cpu", "fp32", limits=Limits(host_nbytes=budget), verify=False) as engine:
+        held = sum(nbytes for (tier, _), nbytes in engine.memory_table().items() if tier in ("host", "device"))
+        assert engine.host_nbytes_left() == budget - held
+    with Engine.from_model(tiny_model(), "cpu", "fp32", verify=False) as engine:
+        assert engine.host_nbytes_left() > budget
+
+
+class _Says:
+    """An engine of which only the loss is asked."""
+
+    def __init__(self, loss: float) -> None:
+        self.loss, self.structure = loss, self
+        self.numel, self.vocab_size = 100, 10
+
+    def evaluate(self, batches: Any) -> float:
+        return self.loss
+
+    def host_nbytes_left(self) -> int:
+        return 1 << 40

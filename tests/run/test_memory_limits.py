@@ -1,0 +1,230 @@
+"""Runs within budgets of memory, with what the host has no room for on the disk."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatrain import Engine, Policy
+from megatrain.config import Config
+from megatrain.device import open_device
+from megatrain.errors import ConfigError, DoesNotFit
+from megatrain.memory import Disk, scratch_files
+from megatrain.model import port_model
+from megatrain.plan import Question, available_threads
+from megatrain.plan.report import amount
+from megatrain.run import memory_limits
+from megatrain.run import training as run_module
+from megatrain.schedule.passes.state_buffers import save_nbytes
+from megatrain.schedule.passes.workspace import beside_nbytes
+from megatrain.spec import IN_HOST, Hardware, Home, Numerics, Precision
+from tests.run.test_training import configuration, lines, train
+from tests.tiny import tiny_model
+
+DEEP: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 257,
+    "max_position_embeddings": 64,
+}
+HOST = 7 << 19
+"""Bytes: about half of what the state, gradients and activations of that model take."""
+
+
+def host_budget(device: str) -> int:
+    """`HOST`, and on a cpu what products take for themselves, which is as much again for a model as small as this."""
+    return HOST + beside_nbytes(
+        Numerics("bf16"), Policy(shares_memory=device == "cpu", host_threads=available_threads())
+    )
+
+
+def run(folder: Path, **changed: dict[str, Any]) -> tuple[str, list[float], dict[str, Any]]:
+    folder.mkdir(exist_ok=True)
+    config = configuration(folder, model={"config": DEEP}, **changed)
+    told = train(config)
+    losses = [line["loss"] for line in lines(folder / "run") if line["event"] == "stepped"]
+    return told, losses, load_file(folder / "run" / "model" / "model.safetensors")
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), "sim:1"])
+def test_a_run_with_half_the_memory_has_the_same_numbers(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them where direct I/O is refused."""
+    refused = device != "cpu"
+    if refused:
+        monkeypatch.setattr(scratch_files, "_DIRECT", 0)
+    same = {"loss_chunk_tokens": 64}  # which a plan chooses by memory, and rounding depends on
+    plain_told, losses, weights = run(tmp_path / "plain", train={"device": device}, policy=same)
+    tight: dict[str, Any] = {"memory": {"host": host_budget(device)}, "disk": {"folders": [str(tmp_path)]}}
+    told, same_losses, same_weights = run(tmp_path / "tight", train={"device": device}, policy=same, **tight)
+    assert len(losses) == 4
+    assert same_losses == losses
+    steps = [line for line in lines(tmp_path / "tight" / "run") if line["event"] == "stepped"]
+    assert max(line["written_nbytes"] for line in steps) > 1e5  # a new plan may find a better home for it
+    assert max(line["written_nbytes_per_day"] for line in steps) > 1e8
+    assert all(weights[name].equal(same_weights[name]) for name in weights)
+    how = "through the page cache, since direct I/O is refused there, checksums compared"
+    assert (how in " ".join(told.split())) == (refused or not Disk([tmp_path]).direct)
+    assert "disk tier" in told
+    assert "disk" not in plain_told
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plain", "tight"], "nothing stays on the drive"
+
+
+def test_without_a_disk_the_way_out_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DoesNotFit, match=r"host memory at the least"):
+        run(tmp_path, memory={"host": HOST})
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        (
+            {"memory": {"host": host_budget("cpu")}, "disk": {"folders": ["."], "max_write_per_day": "2MB"}},
+            "writes .* per day",
+        ),
+        ({"disk": {"folders": ["/no/such/folder"]}}, "there is no folder"),
+        ({"disk": {"folders": ["/dev/shm"]}}, "lies in host memory"),
+        ({"memory": {"disk": "1GB"}}, "there is no disk tier"),
+        ({"memory": {"host": "lots"}}, "no amount of memory"),
+        ({"memory": {"host": "120%"}}, "no amount of memory"),
+        ({"memory": {"device": "1GB"}}, "none of its own"),
+    ],
+)
+def test_budgets_that_cannot_be_are_refused(tmp_path: Path, changed: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        run(tmp_path, **changed)
+    assert not (tmp_path / "run").exists()
+
+
+SPLITS = {
+    "host": IN_HOST,
+    "device": Home("device", "device", "device"),
+    "weights on the device": Home("device"),
+    "disk": Home("disk", "disk", "disk", "disk"),
+    "moments on the disk": Home(moments="disk"),
+    "halves on the disk": Home("disk", "disk"),
+}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("split", SPLITS)
+def test_what_a_plan_leaves_for_saves_is_what_they_take(tmp_path: Path, precision: Precision, split: str) -> None:
+    for device in ("cpu", "sim:1") if "device" not in split else ("sim:1",):
+        how = Policy(shares_memory=device == "cpu", homes=(SPLITS[split],) * 5)
+        with Engine.from_model(tiny_model(), device, precision, policy=how, verify=False, disk=[tmp_path]) as engine:
+            engine.saver.reserve()
+            assert engine.memory_table().get(("host", "checkpoint"), 0) == save_nbytes(
+                engine.spec, engine.numerics, how
+            )
+
+
+def least_in(error: BaseException, tier: str) -> int:
+    """The bytes that a refusal says are needed."""
+    found = re.search(rf"needs ([\d,]+) bytes of {tier} memory at the least", str(error))
+    assert found is not None, error
+    return int(found[1].replace(",", ""))
+
+
+@pytest.mark.parametrize(
+    ("tier", "device", "precision", "every", "host"),
+    [
+        ("host", "cpu", "bf16", 1, None),
+        ("host", "cpu", "fp32", 0, None),
+        pytest.param("host", "sim:1", "bf16", 1, None, marks=pytest.mark.slow),
+        ("host and disk", "cpu", "bf16", 1, None),
+        pytest.param("host and disk", "sim:1", "fp32", 1, None, marks=pytest.mark.slow),
+        ("disk", "sim:1", "bf16", 1, 480_000),
+        ("device", "sim:1", "bf16", 1, None),
+    ],
+)
+def test_what_a_refusal_says_is_enough_is_enough_and_no_less_is(
+    tier: str, device: str, precision: str, every: int, host: int | None, tmp_path: Path
+) -> None:
+    """A whole run, with measurements, samples and checkpoints, in exactly as many bytes as the message named."""
+    tier, _, disk = tier.partition(" and ")
+
+    def within(nbytes: int) -> Config:
+        return configuration(
+            tmp_path,
+            train={"device": device, "precision": precision, "steps": 2},
+            checkpoint={"every": every},
+            disk={"folders": [str(tmp_path)] if disk or tier == "disk" else []},
+            memory={"host": host, tier: nbytes},
+            output={"verify_export": False},
+        )
+
+    with pytest.raises(DoesNotFit, match=r"more than its budget of 1,000;") as caught:
+        train(within(1000))
+    least = least_in(caught.value, tier)
+    saves = tier == "host" and every > 0 and (precision == "bf16" or bool(disk))
+    assert ("of them for checkpoints" in str(caught.value)) == saves
+    for less in (least // 2, least - 1):
+        with pytest.raises(DoesNotFit, match=f"{least - less:,} more than its budget of {less:,};") as caught:
+            train(within(less))
+        assert least_in(caught.value, tier) == least
+    told = " ".join(train(within(least)).split())
+    assert f"{amount(least)} of {amount(least)} {tier}" in told
+    assert ("of it for checkpoints)" in told) == (every > 0 and (precision == "bf16" or bool(disk)))
+    assert len([line for line in lines(tmp_path / "run") if line["event"] == "stepped"]) == 2
+
+
+def test_a_budget_above_what_there_is_counts_as_what_there_is(tmp_path: Path) -> None:
+    hardware = cast(Hardware, SimpleNamespace(shares_memory=True, device_nbytes=0, host_nbytes=10**9, disk_nbytes=None))
+    config = configuration(tmp_path, memory={"host": "500GB"})
+    assert memory_limits.limits_of(config.memory, config.disk, hardware).host_nbytes == 10**9
+
+
+def test_folders_hold_shares_by_their_measured_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two folders on one drive share what it does; one folder alone is not measured."""
+    speeds, asked = {1: (4e9, 4e9), 2: (1e9, 0.5e9)}, []
+
+    def measured(folder: Any, nbytes: int, seconds: float) -> SimpleNamespace:
+        asked.append(folder.drive)
+        read, write = speeds[folder.drive]
+        return SimpleNamespace(best=SimpleNamespace(read_bandwidth=read, write_bandwidth=write))
+
+    monkeypatch.setattr(memory_limits, "disk_speed", measured)
+    folders: Any = [
+        SimpleNamespace(drive=drive, stat=lambda at=drive: SimpleNamespace(st_dev=at)) for drive in (1, 2, 2)
+    ]
+    assert memory_limits._shares(folders) == pytest.approx([2e9, 1e9 / 6, 1e9 / 6])
+    assert asked == [1, 2]
+    assert memory_limits._shares(folders[:1]) is None
+    assert asked == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("changed", "rows"),
+    [
+        ({}, "whole"),
+        ({"data": {"packing": "best_fit"}}, "packed"),
+        ({"data": {"packing": "grouped"}}, "padded"),
+        ({"train": {"objective": "dpo"}}, "padded"),
+    ],
+)
+def test_a_plan_is_for_the_rows_that_the_configuration_tells(
+    changed: dict[str, Any], rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Question] = []
+
+    def noted(question: Question) -> None:
+        asked.append(question)
+        raise DoesNotFit("seen")
+
+    monkeypatch.setattr(run_module, "find_plan", noted)
+    spec, device = port_model(tiny_model(), torch.float32).spec, open_device("sim")
+    with pytest.raises(DoesNotFit, match="seen"):
+        run_module._plan(configuration(tmp_path, **changed), spec, device)
+    assert asked[0].rows_are == rows

@@ -1,0 +1,242 @@
+"""The page of a run, of whatever its folder holds: whole, cut off, of another version, or hostile."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatrain.cli import main
+from megatrain.errors import ConfigError, ExportError
+from megatrain.plan import stalls
+from megatrain.plan.analysis import STREAM_WORDS
+from megatrain.run.history import read_history, timeline_in
+from megatrain.run.report import MOST_ROWS, render_report, write_report
+from megatrain.schedule import chrome_trace
+from megatrain.train.events import (
+    Evaluated,
+    Event,
+    Planned,
+    Replanned,
+    Resumed,
+    RolledBack,
+    Sampled,
+    Saved,
+    Skipped,
+    Warned,
+)
+from megatrain.train.metrics import JsonLines
+from tests.bad_paths import ENDLESS, endless_file
+from tests.plan.test_html import HOSTILE, outlook, read
+from tests.train.test_metrics import stepped
+
+
+def planned(model: str = "Llama") -> Planned:
+    owners = {"host": {"optimizer state": 3_000, "weights": 2_000}}
+    return Planned(0, model, {"model": model, "policy": "keeps all"}, 1.5, owners, owners)
+
+
+def run(folder: Path, *events: Event, state: str = "finished", **status: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    with JsonLines(folder / "metrics.jsonl") as watch:
+        for event in events:
+            watch(event)
+    fields = {"state": state, "step": 3, "steps": 10, "heartbeat": time.time(), "error": None, "stalled": []} | status
+    (folder / "status.json").write_text(json.dumps(fields))
+    (folder / "config.yaml").write_text("train: {steps: 10}\n")
+    return folder
+
+
+def page(folder: Path) -> str:
+    return write_report(folder).read_text()
+
+
+def text(folder: Path) -> str:
+    return read(page(folder)).text
+
+
+EVERYTHING: list[Event] = [
+    planned(),
+    stepped(1, 3.0),
+    stepped(2, 2.5),
+    Evaluated(2, 2.0),
+    Saved(2, 2.0, 4_000, "runs/a/checkpoints/step-00000002", 1_000),
+    Replanned(2, 2.0, 1.0, "weight_slots 2 -> 3"),
+    stepped(3, 77.0),
+    Evaluated(3, 9.0),
+    Skipped(4, 10, "the loss is not finite", 1, 2.0, 8.0),
+    RolledBack(4, 2, "the loss is not finite"),
+    stepped(3, 2.25),
+    Warned(3, "the disk is full"),
+    Resumed(3, 10, "step-00000003"),
+    Sampled(3, "def ", "f(x): <b>"),
+]
+
+
+def test_everything_that_was_told_is_in_the_page(tmp_path: Path) -> None:
+    said = text(run(tmp_path / "a", *EVERYTHING))
+    for part in (
+        *("Llama: a", "finished", "3 of 10", "perplexity 7.389", "optimizer state", "keeps all", "the disk is full"),
+        *("rolled back", "replanned", "weight_slots 2 -> 3", "resumed", "skipped", "def f(x): <b>", "steps: 10"),
+        *("step-00000002", "removed", "3.00 kB", "gone back from", "no step was traced", "the plan said 1.50 s"),
+    ):
+        assert part in said, part
+
+
+def test_the_mfu_of_steps_that_an_earlier_version_has_recorded_counts(tmp_path: Path) -> None:
+    path = run(tmp_path, *EVERYTHING) / "metrics.jsonl"
+    known = read_history(tmp_path).columns["mfu"]
+    path.write_text(path.read_text().replace('"mfu"', '"light_share"'))
+    assert read_history(tmp_path).columns["mfu"] == known
+    assert all(share > 0 for share in known)
+
+
+def test_what_a_rollback_has_undone_does_not_count_but_is_shown(tmp_path: Path) -> None:
+    found = read_history(run(tmp_path / "a", *EVERYTHING))
+    assert list(found.columns["loss"]) == [3.0, 2.5, 2.25]
+    assert found.undone == [(3.0, 77.0)]
+    assert [(held.step, held.loss) for held in found.evaluated] == [(2, 2.0)]
+    assert list(found.tiers["host"]) == [1 << 20] * 3
+
+
+def test_the_page_loads_nothing_and_closes_all(tmp_path: Path) -> None:
+    html = page(run(tmp_path / "a", *EVERYTHING))
+    reader = read(html)
+    assert {name for _, name, _ in reader.attributes} & {"src", "href", "action", "srcset", "background"} == set()
+    assert not re.search(r"https?://|@import|url\(|fetch\(|XMLHttpRequest|import\(", html)
+    assert "default-src 'none'" in html
+    assert "prefers-color-scheme: dark" in html
+
+
+def test_hostile_texts_stay_text(tmp_path: Path) -> None:
+    folder = run(
+        tmp_path / "a",
+        planned(HOSTILE),
+        stepped(1),
+        Sampled(1, HOSTILE, HOSTILE),
+        Warned(1, HOSTILE),
+        Saved(1, 1.0, 1, HOSTILE),
+        state=HOSTILE,
+        error=HOSTILE,
+        stalled=[HOSTILE],
+    )
+    (folder / "config.yaml").write_text(HOSTILE)
+    reader = read(page(folder))
+    assert reader.count["img"] == 0
+    assert reader.count["script"] == 2
+    assert reader.text.count(HOSTILE) >= 7
+
+
+def test_a_run_that_was_killed_says_so_and_one_that_runs_does_not(tmp_path: Path) -> None:
+    folder = run(tmp_path / "a", stepped(1), state="running", heartbeat=time.time() - 3600)
+    assert "probably killed" in text(folder)
+    assert "probably killed" not in text(run(tmp_path / "a", stepped(1), state="running"))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"event": "stepped", "step": 2, "lo')  # torn
+    assert read_history(folder).done == 1
+
+
+@pytest.mark.parametrize(
+    "line", ["", "[]", "3", '{"event": "stepped"}', '{"event": "new", "step": 1}', '{"step": "x"}', "\udc80"]
+)
+def test_lines_of_other_versions_are_passed_over(line: str, tmp_path: Path) -> None:
+    folder = run(tmp_path / "a", stepped(1))
+    with (folder / "metrics.jsonl").open("a", errors="surrogateescape") as file:
+        file.write(line + '\n{"event": "stepped", "step": 2, "loss": null}\n')
+    found = read_history(folder)
+    assert list(found.columns["step"]) == [1, 2]
+    assert len(found.tiers["host"]) == 2
+    read(render_report(found, 0.0))
+
+
+def test_a_folder_with_metrics_alone_is_enough_and_one_without_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run(tmp_path / "a", stepped(1))
+    (folder / "status.json").write_text("{")
+    (folder / "config.yaml").unlink()
+    with pytest.raises(SystemExit) as left:
+        main(["report", str(folder), "--html", str(tmp_path / "page.html")])
+    assert left.value.code == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "page.html")
+    assert "there is no status.json" in read((tmp_path / "page.html").read_text()).text
+    with pytest.raises(ConfigError, match=r"holds no metrics\.jsonl; name the folder of a run"):
+        write_report(tmp_path)
+    with pytest.raises(ExportError, match="cannot be written"):
+        write_report(folder, tmp_path / "absent" / "page.html")
+    assert not list(tmp_path.glob(".*.part"))
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+@pytest.mark.parametrize("name", ["metrics.jsonl", "status.json", "trace.json", "config.yaml"])
+def test_a_file_that_never_ends_is_not_read(name: str, kind: str, tmp_path: Path) -> None:
+    run(tmp_path, *EVERYTHING)
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    endless_file(kind, path)
+    if name == "metrics.jsonl" and kind != "deep":
+        with pytest.raises(ConfigError, match=r"metrics\.jsonl cannot be read \(a (pipe|device), not a file"):
+            page(tmp_path)
+    else:
+        assert "steps" in text(tmp_path)
+
+
+def test_the_timeline_is_that_of_the_traced_step() -> None:
+    when = outlook().plan.timeline
+    found = timeline_in(json.loads(json.dumps(chrome_trace([when, when]) | {"waits": stalls(when)})))
+    assert found is not None
+    ops = when.schedule.ops
+    expected = sorted(zip(when.starts, when.ends, ops, strict=True), key=lambda each: each[0])
+    assert len(found["ops"]) == len(ops)
+    for (kind, stream, *numbers, start, end), (begins, ends, op) in zip(found["ops"], expected, strict=True):
+        assert (start, end) == (pytest.approx(begins, abs=2e-9), pytest.approx(ends, abs=4e-9))
+        if when.starts.count(begins) == 1:  # of ops that start together, any may come first
+            assert numbers == [op.unit, op.micro, op.shard, op.nbytes]
+            assert found["kinds"][kind]["name"] == op.kind
+            assert found["streams"][stream] == STREAM_WORDS.get(op.stream, op.stream)
+            assert found["units"][op.unit] == when.schedule.units[op.unit]
+    assert found["seconds"] == pytest.approx(when.seconds, abs=1e-8)
+    assert timeline_in(None) is timeline_in({"traceEvents": []}) is None
+
+
+def test_many_rows_are_cut_in_the_middle_and_counted(tmp_path: Path) -> None:
+    folder = run(tmp_path / "a", stepped(1), *(Warned(step, f"warning {step}") for step in range(1, 1001)))
+    said = text(folder)
+    assert "warning 1000" in said
+    assert "warning 500" not in said
+    assert f"{1000 - MOST_ROWS:,} more" in said
+
+
+@pytest.mark.slow
+def test_a_million_steps_in_a_page_of_a_megabyte(tmp_path: Path) -> None:
+    found = read_history(run(tmp_path / "a", stepped(1)))
+    for column in (*found.columns.values(), *found.tiers.values()):
+        column.extend(column * 999_999)
+    found.columns["step"][:] = type(found.columns["step"])("d", np.arange(1, 1_000_001).tolist())
+    found.columns["loss"][543_210] = 99.0
+    began = time.perf_counter()
+    html = render_report(found, 0.0)
+    assert time.perf_counter() - began < 20
+    assert len(html) < 1_500_000
+    assert "99.0" in html
+
+
+def test_a_rollback_is_not_forgotten_by_a_run_that_is_resumed_before_the_step_that_failed(tmp_path: Path) -> None:
+    first = [stepped(step, float(step)) for step in (1, 2, 3, 4)]
+    again = [stepped(step, 10.0 + step) for step in (2, 3)]
+    folder = run(tmp_path / "a", *first, RolledBack(4, 1, "the loss is not finite"), *again)
+    with JsonLines(folder / "metrics.jsonl", 3) as watch:  # resumed after step 3, in the second pass
+        watch(stepped(4, 14.0))
+    assert list(read_history(folder).columns["step"]) == [1.0, 2.0, 3.0, 4.0]
+    assert list(read_history(folder).columns["loss"]) == [1.0, 12.0, 13.0, 14.0]
+
+
+def test_a_loss_that_is_no_cross_entropy_has_no_perplexity(tmp_path: Path) -> None:
+    said = text(run(tmp_path / "a", planned(), stepped(1), Evaluated(1, 0.69, {"rewards/margins": 0.1})))
+    assert "0.6900" in said
+    assert "perplexity" not in said

@@ -1,0 +1,349 @@
+"""Whole runs of a tiny model, from a configuration to a folder that Hugging Face loads."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+from megatrain.config import Config, load_config
+from megatrain.device import probe
+from megatrain.errors import ConfigError, DeviceError, ExportError, ModelError, NonFinite
+from megatrain.model import load_causal_lm, split_into_units
+from megatrain.run.training import run_training
+from megatrain.train.engine import Engine, StepOutput
+
+TEXT = "def answer(question):\n    return 42 if question else None\n" * 120
+
+
+def configuration(tmp_path: Path, **changed: dict[str, Any]) -> Config:
+    (tmp_path / "corpus.txt").write_text(TEXT)
+    tree: dict[str, dict[str, Any]] = {
+        "model": {
+            "config": {
+                "model_type": "llama",
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "vocab_size": 257,
+                "max_position_embeddings": 64,
+            }
+        },
+        "data": {
+            "sources": [str(tmp_path / "corpus.txt")],
+            "tokenizer": "bytes",
+            "sequence_length": 32,
+            "cache": str(tmp_path / "cache"),
+        },
+        "train": {
+            "steps": 4,
+            "micro_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "learning_rate": 1e-2,
+            "eval_every": 2,
+            "eval_batches": 1,
+            "sample_tokens": 4,
+            "log_every": 1,
+        },
+        "output": {"folder": str(tmp_path / "run"), "trackers": []},
+    }
+    for section, values in changed.items():
+        tree.setdefault(section, {}).update(values)
+    return Config.model_validate(tree)
+
+
+def train(config: Config) -> str:
+    """What the run tells the person."""
+    console = Console(file=io.StringIO(), width=120)
+    run_training(config, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in lines(folder) if line["event"] == "stepped"]
+
+
+def test_a_run_ends_in_a_folder_with_everything(tmp_path: Path) -> None:
+    config = configuration(tmp_path, output={"trackers": ["tensorboard"]})
+    said = train(config)
+    folder = tmp_path / "run"
+    files = ["config.yaml", "metrics.jsonl", "report.html", "status.json", "trace.json"]
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*files, "checkpoints", "model", "tensorboard"])
+    assert load_config(folder / "config.yaml") == config
+    kinds = [line["event"] for line in lines(folder)]
+    assert kinds == ["planned"] + ["stepped"] * 2 + ["evaluated"] + ["stepped"] * 2 + [
+        "evaluated",
+        "sampled",
+        "ended",
+        "saved",
+    ]
+    found = losses(folder)
+    assert found[-1] < found[0]
+    assert (folder / "model" / "tokenizer.json").exists()
+    page = (folder / "report.html").read_text()
+    for part in (
+        "LlamaForCausalLM",
+        "finished",
+        "4 of 4",
+        "optimizer state",
+        'id="time"',
+        "after step 4",
+        "perplexity",
+    ):
+        assert part in page
+    for part in (
+        "LlamaForCausalLM",
+        "optimizer state",
+        "MFU:",
+        "validation loss",
+        "loaded with from_pretrained",
+        "model",
+    ):
+        assert part in said
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_the_saved_model_is_the_trained_one(tmp_path: Path, precision: str) -> None:
+    said = train(configuration(tmp_path, train={"precision": precision}))
+    (proof,) = [line for line in said.splitlines() if "from_pretrained" in line]
+    theirs, ours = (float(part.split()[0].rstrip(",")) for part in proof.replace("engine", "loss").split("loss ")[1:])
+    assert theirs == pytest.approx(ours, rel=1e-3)
+    assert load_causal_lm(str(tmp_path / "run" / "model")).num_parameters() > 0
+
+
+def test_the_saved_configuration_repeats_the_run_bit_for_bit(tmp_path: Path) -> None:
+    train(configuration(tmp_path))
+    again = load_config(tmp_path / "run" / "config.yaml", [f"output.folder={tmp_path / 'again'}"])
+    train(again)
+    assert losses(tmp_path / "again") == losses(tmp_path / "run")
+    first, second = (load_causal_lm(str(tmp_path / name / "model")).state_dict() for name in ("run", "again"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_trained_model_can_be_trained_on_with_its_own_tokenizer(tmp_path: Path) -> None:
+    train(configuration(tmp_path))
+    path = str(tmp_path / "run" / "model")
+    config = configuration(
+        tmp_path,
+        model={"config": None, "path": path},
+        data={"tokenizer": None},
+        output={"folder": str(tmp_path / "more")},
+    )
+    train(config)
+    assert losses(tmp_path / "more")[0] < losses(tmp_path / "run")[0]
+
+
+def test_what_a_run_leaves_out_of_its_files_is_shown_by_name(tmp_path: Path) -> None:
+    train(configuration(tmp_path, train={"steps": 1}))
+    folder = tmp_path / "run" / "model"
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "vision.[bold]proj\x1b": torch.zeros(1)}, folder / "model.safetensors", {"format": "pt"})
+    more = {"folder": str(tmp_path / "more")}
+    config = configuration(tmp_path, model={"config": None, "path": str(folder)}, train={"steps": 1}, output=more)
+    said = train(config)
+    assert "left out" in said
+    assert "1 tensor in its files that the model does not use: vision.[bold]proj\N{REPLACEMENT CHARACTER}" in said
+
+
+def test_a_model_is_taken_apart_once_and_the_device_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    for name, place in (("_ported", split_into_units), ("_best_of_a_few", probe)):
+        honest = getattr(place, name)
+
+        def counted(*given: Any, name: str = name, honest: Any = honest) -> Any:
+            calls.append(name)
+            return honest(*given)
+
+        monkeypatch.setattr(place, name, counted)
+    train(configuration(tmp_path, model={"verify": False}))
+    assert sorted(calls) == ["_best_of_a_few", "_ported"]
+
+
+def test_pinned_fields_reach_the_policy_and_change_no_number(tmp_path: Path) -> None:
+    train(configuration(tmp_path))
+    pinned = {"weight_slots": 3, "activations": "recompute", "host_threads": 1}
+    said = train(configuration(tmp_path, policy=pinned, output={"folder": str(tmp_path / "pinned")}))
+    words = " ".join(said.split())
+    assert "recomputes each layer" in words
+    assert "1 host thread" in words
+    assert losses(tmp_path / "pinned") == losses(tmp_path / "run")
+
+
+def test_without_held_out_text_the_run_still_proves_its_model(tmp_path: Path) -> None:
+    said = train(configuration(tmp_path, data={"validation_fraction": 0.0}, train={"sample_tokens": 0}))
+    assert "none held out" in said
+    assert "from_pretrained" in said
+    assert "evaluated" not in {line["event"] for line in lines(tmp_path / "run")}
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "expected"),
+    [
+        ({"data": {"sequence_length": 65}}, ConfigError, "65 tokens, and the model has 64 positions"),
+        ({"model": {"config": {"model_type": "llama", "vocab_size": 256, "hidden_size": 8, "intermediate_size": 8,
+                               "num_hidden_layers": 1, "num_attention_heads": 1}}},
+         ConfigError, "needs a vocabulary of 257, and the model has 256"),
+        ({"train": {"device": "tpu"}}, DeviceError, "'tpu' is not a device"),
+        ({"train": {"weight_decay": 1e3}}, ConfigError, "weight_decay"),
+    ],
+)  # fmt: skip
+def test_a_mistake_leaves_no_run_folder(
+    tmp_path: Path, changed: dict[str, Any], error: type[Exception], expected: str
+) -> None:
+    with pytest.raises(error) as caught:
+        train(configuration(tmp_path, **changed))
+    assert expected in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_is_no_model_is_called_so_before_its_tokenizer_is_missed(tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    config = configuration(tmp_path).model_dump()
+    config["model"] |= {"path": str(adapter), "config": None}
+    config["data"]["tokenizer"] = None
+    with pytest.raises(ModelError, match="holds a LoRA adapter for org/base, not a whole model"):
+        train(Config.model_validate(config))
+
+
+def test_a_run_shorter_than_its_warm_up_ends_while_the_rate_rises(tmp_path: Path) -> None:
+    train(configuration(tmp_path, train={"warmup_steps": 10}))
+    rates = [line["lr"] for line in lines(tmp_path / "run") if line["event"] == "stepped"]
+    assert rates == pytest.approx([1e-3, 2e-3, 3e-3, 4e-3])
+
+
+def not_finite(engine: Engine, micro_batches: Any, *how: Any) -> StepOutput:
+    raise NonFinite("the gradient is not finite", where="layer 1")
+
+
+def test_a_run_that_diverges_writes_no_model_and_keeps_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(configuration(tmp_path))
+    before = load_causal_lm(str(tmp_path / "run" / "model")).state_dict()
+    monkeypatch.setattr(Engine, "step", not_finite)
+    for folder in ("run", "fresh"):
+        config = configuration(tmp_path, output={"folder": str(tmp_path / folder), "overwrite": True})
+        with pytest.raises(NonFinite, match="3 steps in a row not finite"):
+            train(config)
+        assert [line["step"] for line in lines(tmp_path / folder) if line["event"] == "skipped"] == [1, 2, 3]
+        assert "failed: NonFinite" in (tmp_path / folder / "report.html").read_text()
+    assert not (tmp_path / "fresh" / "model").exists()
+    after = load_causal_lm(str(tmp_path / "run" / "model")).state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_weights_that_are_not_finite_end_the_run_at_once_and_by_name(tmp_path: Path) -> None:
+    train(configuration(tmp_path, train={"steps": 1, "sample_tokens": 0}))
+    file = tmp_path / "run" / "model" / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
+    save_file(weights, file, {"format": "pt"})
+    model = {"config": None, "path": str(file.parent)}
+    config = configuration(tmp_path, model=model, output={"folder": str(tmp_path / "next")})
+    what = r"the loss is nan, as are values of the weights themselves: model\.layers\.1\.mlp\.up_proj\.weight"
+    with pytest.raises(NonFinite, match=f"^step 1: 1 step not finite, the last one: {what}; start from other weights"):
+        train(config)
+    (skipped,) = [line for line in lines(tmp_path / "next") if line["event"] == "skipped"]
+    assert skipped["step"] == 1
+    assert skipped["reason"].startswith("the loss is nan, as are")
+
+
+def test_a_step_that_may_be_half_applied_is_never_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "step", not_finite)
+    with pytest.raises(NonFinite, match="step 1: 1 step not finite"):
+        train(configuration(tmp_path, train={"max_grad_norm": None}))
+
+
+@pytest.mark.parametrize(("number", "every"), [(signal.SIGINT, 500), (signal.SIGTERM, 0)])
+def test_a_signal_finishes_the_step_and_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, every: int
+) -> None:
+    honest = Engine.step
+
+    def interrupted(engine: Engine, micro_batches: Any, *how: Any) -> StepOutput:
+        signal.raise_signal(number)
+        return honest(engine, micro_batches, *how)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    said = train(configuration(tmp_path, checkpoint={"every": every}))
+    assert "stopped after 1 of 4 steps" in said
+    told = ["planned", "stepped", "ended", *(["saved"] if every else [])]
+    assert [line["event"] for line in lines(tmp_path / "run")] == told
+    saved = "checkpoints/step-00000001" if every else "model"
+    assert load_causal_lm(str(tmp_path / "run" / saved)).num_parameters() > 0
+    assert (tmp_path / "run" / "model").exists() == (not every)
+
+
+def test_a_second_ctrl_c_leaves_at_once_without_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def impatient(engine: Engine, micro_batches: Any, *how: Any) -> StepOutput:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("not reached")
+
+    monkeypatch.setattr(Engine, "step", impatient)
+    with pytest.raises(KeyboardInterrupt):
+        train(configuration(tmp_path))
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_save_that_fails_leaves_the_old_model_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    train(configuration(tmp_path))
+    before = sorted(path.name for path in (tmp_path / "run" / "model").iterdir())
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", full)
+    with pytest.raises(ExportError, match="No space left on device"):
+        train(configuration(tmp_path, output={"overwrite": True}))
+    assert sorted(path.name for path in (tmp_path / "run" / "model").iterdir()) == before
+    assert load_causal_lm(str(tmp_path / "run" / "model")).num_parameters() > 0
+
+
+def test_a_trace_is_written_when_asked_for_and_refused_where_it_cannot_be(tmp_path: Path) -> None:
+    config = configuration(tmp_path)
+    train(config.model_copy(update={"trace": str(tmp_path / "traces" / "run.json")}))
+    events = json.loads((tmp_path / "traces" / "run.json").read_text())["traceEvents"]
+    assert {"FORWARD u0 m0", "BACKWARD u1 m1", "UPDATE u2"} <= {event["name"] for event in events}
+    (tmp_path / "again").mkdir()
+    blocked = configuration(tmp_path / "again").model_copy(update={"trace": str(tmp_path / "corpus.txt" / "run.json")})
+    with pytest.raises(ConfigError, match=r"trace: .*corpus.txt/run.json: .*corpus.txt is not a folder"):
+        train(blocked)
+
+
+def test_a_sample_longer_than_the_window_goes_on_from_the_windows_second_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[list[int], int]] = []
+
+    def counting(engine: Engine, tokenizer: Any, ids: list[int], *, tokens: int, **_: Any) -> list[int]:
+        seen.append((list(ids), tokens))
+        return [65 + (len(seen) - 1) % 26] * tokens
+
+    monkeypatch.setattr("megatrain.run.sampling.draw_ids", counting)
+    train(configuration(tmp_path, train={"sample_tokens": 50, "sample_prompt": "x" * 7, "steps": 1}))
+    assert [(len(ids), tokens) for ids, tokens in seen] == [(8, 24), (16, 16), (16, 10)]
+    assert seen[0][0] == [256, *b"xxxxxxx"]
+    assert seen[1][0] == [65] * 16
+    texts = [line["text"] for line in lines(tmp_path / "run") if line["event"] == "sampled"]
+    assert texts == ["A" * 24 + "B" * 16 + "C" * 10]

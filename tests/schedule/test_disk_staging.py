@@ -1,0 +1,119 @@
+"""Schedules of state on the disk and on the device: proven, and no byte moved more often than it must be."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from megatrain.errors import PlanError
+from megatrain.schedule import Schedule, build_flush, build_forward, build_step, check, replay
+from megatrain.spec import Home, ModelSpec, Numerics, Policy, Work
+from tests.small import small_spec
+
+ON_DEVICE = Home("device", "device", "device")
+
+
+def random_case(draw: random.Random) -> tuple[ModelSpec, Numerics, Policy, Work]:
+    shares = draw.random() < 0.4
+    model = small_spec(draw.randint(1, 7), tied=draw.random() < 0.5)
+    frozen = draw.sample(range(len(model.units)), draw.randint(0, 2))
+    units = [
+        replace(unit, params=tuple(replace(param, trainable=index not in frozen) for param in unit.params))
+        for index, unit in enumerate(model.units)
+    ]
+    policy = Policy(
+        weight_slots=draw.randint(1, 3),
+        grad_slots=draw.randint(1, 3),
+        shard_nbytes=draw.choice([64, 256, 1 << 20]),
+        activations=draw.choice(["keep", "recompute"]),
+        update=draw.choice(["next_forward", "during_backward"]),
+        shares_memory=shares,
+        homes=tuple(_home(draw, shares) for _ in units),
+        stage_slots=draw.randint(1, 4),
+    )
+    numerics = Numerics(draw.choice(["bf16", "fp32"]))
+    return replace(model, units=tuple(units)), numerics, policy, Work((4,) * draw.randint(1, 4))
+
+
+def _home(draw: random.Random, shares: bool) -> Home:
+    if not shares and draw.random() < 0.15:
+        return ON_DEVICE
+    weights = draw.choice(["host", "disk"] if shares else ["host", "disk", "device"])
+    return Home(weights, *(draw.choice(["host", "disk"]) for _ in range(3)))  # type: ignore[arg-type]
+
+
+def schedules(model: ModelSpec, numerics: Numerics, policy: Policy, work: Work) -> list[Schedule]:
+    found = [build_step(model, numerics, policy, work), build_forward(model, numerics, policy, work)]
+    if policy.update == "next_forward":
+        found += [build_step(model, numerics, policy, work, pending="all"), build_flush(model, numerics, policy)]
+    return found
+
+
+@pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 300), marks=pytest.mark.slow)])
+def test_any_split_is_proven_and_moves_each_part_as_seldom_as_it_can(seeds: range) -> None:
+    """State once in and once out a step; weights in twice at most, and out once."""
+    for seed in seeds:
+        for schedule in schedules(*random_case(random.Random(seed))):
+            check(schedule)
+            moved = Counter(
+                (op.kind, (op.reads if op.kind == "READ" else op.writes)[0].buffer)
+                for op in schedule.ops
+                if op.kind in ("READ", "WRITE")
+            )
+            for (kind, region), count in moved.items():
+                assert count <= (2 if kind == "READ" and region.startswith("disk/hi/") else 1), (seed, kind, region)
+
+
+def test_what_is_resident_never_crosses_the_bus() -> None:
+    model = small_spec(4)
+    policy = Policy(homes=(ON_DEVICE,) * len(model.units))
+    for schedule in schedules(model, Numerics(), policy, Work((4, 4))):
+        for op in schedule.ops:
+            tiers = {schedule.buffers[access.buffer].tier for access in (*op.reads, *op.writes)}
+            assert tiers == {"device"} or op.kind in ("NORM", "UPDATE")  # which write and read eight bytes of a norm
+
+
+def test_kept_weights_are_fetched_once() -> None:
+    model = small_spec(4)
+    step = build_step(
+        model, Numerics("bf16"), Policy(homes=(Home("device"),) * len(model.units)), Work((4,)), pending="all"
+    )
+    fetched = Counter(op.unit for op in step.ops if op.kind == "FETCH")
+    assert fetched == {unit: 1 for unit in range(len(model.units))}
+
+
+def test_the_optimizer_pass_works_while_the_next_unit_is_read_and_the_last_one_written() -> None:
+    """Where reading, updating and writing take as long, three units are under way at once, and each stream is busy."""
+    model = small_spec(12)
+    policy = Policy(homes=(Home("disk", "disk", "disk", "disk"),) * len(model.units), stage_slots=3)
+    schedule = build_step(model, Numerics(), policy, Work((4,)), pending="all")
+    parts = Counter(op.kind for op in schedule.ops if op.kind in ("READ", "WRITE") and op.unit == 6)
+    assert parts["READ"] >= 3, "more than one read for each update"
+    costs = {"READ": 1.0 / 4, "WRITE": 1.0 / 4, "UPDATE": 1.0}
+    timeline = replay(schedule, lambda op: costs.get(op.kind, 1e-6))
+    loss = next(end for op, end in zip(schedule.ops, timeline.ends, strict=True) if op.kind == "LOSS")
+    updates = [i for i, op in enumerate(schedule.ops) if op.kind == "UPDATE" and 2 <= op.unit <= len(model.units) - 3]
+    assert len(updates) == len(model.units) - 4
+    for index in updates:
+        began, ended, unit = timeline.starts[index], timeline.ends[index], schedule.ops[index].unit
+        beside = {
+            (op.kind, op.unit - unit)
+            for op, start, end in zip(schedule.ops, timeline.starts, timeline.ends, strict=True)
+            if op.kind in ("READ", "WRITE") and min(ended, end) - max(began, start) > 0.1 and start < loss
+        }
+        assert any(kind == "READ" and ahead >= 1 for kind, ahead in beside), (unit, beside)
+        assert ("WRITE", -1) in beside, (unit, beside)
+
+
+def test_homes_that_cannot_be_are_refused() -> None:
+    with pytest.raises(PlanError, match="updated where its whole state is"):
+        Home("host", "host", "device")
+    with pytest.raises(PlanError, match="waits where its unit is updated"):
+        Home(gradients="device")
+    with pytest.raises(PlanError, match="no memory of its own"):
+        Policy(shares_memory=True, homes=(ON_DEVICE,))
+    with pytest.raises(PlanError, match="names homes for 2 units"):
+        build_step(small_spec(4), Numerics(), Policy(homes=(Home(), Home())), Work((4,)))

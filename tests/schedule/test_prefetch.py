@@ -1,0 +1,139 @@
+"""One slot and a read-ahead: schedules that are proven, in the bytes that they promise, and quick enough."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.schedule import Op, Schedule, build_forward, build_step, check, replay
+from megatrain.schedule.passes.phases import Arrival, _last_phases
+from megatrain.spec import IN_HOST, Gates, Home, Numerics, ParamSpec, Policy, UnitSpec, Work
+from megatrain.spec.layout import layout_of
+from megatrain.testing import surviving_waits
+from tests.schedule.test_schedule import policies, works
+from tests.small import small_spec
+
+LAYER, ENDS = 2 * 3 * 128, 2 * (64 * 8 + 32)
+"""Bytes of a layer of `small_spec`, and of the larger of its ends."""
+RING = Policy(shard_nbytes=256, gates="shard", read_ahead_nbytes=256)
+
+
+@given(
+    policy=policies,
+    gates=st.sampled_from(["unit", "shard"]),
+    ahead=st.sampled_from([1, 300, 500, 1 << 20]),
+    rows=st.sampled_from([(), (("graph", "input"), ("drop",)), (("offload",), ("graph",))]),
+    work=works,
+    layers=st.integers(1, 5),
+    tied=st.booleans(),
+    pending=st.booleans(),
+)
+def test_rings_are_proven(
+    policy: Policy,
+    gates: Gates,
+    ahead: int,
+    rows: tuple[tuple[str, ...], ...],
+    work: Work,
+    layers: int,
+    tied: bool,
+    pending: bool,
+) -> None:
+    of, before = small_spec(layers, tied), "all" if pending and policy.update == "next_forward" else "none"
+    ring = replace(policy, gates=gates, read_ahead_nbytes=ahead, activation_rows=rows[:layers])  # type: ignore[arg-type]
+    step = build_step(of, Numerics(), ring, work, before)  # type: ignore[arg-type]
+    check(step)
+    check(build_forward(of, Numerics(), ring, work))
+    plain = build_step(of, Numerics(), replace(policy, activation_rows=rows[:layers]), work, before)  # type: ignore[arg-type]
+    fetched = [{(op.unit, op.nbytes) for op in each.ops if op.kind == "FETCH"} for each in (step, plain)]
+    assert {unit for unit, _ in fetched[0]} == {unit for unit, _ in fetched[1]}
+    if not policy.shares_memory:
+        first, layer, *_, last = (layout_of(unit).size * Numerics().weight_nbytes for unit in of.units)
+        ends = first + last if tied else max(first, last)  # a tied head needs both at once
+        places = {each.name: each.nbytes for each in step.buffers.values() if each.name.startswith("device/weights/")}
+        assert places.pop("device/weights/ring") == max(layer, ends)
+        assert places.pop("device/weights/ahead", 0) <= min(ahead, layer)
+        assert not places
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_each_wait_that_is_left_out_is_found(activations: str, micro_batches: int) -> None:
+    ring = replace(RING, activations=activations)  # type: ignore[arg-type]
+    assert surviving_waits(build_step(small_spec(2), Numerics(), ring, Work((4,) * micro_batches), "all")) == []
+
+
+def weights_nbytes(schedule: Schedule) -> int:
+    """Device memory that weights pass through."""
+    return sum(each.nbytes for each in schedule.buffers.values() if each.owner == "weights" and each.tier == "device")
+
+
+def test_weights_take_one_unit_and_the_read_ahead() -> None:
+    """The largest unit: here the head, which comes into the place of the layers. Without a ring it has its own."""
+    work = Work((4, 4))
+    assert weights_nbytes(build_step(small_spec(4), Numerics(), RING, work)) == ENDS + RING.read_ahead_nbytes
+    assert (
+        weights_nbytes(build_step(small_spec(4), Numerics(), replace(RING, read_ahead_nbytes=0), work))
+        == ENDS + 2 * LAYER
+    )
+
+
+@pytest.mark.parametrize("stays", ["prologue", "epilogue"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_ends_that_stay_on_the_device_have_no_place_in_the_ring(stays: str, tied: bool) -> None:
+    of = small_spec(3, tied)
+    homes = tuple(Home(weights="device") if unit.kind == stays else IN_HOST for unit in of.units)
+    step = build_step(of, Numerics(), replace(RING, homes=homes), Work((4,)))
+    check(step)
+    first, layer, *_, last = (layout_of(unit).size * Numerics().weight_nbytes for unit in of.units)
+    assert step.buffers["device/weights/ring"].nbytes == max(layer, last if stays == "prologue" else first)
+    fetched = [op.unit for op in step.ops if op.kind == "FETCH" and op.shard == 0]
+    assert fetched.count(0 if stays == "prologue" else of.epilogue) == 1
+    assert stays == "prologue" or fetched.count(0) == 2 + tied  # forward, a tied head, backward
+
+
+def test_a_head_comes_into_what_the_top_layer_gives_up_also_where_nothing_else_is_in_the_ring() -> None:
+    """Its slot is met here for the first time."""
+    of = small_spec(3, tied=True)
+    homes = tuple(Home(weights="device") if unit.kind == "prologue" else IN_HOST for unit in of.units)
+    for policy in (RING, replace(RING, homes=homes)):
+        names = [op.name for op in build_step(of, Numerics(), policy, Work((4,))).ops]
+        meanwhile = names[names.index("FORWARD u3 m0 s0") - 2 : names.index("FORWARD u3 m0 s2")]
+        assert any(name.startswith(("FETCH u0", f"FETCH u{of.epilogue}")) for name in meanwhile), policy
+
+
+def test_a_ring_is_as_quick_as_two_slots_where_a_fetch_takes_as_long_as_a_call_and_one_slot_is_not() -> None:
+    def price(op: Op) -> float:
+        return {"FETCH": 1.0, "FORWARD": 3.0, "BACKWARD": 6.0, "PLACE": 0.01}.get(op.kind, 0.0) * op.share
+
+    for micro_batches in (1, 2):
+        work = Work((4,) * micro_batches)
+        took = {
+            name: replay(build_step(small_spec(12), Numerics(), policy, work), price).seconds
+            for name, policy in {
+                "ring": RING,
+                "two slots": replace(RING, read_ahead_nbytes=0),
+                "one slot": replace(RING, read_ahead_nbytes=0, weight_slots=1),
+                "no gates": replace(RING, gates="unit"),
+            }.items()
+        }
+        assert took["ring"] <= 1.05 * took["two slots"], took
+        assert took["one slot"] > 1.1 * took["two slots"], took
+        assert took["ring"] < took["no gates"], took
+
+
+def test_a_shard_is_given_up_when_all_that_is_read_with_it_has_been() -> None:
+    """Of two shards a matrix: it stays until the second is there; with a bias behind it until that is."""
+    sizes = {"matrix": (4, 32), "bias": (32,), "last": (4, 32)}
+
+    def last(frozen: str = "", **held: int) -> list[int]:
+        params = (ParamSpec(name, size, 1.0, name != frozen, held.get(name, 0)) for name, size in sizes.items())
+        unit = UnitSpec("layer", "layer", tuple(params))
+        return _last_phases(unit, Arrival(layout_of(unit).shards(64), 2))
+
+    assert last() == [1, 1, 2, 4, 4]
+    assert last(matrix=1) == [2, 2, 2, 4, 4]
+    assert last(matrix=-1) == [4, 4, 2, 4, 4]
+    assert last(frozen="matrix") == [4] * 5

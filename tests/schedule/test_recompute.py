@@ -1,0 +1,255 @@
+"""What is left of each forward: any mixture is proven, takes the memory that it is meant to, and computes no more."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from math import comb
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.errors import PlanError, ScheduleError
+from megatrain.plan import op_seconds
+from megatrain.schedule import Op, Schedule, build_step, check, derive_waits, replay
+from megatrain.schedule.passes.recompute import passes
+from megatrain.spec import Hardware, Keep, ModelSpec, Numerics, Policy, Work
+from megatrain.testing import SimDevice, run_idle, surviving_waits
+from tests.schedule.test_disk_staging import random_case, schedules
+from tests.small import small_spec
+
+KEEPS: tuple[Keep, ...] = ("graph", "chosen", "attention", "input", "offload", "drop")
+MIXED: tuple[tuple[Keep, ...], ...] = (("offload",), ("drop", "input"), ("drop", "offload", "graph"), ("input", "drop"))
+INTERVAL = (("input",), ("drop",), ("drop",), ("drop",))
+
+
+def random_mixture(seed: int) -> tuple[ModelSpec, Numerics, Policy, Work]:
+    """A case of state in any tier, with any rows on top."""
+    draw = random.Random(seed)
+    model, numerics, policy, work = random_case(draw)
+    rows = [
+        tuple(draw.choice(KEEPS) for _ in range(draw.randint(1, work.micro_batches)))
+        for _ in range(draw.randint(1, len(model.layers)))
+    ]
+    changes = {"offload_slots": draw.randint(1, 4), "recompute_slots": draw.choice([None, 1, 2, 3])}
+    return model, numerics, replace(policy, activation_rows=tuple(rows), **changes), work  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 300), marks=pytest.mark.slow)])
+def test_three_hundred_mixtures_with_state_in_any_tier_are_proven(seeds: range) -> None:
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        model, numerics, policy, work = random_mixture(seed)
+        for schedule in schedules(model, numerics, policy, work):
+            check(schedule)
+            seen.update(op.kind for op in schedule.ops)
+        run_idle(schedule, SimDevice(seed))
+    assert min(seen["OFFLOAD"], seen["RELOAD"], seen["READ"], seen["GRAD"]) > len(seeds) // 3
+
+
+@given(rows=st.sampled_from(["keep", "recompute"]), layers=st.integers(1, 4), micros=st.integers(1, 3))
+def test_rows_that_are_all_alike_are_the_uniform_plan(rows: str, layers: int, micros: int) -> None:
+    keep: Keep = "graph" if rows == "keep" else "input"
+    model, work = small_spec(layers), Work((4,) * micros)
+    plain = build_step(model, Numerics(), Policy(activations=rows), work)  # type: ignore[arg-type]
+    assert build_step(model, Numerics(), Policy(activation_rows=((keep,),)), work) == plain
+    assert build_step(model, Numerics(), Policy(activation_rows=((keep,) * micros,) * layers), work) == plain
+
+
+def test_rows_and_their_entries_start_over() -> None:
+    policy = Policy(activation_rows=(("input", "drop"), ("graph",)))
+    found = [[policy.keep(layer, micro) for micro in range(3)] for layer in range(3)]
+    assert found == [["input", "drop", "input"], ["graph"] * 3, ["input", "drop", "input"]]
+
+
+def test_memory_that_is_shared_offloads_nothing() -> None:
+    rows = (("offload",), ("graph", "offload"))
+    of, work = small_spec(4), Work((4, 4))
+    kept = tuple(tuple("input" if keep == "offload" else keep for keep in row) for row in rows)
+    plain = build_step(of, Numerics(), Policy(shares_memory=True, activation_rows=kept), work)  # type: ignore[arg-type]
+    assert build_step(of, Numerics(), Policy(shares_memory=True, activation_rows=rows), work) == plain  # type: ignore[arg-type]
+
+
+# Dropped inputs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 5])
+@pytest.mark.parametrize("dropped", [0, 1, 2, 3, 7, 20, 60])
+def test_dropped_inputs_are_computed_again_in_the_fewest_steps_that_the_slots_allow(dropped: int, slots: int) -> None:
+    """By the closed form of Griewank and Walther; and no pass starts from what is not there or takes one slot more."""
+    held, steps = {0}, 0
+    for boundary in range(dropped, 0, -1):
+        for start, stop in passes(dropped, slots)[boundary - 1]:
+            assert start in held
+            assert stop > start
+            held.add(stop)
+            steps += stop - start
+        assert len(held) - 1 <= slots
+        held.remove(boundary)
+    repeats = next(r for r in range(dropped + 2) if dropped + 1 <= comb(slots + r, r))
+    assert steps == (dropped + 1) * repeats - (comb(slots + repeats, repeats - 1) if repeats else 0)
+
+
+def test_the_fewest_steps_are_what_a_search_through_everything_finds() -> None:
+    def least(there: frozenset[int], wanted: int, slots: int) -> float:
+        """Steps until boundaries wanted, ..., 1 have been there in turn, trying every pass and nothing clever."""
+        if not wanted:
+            return 0
+        if wanted in there:
+            return least(there - {wanted}, wanted - 1, slots)
+        if len(there) > slots:
+            return float("inf")
+        pairs = [(start, stop) for start in there for stop in range(start + 1, wanted + 1) if stop not in there]
+        return min((stop - start + least(there | {stop}, wanted, slots) for start, stop in pairs), default=float("inf"))
+
+    for dropped in range(1, 6):
+        for slots in range(1, 4):
+            steps = sum(stop - start for each in passes(dropped, slots) for start, stop in each)
+            assert steps == least(frozenset({0}), dropped, slots)
+
+
+def forwards(schedule: Schedule) -> int:
+    return sum(op.kind == "FORWARD" for op in schedule.ops)
+
+
+def test_a_layer_is_computed_again_once_where_slots_suffice_and_oftener_where_they_do_not() -> None:
+    of, work = small_spec(8), Work((4, 4))
+    plain = build_step(of, Numerics(), Policy(), work)
+    roomy = build_step(of, Numerics(), Policy(activation_rows=INTERVAL), work)
+    tight = build_step(of, Numerics(), Policy(activation_rows=INTERVAL, recompute_slots=1), work)
+    assert forwards(roomy) - forwards(plain) == 2 * 2 * 3
+    assert forwards(tight) - forwards(plain) == 2 * 2 * (3 + 2 + 1)
+    fetched = Counter(op.unit for op in roomy.ops if op.kind == "FETCH")
+    assert max(fetched.values()) <= 3, "whatever the number of micro-batches"
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+BOUNDARY = 16 * 8 * 2
+"""Bytes of the input of a layer: 16 tokens, 8 wide, bfloat16."""
+
+
+def inputs_nbytes(schedule: Schedule) -> int:
+    """The largest sum of inputs of layers, kept, computed again and in slots, in schedule order."""
+    owners = ("hidden", "again", "offload slots")
+    buffers = {name: buffer for name, buffer in schedule.buffers.items() if buffer.owner in owners}
+    return replace(schedule, buffers=schedule.buffers | _emptied(schedule, set(buffers))).peak_nbytes("device")
+
+
+def _emptied(schedule: Schedule, but: set[str]) -> dict[str, object]:
+    return {name: replace(buffer, nbytes=0) for name, buffer in schedule.buffers.items() if name not in but}
+
+
+def deep(rows: tuple[tuple[Keep, ...], ...] = (), micros: int = 2, **changes: int) -> Schedule:
+    return build_step(small_spec(12), Numerics(), Policy(activation_rows=rows, **changes), Work((16,) * micros), "all")  # type: ignore[arg-type]
+
+
+def test_the_device_holds_the_inputs_that_the_plan_means_it_to() -> None:
+    """In boundaries, over 12 layers and 2 micro-batches; the one that is being made counts."""
+    moving = 2 + 1  # of each micro-batch one between two layers, and one being made
+    assert inputs_nbytes(deep()) == (12 * 2 + 2) * BOUNDARY  # and the head's
+    assert inputs_nbytes(deep((("offload",),))) == (2 + moving) * BOUNDARY  # two slots
+    assert inputs_nbytes(deep((("offload",),), offload_slots=3)) == (3 + moving) * BOUNDARY
+    # Every fourth is kept; of the three stretches of three in between, one at a time is there again, or its top alone.
+    assert inputs_nbytes(deep(INTERVAL)) == (3 * 2 + 3 * 2) * BOUNDARY
+    assert inputs_nbytes(deep(INTERVAL, recompute_slots=1)) == (3 * 2 + moving) * BOUNDARY
+    assert inputs_nbytes(deep((("drop",),), recompute_slots=2)) == (2 + 2 * 2 + 1) * BOUNDARY
+
+
+def test_a_micro_batch_that_stands_for_several_has_their_bytes_but_for_the_slots() -> None:
+    of, policy = small_spec(12), Policy(activation_rows=(("offload",),))
+    three, one = (build_step(of, Numerics(), policy, Work((16, 16), repeats=repeats)) for repeats in (3, 1))
+    for schedule, times in ((three, 3), (one, 1)):
+        assert inputs_nbytes(schedule) == (2 + 3 * times) * BOUNDARY
+        assert schedule.peak_nbytes("host") - build_step(of, Numerics(), Policy(), Work((16, 16))).peak_nbytes(
+            "host"
+        ) == (22 * times * BOUNDARY)
+    assert sum(op.nbytes for op in three.ops if op.kind == "RELOAD") == 22 * 3 * BOUNDARY
+
+
+def test_host_memory_holds_what_has_left_and_no_more() -> None:
+    """What is still in its slot when it is needed neither leaves nor comes back."""
+    away, plain = deep((("offload",),)), deep()
+    table = [buffer for buffer in away.buffers.values() if buffer.owner == "offloaded inputs"]
+    assert len(table) == 12 * 2 - 2
+    assert away.peak_nbytes("host") - plain.peak_nbytes("host") == len(table) * BOUNDARY
+    copies = Counter(op.kind for op in away.ops)
+    assert copies["OFFLOAD"] == copies["RELOAD"] == len(table)
+    assert [op.name for op in away.ops if op.kind == "RELOAD"] == [
+        f"RELOAD u{unit} m{micro}" for unit in range(12, 0, -1) for micro in (1, 0)
+    ][2:]
+
+
+# Time -----------------------------------------------------------------------------------------------------------------
+
+
+def test_copies_of_inputs_hide_behind_compute_and_come_back_just_in_time() -> None:
+    def seconds(op: Op) -> float:
+        return {"FORWARD": 2.0, "LOSS": 2.0, "BACKWARD": 4.0, "OFFLOAD": 1.0, "RELOAD": 1.0}.get(op.kind, 0.01)
+
+    away, plain = replay(deep((("offload",),)), seconds), replay(deep(), seconds)
+    assert away.seconds == pytest.approx(plain.seconds, abs=0.2)
+    for stream in ("fetch", "grad"):  # one way of the bus for whatever takes it
+        assert away.busy_seconds(stream) == pytest.approx(22.0 + plain.busy_seconds(stream))  # type: ignore[arg-type]
+
+
+def test_one_way_of_the_bus_carries_one_thing_at_a_time() -> None:
+    """Weights and inputs on their way to the device, gradients and inputs on their way from it."""
+    away = replay(deep((("offload",),)), lambda op: 1.0)
+    for kinds in (("FETCH", "RELOAD"), ("GRAD", "OFFLOAD")):
+        times = [
+            (start, end)
+            for op, start, end in zip(away.schedule.ops, away.starts, away.ends, strict=True)
+            if op.kind in kinds
+        ]
+        assert len({op.stream for op in away.schedule.ops if op.kind in kinds}) == 1
+        assert all(start >= end for (_, end), (start, _) in pairwise(sorted(times)))
+
+
+def test_copies_of_inputs_cost_their_bytes_over_the_bandwidth_of_their_way() -> None:
+    machine = Hardware("m", 1 << 30, 1 << 30, fetch_bandwidth=100.0, grad_bandwidth=50.0, flops=1e9, host_bandwidth=1e9)
+    policy = Policy(activation_rows=(("offload",),))
+    of, work = small_spec(4), Work((16,))
+    price = op_seconds(of, Numerics(), policy, work, machine)
+    found = {op.kind: price(op) for op in build_step(of, Numerics(), policy, work).ops}
+    assert (found["RELOAD"], found["OFFLOAD"]) == (BOUNDARY / 100, BOUNDARY / 50)
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+
+def mixed() -> Schedule:
+    policy = Policy(shard_nbytes=1 << 20, activation_rows=MIXED, recompute_slots=1)
+    return build_step(small_spec(8), Numerics(), policy, Work((4, 4, 4)), "all")
+
+
+@pytest.mark.parametrize("kind", ["OFFLOAD", "RELOAD", "FORWARD"])
+def test_leaving_out_any_op_of_a_mixture_is_refused(kind: str) -> None:
+    schedule = mixed()
+    chosen = [index for index, op in enumerate(schedule.ops) if op.kind == kind]
+    assert len(chosen) >= 5
+    for index in chosen:
+        fewer = (*schedule.ops[:index], *schedule.ops[index + 1 :])
+        with pytest.raises(ScheduleError, match=r"reads [ha]\d.* but finds"):
+            check(derive_waits(replace(schedule, ops=fewer)))
+
+
+def test_leaving_out_any_wait_of_a_mixture_is_a_race() -> None:
+    schedule = mixed()
+    assert {schedule.ops[wait].kind for waits in schedule.waits for wait in waits} >= {"OFFLOAD", "RELOAD"}
+    assert surviving_waits(schedule, range(1)) == []
+
+
+def test_rows_that_cannot_be_are_refused() -> None:
+    for rows in (((),), (("input",), ("forget",)), (("input", "keep"),)):
+        with pytest.raises(PlanError, match=r"policy\.activation_rows\[\d\].*; use .*graph, chosen") as caught:
+            Policy(activation_rows=rows)  # type: ignore[arg-type]
+        assert "\n" not in str(caught.value)
+    for field in ("offload_slots", "recompute_slots"):
+        with pytest.raises(PlanError, match=rf"policy\.{field}"):
+            Policy(**{field: 0})  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="has rows for 5 layers, and the model has 4"):
+        build_step(small_spec(4), Numerics(), Policy(activation_rows=(("input",),) * 5), Work((4,)))

@@ -1,0 +1,179 @@
+"""A path is usable or refused in a line; what is read ends; a file is written whole, or is as it was."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from megatrain.errors import ConfigError, DataError
+from megatrain.system import paths
+from megatrain.system.paths import (
+    lies_within,
+    missing,
+    nearest_path,
+    parsed_json,
+    read_bytes,
+    read_json,
+    read_text,
+    refuse_special,
+    refuse_unreadable_in,
+    usable_path,
+    written_whole,
+)
+from tests.bad_paths import FOR_A_FILE, FOR_A_FOLDER, KINDS, bad_path
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+def cases() -> list[tuple[str, str, Literal["", "folder", "file"]]]:
+    found: list[tuple[str, str, Literal["", "folder", "file"]]] = []
+    for to_write, kinds in (("", {}), ("folder", FOR_A_FOLDER), ("file", FOR_A_FILE)):
+        found += [(kind, says, to_write) for kind, says in {**KINDS, **kinds}.items()]  # type: ignore[misc]
+    return found
+
+
+@pytest.mark.parametrize(("kind", "says", "to_write"), cases())
+def test_a_path_that_nobody_can_use_is_refused_in_a_line(
+    kind: str, says: str, to_write: Literal["", "folder", "file"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = bad_path(kind, tmp_path, monkeypatch)
+    with pytest.raises(DataError) as caught:
+        usable_path(text, where="data.sources", error=DataError, to_write=to_write)
+    message = str(caught.value)
+    assert says in message
+    assert message.startswith("data.sources: ")
+    assert len(message) < 600
+    assert message.isprintable()
+
+
+def test_any_other_path_is_usable_whether_or_not_anything_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path)
+    for text in (".", "absent/below", "org/name", "file", "file/below", "link/absent", "data.json#name", "ein Wort"):
+        assert usable_path(text) == Path(text)
+        assert usable_path(tmp_path / text) == tmp_path / text
+        usable_path(text).exists()
+    assert usable_path("~/x") == tmp_path / "x"
+    for text in (".", "link", "absent/below"):
+        usable_path(text, to_write="folder")
+    for text in ("file", "link/absent", "absent/below"):
+        usable_path(text, to_write="file")
+
+
+def test_without_a_working_directory_only_whole_paths_are_usable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(ConfigError, match="the working directory is gone"):
+        usable_path("runs/new")
+    usable_path(tmp_path / "runs")
+
+
+def test_the_nearest_name_is_told_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "corpus.txt").write_text("")
+    assert nearest_path(tmp_path / "corpsu.txt") == tmp_path / "corpus.txt"
+    assert nearest_path(tmp_path / "zzz" / "below") is None
+    assert "did you mean" in str(missing(tmp_path / "corpsu.txt"))
+    assert "holds nothing called 'zzz'" in str(missing(tmp_path / "zzz" / "below"))
+    assert "is a folder, not a file" in str(missing(tmp_path))
+    (tmp_path / "secret").mkdir()
+    monkeypatch.setattr(Path, "iterdir", lambda folder: iter(os.listdir("/absent")))  # it may not be listed
+    assert nearest_path(tmp_path / "secret" / "x") is None
+
+
+READERS: list[Callable[[Path], Any]] = [read_bytes, read_text, read_json, refuse_special]
+
+
+@pytest.mark.parametrize("read", READERS, ids=lambda read: read.__name__)
+def test_what_never_ends_is_not_read(read: Callable[[Path], Any], tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zeros").symlink_to("/dev/zero")
+    for name, says in (("pipe", "a pipe, not a file"), ("zeros", "a device, not a file")):
+        with pytest.raises(OSError, match=says):
+            read(tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        read(tmp_path / "absent")
+
+
+def test_what_is_too_large_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "LARGEST_NBYTES", 10)
+    (tmp_path / "a.json").write_bytes(b"1234567890")
+    assert read_json(tmp_path / "a.json") == 1234567890
+    refuse_unreadable_in(tmp_path)
+    (tmp_path / "a.json").write_bytes(b"12345678901")
+    for call in (lambda: read_bytes(tmp_path / "a.json"), lambda: refuse_unreadable_in(tmp_path)):
+        with pytest.raises(OSError, match="larger than"):
+            call()
+    with pytest.raises(IsADirectoryError):
+        read_bytes(tmp_path)
+
+
+def test_a_folder_for_a_library_holds_nothing_that_never_ends(tmp_path: Path) -> None:
+    (tmp_path / "weights.safetensors").write_bytes(b"")
+    (tmp_path / "lost").symlink_to(tmp_path / "absent")
+    (tmp_path / "below").mkdir()
+    os.mkfifo(tmp_path / "control")  # which nobody is going to read
+    refuse_unreadable_in(tmp_path)
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(OSError, match=r"a pipe, not a file: '.*config\.json'"):
+        refuse_unreadable_in(tmp_path)
+
+
+def test_json_that_is_nested_too_deeply_is_as_good_as_malformed(tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text(DEEP)
+    for call in (lambda: parsed_json(DEEP), lambda: read_json(tmp_path / "deep.json")):
+        with pytest.raises(ValueError, match="nested too deeply"):
+            call()
+    assert parsed_json('{"a": 1}') == {"a": 1}
+
+
+def test_line_ends_are_one(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"1\r\n2\r3\n")
+    assert read_text(tmp_path / "a") == "1\n2\n3\n"
+
+
+def test_what_lies_within_a_folder_does_so_by_name_and_by_links(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "out").symlink_to(tmp_path)
+    (folder / "blob.safetensors").symlink_to(tmp_path / "blob")  # as the hub's cache has them
+    for name in ("a.safetensors", "sub/a.safetensors", "sub/../a", "blob.safetensors"):
+        assert lies_within(folder / name, folder)
+    for name in ("../a", "sub/../../a", "/etc/passwd", "out/a", "out/../a", "../model2/a", "a\0b"):
+        assert not lies_within(folder / name, folder)
+
+
+def test_a_file_appears_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    with written_whole(path) as draft:
+        draft.write_text("new")
+        assert draft.suffix == ".json"
+        assert not path.exists()
+    assert path.read_text() == "new"
+    assert [each.name for each in tmp_path.iterdir()] == ["a.json"]
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_what_stood_there_stays_where_writing_fails(error: type[BaseException], tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    with pytest.raises(error), written_whole(path) as draft:
+        draft.write_text("half")
+        raise error
+    assert path.read_text() == "old"
+    assert [each.name for each in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_folder_that_is_absent_is_an_os_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), written_whole(tmp_path / "absent" / "a.json") as draft:
+        draft.write_text("new")

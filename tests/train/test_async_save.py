@@ -1,0 +1,412 @@
+"""A checkpoint is the state of one moment, whatever trains on meanwhile, and goes on by any policy to the same bits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatrain import AdamW, Engine, Policy
+from megatrain.checkpoint import checkpoints, full_check, open_checkpoint
+from megatrain.checkpoint.direct_io import DirectFile
+from megatrain.errors import CheckpointError, DamagedCheckpoint, DoesNotFit
+from megatrain.plan import Choice
+from megatrain.spec import Home, Numerics, Precision
+from tests.tiny import equal, tiny_model, unequal_batches
+
+DISK, DEVICE = Home("disk", "disk", "disk"), Home("device", "device", "device")
+HOMES: dict[str, tuple[Home, ...]] = {
+    "host": (),
+    "disk": (DISK,) * 5,
+    "moments on disk": (Home(moments="disk"),) * 5,
+    "mixed": (Home("disk"), Home(low_bits="disk"), Home(moments="disk"), Home(), DISK),
+}
+DROPOUT = {"attention_dropout": 0.3}
+
+
+def chosen(precision: Precision = "bf16", update: str = "next_forward", **fields: Any) -> Choice:
+    return Choice(Numerics(precision, loss_chunk_tokens=5), Policy(update=update, **fields))  # type: ignore[arg-type]
+
+
+def made(how: Choice, disk: Path, device: str = "cpu", family: str = "llama", **changes: Any) -> Engine:
+    clip = None if how.policy.update == "during_backward" else 0.5
+    model = tiny_model(family, **{**(DROPOUT if family == "llama" else {}), **changes})
+    return Engine.from_model(
+        model, device, None, AdamW(lr=1e-2), clip, how.policy, 4, False, [disk], numerics=how.numerics
+    )
+
+
+def steps(engine: Engine, count: int) -> list[float]:
+    return [engine.step(unequal_batches(2)).loss for _ in range(count)]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+class SlowDisk:
+    """A disk whose writes take their time, and that stands still, once told to, until training has met a save."""
+
+    def __init__(self) -> None:
+        self.threads: set[str] = set()
+        self.waits, self.met = threading.Event(), threading.Event()
+
+    def stand_until_met(self, engine: Engine) -> None:
+        """Until an update comes to a unit that has not been written."""
+        honest = engine._sink.before_update
+
+        def noted(unit: int) -> None:
+            if unit in engine.saver._unwritten:
+                self.met.set()
+            honest(unit)
+
+        engine._sink.before_update = noted
+        self.waits.set()
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
+    honest, disk = DirectFile.write, SlowDisk()
+
+    def slow(self: DirectFile, data: memoryview | bytes) -> None:
+        disk.threads.add(threading.current_thread().name)
+        if disk.waits.is_set():
+            disk.met.wait(20)
+        time.sleep(0.001)
+        honest(self, data)
+
+    monkeypatch.setattr(DirectFile, "write", slow)
+    return disk
+
+
+# One moment ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "device"),
+    [
+        (chosen(shares_memory=True), "cpu"),
+        pytest.param(chosen("fp32", shares_memory=True), "cpu", marks=pytest.mark.slow),
+        (chosen("bf16", "during_backward", shares_memory=True), "cpu"),
+        pytest.param(chosen(shares_memory=True, homes=HOMES["mixed"]), "cpu", marks=pytest.mark.slow),
+        (chosen("fp32", homes=HOMES["disk"]), "sim:5"),
+        (chosen(homes=(Home(), DEVICE, Home("device"), Home(), DISK)), "sim:2"),
+        (chosen("bf16", "during_backward", homes=(DEVICE, Home(), DEVICE, Home(), Home())), "sim:3"),
+    ],
+)
+def test_what_is_written_while_training_goes_on_is_the_state_of_its_step(
+    how: Policy, device: str, tmp_path: Path, slow_disk: SlowDisk
+) -> None:
+    with made(how, tmp_path, device) as engine:
+        steps(engine, 2)
+        quiet = engine.save(tmp_path / "quiet", {"note": 1}).wait()
+        under_way = engine.save(tmp_path / "busy", {"note": 1})
+        slow_disk.stand_until_met(engine)
+        losses = steps(engine, 3)
+        busy = under_way.wait()
+        assert slow_disk.met.is_set(), "training was to overtake the save"
+        assert files(busy) == files(quiet)
+    assert slow_disk.threads == {"megatrain-save"}
+    with made(how, tmp_path, device) as undisturbed:
+        assert steps(undisturbed, 5)[2:] == losses
+
+
+def test_without_the_wait_the_state_would_be_torn(tmp_path: Path, slow_disk: SlowDisk) -> None:
+    """The test above can fail."""
+    with made(chosen(shares_memory=True), tmp_path) as engine:
+        engine._sink.before_update = lambda unit: None
+        steps(engine, 2)
+        quiet = engine.save(tmp_path / "quiet").wait()
+        under_way = engine.save(tmp_path / "busy")
+        slow_disk.stand_until_met(engine)
+        steps(engine, 3)
+        assert files(under_way.wait()) != files(quiet)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_memory_for_a_save_is_one_unit_in_float32(precision: Precision, tmp_path: Path) -> None:
+    for homes, words in ((HOMES["host"], 1 if precision == "bf16" else 0), (HOMES["disk"], 3)):
+        with made(chosen(precision, shares_memory=True, homes=homes), tmp_path) as engine:
+            before = engine.memory_table()
+            engine.save(tmp_path / "run").wait()
+            after = engine.memory_table()
+        largest = max(unit.numel for unit in engine.spec.units)
+        added = {owner: nbytes for owner, nbytes in after.items() if before.get(owner) != nbytes}
+        if precision == "fp32" and not homes:
+            assert added.get(("host", "checkpoint"), 0) == 0
+        else:
+            (owner,) = added
+            assert owner == ("host", "checkpoint")
+            assert words * 4 * largest <= added[owner] <= words * 4 * (largest + 64)
+
+
+# Going on ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Runs of six steps that saved after the third: losses of the last three, weights, and the checkpoint."""
+    found: dict[str, Any] = {}
+    folder = tmp_path_factory.mktemp("straight")
+    for precision in ("bf16", "fp32"):
+        with made(chosen(precision, shares_memory=True), folder) as engine:
+            steps(engine, 3)
+            saved = engine.save(folder / precision, {"seen": [1, 2]}).wait()
+            found[precision] = saved, steps(engine, 3), engine.master_weights()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("precision", "homes", "device"),
+    [
+        ("bf16", "host", "sim:7"),
+        ("bf16", "disk", "cpu"),
+        ("fp32", "disk", "sim:7"),
+        ("fp32", "moments on disk", "cpu"),
+        ("bf16", "mixed", "sim:7"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in product(("bf16", "fp32"), HOMES, ("cpu", "sim:2"))),
+    ],
+)
+def test_any_policy_and_tiers_go_on_to_the_same_bits(
+    straight: dict[str, Any],
+    precision: Precision,
+    homes: str,
+    device: str,
+    tmp_path: Path,
+) -> None:
+    saved, losses, weights = straight[precision]
+    other: dict[str, Any] = {"shard_nbytes": 3000, "weight_slots": 3, "stage_slots": 1}
+    fields = {"shares_memory": True, "activations": "keep"} if device == "cpu" else other
+    how = chosen(precision, homes=HOMES[homes], **fields)
+    options: dict[str, Any] = {"numerics": how.numerics, "max_grad_norm": 0.5, "policy": how.policy, "disk": [tmp_path]}
+    with Engine.from_checkpoint(saved, device=device, verify=False, **options) as engine:
+        engine._ported.skeleton.train()
+        assert engine.steps == 3
+        assert steps(engine, 3) == losses
+        assert equal(engine.master_weights(), weights)
+        assert set(engine.applied_updates().values()) == {6}
+
+
+def test_an_engine_goes_back_in_place(tmp_path: Path) -> None:
+    with made(chosen(shares_memory=True), tmp_path) as engine:
+        steps(engine, 2)
+        saved = open_checkpoint(engine.save(tmp_path / "run", {"a": [1, None]}).wait())
+        first = steps(engine, 3), engine.master_weights()
+        steps(engine, 1)  # its updates are pending
+        engine.restore(saved)
+        assert engine.steps == 2
+        again = steps(engine, 3), engine.master_weights()
+    assert first[0] == again[0]
+    assert equal(first[1], again[1])
+    assert saved.training["run"] == {"a": [1, None]}
+
+
+@pytest.mark.parametrize(
+    "family", ["llama-tied", "gpt2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("mixtral", "gemma2"))]
+)
+def test_other_architectures_go_on_too(family: str, tmp_path: Path) -> None:
+    with made(chosen(shares_memory=True), tmp_path, family=family) as engine:
+        steps(engine, 2)
+        saved = engine.save(tmp_path / "run").wait()
+        expected = steps(engine, 2)
+    how = chosen(shares_memory=True)
+    options: dict[str, Any] = {"numerics": how.numerics, "policy": how.policy, "max_grad_norm": 0.5}
+    with Engine.from_checkpoint(saved, verify=False, **options) as engine:
+        assert steps(engine, 2) == expected
+
+
+def test_a_state_changes_its_precision_without_losing_a_bit(straight: dict[str, Any], tmp_path: Path) -> None:
+    saved = straight["fp32"][0]
+    with Engine.from_checkpoint(saved, precision="bf16", verify=False) as engine:
+        again = engine.save(tmp_path / "bf16").wait()
+    for name in ("model.safetensors", "optimizer/moments.safetensors"):
+        assert equal(load_file(saved / name), load_file(again / name))
+
+
+def test_what_was_frozen_stays_frozen_and_new_moments_are_asked_for(tmp_path: Path) -> None:
+    model = tiny_model()
+    model.model.layers[0].requires_grad_(False)
+    with Engine.from_model(model, verify=False) as engine:
+        steps(engine, 1)
+        saved = engine.save(tmp_path / "run").wait()
+        trained = engine.spec.trained_numel
+    with Engine.from_checkpoint(saved, verify=False) as engine:
+        assert engine.spec.trained_numel == trained
+    from megatrain.model import PretrainedSource
+
+    with pytest.raises(CheckpointError, match=r"has no moments of model\.layers\.0.*; freeze what was frozen"):
+        Engine.from_checkpoint(saved, source=PretrainedSource(saved), verify=False)
+    with Engine.from_checkpoint(saved, source=PretrainedSource(saved), new="zero", verify=False) as engine:
+        assert engine.spec.trained_numel == engine.spec.numel
+        steps(engine, 1)
+
+
+# Failures ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_save_lets_training_go_on_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: DirectFile, data: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with made(chosen(shares_memory=True), tmp_path) as engine:
+        steps(engine, 1)
+        engine.save(tmp_path / "run").wait()
+        with monkeypatch.context() as patched:
+            patched.setattr(DirectFile, "write", full)
+            steps(engine, 1)
+            save = engine.save(tmp_path / "run")
+            found = steps(engine, 2)
+            with pytest.raises(CheckpointError, match=r"No space left on device.*; free some space"):
+                save.wait()
+        (kept,) = checkpoints(tmp_path / "run")
+        assert full_check(kept) == []
+        assert engine.save(tmp_path / "run").wait().name == "step-00000004"
+    with made(chosen(shares_memory=True), tmp_path) as engine:
+        assert steps(engine, 4)[2:] == found
+
+
+def test_an_engine_that_closes_gives_its_save_up(tmp_path: Path, slow_disk: SlowDisk) -> None:
+    with made(chosen(homes=(DEVICE, DISK, Home(), Home(), DEVICE)), tmp_path, "sim:1") as engine:
+        save = engine.save(tmp_path / "run")
+    assert save.is_over
+    with pytest.raises(CheckpointError, match="given up"):
+        save.wait()
+    assert not (tmp_path / "run").exists()
+    assert not [thread for thread in threading.enumerate() if thread.name == "megatrain-save"]
+
+
+def test_one_save_after_another_and_a_wait_that_ends(tmp_path: Path, slow_disk: SlowDisk) -> None:
+    with made(chosen(shares_memory=True), tmp_path) as engine:
+        first = engine.save(tmp_path / "run")
+        with pytest.raises(CheckpointError, match="is not written after"):
+            first.wait(timeout=0.001)
+        steps(engine, 1)
+        second = engine.save(tmp_path / "run")
+        assert first.is_over
+        second.wait()
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-00000001", "step-00000000"]
+
+
+def test_a_damaged_checkpoint_makes_no_engine(straight: dict[str, Any], tmp_path: Path) -> None:
+    import shutil
+
+    copy = Path(shutil.copytree(straight["bf16"][0], tmp_path / "copy"))
+    content = bytearray((copy / "optimizer" / "moments.safetensors").read_bytes())
+    content[-9] ^= 4
+    (copy / "optimizer" / "moments.safetensors").write_bytes(content)
+    with pytest.raises(DamagedCheckpoint, match=r"moments\.safetensors is damaged between"):
+        Engine.from_checkpoint(copy, verify=False)
+
+
+def test_random_state_of_the_user_is_left_alone(tmp_path: Path) -> None:
+    with made(chosen(shares_memory=True), tmp_path) as engine:
+        torch.manual_seed(1)
+        expected = torch.rand(3)
+        torch.manual_seed(1)
+        engine.restore(open_checkpoint(engine.save(tmp_path / "run").wait()))
+        assert torch.equal(torch.rand(3), expected)
+
+
+# Beside a save -------------------------------------------------------------------------------------------------------
+
+
+def test_a_system_without_another_thread_costs_a_checkpoint_and_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with made(chosen(shares_memory=True), tmp_path) as engine:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", none_left)
+            with pytest.raises(CheckpointError, match="can't start new thread"):
+                engine.save(tmp_path / "run")
+        steps(engine, 2)
+        assert engine.save(tmp_path / "run").wait().name == "step-00000002"
+
+
+def test_what_is_kept_beside_the_state_is_that_of_the_call(tmp_path: Path, slow_disk: SlowDisk) -> None:
+    with made(chosen(shares_memory=True), tmp_path) as engine:
+        slow_disk.waits.set()
+        seen = {"order": [1], "by name": {"a": [2]}}
+        save = engine.save(tmp_path / "run", seen)
+        seen["order"].append(3)  # type: ignore[attr-defined]
+        seen["by name"]["a"].append(4)  # type: ignore[index]
+        slow_disk.met.set()
+        assert open_checkpoint(save.wait()).training["run"] == {"order": [1], "by name": {"a": [2]}}
+
+
+def test_gradients_disturb_no_save_of_what_they_write_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without clipping the last op of a unit is its update, after which its state goes back to the disk."""
+    how = chosen("bf16", "during_backward", shares_memory=True, homes=HOMES["disk"])
+    with made(how, tmp_path) as engine:
+        steps(engine, 1)
+        quiet = engine.save(tmp_path / "quiet").wait()
+        disk, came = engine._disk, threading.Event()
+        assert disk is not None
+        honest_read, honest_write, honest_wait = disk.read, disk.write, engine._sink.before_update
+
+        def read(name: str, memory: Any) -> None:
+            if threading.current_thread().name == "megatrain-save" and name == "disk/moments/0":
+                came.wait(20)
+            honest_read(name, memory)
+
+        def write(name: str, memory: Any) -> None:
+            if name == "disk/moments/0":
+                disk._region(name).torn = "is being written"
+                came.set()
+                time.sleep(0.2)
+            honest_write(name, memory)
+
+        def wait(unit: int) -> None:
+            if unit == 0:
+                came.set()
+            honest_wait(unit)
+
+        monkeypatch.setattr(disk, "read", read)
+        monkeypatch.setattr(disk, "write", write)
+        engine._sink.before_update = wait
+        save = engine.save(tmp_path / "busy")
+        engine.gradients(unequal_batches(2))
+        assert files(save.wait()) == files(quiet)
+
+
+def test_another_model_is_refused_before_anything_is_lost(tmp_path: Path) -> None:
+    with made(chosen(shares_memory=True), tmp_path) as other, made(chosen(), tmp_path, "cpu", "llama-tied") as tied:
+        for engine, taken in ((tied, other), (other, tied)):
+            saved = open_checkpoint(taken.save(tmp_path / taken.spec.units[-1].params[-1].name).wait())
+            before = engine.step(unequal_batches(2)), engine.master_weights()
+            with pytest.raises(CheckpointError, match=r"another model: lm_head\.weight of shape"):
+                engine.restore(saved)
+            assert equal(engine.master_weights(), before[1])
+
+
+def test_a_move_leaves_the_memory_that_saves_need(tmp_path: Path) -> None:
+    """Of a budget that has no byte to spare, or it is refused and the old split holds."""
+    with made(chosen(), tmp_path, "sim:1") as engine:
+        engine.saver.reserve()
+        steps(engine, 1)
+        away = chosen(homes=(DEVICE,) * 5).policy
+        budgets = engine._pool.ledger.budgets
+        budgets["host"] = engine._pool.ledger.nbytes("host")
+        state = sum(n for (tier, owner), n in engine.memory_table().items() if tier == "host" and owner != "checkpoint")
+        needed = max(engine._store.layouts[unit].size for unit in range(5)) * 12
+        assert needed < state
+        engine.adopt(away)
+        assert engine.memory_table()["host", "checkpoint"] == needed
+        expected = steps(engine, 1)
+        engine.adopt(chosen().policy)
+        budgets["host"] = needed - 1
+        with pytest.raises(DoesNotFit):
+            engine.adopt(away)
+        budgets["host"] = 1 << 40
+        assert engine.policy.homes == ()
+        engine.save(tmp_path / "run").wait()
+    with made(chosen(), tmp_path, "sim:1") as straight:
+        assert steps(straight, 2)[1:] == expected

@@ -1,0 +1,74 @@
+"""The update of a unit that lives on the device, element by element beside the pass on the host."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megatrain.optim import AdamW, update_fp32, update_split
+from megatrain.optim.split_master import join, split
+from megatrain.spec import Precision
+from megatrain.train.device_adamw import CHUNK, update_on_device
+
+SIZE = CHUNK + 4321  # more than one chunk, and no round number
+
+
+def state(precision: Precision) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Arrays of a unit and a gradient of all magnitudes: zeros, subnormal numbers, and what overflows."""
+    draw = np.random.default_rng(3)
+    grad = (draw.standard_normal(SIZE) * 10.0 ** draw.uniform(-30, 3, SIZE)).astype(np.float32)
+    with np.errstate(over="ignore"):
+        grad[::97] *= np.float32(1e18) * np.geomspace(1, 1e20, grad[::97].size).astype(np.float32)
+    grad[~np.isfinite(grad)] = 3e38
+    grad[::101] = 0
+    with np.errstate(over="ignore"):
+        m, v = (grad * draw.uniform(-2, 2, SIZE)).astype(np.float32), np.square(grad * 0.3).astype(np.float32)
+    m[~np.isfinite(m)] = -3e38
+    master = draw.standard_normal(SIZE).astype(np.float32)
+    if precision == "fp32":
+        return {"hi": master, "m": m, "v": v}, grad
+    hi, lo = split(master)
+    rounded = torch.from_numpy(grad).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    return {"hi": hi, "lo": lo, "m": m, "v": v}, rounded
+
+
+def places(values: np.ndarray) -> np.ndarray:
+    """The number of each float32 in the row of all of them, so that neighbours differ by one."""
+    bits = values.view(np.int32).astype(np.int64)
+    return np.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.3, 0.9)], ids=str)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_device_is_within_one_rounding_of_the_host_and_on_a_cpu_equal(
+    device: str, precision: Precision, betas: tuple[float, float]
+) -> None:
+    """Masters differ by one float32 number at most after an update from the same state, moments by none."""
+    arrays, grad = state(precision)
+    scalars = AdamW(lr=1e-2, betas=betas, weight_decay=0.1).scalars(lr=1e-2, step=3)
+    segments = [(0, SIZE // 3, True), (SIZE // 3, SIZE, False)]
+    moments = torch.from_numpy(np.concatenate([arrays["m"], arrays["v"]])).to(device)
+    there = {
+        "hi": torch.from_numpy(arrays["hi"].view(np.uint8).copy()).to(device),
+        "moments": moments.view(torch.uint8),
+    }
+    gradient = torch.from_numpy(grad.view(np.int16) if precision == "bf16" else grad).to(device)
+    if precision == "bf16":
+        there["low"] = torch.from_numpy(arrays["lo"].view(np.uint8).copy()).to(device)
+        gradient = gradient.view(torch.bfloat16)
+    update_on_device(there, gradient, precision, scalars, segments)
+    if precision == "fp32":
+        update_fp32(arrays["hi"], arrays["m"], arrays["v"], grad, scalars, segments, 1)
+        expected, found = arrays["hi"], there["hi"].cpu().view(torch.float32).numpy()
+    else:
+        update_split(arrays["hi"], arrays["lo"], arrays["m"], arrays["v"], grad, scalars, segments, 1)
+        halves = (there[part].cpu().numpy().view(np.uint16) for part in ("hi", "low"))
+        expected, found = join(arrays["hi"], arrays["lo"]), join(*halves)
+    numbers = ~np.isnan(expected)
+    assert np.array_equal(np.isnan(found), ~numbers)
+    assert not numbers.all()  # an infinite m over an infinite v is among them
+    apart = np.abs(places(found) - places(expected))[numbers].max()
+    assert apart <= (0 if device == "cpu" else 1)
+    assert np.array_equal(moments.cpu().numpy(), np.concatenate([arrays["m"], arrays["v"]]), equal_nan=True)

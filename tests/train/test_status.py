@@ -1,0 +1,131 @@
+"""A run tells how it is, and what hangs is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain import AdamW, Engine, Policy
+from megatrain.checkpoint.direct_io import DirectFile
+from megatrain.device.cpu import CpuDevice
+from megatrain.engine import ops as ops
+from megatrain.errors import DiskFull
+from megatrain.train.events import Resumed, Saved, Skipped
+from megatrain.train.status import Health
+from tests.tiny import tiny_model, unequal_batches
+from tests.train.test_metrics import stepped
+
+STALL = 0.15
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    policy = Policy(shares_memory=True)
+    with Engine.from_model(tiny_model(), "cpu", "bf16", AdamW(), policy=policy, verify=False) as made:
+        yield made
+
+
+def read(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text()))
+
+
+def watched(engine: Engine, path: Path, said: list[str]) -> Health:
+    return Health(path, engine, steps=10, stall_seconds=STALL, beat_seconds=0.02, say=said.append)
+
+
+def eventually(holds: Any) -> None:
+    end = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < end, "in vain"
+        time.sleep(0.01)
+
+
+def test_the_file_follows_the_run(engine: Engine, tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    with watched(engine, path, []) as health:
+        assert read(path)["state"] == "starting"
+        health(Resumed(2, 10, "runs/step-2"))
+        health(stepped(3))
+        assert read(path) | {"state": "running", "step": 3, "loss": 2.5, "pid": os.getpid()} == read(path)
+        health(Saved(3, 1.0, 10, "runs/step-3"))
+        health(Skipped(4, 10, "nan", 1, 2.0, 8.0))
+        before = read(path)["heartbeat"]
+        eventually(lambda: read(path)["heartbeat"] > before and read(path)["step"] == 4)
+        assert read(path)["last_checkpoint"] == "runs/step-3"
+    assert read(path)["state"] == "stopped"
+    assert [each.name for each in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_an_error_ends_it_as_failed(engine: Engine, tmp_path: Path) -> None:
+    with pytest.raises(DiskFull), watched(engine, tmp_path / "status.json", []):
+        raise DiskFull("no space", where="disk")
+    assert read(tmp_path / "status.json")["state"] == "failed"
+    assert read(tmp_path / "status.json")["error"] == "DiskFull: disk: no space"
+
+
+def test_an_op_that_hangs_is_named_once_with_its_age(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    honest, gate = ops.ACTIONS["UPDATE"], threading.Event()
+
+    def hangs(*given: Any) -> None:
+        gate.wait(10)
+        honest(*given)
+
+    engine.step(unequal_batches(1))
+    monkeypatch.setitem(ops.ACTIONS, "UPDATE", hangs)
+    path = tmp_path / "status.json"
+    with watched(engine, path, said):
+        runner = threading.Thread(target=engine.step, args=(unequal_batches(1),))
+        runner.start()
+        eventually(lambda: read(path)["stalled"])
+        assert "op UPDATE u0 on stream host has been under way for" in said[0]
+        time.sleep(0.1)
+        gate.set()
+        runner.join()
+        eventually(lambda: not read(path)["stalled"])
+    assert len([line for line in said if "UPDATE u0" in line]) == 1
+
+
+def test_a_slow_disk_is_named_while_a_checkpoint_stands_still(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    honest, gate = DirectFile.write, threading.Event()
+
+    def stands(self: DirectFile, data: Any) -> None:
+        gate.wait(10)
+        honest(self, data)
+
+    monkeypatch.setattr(DirectFile, "write", stands)
+    path = tmp_path / "status.json"
+    with watched(engine, path, said):
+        save = engine.save(tmp_path / "run")
+        eventually(lambda: said)
+        assert said[0].startswith("the checkpoint of step 0 has stood still at ")
+        assert read(path)["saving"]["step"] == 0
+        gate.set()
+        save.wait()
+
+
+def test_a_thread_that_dies_is_named(tmp_path: Path) -> None:
+    said: list[str] = []
+    device = CpuDevice()
+    with (
+        Engine.from_model(tiny_model(), device, policy=Policy(shares_memory=True), verify=False) as engine,
+        watched(engine, tmp_path / "status.json", said),
+    ):
+        time.sleep(0.1)
+        assert said == []
+        device.stream("host")._queue.put(None)  # type: ignore[attr-defined]
+        eventually(lambda: said)
+    assert said == ["thread megatrain-host has died"]
+    device._closed = True
