@@ -26,7 +26,6 @@ from bench.step import _resident
 from megatrain.checkpoint import export_model
 from megatrain.device import open_device
 from megatrain.memory import Ledger, Pool, Store
-from megatrain.memory.pool import is_state
 from megatrain.model import PortedModel, port_model
 from megatrain.model.skeleton import blueprint
 from megatrain.optim import warm_up
@@ -63,7 +62,7 @@ def filled_store(ported: PortedModel, pool: Pool) -> Store:
     """The state of a model that has trained, as far as memory can tell: no page of it is left untouched."""
     policy = Policy(shares_memory=True)
     buffers = build_step(ported.spec, Numerics(), policy, Work((1,))).buffers.values()
-    pool.provide(buffer for buffer in buffers if is_state(buffer))
+    pool.provide(buffer for buffer in buffers if buffer.is_state)
     store = Store(ported.spec, Numerics(), policy, pool)
     for unit in range(len(ported.spec.units)):
         state = store.change(unit)

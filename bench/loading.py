@@ -28,7 +28,6 @@ from bench.exporting import ALLOWANCE, config_of
 from bench.step import _resident
 from megatrain.device import open_device
 from megatrain.memory import Ledger, Pool, Store
-from megatrain.memory.pool import is_state
 from megatrain.model import FreshSource, PretrainedSource, Source, port_model
 from megatrain.model.skeleton import blueprint
 from megatrain.optim import warm_up
@@ -66,7 +65,7 @@ def empty_store(spec: ModelSpec, pool: Pool) -> Store:
     """The state of a model before its weights: the moments, two thirds of it, are resident already."""
     policy = Policy(shares_memory=True)
     buffers = build_step(spec, Numerics(), policy, Work((1,))).buffers.values()
-    pool.provide(buffer for buffer in buffers if is_state(buffer))
+    pool.provide(buffer for buffer in buffers if buffer.is_state)
     store = Store(spec, Numerics(), policy, pool)
     for unit in range(len(spec.units)):
         state = store.change(unit)

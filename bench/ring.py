@@ -27,7 +27,7 @@ from bench.shapes import llama_shape
 from megatrain.errors import DoesNotFit
 from megatrain.plan import Plan, Question, find_plan, machine, op_seconds
 from megatrain.plan.search import Search
-from megatrain.schedule import Schedule, build_step, check, replay
+from megatrain.schedule import Schedule, Use, build_step, check, replay
 from megatrain.spec import ActivationPlan, Hardware, Limits, ModelSpec, Numerics, ParamSpec, Policy, Work
 
 MIB = 1 << 20
@@ -54,7 +54,7 @@ class Found:
 
 def weights_nbytes(schedule: Schedule) -> int:
     """Slots, and the read-ahead."""
-    places = (each for each in schedule.buffers.values() if each.name.startswith("device/weights/"))
+    places = (each for each in schedule.buffers.values() if each.use in (Use.WEIGHT_SLOTS, Use.READ_AHEAD))
     return sum(each.nbytes for each in places)
 
 

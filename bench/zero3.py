@@ -32,7 +32,8 @@ from megatrain.plan.report import amount, duration
 from megatrain.plan.search_space import ATTENTION, CHOSEN
 from megatrain.schedule import Access, Op, Schedule, replay
 from megatrain.schedule.build import Builder
-from megatrain.schedule.contents import Gradient, Norm
+from megatrain.schedule.contents import Gradient
+from megatrain.schedule.passes.gradients import Gradients
 from megatrain.schedule.passes.prefetch import Visit
 from megatrain.spec import ModelSpec, Numerics, Policy, Work
 from megatrain.train.progress import describe_activations
@@ -107,52 +108,64 @@ class UpdatesLast(Builder):
 class MicroMajor(UpdatesLast):
     """Each micro-batch passes the whole model before the next."""
 
+    def __init__(self, model: ModelSpec, numerics: Numerics, policy: Policy, work: Work) -> None:
+        super().__init__(model, numerics, policy, work)
+        self.gradients: EachMicroBatch = EachMicroBatch(
+            model, numerics, policy, work, self.buffers, self.pinned_staging
+        )
+
     def step(self) -> Schedule:
         visits: list[Visit] = []
         everything = self.micros
         for micro in everything:
-            self.micros = range(micro, micro + 1)
+            self.micros, self.gradients.micro = range(micro, micro + 1), micro
             visits += [self._forward_visit(unit) for unit in self.units[:-1]]
             visits += [self._loss_visit(), *self._backward_visits()]
         self.micros = everything
         return self._emit(visits)
 
+    def _gradient_out(self, unit: int) -> list[Op]:
+        """The norm is that of the last sum."""
+        ops = super()._gradient_out(unit)
+        return ops if self.gradients.is_last else [op for op in ops if op.kind != "NORM"]
+
+
+class EachMicroBatch(Gradients):
+    """The gradient of each micro-batch goes home, and is added there to the sum of those before."""
+
+    micro = 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.micro == self._work.micro_batches - 1
+
     def _term(self, unit: int) -> Gradient:
         """The gradient of one micro-batch; the last one's completes the unit's, so the proofs know it by that name."""
-        (micro,) = self.micros
-        return Gradient(unit, "" if micro == self.work.micro_batches - 1 else f"micro{micro}")
+        return Gradient(unit, "" if self.is_last else f"micro{self.micro}")
 
-    def _contribute(self, unit: int, reads: list[Access], writes: list[Access]) -> None:
-        """A tied table gets two contributions of a micro-batch, every other unit one."""
-        parts = 2 if unit == 0 and self.model.tied else 1
-        place, done = self._accumulator(unit), self.contributions[unit]
+    def add(self, unit: int, reads: list[Access], writes: list[Access]) -> None:
+        """A tied table gets two terms of a micro-batch, every other unit one."""
+        parts = 2 if unit == 0 and self._model.tied else 1
+        place, done = self.sum(unit), self._terms[unit]
         if done:
             reads.append(replace(place, content=replace(self._term(unit), terms=done)))
-        self.contributions[unit] = (done + 1) % parts
+        self._terms[unit] = (done + 1) % parts
         writes.append(replace(place, content=replace(self._term(unit), terms=done + 1 if done + 1 < parts else None)))
 
-    def _gradient_out(self, unit: int) -> list[Op]:
-        """Home with it, and there added to the sum of the micro-batches before."""
-        if not self.trained[unit].size:
-            return []
-        (micro,) = self.micros
-        source, term = self._accumulator(unit), self._term(unit)
-        each, out = (source.stop - source.start) // self.trained[unit].size, self.numerics.grad_nbytes
-        landing, home = self._gradient_slot("landing", unit, "host"), self._gradient_home(unit)
+    def leave(self, unit: int) -> list[Op]:
+        micro, trained, out = self.micro, self._trained[unit], self._numerics.grad_nbytes
+        source, term, home = self.sum(unit), self._term(unit), self.landed(unit)
+        each, landing = self._each[unit], self._in_turns(unit, "host")
         ops: list[Op] = []
-        for shard in self.trained[unit].shards(max(1, self.policy.shard_nbytes // each)):
+        for shard in trained.shards(max(1, self._policy.shard_nbytes // each)):
             start, stop = source.start + shard.start * each, source.start + shard.stop * each
             read = Access(source.buffer, start, stop, term)
             write = Access(landing, shard.start * out, shard.stop * out, term)
             ops.append(Op("GRAD", "grad", unit, micro, shard=shard.index, reads=(read,), writes=(write,)))
-        whole, last = self.trained[unit].size * out, micro == self.work.micro_batches - 1
-        before = (Access(home, 0, whole, Gradient(unit, terms=micro)),) if micro else ()
-        total = Access(home, 0, whole, Gradient(unit, terms=None if last else micro + 1))
-        ops.append(Op("PACK", "host", unit, micro, reads=(Access(landing, 0, whole, term), *before), writes=(total,)))
-        if last:
-            norm = Access("host/norms", 8 * unit, 8 * unit + 8, Norm(unit))
-            ops.append(Op("NORM", "host", unit, reads=(total,), writes=(norm,)))
-        return ops
+        before = (replace(home, content=Gradient(unit, terms=micro)),) if micro else ()
+        total = replace(home, content=Gradient(unit, terms=None if self.is_last else micro + 1))
+        whole = Access(landing, home.start, home.stop, term)
+        return [*ops, Op("PACK", "host", unit, micro, reads=(whole, *before), writes=(total,))]
 
 
 def _replayed(question: Question, builder: UpdatesLast, masters: int) -> Numbers:
@@ -163,7 +176,7 @@ def _replayed(question: Question, builder: UpdatesLast, masters: int) -> Numbers
     passes = 2 * nbytes / optimizer_bandwidth(hardware, policy.host_threads)
 
     def seconds(op: Op) -> float:
-        if op.kind == "PACK" and op.stream == "host":  # a sum, where no slab is filled
+        if op.kind == "PACK" and op.stream == "host":  # a sum, where no staging buffer is filled
             return sum(access.stop - access.start for access in (*op.reads, *op.writes)) / hardware.host_bandwidth
         return price(op) + (passes * builder.trained[op.unit].size if op.kind == "UPDATE" else 0)
 

@@ -41,9 +41,9 @@ from megatrain.plan.report import (
     amount,
     as_content,
     load_rows,
-    owner_rows,
     summary_rows,
     upgrade_rows,
+    use_rows,
 )
 from megatrain.run.this_machine import described_machine, probed_machine, this_machine
 from megatrain.spec import Hardware, Limits, ModelSpec, Precision
@@ -287,9 +287,9 @@ def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], text
 def _memory(plan: Plan) -> Table:
     rows: list[tuple[str, str, str, str]] = []
     budgets = plan.question.budgets()
-    for tier, owners in owner_rows(plan).items():
+    for tier, uses in use_rows(plan).items():
         total, budget = plan.nbytes[tier], budgets[tier]
-        rows += [(tier, owner, amount(nbytes), f"{nbytes / budget:.1%}") for owner, nbytes in owners]
+        rows += [(tier, use, amount(nbytes), f"{nbytes / budget:.1%}") for use, nbytes in uses]
         rows.append((tier, f"total of {amount(budget)}", amount(total), f"{total / budget:.1%}"))
     return _table("memory at its peak", ("tier", "what for", "bytes", "of the budget"), rows, texts=2)
 

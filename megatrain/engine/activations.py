@@ -17,6 +17,8 @@ from megatrain.engine.autograd import Homes
 from megatrain.engine.weights import Bound
 from megatrain.errors import ModelError
 from megatrain.model import Call, Sides, Stored
+from megatrain.schedule import Access
+from megatrain.schedule.contents import Arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +51,11 @@ class Activations:
     gradients: dict[int, Tensor] = field(default_factory=dict)
     """Gradient of the input of the unit last visited in the backward pass, [batch, length, hidden size]."""
 
-    def let_go(self, buffer: str) -> None:
+    def let_go(self, access: Access) -> None:
         """No later op mentions this transient buffer: an input, or the arguments of a micro-batch's layers."""
-        self.inputs.pop(buffer, None)
-        tier, _, micro = buffer.rpartition("/")
-        if tier == "device/args":
-            self.calls.pop(int(micro), None)
+        self.inputs.pop(access.buffer, None)
+        if isinstance(access.content, Arguments):
+            self.calls.pop(access.content.micro, None)
 
 
 def pack(hidden: Tensor, memory: Tensor, where: str) -> Tensor:

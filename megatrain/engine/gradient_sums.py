@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatrain.spec import Part
 from megatrain.spec.layout import Layout
 
 
@@ -27,10 +28,10 @@ class GradSink(Protocol):
         Raises `NonFinite`, of a unit on the device perhaps later.
         """
 
-    def update(self, unit: int, gradient: Tensor, parts: Mapping[str, Tensor]) -> None:
+    def update(self, unit: int, gradient: Tensor, parts: Mapping[Part, Tensor]) -> None:
         """The time to use a unit's gradient, which may be that of the last step.
 
-        `parts` are those of the unit's state by name (`memory.PARTS`), uint8, where the gradient is: on host or device.
+        `parts` are masters and moments of the unit, uint8, where the gradient is: on host or device.
         """
 
 

@@ -36,14 +36,14 @@ from megatrain.engine.chunked_loss import (
 from megatrain.engine.executor import Executor
 from megatrain.engine.gradient_sums import GradSink, UnitSum, send_to_sum
 from megatrain.engine.phased_call import OPEN, Gates, calls_of, undisturbed, unwinding
-from megatrain.engine.step_state import DTYPE_OF_NBYTES, PART_NAMES, Current, access_of, part_of
+from megatrain.engine.step_state import DTYPE_OF_NBYTES, Current, access_of, part_of
 from megatrain.engine.sync_free_inputs import HostAnswers
 from megatrain.engine.weights import Bound, UnitBinder, names_weights, place_of
 from megatrain.errors import LossError, NonFinite
 from megatrain.memory import Held, Pool
 from megatrain.model import Answering, Keeping, PortedModel, Sides
 from megatrain.schedule import CALLS, Op, Schedule, Timeline
-from megatrain.schedule.contents import Gradient, Hidden, LayerGraph, Saved, Weights
+from megatrain.schedule.contents import PART_OF, Gradient, Hidden, LayerGraph, Saved, Weights
 from megatrain.spec import Numerics, Policy, Precision
 from megatrain.spec.layout import layout_of
 
@@ -142,8 +142,8 @@ class Streamer:
                 calls[id(op)].turn(held)
             else:
                 perform(op, held)
-            for name in schedule.ended.get(id(op), ()):
-                now.activations.let_go(name)
+            for access in schedule.ended.get(id(op), ()):
+                now.activations.let_go(access)
 
         if schedule is not self._running:
             self.device.tidy()  # what other work has freed will not fit this as well
@@ -199,8 +199,8 @@ class Streamer:
             alive.graphs[unit, micro], found, sides = self._grown(now, op, held, hidden)
             alive.inputs[output] = found.detach()
             alive.sides[unit, micro] = tuple(side.detach() for side in sides)
-        elif stored := written.get(Saved(unit, micro)):
-            keeping = Keeping("chosen" if "/chosen/" in stored.buffer else "attention", self.spec.hidden_size)
+        elif saved := next((content for content in written if isinstance(content, Saved)), None):
+            keeping = Keeping(saved.keep, self.spec.hidden_size)
             leaves = self._binders[unit].leaves(self._weights(op, held, unit))
             leaf = hidden.detach().requires_grad_()
             with keeping.running(), self._gate(now, op, held):
@@ -438,13 +438,14 @@ class Streamer:
         assert now.sink is not None
         parts = {}
         for access in op.writes:
-            if part := PART_NAMES.get(type(access.content)):
+            if part := PART_OF.get(type(access.content)):
                 parts[part] = part_of(held, access)
         now.sink.update(op.unit, self._landed(op, held), parts)
         self._executor.pool.changed(op, held)
-        home = f"host/grad/{op.unit}"
-        if op.reads[0].buffer == home:  # its own: of one that units take turns in, what lies behind may be on its way
-            self._executor.pool.discard(home)
+        assert self._running is not None
+        gradient = self._running.buffers[op.reads[0].buffer]
+        if gradient.tier == "host" and gradient.unit == op.unit:  # others take turns, and the next may be on its way
+            self._executor.pool.discard(gradient.name)
 
     def _landed(self, op: Op, held: Held) -> Tensor:
         access = op.reads[0]

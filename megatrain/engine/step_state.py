@@ -16,7 +16,7 @@ from megatrain.engine.phased_call import OPEN, Gates
 from megatrain.errors import MegaTrainError
 from megatrain.memory import Held
 from megatrain.schedule import Access
-from megatrain.schedule.contents import Gradient, LowBits, Moments, Weights
+from megatrain.schedule.contents import Gradient, Weights
 
 
 @dataclass(slots=True)
@@ -63,8 +63,6 @@ class Current:
 
 
 DTYPE_OF_NBYTES = {2: torch.bfloat16, 4: torch.float32}
-PART_NAMES: dict[type, str] = {Weights: "hi", LowBits: "low", Moments: "moments"}
-"""Kind of a content -> the part of a unit's state that it is."""
 
 
 def part_of(held: Held, access: Access) -> Tensor:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatrain.schedule import AHEAD, Schedule
+from megatrain.schedule import Schedule, Use
 from megatrain.schedule.contents import Gradient, Weights
 from megatrain.spec import ModelSpec, UnitSpec
 from megatrain.spec.layout import Layout, layout_of
@@ -147,7 +147,8 @@ def place_of(
     unit: int | None = getattr(content, "unit", None)
     if unit is None:
         return buffer
-    if not isinstance(content, Weights | Gradient) or running is None or buffer.startswith(("host/slab/", AHEAD)):
+    whole = running is not None and running.buffers[buffer].use not in (Use.PINNED_STAGING, Use.READ_AHEAD)
+    if not isinstance(content, Weights | Gradient) or running is None or not whole:
         return spec.units[unit].name
     layout = layouts[unit] if isinstance(content, Weights) else layouts[unit].trained
     begin, end = running.extent(buffer, content)

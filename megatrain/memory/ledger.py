@@ -1,4 +1,4 @@
-"""The ledger: bytes per tier and owner, predicted from a schedule's buffers and compared with budgets before
+"""The ledger: bytes per tier and use, predicted from a schedule's buffers and compared with budgets before
 allocating.
 
 Prediction and allocation read the same list (`Schedule.buffers`), so they cannot drift apart. What autograd keeps
@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from megatrain.errors import DoesNotFit
-from megatrain.schedule import Buffer, nbytes_by_owner
+from megatrain.schedule import Buffer, nbytes_by_use
 
 
 class Ledger:
-    """Bytes by (tier, owner), within `budgets` (tier -> bytes; a missing tier is unlimited).
+    """Bytes by (tier, use), within `budgets` (tier -> bytes; a missing tier is unlimited).
 
     `one_memory`: the device computes in host memory, so that its buffers count against the host's budget.
     """
@@ -51,10 +51,10 @@ class Ledger:
         return sum(buffer.nbytes for buffer in buffers if buffer.tier == tier)
 
     def table(self) -> dict[tuple[str, str], int]:
-        """(tier, owner) -> bytes, largest first within each tier."""
-        return nbytes_by_owner(list(self._buffers.values()))  # at once: other threads ask while buffers change
+        """(tier, use) -> bytes, largest first within each tier."""
+        return nbytes_by_use(list(self._buffers.values()))  # at once: other threads ask while buffers change
 
 
 def _in_words(buffers: Iterable[Buffer], tier: str) -> str:
-    owners = {owner: nbytes for (of, owner), nbytes in nbytes_by_owner(buffers).items() if of == tier}
-    return ", ".join(f"{owner} {nbytes:,}" for owner, nbytes in owners.items())
+    uses = {use: nbytes for (of, use), nbytes in nbytes_by_use(buffers).items() if of == tier}
+    return ", ".join(f"{use} {nbytes:,}" for use, nbytes in uses.items())

@@ -23,19 +23,11 @@ from megatrain.device import Device, Errand
 from megatrain.errors import DeviceError, PlanError
 from megatrain.memory.disk import Disk
 from megatrain.memory.ledger import Ledger
-from megatrain.schedule import USED, Access, Buffer, Op
+from megatrain.schedule import USED, Access, Buffer, Op, Use
 from megatrain.schedule.contents import Scratch
-from megatrain.schedule.passes.pinned_staging import is_locked
+from megatrain.schedule.passes.pinned_staging import is_pinned
+from megatrain.schedule.passes.state_buffers import state_name
 from megatrain.spec import Tier, Transit
-
-PART_NAMES = {"hi": "weights", "low": "low bits", "moments": "moments"}
-"""What users call the parts of a unit's state."""
-
-REGION_NAMES = PART_NAMES | {"grad": "gradient"}
-"""What users call what lies on the disk."""
-
-COPIES = "resident weights"
-"""Owner of weights on the device whose truth is in host memory."""
 
 Held = Mapping[str, Tensor]
 """Buffer name -> uint8[nbytes], for the time of one lease."""
@@ -81,17 +73,17 @@ class Pool:
     def _allocate(self, buffer: Buffer) -> None:
         self._give_back(buffer.name)
         if buffer.tier == "disk":
-            self._disk.provide({buffer.name: (buffer.nbytes, self._label(buffer.name))})
+            self._disk.provide({buffer.name: (buffer.nbytes, self._label(buffer))})
         else:
-            allocate = self.device.allocate if buffer.tier == "device" else self._host_allocator(buffer.name)
-            self._memory[buffer.name] = allocate(buffer.nbytes, buffer.owner)
+            allocate = self.device.allocate if buffer.tier == "device" else self._host_allocator(buffer)
+            self._memory[buffer.name] = allocate(buffer.nbytes, buffer.use)
         self._buffers[buffer.name] = buffer
         self.ledger.enter(buffer)
-        if buffer.tier == "device" and is_state(buffer):
+        if buffer.tier == "device" and buffer.is_state:
             self._copy(buffer.name, lambda inside: inside.zero_(), writes=True)  # as the other tiers begin
 
-    def _host_allocator(self, name: str) -> Callable[[int, str], Tensor]:
-        return self.device.allocate_host if is_locked(name, self._transit) else self.device.allocate_pageable
+    def _host_allocator(self, buffer: Buffer) -> Callable[[int, str], Tensor]:
+        return self.device.allocate_host if is_pinned(buffer, self._transit) else self.device.allocate_pageable
 
     def has(self, name: str) -> bool:
         """Whether there is an arena buffer of that name."""
@@ -99,7 +91,7 @@ class Pool:
 
     def memory(self, name: str) -> Tensor:
         """A whole host buffer between steps, uint8[nbytes]: for loading, reading and writing the state."""
-        if not name.startswith("host/"):
+        if self._buffers[name].tier != "host":
             raise DeviceError(f"{name} is only reached through a lease", where="memory pool")
         return self._memory[name]
 
@@ -126,7 +118,7 @@ class Pool:
         """Give back everything but the state: slots are provided again, at the size that the next schedule wants."""
         self.save()
         for name in list(self._buffers):
-            if not is_state(self._buffers[name]):
+            if not self._buffers[name].is_state:
                 self._give_back(name)
 
     # The disk, during a step ----------------------------------------------------------------------------------------
@@ -143,7 +135,7 @@ class Pool:
         self._unsaved.pop(region.buffer, None)
 
     def copy(self, op: Op, held: Held) -> None:
-        """PACK and UNPACK: between an arena and a slab, on one thread, as the speed of that is measured."""
+        """PACK and UNPACK: between an arena and pinned staging, on one thread, as the speed of that is measured."""
         (read,), (write,) = op.reads, op.writes
         source, target = held[read.buffer][read.start : read.stop], held[write.buffer][write.start : write.stop]
         np.copyto(target.numpy(), source.numpy())
@@ -151,8 +143,9 @@ class Pool:
     def changed(self, op: Op, held: Held) -> None:
         """UPDATE: what the op has written into staging buffers is not on the disk yet."""
         for access in op.writes:
-            if access.buffer.startswith("host/stage/") and access.content != USED:
-                region = f"disk/{access.buffer.split('/')[2]}/{op.unit}"
+            buffer = self._buffers[access.buffer]
+            if buffer.use is Use.DISK_STAGING and buffer.part and access.content != USED:
+                region = state_name("disk", buffer.part, op.unit)
                 self._unsaved[region] = held[access.buffer][access.start : access.stop]
 
     def discard(self, name: str) -> None:
@@ -160,12 +153,12 @@ class Pool:
         written there again, it is from the end of the leases on that hold it; the ledger goes on counting it."""
         with self._lock:
             if self.device.discard(self._memory[name]):
-                self.device.free_host(self._memory.pop(name), self._buffers[name].owner)
+                self.device.free_host(self._memory.pop(name), self._buffers[name].use)
                 self._absent.add(name)
 
     def _bring_back(self, name: str) -> None:
         buffer = self._buffers[name]
-        self._memory[name] = self.device.allocate_again(buffer.nbytes, buffer.owner)
+        self._memory[name] = self.device.allocate_again(buffer.nbytes, buffer.use)
         self._absent.discard(name)
 
     def save(self) -> None:
@@ -208,13 +201,12 @@ class Pool:
         else:
             self._copy(name, lambda inside: inside.copy_(memory), writes=True)
 
-    def move(self, before: str, after: str, staging: str) -> None:
+    def move(self, before: str, after: str, tier: Tier, staging: str) -> None:
         """Give a buffer another name in another tier, with its content. Raises `DoesNotFit`, `DiskError`; it then
         stays where it is."""
         old = self._buffers[before]
         if before in self._absent:
             self._bring_back(before)
-        tier: Tier = "device" if after.startswith("device/") else "disk" if after.startswith("disk/") else "host"
         self.provide([replace(old, name=after, tier=tier)])
         try:
             if tier == "host" and old.tier == "disk":
@@ -246,10 +238,11 @@ class Pool:
             )
         return self.disk
 
-    def _label(self, name: str) -> str:
-        _, part, unit = name.split("/")
-        known = int(unit) < len(self.units)
-        return f"{REGION_NAMES.get(part, part)} of {self.units[int(unit)] if known else f'unit {unit}'}"
+    def _label(self, buffer: Buffer) -> str:
+        """What users call a region of the disk."""
+        unit = buffer.unit if buffer.unit is not None else -1
+        what = buffer.part.label if buffer.part else buffer.use
+        return f"{what} of {self.units[unit] if 0 <= unit < len(self.units) else f'unit {unit}'}"
 
     def release(self) -> None:
         """Give all memory back."""
@@ -266,14 +259,9 @@ class Pool:
         else:
             free = self.device.free if buffer.tier == "device" else self.device.free_host
             if name not in self._absent:
-                free(self._memory.pop(name), buffer.owner)
+                free(self._memory.pop(name), buffer.use)
             self._absent.discard(name)
         self.ledger.strike(name)
 
     def _size(self, name: str) -> int:
         return self._buffers[name].nbytes if name in self._buffers else -1
-
-
-def is_state(buffer: Buffer) -> bool:
-    """Whether a buffer holds more than passes through: a part of a unit's state, and no copy of it."""
-    return buffer.name.split("/")[1] in PART_NAMES and buffer.owner != COPIES

@@ -1,9 +1,9 @@
 """The store: the whole truth about each unit, in the tiers that the policy names.
 
-In `bf16` a unit holds hi (the upper half of each float32 master, which is the bfloat16 weight that streams), lo (the
-other 16 bits), and float32 m and v: 12 bytes per parameter. In `fp32` hi is the float32 weight itself and there is no
-lo: 12 bytes again. Frozen parameters have no m and v. Each part has a buffer of its own, `TIER/hi/U`, `TIER/low/U` and
-`TIER/moments/U` (m, then v), since each may live elsewhere.
+In `bf16` a unit holds the upper half of each float32 master, which is the bfloat16 weight that streams, the other 16
+bits, and float32 m and v: 12 bytes per parameter. In `fp32` the weight is the master and there are no low bits: 12
+bytes again. Frozen parameters have no m and v. Each part (`spec.Part`) has a buffer of its own, since each may live
+elsewhere; that of the moments has m, then v.
 
 During a step, ops find state in the memory that they lease (`unit_state`). Between steps the store brings the parts of
 one unit at a time to where the host can read and write them, and `settle` puts back what has changed.
@@ -20,11 +20,12 @@ from torch import Tensor
 
 from megatrain.memory.pool import Pool
 from megatrain.optim.split_master import join, join_into, split_into
-from megatrain.schedule.passes.state_buffers import spare_nbytes
-from megatrain.spec import Home, ModelSpec, Numerics, Policy, Precision, Tier
+from megatrain.schedule.passes.state_buffers import spare_nbytes, staging_name, state_name
+from megatrain.spec import ModelSpec, Numerics, Part, Policy, Precision
 from megatrain.spec.layout import Field, Layout, layout_of
 
-PARTS = ("hi", "low", "moments")
+PARTS = (Part.WEIGHTS, Part.LOW_BITS, Part.MOMENTS)
+"""What a unit has between steps, but for gradients that wait."""
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
@@ -42,15 +43,15 @@ class UnitState:
     v: np.ndarray
 
 
-def unit_state(parts: Mapping[str, Tensor], layout: Layout, precision: Precision) -> UnitState:
-    """The arrays of a unit inside `parts`: name of `PARTS` -> uint8 host memory of at least its size."""
+def unit_state(parts: Mapping[Part, Tensor], layout: Layout, precision: Precision) -> UnitState:
+    """The arrays of a unit inside `parts`, each uint8 host memory of at least its size."""
     size, trained = layout.size, layout.trained.size
-    hi = parts["hi"].numpy()
-    moments = parts.get("moments", _NOTHING).numpy()
+    hi = parts[Part.WEIGHTS].numpy()
+    moments = parts.get(Part.MOMENTS, _NOTHING).numpy()
     m, v = moments[: 4 * trained].view(np.float32), moments[4 * trained : 8 * trained].view(np.float32)
     if precision == "fp32":
         return UnitState(hi[: 4 * size].view(np.float32), None, m, v)
-    low = parts["low"].numpy()
+    low = parts[Part.LOW_BITS].numpy()
     return UnitState(hi[: 2 * size].view(np.uint16), low[: 2 * size].view(np.uint16), m, v)
 
 
@@ -63,10 +64,10 @@ class Store:
         self.layouts: list[Layout] = [layout_of(unit) for unit in model.units]
         self._owner = {field.name: (unit, field) for unit, layout in enumerate(self.layouts) for field in layout.fields}
         homes = policy.homes_of(model)
-        self._tiers = {(unit, part): _tier(homes[unit], part) for unit in self._units for part in PARTS}
+        self._tiers = {(unit, part): homes[unit].tier(part) for unit in self._units for part in PARTS}
         self._open: int | None = None
         """The unit whose parts have been brought to the host, in `_brought`."""
-        self._brought: dict[str, Tensor] = {}
+        self._brought: dict[Part, Tensor] = {}
         self._changed = False
 
     def unit(self, unit: int) -> UnitState:
@@ -116,40 +117,40 @@ class Store:
         """
         sizes, made = self._sizes(unit), self._made_nbytes(unit)
         if not sizes:  # an epilogue that only borrows
-            return unit_state({"hi": _NOTHING}, self.layouts[unit], "fp32")
+            return unit_state({Part.WEIGHTS: _NOTHING}, self.layouts[unit], "fp32")
         masters, behind = spare[:made], spare[made:]
         if self.precision == "fp32":
-            masters = self._at_hand(unit, "hi", masters)
+            masters = self._at_hand(unit, Part.WEIGHTS, masters)
         else:
-            hi = self._at_hand(unit, "hi", behind[: sizes["hi"]])
-            rest = behind if self._in_host(unit, "hi") else behind[sizes["hi"] :]
-            low = self._at_hand(unit, "low", rest[: sizes["low"]])
-            halves = unit_state({"hi": hi, "low": low}, self.layouts[unit], "bf16")
+            high = self._at_hand(unit, Part.WEIGHTS, behind[: sizes[Part.WEIGHTS]])
+            rest = behind if self._in_host(unit, Part.WEIGHTS) else behind[sizes[Part.WEIGHTS] :]
+            low = self._at_hand(unit, Part.LOW_BITS, rest[: sizes[Part.LOW_BITS]])
+            halves = unit_state({Part.WEIGHTS: high, Part.LOW_BITS: low}, self.layouts[unit], "bf16")
             assert halves.lo is not None
             join_into(halves.hi, halves.lo, masters.numpy().view(np.float32))
-        parts = {"hi": masters}
-        if "moments" in sizes:  # in the place of the halves, which have been joined
-            parts["moments"] = self._at_hand(unit, "moments", behind[: sizes["moments"]])
+        parts = {Part.WEIGHTS: masters}
+        if Part.MOMENTS in sizes:  # in the place of the halves, which have been joined
+            parts[Part.MOMENTS] = self._at_hand(unit, Part.MOMENTS, behind[: sizes[Part.MOMENTS]])
         return unit_state(parts, self.layouts[unit], "fp32")
 
-    def _at_hand(self, unit: int, part: str, memory: Tensor) -> Tensor:
+    def _at_hand(self, unit: int, part: Part, memory: Tensor) -> Tensor:
         name = self._buffer(unit, part)
         if self._in_host(unit, part):
             return self.pool.memory(name)
         self.pool.fetch(name, memory)
         return memory
 
-    def _sizes(self, unit: int) -> dict[str, int]:
+    def _sizes(self, unit: int) -> dict[Part, int]:
         """Bytes of the parts that a unit has."""
         names = {part: self._buffer(unit, part) for part in PARTS}
         return {part: self.pool.nbytes(name) for part, name in names.items() if self.pool.has(name)}
 
-    def _in_host(self, unit: int, part: str) -> bool:
+    def _in_host(self, unit: int, part: Part) -> bool:
         return self._tiers[unit, part] == "host"
 
     def _made_nbytes(self, unit: int) -> int:
         """Bytes of the float32 masters, where they do not lie in host memory as such."""
-        at_hand = self.precision == "fp32" and self._in_host(unit, "hi")
+        at_hand = self.precision == "fp32" and self._in_host(unit, Part.WEIGHTS)
         return 0 if at_hand else 4 * self.layouts[unit].size
 
     # Names ----------------------------------------------------------------------------------------------------------
@@ -182,11 +183,11 @@ class Store:
         `None` where it lies elsewhere, or where a device has a copy, which would not follow what is written here.
         """
         unit, field = self._owner[name]
-        buffer = self._buffer(unit, "hi")
-        if not buffer.startswith("host/") or self.pool.has(f"device/hi/{unit}"):
+        if not self._in_host(unit, Part.WEIGHTS) or self.pool.has(state_name("device", Part.WEIGHTS, unit)):
             return None
         dtype = torch.float32 if self.precision == "fp32" else torch.bfloat16
-        return self.pool.memory(buffer).view(dtype)[field.start : field.stop].view(field.shape)
+        flat = self.pool.memory(self._buffer(unit, Part.WEIGHTS)).view(dtype)
+        return flat[field.start : field.stop].view(field.shape)
 
     def load(self, parameters: Mapping[str, Tensor]) -> None:
         """Set all masters from a name -> tensor mapping that holds every parameter."""
@@ -210,45 +211,37 @@ class Store:
             (unit, part, target)
             for unit in self._units
             for part in PARTS
-            if (target := _tier(homes[unit], part)) != self._tiers[unit, part]
+            if (target := homes[unit].tier(part)) != self._tiers[unit, part]
         ]
         for unit, part, target in sorted(moves, key=lambda move: ("disk", "device", "host").index(move[2])):
             before = self._buffer(unit, part)
             if self.pool.has(before):
-                self.pool.move(before, f"{target}/{part}/{unit}", self._staging(unit, part))
+                self.pool.move(before, state_name(target, part, unit), target, self._staging(unit, part))
             self._tiers[unit, part] = target
 
-    def _parts(self, unit: int) -> dict[str, Tensor]:
+    def _parts(self, unit: int) -> dict[Part, Tensor]:
         """Each part of a unit where the host can use it."""
         if self._open != unit:
             self.settle()
-        parts: dict[str, Tensor] = {}
+        parts: dict[Part, Tensor] = {}
         for part in PARTS:
             name = self._buffer(unit, part)
             if self.pool.has(name):
-                parts[part] = self.pool.memory(name) if name.startswith("host/") else self._bring(unit, part, name)
+                parts[part] = self.pool.memory(name) if self._in_host(unit, part) else self._bring(unit, part, name)
         self._open = unit
         return parts
 
-    def _bring(self, unit: int, part: str, name: str) -> Tensor:
+    def _bring(self, unit: int, part: Part, name: str) -> Tensor:
         """The bytes of a part that is not in host memory, fetched once: into a staging buffer if there is one."""
         if part not in self._brought:
             self._brought[part] = self.pool.get(name, self._staging(unit, part))
         return self._brought[part]
 
-    def _staging(self, unit: int, part: str) -> str:
-        kind = self.model.units[unit].kind
-        return f"host/stage/{part}/{'layer0' if kind == 'layer' else kind if self.model.tied else 'ends'}"
+    def _staging(self, unit: int, part: Part) -> str:
+        return staging_name(self.model, unit, part)
 
-    def _buffer(self, unit: int, part: str) -> str:
-        return f"{self._tiers[unit, part]}/{part}/{unit}"
-
-
-def _tier(home: Home, part: str) -> Tier:
-    """Where the truth about a part is: weights on the device alone have a copy in host memory, which rules."""
-    if part == "hi":
-        return "host" if home.weights == "device" and not home.on_device else home.weights
-    return home.low_bits if part == "low" else home.moments
+    def _buffer(self, unit: int, part: Part) -> str:
+        return state_name(self._tiers[unit, part], part, unit)
 
 
 def _tensor(flat: np.ndarray, field: Field) -> Tensor:

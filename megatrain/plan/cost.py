@@ -11,8 +11,8 @@ from math import exp, inf, log, log2, prod
 from statistics import median
 
 from megatrain.schedule import Op, Timeline
-from megatrain.schedule.passes.gradient_slots import accumulator_nbytes
-from megatrain.schedule.passes.recompute import STORES
+from megatrain.schedule.contents import LayerGraph, Saved
+from megatrain.schedule.passes.gradients import accumulator_nbytes
 from megatrain.schedule.passes.state_buffers import MOMENTS_NBYTES
 from megatrain.schedule.passes.workspace import runs_in_chunks
 from megatrain.schedule.replay import DISK_STREAMS
@@ -512,8 +512,13 @@ class _Prices:
 
 def _kept_for(op: Op) -> str:
     """What a backward finds of its layer beside the input, `graph` or one of `STORES`; empty for nothing."""
-    found = (access.buffer.split("/")[1] for access in op.reads if op.kind == "BACKWARD")
-    return next((word for word in found if word == "graph" or word in STORES), "")
+    for access in op.reads if op.kind == "BACKWARD" else ():
+        match access.content:
+            case LayerGraph():
+                return "graph"
+            case Saved(keep=keep):
+                return keep
+    return ""
 
 
 def update_nbytes(layout: Layout, numerics: Numerics) -> int:

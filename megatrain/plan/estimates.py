@@ -19,7 +19,7 @@ from megatrain.plan.activation_plan import Counts, Option, mixed, rows_of
 from megatrain.plan.cost import home_seconds, op_seconds, shape_of
 from megatrain.plan.question import Choice, Estimate, Plan, Question
 from megatrain.plan.search_space import FITS, WORTH_A_REPLAY
-from megatrain.schedule import Schedule, Timeline, build_step, nbytes_by_owner, replay
+from megatrain.schedule import Schedule, Timeline, build_step, nbytes_by_use, replay
 from megatrain.schedule.passes.state_buffers import Pending, save_nbytes, state_nbytes
 from megatrain.schedule.replay import DISK_STREAMS
 from megatrain.spec import ModelSpec, Numerics, Policy, Work
@@ -220,8 +220,8 @@ def _with_layers(model: ModelSpec, kinds: Mapping[object, list[int]], counts: Ma
 
 
 def memory_table(model: ModelSpec, numerics: Numerics, policy: Policy, work: Work) -> dict[tuple[str, str], int]:
-    """(tier, owner) -> bytes held for the whole run, by tier, largest first: what the ledger will record.
+    """(tier, use) -> bytes held for the whole run, by tier, largest first: what the ledger will record.
 
     Activations inside a layer are not in it: they depend on the model's code.
     """
-    return nbytes_by_owner(build_step(model, numerics, policy, work).buffers.values())
+    return nbytes_by_use(build_step(model, numerics, policy, work).buffers.values())

@@ -15,9 +15,9 @@ from megatrain.plan.report import (
     amount,
     as_content,
     load_rows,
-    owner_rows,
     summary_rows,
     upgrade_rows,
+    use_rows,
 )
 from megatrain.schedule import Timeline
 
@@ -60,9 +60,9 @@ def _memory(outlook: Outlook) -> str:
     """A bar per tier, as long as its budget or its use, whichever is more."""
     budgets = outlook.plan.question.budgets()
     bars = []
-    for tier, owners in owner_rows(outlook.plan).items():
+    for tier, uses in use_rows(outlook.plan).items():
         used, budget = outlook.plan.nbytes[tier], budgets[tier]
-        parts = [(f"{owner}: {amount(nbytes)}", float(nbytes)) for owner, nbytes in owners]
+        parts = [(f"{use}: {amount(nbytes)}", float(nbytes)) for use, nbytes in uses]
         bars.append(bar(f"{tier}: {amount(used)} of {amount(budget)}", parts, max(used, budget)))
     return section("Memory at its peak", "".join(bars))
 

@@ -28,7 +28,7 @@ from megatrain.plan.search_space import (
 )
 from megatrain.schedule import build_step
 from megatrain.schedule.ops import STREAMS
-from megatrain.schedule.passes.pinned_staging import locked_nbytes
+from megatrain.schedule.passes.pinned_staging import pinned_nbytes
 from megatrain.spec import ModelSpec, Numerics, Policy, Work
 from megatrain.spec.layout import layout_of
 
@@ -213,7 +213,7 @@ def fit_transit(model: ModelSpec, numerics: Numerics, policy: Policy, limit: int
     shard = min(policy.shard_nbytes, _shard_nbytes(model, policy.slabs, limit))
     for each in (policy, replace(policy, transit="slabs", shard_nbytes=shard)):
         schedule = build_step(model, numerics, each, Work((1, 1)))
-        if locked_nbytes(schedule.buffers.values(), each.transit) <= limit:
+        if pinned_nbytes(schedule.buffers.values(), each.transit) <= limit:
             return each
     return replace(policy, transit="pageable")
 
@@ -229,5 +229,5 @@ def locks_too_much(plan: Plan) -> bool:
     hardware = plan.question.hardware
     if hardware.shares_memory or hardware.pinnable_nbytes is None:
         return False
-    taken = locked_nbytes(plan.timeline.schedule.buffers.values(), plan.policy.transit)
+    taken = pinned_nbytes(plan.timeline.schedule.buffers.values(), plan.policy.transit)
     return taken > hardware.pinnable_nbytes

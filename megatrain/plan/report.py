@@ -1,4 +1,4 @@
-"""A plan as a person reads it: bytes by tier and owner, and what follows from it, in rows of words.
+"""A plan as a person reads it: bytes by tier and use, and what follows from it, in rows of words.
 
 Amounts are decimal (1 GB is 1e9 bytes), as machines are described. It leaves out colours, columns and files: the
 terminal has `commands.plan`, a page has `html`.
@@ -12,32 +12,17 @@ from typing import Any
 
 from megatrain.plan.analysis import Outlook, Sweep, Upgrade
 from megatrain.plan.question import Plan
-from megatrain.schedule import Schedule
-
-OWNER_WORDS = {
-    "hidden": "inputs of layers",
-    "dhidden": "gradients of inputs",
-    "graph": "graphs of layers",
-    "chosen": "outputs of products and attention",
-    "attention": "outputs of attention",
-    "loss": "loss workspace",
-    "partial": "gradient workspace",
-    "again": "inputs computed again",
-    "grads": "gradient slots",
-    "grad": "gradients on their way",
-    "args": "arguments of layers",
-}
-"""Owner of a buffer -> what it holds, to a person; an owner that is not here says it itself."""
+from megatrain.schedule import Schedule, Use
 
 SMALLEST_STALL = 0.005
 """Of a step, below which a cause of waiting is not named."""
 
 SMALLEST_SHARE = 10_000
-"""Of a tier's bytes, an owner with less than one in so many is not shown."""
+"""Of a tier's bytes, a use with less than one in so many is not shown."""
 
 
 def peak_table(plan: Plan) -> dict[tuple[str, str], int]:
-    """(tier, owner) -> bytes at the moment when most of the tier is in use, by tier, largest first.
+    """(tier, use) -> bytes at the moment when most of the tier is in use, by tier, largest first.
 
     Activations, graphs and workspaces included; each tier adds up to its peak. A device that shares memory with the
     host has no tier of its own.
@@ -45,11 +30,10 @@ def peak_table(plan: Plan) -> dict[tuple[str, str], int]:
     schedule, shares = plan.timeline.schedule, plan.question.hardware.shares_memory
     table: Counter[tuple[str, str]] = Counter()
     for tier in dict.fromkeys(buffer.tier for buffer in schedule.buffers.values()):
-        for owner, nbytes in _at_peak(schedule, tier).items():
-            words = "weight slots" if (tier, owner) == ("device", "weights") else OWNER_WORDS.get(owner, owner)
-            table["host" if shares else tier, words] += nbytes
+        for use, nbytes in _at_peak(schedule, tier).items():
+            table["host" if shares else tier, use] += nbytes
     if plan.save_nbytes:
-        table["host", "checkpoint"] += plan.save_nbytes
+        table["host", Use.CHECKPOINT.value] += plan.save_nbytes
     return dict(sorted(table.items(), key=lambda item: (item[0][0], -item[1], item[0][1])))
 
 
@@ -62,32 +46,32 @@ def _at_peak(schedule: Schedule, tier: str) -> Counter[str]:
             first.setdefault(access.buffer, index)
             last[access.buffer] = index
     held: Counter[str] = Counter()
-    changes: list[tuple[int, int, str]] = []  # index of an op, bytes from there on, owner
+    changes: list[tuple[int, int, str]] = []  # index of an op, bytes from there on, use
     for buffer in schedule.buffers.values():
         if buffer.tier != tier:
             continue
         if buffer.arena:
-            held[buffer.owner] += buffer.nbytes
+            held[buffer.use.value] += buffer.nbytes
         elif buffer.name in first:
-            changes += [(first[buffer.name], buffer.nbytes, buffer.owner)]
-            changes += [(last[buffer.name] + 1, -buffer.nbytes, buffer.owner)]
+            changes += [(first[buffer.name], buffer.nbytes, buffer.use.value)]
+            changes += [(last[buffer.name] + 1, -buffer.nbytes, buffer.use.value)]
     peak, total = held.copy(), held.total()
     most = total
-    for _, nbytes, owner in sorted(changes):  # of one op, what is given up comes first
-        held[owner] += nbytes
+    for _, nbytes, use in sorted(changes):  # of one op, what is given up comes first
+        held[use] += nbytes
         total += nbytes
         if total > most:
             most, peak = total, held.copy()
     return +peak
 
 
-def owner_rows(plan: Plan) -> dict[str, list[tuple[str, int]]]:
-    """Tier -> owners and bytes at the peak, but for those too small to be seen."""
+def use_rows(plan: Plan) -> dict[str, list[tuple[str, int]]]:
+    """Tier -> uses and bytes at the peak, but for those too small to be seen."""
     table = peak_table(plan)
     tiers: dict[str, list[tuple[str, int]]] = {}
-    for (tier, owner), nbytes in table.items():
+    for (tier, use), nbytes in table.items():
         if nbytes * SMALLEST_SHARE >= plan.nbytes[tier]:
-            tiers.setdefault(tier, []).append((owner, nbytes))
+            tiers.setdefault(tier, []).append((use, nbytes))
     return tiers
 
 
@@ -243,9 +227,7 @@ def as_content(outlook: Outlook, swept: Sweep | None = None) -> dict[str, Any]:
         "stall_share": outlook.stall_share,
         "stalls": outlook.stalls,
         "nbytes": dict(plan.nbytes),
-        "memory": [
-            {"tier": tier, "owner": owner, "nbytes": nbytes} for (tier, owner), nbytes in peak_table(plan).items()
-        ],
+        "memory": [{"tier": tier, "use": use, "nbytes": nbytes} for (tier, use), nbytes in peak_table(plan).items()],
         "loads": [{"name": load.name, **asdict(load)} for load in outlook.loads],
         "hiding": None if outlook.hiding is None else asdict(outlook.hiding),
         "run": {

@@ -54,8 +54,8 @@ def foreseen(plan: Plan, engine: Engine, facts: Sequence[tuple[str, str]], step:
 
 def _by_tier(table: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
     tiers: dict[str, dict[str, int]] = {}
-    for (tier, owner), nbytes in table.items():
-        tiers.setdefault(tier, {})[owner] = nbytes
+    for (tier, use), nbytes in table.items():
+        tiers.setdefault(tier, {})[use] = nbytes
     return tiers
 
 

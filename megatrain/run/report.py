@@ -185,10 +185,10 @@ def _memory(run: History, figures: dict[str, Any]) -> str:
         planned, taken = foreseen.get(tier, {}), held.get(tier, {})
         peak = max((value for value in run.tiers.get(tier, ()) if math.isfinite(value)), default=0.0)
         whole = max(sum(planned.values()), sum(taken.values()), 1.0)
-        for words, owners in (("planned at its peak", planned), ("held when it began", taken)):
-            if owners:
-                rows = [(f"{owner}: {amount(nbytes)}", nbytes) for owner, nbytes in owners.items()]
-                parts.append(bar(f"{tier}, {words}: {amount(sum(owners.values()))}", rows, whole))
+        for words, uses in (("planned at its peak", planned), ("held when it began", taken)):
+            if uses:
+                rows = [(f"{use}: {amount(nbytes)}", nbytes) for use, nbytes in uses.items()]
+                parts.append(bar(f"{tier}, {words}: {amount(sum(uses.values()))}", rows, whole))
         if peak:
             parts.append(f"<p>{escape(tier)}: at most {escape(amount(peak))} held after a step.</p>")
     return "".join(parts) or "<p>nothing was told</p>"
@@ -259,13 +259,13 @@ def _some(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 
 def _by_tier(told: Any) -> dict[str, dict[str, float]]:
-    """Tier -> owner -> bytes, out of whatever a line held."""
+    """Tier -> use -> bytes, out of whatever a line held."""
     if not isinstance(told, Mapping):
         return {}
     return {
-        str(tier): {str(owner): float(nbytes) for owner, nbytes in owners.items() if isinstance(nbytes, int | float)}
-        for tier, owners in told.items()
-        if isinstance(owners, Mapping)
+        str(tier): {str(use): float(nbytes) for use, nbytes in uses.items() if isinstance(nbytes, int | float)}
+        for tier, uses in told.items()
+        if isinstance(uses, Mapping)
     }
 
 

@@ -14,15 +14,14 @@ from megatrain.schedule.ops import (
     Buffer,
     Op,
     Schedule,
-    nbytes_by_owner,
+    Use,
+    nbytes_by_use,
 )
 from megatrain.schedule.passes.phases import calls_in, whole
-from megatrain.schedule.passes.prefetch import AHEAD
 from megatrain.schedule.replay import Timeline, chrome_trace, replay
 from megatrain.schedule.show import show_op, show_schedule
 
 __all__ = [
-    "AHEAD",
     "CALLS",
     "USED",
     "Access",
@@ -30,6 +29,7 @@ __all__ = [
     "Op",
     "Schedule",
     "Timeline",
+    "Use",
     "build_flush",
     "build_forward",
     "build_step",
@@ -37,7 +37,7 @@ __all__ = [
     "check",
     "chrome_trace",
     "derive_waits",
-    "nbytes_by_owner",
+    "nbytes_by_use",
     "replay",
     "show_op",
     "show_schedule",

@@ -15,20 +15,20 @@ The module leaves out prices (`replay`), proofs (`check`) and the choice of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache, partial
 
-from megatrain.schedule.contents import USED, Gradient, Norm, Scratch, Weights
+from megatrain.schedule.contents import CONTENT_OF, USED, Scratch, Weights
 from megatrain.schedule.deps import derive_waits
-from megatrain.schedule.ops import Access, Buffer, Op, Schedule, Stream
+from megatrain.schedule.ops import Access, Buffer, Op, Schedule, Stream, Use
 from megatrain.schedule.passes.disk_staging import Staged, stage
-from megatrain.schedule.passes.gradient_slots import Sums
-from megatrain.schedule.passes.pinned_staging import Slabs
-from megatrain.schedule.passes.prefetch import Fetches, Slots, Visit
+from megatrain.schedule.passes.gradients import Gradients
+from megatrain.schedule.passes.pinned_staging import PinnedStaging
+from megatrain.schedule.passes.prefetch import Prefetch, Visit
 from megatrain.schedule.passes.recompute import Activations, Again
-from megatrain.schedule.passes.state_buffers import Pending, StateBuffers
+from megatrain.schedule.passes.state_buffers import Pending, StateBuffers, state_name
+from megatrain.schedule.passes.weight_slots import WeightSlots
 from megatrain.schedule.passes.workspace import backward_nbytes, beside_nbytes, loss_nbytes
-from megatrain.spec import ModelSpec, Numerics, Policy, Tier, Work
+from megatrain.spec import ModelSpec, Numerics, Part, Policy, Tier, Work
 from megatrain.spec.layout import Layout, layout_of
 
 
@@ -66,10 +66,9 @@ class Builder:
         self.alive = Activations(model, numerics, policy, work, self.buffers, trains=trains)
         self.staged: dict[str, Staged] = {}
         """Names of host memory that stand for state on the disk."""
-        self.slabs = Slabs(policy, self.buffers, self.staged)
-        self.slots = Slots(model, numerics, policy, self.layouts, self.buffers)
-        self.sums = Sums(model, numerics, policy, work, self.buffers)
-        self.contributions = [0] * len(model.units)
+        self.pinned_staging = PinnedStaging(policy, self.buffers, self.staged)
+        self.slots = WeightSlots(model, numerics, policy, self.layouts, self.buffers)
+        self.gradients = Gradients(model, numerics, policy, work, self.buffers, self.pinned_staging)
         self.lowest = model.lowest_trained
         """What lies below has no backward pass: nothing in it trains."""
         self.state = StateBuffers(model, numerics, policy, pending, self.buffers, self.staged)
@@ -90,9 +89,8 @@ class Builder:
             for visit in visits:
                 visit.body = [*visit.compute, *visit.after]
         else:
-            resident = {f"device/hi/{unit}": unit for unit in self.units if self.homes[unit].on_device}
             ready = self._updated_at if self.pending == "all" else lambda unit: 0
-            Fetches(self.slots, self.slabs, ready).place(visits, resident)
+            Prefetch(self.slots, self.pinned_staging, ready).place(visits)
         updates = [unit for unit in self.units if self.trained[unit].size] if self.pending == "all" else []
         ops: list[Op] = []
         for index, visit in enumerate(visits):
@@ -104,7 +102,7 @@ class Builder:
 
     def _finished(self, ops: Sequence[Op]) -> Schedule:
         names = tuple(unit.name for unit in self.model.units)
-        placed = stage(stage(self.alive.travelling(ops), self.staged), self.slabs.staged)
+        placed = stage(stage(self.alive.offloaded(ops), self.staged), self.pinned_staging.staged)
         return derive_waits(Schedule(tuple(placed), self.buffers, names))
 
     def _updated_at(self, unit: int) -> int:
@@ -144,7 +142,8 @@ class Builder:
             owners = [owner for owner in (unit, *((0,) if self.model.tied else ())) if self.layouts[owner].size]
             reads = [self.alive.hidden(unit, micro), *(self._weights(owner) for owner in owners)]
             nbytes = loss_nbytes(self.model, self.numerics, self.policy, self.work, micro, trains=self.trains)
-            writes = [self.alive.transient("loss", nbytes + beside_nbytes(self.numerics, self.policy), Scratch("loss"))]
+            nbytes += beside_nbytes(self.numerics, self.policy)
+            writes = [self.alive.transient(Use.LOSS_WORKSPACE, "all", nbytes, Scratch("loss"))]
             reads += [side for layer in self.model.layers for side in self.alive.sides(layer, micro)]
             if self.trains:
                 writes.append(self.alive.dhidden(unit, micro))
@@ -153,7 +152,7 @@ class Builder:
                 ]
                 for owner in owners:
                     if self.trained[owner].size:
-                        self._contribute(owner, reads, writes)
+                        self.gradients.add(owner, reads, writes)
             visit.compute.append(Op("LOSS", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))
         if self.trains:
             visit.after = self._gradient_out(unit)
@@ -191,9 +190,9 @@ class Builder:
                     writes.append(self.alive.graph(unit, micro))
                 writes.append(self.alive.dhidden(unit, micro))
             workspace = nbytes(self.work.tokens[micro]) + beside_nbytes(self.numerics, self.policy)
-            writes.append(self.alive.transient(f"partial/{kind}", workspace, Scratch("partial")))
+            writes.append(self.alive.transient(Use.BACKWARD_WORKSPACE, kind, workspace, Scratch("partial")))
             if self.trained[unit].size:
-                self._contribute(unit, reads, writes)
+                self.gradients.add(unit, reads, writes)
             visit.compute.append(Op("BACKWARD", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))
         visit.after = self._gradient_out(unit)
         visit.last_first = unit > 0 and self.alive.keeps_graph(unit, self.micros[-1])
@@ -207,94 +206,39 @@ class Builder:
     # Weights --------------------------------------------------------------------------------------------------------
 
     def _weights(self, unit: int) -> Access:
-        """The whole of a unit's weights, where compute finds them. The slot's name is filled in by `Fetches`."""
+        """The whole of a unit's weights, where compute finds them; `Prefetch` fills in in which slot."""
+        if not self.policy.shares_memory:
+            return self.slots.unplaced(unit)
         nbytes = self.layouts[unit].size * self.numerics.weight_nbytes
-        name = f"host/hi/{unit}" if self.policy.shares_memory else f"?{unit}"
-        return Access(name, 0, nbytes, Weights(unit))
+        return Access(state_name("host", Part.WEIGHTS, unit), 0, nbytes, Weights(unit))
 
-    # Gradients ------------------------------------------------------------------------------------------------------
-
-    def _contribute(self, unit: int, reads: list[Access], writes: list[Access]) -> None:
-        """One more micro-batch adds to the gradient of `unit`: read the sum so far, write the next."""
-        total = len(self.micros) * (2 if unit == 0 and self.model.tied else 1)
-        place = self._accumulator(unit)
-        if self.contributions[unit]:
-            reads.append(replace(place, content=Gradient(unit, terms=self.contributions[unit])))
-        self.contributions[unit] += 1
-        done = self.contributions[unit] == total
-        writes.append(replace(place, content=Gradient(unit, terms=None if done else self.contributions[unit])))
-
-    def _accumulator(self, unit: int) -> Access:
-        """Where the gradient of a unit is summed: a slot, or its home in memory the device shares."""
-        if self.sums.at_home(unit):
-            return Access(
-                self._gradient_home(unit), 0, self.trained[unit].size * self.numerics.grad_nbytes, Gradient(unit)
-            )
-        return self.sums.place(unit)
-
-    def _gradient_home(self, unit: int) -> str:
-        """The buffer that the update reads: one per unit while it waits for the norm, else a ring."""
-        tier: Tier = "device" if self.homes[unit].on_device else "host"
-        if self.policy.update != "during_backward":
-            return f"{tier}/grad/{unit}"
-        return self._gradient_slot("grad", unit, tier)
-
-    def _gradient_slot(self, kind: str, unit: int, tier: Tier) -> str:
-        """The buffer of a unit's gradient where they take turns: layers in a ring, the ends in one."""
-        is_layer, tied = self.model.units[unit].kind == "layer", self.model.tied
-        users = self.model.layers if is_layer else [unit] if tied else [0, self.model.epilogue]
-        number = unit % min(self.policy.grad_slots, len(users)) if is_layer else ""
-        name = f"{tier}/{kind}/{self.model.units[unit].kind if is_layer or tied else 'ends'}{number}"
-        nbytes = max(self.trained[user].size for user in users) * self.numerics.grad_nbytes
-        if name not in self.buffers or self.buffers[name].nbytes < nbytes:
-            self.buffers[name] = Buffer(name, tier, nbytes, kind)
-        return name
+    # Gradients and updates ------------------------------------------------------------------------------------------
 
     def _gradient_out(self, unit: int) -> list[Op]:
-        ops: list[Op] = []
+        """What follows a complete gradient: its way out, its norm, and its update where that does not wait for the
+        norm of all."""
         if not self.trained[unit].size:
-            return ops
-        source, home = self._accumulator(unit), self._gradient_home(unit)
-        each, out = (source.stop - source.start) // self.trained[unit].size, self.numerics.grad_nbytes
-        if source.buffer != home:
-            for shard in self.trained[unit].shards(max(1, self.policy.shard_nbytes // each)):
-                start, stop = source.start + shard.start * each, source.start + shard.stop * each
-                read = Access(source.buffer, start, stop, Gradient(unit))
-                landing = Access(home, shard.start * out, shard.stop * out, Gradient(unit))
-                writes = [self.slabs.at("grad", unit, shard.index, landing)]
-                if each != out and home.startswith("host/") and not self.policy.shares_memory:
-                    writes.append(self._cast(landing.stop - landing.start))
-                ops.append(Op("GRAD", "grad", unit, shard=shard.index, reads=(read,), writes=tuple(writes)))
-        landed = Access(home, 0, self.trained[unit].size * out, Gradient(unit))
-        norm = Access("host/norms", 8 * unit, 8 * unit + 8, Norm(unit))
+            return []
         stream: Stream = "grad" if self.homes[unit].on_device else "host"
-        ops.append(Op("NORM", stream, unit, reads=(landed,), writes=(norm,)))
-        if self.policy.update == "during_backward":
-            ops.append(self._update(unit))
-        return ops
-
-    def _cast(self, nbytes: int) -> Access:
-        """Where a shard of a gradient takes the dtype that crosses the bus, on the device."""
-        known = self.buffers.get("device/cast")
-        self.buffers["device/cast"] = Buffer(
-            "device/cast", "device", max(nbytes, known.nbytes if known else 0), "grads"
-        )
-        return Access("device/cast", 0, nbytes, USED)
+        norm = Op("NORM", stream, unit, reads=(self.gradients.landed(unit),), writes=(self.state.norm(unit),))
+        updates = [self._update(unit)] if self.policy.update == "during_backward" else []
+        return [*self.gradients.leave(unit), norm, *updates]
 
     def _update(self, unit: int) -> Op:
         """The optimizer pass over one unit: pending from the last step, or right behind its gradient."""
         before, after = ("old", "") if self.pending == "all" else ("", "new")
-        on_device, size = self.homes[unit].on_device, self.trained[unit].size
+        on_device = self.homes[unit].on_device
+        tier: Tier = "device" if on_device else "host"
         # What is frozen counts as written, so that each part has one version.
         parts = [
-            (f"{'device' if on_device else 'host'}/{part.name}/{unit}", part.nbytes, part.content)
-            for part in self.state.of(unit)
-            if part.name != "grad"
+            (state_name(tier, each.part, unit), each.nbytes, CONTENT_OF[each.part])
+            for each in self.state.of(unit)
+            if each.part is not Part.GRADIENTS
         ]
-        home = Access(self._gradient_home(unit), 0, size * self.numerics.grad_nbytes, Gradient(unit, before))
-        reads = [home, *(Access(name, 0, nbytes, what(unit, before)) for name, nbytes, what in parts)]
+        gradient = self.gradients.landed(unit, before)
+        reads = [gradient, *(Access(name, 0, nbytes, what(unit, before)) for name, nbytes, what in parts)]
         if self.pending == "none":
-            reads.append(Access("host/norms", 8 * unit, 8 * unit + 8, Norm(unit)))
+            reads.append(self.state.norm(unit))
         writes = [Access(name, 0, nbytes, what(unit, after)) for name, nbytes, what in parts]
-        writes.append(Access(home.buffer, home.start, home.stop, USED))
+        writes.append(Access(gradient.buffer, gradient.start, gradient.stop, USED))
         return Op("UPDATE", "compute" if on_device else "host", unit, reads=tuple(reads), writes=tuple(writes))

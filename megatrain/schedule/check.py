@@ -22,7 +22,7 @@ from itertools import pairwise
 from megatrain.errors import ScheduleError
 from megatrain.schedule.contents import Content, Gradient
 from megatrain.schedule.deps import unordered
-from megatrain.schedule.ops import Access, Op, Schedule
+from megatrain.schedule.ops import Access, Op, Schedule, Use
 from megatrain.schedule.passes.phases import calls_in
 from megatrain.schedule.show import show_schedule
 from megatrain.spec import Tier
@@ -125,7 +125,7 @@ def _check_gradients(schedule: Schedule) -> None:
                 raise _refusal(schedule, _last(ops, kind, unit), f"{kind} of unit {unit} happens {count} times")
     for unit in sorted(trained):
         grads = [(i, op) for i, op in enumerate(ops) if op.kind in ("GRAD", "UNPACK") and op.unit == unit]
-        grads = [(i, op) for i, op in grads if not op.writes[0].buffer.startswith("host/slab/")]  # not on its way
+        grads = [(i, op) for i, op in grads if schedule.buffers[op.writes[0].buffer].use is not Use.PINNED_STAGING]
         copied = sorted((op.writes[0].start, op.writes[0].stop, i) for i, op in grads)
         for (_, stop, _), (start, _, index) in pairwise(copied):
             if start != stop:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatrain.spec import Part, SavedOutputs
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:
@@ -121,6 +123,8 @@ class Saved:
 
     unit: int
     micro: int
+    keep: SavedOutputs
+    """Which of them."""
 
     def __str__(self) -> str:
         return f"c{self.unit}.{self.micro}"
@@ -152,6 +156,13 @@ USED = Scratch("used")
 """Memory that an op has given up: nobody may read it, and its pages may go back to the system."""
 
 State = Weights | LowBits | Moments | Gradient
+CONTENT_OF: dict[Part, type[State]] = {
+    Part.WEIGHTS: Weights,
+    Part.LOW_BITS: LowBits,
+    Part.MOMENTS: Moments,
+    Part.GRADIENTS: Gradient,
+}
+PART_OF: dict[type, Part] = {content: part for part, content in CONTENT_OF.items()}
 Content = State | Norm | Hidden | HiddenGradient | Arguments | LayerGraph | Saved | Side | Scratch
 
 

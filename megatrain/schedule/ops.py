@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cached_property
 from typing import Literal, get_args
 
 from megatrain.schedule.contents import Content, Gradient
-from megatrain.spec import Tier
+from megatrain.spec import Part, Tier
 
 Copy = Literal["READ", "WRITE", "FETCH", "GRAD", "OFFLOAD", "RELOAD", "PACK", "UNPACK"]
 Call = Literal["FORWARD", "LOSS", "BACKWARD"]
@@ -30,24 +31,76 @@ CALLS: tuple[Call, ...] = get_args(Call)
 """What runs code of the model, on the compute stream."""
 
 
+class Use(StrEnum):
+    """What a buffer is for. The value is what users read."""
+
+    WEIGHTS = "weights"
+    OPTIMIZER_STATE = "optimizer state"
+    GRADIENTS = "gradients"
+    RESIDENT_COPY = "resident weights"
+    """Weights on the device whose truth is in host memory."""
+    NORMS = "norms"
+    DISK_STAGING = "disk staging"
+    PINNED_STAGING = "pinned staging"
+    CHECKPOINT = "checkpoint"
+    WEIGHT_SLOTS = "weight slots"
+    READ_AHEAD = "read-ahead"
+    GRADIENT_SLOTS = "gradient slots"
+    GRADIENT_CASTS = "gradient casts"
+    LANDED_GRADIENTS = "landed gradients"
+    """Gradients that are used as they land."""
+    OFFLOAD_SLOTS = "offload slots"
+    OFFLOADED_INPUTS = "offloaded inputs"
+    ARGUMENTS = "arguments of layers"
+    INPUTS = "inputs of layers"
+    RECOMPUTED_INPUTS = "recomputed inputs"
+    INPUT_GRADIENTS = "gradients of inputs"
+    GRAPHS = "graphs of layers"
+    SAVED_OUTPUTS = "saved outputs"
+    ROUTER_LOGITS = "router logits"
+    FORWARD_WORKSPACE = "forward workspace"
+    LOSS_WORKSPACE = "loss workspace"
+    BACKWARD_WORKSPACE = "backward workspace"
+
+
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Named memory of one tier. `initial` is what it holds before the step, if anything; arenas live all the time."""
+    """Memory of one tier, under a name that tells buffers apart and that nobody takes apart."""
 
     name: str
     tier: Tier
     nbytes: int
-    owner: str
+    use: Use
     initial: Content | None = None
+    """What it holds before the step, if anything."""
     arena: bool = True
+    """Whether it lives all the time, and not from the first to the last op that mentions it."""
+    part: Part | None = None
+    """The part of units' state that lies there or passes through."""
+    unit: int | None = None
+    """The unit whose own it is; `None` where units take turns."""
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it holds masters or moments, and no copy of them."""
+        own = self.part is not None and self.part is not Part.GRADIENTS and self.unit is not None
+        return own and self.use is not Use.RESIDENT_COPY
 
 
-def nbytes_by_owner(buffers: Iterable[Buffer]) -> dict[tuple[str, str], int]:
-    """(tier, owner) -> bytes of the arena buffers, by tier, largest first."""
+def declare(buffers: dict[str, Buffer], buffer: Buffer) -> str:
+    """Enter a buffer, or make the one of that name as large. Returns the name."""
+    known = buffers.get(buffer.name)
+    if known is None or known.nbytes < buffer.nbytes:
+        buffers[buffer.name] = buffer
+    return buffer.name
+
+
+def nbytes_by_use(buffers: Iterable[Buffer]) -> dict[tuple[str, str], int]:
+    """(tier, use) -> bytes of the arena buffers, by tier, largest first."""
     totals: dict[tuple[str, str], int] = defaultdict(int)
     for buffer in buffers:
         if buffer.arena:
-            totals[buffer.tier, buffer.owner] += buffer.nbytes
+            totals[buffer.tier, buffer.use.value] += buffer.nbytes
     return dict(sorted(totals.items(), key=lambda item: (item[0][0], -item[1])))
 
 
@@ -125,11 +178,12 @@ class Schedule:
         return {name: ends for name, ends in found.items() if not self.buffers[name].arena}
 
     @cached_property
-    def ended(self) -> dict[int, list[str]]:
-        """`id` of an op -> the transient buffers that no later op mentions."""
-        found: dict[int, list[str]] = defaultdict(list)
+    def ended(self) -> dict[int, list[Access]]:
+        """`id` of an op -> its accesses of transient buffers that no later op mentions, one for each."""
+        found: dict[int, list[Access]] = defaultdict(list)
         for name, (_, last) in self.lifetimes.items():
-            found[id(self.ops[last])].append(name)
+            op = self.ops[last]
+            found[id(op)].append(next(access for access in (*op.reads, *op.writes) if access.buffer == name))
         return found
 
     def extent(self, buffer: str, content: Content) -> tuple[int, int]:

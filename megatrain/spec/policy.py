@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Annotated, Literal
 
 from megatrain.errors import PlanError
@@ -18,12 +19,31 @@ Keep = Literal["graph", "chosen", "attention", "input", "offload", "drop"]
 """What is left of a layer's forward for its backward: its autograd graph; its input and what its large products and its
 attention have given; its input and what attention has; its input; its input in host memory, brought back in time; or
 nothing, and the input is computed again from the nearest one below that was not dropped."""
+SavedOutputs = Literal["chosen", "attention"]
+"""Of `Keep`, what stores outputs of ops."""
 UpdateTime = Literal["next_forward", "during_backward"]
 Gates = Literal["unit", "shard"]
 Tier = Literal["device", "host", "disk"]
 Transit = Literal["locked", "slabs", "pageable"]
 """How weights and gradients cross the bus: page-locked where they lie, through page-locked slabs, or not locked."""
 Slots = Annotated[int, Bounds(1, 1 << 12)]
+
+
+class Part(StrEnum):
+    """A part of a unit's state. The value is the field of `Home` that says where it is between steps."""
+
+    WEIGHTS = "weights"
+    """What streams: in bf16 the upper half of each float32 master, in fp32 the master."""
+    LOW_BITS = "low_bits"
+    """The other half of each master, in bf16."""
+    MOMENTS = "moments"
+    """AdamW's m and v."""
+    GRADIENTS = "gradients"
+    """A gradient that waits for the norm."""
+
+    @property
+    def label(self) -> str:
+        return self.value.replace("_", " ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +61,15 @@ class Home:
     """AdamW's m and v."""
     gradients: Tier = "host"
     """Where a gradient waits for the norm; with the whole state on the device, it waits there."""
+
+    def tier(self, part: Part) -> Tier:
+        """Where the truth about a part is. Weights alone on the device are a copy: those in host memory rule."""
+        if part is Part.WEIGHTS and self.weights == "device" and not self.on_device:
+            return "host"
+        if part is Part.GRADIENTS and self.on_device:
+            return "device"
+        tier: Tier = getattr(self, part)
+        return tier
 
     def __post_init__(self) -> None:
         check_fields(self, PlanError, "home.")

@@ -31,7 +31,7 @@ from megatrain.device.worker import OwningProcess
 from megatrain.errors import CheckpointError, DamagedCheckpoint, MegaTrainError, typed_line
 from megatrain.memory import Store, UnitState
 from megatrain.model import PortedModel
-from megatrain.schedule import Buffer
+from megatrain.schedule import Buffer, Use
 from megatrain.spec import Numerics, Policy
 
 SPARE = "host/checkpoint"
@@ -118,7 +118,7 @@ class Saver:
     def reserve(self) -> None:
         """Take the memory that saves need. Raises `DoesNotFit`."""
         nbytes = max(self._store.spare_nbytes(unit) for unit in range(len(self._store.layouts)))
-        self._store.pool.provide([Buffer(SPARE, "host", nbytes, "checkpoint")])
+        self._store.pool.provide([Buffer(SPARE, "host", nbytes, Use.CHECKPOINT)])
 
     @property
     def is_reserved(self) -> bool:

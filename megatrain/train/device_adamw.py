@@ -23,7 +23,7 @@ from torch import Tensor
 from megatrain.device import Device
 from megatrain.errors import typed_line
 from megatrain.optim import AdamW, StepScalars
-from megatrain.spec import Precision
+from megatrain.spec import Part, Precision
 from megatrain.spec.layout import align
 
 CHUNK = 1 << 20
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 def update_on_device(
-    parts: Mapping[str, Tensor],
+    parts: Mapping[Part, Tensor],
     gradient: Tensor,
     precision: Precision,
     scalars: StepScalars,
@@ -46,15 +46,15 @@ def update_on_device(
 ) -> None:
     """One AdamW step in place on a unit.
 
-    parts: `hi`, `low` (in bf16) and `moments` (m, then v), uint8 on the device. gradient: flat, bfloat16 or float32,
-    as long as what trains. segments: (start, stop, decays) in elements. sound: a bool on the device; where it is false
-    nothing changes, which the host need not know. kernels: see `kernels_for`.
+    parts: weights, low bits (in bf16) and moments (m, then v), uint8 on the device. gradient: flat, bfloat16 or
+    float32, as long as what trains. segments: (start, stop, decays) in elements. sound: a bool on the device; where
+    it is false nothing changes, which the host need not know. kernels: see `kernels_for`.
     """
     trained = gradient.numel()
-    moments = parts["moments"].view(torch.float32)
+    moments = parts[Part.MOMENTS].view(torch.float32)
     m, v = moments[:trained], moments[trained : 2 * trained]
-    weight = parts["hi"].view(torch.float32 if precision == "fp32" else torch.int16)
-    low = None if precision == "fp32" else parts["low"].view(torch.int16)
+    weight = parts[Part.WEIGHTS].view(torch.float32 if precision == "fp32" else torch.int16)
+    low = None if precision == "fp32" else parts[Part.LOW_BITS].view(torch.int16)
     update = adamw_by_operations if kernels is None else kernels.adamw
     for start, stop, decays in _joined(segments):
         part = slice(start, stop)

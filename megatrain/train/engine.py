@@ -575,7 +575,7 @@ class Engine:
         return self._ported.skeleton.config
 
     def memory_table(self) -> dict[tuple[str, str], int]:
-        """(tier, owner) -> bytes held now, activations inside layers not counted."""
+        """(tier, use) -> bytes held now, activations inside layers not counted."""
         return self._pool.ledger.table()
 
     def host_nbytes_left(self) -> int:

@@ -165,9 +165,9 @@ class Planned:
     seconds: float
     """Of a step."""
     nbytes: Mapping[str, Mapping[str, int]]
-    """Tier -> owner -> bytes, where most of the tier is in use."""
+    """Tier -> use -> bytes, where most of the tier is in use."""
     held_nbytes: Mapping[str, Mapping[str, int]]
-    """Tier -> owner -> bytes that are held now."""
+    """Tier -> use -> bytes that are held now."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from megatrain.device import Device
 from megatrain.errors import NonFinite
 from megatrain.memory import unit_state
 from megatrain.optim import AdamW, StepScalars, clip_scale, sum_of_squares, update_fp32, update_split
-from megatrain.spec import ModelSpec, Numerics, Policy, UnitSpec
+from megatrain.spec import ModelSpec, Numerics, Part, Policy, UnitSpec
 from megatrain.spec.layout import layout_of
 from megatrain.train.device_adamw import kernels_for, sum_of_squares_on_device, update_on_device
 
@@ -99,7 +99,7 @@ class OptimizerSink:
         if not math.isfinite(self._squares[unit]):
             raise self._refusal(unit)
 
-    def update(self, unit: int, gradient: Tensor, parts: Mapping[str, Tensor]) -> None:
+    def update(self, unit: int, gradient: Tensor, parts: Mapping[Part, Tensor]) -> None:
         """Apply AdamW to a unit, where its state is, with the scalars of the step that the gradient belongs to.
 
         A deferred update that an interrupted step has applied already is not applied again.
@@ -121,7 +121,7 @@ class OptimizerSink:
         self._updated.add(unit)
         self.applied[unit] += 1
 
-    def _update_on_host(self, unit: int, gradient: Tensor, parts: Mapping[str, Tensor]) -> None:
+    def _update_on_host(self, unit: int, gradient: Tensor, parts: Mapping[Part, Tensor]) -> None:
         assert self._scalars is not None
         state, segments = unit_state(parts, self._layouts[unit], self._precision), self._segments[unit]
         grad = _as_numpy(gradient)
@@ -222,7 +222,7 @@ class GradientCollector:
             part = gradient[field.start : field.stop].to("cpu", torch.float32, copy=True)
             self.gradients[field.name] = part.view(field.shape)
 
-    def update(self, unit: int, gradient: Tensor, parts: Mapping[str, Tensor]) -> None:
+    def update(self, unit: int, gradient: Tensor, parts: Mapping[Part, Tensor]) -> None:
         """The weights stay as they are; but what lives on the disk is written back, so nobody may be reading it."""
         self._before_update(unit)
 

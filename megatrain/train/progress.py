@@ -56,7 +56,7 @@ def show_plan(
     numerics: Numerics,
     policy: Policy,
 ) -> None:
-    """Print `facts` (a name and what it is), the policy, and the bytes of `memory` by tier and owner."""
+    """Print `facts` (a name and what it is), the policy, and the bytes of `memory` by tier and use."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     for name, fact in (*facts, ("policy", "; ".join(describe_policy(numerics, policy)))):
@@ -67,11 +67,11 @@ def show_plan(
     table.add_column("what for")
     table.add_column("bytes", justify="right")
     for tier in dict.fromkeys(tier for tier, _ in memory):
-        owners = {owner: nbytes for (of, owner), nbytes in memory.items() if of == tier}
-        for owner, nbytes in owners.items():
-            table.add_row(tier, owner, binary(nbytes))
-        if len(owners) > 1:
-            table.add_row(tier, "total", binary(sum(owners.values())), style="bold")
+        uses = {use: nbytes for (of, use), nbytes in memory.items() if of == tier}
+        for use, nbytes in uses.items():
+            table.add_row(tier, use, binary(nbytes))
+        if len(uses) > 1:
+            table.add_row(tier, "total", binary(sum(uses.values())), style="bold")
     console.print(table)
     console.print(Text(LEGEND, style="dim"))
 

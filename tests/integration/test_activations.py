@@ -20,7 +20,7 @@ from megatrain.engine.activations import pack, unpack
 from megatrain.engine.executor import Act
 from megatrain.errors import MegaTrainError, ModelError
 from megatrain.memory import Held
-from megatrain.schedule import Op, Schedule
+from megatrain.schedule import Op, Schedule, Use
 from megatrain.spec import Keep, Numerics, Precision, Work
 from megatrain.testing import KINDS, SimDevice, random_fault
 from tests.tiny import batch, equal, tiny_model, unequal_batches
@@ -169,7 +169,11 @@ def test_what_is_held_is_what_the_schedule_and_the_ledger_say(
     for tier in ("host", "device"):
         held = sum(nbytes for (where, _), nbytes in table.items() if where == tier)
         assert held == schedule.arena_nbytes(tier)  # type: ignore[arg-type]
-    inputs = [name for name in schedule.lifetimes if name.split("/")[1] in ("hidden", "again", "graph")]
+    inputs = [
+        name
+        for name in schedule.lifetimes
+        if schedule.buffers[name].use in (Use.INPUTS, Use.RECOMPUTED_INPUTS, Use.GRAPHS)
+    ]
     numbers = {id(op): index for index, op in enumerate(schedule.ops)}
     for op, count in seen:
         index = numbers[id(op)]

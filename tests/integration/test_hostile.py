@@ -220,7 +220,7 @@ def test_freed_memory_is_poisoned_and_given_back() -> None:
 
 def test_the_host_cannot_read_device_memory() -> None:
     with Engine.from_model(tiny_model(), "sim:0") as engine, pytest.raises(DeviceError, match="through a lease"):
-        engine._pool.memory("device/weights/layer0")
+        engine._pool.memory("device/weight slots/layer0")
 
 
 # Failures -------------------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def test_a_parameter_takes_12_bytes_and_its_waiting_gradient_2_or_4(precision: s
 def test_gradients_that_are_used_as_they_land_do_not_wait_in_host_memory() -> None:
     spec = port_model(tiny_model(num_hidden_layers=12), torch.float32).spec
     waiting = memory_table(spec, Numerics(), Policy(), WORK)["host", "gradients"]
-    used = memory_table(spec, Numerics(), Policy(update="during_backward"), WORK)["host", "grad"]
+    used = memory_table(spec, Numerics(), Policy(update="during_backward"), WORK)["host", "landed gradients"]
     assert used < waiting / 2
 
 

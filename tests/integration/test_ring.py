@@ -13,6 +13,7 @@ from megatrain.engine.phased_call import Call
 from megatrain.errors import MegaTrainError, ScheduleError
 from megatrain.schedule import CALLS
 from megatrain.schedule.passes import phases
+from megatrain.schedule.passes.weight_slots import RING as RING_BUFFER
 from megatrain.spec import IN_HOST, Gates, Home, Keep, Numerics, Precision, Transit
 from megatrain.spec.layout import layout_of
 from megatrain.testing import SimDevice
@@ -96,8 +97,9 @@ def test_what_is_frozen_stays_to_the_end_of_a_call(frozen: tuple[str, ...]) -> N
 def test_the_device_holds_one_unit_and_the_read_ahead() -> None:
     with engine("sim:2", RING, "llama") as made:
         made.step(unequal_batches(2))
-        spec, held = made.spec, made.memory_table()["device", "weights"]
-    ahead = held - 4 * max(layout_of(unit).size for unit in spec.units)
+        spec, held = made.spec, made.memory_table()
+    ahead = held["device", "read-ahead"]
+    assert held["device", "weight slots"] == 4 * max(layout_of(unit).size for unit in spec.units)
     assert 0.5 * RING.read_ahead_nbytes < ahead <= RING.read_ahead_nbytes
 
 
@@ -163,7 +165,7 @@ def test_an_engine_goes_over_to_a_ring_and_back_between_steps() -> None:
         for ahead in (0, 4096, 1000, 0):
             made.adopt(replace(made.policy, read_ahead_nbytes=ahead))
             losses.append(made.step(batches).loss)
-            assert ("device/weights/ring" in made._store.pool._buffers) == (ahead > 0)
+            assert (RING_BUFFER in made._store.pool._buffers) == (ahead > 0)
     assert losses == expected
 
 

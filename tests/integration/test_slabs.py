@@ -14,7 +14,7 @@ from megatrain.device.sim import Fault, SimDevice
 from megatrain.errors import DeviceError, PlanError, StreamFailed
 from megatrain.plan import Question, find_plan
 from megatrain.run.this_machine import this_machine
-from megatrain.schedule.passes.pinned_staging import locked_nbytes
+from megatrain.schedule.passes.pinned_staging import pinned_nbytes
 from megatrain.spec import Transit
 from tests.integration.test_tiers import RESIDENT, SPLITS, results, run, usual
 from tests.tiny import equal, tiny_model, unequal_batches
@@ -80,7 +80,7 @@ def test_a_plan_for_such_a_machine_runs_on_it_and_locks_what_it_says() -> None:
         made.prepare(plan.work)
         made.step(unequal_batches(2))
         made.step(unequal_batches(2))
-        locked = locked_nbytes(plan.timeline.schedule.buffers.values(), "slabs")
+        locked = pinned_nbytes(plan.timeline.schedule.buffers.values(), "slabs")
         assert 0 < sum(device.locked.values()) <= locked <= 20_000
         with pytest.raises(PlanError, match=r"policy.transit: cannot be changed under way"):
             made.adopt(replace(plan.policy, transit="locked"))

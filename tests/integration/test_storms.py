@@ -93,7 +93,7 @@ def break_off(made: Engine, device: SimDevice, step: int, draw: random.Random) -
     """Begin a step, and have an op fail or a user interrupt it; whether it was."""
     if draw.random() < 0.5:
         kind = "pending step" if made._sink.pending else "step"
-        schedule = made._schedules.get(kind, made._work(data(step), trains=True))  # type: ignore[arg-type]
+        schedule = made._schedules.get(kind, made._checked(data(step), None, None, trains=True)[1])  # type: ignore[arg-type]
         device.faults.append(random_fault(schedule, draw.choice(KINDS), draw.randrange(10**6)))
         with pytest.raises(MegaTrainError):
             made.step(data(step))

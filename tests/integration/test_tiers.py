@@ -19,7 +19,7 @@ from megatrain.memory import Disk
 from megatrain.memory.disk_faults import DiskFault
 from megatrain.plan import Question, find_plan, op_seconds
 from megatrain.schedule import Op, Schedule
-from megatrain.spec import Hardware, Home, Limits, Numerics, Precision, Work
+from megatrain.spec import Hardware, Home, Limits, Numerics, Part, Precision, Work
 from tests.tiny import batch, equal, tiny_model, unequal_batches
 
 UNITS = 5  # of the tiny model: prologue, three layers, epilogue
@@ -166,7 +166,7 @@ def test_state_is_read_and_written_once_a_step_and_weights_read_twice_at_most(
         made.step([batch(1, 6, 0)])
         schedule = made._schedules.get("pending step", Work((6,) * micro_batches))
     reads, writes = copies(schedule, "READ"), copies(schedule, "WRITE")
-    assert {count for name, count in reads.items() if "/hi/" not in name} == {1}
+    assert {count for name, count in reads.items() if schedule.buffers[name].part is not Part.WEIGHTS} == {1}
     assert max(reads.values()) <= 2
     assert set(writes.values()) == {1}
     assert len(writes) == 4 * UNITS
@@ -235,7 +235,7 @@ def _storm(seeds: range, folder: Path) -> int:
     for seed in seeds:
         draw = random.Random(seed)
         kind, on = draw.choice([("read", "read"), ("write", "write"), ("full", "write"), *OTHER_WAYS])
-        part, unit = draw.choice(["hi", "low", "moments", "grad"]), draw.randrange(UNITS)
+        part, unit = draw.choice(["weights", "low_bits", "moments", "gradients"]), draw.randrange(UNITS)
         fault = DiskFault(kind, f"disk/{part}/{unit}", on, after=draw.randint(1, 5))  # type: ignore[arg-type]
         shared = replace(policy, shares_memory=True)
         device = "cpu" if seed % 2 else f"sim:{seed}"

@@ -9,7 +9,7 @@ from megatrain.device.cpu import CpuDevice
 from megatrain.device.sim import SimDevice
 from megatrain.errors import DeviceError, DoesNotFit, OutOfDeviceMemory
 from megatrain.memory import Ledger, Pool, Store
-from megatrain.schedule import Buffer, build_step
+from megatrain.schedule import Buffer, Use, build_step
 from megatrain.spec import ModelSpec, Numerics, ParamSpec, Policy, Precision, UnitSpec, Work
 
 MODEL = ModelSpec(
@@ -81,38 +81,38 @@ def test_a_lease_is_returned_also_after_a_failure() -> None:
         assert set(held) == {access.buffer for access in (*op.reads, *op.writes)}
         assert pool.leases == 1
         with pytest.raises(DeviceError, match="1 leases are out"):
-            pool.provide([Buffer("device/new", "device", 8, "x")])
+            pool.provide([Buffer("device/new", "device", 8, Use.NORMS)])
         raise RuntimeError
     assert pool.leases == 0
 
 
 def test_device_memory_is_only_reached_through_a_lease() -> None:
     pool = Pool(CpuDevice(), Ledger())
-    pool.provide([Buffer("device/slot", "device", 8, "x")])
+    pool.provide([Buffer("device/slot", "device", 8, Use.NORMS)])
     with pytest.raises(DeviceError, match="only reached through a lease"):
         pool.memory("device/slot")
 
 
 def test_buffers_grow_but_are_not_made_twice() -> None:
     pool = Pool(CpuDevice(), Ledger())
-    pool.provide([Buffer("host/a", "host", 8, "x")])
+    pool.provide([Buffer("host/a", "host", 8, Use.NORMS)])
     first = pool.memory("host/a")
-    pool.provide([Buffer("host/a", "host", 8, "x"), Buffer("host/b", "host", 4, "y", arena=False)])
+    pool.provide([Buffer("host/a", "host", 8, Use.NORMS), Buffer("host/b", "host", 4, Use.NORMS, arena=False)])
     assert pool.memory("host/a") is first
-    pool.provide([Buffer("host/a", "host", 16, "x")])
-    assert pool.ledger.table() == {("host", "x"): 16}
+    pool.provide([Buffer("host/a", "host", 16, Use.NORMS)])
+    assert pool.ledger.table() == {("host", "norms"): 16}
 
 
 def test_a_budget_that_is_refused_enters_nothing() -> None:
     pool = Pool(CpuDevice(), Ledger({"host": 10}))
-    pool.provide([Buffer("host/a", "host", 6, "x")])
+    pool.provide([Buffer("host/a", "host", 6, Use.NORMS)])
     with pytest.raises(DoesNotFit, match="needs 11 bytes of host memory, 1 more than its budget of 10"):
-        pool.provide([Buffer("host/b", "host", 5, "y")])
+        pool.provide([Buffer("host/b", "host", 5, Use.NORMS)])
     assert pool.ledger.nbytes("host") == 6
 
 
 def test_device_buffers_count_against_the_host_where_there_is_one_memory() -> None:
-    buffers = [Buffer("host/a", "host", 6, "x"), Buffer("device/b", "device", 5, "y")]
+    buffers = [Buffer("host/a", "host", 6, Use.NORMS), Buffer("device/b", "device", 5, Use.NORMS)]
     Ledger({"host": 10}).require(buffers)
     with pytest.raises(DoesNotFit, match="needs 11 bytes of host memory"):
         Ledger({"host": 10}, one_memory=True).require(buffers)
@@ -121,7 +121,7 @@ def test_device_buffers_count_against_the_host_where_there_is_one_memory() -> No
 def test_a_buffer_whose_growth_fails_is_made_again_by_the_next_call() -> None:
     device = SimDevice(capacity=100)
     pool = Pool(device, Ledger())
-    small, large = (Buffer("device/slot", "device", nbytes, "slots") for nbytes in (60, 120))
+    small, large = (Buffer("device/slot", "device", nbytes, Use.NORMS) for nbytes in (60, 120))
     pool.provide([small])
     with pytest.raises(OutOfDeviceMemory):
         pool.provide([large])

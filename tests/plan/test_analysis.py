@@ -29,7 +29,7 @@ from megatrain.plan import (
     upgrades,
 )
 from megatrain.plan.report import amount, duration, summary_rows, tokens
-from megatrain.schedule import Access, Buffer, Op, Schedule, Timeline, replay
+from megatrain.schedule import Access, Buffer, Op, Schedule, Timeline, Use, replay
 from megatrain.schedule.contents import Moments
 from megatrain.schedule.deps import derive_waits
 from megatrain.spec import Hardware, LayerProfile, Limits, ModelSpec, Numerics, Policy
@@ -187,7 +187,7 @@ def test_writes_to_disk_count_against_the_drive() -> None:
     plan = planned(4 * LENGTH)
     access = Access("disk/m", 0, 1000, Moments(0))
     write = Op("WRITE", "host", 1, writes=(access,))  # type: ignore[arg-type]
-    buffers = {"disk/m": Buffer("disk/m", "host", 1000, "moments")}
+    buffers = {"disk/m": Buffer("disk/m", "host", 1000, Use.OPTIMIZER_STATE)}
     timeline = replay(derive_waits(Schedule((write, write), buffers, ("p", "l", "e"))), lambda op: 0.5)
     hardware = replace(plan.question.hardware, disk_endurance_nbytes=172_800_000_000)
     written = Plan(replace(plan.question, hardware=hardware), plan.choice, plan.work, timeline, plan.nbytes)

@@ -8,15 +8,15 @@ import pytest
 
 from megatrain.plan import Question, find_plan
 from megatrain.plan.refinements import fit_transit
-from megatrain.schedule import build_step
-from megatrain.schedule.passes.pinned_staging import locked_nbytes
-from megatrain.spec import Hardware, Home, Numerics, Policy, Work
+from megatrain.schedule import Use, build_step
+from megatrain.schedule.passes.pinned_staging import pinned_nbytes
+from megatrain.spec import Hardware, Home, Numerics, Part, Policy, Work
 from tests.small import small_spec
 
 MODEL = small_spec(4)
 BUS = Hardware("bus", 1 << 30, 1 << 30, 1e6, 1e6, 1e9, 1e8, host_copy_bandwidth=5e6, pageable_fetch_bandwidth=3e5)
 SLOW = replace(BUS, host_copy_bandwidth=2e5, pageable_grad_bandwidth=5e5)
-ALL = locked_nbytes(build_step(MODEL, Numerics(), Policy(), Work((8,)), "all").buffers.values(), "locked")
+ALL = pinned_nbytes(build_step(MODEL, Numerics(), Policy(), Work((8,)), "all").buffers.values(), "locked")
 
 
 def ask(machine: Hardware, limit: int | None, **pinned: object) -> Policy:
@@ -25,7 +25,7 @@ def ask(machine: Hardware, limit: int | None, **pinned: object) -> Policy:
     found = find_plan(Question(MODEL, replace(machine, pinnable_nbytes=limit), 32, 8, pinned=pinned))
     policy, buffers = found.policy, found.timeline.schedule.buffers.values()
     free = limit is None or "transit" in pinned or machine.shares_memory
-    assert free or locked_nbytes(buffers, policy.transit) <= limit
+    assert free or pinned_nbytes(buffers, policy.transit) <= limit
     return policy
 
 
@@ -56,12 +56,16 @@ def test_without_a_planner_too(limit: int, transit: str) -> None:
     policy = fit_transit(MODEL, Numerics(), Policy(), limit)
     assert policy.transit == transit
     buffers = build_step(MODEL, Numerics(), policy, Work((8, 8)), "all").buffers.values()
-    assert locked_nbytes(buffers, policy.transit) <= limit
+    assert pinned_nbytes(buffers, policy.transit) <= limit
     assert fit_transit(MODEL, Numerics(), Policy(shares_memory=True), 0).transit == "locked"
 
 
 def test_staging_buffers_of_the_disk_count_as_locked() -> None:
     on_disk = Policy(homes=(Home("disk", "disk", "disk", "disk"),) * len(MODEL.units))
     buffers = build_step(MODEL, Numerics(), on_disk, Work((8,)), "all").buffers
-    staging = sum(b.nbytes for name, b in buffers.items() if name.startswith(("host/stage/hi", "host/stage/grad")))
-    assert locked_nbytes(buffers.values(), "locked") == locked_nbytes(buffers.values(), "slabs") == staging > 0
+    staging = sum(
+        buffer.nbytes
+        for buffer in buffers.values()
+        if buffer.use is Use.DISK_STAGING and buffer.part in (Part.WEIGHTS, Part.GRADIENTS)
+    )
+    assert pinned_nbytes(buffers.values(), "locked") == pinned_nbytes(buffers.values(), "slabs") == staging > 0

@@ -9,7 +9,7 @@ import pytest
 
 from megatrain.plan.cost import home_seconds
 from megatrain.plan.placement import ON_DEVICE, residents, spread, to_disk
-from megatrain.schedule import build_step
+from megatrain.schedule import Use, build_step
 from megatrain.schedule.passes.state_buffers import state_nbytes
 from megatrain.spec import IN_HOST, Hardware, Home, Numerics, Policy, Precision, Work
 from tests.small import small_spec
@@ -53,7 +53,9 @@ def test_bytes_are_those_of_the_schedule() -> None:
     assert homes is not None
     step = build_step(MODEL, Numerics(), homes, Work((8,)))
     assert state_nbytes(MODEL, Numerics(), homes)["disk"] == step.arena_nbytes("disk")
-    slots = sum(b.nbytes for b in step.buffers.values() if b.tier == "host" and b.arena and b.owner == "grad")
+    slots = sum(
+        b.nbytes for b in step.buffers.values() if b.tier == "host" and b.arena and b.use is Use.LANDED_GRADIENTS
+    )
     assert state_nbytes(MODEL, Numerics(), homes)["host"] == step.arena_nbytes("host") - slots
 
 

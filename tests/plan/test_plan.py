@@ -20,7 +20,7 @@ from megatrain.plan import (
     step_flops,
 )
 from megatrain.plan.cost import KERNELS
-from megatrain.schedule import Schedule, Timeline, build_step, nbytes_by_owner, replay
+from megatrain.schedule import Schedule, Timeline, build_step, nbytes_by_use, replay
 from megatrain.spec import Growth, Hardware, LayerProfile, ModelSpec, Numerics, ParamSpec, Policy, UnitSpec, Work
 
 SLOW = Hardware("h", 1 << 40, 1 << 40, fetch_bandwidth=1e3, grad_bandwidth=1e3, flops=1e6, host_bandwidth=1e4)
@@ -133,7 +133,7 @@ def test_ops_that_ran_at_the_same_time_on_one_processor_share_it() -> None:
 
 def test_the_memory_table_is_that_of_the_schedule() -> None:
     work = Work((8, 8))
-    assert memory_table(model(), Numerics(), Policy(), work) == nbytes_by_owner(
+    assert memory_table(model(), Numerics(), Policy(), work) == nbytes_by_use(
         build_step(model(), Numerics(), Policy(), work).buffers.values()
     )
 

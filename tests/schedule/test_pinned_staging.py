@@ -10,8 +10,8 @@ import pytest
 
 from megatrain.errors import PlanError
 from megatrain.plan import op_seconds
-from megatrain.schedule import Schedule, build_step, check, replay
-from megatrain.schedule.passes.pinned_staging import is_locked, locked_nbytes
+from megatrain.schedule import Schedule, Use, build_step, check, replay
+from megatrain.schedule.passes.pinned_staging import is_pinned, pinned_nbytes
 from megatrain.spec import Hardware, Home, Numerics, Policy, Work
 from megatrain.testing import executed_timeline, surviving_waits
 from tests.schedule.test_disk_staging import random_case, schedules
@@ -22,11 +22,12 @@ MACHINE = Hardware("m", 1 << 40, 1 << 40, 1e3, 2e3, 1e9, 1e6, host_copy_bandwidt
 
 
 def moved(schedule: Schedule, kind: str) -> Counter[str]:
-    """Host buffer, or region, -> bytes that ops of that kind read from it or write to it, slabs left out."""
+    """Host buffer, or region, -> bytes that ops of that kind read from it or write to it, pinned staging left out."""
     counts: Counter[str] = Counter()
     for op in schedule.ops:
         for access in (*op.reads, *op.writes):
-            if op.kind == kind and access.buffer.startswith("host/") and not access.buffer.startswith("host/slab/"):
+            buffer = schedule.buffers[access.buffer]
+            if op.kind == kind and buffer.tier == "host" and buffer.use is not Use.PINNED_STAGING:
                 counts[access.buffer] += access.stop - access.start
     return counts
 
@@ -34,17 +35,19 @@ def moved(schedule: Schedule, kind: str) -> Counter[str]:
 def test_any_split_is_proven_and_only_locked_memory_meets_the_bus() -> None:
     packed = 0
     for seed in range(16):
-        model, policy, work = random_case(random.Random(seed))
+        model, numerics, policy, work = random_case(random.Random(seed))
         policy = replace(policy, shares_memory=False, transit="slabs", slabs=1 + seed % 3)
-        for plain, slabs in zip(
-            schedules(model, replace(policy, transit="locked"), work), schedules(model, policy, work), strict=True
+        pinned = replace(policy, transit="locked")
+        for plain, staged in zip(
+            schedules(model, numerics, pinned, work), schedules(model, numerics, policy, work), strict=True
         ):
-            check(slabs)
-            for op in slabs.ops:
-                sides = [access.buffer for access in (*op.reads, *op.writes) if access.buffer.startswith("host/")]
-                assert op.kind not in BUS or all(is_locked(name, "slabs") for name in sides), (seed, op)
+            check(staged)
+            for op in staged.ops:
+                sides = [staged.buffers[access.buffer] for access in (*op.reads, *op.writes)]
+                host = [buffer for buffer in sides if buffer.tier == "host"]
+                assert op.kind not in BUS or all(is_pinned(buffer, "slabs") for buffer in host), (seed, op)
             for bus, copy in (("FETCH", "PACK"), ("GRAD", "UNPACK")):
-                through, direct = moved(slabs, copy), moved(slabs, bus)
+                through, direct = moved(staged, copy), moved(staged, bus)
                 whole = moved(plain, bus)
                 assert through.keys().isdisjoint(direct), "what is page-locked is not staged again"
                 assert (through | direct).keys() == whole.keys()
@@ -59,7 +62,7 @@ def test_what_is_locked_is_a_few_shards_whatever_the_size_of_the_model() -> None
         for transit in ("locked", "slabs", "pageable"):
             policy = Policy(transit=transit, shard_nbytes=256)
             buffers = build_step(small_spec(layers), Numerics(), policy, Work((4,)), "all").buffers
-            sizes[transit, layers] = locked_nbytes(buffers.values(), transit)
+            sizes[transit, layers] = pinned_nbytes(buffers.values(), transit)
     assert sizes["locked", 40] > 5 * sizes["locked", 4]
     assert sizes["slabs", 40] == sizes["slabs", 4] == 2 * 2 * 256
     assert sizes["pageable", 40] == 0

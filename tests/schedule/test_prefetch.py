@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.schedule import Op, Schedule, build_forward, build_step, check, replay
+from megatrain.schedule import Op, Schedule, Use, build_forward, build_step, check, replay
 from megatrain.schedule.passes.phases import Arrival, _last_phases
+from megatrain.schedule.passes.prefetch import READ_AHEAD
+from megatrain.schedule.passes.weight_slots import RING as RING_BUFFER
 from megatrain.spec import IN_HOST, Gates, Home, Numerics, ParamSpec, Policy, UnitSpec, Work
 from megatrain.spec.layout import layout_of
 from megatrain.testing import surviving_waits
@@ -52,9 +54,11 @@ def test_rings_are_proven(
     if not policy.shares_memory:
         first, layer, *_, last = (layout_of(unit).size * Numerics().weight_nbytes for unit in of.units)
         ends = first + last if tied else max(first, last)  # a tied head needs both at once
-        places = {each.name: each.nbytes for each in step.buffers.values() if each.name.startswith("device/weights/")}
-        assert places.pop("device/weights/ring") == max(layer, ends)
-        assert places.pop("device/weights/ahead", 0) <= min(ahead, layer)
+        places = {
+            each.name: each.nbytes for each in step.buffers.values() if each.use in (Use.WEIGHT_SLOTS, Use.READ_AHEAD)
+        }
+        assert places.pop(RING_BUFFER) == max(layer, ends)
+        assert places.pop(READ_AHEAD, 0) <= min(ahead, layer)
         assert not places
 
 
@@ -67,7 +71,7 @@ def test_each_wait_that_is_left_out_is_found(activations: str, micro_batches: in
 
 def weights_nbytes(schedule: Schedule) -> int:
     """Device memory that weights pass through."""
-    return sum(each.nbytes for each in schedule.buffers.values() if each.owner == "weights" and each.tier == "device")
+    return sum(each.nbytes for each in schedule.buffers.values() if each.use in (Use.WEIGHT_SLOTS, Use.READ_AHEAD))
 
 
 def test_weights_take_one_unit_and_the_read_ahead() -> None:
@@ -88,7 +92,7 @@ def test_ends_that_stay_on_the_device_have_no_place_in_the_ring(stays: str, tied
     step = build_step(of, Numerics(), replace(RING, homes=homes), Work((4,)))
     check(step)
     first, layer, *_, last = (layout_of(unit).size * Numerics().weight_nbytes for unit in of.units)
-    assert step.buffers["device/weights/ring"].nbytes == max(layer, last if stays == "prologue" else first)
+    assert step.buffers[RING_BUFFER].nbytes == max(layer, last if stays == "prologue" else first)
     fetched = [op.unit for op in step.ops if op.kind == "FETCH" and op.shard == 0]
     assert fetched.count(0 if stays == "prologue" else of.epilogue) == 1
     assert stays == "prologue" or fetched.count(0) == 2 + tied  # forward, a tied head, backward

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatrain.errors import PlanError, ScheduleError
 from megatrain.plan import op_seconds
-from megatrain.schedule import Op, Schedule, build_step, check, derive_waits, replay
+from megatrain.schedule import Op, Schedule, Use, build_step, check, derive_waits, replay
 from megatrain.schedule.passes.recompute import passes
 from megatrain.spec import Hardware, Keep, ModelSpec, Numerics, Policy, Work
 from megatrain.testing import SimDevice, run_idle, surviving_waits
@@ -134,8 +134,8 @@ BOUNDARY = 16 * 8 * 2
 
 def inputs_nbytes(schedule: Schedule) -> int:
     """The largest sum of inputs of layers, kept, computed again and in slots, in schedule order."""
-    owners = ("hidden", "again", "offload slots")
-    buffers = {name: buffer for name, buffer in schedule.buffers.items() if buffer.owner in owners}
+    uses = (Use.INPUTS, Use.RECOMPUTED_INPUTS, Use.OFFLOAD_SLOTS)
+    buffers = {name: buffer for name, buffer in schedule.buffers.items() if buffer.use in uses}
     return replace(schedule, buffers=schedule.buffers | _emptied(schedule, set(buffers))).peak_nbytes("device")
 
 
@@ -173,7 +173,7 @@ def test_a_micro_batch_that_stands_for_several_has_their_bytes_but_for_the_slots
 def test_host_memory_holds_what_has_left_and_no_more() -> None:
     """What is still in its slot when it is needed neither leaves nor comes back."""
     away, plain = deep((("offload",),)), deep()
-    table = [buffer for buffer in away.buffers.values() if buffer.owner == "offloaded inputs"]
+    table = [buffer for buffer in away.buffers.values() if buffer.use is Use.OFFLOADED_INPUTS]
     assert len(table) == 12 * 2 - 2
     assert away.peak_nbytes("host") - plain.peak_nbytes("host") == len(table) * BOUNDARY
     copies = Counter(op.kind for op in away.ops)

@@ -8,7 +8,7 @@ import torch
 
 from megatrain.optim import AdamW, update_fp32, update_split
 from megatrain.optim.split_master import join, split
-from megatrain.spec import Precision
+from megatrain.spec import Part, Precision
 from megatrain.train.device_adamw import CHUNK, update_on_device
 
 SIZE = CHUNK + 4321  # more than one chunk, and no round number
@@ -51,20 +51,20 @@ def test_the_device_is_within_one_rounding_of_the_host_and_on_a_cpu_equal(
     segments = [(0, SIZE // 3, True), (SIZE // 3, SIZE, False)]
     moments = torch.from_numpy(np.concatenate([arrays["m"], arrays["v"]])).to(device)
     there = {
-        "hi": torch.from_numpy(arrays["hi"].view(np.uint8).copy()).to(device),
-        "moments": moments.view(torch.uint8),
+        Part.WEIGHTS: torch.from_numpy(arrays["hi"].view(np.uint8).copy()).to(device),
+        Part.MOMENTS: moments.view(torch.uint8),
     }
     gradient = torch.from_numpy(grad.view(np.int16) if precision == "bf16" else grad).to(device)
     if precision == "bf16":
-        there["low"] = torch.from_numpy(arrays["lo"].view(np.uint8).copy()).to(device)
+        there[Part.LOW_BITS] = torch.from_numpy(arrays["lo"].view(np.uint8).copy()).to(device)
         gradient = gradient.view(torch.bfloat16)
     update_on_device(there, gradient, precision, scalars, segments)
     if precision == "fp32":
         update_fp32(arrays["hi"], arrays["m"], arrays["v"], grad, scalars, segments, 1)
-        expected, found = arrays["hi"], there["hi"].cpu().view(torch.float32).numpy()
+        expected, found = arrays["hi"], there[Part.WEIGHTS].cpu().view(torch.float32).numpy()
     else:
         update_split(arrays["hi"], arrays["lo"], arrays["m"], arrays["v"], grad, scalars, segments, 1)
-        halves = (there[part].cpu().numpy().view(np.uint16) for part in ("hi", "low"))
+        halves = (there[part].cpu().numpy().view(np.uint16) for part in (Part.WEIGHTS, Part.LOW_BITS))
         expected, found = join(arrays["hi"], arrays["lo"]), join(*halves)
     numbers = ~np.isnan(expected)
     assert np.array_equal(np.isnan(found), ~numbers)

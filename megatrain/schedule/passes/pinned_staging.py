@@ -1,63 +1,57 @@
-"""What may not be page-locked whole crosses the bus through a few page-locked buffers: slabs.
+"""Pinned staging buffers: how weights and gradients cross the bus where their memory is not page-locked.
 
 A driver copies memory that is not page-locked through a buffer of its own, and holds up whoever asked. Where the system
 lets a process lock less than its weights and gradients take, they stay pageable: a host thread packs each shard into a
-slab, from which it is copied to the device; a shard of a gradient is copied into a slab, and unpacked from there. What
-lives on the disk passes through staging buffers, and a gradient that is used as it lands through a ring; both are few,
-are page-locked themselves, and need no slab. PACK and UNPACK are ops like any others, put in by `disk_staging`, each
-way on a stream of its own. It leaves out which way is taken (the policy, chosen by `plan.refinements`).
+pinned buffer, from which it is copied to the device; a shard of a gradient is copied into one, and unpacked from there.
+What lives on the disk passes through buffers of its own, and a gradient that is used as it lands through a few; those
+are pinned themselves. PACK and UNPACK are ops like any others, put in by `disk_staging`, each way on a stream of its
+own. Left out: which way is taken (the policy, chosen by `plan.refinements`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from megatrain.schedule.ops import Access, Buffer
+from megatrain.schedule.ops import Access, Buffer, Use, declare
 from megatrain.schedule.passes.disk_staging import Route, Staged
-from megatrain.spec import Policy, Transit
+from megatrain.spec import Part, Policy, Transit
 
-SLABS = Route(("PACK", "pack"), ("UNPACK", "unpack"))
-HOST_ONLY = {"low", "moments", "norms", "checkpoint"}
-"""Parts that only the optimizer uses, in host memory, and what a save makes there."""
-WHOLE = {"hi", "grad"}
-"""Parts that have a buffer for each unit, whatever their number."""
+PACKING = Route(("PACK", "pack"), ("UNPACK", "unpack"))
+HOST_ONLY = (Part.LOW_BITS, Part.MOMENTS)
+"""Parts of state that never cross the bus from host memory."""
 
 
-def is_locked(name: str, transit: Transit) -> bool:
-    """Whether the buffer of that name is page-locked: host memory that copies to or from the device touch."""
-    tier, part, *rest = name.split("/")
-    if tier != "host" or transit == "pageable" or not HOST_ONLY.isdisjoint((part, *rest)):
-        return False
-    return transit == "locked" or not (part in WHOLE and rest[0].isdigit())
+def is_pinned(buffer: Buffer, transit: Transit) -> bool:
+    """Whether a buffer is page-locked: host memory that copies to or from the device touch."""
+    crosses = buffer.tier == "host" and buffer.part not in HOST_ONLY and buffer.use not in (Use.NORMS, Use.CHECKPOINT)
+    return crosses and (transit == "locked" or (transit == "slabs" and buffer.unit is None))
 
 
-def locked_nbytes(buffers: Iterable[Buffer], transit: Transit) -> int:
+def pinned_nbytes(buffers: Iterable[Buffer], transit: Transit) -> int:
     """Bytes of host memory that a schedule with these buffers page-locks."""
-    return sum(buffer.nbytes for buffer in buffers if buffer.arena and is_locked(buffer.name, transit))
+    return sum(buffer.nbytes for buffer in buffers if buffer.arena and is_pinned(buffer, transit))
 
 
-class Slabs:
-    """The slabs of one schedule. Enters them into `buffers`; what passes through them is in `staged`."""
+class PinnedStaging:
+    """The pinned staging buffers of one schedule. Enters them into `buffers`; what passes through is in `staged`."""
 
-    def __init__(self, policy: Policy, buffers: dict[str, Buffer], elsewhere: Mapping[str, Staged]) -> None:
-        self._policy, self._buffers, self._elsewhere = policy, buffers, elsewhere
+    def __init__(self, policy: Policy, buffers: dict[str, Buffer], on_disk: Mapping[str, Staged]) -> None:
+        self._policy, self._buffers, self._on_disk = policy, buffers, on_disk
         self.staged: dict[str, Staged] = {}
 
     def at(self, stream: str, unit: int, shard: int, home: Access) -> Access:
-        """Where a copy on `stream` finds or leaves what is to be in `home`: there, or in a slab.
-
-        `elsewhere` names what is no memory but stands for a region of the disk.
-        """
-        pageable = home.buffer.startswith("host/") and not is_locked(home.buffer, "slabs")
-        if self._policy.transit != "slabs" or home.buffer in self._elsewhere or not pageable:
+        """Where a copy on `stream` finds or leaves what is to be in `home`: there, or in a staging buffer."""
+        if self._policy.transit != "slabs" or home.buffer in self._on_disk:
+            return home
+        buffer = self._buffers[home.buffer]
+        if buffer.tier != "host" or is_pinned(buffer, "slabs"):
             return home
         nbytes = home.stop - home.start
-        slots = tuple(f"host/slab/{stream}{k}" for k in range(self._policy.slabs))
+        slots = tuple(f"host/pinned staging/{stream}{number}" for number in range(self._policy.slabs))
         for slot in slots:
-            known = self._buffers.get(slot)
-            self._buffers[slot] = Buffer(slot, "host", max(nbytes, known.nbytes if known else 0), "slabs")
-        name = f"slab/{home.buffer.removeprefix('host/')}/{shard}"
+            declare(self._buffers, Buffer(slot, "host", nbytes, Use.PINNED_STAGING))
+        name = f"{home.buffer}/shard {shard}"
         self.staged[name] = Staged(
-            unit, home.buffer, nbytes, home.content, slots, route=SLABS, start=home.start, shard=shard
+            unit, home.buffer, nbytes, home.content, slots, route=PACKING, start=home.start, shard=shard
         )
         return Access(name, 0, nbytes, home.content)

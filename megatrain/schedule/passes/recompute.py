@@ -20,6 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import get_args
 
 from megatrain.errors import PlanError
 from megatrain.schedule.contents import (
@@ -33,7 +34,7 @@ from megatrain.schedule.contents import (
     Scratch,
     Side,
 )
-from megatrain.schedule.ops import Access, Buffer, Op
+from megatrain.schedule.ops import Access, Buffer, Op, Use, declare
 from megatrain.schedule.passes.disk_staging import Route, Staged, stage
 from megatrain.schedule.passes.workspace import (
     arguments_nbytes,
@@ -42,11 +43,11 @@ from megatrain.schedule.passes.workspace import (
     profile_of,
     runs_in_chunks,
 )
-from megatrain.spec import Keep, ModelSpec, Numerics, Policy, Work
+from megatrain.spec import Keep, ModelSpec, Numerics, Policy, SavedOutputs, Work
 
 THROUGH_THE_BUS = Route(("RELOAD", "fetch"), ("OFFLOAD", "grad"))
 
-STORES: tuple[Keep, ...] = ("chosen", "attention")
+STORES: tuple[SavedOutputs, ...] = get_args(SavedOutputs)
 """What keeps outputs of single ops beside a layer's input."""
 
 Pass = tuple[int, int]
@@ -194,17 +195,20 @@ class Activations:
 
     def hidden(self, unit: int, micro: int) -> Access:
         """The input of a unit: batch x length x hidden size, in the compute dtype."""
-        return self.transient(f"hidden/{unit}.{micro}", self._boundary_nbytes(micro), Hidden(unit, micro))
+        return self.transient(Use.INPUTS, f"{unit}.{micro}", self._boundary_nbytes(micro), Hidden(unit, micro))
 
     def dhidden(self, unit: int, micro: int) -> Access:
         """The gradient of a unit's input; each unit overwrites that of the unit above it."""
-        return self.transient(f"dhidden/{micro}", self._boundary_nbytes(micro), HiddenGradient(unit, micro))
+        content = HiddenGradient(unit, micro)
+        return self.transient(Use.INPUT_GRADIENTS, f"{micro}", self._boundary_nbytes(micro), content)
 
     def arguments(self, micro: int) -> Access:
         """What layers are called with besides the hidden state."""
         if micro not in self._arguments:
             each = arguments_nbytes(self._model, self._numerics, self._work, self._work.tokens[micro])
-            self._arguments[micro] = self.transient(f"args/{micro}", round(self._work.repeats * each), Arguments(micro))
+            self._arguments[micro] = self.transient(
+                Use.ARGUMENTS, f"{micro}", round(self._work.repeats * each), Arguments(micro)
+            )
         return self._arguments[micro]
 
     def graph(self, layer: int, micro: int) -> Access:
@@ -221,7 +225,7 @@ class Activations:
         nbytes = max(1, round(alike * kept - tokens * there))
         if self.keeps_graph(layer, micro):
             nbytes += self._boundary_nbytes(micro)  # the input
-        return self.transient(f"graph/{layer}.{micro}", nbytes, LayerGraph(layer, micro))
+        return self.transient(Use.GRAPHS, f"{layer}.{micro}", nbytes, LayerGraph(layer, micro))
 
     def sides(self, layer: int, micro: int, *, is_gradient: bool = False) -> list[Access]:
         """What a layer has recorded for the loss, or the gradient of that."""
@@ -229,7 +233,7 @@ class Activations:
         if not each:
             return []
         nbytes = round(self._work.repeats * self._work.tokens[micro] * each)
-        return [self.transient(f"sides/{layer}.{micro}", max(1, nbytes), Side(layer, micro, is_gradient))]
+        return [self.transient(Use.ROUTER_LOGITS, f"{layer}.{micro}", max(1, nbytes), Side(layer, micro, is_gradient))]
 
     def made(self, unit: int, micro: int, *, again: bool = False) -> list[Access]:
         """What a forward makes for itself; where it keeps its graph, little that is not in that."""
@@ -240,7 +244,8 @@ class Activations:
             return []
         return [
             self.transient(
-                f"made/{self._model.units[unit].kind}",
+                Use.FORWARD_WORKSPACE,
+                self._model.units[unit].kind,
                 nbytes + beside_nbytes(self._numerics, self._policy),
                 Scratch("made"),
             )
@@ -249,27 +254,26 @@ class Activations:
     def stored(self, layer: int, micro: int) -> Access:
         """What a layer's forward has stored of its ops' outputs."""
         keep, tokens = self._keeps[layer, micro], self._work.tokens[micro]
+        assert keep == "chosen" or keep == "attention"
         nbytes = max(1, round(self._work.repeats * self._model.units[layer].profile.stored(keep, tokens)))
-        return self.transient(f"{keep}/{layer}.{micro}", nbytes, Saved(layer, micro))
+        return self.transient(Use.SAVED_OUTPUTS, f"{layer}.{micro}", nbytes, Saved(layer, micro, keep))
 
     def _computed_again(self, unit: int, micro: int) -> Access:
         """A boundary that is computed once more; each time it is another buffer, with a lifetime of its own."""
         times = self._times[unit, micro]
         self._times[unit, micro] += 1
-        name = f"again/{unit}.{micro}" + (f".{times}" if times else "")
-        return self.transient(name, self._boundary_nbytes(micro), Hidden(unit, micro))
+        which = f"{unit}.{micro}" + (f".{times}" if times else "")
+        return self.transient(Use.RECOMPUTED_INPUTS, which, self._boundary_nbytes(micro), Hidden(unit, micro))
 
     def _offloaded(self, layer: int, micro: int) -> Access:
-        """An offloaded input under a name that `travelling` replaces by a slot."""
-        return Access(f"device/offload/{layer}.{micro}", 0, self._boundary_nbytes(micro), Hidden(layer, micro))
+        """An offloaded input under a name that `offloaded` replaces by a slot."""
+        name = f"device/{Use.OFFLOADED_INPUTS}/{layer}.{micro}"
+        return Access(name, 0, self._boundary_nbytes(micro), Hidden(layer, micro))
 
-    def transient(self, name: str, nbytes: int, content: Content) -> Access:
+    def transient(self, use: Use, which: str, nbytes: int, content: Content) -> Access:
         """Device memory that exists while ops need it."""
-        buffer = f"device/{name}"
-        known = self._buffers.get(buffer)
-        if known is None or known.nbytes < nbytes:
-            self._buffers[buffer] = Buffer(buffer, "device", nbytes, name.split("/")[0], arena=False)
-        return Access(buffer, 0, nbytes, content)
+        buffer = Buffer(f"device/{use}/{which}", "device", nbytes, use, arena=False)
+        return Access(declare(self._buffers, buffer), 0, nbytes, content)
 
     def _boundary_nbytes(self, micro: int) -> int:
         tokens = self._work.tokens[micro] * self._work.repeats
@@ -277,22 +281,22 @@ class Activations:
 
     # Offloading -----------------------------------------------------------------------------------------------------
 
-    def travelling(self, ops: Sequence[Op]) -> list[Op]:
+    def offloaded(self, ops: Sequence[Op]) -> list[Op]:
         """`ops` with offloaded inputs in slots, and with the OFFLOAD and RELOAD ops that this takes."""
         away = [key for key, keep in self._keeps.items() if keep == "offload"]
         if not away:
             return list(ops)
-        slots = tuple(f"device/offload/slot{k}" for k in range(min(self._policy.offload_slots, len(away))))
+        slots = tuple(f"device/{Use.OFFLOAD_SLOTS}/{k}" for k in range(min(self._policy.offload_slots, len(away))))
         # Where a micro-batch stands for several, one at a time is in a slot.
         largest = round(max(self._boundary_nbytes(micro) for _, micro in away) / self._work.repeats)
         for slot in slots:
-            self._buffers[slot] = Buffer(slot, "device", largest, "offload slots")
+            declare(self._buffers, Buffer(slot, "device", largest, Use.OFFLOAD_SLOTS))
         staged = {}
         for layer, micro in away:
-            inside, outside = self._offloaded(layer, micro), f"host/offload/{layer}.{micro}"
+            inside, outside = self._offloaded(layer, micro), f"host/{Use.OFFLOADED_INPUTS}/{layer}.{micro}"
             staged[inside.buffer] = Staged(layer, outside, inside.stop, USED, slots, micro, THROUGH_THE_BUS)
         placed = stage(ops, staged)
         returning = {op.reads[0].buffer: op.nbytes for op in placed if op.kind == "RELOAD"}
         for name, nbytes in returning.items():
-            self._buffers[name] = Buffer(name, "host", nbytes, "offloaded inputs")
+            declare(self._buffers, Buffer(name, "host", nbytes, Use.OFFLOADED_INPUTS))
         return [op for op in placed if op.kind != "OFFLOAD" or op.writes[0].buffer in returning]

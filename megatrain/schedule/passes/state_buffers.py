@@ -13,43 +13,56 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from megatrain.schedule.contents import USED, Gradient, LowBits, Moments, State, Weights
-from megatrain.schedule.ops import Buffer
+from megatrain.schedule.contents import CONTENT_OF, USED, Content, Norm
+from megatrain.schedule.ops import Access, Buffer, Use, declare
 from megatrain.schedule.passes.disk_staging import Staged
-from megatrain.spec import Home, ModelSpec, Numerics, Policy, Precision, Tier
+from megatrain.spec import Home, ModelSpec, Numerics, Part, Policy, Precision, Tier
 from megatrain.spec.layout import Layout, layout_of
 
 MOMENTS_NBYTES = 8
 """Per trained parameter: float32 m and v."""
 
+NORMS = "host/norms"
+"""Float64 sums of squares, one for each unit."""
+
+USE_OF = {
+    Part.WEIGHTS: Use.WEIGHTS,
+    Part.LOW_BITS: Use.OPTIMIZER_STATE,
+    Part.MOMENTS: Use.OPTIMIZER_STATE,
+    Part.GRADIENTS: Use.GRADIENTS,
+}
+
 Pending = Literal["none", "all"]
 """Whether every unit has an update of the last step waiting, or none has."""
 
 
-class Part(NamedTuple):
-    """Of a unit's state: its name, what its contents are, its bytes and its tier; and whether the device has a copy of
-    it besides."""
+class SizedPart(NamedTuple):
+    """A part of a unit's state, its bytes and its tier; and whether the device has a copy of it besides."""
 
-    name: str
-    content: type[State]
+    part: Part
     nbytes: int
     tier: Tier
     copied: bool = False
 
 
-def parts_of(layout: Layout, numerics: Numerics, policy: Policy, home: Home) -> Iterator[Part]:
+def parts_of(layout: Layout, numerics: Numerics, policy: Policy, home: Home) -> Iterator[SizedPart]:
     """What a unit has between steps, less what is empty."""
-    size, trained = layout.size, layout.trained.size
-    if size:
-        copied = home.weights == "device" and not home.on_device
-        yield Part("hi", Weights, size * numerics.weight_nbytes, "host" if copied else home.weights, copied)
-        if low := low_nbytes(layout, numerics):
-            yield Part("low", LowBits, low, home.low_bits)
-    if trained:
-        yield Part("moments", Moments, MOMENTS_NBYTES * trained, home.moments)
-        if policy.update != "during_backward":
-            tier: Tier = "disk" if home.gradients == "disk" else "device" if home.on_device else "host"
-            yield Part("grad", Gradient, trained * numerics.grad_nbytes, tier)
+    trained = layout.trained.size
+    sizes = {
+        Part.WEIGHTS: layout.size * numerics.weight_nbytes,
+        Part.LOW_BITS: low_nbytes(layout, numerics),
+        Part.MOMENTS: MOMENTS_NBYTES * trained,
+        Part.GRADIENTS: 0 if policy.update == "during_backward" else trained * numerics.grad_nbytes,
+    }
+    for part, nbytes in sizes.items():
+        if nbytes:
+            tier = home.tier(part)
+            yield SizedPart(part, nbytes, tier, copied=part is Part.WEIGHTS and tier != home.weights)
+
+
+def state_name(tier: Tier, part: Part, unit: int) -> str:
+    """The buffer of a part of a unit's state, in a tier where it may be."""
+    return f"{tier}/{part}/{unit}"
 
 
 def low_nbytes(layout: Layout, numerics: Numerics) -> int:
@@ -57,15 +70,21 @@ def low_nbytes(layout: Layout, numerics: Numerics) -> int:
     return layout.size * (0 if numerics.precision == "fp32" else 2)
 
 
-def stages_of(model: ModelSpec, policy: Policy, unit: int, part: str) -> list[str]:
-    """Names of the buffers that a part of a unit may pass through on its way from the disk; as for slots, the ends
+def staging_name(model: ModelSpec, unit: int, part: Part, number: int = 0) -> str:
+    """One of the host buffers that a part of a unit may pass through on its way from the disk; as for slots, the ends
     share one."""
-    kind, count = model.units[unit].kind, policy.stage_slots
-    if kind != "layer":
-        return [f"host/stage/{part}/{kind if model.tied else 'ends'}"]
-    if part == "hi" and policy.update == "during_backward" and not policy.shares_memory:
+    kind = model.units[unit].kind
+    return f"host/disk staging/{part}/{f'layer{number}' if kind == 'layer' else kind if model.tied else 'ends'}"
+
+
+def staging_names(model: ModelSpec, policy: Policy, unit: int, part: Part) -> list[str]:
+    """All of them."""
+    if model.units[unit].kind != "layer":
+        return [staging_name(model, unit, part)]
+    count = policy.stage_slots
+    if part is Part.WEIGHTS and policy.update == "during_backward" and not policy.shares_memory:
         count = max(count, policy.layers_fetched)  # from a layer's fetch to its update others are fetched
-    return [f"host/stage/{part}/layer{k}" for k in range(min(count, len(model.layers)))]
+    return [staging_name(model, unit, part, number) for number in range(min(count, len(model.layers)))]
 
 
 def state_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> dict[str, int]:
@@ -83,21 +102,21 @@ def state_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> dict[s
         for part in parts_of(layout_of(model.units[first[key]]), numerics, policy, key[2]):
             totals[part.tier] += count * part.nbytes
             totals["device"] += count * part.nbytes * part.copied
-            for name in stages_of(model, policy, first[key], part.name) if part.tier == "disk" else ():
+            for name in staging_names(model, policy, first[key], part.part) if part.tier == "disk" else ():
                 stages[name] = max(stages.get(name, 0), part.nbytes)
     totals["host"] += sum(stages.values())
     return totals
 
 
-def spare_nbytes(layout: Layout, precision: Precision, away: Collection[str]) -> int:
+def spare_nbytes(layout: Layout, precision: Precision, away: Collection[Part]) -> int:
     """Host memory in which a unit's state is put together in float32, for a save beside steps.
 
     away: its parts that do not lie in host memory. Float32 masters take room, unless they lie there as such; behind
     them what is fetched: both halves of the masters, and in their place, once they have been joined, the moments.
     """
-    masters = 0 if precision == "fp32" and "hi" not in away else 4 * layout.size
-    halves = 0 if precision == "fp32" else 2 * layout.size * len({"hi", "low"} & {*away})
-    moments = MOMENTS_NBYTES * layout.trained.size if "moments" in away else 0
+    masters = 0 if precision == "fp32" and Part.WEIGHTS not in away else 4 * layout.size
+    halves = 0 if precision == "fp32" else 2 * layout.size * len({Part.WEIGHTS, Part.LOW_BITS} & {*away})
+    moments = MOMENTS_NBYTES * layout.trained.size if Part.MOMENTS in away else 0
     return masters + max(halves, moments)
 
 
@@ -107,7 +126,7 @@ def save_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> int:
     found = []
     for (_, home), unit in kinds.items():
         layout = layout_of(model.units[unit])
-        away = [part.name for part in parts_of(layout, numerics, policy, home) if part.tier != "host"]
+        away = [part.part for part in parts_of(layout, numerics, policy, home) if part.tier != "host"]
         found.append(spare_nbytes(layout, numerics.precision, away))
     return max(found)
 
@@ -128,16 +147,15 @@ class StateBuffers:
         self._model, self._numerics, self._policy = model, numerics, policy
         self._buffers, self._staged = buffers, staged
         old = "old" if pending == "all" else ""
-        self._parts: dict[tuple[int, Home], Sequence[Part]] = {}
+        self._parts: dict[tuple[int, Home], Sequence[SizedPart]] = {}
         for unit, spec in enumerate(model.units):
-            trains = layout_of(spec).trained.size > 0
+            version = old if layout_of(spec).trained.size else ""
             for part in self.of(unit):
-                content = part.content(unit, old if trains else "")
-                waits = part.name != "grad" or pending == "all"
-                self._declare(unit, part, content if waits else None)
-        self._enter("host", "host/norms", 8 * len(model.units), "norms", None)
+                waits = part.part is not Part.GRADIENTS or pending == "all"
+                self._declare(unit, part, CONTENT_OF[part.part](unit, version) if waits else None)
+        declare(buffers, Buffer(NORMS, "host", 8 * len(model.units), Use.NORMS))
 
-    def of(self, unit: int) -> Sequence[Part]:
+    def of(self, unit: int) -> Sequence[SizedPart]:
         """The parts of a unit. Units that are alike share their sizes."""
         layout, home = layout_of(self._model.units[unit]), self._policy.home(unit)
         key = id(layout), home
@@ -145,20 +163,20 @@ class StateBuffers:
             self._parts[key] = tuple(parts_of(layout, self._numerics, self._policy, home))
         return self._parts[key]
 
-    def _declare(self, unit: int, part: Part, content: State | None) -> None:
-        """The memory of a part, in its tier."""
-        name = part.name
-        if part.copied:
-            self._enter("device", f"device/hi/{unit}", part.nbytes, "resident weights", None)
-        owner = "weights" if name == "hi" else "gradients" if name == "grad" else "optimizer state"
-        self._enter(part.tier, f"{part.tier}/{name}/{unit}", part.nbytes, owner, content)
-        if part.tier == "disk":
-            slots = tuple(stages_of(self._model, self._policy, unit, name))
-            for slot in slots:
-                known = self._buffers.get(slot)
-                self._enter("host", slot, max(part.nbytes, known.nbytes if known else 0), "staging", None)
-            region = f"disk/{name}/{unit}"
-            self._staged[f"host/{name}/{unit}"] = Staged(unit, region, part.nbytes, content or USED, slots)
+    def norm(self, unit: int) -> Access:
+        """Where the sum of squares of a unit's gradient is: one float64 for each unit."""
+        return Access(NORMS, 8 * unit, 8 * unit + 8, Norm(unit))
 
-    def _enter(self, tier: Tier, name: str, nbytes: int, owner: str, initial: State | None) -> None:
-        self._buffers[name] = Buffer(name, tier, nbytes, owner, initial)
+    def _declare(self, unit: int, sized: SizedPart, content: Content | None) -> None:
+        """The memory of a part, in its tier."""
+        part, nbytes, tier, copied = sized
+        own = Buffer(state_name(tier, part, unit), tier, nbytes, USE_OF[part], content, part=part, unit=unit)
+        declare(self._buffers, own)
+        if copied:
+            name = state_name("device", part, unit)
+            declare(self._buffers, Buffer(name, "device", nbytes, Use.RESIDENT_COPY, part=part, unit=unit))
+        if tier == "disk":
+            slots = tuple(staging_names(self._model, self._policy, unit, part))
+            for slot in slots:
+                declare(self._buffers, Buffer(slot, "host", nbytes, Use.DISK_STAGING, part=part))
+            self._staged[state_name("host", part, unit)] = Staged(unit, own.name, nbytes, content or USED, slots)

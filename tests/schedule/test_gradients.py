@@ -7,7 +7,7 @@ import pytest
 from megatrain.engine.weights import place_of
 from megatrain.schedule import build_step, check
 from megatrain.schedule.contents import Gradient
-from megatrain.schedule.ops import Schedule
+from megatrain.schedule.ops import Schedule, Use
 from megatrain.spec import Gates, Numerics, Policy, Work
 from megatrain.spec.layout import layout_of
 from megatrain.testing import SimDevice, run_idle
@@ -17,7 +17,7 @@ WORK = Work((4, 4))
 
 
 def sums(schedule: Schedule) -> dict[str, int]:
-    return {name: buffer.nbytes for name, buffer in schedule.buffers.items() if name.startswith("device/grads/")}
+    return {name: buffer.nbytes for name, buffer in schedule.buffers.items() if buffer.use is Use.GRADIENT_SLOTS}
 
 
 def extents(schedule: Schedule, kind: str) -> dict[int, tuple[int, int]]:
@@ -36,13 +36,13 @@ def test_the_ends_take_no_memory_beside_the_slots_of_the_layers(slots: int) -> N
     spec = small_spec(6)
     layer, *ends = (4 * layout_of(spec.units[unit]).trained.size for unit in (1, 0, 7))
     schedule = build_step(spec, Numerics(), Policy(grad_slots=slots), WORK)
-    assert sums(schedule) == {"device/grads/slots": max(slots * layer, *ends)}
+    assert sums(schedule) == {"device/gradient slots/all": max(slots * layer, *ends)}
 
 
 def test_a_tied_head_waits_for_its_prologue_in_memory_of_its_own() -> None:
     assert set(sums(build_step(small_spec(6, tied=True), Numerics(), Policy(), WORK))) >= {
-        "device/grads/slots",
-        "device/grads/prologue",
+        "device/gradient slots/all",
+        "device/gradient slots/prologue",
     }
 
 
@@ -73,5 +73,7 @@ def test_a_gradient_at_an_offset_is_named_by_its_parameter() -> None:
     layouts = [layout_of(unit) for unit in spec.units]
     for unit, (begin, _) in extents(schedule, "GRAD").items():
         for field in layouts[unit].trained.fields:
-            named = place_of(spec, layouts, schedule, "device/grads/slots", begin + 4 * field.start, Gradient(unit))
+            named = place_of(
+                spec, layouts, schedule, "device/gradient slots/all", begin + 4 * field.start, Gradient(unit)
+            )
             assert named == f"unit {spec.units[unit].name}, {field.name}"
