@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -9,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.schedule import Op, Schedule, Use, build_forward, build_step, check, replay
+from megatrain.schedule.build import Builder
 from megatrain.schedule.passes.phases import Arrival, _last_phases
-from megatrain.schedule.passes.prefetch import READ_AHEAD
+from megatrain.schedule.passes.prefetch import READ_AHEAD, Prefetch, Visit
 from megatrain.schedule.passes.weight_slots import RING as RING_BUFFER
-from megatrain.spec import IN_HOST, Gates, Home, Numerics, ParamSpec, Policy, UnitSpec, Work
+from megatrain.spec import IN_HOST, Gates, Home, ModelSpec, Numerics, ParamSpec, Policy, UnitSpec, Work
 from megatrain.spec.layout import layout_of
 from megatrain.testing import surviving_waits
 from tests.schedule.test_schedule import policies, works
@@ -141,3 +143,36 @@ def test_a_shard_is_given_up_when_all_that_is_read_with_it_has_been() -> None:
     assert last(matrix=1) == [2, 2, 2, 4, 4]
     assert last(matrix=-1) == [4, 4, 2, 4, 4]
     assert last(frozen="matrix") == [4] * 5
+
+
+@pytest.mark.parametrize("policy", [Policy(shard_nbytes=16), replace(RING, shard_nbytes=16, read_ahead_nbytes=1024)])
+def test_placing_fetches_takes_calls_in_proportion_to_shards(policy: Policy) -> None:
+    """Where nothing is slower than linear, eight times the shards take eight times the calls of functions."""
+
+    def calls(rows: int) -> int:
+        table, head = ParamSpec("embed", (64, 8)), (ParamSpec("norm", (8,)), ParamSpec("head", (64, 8)))
+        units = [
+            UnitSpec("prologue", "prologue", (table,)),
+            *(UnitSpec(f"l{i}", "layer", tuple(ParamSpec(f"l{i}.{k}", (rows, 8)) for k in "abc")) for i in range(3)),
+            UnitSpec("epilogue", "epilogue", head),
+        ]
+        builder = Builder(ModelSpec("wide", tuple(units), 8, 64), Numerics(), policy, Work((4,)), "none", trains=True)
+        count = 0
+
+        def counted(*_: object) -> None:
+            nonlocal count
+            count += 1
+
+        def placed(prefetch: Prefetch, visits: list[Visit]) -> None:
+            sys.setprofile(counted)
+            honest(prefetch, visits)
+            sys.setprofile(None)
+
+        honest = Prefetch.place
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Prefetch, "place", placed)
+            builder.step()
+        return count
+
+    few, many = calls(64), calls(512)
+    assert many < 8 * few

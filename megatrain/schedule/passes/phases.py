@@ -66,7 +66,7 @@ def gated(
         ops += phases[: len(phases) - len(out)]
         for phase, copy in zip(phases[len(phases) - len(out) :], out, strict=True):
             ops += [phase, copy]
-    return [*ops, *(op for op in after if op not in copies)]
+    return [*ops, *(op for op in after if not (op.kind == "GRAD" and releases))]
 
 
 def _phases(
@@ -88,12 +88,13 @@ def _phases(
         reads += [replace(each, start=each.start + a, stop=each.start + b) for each in own for a, b in window]
         writes = [access for access in call.writes if not _is_gradient(access)] if phase == count - 1 else []
         for total in (access for access in call.writes if _is_gradient(access) and phase >= sums_from):
-            left = leaves[max(0, phase - turn) :]
+            done = max(0, phase - turn)
+            left = leaves[done] if done < len(leaves) else None
             if phase == sums_from:
                 reads += [each for each in call.reads if each.buffer == total.buffer and _is_gradient(each)]
             else:
-                reads.append(_under_way(total, left[0].stop if left else total.stop))
-            writes += _sums(total, left if phase >= turn else (), last=phase == count - 1)
+                reads.append(_under_way(total, left.stop if left else total.stop))
+            writes += _sums(total, left if phase >= turn else None, last=phase == count - 1)
         found.append(replace(call, shard=phase, reads=tuple(reads), writes=tuple(writes), share=shares[phase]))
     return found
 
@@ -116,11 +117,7 @@ def _windows(
     if gives_up and call.kind == "FORWARD":
         last = _last_phases(unit, arrival)
         if min(last) < len(last) - 1:
-            spans = [(shard.start * each, shard.stop * each) for shard in arrival.ordered]
-            forward = [
-                _joined(span for place, span in enumerate(spans[: phase + 1]) if last[place] >= phase)
-                for phase in range(len(spans))
-            ]
+            forward = _held([(shard.start * each, shard.stop * each) for shard in arrival.ordered], last)
     backward = []
     begin = leaves[-1].start if leaves else 0
     for done in leaves[:-1]:  # each behind the phase that has completed it
@@ -150,6 +147,24 @@ def _last_phases(unit: UnitSpec, arrival: Arrival) -> list[int]:
     return last
 
 
+def _held(spans: Sequence[tuple[int, int]], last: Sequence[int]) -> list[Window]:
+    """For each phase, which brings one span more, those that it or a later phase reads of. last: as `_last_phases`."""
+    found: list[Window] = []
+    alive: list[int] = []
+    until = len(spans)  # the first phase that needs fewer
+    for phase, span in enumerate(spans):
+        alive.append(phase)
+        if phase > until:
+            alive = [place for place in alive if last[place] >= phase]
+            window = _joined(spans[place] for place in alive)
+            until = min(last[place] for place in alive)
+        else:
+            until = min(until, last[phase])
+            window = _joined([*(found[-1] if found else []), span])
+        found.append(window)
+    return found
+
+
 def _joined(spans: Iterable[tuple[int, int]]) -> Window:
     """Ascending spans, those that touch as one."""
     found: Window = []
@@ -161,12 +176,12 @@ def _joined(spans: Iterable[tuple[int, int]]) -> Window:
     return found
 
 
-def _sums(total: Access, left: Sequence[Access], *, last: bool) -> list[Access]:
-    """What a phase leaves of a gradient: the first of what is `left` complete, the others not yet."""
-    if not left:
+def _sums(total: Access, left: Access | None, *, last: bool) -> list[Access]:
+    """What a phase leaves of a gradient: `left` complete, what comes behind it not yet."""
+    if left is None:
         return [total if last else _under_way(total, total.stop)]
-    complete = replace(total, start=left[0].start, stop=left[0].stop)
-    return [complete] if last else [complete, _under_way(total, left[0].start)]
+    complete = replace(total, start=left.start, stop=left.stop)
+    return [complete] if last else [complete, _under_way(total, left.start)]
 
 
 def _under_way(total: Access, stop: int) -> Access:

@@ -18,9 +18,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 
 from megatrain.schedule.contents import Weights
 from megatrain.schedule.ops import Access, Buffer, Op, Use, declare
@@ -276,42 +275,42 @@ class _LastUses:
 
     def __init__(self, visit: int, body: Sequence[Op]) -> None:
         self._visit, self._body = visit, body
-        self._known: dict[str, tuple[int, list[tuple[int, int, int]]]] = {}
-        """Buffer -> the last op that uses any of it, and spans [start, stop) with the last op that uses them."""
+        self._known: dict[str, tuple[list[int], list[int], int]] = {}
+        """Buffer -> places where a use begins or ends, in order; the last op that uses what follows each, -1 for none;
+        and the last of all."""
 
     def of(self, place: Access) -> Position:
         if place.buffer not in self._known:
             self._known[place.buffer] = self._look(place.buffer)
-        end, spans = self._known[place.buffer]
-        first = bisect_right(spans, place.start, key=lambda span: span[1])
-        last = -1
-        for start, _, index in spans[first:]:
-            if start >= place.stop:
-                break
-            last = max(last, index)
-        return (self._visit + 1, 0) if last == end >= 0 else (self._visit, last + 1)
+        points, last, end = self._known[place.buffer]
+        first = max(0, bisect_right(points, place.start) - 1)
+        index = max(last[first : bisect_left(points, place.stop)], default=-1)
+        return (self._visit + 1, 0) if index == end >= 0 else (self._visit, index + 1)
 
-    def _look(self, buffer: str) -> tuple[int, list[tuple[int, int, int]]]:
-        end = -1
-        covered: list[tuple[int, int, int]] = []
-        for index in range(len(self._body) - 1, -1, -1):
-            op = self._body[index]
-            for access in chain(op.reads, op.writes) if op.stream == "compute" else ():
-                if access.buffer == buffer:
-                    end = max(end, index)
-                    covered += [(start, stop, index) for start, stop in _uncovered(access, covered)]
-                    covered.sort()
-        return end, covered
+    def _look(self, buffer: str) -> tuple[list[int], list[int], int]:
+        """Paint the uses over each other from the last to the first, each byte once."""
+        uses = [
+            (index, access)
+            for index, op in enumerate(self._body)
+            if op.stream == "compute"
+            for access in (*op.reads, *op.writes)
+            if access.buffer == buffer
+        ]
+        points = sorted({point for _, access in uses for point in (access.start, access.stop)})
+        last, bare = [-1] * len(points), list(range(len(points) + 1))  # bare: the next place that is not painted yet
+        for index, access in reversed(uses):
+            at = _next(bare, bisect_left(points, access.start))
+            while points[at] < access.stop:
+                last[at], bare[at] = index, at + 1
+                at = _next(bare, at + 1)
+        return points, last, max(last, default=-1)
 
 
-def _uncovered(access: Access, covered: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
-    """The bytes of an access that lie in none of the spans, which are in order and apart."""
-    start = access.start
-    for first, stop, _ in covered:
-        if start >= access.stop:
-            return
-        if first > start:
-            yield start, min(first, access.stop)
-        start = max(start, stop)
-    if start < access.stop:
-        yield start, access.stop
+def _next(bare: list[int], at: int) -> int:
+    """The first place from `at` on that is its own successor; the way there is made shorter (Tarjan 1975)."""
+    end = at
+    while bare[end] != end:
+        end = bare[end]
+    while bare[at] != end:
+        bare[at], at = end, bare[at]
+    return end
