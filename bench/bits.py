@@ -23,23 +23,23 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megatrain import AdamW, Engine, Policy
 from megatrain.memory import Disk
 from megatrain.plan import Choice
-from megatrain.spec import Home, Numerics
+from megatrain.spec import Numerics, Placement
 from tests.kinds import KINDS
 from tests.tiny import unequal_batches
 
 MODELS = ("llama", "gemma2", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3", "bamba")
 DEVICES = ("cpu", "sim:0", "sim:7")
-ON_DEVICE, ON_DISK = Home("device", "device", "device"), Home("disk", "disk", "disk", "disk")
+ON_DEVICE, ON_DISK = Placement("device", "device", "device"), Placement("disk", "disk", "disk", "disk")
 POLICIES: dict[str, dict[str, Any]] = {
     "plain": {},
     "kept": {"activations": "keep", "weight_slots": 4, "grad_slots": 3},
     "one slot": {"weight_slots": 1, "grad_slots": 1, "activations": "recompute"},
-    "mixed": {"activation_rows": (("offload", "graph"), ("input",), ("drop",)), "recompute_slots": 1},
-    "gates": {"gates": "shard", "weight_slots": 1},
-    "ring": {"gates": "shard", "read_ahead_nbytes": 8192, "activations": "recompute"},
-    "slabs": {"transit": "slabs", "slabs": 1},
-    "resident": {"homes": (ON_DEVICE,) * 5},
-    "disk": {"homes": (ON_DISK,) * 5},
+    "mixed": {"activations_by_layer": (("offload", "graph"), ("input",), ("drop",)), "recompute_slots": 1},
+    "wait_for": {"wait_for": "shard", "weight_slots": 1},
+    "ring": {"wait_for": "shard", "read_ahead_nbytes": 8192, "activations": "recompute"},
+    "pinned_staging_slots": {"transfer": "staged", "pinned_staging_slots": 1},
+    "resident": {"placements": (ON_DEVICE,) * 5},
+    "disk": {"placements": (ON_DISK,) * 5},
     "chunks": {"mlp_chunk_tokens": 3},
     "updates at once": {"update": "during_backward"},
     "fp32": {"precision": "fp32"},

@@ -171,7 +171,7 @@ def point(
     model = model or llama_shape("8B", 32, 4096)
     question = Question(model, described(bus, memory), tokens, min(LENGTH, tokens))
     plan, bound = found(question), bounded(model, memory, tokens)
-    alike = {name: found(replace(question, pinned={"activation_rows": FIXED[name]})) for name in others}
+    alike = {name: found(replace(question, overrides={"activations_by_layer": FIXED[name]})) for name in others}
     fixed = {name: each.seconds for name, each in alike.items() if each is not None}
     if plan is None or bound is None:
         return Point(bus, memory, tokens, None, None, fixed, None, {}, 0.0, None)

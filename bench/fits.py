@@ -85,7 +85,7 @@ def cell(plan: Plan | None) -> str:
         return "no"
     speed = plan.tokens_per_second
     text = f"{speed:,.0f}" if speed >= 10 else f"{speed:.1f}"
-    return f"{text} (disk)" if any(home.uses_disk for home in plan.policy.homes) else text
+    return f"{text} (disk)" if any(placement.uses_disk for placement in plan.policy.placements) else text
 
 
 def table() -> list[str]:

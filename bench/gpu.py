@@ -201,7 +201,7 @@ def streamed(name: str, size: Size, hardware: Hardware) -> Part:
         return Part(
             name,
             STREAMED,
-            policy=f"{engine.policy.activations}, {engine.policy.weight_slots} slots, gates by {engine.policy.gates}",
+            policy=f"{engine.policy.activations}, {engine.policy.weight_slots} slots, by {engine.policy.wait_for}",
             **_speed(size, seconds, engine.step_flops(work), hardware),
             stalls=idle_shares(timeline),
             in_nbytes=bus_nbytes(timeline.schedule, ("FETCH", "RELOAD")),

@@ -66,11 +66,11 @@ def shares(kind: str, precision: str, rows: str) -> dict[str, float]:
     model = twin_from(with_dropout(shrink(AutoConfig.for_model(kind)), 0.0), 0)
     tokens = ordinary_tokens(model.config)
     make: dict[str, Callable[[int], dict[str, Any]]] = {
-        "whole": lambda seed: micro_batch(tokens, 2, LENGTH, seed),
+        "uniform": lambda seed: micro_batch(tokens, 2, LENGTH, seed),
         "padded": lambda seed: micro_batch(tokens, 2, LENGTH, seed, right=PADDING),
         "packed": lambda seed: packed(tokens, (LENGTH // 2, LENGTH // 4, LENGTH // 4), seed),
     }
-    numerics, policy = Numerics(precision, loss_chunk_tokens=CHUNK), Policy(activation_rows=(("input",),))  # type: ignore[arg-type]
+    numerics, policy = Numerics(precision, loss_chunk_tokens=CHUNK), Policy(activations_by_layer=(("input",),))  # type: ignore[arg-type]
     with (
         followed() as ops,
         Engine.from_model(model, SimDevice(1), numerics=numerics, policy=policy, verify=False) as engine,
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="what ops hold beside what the schedule says")
     parser.add_argument("kinds", nargs="*", metavar="KIND")
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
-    parser.add_argument("--rows", choices=["whole", "padded", "packed"], default="whole")
+    parser.add_argument("--rows", choices=["uniform", "padded", "packed"], default="uniform")
     given = parser.parse_args(arguments)
     columns = "FORWARD prologue", "FORWARD layer", "LOSS epilogue", "BACKWARD layer", "BACKWARD prologue", "peak"
     print(f"| | {' | '.join(columns)} |\n|---{'|---' * len(columns)}|")

@@ -33,7 +33,7 @@ from megatrain.device.base import Event, Stream, Task, Work
 from megatrain.device.cpu import CpuDevice
 from megatrain.device.worker import HostEvent, WorkerStream
 from megatrain.engine import ops as engine_step
-from megatrain.spec import Home
+from megatrain.spec import Placement
 from tests import standin_cuda
 from tests.kinds import KINDS
 from tests.tiny import unequal_batches
@@ -43,8 +43,8 @@ MODELS = {"dense": "llama", "experts": "mixtral", "hybrid": "bamba"}
 POLICIES: dict[str, dict[str, Any]] = {
     "graphs kept": {"activations": "keep"},
     "recompute": {"activations": "recompute"},
-    "offload": {"activation_rows": (("offload",),)},
-    "gates": {"activations": "recompute", "gates": "shard", "weight_slots": 1, "shard_nbytes": 1 << 14},
+    "offload": {"activations_by_layer": (("offload",),)},
+    "by shard": {"activations": "recompute", "wait_for": "shard", "weight_slots": 1, "shard_nbytes": 1 << 14},
     "resident": {"activations": "recompute"},
 }
 NAME = "launches"
@@ -99,7 +99,7 @@ class NullDevice(CpuDevice):
 def engine_of(kind: str, layers: int, name: str, device: Any = "cuda:0") -> Engine:
     how = dict(POLICIES[name])
     if name == "resident":
-        how["homes"] = (Home("device", "device", "device"),) * (layers + 2)
+        how["placements"] = (Placement("device", "device", "device"),) * (layers + 2)
     return Engine.from_model(model_of(kind, layers), device, "bf16", AdamW(), 1.0, Policy(**how), verify=False)
 
 

@@ -145,10 +145,10 @@ def planned(engine: Engine, bandwidth: float, rows: int, length: int) -> Plan:
     """Within as much memory as the leanest of `MIXTURES` that offloads little takes, on this machine as it is roughly:
     what is measured corrects it."""
     hardware = Hardware("throttled", ENOUGH, ENOUGH, bandwidth, bandwidth, 5e9, 4e10, device_bandwidth=5e9)
-    slots = {"weight_slots": 2, "grad_slots": 2, "shard_nbytes": 1 << 20, "homes": ()}
-    pinned = {"micro_batch": MICRO_BATCH, "loss_chunk_tokens": 512, **slots}
-    asked = Question(engine.spec, hardware, rows * length, length, "fp32", pinned=pinned)
-    room = find_plan(replace(asked, pinned={**pinned, "activation_rows": MIXTURES["a quarter offloaded"]}))
+    slots = {"weight_slots": 2, "grad_slots": 2, "shard_nbytes": 1 << 20, "placements": ()}
+    overrides = {"micro_batch": MICRO_BATCH, "loss_chunk_tokens": 512, **slots}
+    asked = Question(engine.spec, hardware, rows * length, length, "fp32", overrides=overrides)
+    room = find_plan(replace(asked, overrides={**overrides, "activations_by_layer": MIXTURES["a quarter offloaded"]}))
     return find_plan(replace(asked, limits=Limits(device_nbytes=room.nbytes["device"])))
 
 
@@ -200,14 +200,14 @@ def measured(engine: Engine, plan: Plan, rows: int, length: int) -> dict[str, fl
     now, question = engine.policy, plan.question
     price = op_seconds(question.model, engine.numerics, now, plan.work, question.hardware)
     assert engine.timeline is not None
-    fixed = {name: getattr(now, name) for name in ("weight_slots", "grad_slots", "shard_nbytes", "homes")}
+    fixed = {name: getattr(now, name) for name in ("weight_slots", "grad_slots", "shard_nbytes", "placements")}
     timed = replace(question, calibration=calibrate(question.model, engine.timeline, price))
-    again = find_plan(replace(timed, pinned={**question.pinned, **fixed})).policy
+    again = find_plan(replace(timed, overrides={**question.overrides, **fixed})).policy
     policies = {"as replanned": now, "planned at this bus": again}
     for name, kept in MIXTURES.items():
-        policies[name] = replace(now, activations="recompute", activation_rows=kept)
+        policies[name] = replace(now, activations="recompute", activations_by_layer=kept)
     policies = {
-        name: replace(now, activations=each.activations, activation_rows=each.activation_rows)
+        name: replace(now, activations=each.activations, activations_by_layer=each.activations_by_layer)
         for name, each in policies.items()
         if examine(question, Choice(engine.numerics, each), MICRO_BATCH).taken.fits(question.budgets())
     }

@@ -31,11 +31,11 @@ from megatrain.schedule import Schedule, Use, build_step, check, replay
 from megatrain.spec import ActivationPlan, Hardware, Limits, ModelSpec, Numerics, ParamSpec, Policy, Work
 
 MIB = 1 << 20
-SHARDED = Policy(shard_nbytes=64 * MIB, gates="shard")
+SHARDED = Policy(shard_nbytes=64 * MIB, wait_for="shard")
 POLICIES: dict[str, Policy] = {
-    "two slots": replace(SHARDED, gates="unit"),
-    "two slots, gates": SHARDED,
-    "one slot, gates": replace(SHARDED, weight_slots=1),
+    "two slots": replace(SHARDED, wait_for="unit"),
+    "two slots, by shard": SHARDED,
+    "one slot, by shard": replace(SHARDED, weight_slots=1),
     "ring, 64 MiB ahead": replace(SHARDED, read_ahead_nbytes=64 * MIB),
     "ring, 128 MiB ahead": replace(SHARDED, read_ahead_nbytes=128 * MIB),
     "ring, 256 MiB ahead": replace(SHARDED, read_ahead_nbytes=256 * MIB),
@@ -117,7 +117,7 @@ def plans() -> dict[str, list[str]]:
         least.append(f"| {name} | {taken[0]:.2f} GB | {taken[1]:.2f} GB |")
         for memory in MEMORIES:
             asked = replace(question, hardware=replace(hardware, device_nbytes=round(memory * GB)))
-            found = [_planned(replace(asked, pinned=pinned)) for pinned in ({"read_ahead_nbytes": 0}, {})]
+            found = [_planned(replace(asked, overrides=overrides)) for overrides in ({"read_ahead_nbytes": 0}, {})]
             if any(found):
                 quickest.append(f"| {name} | {memory} GB | {_row(*found)} |")
     return {"least": least, "quickest": quickest}

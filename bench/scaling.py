@@ -76,13 +76,13 @@ def most_tokens_that_fit(question: Question) -> Plan | None:
         try:
             return find_plan(question)
         except DoesNotFit:
-            if question.rows == 1:
+            if question.sequences == 1:
                 return None
-            question = replace(question, tokens_per_step=question.rows // 2 * question.length)
+            question = replace(question, tokens_per_step=question.sequences // 2 * question.length)
 
 
 def useful_flops(plan: Plan) -> float:
-    return step_flops(plan.question.model, [(plan.question.rows, plan.question.length)]) / plan.seconds
+    return step_flops(plan.question.model, [(plan.question.sequences, plan.question.length)]) / plan.seconds
 
 
 # Depth -------------------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def tokens(counts: Sequence[int] = TOKENS) -> dict[str, str]:
             question = Question(model, hardware, count, TOKENS_LENGTH)
             (found,) = survey(question, [question.budgets()])
             if found is not None:
-                useful = step_flops(model, [(question.rows, TOKENS_LENGTH)]) / found.seconds
+                useful = step_flops(model, [(question.sequences, TOKENS_LENGTH)]) / found.seconds
                 points.append((float(count), 100 * useful / hardware.flops))
         lines.append(Line(words, points, mark=min(max(formula(hardware)), float(counts[-1]))))
     across = Axis("tokens per step", [float(count) for count in counts], log=True, show=_kilo)
@@ -155,7 +155,7 @@ def knees(names: Sequence[str] = ()) -> list[str]:
     model = llama_shape("70B", 80, 8192)
     for name in names or machine_names():
         hardware = replace(with_enough_host(name), device_nbytes=ENOUGH_HOST)
-        plan = find_plan(Question(model, hardware, 16_384, TOKENS_LENGTH, pinned={"activations": "recompute"}))
+        plan = find_plan(Question(model, hardware, 16_384, TOKENS_LENGTH, overrides={"activations": "recompute"}))
         weights, update = formula(hardware)
         found = hiding(plan)
         there = "never" if found is None else f"{found.tokens_per_step:,}"
@@ -244,7 +244,7 @@ def published(names: Sequence[str] = ("7B", "14B", "32B")) -> list[str]:
     for name in names:
         question = Question(shape(name), machine("gh200"), PUBLISHED_TOKENS, LENGTH)
         plan = find_plan(question)
-        single = find_plan(replace(question, pinned={"weight_slots": 1}))
+        single = find_plan(replace(question, overrides={"weight_slots": 1}))
         cells = [f"{useful_flops(plan) / 1e12:,.0f}", f"{useful_flops(single) / 1e12:,.0f}"]
         for taken in compare(plan)[1:]:
             fits, ratio = "" if taken.fits else ", does not fit", taken.seconds / plan.seconds

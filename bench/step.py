@@ -203,7 +203,7 @@ def _ours(plan: str, model: Any, ids: Any, precision: Any, clip: float | None) -
 
     policy: Any = AUTO
     if plan != AUTO:
-        keeps: Any = {"activations": plan} if plan != "chosen" else {"activation_rows": (("chosen",),)}
+        keeps: Any = {"activations": plan} if plan != "chosen" else {"activations_by_layer": (("chosen",),)}
         update: Any = "next_forward" if clip is not None else "during_backward"
         policy = megatrain.Policy(update=update, shares_memory=True, **keeps)
     optimizer = megatrain.AdamW(lr=1e-3, weight_decay=0.1)

@@ -91,11 +91,11 @@ def planned(spec: ModelSpec, device: CpuDevice, arguments: argparse.Namespace, h
         disk_duplex_read_bandwidth=drive,
         disk_duplex_write_bandwidth=drive,
     )
-    pinned = {"host_threads": available_threads()}
+    overrides = {"host_threads": available_threads()}
     own += RESERVE_NBYTES  # what kernels and threads take beside the ledger
     rows = [max(1, tokens // LENGTH)] if tokens else [1 << power for power in range(6)]
     for count in rows:
-        question = Question(spec, hardware, count * LENGTH, LENGTH, clips=arguments.clip, pinned=pinned)
+        question = Question(spec, hardware, count * LENGTH, LENGTH, clips=arguments.clip, overrides=overrides)
         plan = find_plan(replace(question, limits=Limits(host_nbytes=host_nbytes - own)))
         if plan.seconds < HARDLY_LONGER * max(load.busy_seconds for load in loads(plan)):
             break
@@ -170,7 +170,7 @@ def measure(arguments: argparse.Namespace, host_nbytes: int) -> dict[str, Any]:
         "all_seconds": seconds,
         "loading_seconds": loaded,
         "losses": losses,
-        "policy": {"micro_batches": plan.work.micro_batches, "stage_slots": plan.policy.stage_slots},
+        "policy": {"micro_batches": plan.work.micro_batches, "disk_staging_slots": plan.policy.disk_staging_slots},
     }
 
 

@@ -84,11 +84,13 @@ def best(found: Sequence[Taken], plan: Plan) -> Taken:
 
 def _sizes(question: Question) -> list[int]:
     """Sequences of a micro-batch: powers of two, and all at once."""
-    return sorted({*(1 << power for power in range(question.rows.bit_length())), question.rows})
+    return sorted({*(1 << power for power in range(question.sequences.bit_length())), question.sequences})
 
 
 def _batches(question: Question, rows: int) -> str:
-    return f"{-(-question.rows // rows):,} x {rows:,} sequences" if question.rows > rows else f"{rows:,} at once"
+    return (
+        f"{-(-question.sequences // rows):,} x {rows:,} sequences" if question.sequences > rows else f"{rows:,} at once"
+    )
 
 
 # Schedules -----------------------------------------------------------------------------------------------------------
@@ -203,11 +205,11 @@ def _sum(parts: Iterable[tuple[float, Numbers]]) -> Numbers:
 def zero_offload(plan: Plan) -> list[Taken]:
     """For each size of a micro-batch. Linear in micro-batches and in layers of each kind."""
     question, found = plan.question, []
-    plain = replace(plan.policy, homes=(), activation_rows=(), activations="recompute", update="next_forward")
+    plain = replace(plan.policy, placements=(), activations_by_layer=(), activations="recompute", update="next_forward")
     policy = replace(plain, weight_slots=2, read_ahead_nbytes=0, grad_slots=2)
     numerics = replace(plan.numerics, grad_precision="fp32")
     for rows in _sizes(question):
-        count, exact = question.rows / rows, cut(question, rows)
+        count, exact = question.sequences / rows, cut(question, rows)
         weights = {FEW: ONE_MORE - count, ONE_MORE: count - FEW} if count > ONE_MORE else {exact.micro_batches: 1.0}
         parts = []
         for micro_batches, times in weights.items():
@@ -222,11 +224,11 @@ def zero_offload(plan: Plan) -> list[Taken]:
 def published(plan: Plan) -> list[Taken]:
     """For each micro-batch the closest interval that fits: it computes least again."""
     question, layers, found = plan.question, len(plan.question.model.layers), []
-    policy = replace(plan.policy, homes=(), activations="recompute", update="next_forward")
+    policy = replace(plan.policy, placements=(), activations="recompute", update="next_forward")
     numerics = replace(plan.numerics, grad_precision=None)
     for rows in _sizes(question):
         for interval in INTERVALS:
-            kept = replace(policy, activation_rows=(("input",), *(("drop",),) * (min(interval, layers) - 1)))
+            kept = replace(policy, activations_by_layer=(("input",), *(("drop",),) * (min(interval, layers) - 1)))
             taken = _replayed(question, UpdatesLast(question.model, numerics, kept, coarse(question, rows)), -1)
             words = f"{_batches(question, rows)}, a boundary kept every {interval} layers"
             found.append(Taken("MegaTrain as published", words, *taken))
@@ -245,13 +247,13 @@ def in_memory(plan: Plan) -> Taken:
     slow = replace(question.hardware, shares_memory=True, norm_bandwidth=None, optimizer_bandwidth=())
     hardware = replace(slow, host_bandwidth=bandwidth, fetch_bandwidth=bandwidth, grad_bandwidth=bandwidth)
     resident = replace(question, hardware=hardware)
-    plain = replace(plan.policy, homes=(), activation_rows=(), update="next_forward")
-    plain = replace(plain, shares_memory=True, transit="locked")
+    plain = replace(plan.policy, placements=(), activations_by_layer=(), update="next_forward")
+    plain = replace(plain, shares_memory=True, transfer="pinned")
     stores = question.model.units[1].profile.outputs.chosen_nbytes > 0
-    ways: list[dict[str, Any]] = [{"activation_rows": kept} for kept in ((CHOSEN, ATTENTION) if stores else ())]
+    ways: list[dict[str, Any]] = [{"activations_by_layer": kept} for kept in ((CHOSEN, ATTENTION) if stores else ())]
     ways = [{"activations": "keep"}, {"activations": "recompute"}, *ways]
     for rows in _sizes(question):
-        numerics = replace(plan.numerics, grad_precision="fp32" if rows < question.rows else None)
+        numerics = replace(plan.numerics, grad_precision="fp32" if rows < question.sequences else None)
         for way in ways:
             chosen = Choice(numerics, plain).change(**way)
             taken, masters = estimate(resident, chosen, rows), _beside(numerics, 1)
@@ -270,7 +272,7 @@ def in_memory(plan: Plan) -> Taken:
 def table(plan: Plan) -> list[str]:
     """What does not fit is shown with the speed that it would have if it did."""
     question = plan.question
-    useful = step_flops(question.model, [(question.rows, question.length)])
+    useful = step_flops(question.model, [(question.sequences, question.length)])
     heads = ("system", "choices", "step", "tokens/s", "TFLOP/s", "device", "host", "stall", "to ours")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for each in compare(plan):
@@ -278,7 +280,7 @@ def table(plan: Plan) -> list[str]:
             each.name if each.fits else f"{each.name} (does not fit)",
             each.choices,
             duration(each.seconds),
-            f"{question.rows * question.length / each.seconds:,.0f}",
+            f"{question.sequences * question.length / each.seconds:,.0f}",
             f"{useful / each.seconds / 1e12:,.3g}",
             amount(each.device_nbytes),
             amount(each.host_nbytes),

@@ -274,7 +274,7 @@ def planned(spec: ModelSpec, settings: Settings, folder: Path, nbytes: int) -> P
             settings["rows"] * settings["length"],
             settings["length"],
             precision=settings["precision"],
-            pinned={"host_threads": available_threads()},
+            overrides={"host_threads": available_threads()},
             limits=Limits(host_nbytes=int(COUNTED * nbytes)),
         )
     )
@@ -285,15 +285,15 @@ def headline(plan: Plan) -> dict[str, Any]:
     from megatrain.plan.placement import FIELDS
 
     policy = plan.policy
-    kept = Counter(policy.activation_rows[0] if policy.activation_rows else (policy.activations,))
-    for row in policy.activation_rows[1:]:
+    kept = Counter(policy.activations_by_layer[0] if policy.activations_by_layer else (policy.activations,))
+    for row in policy.activations_by_layer[1:]:
         kept.update(row)
-    homes = {part: sum(getattr(home, part) == "disk" for home in policy.homes) for part in FIELDS}
+    placements = {part: sum(getattr(placement, part) == "disk" for placement in policy.placements) for part in FIELDS}
     return {
         "layers_keep": dict(kept),
-        "units_with_their_on_disk": homes,
+        "units_with_their_on_disk": placements,
         "micro_batches": plan.work.micro_batches,
-        "stage_slots": policy.stage_slots,
+        "disk_staging_slots": policy.disk_staging_slots,
         "loss_chunk_tokens": plan.numerics.loss_chunk_tokens,
     }
 

@@ -129,8 +129,8 @@ def _planned(answers: Answers) -> Plan:
     rows = max(1, TOKENS_PER_STEP // length)
     disk = Limits(disk_nbytes=None if answers.disk else 0)
     question = Question(spec, hardware, rows * length, length, answers.precision, limits=disk, saves=True)
-    while question.rows > 1 and survey(question, [question.budgets()]) == [None]:
-        question = replace(question, tokens_per_step=question.rows // 2 * length)
+    while question.sequences > 1 and survey(question, [question.budgets()]) == [None]:
+        question = replace(question, tokens_per_step=question.sequences // 2 * length)
     return find_plan(question)
 
 

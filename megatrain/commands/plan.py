@@ -189,13 +189,15 @@ def _length(spec: ModelSpec, length: int | None, tokens_per_step: int | None) ->
 
 def _planned(question: Question, *, may_shrink: bool) -> Plan:
     """The plan; with fewer tokens per step where the user left them open and so many do not fit."""
-    while may_shrink and question.rows > 1 and survey(question, [question.budgets()]) == [None]:
-        question = replace(question, tokens_per_step=question.rows // 2 * question.length)
+    while may_shrink and question.sequences > 1 and survey(question, [question.budgets()]) == [None]:
+        question = replace(question, tokens_per_step=question.sequences // 2 * question.length)
     try:
         return find_plan(question)
     except DoesNotFit as error:
-        if may_shrink and question.rows > 1:  # it had been estimated to fit
-            return _planned(replace(question, tokens_per_step=question.rows // 2 * question.length), may_shrink=True)
+        if may_shrink and question.sequences > 1:  # it had been estimated to fit
+            return _planned(
+                replace(question, tokens_per_step=question.sequences // 2 * question.length), may_shrink=True
+            )
         helps = [upgrade for upgrade in upgrades(question, None) if upgrade.tokens_per_second is not None]
         words = [f"{upgrade.name} would make it fit ({upgrade.tokens_per_second:,.0f} tokens/s)" for upgrade in helps]
         fix = f"{error.fix}; {' or '.join(words) or 'no single upgrade makes it fit'}"
@@ -248,7 +250,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
 
 def _disk_tier(plan: Plan) -> list[tuple[str, str]]:
     """How the disk is read and written, whether past the page cache or through it, where the plan uses it."""
-    if not any(home.uses_disk for home in plan.policy.homes):
+    if not any(placement.uses_disk for placement in plan.policy.placements):
         return []
     sources = dict(plan.question.hardware.sources)
     return [("disk tier", sources.get("disk_read_bandwidth", "its speed is assumed; `megatrain probe` measures it"))]

@@ -26,10 +26,17 @@ RENAMED = {
     "train.micro_batches": "train.gradient_accumulation_steps",
     "train.windows_per_step": "train.global_batch_size",
     "train.targets_per_step": "train.target_tokens_per_step",
+    "policy.activation_rows": "policy.activations_by_layer",
+    "policy.gates": "policy.wait_for",
+    "policy.slabs": "policy.pinned_staging_slots",
+    "policy.stage_slots": "policy.disk_staging_slots",
 }
 """Keys of earlier versions, and what they are now."""
 
-REPLACED = {"policy.compile": "policy.kernels (stock or compile)"}
+REPLACED = {
+    "policy.compile": "policy.kernels (stock or compile)",
+    "policy.transit": "policy.transfer (pinned, staged or pageable)",
+}
 """Keys of earlier versions whose values were others."""
 
 

@@ -61,7 +61,7 @@ Sources = Annotated[tuple[PathOrName, ...], Strict(False), BeforeValidator(_as_l
 Folders = Annotated[tuple[Folder, ...], Strict(False), BeforeValidator(_as_list)]
 
 
-Rows = Annotated[tuple[Annotated[tuple[Keep, ...], Strict(False)], ...], Strict(False)]
+KeepRows = Annotated[tuple[Annotated[tuple[Keep, ...], Strict(False)], ...], Strict(False)]
 Amount = Annotated[PositiveInt | str, Field(union_mode="left_to_right")]
 Trackers = Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Strict(False), BeforeValidator(_as_list)]
 Weights = Annotated[tuple[PositiveFloat, ...], Strict(False)]
@@ -71,7 +71,7 @@ Seconds = Annotated[float, Field(gt=0, le=1e9)]
 MOST_TOKENS = 1 << 26
 """Of a step, as a plan has it (`plan.question`)."""
 
-USUAL_ROWS = 8
+USUAL_SEQUENCES = 8
 """Windows of a step where the user names no number."""
 
 
@@ -257,43 +257,43 @@ class TrainSection(Section):
             raise ValueError(
                 f"global_batch_size={rows} is not micro_batch_size={size} x gradient_accumulation_steps={count}"
             )
-        if self.objective == "dpo" and ((self.pinned_micro_batch or 2) % 2 or self.rows % 2):
+        if self.objective == "dpo" and ((self.micro_batch_override or 2) % 2 or self.sequences % 2):
             raise ValueError("dpo takes pairs: micro_batch_size and global_batch_size must be even")
         if self.dpo_loss == "ipo" and self.dpo_label_smoothing:
             raise ValueError("dpo_loss=ipo has no dpo_label_smoothing")
         return self
 
     @property
-    def rows(self) -> int:
+    def sequences(self) -> int:
         """Sequences of a step."""
         size, count = self.micro_batch_size, self.gradient_accumulation_steps
-        usual = USUAL_ROWS if size is None and count is None else (size or 1) * (count or 1)
+        usual = USUAL_SEQUENCES if size is None and count is None else (size or 1) * (count or 1)
         return self.global_batch_size or usual
 
     @property
-    def pinned_micro_batch(self) -> int | None:
+    def micro_batch_override(self) -> int | None:
         """Sequences of a micro-batch where the keys decide it, `None` where the plan does."""
         size, count = self.micro_batch_size, self.gradient_accumulation_steps
         if size is None and count is None:
             return 2 if self.objective == "dpo" else None
-        return size or self.rows // (count or 1)
+        return size or self.sequences // (count or 1)
 
 
 class PolicySection(Section):
-    """Fields of `spec.Policy` to pin; `auto` pins none. What is null is chosen for the model and the machine."""
+    """Fields of `spec.Policy` and `spec.Numerics` that are fixed; what is null is chosen for the model and machine."""
 
     weight_slots: PositiveInt | None = None
     """Device buffers that the layers' weights pass through."""
     read_ahead_nbytes: NonNegativeInt | None = None
     """In place of weight_slots: all units share one slot, and shards of the next layer come ahead into so many bytes.
-    Best with gates at shards."""
+    Best with wait_for=shard."""
     grad_slots: PositiveInt | None = None
     """Device buffers that the layers' gradients pass through."""
     shard_nbytes: PositiveInt | None = None
     """Largest piece of a unit that one copy moves, in bytes."""
     activations: Literal["keep", "recompute"] | None = None
     """Keep each layer's graph until its backward, or keep its input and compute the layer again."""
-    activation_rows: Rows | None = None
+    activations_by_layer: KeepRows | None = None
     """In place of `activations`, a row per layer of an entry per micro-batch: graph, chosen, attention, input, offload
     or drop; both start over at their end."""
     offload_slots: PositiveInt | None = None
@@ -308,22 +308,23 @@ class PolicySection(Section):
     """Target tokens whose logits exist at one time."""
     mlp_chunk_tokens: NonNegativeInt | None = None
     """Tokens that feed-forwards, and other parts that treat each token by itself, compute at one time; 0 is all."""
-    gates: Literal["unit", "shard"] | None = None
+    wait_for: Literal["unit", "shard"] | None = None
     """What compute waits for: a unit's weights, or the shard that a layer's code comes to."""
     kernels: Literal["stock", "compile", "liger"] | None = None
     """Kernels of layers: as the library calls them; or fused by `torch.compile`, which takes some minutes at the start,
     once for each kind of layer and shape of batch. Liger's are refused."""
     host_threads: PositiveInt | None = None
     """Threads of the optimizer pass."""
-    transit: Literal["locked", "slabs", "pageable"] | None = None
-    """Page-lock weights and gradients in host memory, or only slabs that they pass through, or nothing."""
-    slabs: PositiveInt | None = None
-    """Page-locked buffers of a shard in each direction, where `transit` is by slabs."""
-    stage_slots: PositiveInt | None = None
+    transfer: Literal["pinned", "staged", "pageable"] | None = None
+    """How weights and gradients cross the bus: from pinned (page-locked) host memory, through pinned staging buffers,
+    or from pageable memory."""
+    pinned_staging_slots: PositiveInt | None = None
+    """Pinned buffers of a shard in each direction, where transfer is staged."""
+    disk_staging_slots: PositiveInt | None = None
     """Host buffers that each kind of state passes through on its way from and to the disk."""
 
     @property
-    def pinned(self) -> dict[str, Any]:
+    def overrides(self) -> dict[str, Any]:
         """The fields that are given, by name."""
         return self.model_dump(exclude_none=True)
 

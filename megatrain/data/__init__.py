@@ -18,7 +18,7 @@ from megatrain.data.encode import (
     render_example,
 )
 from megatrain.data.loader import Batch, Loader, batch_of, evaluation_batches
-from megatrain.data.micro_batches import PackedRows, Reference, Row, Rows, SampleRows, collate, split_samples
+from megatrain.data.micro_batches import Batching, PackedRows, Reference, Row, SampleRows, collate, split_samples
 from megatrain.data.read_rows import LeftOut
 from megatrain.data.sample_cache import (
     SampleFile,
@@ -38,6 +38,7 @@ from megatrain.data.tokenizer import Tokenizer, load_tokenizer, vocabulary_size
 
 __all__ = [
     "Batch",
+    "Batching",
     "EncodeOptions",
     "EncodedSample",
     "Encoder",
@@ -46,7 +47,6 @@ __all__ = [
     "PackedRows",
     "Reference",
     "Row",
-    "Rows",
     "Sample",
     "SampleFile",
     "SampleRows",

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from megatrain.data.micro_batches import Row, Rows, SampleRows, collate
+from megatrain.data.micro_batches import Batching, Row, SampleRows, collate
 from megatrain.data.sampler import epoch_order, source_behind
 from megatrain.errors import DataError
 
@@ -51,7 +51,7 @@ class Loader:
 
     def __init__(
         self,
-        rows: Rows | Sequence[Rows],
+        rows: Batching | Sequence[Batching],
         *,
         micro_batch: int,
         micro_batches: int,
@@ -62,7 +62,7 @@ class Loader:
         ranks: int = 1,
         workers: int = 0,
     ) -> None:
-        self.sources: list[Rows] = list(rows) if isinstance(rows, Sequence) else [rows]
+        self.sources: list[Batching] = list(rows) if isinstance(rows, Sequence) else [rows]
         self.weights = [float(len(one)) for one in self.sources] if weights is None else list(weights)
         if micro_batch < 1 or micro_batches < 1:
             what = f"a step of {micro_batches} micro-batches of {micro_batch} windows"
@@ -193,7 +193,7 @@ class Loader:
         self._ahead.clear()
 
 
-def evaluation_batches(rows: Rows, micro_batch: int, limit: int | None = None) -> Iterator[Batch]:
+def evaluation_batches(rows: Batching, micro_batch: int, limit: int | None = None) -> Iterator[Batch]:
     """The first `limit` rows (None: all) in their own order; the last batch may be smaller."""
     if micro_batch < 1:
         raise DataError(f"a micro-batch of {micro_batch} windows", fix="use 1 or more")

@@ -94,7 +94,7 @@ class Row:
     """The sum of the log-probabilities that a reference model gives the targets."""
 
 
-class Rows(Protocol):
+class Batching(Protocol):
     """Numbered rows that can be read in any order, from several threads."""
 
     def __len__(self) -> int: ...

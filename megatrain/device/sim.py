@@ -197,7 +197,7 @@ class SimDevice(OnTheHost):
         after = sum(self.locked.values()) + nbytes
         if self.lockable_nbytes is not None and after > self.lockable_nbytes:
             what = f"{nbytes:,} bytes for {owner} would make {after:,} page-locked, of {self.lockable_nbytes:,} allowed"
-            raise DeviceError(what, where=self.name, fix="use a policy with transit='slabs' or 'pageable'")
+            raise DeviceError(what, where=self.name, fix="use a policy with transfer='staged' or 'pageable'")
         memory = self.allocate_pageable(nbytes, owner)
         self.locked[memory.data_ptr()] = nbytes
         return memory

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatrain.device import Device
 from megatrain.errors import BatchError
 from megatrain.model import Arguments
-from megatrain.spec import ModelSpec, Rows, Work
+from megatrain.spec import Batching, ModelSpec, Work
 
 IGNORED = -100
 """The label that marks a token as no target (Hugging Face convention)."""
@@ -113,14 +113,14 @@ def check_micro_batches(model: ModelSpec, micro_batches: Sequence[MicroBatch]) -
     sizes, lengths = zip(*(tuple(batch["input_ids"].shape) for batch in micro_batches), strict=True)
     tokens = tuple(rows * length for rows, length in zip(sizes, lengths, strict=True))
     alike = lengths[0] if len(set(lengths)) == 1 else None
-    return Work(tokens, alike, rows=_rows_of(micro_batches))
+    return Work(tokens, alike, batching=_rows_of(micro_batches))
 
 
-def _rows_of(micro_batches: Sequence[MicroBatch]) -> Rows:
+def _rows_of(micro_batches: Sequence[MicroBatch]) -> Batching:
     """What rows are, where some are padded or packed."""
     if any(batch.get("position_ids") is not None for batch in micro_batches):
         return "packed"
-    return "padded" if any(batch.get("attention_mask") is not None for batch in micro_batches) else "whole"
+    return "padded" if any(batch.get("attention_mask") is not None for batch in micro_batches) else "uniform"
 
 
 def target_mask(batch: MicroBatch) -> Tensor:

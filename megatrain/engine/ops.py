@@ -35,7 +35,7 @@ from megatrain.engine.chunked_loss import (
 )
 from megatrain.engine.executor import Executor
 from megatrain.engine.gradient_sums import GradSink, UnitSum, send_to_sum
-from megatrain.engine.phased_call import OPEN, Gates, calls_of, undisturbed, unwinding
+from megatrain.engine.phased_call import OPEN, Phases, calls_of, undisturbed, unwinding
 from megatrain.engine.step_state import DTYPE_OF_NBYTES, Current, access_of, part_of
 from megatrain.engine.sync_free_inputs import HostAnswers
 from megatrain.engine.weights import Bound, UnitBinder, names_weights, place_of
@@ -131,9 +131,9 @@ class Streamer:
         """Walk the schedule. What surrounds the call (autocast, inference mode, random state) neither counts nor
         changes."""
 
-        def perform(op: Op, held: Held, gates: Gates = OPEN) -> None:
+        def perform(op: Op, held: Held, phases: Phases = OPEN) -> None:
             if op.kind in CALLS:  # between their phases other ops may run
-                now.gates = gates
+                now.phases = phases
             with undisturbed(self.device.torch_device.type):
                 ACTIONS[op.kind](self, now, op, held)
 
@@ -213,7 +213,7 @@ class Streamer:
                 found, sides = self.ported.layer(unit - 1, weights, hidden, alive.calls[micro][unit - 1], self.numerics)
             alive.inputs[output] = found
             alive.sides.setdefault((unit, micro), sides)  # once only: after the loss they are gradients
-        now.gates.end()
+        now.phases.end()
         if offloaded := written.get(Hidden(unit, micro)):
             alive.forms[unit, micro] = pack(hidden, part_of(held, offloaded), self.spec.units[unit].name)
 
@@ -374,12 +374,12 @@ class Streamer:
                 self._reseed(now, unit, micro)
                 graph = self._grown(now, op, held, self._input(now, op, held))[0]  # the rest is let go of here
             else:
-                graph.bound.flat, graph.bound.need = self._weights(op, held, unit), now.gates.need
-            now.gates.add()
+                graph.bound.flat, graph.bound.need = self._weights(op, held, unit), now.phases.need
+            now.phases.add()
             trained = self._binders[unit].trained(graph.leaves)
             if trained:
                 graph.homes.total = total = self._sum(now, op, held, unit)
-                send_to_sum(trained, total, now.gates.finished)
+                send_to_sum(trained, total, now.phases.finished)
             inputs = [graph.input, *(leaf for _, leaf in trained)]
             gradients = [alive.gradients.pop(micro), *alive.sides.pop((unit, micro), ())]
             torch.autograd.backward(graph.outputs, gradients, inputs=inputs)
@@ -397,7 +397,7 @@ class Streamer:
         inputs, answers = self._inputs(now, op.micro)
         with torch.enable_grad(), answers, self._gate(now, op, held), self._forming(trained, homes):
             hidden, _ = self.ported.prologue(leaves, inputs)
-        now.gates.add()
+        now.phases.add()
         homes.total = total = self._sum(now, op, held, 0)
         send_to_sum(trained, total)
         gradient = alive.gradients.pop(op.micro)
@@ -464,7 +464,7 @@ class Streamer:
     def _gate(self, now: Current, op: Op, held: Held) -> AbstractContextManager[object]:
         """While active, the unit's own weights are waited for where they are read."""
         owns = any(access.content == Weights(op.unit) for access in op.reads)
-        return now.gates.around(self._weights(op, held, op.unit)) if owns else nullcontext()
+        return now.phases.around(self._weights(op, held, op.unit)) if owns else nullcontext()
 
     def _locate(self, buffer: str, start: int, content: object) -> str:
         return place_of(self.spec, self._layouts, self._running, buffer, start, content, self.dtype.itemsize)

@@ -32,7 +32,7 @@ Alongside = Callable[[], AbstractContextManager[object]]
 """In its block, the thread computes where the foreground does (`Device.alongside`)."""
 
 
-Run = Callable[[Op, Held, "Gates"], None]
+Run = Callable[[Op, Held, "Phases"], None]
 """The code of a call, given the whole op."""
 
 
@@ -43,7 +43,7 @@ def undisturbed(device_type: str) -> Iterator[None]:
         yield
 
 
-def _over(op: Op, held: Held, gates: Gates) -> None:
+def _over(op: Op, held: Held, phases: Phases) -> None:
     """The code of a call that has ended."""
 
 
@@ -51,7 +51,7 @@ class Unwound(BaseException):
     """Leaves the code of a call that cannot go on; never escapes `Call`."""
 
 
-class Gates:
+class Phases:
     """What the code of a call meets on its way. These are open: those of a call in one piece."""
 
     def around(self, flat: Tensor) -> AbstractContextManager[object]:
@@ -71,10 +71,10 @@ class Gates:
         """What is left to do is what the last phase declares."""
 
 
-OPEN = Gates()
+OPEN = Phases()
 
 
-class Call(Gates):
+class Call(Phases):
     """One call in phases. `run` is its code; `layout` is its unit's."""
 
     def __init__(self, phases: Sequence[Op], layout: Layout, alongside: Alongside, run: Run) -> None:
@@ -175,7 +175,7 @@ class Call(Gates):
         if phase is None:
             start, stop = next((each for each in ranges if not self.has(*each)), ranges[0])
             what = f"{self._named(start, stop)} is read once more after the layer had gone on from it"
-            fix = "use policy.read_ahead_nbytes=0, or policy.gates=unit"
+            fix = "use policy.read_ahead_nbytes=0, or policy.wait_for=unit"
             raise ScheduleError(what, where=self._op.name, fix=fix)
         self._reach(phase)
 
@@ -204,7 +204,7 @@ class Call(Gates):
 
 
 class _Meeting(Uses):
-    """Goes through the gates of a call wherever a function reads weights of `bound`."""
+    """Goes from phase to phase of a call wherever a function reads weights of `bound`."""
 
     def __init__(self, call: Call, bound: Bound) -> None:
         super().__init__(self._meet)

@@ -12,7 +12,7 @@ from megatrain.engine.activations import Activations
 from megatrain.engine.batch import MicroBatch
 from megatrain.engine.chunked_loss import LossFn
 from megatrain.engine.gradient_sums import GradSink, UnitSum
-from megatrain.engine.phased_call import OPEN, Gates
+from megatrain.engine.phased_call import OPEN, Phases
 from megatrain.errors import MegaTrainError
 from megatrain.memory import Held
 from megatrain.schedule import Access
@@ -53,7 +53,7 @@ class Current:
     logits: Tensor | None = None
     """[rows, positions, vocabulary]."""
     loss_is_finite: bool = False
-    gates: Gates = OPEN
+    phases: Phases = OPEN
     """Of the call that is under way."""
 
 

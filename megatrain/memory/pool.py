@@ -27,7 +27,7 @@ from megatrain.schedule import USED, Access, Buffer, Op, Use
 from megatrain.schedule.contents import Scratch
 from megatrain.schedule.passes.pinned_staging import is_pinned
 from megatrain.schedule.passes.state_buffers import state_name
-from megatrain.spec import Tier, Transit
+from megatrain.spec import Tier, Transfer
 
 Held = Mapping[str, Tensor]
 """Buffer name -> uint8[nbytes], for the time of one lease."""
@@ -45,9 +45,9 @@ class Pool:
         ledger: Ledger,
         disk: Disk | None = None,
         units: Sequence[str] = (),
-        transit: Transit = "locked",
+        transfer: Transfer = "pinned",
     ) -> None:
-        self.device, self.ledger, self.disk, self.units, self._transit = device, ledger, disk, units, transit
+        self.device, self.ledger, self.disk, self.units, self._transit = device, ledger, disk, units, transfer
         self._memory: dict[str, Tensor] = {}
         self._buffers: dict[str, Buffer] = {}
         self._unsaved: dict[str, Tensor] = {}
@@ -234,7 +234,9 @@ class Pool:
     def _disk(self) -> Disk:
         if self.disk is None:
             raise PlanError(
-                "state lives on the disk, but no folder is given", where="policy.homes", fix="name a folder as `disk`"
+                "state lives on the disk, but no folder is given",
+                where="policy.placements",
+                fix="name a folder as `disk`",
             )
         return self.disk
 

@@ -63,8 +63,8 @@ class Store:
         self._units = range(len(model.units))
         self.layouts: list[Layout] = [layout_of(unit) for unit in model.units]
         self._owner = {field.name: (unit, field) for unit, layout in enumerate(self.layouts) for field in layout.fields}
-        homes = policy.homes_of(model)
-        self._tiers = {(unit, part): homes[unit].tier(part) for unit in self._units for part in PARTS}
+        placements = policy.placements_of(model)
+        self._tiers = {(unit, part): placements[unit].tier(part) for unit in self._units for part in PARTS}
         self._open: int | None = None
         """The unit whose parts have been brought to the host, in `_brought`."""
         self._brought: dict[Part, Tensor] = {}
@@ -205,13 +205,13 @@ class Store:
         Raises what a tier refuses. The state is whole then: the parts that had their turn are in their new place, the
         others where they were, and another call goes on from there.
         """
-        homes = policy.homes_of(self.model)
+        placements = policy.placements_of(self.model)
         self.settle()
         moves = [
             (unit, part, target)
             for unit in self._units
             for part in PARTS
-            if (target := homes[unit].tier(part)) != self._tiers[unit, part]
+            if (target := placements[unit].tier(part)) != self._tiers[unit, part]
         ]
         for unit, part, target in sorted(moves, key=lambda move: ("disk", "device", "host").index(move[2])):
             before = self._buffer(unit, part)

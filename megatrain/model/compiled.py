@@ -65,7 +65,7 @@ def compiled_call(
     except dynamo.exc.FailOnRecompileLimitHit as error:
         raise PlanError(
             f"more than {MOST_COMPILATIONS} shapes of micro-batches would be compiled",
-            where="numerics.kernels",
+            where="policy.kernels",
             fix="give all micro-batches one shape (packing=best_fit), or use stock",
         ) from error
     if graphs["unique_graphs"] > before:

@@ -25,7 +25,7 @@ SMALL, LARGE = 3, 1 << 30
 """Positions of windows that all the short runs are longer than, and none."""
 
 Inputs = Mapping[str, Tensor]
-Rows = Callable[[int, int], Inputs]
+Batching = Callable[[int, int], Inputs]
 """Arguments of the model's forward, of so many rows and tokens."""
 
 
@@ -80,7 +80,7 @@ def profile_prologue(ported: PortedModel, lengths: Lengths) -> LayerProfile:
     return replace(profile, others=tuple((name, other) for name, other in found.items() if other != profile))
 
 
-def _profile(ported: PortedModel, rows: Rows, lengths: Lengths) -> LayerProfile:
+def _profile(ported: PortedModel, rows: Batching, lengths: Lengths) -> LayerProfile:
     records, shared, apart = [], [], []
     for tokens in lengths:
         inputs = rows(1, tokens)

@@ -289,7 +289,7 @@ class PortedModel:
         run = compiled_call if compiles and not watched() else functional_call
         if compiles and self.balance_coefficient is not None:
             what = "its layers record router outputs for the auxiliary loss, which compiled ones would not"
-            raise ModelError(what, where=self.structure.name, fix="set numerics.kernels=stock")
+            raise ModelError(what, where=self.structure.name, fix="set policy.kernels=stock")
         with ExitStack() as around:
             sides = around.enter_context(recorded()) if self.balance_coefficient is not None else []
             if way.mlp_chunk_tokens:

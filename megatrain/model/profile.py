@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 from megatrain.model.chunked_layers import in_chunks, token_wise
 from megatrain.model.masks import (
     LARGE,
+    Batching,
     NotTaken,
-    Rows,
     alike,
     captured,
     padded,
@@ -109,15 +109,15 @@ class Measurement:
             profile = replace(profile, others=(("masked", masked), *profile.others))
         return profile
 
-    def _calls(self) -> Callable[[Rows, int, int], Capture]:
+    def _calls(self) -> Callable[[Batching, int, int], Capture]:
         @cache
-        def called(rows: Rows, count: int, tokens: int) -> Capture:
+        def called(rows: Batching, count: int, tokens: int) -> Capture:
             with _disable_current_modes():  # no part of what is measured
                 return captured(self._ported, rows(count, tokens))
 
         return called
 
-    def _run(self, called: Callable[[Rows, int, int], Capture], rows: Rows, index: int, count: int) -> Run:
+    def _run(self, called: Callable[[Batching, int, int], Capture], rows: Batching, index: int, count: int) -> Run:
         layer = self._ported.templates[index]
         # Grouped products want real strides. Zeros that are only read take no memory on a system with a zero page.
         weights = {name: torch.zeros(p.shape, dtype=p.dtype).requires_grad_() for name, p in layer.named_parameters()}
@@ -131,7 +131,7 @@ class Measurement:
 
         return run
 
-    def _parts(self, called: Callable[[Rows, int, int], Capture], index: int) -> tuple[str, ...]:
+    def _parts(self, called: Callable[[Batching, int, int], Capture], index: int) -> tuple[str, ...]:
         with Sparing():  # type: ignore[no-untyped-call]
             return token_wise(self._ported.templates[index], self._run(called, whole, index, 1))
 

@@ -73,7 +73,7 @@ class Stored:
         """Raises `ModelError` where the layer has not asked for all that was stored: it ran in another way."""
         if left := (*self.outputs, *self.spared):
             what = f"computes otherwise the second time: no {', '.join(sorted({str(op) for op, *_ in left}))}"
-            raise ModelError(what, where=where, fix="keep inputs or graphs instead: memory.activation_rows")
+            raise ModelError(what, where=where, fix="keep inputs or graphs instead: policy.activations_by_layer")
 
 
 _UNSEEN: ContextVar[bool] = ContextVar("unseen", default=False)

@@ -33,7 +33,7 @@ MOST_KINDS = 3
 MOST_DROPPED = PARTS // 2
 """Of the inputs, so that each that is dropped has one beneath it to be computed from."""
 
-Rows = tuple[tuple[Keep, ...], ...]
+Batching = tuple[tuple[Keep, ...], ...]
 
 Counts = tuple[int, ...]
 """Sixteenths of the layers, by place in `KINDS`."""
@@ -115,7 +115,7 @@ class Option:
     """The mixture of a policy that promises most, and how many seconds."""
 
     seconds: float
-    rows: int
+    micro_batch: int
     counts: Counts
     mixtures: Mixtures
     choice: Choice
@@ -123,7 +123,7 @@ class Option:
 
 def mixed(question: Question, choice: Choice, work: Work, found: Estimate) -> Estimate:
     """What the policy takes with its rows. found: of the same, keeping inputs."""
-    entries = [keep for row in choice.policy.activation_rows for keep in row]
+    entries = [keep for row in choice.policy.activations_by_layer for keep in row]
     parts = np.array([[entries.count(kind) / len(entries) for kind in KINDS]])
     return _estimate(changes(question, choice, work), parts, found, question.hardware.shares_memory)
 
@@ -183,7 +183,7 @@ def _grid(stores: bool, shares: bool) -> Any:
     return np.array(rows)
 
 
-def rows_of(counts: Counts, layers: int) -> Rows:
+def rows_of(counts: Counts, layers: int) -> Batching:
     """A row for each layer; each kind is spread over the depth, so that streams are as busy at its ends as between."""
     kept: dict[int, Keep] = {}
     free, done = list(range(layers)), 0

@@ -14,7 +14,7 @@ from megatrain.plan.estimates import memory_table
 from megatrain.plan.question import Question
 from megatrain.spec import ModelSpec, Numerics, Policy, Work
 
-KEPT_PINNED = ("micro_batch", "host_threads")
+KEPT_OVERRIDES = ("micro_batch", "host_threads")
 """What is pinned for other reasons than how the model is streamed."""
 
 SHORTEST = 256
@@ -24,13 +24,13 @@ SHORTEST = 256
 def changes(question: Question) -> Iterator[tuple[str, Question]]:
     """In words, and as a question: what a user may give up, least painful first."""
     length, unclipped = question.length, replace(question, clips=False)
-    fewer = [rows * length for rows in _halves(question.rows)]
-    if set(question.pinned) - set(KEPT_PINNED):
-        pinned = {name: value for name, value in question.pinned.items() if name in KEPT_PINNED}
-        yield "a policy with nothing pinned", replace(question, pinned=pinned)
-    if (size := question.pinned.get("micro_batch", 1)) > 1:
+    fewer = [rows * length for rows in _halves(question.sequences)]
+    if set(question.overrides) - set(KEPT_OVERRIDES):
+        overrides = {name: value for name, value in question.overrides.items() if name in KEPT_OVERRIDES}
+        yield "a policy with nothing pinned", replace(question, overrides=overrides)
+    if (size := question.overrides.get("micro_batch", 1)) > 1:
         for rows in _halves(size):
-            yield f"a micro-batch of {rows:,}", replace(question, pinned={**question.pinned, "micro_batch": rows})
+            yield f"a micro-batch of {rows:,}", replace(question, overrides={**question.overrides, "micro_batch": rows})
     for tokens in fewer:
         yield f"{tokens:,} tokens per step", replace(question, tokens_per_step=tokens)
     for shorter in _halves(length):

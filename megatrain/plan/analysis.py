@@ -43,8 +43,8 @@ STREAM_WORDS = {
     "host": "optimizer",
     "read": "disk in",
     "write": "disk out",
-    "pack": "into slabs",
-    "unpack": "out of slabs",
+    "pack": "into pinned staging",
+    "unpack": "out of pinned staging",
 }
 """Stream -> what it is to a person."""
 
@@ -158,7 +158,7 @@ def written_nbytes_per_day(plan: Plan) -> float:
 def look(plan: Plan, token_budget: float = 1e12) -> Outlook:
     """What follows from a plan for a run of `token_budget` tokens."""
     question = plan.question
-    useful = step_flops(question.model, [(question.rows, question.length)])
+    useful = step_flops(question.model, [(question.sequences, question.length)])
     return Outlook(plan, token_budget, useful / plan.seconds, loads(plan), hiding(plan), upgrades(question, plan))
 
 
@@ -323,7 +323,7 @@ def upgrades(question: Question, plan: Plan | None) -> tuple[Upgrade, ...]:
             with suppress(DoesNotFit):
                 seconds.append(find_plan(asked).seconds)
         best = min(seconds, default=None)
-        rate = None if best is None else question.rows * question.length / best
+        rate = None if best is None else question.sequences * question.length / best
         found.append(Upgrade(name, rate, None if plan is None or best is None else plan.seconds / best))
     return tuple(found)
 
@@ -427,7 +427,7 @@ def sweep(plan: Plan) -> Sweep:
             less = [rates[row - 1][column] if row else None, rates[row][column - 1] if column else None]
             rates[row].append(max([*known, *(rate for rate in less if rate is not None)], default=None))
     here = rates[hosts.index(there["host"])][devices.index(there["device"]) if "device" in tiers else 0]
-    scale = plan.tokens_per_second / here if here else float(question.rows * question.length)
+    scale = plan.tokens_per_second / here if here else float(question.sequences * question.length)
     told = tuple(tuple(None if rate is None else scale * rate for rate in row) for row in rates)
     return Sweep(devices, hosts, told)
 

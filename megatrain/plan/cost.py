@@ -24,7 +24,7 @@ from megatrain.spec import (
     ParamSpec,
     Policy,
     Precision,
-    Transit,
+    Transfer,
     UnitSpec,
     Work,
 )
@@ -126,9 +126,9 @@ def duplex_bandwidths(hardware: Hardware) -> tuple[float, float]:
     return fetch, hardware.duplex_grad_bandwidth or hardware.grad_bandwidth
 
 
-def bus_bandwidths(hardware: Hardware, transit: Transit) -> tuple[float, float]:
+def bus_bandwidths(hardware: Hardware, transfer: Transfer) -> tuple[float, float]:
     """Bytes per second of weights and of gradients that cross the bus, each way alone."""
-    if transit != "pageable":
+    if transfer != "pageable":
         return hardware.fetch_bandwidth, hardware.grad_bandwidth
     copied = packing_bandwidth(hardware)  # the driver does it, through a buffer of its own
     fetch = hardware.pageable_fetch_bandwidth or min(copied, hardware.fetch_bandwidth)
@@ -136,7 +136,7 @@ def bus_bandwidths(hardware: Hardware, transit: Transit) -> tuple[float, float]:
 
 
 def packing_bandwidth(hardware: Hardware) -> float:
-    """Bytes per second that one thread copies into a slab, or out of one."""
+    """Bytes per second that one thread copies into a pinned staging buffer, or out of one."""
     return hardware.host_copy_bandwidth or ASSUMED_COPY
 
 
@@ -186,7 +186,7 @@ small ops and more Python. A round number from Llama's."""
 
 CALL_KERNELS, TURN_KERNELS = 220, 3
 """Launches that a call in phases is worth, for its thread and for watching a Llama layer's functions, and each turn
-between its thread and the one that runs ops. Measured in smallest ops: `python -m bench.gates --turns`."""
+between its thread and the one that runs ops. Measured in smallest ops: `python -m bench.phased_calls --turns`."""
 
 SOFTMAX_PASSES = 6
 """Times that the float32 logits of a chunk are read or written for loss and gradient."""
@@ -349,7 +349,7 @@ class _Prices:
         self._launch = hardware.launch_seconds or 0.0
         self._fresh = hardware.fresh_bandwidth if hardware.shares_memory and hardware.fresh_bandwidth else float("inf")
         self._disk = disk_bandwidths(hardware)
-        self._bus, self._packing = bus_bandwidths(hardware, policy.transit), packing_bandwidth(hardware)
+        self._bus, self._packing = bus_bandwidths(hardware, policy.transfer), packing_bandwidth(hardware)
 
     def seconds(self, op: Op) -> float:
         match op.kind:
@@ -560,13 +560,13 @@ def home_seconds(
 
 
 def _of_unit(model: ModelSpec, numerics: Numerics, policy: Policy, hardware: Hardware, index: int) -> dict[str, float]:
-    home, layout = policy.home(index), layout_of(model.units[index])
+    placement, layout = policy.placement(index), layout_of(model.units[index])
     weights, trained = layout.size * numerics.weight_nbytes, layout.trained.size
     visits = 2 if index in model.layers and index >= model.lowest_trained else 1
     fetches = visits + int(index == 0 and model.tied and policy.read_ahead_nbytes > 0)  # for the head, from one read
-    fetching, leaving = bus_bandwidths(hardware, policy.transit)
-    packing = packing_bandwidth(hardware) if policy.transit == "slabs" else inf
-    if home.on_device:
+    fetching, leaving = bus_bandwidths(hardware, policy.transfer)
+    packing = packing_bandwidth(hardware) if policy.transfer == "staged" else inf
+    if placement.on_device:
         touched = update_nbytes(layout, numerics)
         return {
             "fetch": -fetches * weights / fetching,
@@ -576,17 +576,17 @@ def _of_unit(model: ModelSpec, numerics: Numerics, policy: Policy, hardware: Har
             "host": -touched / optimizer_bandwidth(hardware, policy.host_threads),
             "compute": touched / (hardware.device_bandwidth or inf),
         }
-    saved = -(fetches - 1) * weights if home.weights == "device" else 0
-    packed = -fetches * weights if home.weights == "disk" else saved  # staging buffers are page-locked
-    unpacked = -trained * numerics.grad_nbytes if home.gradients == "disk" else 0
+    saved = -(fetches - 1) * weights if placement.weights == "device" else 0
+    packed = -fetches * weights if placement.weights == "disk" else saved  # staging buffers are page-locked
+    unpacked = -trained * numerics.grad_nbytes if placement.gradients == "disk" else 0
     reads = writes = 0
-    if home.moments == "disk":
+    if placement.moments == "disk":
         reads, writes = MOMENTS_NBYTES * trained, MOMENTS_NBYTES * trained
-    if home.low_bits == "disk" and numerics.precision == "bf16":
+    if placement.low_bits == "disk" and numerics.precision == "bf16":
         reads, writes = reads + LOW_BITS_NBYTES * trained, writes + LOW_BITS_NBYTES * trained
-    if home.gradients == "disk" and policy.update != "during_backward":
+    if placement.gradients == "disk" and policy.update != "during_backward":
         reads, writes = reads + trained * numerics.grad_nbytes, writes + trained * numerics.grad_nbytes
-    if home.weights == "disk":
+    if placement.weights == "disk":
         reads, writes = reads + visits * weights, writes + trained * numerics.weight_nbytes
     reading, writing = disk_bandwidths(hardware)
     return {
@@ -602,13 +602,13 @@ def _of_disk_late(
     model: ModelSpec, numerics: Numerics, policy: Policy, hardware: Hardware, index: int
 ) -> dict[str, float]:
     """Of what a unit's homes have the disk do, what it does from the loss on."""
-    home, layout = policy.home(index), layout_of(model.units[index])
-    again = index in model.layers and index >= model.lowest_trained and home.weights == "disk"
+    placement, layout = policy.placement(index), layout_of(model.units[index])
+    again = index in model.layers and index >= model.lowest_trained and placement.weights == "disk"
     reading, writing = disk_bandwidths(hardware)
     weights = layout.size * numerics.weight_nbytes / reading if again else 0.0
     if policy.update == "during_backward":
         all_of_it = _of_unit(model, numerics, policy, hardware, index)
-        once = layout.size * numerics.weight_nbytes / reading if home.weights == "disk" else 0.0
+        once = layout.size * numerics.weight_nbytes / reading if placement.weights == "disk" else 0.0
         return {"read": all_of_it.get("read", 0.0) - once, "write": all_of_it.get("write", 0.0)}
-    gradients = layout.trained.size * numerics.grad_nbytes / writing if home.gradients == "disk" else 0.0
+    gradients = layout.trained.size * numerics.grad_nbytes / writing if placement.gradients == "disk" else 0.0
     return {"read": weights, "write": gradients}

@@ -58,8 +58,8 @@ def fitted(question: Question, budgets: Mapping[str, int], option: Option) -> li
     counts, layers, tried = option.counts, len(question.model.layers), set[Counts]()
     while counts not in tried and len(tried) < FITS:
         tried.add(counts)
-        mixture = option.choice.change(activation_rows=rows_of(counts, layers))
-        plans.append(examine(question, mixture, option.rows))
+        mixture = option.choice.change(activations_by_layer=rows_of(counts, layers))
+        plans.append(examine(question, mixture, option.micro_batch))
         promised, fits = option.mixtures.promised(counts), plans[-1].taken.fits(budgets)
         left = {tier: budget - plans[-1].nbytes[tier] + promised.nbytes[tier] for tier, budget in budgets.items()}
         for seconds, better in option.mixtures.best(left, 1):
@@ -99,10 +99,10 @@ def seconds_on(plan: Plan, question: Question) -> float:
 def estimate(question: Question, choice: Choice, micro_batch: int) -> Estimate:
     """What `examine` would find, extrapolated from shallow versions of the model."""
     work = coarse(question, micro_batch)
-    if len(choice.policy.activation_rows) > 1:
-        inputs = choice.change(activations="recompute", activation_rows=())
+    if len(choice.policy.activations_by_layer) > 1:
+        inputs = choice.change(activations="recompute", activations_by_layer=())
         return mixed(question, choice, work, estimate(question, inputs, micro_batch))
-    plain = choice.change(homes=()) if choice.policy.homes else choice
+    plain = choice.change(placements=()) if choice.policy.placements else choice
     seconds, nbytes, busy, late = 0.0, Counter[str](), Counter[str](), Counter[str]()
     for weight, model in shallow(question.model):
         plan = _replayed(replace(question, model=model), plain, work, *_remembered(model, plain, work))
@@ -113,7 +113,7 @@ def estimate(question: Question, choice: Choice, micro_batch: int) -> Estimate:
             for stream, spent in part.items():
                 whole[stream] += weight * spent  # type: ignore[assignment]
     found = Estimate(seconds, {tier: round(count) for tier, count in nbytes.items()}, dict(busy), dict(late))
-    return moved(question, choice, found) if choice.policy.homes else found
+    return moved(question, choice, found) if choice.policy.placements else found
 
 
 def _busy(timeline: Timeline) -> tuple[Counter[str], Counter[str]]:
@@ -136,7 +136,7 @@ def moved(question: Question, choice: Choice, found: Estimate) -> Estimate:
     """
     model, shares = question.model, question.hardware.shares_memory
     numerics, policy = choice.numerics, choice.policy
-    plain = replace(policy, homes=())
+    plain = replace(policy, placements=())
     before, after = state_nbytes(model, numerics, plain), state_nbytes(model, numerics, policy)
     nbytes = {tier: count + after[tier] - before[tier] for tier, count in found.nbytes.items()}
     if question.saves:
@@ -163,18 +163,18 @@ def _lost(busy: Mapping[str, float]) -> float:
 
 def cut(question: Question, micro_batch: int) -> Work:
     """A step's sequences in micro-batches of `micro_batch`; the last may be smaller."""
-    full, rest = divmod(question.rows, micro_batch)
+    full, rest = divmod(question.sequences, micro_batch)
     sizes = [micro_batch] * full + ([rest] if rest else [])
-    return Work(tuple(size * question.length for size in sizes), question.length, rows=question.rows_are)
+    return Work(tuple(size * question.length for size in sizes), question.length, batching=question.batching)
 
 
 def coarse(question: Question, micro_batch: int) -> Work:
     """`cut` with a few micro-batches of the same size that each stand for several: the same total, what is left over
     included."""
-    if question.rows <= micro_batch * MOST_MICRO_BATCHES:
+    if question.sequences <= micro_batch * MOST_MICRO_BATCHES:
         return cut(question, micro_batch)
-    repeats = question.rows / micro_batch / MOST_MICRO_BATCHES
-    return Work((micro_batch * question.length,) * MOST_MICRO_BATCHES, question.length, repeats, question.rows_are)
+    repeats = question.sequences / micro_batch / MOST_MICRO_BATCHES
+    return Work((micro_batch * question.length,) * MOST_MICRO_BATCHES, question.length, repeats, question.batching)
 
 
 def sizes(rows: int) -> list[int]:

@@ -15,12 +15,12 @@ from functools import partial
 from itertools import product
 
 from megatrain.schedule.passes.state_buffers import save_nbytes, state_nbytes
-from megatrain.spec import IN_HOST, Home, ModelSpec, Numerics, Policy, Tier
+from megatrain.spec import IN_HOST, ModelSpec, Numerics, Placement, Policy, Tier
 
 PARTS = 16
 """Parts of the layers by which the device's spare memory is filled."""
 
-ON_DEVICE = Home("device", "device", "device")
+ON_DEVICE = Placement("device", "device", "device")
 
 FIELDS = ("moments", "low_bits", "gradients", "weights")
 """Of a `Home`, from the coldest."""
@@ -32,7 +32,7 @@ def state_policy(policy: Policy) -> Policy:
         policy,
         shard_nbytes=1 << 40,
         activations="recompute",
-        activation_rows=(),
+        activations_by_layer=(),
         grad_slots=1,
         host_threads=0,
     )
@@ -77,18 +77,18 @@ def _along(
     """One part of one of these groups of units after the other goes to the disk, and the last that is enough as far as
     it must."""
 
-    def fits(homes: Sequence[Home]) -> bool:
-        return host_nbytes(model, numerics, replace(policy, homes=tuple(homes)), saves) <= room
+    def fits(placements: Sequence[Placement]) -> bool:
+        return host_nbytes(model, numerics, replace(policy, placements=tuple(placements)), saves) <= room
 
-    homes = list(policy.homes or (IN_HOST,) * len(model.units))
+    placements = list(policy.placements or (IN_HOST,) * len(model.units))
     for field, units in product(_fields(numerics, policy), among):
-        free = [unit for unit in units if not homes[unit].on_device]
-        some = partial(_with_some, homes, free, field)
+        free = [unit for unit in units if not placements[unit].on_device]
+        some = partial(_with_some, placements, free, field)
         if fits(some(len(free))):
-            yield replace(policy, homes=tuple(_fewest(some, fits, len(free))))
+            yield replace(policy, placements=tuple(_fewest(some, fits, len(free))))
             return
-        homes = some(len(free))
-        yield replace(policy, homes=tuple(homes))
+        placements = some(len(free))
+        yield replace(policy, placements=tuple(placements))
 
 
 def with_more_on_disk(
@@ -98,9 +98,9 @@ def with_more_on_disk(
 
     What that frees may pay for what layers keep. None for a policy that has nothing on the disk: it lacks no memory.
     """
-    if not any(home.uses_disk for home in policy.homes):
+    if not any(placement.uses_disk for placement in policy.placements):
         return []
-    policies = replace(policy, homes=()), policy, needed(model, numerics, policy, 0, saves=saves)
+    policies = replace(policy, placements=()), policy, needed(model, numerics, policy, 0, saves=saves)
     whole, there, least = (host_nbytes(model, numerics, each, saves) for each in policies)
     rooms = [whole - (whole - least) * step // steps for step in range(1, steps + 1)]
     return [needed(model, numerics, policy, room, saves=saves) for room in rooms if room < there]
@@ -108,13 +108,15 @@ def with_more_on_disk(
 
 def all_on_disk(model: ModelSpec, numerics: Numerics, policy: Policy) -> Policy:
     """The policy with all that may leave the host's memory on the disk."""
-    homes = list(policy.homes or (IN_HOST,) * len(model.units))
+    placements = list(policy.placements or (IN_HOST,) * len(model.units))
     for field in _fields(numerics, policy):
-        homes = [home if home.on_device else _on_disk(home, field) for home in homes]
-    return replace(policy, homes=tuple(homes))
+        placements = [placement if placement.on_device else _on_disk(placement, field) for placement in placements]
+    return replace(policy, placements=tuple(placements))
 
 
-def _fewest(some: Callable[[int], list[Home]], fits: Callable[[Sequence[Home]], bool], most: int) -> list[Home]:
+def _fewest(
+    some: Callable[[int], list[Placement]], fits: Callable[[Sequence[Placement]], bool], most: int
+) -> list[Placement]:
     """`some` of the smallest number up to `most` that fits, as `most` does."""
     low, high = 1, most
     while low < high:
@@ -123,10 +125,10 @@ def _fewest(some: Callable[[int], list[Home]], fits: Callable[[Sequence[Home]], 
     return some(low)
 
 
-def _with_some(homes: Sequence[Home], free: Sequence[int], field: str, count: int) -> list[Home]:
+def _with_some(placements: Sequence[Placement], free: Sequence[int], field: str, count: int) -> list[Placement]:
     """Homes with that part of `count` of the free units on the disk."""
     chosen = set(spread(free, count))
-    return [_on_disk(home, field) if unit in chosen else home for unit, home in enumerate(homes)]
+    return [_on_disk(placement, field) if unit in chosen else placement for unit, placement in enumerate(placements)]
 
 
 def _fields(numerics: Numerics, policy: Policy) -> tuple[str, ...]:
@@ -137,12 +139,12 @@ def _fields(numerics: Numerics, policy: Policy) -> tuple[str, ...]:
     return tuple(field for field in FIELDS if field not in absent)
 
 
-def _on_disk(home: Home, field: str) -> Home:
+def _on_disk(placement: Placement, field: str) -> Placement:
     """Weights that stay on the device keep their copy in host memory, from which they are updated."""
-    if field == "weights" and home.weights == "device":
-        return home
+    if field == "weights" and placement.weights == "device":
+        return placement
     tiers: dict[str, Tier] = {field: "disk"}
-    return replace(home, **tiers)
+    return replace(placement, **tiers)
 
 
 def spread(units: Sequence[int], count: int) -> list[int]:
@@ -151,19 +153,19 @@ def spread(units: Sequence[int], count: int) -> list[int]:
     return [units[place] for place in range(total) if (place + 1) * count // total > place * count // total]
 
 
-def residents(model: ModelSpec, whole: int, kept: int) -> tuple[Home, ...]:
+def residents(model: ModelSpec, whole: int, kept: int) -> tuple[Placement, ...]:
     """Homes with `whole` sixteenths of the layers on the device, and the weights of `kept` sixteenths of the others.
 
     The ends follow the last sixteenth.
     """
-    homes = [IN_HOST] * len(model.units)
+    placements = [IN_HOST] * len(model.units)
     layers = list(model.layers)
     chosen = spread(layers, -(-whole * len(layers) // PARTS)) if whole else []
     others = [unit for unit in layers if unit not in chosen]
     for unit in chosen:
-        homes[unit] = ON_DEVICE
+        placements[unit] = ON_DEVICE
     for unit in spread(others, -(-kept * len(others) // PARTS)) if kept and others else []:
-        homes[unit] = Home("device")
+        placements[unit] = Placement("device")
     if PARTS in (whole, kept):
-        homes[0] = homes[-1] = ON_DEVICE if whole == PARTS else Home("device")
-    return tuple(homes)
+        placements[0] = placements[-1] = ON_DEVICE if whole == PARTS else Placement("device")
+    return tuple(placements)

@@ -13,7 +13,7 @@ from megatrain.errors import PlanError
 from megatrain.plan.cost import Calibration
 from megatrain.schedule import Timeline
 from megatrain.schedule.passes.state_buffers import save_nbytes
-from megatrain.spec import Hardware, Limits, ModelSpec, Numerics, Policy, Precision, Rows, Work
+from megatrain.spec import Batching, Hardware, Limits, ModelSpec, Numerics, Policy, Precision, Work
 
 MOST_TOKENS = 1 << 26
 """Tokens per step beyond which nobody trains."""
@@ -68,11 +68,11 @@ class Question:
     length: int
     precision: Precision = "bf16"
     clips: bool = True
-    pinned: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
     limits: Limits = OPEN
     calibration: Calibration | None = None
-    rows_are: Rows = "whole"
-    """What a micro-batch's sequences are (`Work.rows`)."""
+    batching: Batching = "uniform"
+    """What a micro-batch's sequences are (`Work.batching`)."""
     saves: bool = False
     """Whether checkpoints are written beside steps: what that takes of host memory is part of the plan."""
 
@@ -83,12 +83,12 @@ class Question:
         if self.tokens_per_step > MOST_TOKENS:
             what = f"{self.tokens_per_step:,} tokens per step are more than anyone trains with"
             raise PlanError(what, where="tokens_per_step", fix=f"give {MOST_TOKENS:,} or less")
-        size = self.pinned.get("micro_batch", 1)
+        size = self.overrides.get("micro_batch", 1)
         if not isinstance(size, int) or size < 1:
-            raise PlanError(f"{size!r} is no number of sequences", where="pinned.micro_batch", fix="give 1 or more")
+            raise PlanError(f"{size!r} is no number of sequences", where="overrides.micro_batch", fix="give 1 or more")
 
     @property
-    def rows(self) -> int:
+    def sequences(self) -> int:
         """Sequences of a step."""
         return -(-self.tokens_per_step // self.length)
 

@@ -16,15 +16,15 @@ from megatrain.plan.estimates import estimate, examine
 from megatrain.plan.question import Candidate, Choice, Estimate, Plan, Question
 from megatrain.plan.search_space import (
     FITS,
-    GATED_SHARDS,
-    GATED_TRIES,
     LEAN_RING,
     LEAST_SHARD,
+    PHASED_SHARDS,
     RING_SHARDS,
     ROOMY_RING,
+    SHARD_TRIES,
     WORTH_A_REPLAY,
     WORTH_A_RING,
-    WORTH_GATES,
+    WORTH_SHARDS,
 )
 from megatrain.schedule import build_step
 from megatrain.schedule.ops import STREAMS
@@ -49,20 +49,22 @@ Budgets = Mapping[str, int]
 Answer = Callable[[Budgets], Plan | None]
 """The quickest plan within budgets, without a ring."""
 
-DECIDED = ("weight_slots", "gates", "read_ahead_nbytes", "shard_nbytes")
+DECIDED = ("weight_slots", "wait_for", "read_ahead_nbytes", "shard_nbytes")
 """Fields of a policy that the ring is made of."""
 
 
 def rings(question: Question) -> list[dict[str, Any]]:
     """Fields of a policy with a ring: with room to read ahead, and with as little as may be. None where memory is
     shared, where layers are compiled, and where the user has said otherwise."""
-    pinned = question.pinned
-    told = {name for name in DECIDED if name in pinned} - ({"gates"} if pinned.get("gates") == "shard" else set())
-    if told or pinned.get("kernels", "stock") != "stock" or question.hardware.shares_memory:
+    overrides = question.overrides
+    told = {name for name in DECIDED if name in overrides} - (
+        {"wait_for"} if overrides.get("wait_for") == "shard" else set()
+    )
+    if told or overrides.get("kernels", "stock") != "stock" or question.hardware.shares_memory:
         return []
     size = 2 if question.precision == "bf16" else 4
     layer = size * max(question.model.units[index].numel for index in question.model.layers)
-    usual = {"weight_slots": 1, "gates": "shard", "shard_nbytes": max(1, layer // RING_SHARDS)}
+    usual = {"weight_slots": 1, "wait_for": "shard", "shard_nbytes": max(1, layer // RING_SHARDS)}
     return [{**usual, "read_ahead_nbytes": max(1, layer // part)} for part in (ROOMY_RING, LEAN_RING)]
 
 
@@ -112,11 +114,11 @@ def _by_ring(question: Question, room: Budgets, answer: Answer, bound: float) ->
     return None
 
 
-def _freed(question: Question, choice: Choice, rows: int) -> int:
+def _freed(question: Question, choice: Choice, micro_batch: int) -> int:
     """Bytes of device memory that the policy would take less by a ring than with two slots; 0 where it takes more."""
-    whole = choice.change(homes=(), gates="unit", weight_slots=max(2, choice.policy.weight_slots))
+    whole = choice.change(placements=(), wait_for="unit", weight_slots=max(2, choice.policy.weight_slots))
     choices = whole, whole.change(**rings(question)[0])
-    slots, ring = (estimate(question, each, rows).nbytes["device"] for each in choices)
+    slots, ring = (estimate(question, each, micro_batch).nbytes["device"] for each in choices)
     return max(0, slots - ring)
 
 
@@ -124,42 +126,44 @@ def _freed(question: Question, choice: Choice, rows: int) -> int:
 #
 # Whether compute waits for shards in place of units: decided behind everything else, by replay.
 #
-# Gates at shards change no bit. They let a step begin with its first shard, let a layer that has one slot compute while
-# it arrives, and let gradients leave while their layer is at work; they cost turns between threads (`cost`) and ops.
-# What is chosen otherwise hardly depends on them, so the best plan without is tried with: in smaller shards, and in
-# fewer slots. Shallow replays say which of these promise most, and these are replayed whole. Where no stream but one
-# waits there is nothing to gain, and nothing is tried.
+# It changes no bit. A step begins with its first shard, a layer that has one slot computes while it arrives, and
+# gradients leave while their layer is at work; it costs turns between threads (`cost`) and ops. What is chosen
+# otherwise hardly depends on it, so the best plan that waits for units is tried so: in smaller shards, and in fewer
+# slots. Shallow replays say which of these promise most, and these are replayed whole. Where no stream but one waits
+# there is nothing to gain, and nothing is tried.
 
 
-def with_gates(plan: Plan) -> Plan:
-    """The plan, or the same with gates where these make its step shorter by `WORTH_GATES`, and fit."""
+def waiting_for_shards(plan: Plan) -> Plan:
+    """The plan, or the same waiting for shards where that makes its step shorter by `WORTH_SHARDS`, and fits."""
     question, budgets = plan.question, plan.question.budgets()
-    open_to = "gates" not in question.pinned and plan.numerics.kernels == "stock" and not plan.policy.shares_memory
+    open_to = (
+        "wait_for" not in question.overrides and plan.numerics.kernels == "stock" and not plan.policy.shares_memory
+    )
     busiest = max(plan.timeline.busy_seconds(stream) for stream in STREAMS)
-    if not open_to or plan.policy.gates != "unit" or busiest > WORTH_GATES * plan.seconds:
+    if not open_to or plan.policy.wait_for != "unit" or busiest > WORTH_SHARDS * plan.seconds:
         return plan
     worth = _promising(plan)
-    plans = [examine(question, each, plan.micro_batch) for each in worth[:GATED_TRIES]]
+    plans = [examine(question, each, plan.micro_batch) for each in worth[:SHARD_TRIES]]
     best = min((each for each in plans if each.taken.fits(budgets)), key=lambda each: each.seconds, default=plan)
-    return best if best.seconds < WORTH_GATES * plan.seconds else plan
+    return best if best.seconds < WORTH_SHARDS * plan.seconds else plan
 
 
 def _promising(plan: Plan) -> list[Choice]:
-    """The plan's policy with gates, in as many slots or in one, in smaller shards: what shallow replays find quicker,
-    the quickest first.
+    """The plan's policy waiting for shards, in as many slots or in one, in smaller shards: what shallow replays find
+    quicker, the quickest first.
 
     Where shards of a middling size gain nothing, no others are tried.
     """
-    policy, pinned = plan.policy, plan.question.pinned
+    policy, overrides = plan.policy, plan.question.overrides
     largest = max(unit.numel for unit in plan.question.model.units) * plan.numerics.weight_nbytes
-    slots = [policy.weight_slots, *([1] if "weight_slots" not in pinned else [])]
-    pieces = [max(LEAST_SHARD, largest // count) for count in GATED_SHARDS] if "shard_nbytes" not in pinned else []
+    slots = [policy.weight_slots, *([1] if "weight_slots" not in overrides else [])]
+    pieces = [max(LEAST_SHARD, largest // count) for count in PHASED_SHARDS] if "shard_nbytes" not in overrides else []
     shards = [nbytes for nbytes in pieces if nbytes < policy.shard_nbytes] or [policy.shard_nbytes]
     found: dict[Choice, float] = {}
 
     def promises(shard: int) -> bool:
         for count in dict.fromkeys(slots):
-            each = plan.choice.change(gates="shard", shard_nbytes=shard, weight_slots=count)
+            each = plan.choice.change(wait_for="shard", shard_nbytes=shard, weight_slots=count)
             found[each] = estimate(plan.question, each, plan.micro_batch).seconds
         return min(found.values()) < least
 
@@ -178,50 +182,55 @@ def _promising(plan: Plan) -> list[Choice]:
 # How weights and gradients cross the bus where not all of them may be page-locked.
 #
 # What a system or a driver lets a process lock is measured by the probe, or known to the device. Within it all is
-# locked, which is quickest; else slabs of a shard each are weighed against memory that is not locked at all, at the
-# prices of this machine. Left out: how a policy is chosen otherwise (`search`, `defaults`).
+# pinned, which is quickest; else staging buffers of a shard each are weighed against memory that is not pinned at all,
+# at the prices of this machine. Left out: how a policy is chosen otherwise (`search`, `defaults`).
 
 
 LARGEST_SHARD, MOST_SHARDS = 64 << 20, 32
-"""Bytes of a slab, where the limit allows as much, and the pieces of the largest unit, with which it is smaller."""
+"""Bytes of a staging buffer, where the limit allows as much, and the pieces of the largest unit, with which it is
+smaller."""
 
 SHARE = 0.5
-"""Of what may be locked that slabs are to take."""
+"""Of what may be pinned that staging buffers are to take."""
 
 
 def within_lock_limit(question: Question, search: Callable[[Question], Plan]) -> Plan:
     """What `search` finds, page-locking no more than the machine allows. Raises what it raises."""
     plan, limit = search(question), question.hardware.pinnable_nbytes
-    if limit is None or "transit" in question.pinned or not locks_too_much(plan):
+    if limit is None or "transfer" in question.overrides or not locks_too_much(plan):
         return plan
-    others = [each for each in _others(question, plan.policy.slabs, limit, search) if not locks_too_much(each)]
+    others = [
+        each for each in _others(question, plan.policy.pinned_staging_slots, limit, search) if not locks_too_much(each)
+    ]
     return min(others, key=lambda each: each.seconds)
 
 
-def _others(question: Question, slabs: int, limit: int, search: Callable[[Question], Plan]) -> Iterator[Plan]:
-    """Plans by slabs, if that fits, and with nothing locked."""
-    shard = {"shard_nbytes": _shard_nbytes(question.model, question.pinned.get("slabs", slabs), limit)}
-    with suppress(DoesNotFit):  # slabs take host memory that may not be there
-        yield search(replace(question, pinned={**shard, **question.pinned, "transit": "slabs"}))
-    yield search(replace(question, pinned={**question.pinned, "transit": "pageable"}))
+def _others(question: Question, slots: int, limit: int, search: Callable[[Question], Plan]) -> Iterator[Plan]:
+    """Plans with staging buffers, if that fits, and with nothing pinned."""
+    shard = {
+        "shard_nbytes": _shard_nbytes(question.model, question.overrides.get("pinned_staging_slots", slots), limit)
+    }
+    with suppress(DoesNotFit):  # staging buffers take host memory that may not be there
+        yield search(replace(question, overrides={**shard, **question.overrides, "transfer": "staged"}))
+    yield search(replace(question, overrides={**question.overrides, "transfer": "pageable"}))
 
 
-def fit_transit(model: ModelSpec, numerics: Numerics, policy: Policy, limit: int) -> Policy:
-    """The policy, if it page-locks `limit` bytes or less; else the same by slabs, if that does; else with no locks."""
+def fit_lock_limit(model: ModelSpec, numerics: Numerics, policy: Policy, limit: int) -> Policy:
+    """The policy, if it pins `limit` bytes or less; else with staging buffers, if that does; else nothing pinned."""
     if policy.shares_memory:
         return policy
-    shard = min(policy.shard_nbytes, _shard_nbytes(model, policy.slabs, limit))
-    for each in (policy, replace(policy, transit="slabs", shard_nbytes=shard)):
+    shard = min(policy.shard_nbytes, _shard_nbytes(model, policy.pinned_staging_slots, limit))
+    for each in (policy, replace(policy, transfer="staged", shard_nbytes=shard)):
         schedule = build_step(model, numerics, each, Work((1, 1)))
-        if pinned_nbytes(schedule.buffers.values(), each.transit) <= limit:
+        if pinned_nbytes(schedule.buffers.values(), each.transfer) <= limit:
             return each
-    return replace(policy, transit="pageable")
+    return replace(policy, transfer="pageable")
 
 
-def _shard_nbytes(model: ModelSpec, slabs: int, limit: int) -> int:
+def _shard_nbytes(model: ModelSpec, slots: int, limit: int) -> int:
     largest = max(layout_of(unit).size for unit in model.units)
     least = -(-4 * largest // MOST_SHARDS)
-    return max(1, least, min(LARGEST_SHARD, int(SHARE * limit) // (2 * slabs)))
+    return max(1, least, min(LARGEST_SHARD, int(SHARE * limit) // (2 * slots)))
 
 
 def locks_too_much(plan: Plan) -> bool:
@@ -229,5 +238,5 @@ def locks_too_much(plan: Plan) -> bool:
     hardware = plan.question.hardware
     if hardware.shares_memory or hardware.pinnable_nbytes is None:
         return False
-    taken = pinned_nbytes(plan.timeline.schedule.buffers.values(), plan.policy.transit)
+    taken = pinned_nbytes(plan.timeline.schedule.buffers.values(), plan.policy.transfer)
     return taken > hardware.pinnable_nbytes

@@ -18,12 +18,12 @@ from math import inf
 from typing import Any
 
 from megatrain.errors import DoesNotFit
-from megatrain.plan.activation_plan import Mixtures, Option, Rows
+from megatrain.plan.activation_plan import Batching, Mixtures, Option
 from megatrain.plan.advice import changes
 from megatrain.plan.estimates import coarse, estimate, examine, fitted, moved, sizes, undisturbed
 from megatrain.plan.placement import PARTS, host_nbytes, needed, residents, state_policy, with_more_on_disk
 from megatrain.plan.question import Candidate, Choice, Estimate, Plan, Question
-from megatrain.plan.refinements import leaner, only_by_ring, with_gates, with_ring, within_lock_limit
+from megatrain.plan.refinements import leaner, only_by_ring, waiting_for_shards, with_ring, within_lock_limit
 from megatrain.plan.search_space import (
     ALIKE,
     ATTENTION,
@@ -43,7 +43,7 @@ from megatrain.plan.search_space import (
     WORTH_A_ROUND,
 )
 from megatrain.schedule.passes.state_buffers import state_nbytes
-from megatrain.spec import Home, Numerics, Policy
+from megatrain.spec import Numerics, Placement, Policy
 
 Rung = tuple[Estimate, Choice] | None
 """A choice with homes, and what it promises, if it fits."""
@@ -58,12 +58,12 @@ class Search:
         self._estimates: dict[Candidate, Estimate] = {}
         self._moved: dict[Candidate, Estimate] = {}
         self._mixtures: dict[Candidate, Mixtures] = {}
-        self._alikes: dict[Rows, Search] = {}
-        self._homes: dict[tuple[Policy, int], tuple[Home, ...]] = {}
+        self._alikes: dict[Batching, Search] = {}
+        self._homes: dict[tuple[Policy, int], tuple[Placement, ...]] = {}
         self._resident: dict[tuple[int, int], int] = {}
-        pinned = dict(question.pinned)
-        self._micro_batch: int | None = pinned.pop("micro_batch", None)
-        self._pinned = pinned
+        overrides = dict(question.overrides)
+        self._micro_batch: int | None = overrides.pop("micro_batch", None)
+        self._overrides = overrides
         largest = max(unit.numel for unit in question.model.units)
         self._largest = largest * (2 if question.precision == "bf16" else 4)
         usual = Policy(
@@ -71,10 +71,10 @@ class Search:
             update="next_forward" if question.clips else "during_backward",
             shard_nbytes=max(64 << 20, self._largest // MOST_SHARDS),
         )
-        self._start = Choice(Numerics(question.precision), usual).change(**pinned)
+        self._start = Choice(Numerics(question.precision), usual).change(**overrides)
         most = {knob: values[-1] for knob, values in KNOBS.items() if knob != "shard_nbytes"}
-        self._lean = self._start.change(**LEAN | pinned)
-        self._rich = self._start.change(**most | pinned)
+        self._lean = self._start.change(**LEAN | overrides)
+        self._rich = self._start.change(**most | overrides)
 
     def within(self, budgets: dict[str, int]) -> None:
         """Search within these. Prices hold, but for what goes to the disk."""
@@ -120,7 +120,7 @@ class Search:
             if found and self._fits(*start) and self.price(*bound).seconds < WORTH_A_CLIMB * self.price(*found).seconds:
                 found = self._least([found, *filter(None, [self._climb([start], self._knobs)])])
         for start in self._offloading(lean):
-            told = {name: start[0].get(name) for name in ("activation_rows", "mlp_chunk_tokens")}
+            told = {name: start[0].get(name) for name in ("activations_by_layer", "mlp_chunk_tokens")}
             bound = self._rich.change(**told), start[1]
             if found is None or self.price(*bound).seconds < WORTH_A_CLIMB * self.price(*found).seconds:
                 found = self._least([*filter(None, [found, self._climb([start], self._knobs)])])
@@ -137,7 +137,7 @@ class Search:
         return min(lean, key=lambda each: max(self.price(*each).short(self.budgets).values()))
 
     def _every_size(self, choice: Choice) -> list[Candidate]:
-        return [(one, rows) for rows in self._micro_batches() for one in self._activations(choice)]
+        return [(one, micro_batch) for micro_batch in self._micro_batches() for one in self._activations(choice)]
 
     def _climb(self, starts: list[Candidate], moves: Callable[[Choice, int], Iterator[Candidate]]) -> Candidate | None:
         """From the best of these, the best move, until that gains little."""
@@ -159,8 +159,8 @@ class Search:
     @cached_property
     def least(self) -> tuple[Plan, Plan]:
         """The leanest choice, and by a ring, replayed whole."""
-        choice, rows = self.usual(*self.leanest())[0]
-        plain, ring = (examine(self.question, each, rows) for each in (choice, leaner(self.question, choice)))
+        choice, micro_batch = self.usual(*self.leanest())[0]
+        plain, ring = (examine(self.question, each, micro_batch) for each in (choice, leaner(self.question, choice)))
         return plain, ring
 
     def refusal(self) -> DoesNotFit:
@@ -192,44 +192,44 @@ class Search:
         return f"it takes {', '.join(needed)}, or a smaller model"
 
     def _micro_batches(self) -> list[int]:
-        rows = self.question.rows
+        micro_batch = self.question.sequences
         if self._micro_batch is not None:
-            return [min(self._micro_batch, rows)]
-        return sizes(rows)
+            return [min(self._micro_batch, micro_batch)]
+        return sizes(micro_batch)
 
     def _activations(self, choice: Choice) -> Iterator[Choice]:
         if self._keeps_as_told:
             yield choice
             return
-        yield choice.change(activations="recompute", activation_rows=())
-        yield choice.change(activations="keep", activation_rows=())
+        yield choice.change(activations="recompute", activations_by_layer=())
+        yield choice.change(activations="keep", activations_by_layer=())
 
     @property
     def _keeps_as_told(self) -> bool:
         """Whether the user has decided what is left of each forward."""
-        return not {"activations", "activation_rows"}.isdisjoint(self._pinned)
+        return not {"activations", "activations_by_layer"}.isdisjoint(self._overrides)
 
     def _offloading(self, candidates: list[Candidate]) -> list[Candidate]:
         """For sizes that do not fit in any other way: token-wise parts run in chunks, inputs of layers wait in host
         memory, or both."""
         offloads = not self._keeps_as_told and not self.question.hardware.shares_memory
-        chunks = "mlp_chunk_tokens" not in self._pinned
-        fit = {rows for choice, rows in candidates if self._fits(choice, rows)}
-        policies = {rows: choice for choice, rows in candidates if rows not in fit}
+        chunks = "mlp_chunk_tokens" not in self._overrides
+        fit = {micro_batch for choice, micro_batch in candidates if self._fits(choice, micro_batch)}
+        policies = {micro_batch: choice for choice, micro_batch in candidates if micro_batch not in fit}
         found: list[Candidate] = []
-        for rows, choice in policies.items():
+        for micro_batch, choice in policies.items():
             plain = choice if self._keeps_as_told else choice.change(activations="recompute")
-            away = plain.change(activation_rows=OFFLOAD)
-            found += [(plain.change(mlp_chunk_tokens=MLP_CHUNK_TOKENS), rows)] if chunks else []
-            found += [(away, rows)] if offloads else []
-            found += [(away.change(mlp_chunk_tokens=MLP_CHUNK_TOKENS), rows)] if chunks and offloads else []
+            away = plain.change(activations_by_layer=OFFLOAD)
+            found += [(plain.change(mlp_chunk_tokens=MLP_CHUNK_TOKENS), micro_batch)] if chunks else []
+            found += [(away, micro_batch)] if offloads else []
+            found += [(away.change(mlp_chunk_tokens=MLP_CHUNK_TOKENS), micro_batch)] if chunks and offloads else []
         return found
 
-    def _moves(self, choice: Choice, rows: int) -> Iterator[Candidate]:
+    def _moves(self, choice: Choice, micro_batch: int) -> Iterator[Candidate]:
         """Candidates that differ in one knob, or in the size of a micro-batch."""
-        yield from self._knobs(choice, rows)
+        yield from self._knobs(choice, micro_batch)
         there = self._micro_batches()
-        place = there.index(rows)
+        place = there.index(micro_batch)
         for near in (place - 1, place + 1):
             if 0 <= near < len(there):
                 for other in self._activations(choice):
@@ -237,17 +237,17 @@ class Search:
                     if leanest not in self._known or self._fits(*leanest):  # else this one cannot
                         yield other, there[near]
 
-    def _knobs(self, choice: Choice, rows: int) -> Iterator[Candidate]:
+    def _knobs(self, choice: Choice, micro_batch: int) -> Iterator[Candidate]:
         """Candidates that differ in a knob from the best so far: on in both directions for as long as that gains."""
-        best = choice, rows
+        best = choice, micro_batch
         for knob, values in KNOBS.items():
-            if knob in self._pinned:
+            if knob in self._overrides:
                 continue
             now = choice.get(knob)
             least = self._largest // MOST_SHARDS if knob == "shard_nbytes" else 0
             for ahead in ([v for v in values if v > now], [v for v in reversed(values) if least <= v < now]):
                 for value in ahead:
-                    other = best[0].change(**{knob: value}), rows
+                    other = best[0].change(**{knob: value}), micro_batch
                     yield other
                     if self._least([best, other]) != other:
                         break
@@ -256,63 +256,64 @@ class Search:
     def _least(self, candidates: Any) -> Candidate | None:
         """The quickest that fits; of equally quick ones, the first that takes least memory."""
         best, best_cost = None, None
-        for choice, rows in candidates:
-            found = self.price(choice, rows)
+        for choice, micro_batch in candidates:
+            found = self.price(choice, micro_batch)
             if found.fits(self.budgets):
                 cost = (float(f"{found.seconds:.4g}"), sum(found.nbytes.values()))
                 if best_cost is None or cost < best_cost:
-                    best, best_cost = (choice, rows), cost
+                    best, best_cost = (choice, micro_batch), cost
         return best
 
-    def _fits(self, choice: Choice, rows: int) -> bool:
-        return self.price(choice, rows).fits(self.budgets)
+    def _fits(self, choice: Choice, micro_batch: int) -> bool:
+        return self.price(choice, micro_batch).fits(self.budgets)
 
-    def price(self, choice: Choice, rows: int) -> Estimate:
+    def price(self, choice: Choice, micro_batch: int) -> Estimate:
         """With as little on the disk as the host's budget asks for."""
-        key = choice, rows
+        key = choice, micro_batch
         if key not in self._known:
-            found = self._plain(choice, rows)
+            found = self._plain(choice, micro_batch)
             placed = self._placed(choice, found)
             self._known[key] = found if placed is choice else moved(self.question, placed, found)
         return self._known[key]
 
     # Homes ------------------------------------------------------------------------------------------------------------
 
-    def _plain(self, choice: Choice, rows: int) -> Estimate:
+    def _plain(self, choice: Choice, micro_batch: int) -> Estimate:
         """With all state in host memory."""
-        key = choice, rows
+        key = choice, micro_batch
         if key not in self._estimates:
-            self._estimates[key] = estimate(self.question, choice, rows)
+            self._estimates[key] = estimate(self.question, choice, micro_batch)
         return self._estimates[key]
 
-    def outcome(self, choice: Choice, rows: int) -> Estimate:
+    def outcome(self, choice: Choice, micro_batch: int) -> Estimate:
         """What the candidate takes with the most promising homes, or what layers keep."""
-        found = [self.price(choice, rows)]
-        found += [each[0] for ladder in self._ladders(choice, rows) for each in ladder if each is not None]
-        found += [option.mixtures.promised(option.counts) for option in self._options(choice, rows)[:1]]
+        found = [self.price(choice, micro_batch)]
+        found += [each[0] for ladder in self._ladders(choice, micro_batch) for each in ladder if each is not None]
+        found += [option.mixtures.promised(option.counts) for option in self._options(choice, micro_batch)[:1]]
         best = min(found, key=lambda each: each.seconds)
         alike = self._all_alike(best.busy.get("compute", 0.0), best.seconds)
         return min([best, *(other.outcome(*there) for other, there in alike)], key=lambda each: each.seconds)
 
-    def usual(self, choice: Choice, rows: int) -> list[Candidate]:
+    def usual(self, choice: Choice, micro_batch: int) -> list[Candidate]:
         """The candidate with as little on the disk as must be; then with more buffers to read ahead into."""
-        found = self._plain(choice, rows)
+        found = self._plain(choice, micro_batch)
         usual = self._placed(choice, found)
-        if not any(home.uses_disk for home in usual.policy.homes) or not {"homes", "stage_slots"}.isdisjoint(
-            self._pinned
-        ):
-            return [(usual, rows)]
-        others = (self._placed(choice.change(stage_slots=slots), found) for slots in STAGE_SLOTS)
-        return [(usual, rows), *((other, rows) for other in others)]
+        if not any(placement.uses_disk for placement in usual.policy.placements) or not {
+            "placements",
+            "disk_staging_slots",
+        }.isdisjoint(self._overrides):
+            return [(usual, micro_batch)]
+        others = (self._placed(choice.change(disk_staging_slots=slots), found) for slots in STAGE_SLOTS)
+        return [(usual, micro_batch), *((other, micro_batch) for other in others)]
 
-    def _filled(self, choice: Choice, rows: int) -> list[Plan]:
+    def _filled(self, choice: Choice, micro_batch: int) -> list[Plan]:
         """Replays with spare device memory in use, from the most promising on for as long as that gains."""
-        ladders = self._ladders(choice, rows)
+        ladders = self._ladders(choice, micro_batch)
         places = [
             (each[0].seconds, n, whole) for n, rungs in enumerate(ladders) for whole, each in enumerate(rungs) if each
         ]
         seconds, number, start = min(places, default=(inf, 0, 0))
-        if seconds >= WORTH_A_REPLAY * self.price(choice, rows).seconds:
+        if seconds >= WORTH_A_REPLAY * self.price(choice, micro_batch).seconds:
             return []
         plans: list[Plan] = []
         best = inf
@@ -320,17 +321,17 @@ class Search:
             for rung in rungs:
                 if rung is None:
                     break
-                plans.append(examine(self.question, rung[1], rows))
+                plans.append(examine(self.question, rung[1], micro_batch))
                 now = plans[-1].seconds if plans[-1].taken.fits(self.budgets) else inf
                 if now > best:
                     break
                 best = now
         return plans
 
-    def _mixed(self, choice: Choice, rows: int, usual: float) -> list[Plan]:
+    def _mixed(self, choice: Choice, micro_batch: int, usual: float) -> list[Plan]:
         """Replays of the mixtures of what layers keep that promise most, and more than `usual` seconds of a replay."""
         plans: list[Plan] = []
-        for option in self._options(choice, rows)[:TRIES]:
+        for option in self._options(choice, micro_batch)[:TRIES]:
             best = min(plans, key=lambda plan: plan.seconds, default=None)
             waits = best is None or best.timeline.busy_seconds("compute") < COMPUTES * best.seconds
             if option.seconds < (NEARLY if waits else 1.0) * min(usual, best.seconds if best else inf):
@@ -343,17 +344,17 @@ class Search:
             plans += [examine(self.question, *polished)] if polished and polished != start else []
         return plans
 
-    def _options(self, choice: Choice, rows: int) -> list[Option]:
+    def _options(self, choice: Choice, micro_batch: int) -> list[Option]:
         """The mixture of each base that promises most; the quickest first."""
         options: list[Option] = []
-        for base, size in () if self._keeps_as_told else self._bases(choice, rows):
+        for base, size in () if self._keeps_as_told else self._bases(choice, micro_batch):
             found = self._moved.get((base, size)) or self.price(base, size)
             placed = base if (base, size) in self._moved else self._placed(base, self._plain(base, size))
             if (placed, size) not in self._mixtures:
                 self._mixtures[placed, size] = Mixtures(self.question, placed, coarse(self.question, size), found)
             mixtures = self._mixtures[placed, size]
             options += [Option(each, size, of, mixtures, placed) for each, of in mixtures.best(self.budgets, 1)]
-        return sorted(options, key=lambda option: (float(f"{option.seconds:.4g}"), option.rows, option.counts))
+        return sorted(options, key=lambda option: (float(f"{option.seconds:.4g}"), option.micro_batch, option.counts))
 
     def _alike(self, best: Plan) -> list[Plan]:
         """Where compute waits, replays of the best plans by which all layers keep the same, whatever they promise."""
@@ -367,55 +368,57 @@ class Search:
         waits, stores = busy < COMPUTES * seconds, self.question.model.units[1].profile.outputs.chosen_nbytes > 0
         begin = 2 if self.question.hardware.shares_memory else 0
         for kept in ALIKE[begin : None if stores else 2] if waits and not self._keeps_as_told else ():
-            asked = replace(self.question, pinned={**self.question.pinned, "activation_rows": kept})
+            asked = replace(self.question, overrides={**self.question.overrides, "activations_by_layer": kept})
             other = self._alikes.setdefault(kept, Search(asked))
             other.within(self.budgets)
             if found := other.best():
                 yield other, found
 
-    def _bases(self, choice: Choice, rows: int) -> Iterator[Candidate]:
+    def _bases(self, choice: Choice, micro_batch: int) -> Iterator[Candidate]:
         """Policies that keep inputs, to be mixed from: as this one and lean, for sizes around it; and with homes."""
-        plain: dict[str, Any] = {"activations": "recompute", "activation_rows": ()}
+        plain: dict[str, Any] = {"activations": "recompute", "activations_by_layer": ()}
         like, lean = choice.change(**plain), self._lean.change(**plain)
-        near = [size for size in self._micro_batches() if rows / NEAR <= size <= NEAR * rows]
+        near = [size for size in self._micro_batches() if micro_batch / NEAR <= size <= NEAR * micro_batch]
         bases = [(base, size) for size in near for base in (like, lean)]
-        chunks = KNOBS["loss_chunk_tokens"] if "loss_chunk_tokens" not in self._pinned else ()
-        yield from dict.fromkeys([*bases, *((like.change(loss_chunk_tokens=few), rows) for few in chunks)])
-        found, model = self._plain(like, rows), self.question.model
-        steps = 0 if "homes" in self._pinned else PARTS
+        chunks = KNOBS["loss_chunk_tokens"] if "loss_chunk_tokens" not in self._overrides else ()
+        yield from dict.fromkeys([*bases, *((like.change(loss_chunk_tokens=few), micro_batch) for few in chunks)])
+        found, model = self._plain(like, micro_batch), self.question.model
+        steps = 0 if "placements" in self._overrides else PARTS
         placed = self._placed(like, found)
         more = with_more_on_disk(model, placed.numerics, placed.policy, steps, saves=self.question.saves)
-        homes = [Choice(placed.numerics, each) for each in more]
-        if self._gains_by_homes(like, rows):
+        placements = [Choice(placed.numerics, each) for each in more]
+        if self._gains_by_placement(like, micro_batch):
             room = self.budgets["device"] - found.nbytes["device"]
             for whole, kept in product(range(0, PARTS + 1, COARSE), repeat=2):
                 if (whole or kept) and self._resident_nbytes(whole, kept) < room:
-                    homes.append(self._placed(like.change(homes=residents(model, whole, kept)), found))
-        for placed in homes:
-            self._moved.setdefault((placed, rows), moved(self.question, placed, found))
-            yield placed, rows
+                    placements.append(self._placed(like.change(placements=residents(model, whole, kept)), found))
+        for placed in placements:
+            self._moved.setdefault((placed, micro_batch), moved(self.question, placed, found))
+            yield placed, micro_batch
 
-    def _gains_by_homes(self, choice: Choice, rows: int) -> bool:
+    def _gains_by_placement(self, choice: Choice, micro_batch: int) -> bool:
         """Whether there is a choice, and anything but compute that takes as long as the step."""
-        usual = self.price(choice, rows)
+        usual = self.price(choice, micro_batch)
         waits = usual.busy.get("compute", 0.0) < WORTH_A_REPLAY * usual.seconds
-        return waits and "homes" not in self._pinned and not self.question.hardware.shares_memory
+        return waits and "placements" not in self._overrides and not self.question.hardware.shares_memory
 
-    def _ladders(self, choice: Choice, rows: int) -> list[list[Rung]]:
+    def _ladders(self, choice: Choice, micro_batch: int) -> list[list[Rung]]:
         """For this policy and leaner ones, by how many parts of the layers are on the device: what that promises.
 
         What slots give up pays for more of them.
         """
-        if not self._gains_by_homes(choice, rows):
+        if not self._gains_by_placement(choice, micro_batch):
             return []
-        starts = dict.fromkeys([choice, *self._activations(self._lean.change(stage_slots=choice.policy.stage_slots))])
+        starts = dict.fromkeys(
+            [choice, *self._activations(self._lean.change(disk_staging_slots=choice.policy.disk_staging_slots))]
+        )
         for rows_of_all in () if self._keeps_as_told else (ATTENTION, OFFLOAD):
-            starts[choice.change(activations="recompute", activation_rows=rows_of_all)] = None
-        return [[self._most_kept(start, rows, whole) for whole in range(PARTS + 1)] for start in starts]
+            starts[choice.change(activations="recompute", activations_by_layer=rows_of_all)] = None
+        return [[self._most_kept(start, micro_batch, whole) for whole in range(PARTS + 1)] for start in starts]
 
-    def _most_kept(self, choice: Choice, rows: int, whole: int) -> Rung:
+    def _most_kept(self, choice: Choice, micro_batch: int, whole: int) -> Rung:
         """With so many parts of the layers on the device, the most weights of the others that fit beside them."""
-        found = self._plain(choice, rows)
+        found = self._plain(choice, micro_batch)
         spare = self.budgets["device"] - found.nbytes["device"]
         low, high = int(whole == 0) - 1, PARTS  # the most that is known to fit, and that may
         while low < high:
@@ -423,16 +426,16 @@ class Search:
             low, high = (middle, high) if self._resident_nbytes(whole, middle) <= spare else (low, middle - 1)
         if low < int(whole == 0):
             return None
-        placed = self._placed(choice.change(homes=residents(self.question.model, whole, low)), found)
-        if (placed, rows) not in self._moved:
-            self._moved[placed, rows] = moved(self.question, placed, found)
-        taken = self._moved[placed, rows]
+        placed = self._placed(choice.change(placements=residents(self.question.model, whole, low)), found)
+        if (placed, micro_batch) not in self._moved:
+            self._moved[placed, micro_batch] = moved(self.question, placed, found)
+        taken = self._moved[placed, micro_batch]
         return (taken, placed) if taken.fits(self.budgets) else None
 
     def _resident_nbytes(self, whole: int, kept: int) -> int:
         """Device memory that so many sixteenths take."""
         if (whole, kept) not in self._resident:
-            placed = self._start.change(homes=residents(self.question.model, whole, kept))
+            placed = self._start.change(placements=residents(self.question.model, whole, kept))
             found = state_nbytes(self.question.model, placed.numerics, placed.policy)
             self._resident[whole, kept] = found["device"]
         return self._resident[whole, kept]
@@ -442,17 +445,17 @@ class Search:
 
         found: of the choice with all state in host memory.
         """
-        if "homes" in self._pinned or not self.budgets["disk"]:
+        if "placements" in self._overrides or not self.budgets["disk"]:
             return choice
         model = self.question.model
         saves = self.question.saves
         numerics, policy = choice.numerics, choice.policy
-        beside = found.nbytes["host"] - host_nbytes(model, numerics, replace(policy, homes=()), saves)
+        beside = found.nbytes["host"] - host_nbytes(model, numerics, replace(policy, placements=()), saves)
         room = self.budgets["host"] - beside
         key = state_policy(policy), room
         if key not in self._homes:
-            self._homes[key] = needed(model, numerics, policy, room, saves=saves).homes
-        return choice if self._homes[key] == policy.homes else choice.change(homes=self._homes[key])
+            self._homes[key] = needed(model, numerics, policy, room, saves=saves).placements
+        return choice if self._homes[key] == policy.placements else choice.change(placements=self._homes[key])
 
 
 def find_plan(question: Question) -> Plan:
@@ -464,7 +467,7 @@ def find_plan(question: Question) -> Plan:
 def _quickest(question: Question) -> Plan:
     search, budgets = Search(question), question.budgets()
     if plan := search.answer():
-        return with_ring(with_gates(plan), search.promised, search.answer)
+        return with_ring(waiting_for_shards(plan), search.promised, search.answer)
     plain, ring = search.least
     freed = plain.nbytes.get("device", 0) - ring.nbytes.get("device", 0)
     plan = only_by_ring(question, search.leanest(), freed, search.answer) if ring.taken.fits(budgets) else None
@@ -475,9 +478,9 @@ def _quickest(question: Question) -> Plan:
 
 
 def survey(question: Question, budgets: Iterable[Mapping[str, int]]) -> list[Estimate | None]:
-    """What the quickest plan within each of several budgets (tier -> bytes) takes, without gates, and by a ring only
-    the leanest, where nothing else fits; `None` where nothing does. Prices do not depend on budgets and are found once;
-    no winner is replayed whole."""
+    """What the quickest plan within each of several budgets (tier -> bytes) takes; `None` where nothing fits. Compute
+    waits for units, and a ring is tried only where nothing else fits. Prices do not depend on budgets and are found
+    once; no winner is replayed whole."""
     search = Search(question)
     found: list[Estimate | None] = []
     with undisturbed():
@@ -489,6 +492,6 @@ def survey(question: Question, budgets: Iterable[Mapping[str, int]]) -> list[Est
 
 def _leanest(search: Search, budgets: Mapping[str, int]) -> Estimate | None:
     """What the leanest choice takes by a ring, if that fits."""
-    choice, rows = search.usual(*search.leanest())[0]
-    taken = estimate(search.question, leaner(search.question, choice), rows)
+    choice, micro_batch = search.usual(*search.leanest())[0]
+    taken = estimate(search.question, leaner(search.question, choice), micro_batch)
     return taken if taken.fits(budgets) else None

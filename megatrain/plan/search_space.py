@@ -31,17 +31,18 @@ MLP_CHUNK_TOKENS = 4096
 STAGE_SLOTS = (3, 4, 6)
 """Staging buffers that are tried beside the usual two: how far reads from the disk run ahead."""
 
-GATED_SHARDS = (8, 4, 16)
-"""Pieces of the largest unit that are tried with gates; the others only where the first promise a gain."""
+PHASED_SHARDS = (8, 4, 16)
+"""Pieces of the largest unit that are tried where compute waits for shards; the others only where the first promise a
+gain."""
 
 LEAST_SHARD = 16 << 20
 """Bytes; a bus is slower in smaller pieces."""
 
-GATED_TRIES = 2
-"""Plans with gates that are replayed whole."""
+SHARD_TRIES = 2
+"""Plans that wait for shards and are replayed whole."""
 
-WORTH_GATES = 0.99
-"""Of the seconds without gates, below which a plan has them."""
+WORTH_SHARDS = 0.99
+"""Of the seconds where compute waits for units, below which a plan has it wait for shards."""
 
 ROOMY_RING, LEAN_RING = 2, 16
 """Which part of a layer comes ahead by a ring: where that is to be quick, and where it is to take little memory."""

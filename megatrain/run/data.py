@@ -17,12 +17,12 @@ from typing import Any
 from megatrain.config import Config, DataSection
 from megatrain.data import (
     Batch,
+    Batching,
     EncodeOptions,
     Encoder,
     Loader,
     PackedRows,
     Reference,
-    Rows,
     SampleFile,
     SampleRows,
     Schema,
@@ -84,8 +84,8 @@ class Corpus:
 class _Part:
     """What the loader draws from as one source."""
 
-    training: Rows
-    held_out: Rows | None
+    training: Batching
+    held_out: Batching | None
     facts: list[tuple[str, str]]
     example: list[tuple[str, bool]] = field(default_factory=list)
     holds_chats: bool = False

@@ -35,7 +35,7 @@ def save_trained(config: Config, engine: Engine, tokenizer: Tokenizer, target: P
     train = config.train
     facts = {
         "steps": f"{train.steps:,}",
-        "tokens per step": f"{train.rows * config.data.sequence_length:,}",
+        "tokens per step": f"{train.sequences * config.data.sequence_length:,}",
         "data": ", ".join(config.data.sources),
         "optimizer": f"AdamW, weight decay {train.weight_decay:g}",
         "learning rate": f"{train.learning_rate:g} ({train.lr_scheduler})",

@@ -31,7 +31,7 @@ NAMES = tuple(field.name for field in fields(Policy))
 MAY_CHANGE = tuple(name for name in NAMES if name not in (*FIXED, "host_threads"))
 """What of a policy is chosen anew. State moves where its home changes."""
 
-MAY_FOLLOW = ("activations", "activation_rows")
+MAY_FOLLOW = ("activations", "activations_by_layer")
 """What is chosen anew while a run goes on: it costs no move of state."""
 
 COPIES = ("FETCH", "GRAD", "RELOAD", "OFFLOAD")
@@ -105,7 +105,7 @@ class Replanner:
         numerics, size = self.engine.numerics, self.plan.micro_batch
         stays = {name: getattr(policy, name) for name in NAMES if name not in may_change}
         fixed = {"micro_batch": size, **asdict(numerics), **stays}
-        measured = replace(question, calibration=found, pinned={**question.pinned, **fixed})
+        measured = replace(question, calibration=found, overrides={**question.overrides, **fixed})
         now = examine(measured, Choice(numerics, policy), size)
         better = find_plan(measured)
         gain = 1 - better.seconds / now.seconds

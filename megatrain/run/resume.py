@@ -38,8 +38,8 @@ SIZES = ("global_batch_size", "micro_batch_size", "gradient_accumulation_steps")
 NUMERICS = tuple(field.name for field in fields(Numerics) if field.name != "precision")
 """Keys of `policy` that numbers depend on, by rounding."""
 
-ROWS = "rows"
-"""Gates of earlier versions, by which products were rounded otherwise: that they are gone is told."""
+BY_ROWS = "rows"
+"""What compute waited for in an earlier version, which rounded products otherwise: that it is gone is told."""
 
 FREE = (
     *("output", "trace", "resume", "accept_changes", "checkpoint", "memory", "disk", "data.cache", "data.workers"),
@@ -186,8 +186,8 @@ def as_begun(config: Config, taken: Checkpoint) -> Config:
     oldest = {"mlp_chunk_tokens": 0, "kernels": "stock"}  # which had neither key
     engine = taken.training["engine"]
     numerics = {**oldest, **_renamed(engine["policy"]), **engine.get("numerics", {})}  # once among the policy's fields
-    pinned = config.policy.pinned
-    held = {name: numerics.get(name) for name in NUMERICS if name not in pinned}
+    overrides = config.policy.overrides
+    held = {name: numerics.get(name) for name in NUMERICS if name not in overrides}
     return config.model_copy(
         update={"train": train.model_copy(update=kept), "policy": config.policy.model_copy(update=held)}
     )
@@ -219,14 +219,14 @@ def changes_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[s
         flat |= {f"train.{name}": size for name, size in _sizes(tree["train"]).items()}
     left_open = {f"train.{name}" for name in SIZES if flat_now[f"train.{name}"] is None}
     keys = [key for key in flat_now if not _within(key, FREE) and key not in left_open]
-    keys += ["policy.gates"] if flat_before.get("policy.gates") == ROWS else []
+    keys += ["policy.wait_for"] if flat_before.get("policy.wait_for") == BY_ROWS else []
     known = {key: flat_before[key] for key in keys if key in flat_before}  # a key of a newer version has its default
     return {key: (value, flat_now[key]) for key, value in known.items() if value != flat_now[key]}
 
 
 def _sizes(train: Mapping[str, Any]) -> dict[str, int | None]:
     """How a step is cut, by the section of a configuration; `None` for what that leaves open."""
-    rows = TrainSection.model_construct(**train).rows
+    rows = TrainSection.model_construct(**train).sequences
     return {name: rows if name == "global_batch_size" else train.get(name) for name in SIZES}
 
 

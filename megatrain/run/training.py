@@ -62,7 +62,7 @@ from megatrain.run.replan import Replanner, foreseen
 from megatrain.run.reporters import open_watchers
 from megatrain.run.sampling import sample_of
 from megatrain.run.this_machine import this_machine
-from megatrain.spec import ModelSpec, Rows
+from megatrain.spec import Batching, ModelSpec
 from megatrain.system.locks import Claim
 from megatrain.train.batch_feed import Feed
 from megatrain.train.checkpoints import Checkpoints
@@ -224,7 +224,7 @@ def _check_limits(config: Config, tokenizer: Tokenizer, model: Any) -> int:
     return vocabulary
 
 
-ROWS_OF: Mapping[str, Rows] = {"best_fit": "packed", "grouped": "padded"}
+ROWS_OF: Mapping[str, Batching] = {"best_fit": "packed", "grouped": "padded"}
 """By how samples are told to be packed; with `auto` it is known only when the data have been read, behind the plan."""
 
 
@@ -233,20 +233,20 @@ def _plan(config: Config, spec: ModelSpec, device: Device) -> Plan:
     train = config.train
     if not spec.trained_numel:
         raise ConfigError("freezes every parameter", where="train.freeze", fix="freeze fewer of them")
-    pinned = dict(config.policy.pinned)
+    overrides = dict(config.policy.overrides)
     hardware = with_disk(this_machine(device, train.precision, train.hardware), config.disk)
-    pinned.setdefault("host_threads", available_threads())
-    if train.pinned_micro_batch is not None:
-        pinned["micro_batch"] = train.pinned_micro_batch
+    overrides.setdefault("host_threads", available_threads())
+    if train.micro_batch_override is not None:
+        overrides["micro_batch"] = train.micro_batch_override
     question = Question(
         spec,
         hardware,
-        tokens_per_step=train.rows * config.data.sequence_length,
+        tokens_per_step=train.sequences * config.data.sequence_length,
         length=config.data.sequence_length,
         precision=train.precision,
         clips=train.max_grad_norm is not None,
-        pinned=pinned,
-        rows_are="padded" if train.objective == "dpo" else ROWS_OF.get(config.data.packing, "whole"),
+        overrides=overrides,
+        batching="padded" if train.objective == "dpo" else ROWS_OF.get(config.data.packing, "uniform"),
         saves=config.checkpoint.every > 0,
         limits=limits_of(config.memory, config.disk, hardware),
     )

@@ -60,8 +60,8 @@ class Builder:
         self.trained: list[Layout] = [layout.trained for layout in self.layouts]
         self.units = range(len(model.units))
         self.micros = range(work.micro_batches)
-        self.homes = policy.homes_of(model)
-        self._weights_on_disk = any(home.weights == "disk" for home in self.homes)
+        self.placements = policy.placements_of(model)
+        self._weights_on_disk = any(placement.weights == "disk" for placement in self.placements)
         self.buffers: dict[str, Buffer] = {}
         self.alive = Activations(model, numerics, policy, work, self.buffers, trains=trains)
         self.staged: dict[str, Staged] = {}
@@ -107,12 +107,12 @@ class Builder:
 
     def _updated_at(self, unit: int) -> int:
         """The visit in front of which a pending update stands: as early as its weights have a place until their use."""
-        if self.homes[unit].on_device:
+        if self.placements[unit].on_device:
             return unit
         if not self._weights_on_disk:
             return 0
         earliest = int(unit == self.model.epilogue)  # not before the prologue has left the slot that both use
-        return max(earliest, unit - self.policy.stage_slots + 1)
+        return max(earliest, unit - self.policy.disk_staging_slots + 1)
 
     # Compute --------------------------------------------------------------------------------------------------------
 
@@ -219,7 +219,7 @@ class Builder:
         norm of all."""
         if not self.trained[unit].size:
             return []
-        stream: Stream = "grad" if self.homes[unit].on_device else "host"
+        stream: Stream = "grad" if self.placements[unit].on_device else "host"
         norm = Op("NORM", stream, unit, reads=(self.gradients.landed(unit),), writes=(self.state.norm(unit),))
         updates = [self._update(unit)] if self.policy.update == "during_backward" else []
         return [*self.gradients.leave(unit), norm, *updates]
@@ -227,7 +227,7 @@ class Builder:
     def _update(self, unit: int) -> Op:
         """The optimizer pass over one unit: pending from the last step, or right behind its gradient."""
         before, after = ("old", "") if self.pending == "all" else ("", "new")
-        on_device = self.homes[unit].on_device
+        on_device = self.placements[unit].on_device
         tier: Tier = "device" if on_device else "host"
         # What is frozen counts as written, so that each part has one version.
         parts = [

@@ -8,28 +8,27 @@ from megatrain.spec.numerics import WEIGHT_NBYTES, Kernels, Numerics
 from megatrain.spec.policy import (
     IN_HOST,
     ActivationPlan,
-    Gates,
-    Home,
     Keep,
     Part,
+    Placement,
     Policy,
     SavedOutputs,
     Slots,
     Tier,
-    Transit,
+    Transfer,
     UpdateTime,
+    WaitFor,
 )
 from megatrain.spec.rates import Precision
-from megatrain.spec.work import Rows, Tokens, Work
+from megatrain.spec.work import Batching, Tokens, Work
 
 __all__ = [
     "IN_HOST",
     "WEIGHT_NBYTES",
     "ActivationPlan",
-    "Gates",
+    "Batching",
     "Growth",
     "Hardware",
-    "Home",
     "Keep",
     "Kernels",
     "LayerProfile",
@@ -39,16 +38,17 @@ __all__ = [
     "Numerics",
     "ParamSpec",
     "Part",
+    "Placement",
     "Policy",
     "Precision",
-    "Rows",
     "SavedOutputs",
     "Slots",
     "Tier",
     "Tokens",
-    "Transit",
+    "Transfer",
     "UnitKind",
     "UnitSpec",
     "UpdateTime",
+    "WaitFor",
     "Work",
 ]

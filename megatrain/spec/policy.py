@@ -22,10 +22,11 @@ nothing, and the input is computed again from the nearest one below that was not
 SavedOutputs = Literal["chosen", "attention"]
 """Of `Keep`, what stores outputs of ops."""
 UpdateTime = Literal["next_forward", "during_backward"]
-Gates = Literal["unit", "shard"]
+WaitFor = Literal["unit", "shard"]
 Tier = Literal["device", "host", "disk"]
-Transit = Literal["locked", "slabs", "pageable"]
-"""How weights and gradients cross the bus: page-locked where they lie, through page-locked slabs, or not locked."""
+Transfer = Literal["pinned", "staged", "pageable"]
+"""How weights and gradients cross the bus: from pinned memory, through pinned staging buffers, or from pageable
+memory."""
 Slots = Annotated[int, Bounds(1, 1 << 12)]
 
 
@@ -47,7 +48,7 @@ class Part(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class Placement:
     """The tier of each part of a unit's state between steps. What is on the disk passes through host memory.
 
     The weights may be on the device beside a copy in host memory, which the optimizer updates: then they are fetched
@@ -72,20 +73,20 @@ class Home:
         return tier
 
     def __post_init__(self) -> None:
-        check_fields(self, PlanError, "home.")
+        check_fields(self, PlanError, "placement.")
         if self.gradients == "device":
             fix = "leave gradients out" if self.on_device else "use host or disk"
-            raise PlanError("a gradient waits where its unit is updated", where="home.gradients", fix=fix)
+            raise PlanError("a gradient waits where its unit is updated", where="placement.gradients", fix=fix)
         aside = self.low_bits == "device", self.moments == "device"
         if any(aside) and not (all(aside) and self.weights == "device"):
             raise PlanError(
                 f"a unit is updated where its whole state is, not with {self}",
-                where="policy.homes",
+                where="policy.placements",
                 fix="put all parts on the device, or the weights alone, or none",
             )
         if self.on_device and self.gradients == "disk":
             what = "a gradient whose unit is updated on the device waits there, and not on the disk"
-            raise PlanError(what, where="home.gradients", fix="leave gradients out")
+            raise PlanError(what, where="placement.gradients", fix="leave gradients out")
 
     @property
     def uses_disk(self) -> bool:
@@ -98,7 +99,7 @@ class Home:
         return self.moments == "device"
 
 
-IN_HOST = Home()
+IN_HOST = Placement()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,18 +110,19 @@ class Policy:
     """Device buffers that the layers' weights pass through; 2 hides each fetch behind the layer before."""
     read_ahead_nbytes: Nbytes = 0
     """In place of `weight_slots`, where it is not 0: all units share one slot, embedding and head with the layers, and
-    while it is in use the first shards of the next layer come into this much device memory. With gates, shards then
-    follow straight into places of the slot that the layer before has given up. Shards of layers are no larger."""
+    while it is in use the first shards of the next layer come into this much device memory. Where compute waits for
+    shards, others then follow straight into places of the slot that the layer before has given up. Shards of layers
+    are no larger."""
     grad_slots: Slots = 2
     """Device buffers that the layers' gradients pass through."""
     shard_nbytes: Annotated[int, Bounds(1, 1 << 60)] = 64 << 20
     """Largest piece of a unit that one copy moves."""
-    gates: Gates = "unit"
+    wait_for: WaitFor = "unit"
     """What compute waits for: all weights of a unit; or, inside a layer's code, the shard that it comes to, and then
     shards of a gradient leave as each is complete. Where memory is shared there is nothing to wait for."""
     activations: ActivationPlan = "recompute"
     """Keep each layer's autograd graph until its backward, or keep its input and compute the layer again."""
-    activation_rows: tuple[Annotated[tuple[Keep, ...], Bounds(1)], ...] = ()
+    activations_by_layer: tuple[Annotated[tuple[Keep, ...], Bounds(1)], ...] = ()
     """In place of `activations`, for each layer and micro-batch: a row per layer, an entry per micro-batch. Rows and
     entries start over at their end, so `(("input",), ("drop",))` keeps every other input. The lowest layer that has a
     backward pass keeps its input where it says `drop`; where memory is shared, `offload` is `input`."""
@@ -135,52 +137,52 @@ class Policy:
     """The device computes in host memory: weights need no fetch, and gradients of the right dtype are born at home."""
     host_threads: Annotated[int, Bounds(0, 1 << 10)] = 0
     """Threads of the optimizer pass; 0 is one per available core."""
-    transit: Transit = "locked"
-    """What is page-locked; it is decided when the state is allocated, and stays."""
-    slabs: Slots = 2
-    """Page-locked buffers of a shard each, in each direction, where `transit` is by slabs."""
-    homes: tuple[Home, ...] = ()
+    transfer: Transfer = "pinned"
+    """It is decided when the state is allocated, and stays."""
+    pinned_staging_slots: Slots = 2
+    """Pinned buffers of a shard each, in each direction, where `transfer` is staged."""
+    placements: tuple[Placement, ...] = ()
     """Of each unit, in order; empty keeps everything in host memory."""
-    stage_slots: Slots = 2
+    disk_staging_slots: Slots = 2
     """Host buffers that each kind of state passes through on its way from and to the disk: how far reads run ahead."""
 
     def __post_init__(self) -> None:
         check_fields(self, PlanError, "policy.")
-        if self.shares_memory and self.transit != "locked":
-            raise PlanError("nothing crosses a bus where memory is shared", where="policy.transit", fix="use locked")
-        if self.shares_memory and any(home.weights == "device" for home in self.homes):
-            raise PlanError("the device has no memory of its own", where="policy.homes", fix="use host or disk")
+        if self.shares_memory and self.transfer != "pinned":
+            raise PlanError("nothing crosses a bus where memory is shared", where="policy.transfer", fix="use pinned")
+        if self.shares_memory and any(placement.weights == "device" for placement in self.placements):
+            raise PlanError("the device has no memory of its own", where="policy.placements", fix="use host or disk")
 
-    def homes_of(self, model: ModelSpec) -> tuple[Home, ...]:
+    def placements_of(self, model: ModelSpec) -> tuple[Placement, ...]:
         """Where the state of each unit of a model lives. Raises `PlanError` where there are homes for fewer or more."""
-        if not self.homes:
+        if not self.placements:
             return (IN_HOST,) * len(model.units)
-        if len(self.homes) != len(model.units):
-            what = f"names homes for {len(self.homes)} units, and the model has {len(model.units)}"
-            raise PlanError(what, where="policy.homes", fix="give one for each unit, or none")
-        return self.homes
+        if len(self.placements) != len(model.units):
+            what = f"places the state of {len(self.placements)} units, and the model has {len(model.units)}"
+            raise PlanError(what, where="policy.placements", fix="give one for each unit, or none")
+        return self.placements
 
-    def home(self, unit: int) -> Home:
+    def placement(self, unit: int) -> Placement:
         """Where the state of a unit lives."""
-        return self.homes[unit] if self.homes else IN_HOST
+        return self.placements[unit] if self.placements else IN_HOST
 
     def keep(self, layer: int, micro: int) -> Keep:
         """What is left of the forward of a layer, counted from 0, and a micro-batch."""
-        if not self.activation_rows:
+        if not self.activations_by_layer:
             return "graph" if self.activations == "keep" else "input"
-        row = self.activation_rows[layer % len(self.activation_rows)]
+        row = self.activations_by_layer[layer % len(self.activations_by_layer)]
         return row[micro % len(row)]
 
     @property
     def kept_shares(self) -> dict[str, float]:
         """What is left of forwards -> of which share of the rows and their entries."""
-        rows = self.activation_rows or ((self.keep(0, 0),),)
+        rows = self.activations_by_layer or ((self.keep(0, 0),),)
         return {keep: sum(row.count(keep) / len(row) for row in rows) / len(rows) for row in rows for keep in row}
 
     @property
     def offloads(self) -> bool:
         """Whether inputs of layers leave the device."""
-        return not self.shares_memory and any("offload" in row for row in self.activation_rows)
+        return not self.shares_memory and any("offload" in row for row in self.activations_by_layer)
 
     @property
     def layer_slots(self) -> int:
@@ -195,10 +197,10 @@ class Policy:
     @property
     def gives_up_shards(self) -> bool:
         """Whether the last call of a visit gives up shards of weights as it is done with them."""
-        return self.read_ahead_nbytes > 0 and self.gates != "unit" and not self.shares_memory
+        return self.read_ahead_nbytes > 0 and self.wait_for != "unit" and not self.shares_memory
 
     def refuse_contradictions(self, numerics: Numerics) -> None:
         """Raise `PlanError` where no layer can be run so."""
-        if numerics.kernels == "compile" and self.gates != "unit":
+        if numerics.kernels == "compile" and self.wait_for != "unit":
             what = "a compiled layer does not say which weight it comes to"
-            raise PlanError(what, where="policy.gates", fix="use unit, or policy.kernels=stock")
+            raise PlanError(what, where="policy.wait_for", fix="use unit, or policy.kernels=stock")

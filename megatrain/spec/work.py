@@ -11,8 +11,8 @@ from megatrain.spec.layer_profile import Growth as Growth
 from megatrain.spec.layer_profile import LayerProfile as LayerProfile
 from megatrain.spec.rates import Precision as Precision
 
-Rows = Literal["whole", "padded", "packed"]
-"""Rows of one length without a mask; padded ones with theirs; several samples in a row, with their positions."""
+Batching = Literal["uniform", "padded", "packed"]
+"""Sequences of one length without a mask; padded ones with theirs; several samples in one, with their positions."""
 Tokens = Annotated[int, Bounds(1, 1 << 60)]
 
 
@@ -25,8 +25,8 @@ class Work:
     """Tokens of a sequence; `None` where a micro-batch is one sequence. It matters for prices, not for ops."""
     repeats: Annotated[float, Bounds(1)] = 1
     """How many micro-batches each stands for: 1 but in the planner's first look, where fewer ops do."""
-    rows: Rows = "whole"
-    """What the rows of micro-batches are, which decides what layers are told by masks."""
+    batching: Batching = "uniform"
+    """How sequences lie in micro-batches, which decides what layers are told by masks."""
 
     def __post_init__(self) -> None:
         check_fields(self, PlanError, "work.")

@@ -87,7 +87,7 @@ class Engine:
         self._ported, self._device, self._disk = ported, device, disk_of(options, policy)
         self._owns_device = device is not options.get("device", "cpu")
         ledger = Ledger(budgets(self.limits, device, self._disk), one_memory=policy.shares_memory)
-        self._pool = Pool(device, ledger, self._disk, [unit.name for unit in self.structure.units], policy.transit)
+        self._pool = Pool(device, ledger, self._disk, [unit.name for unit in self.structure.units], policy.transfer)
         self._store = Store(self.structure, self.numerics, policy, self._pool)
         self._schedules = Schedules(ported, self._store, self.numerics, policy, device, fits_activations=fits)
         threads = policy.host_threads or available_threads()

@@ -134,7 +134,7 @@ class OptimizerSink:
 
     def adopt(self, policy: Policy) -> None:
         """Units live where this policy has them from now on. Nothing may be pending, and the device is at rest."""
-        self._on_device = [policy.home(unit).on_device for unit in range(len(self._names))]
+        self._on_device = [policy.placement(unit).on_device for unit in range(len(self._names))]
         if any(self._on_device):
             self._kernels = kernels_for(self._device)
 

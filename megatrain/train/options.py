@@ -17,7 +17,7 @@ from megatrain.model import require_compiler
 from megatrain.optim import AdamW
 from megatrain.plan import available_threads, choose_policy, memory_table
 from megatrain.plan.placement import host_nbytes, needed, to_disk
-from megatrain.plan.refinements import fit_transit
+from megatrain.plan.refinements import fit_lock_limit
 from megatrain.schedule.passes.state_buffers import state_nbytes
 from megatrain.spec import IN_HOST, Limits, ModelSpec, Numerics, Policy, Precision, Work
 from megatrain.spec.fields import Bounds, checked, shown
@@ -136,7 +136,7 @@ def policy_of(options: EngineOptions, device: Device, spec: ModelSpec) -> Policy
     """
     policy = _placed(options, device, spec)
     if options.get("policy", "auto") == "auto" and device.lockable_nbytes is not None:
-        return fit_transit(spec, numerics_of(options), policy, device.lockable_nbytes)
+        return fit_lock_limit(spec, numerics_of(options), policy, device.lockable_nbytes)
     return policy
 
 
@@ -145,7 +145,7 @@ def _placed(options: EngineOptions, device: Device, spec: ModelSpec) -> Policy:
     numerics, policy = numerics_of(options), _without_homes(options, device)
     if numerics.kernels == "compile":
         require_compiler(device.torch_device)
-    if not options.get("disk") or policy.homes:
+    if not options.get("disk") or policy.placements:
         return policy
     budget = budgets(limits_of(options), device)["host"]
     beside = _beside_state(spec, numerics, policy)
@@ -154,7 +154,7 @@ def _placed(options: EngineOptions, device: Device, spec: ModelSpec) -> Policy:
         least = host_nbytes(spec, numerics, needed(spec, numerics, policy, 0), saves=False) + beside
         what = f"needs {least:,} bytes of host memory at the least, even with state on the disk"
         raise DoesNotFit(f"{what}, {least - budget:,} more than its budget of {budget:,}", where="host memory")
-    return policy if all(home == IN_HOST for home in placed.homes) else placed
+    return policy if all(placement == IN_HOST for placement in placed.placements) else placed
 
 
 def _beside_state(spec: ModelSpec, numerics: Numerics, policy: Policy) -> int:
@@ -184,8 +184,8 @@ def disk_of(options: EngineOptions, policy: Policy) -> Disk | None:
     if isinstance(folders, Disk):
         return folders
     if not folders:
-        if any(home.uses_disk for home in policy.homes):
-            raise PlanError("puts state on the disk", where="policy.homes", fix="give folders for it as `disk`")
+        if any(placement.uses_disk for placement in policy.placements):
+            raise PlanError("puts state on the disk", where="policy.placements", fix="give folders for it as `disk`")
         return None
     listed = [folders] if isinstance(folders, str | Path) else folders
     return Disk([usable_path(folder, where="disk", error=DiskError) for folder in listed])

@@ -136,7 +136,7 @@ def short_settings() -> list[Setting]:
     """Keeping graphs; computing layers again, their token-wise parts in chunks; and some of their ops alone."""
     each = [_setting("cpu", plan, Numerics("fp32", loss_chunk_tokens=5)) for plan in ACTIVATION_PLANS]
     numerics, policy = each[-1].numerics, each[-1].policy
-    chosen = Setting("cpu, chosen outputs", "cpu", numerics, replace(policy, activation_rows=STORED))
+    chosen = Setting("cpu, chosen outputs", "cpu", numerics, replace(policy, activations_by_layer=STORED))
     chunks = Setting("cpu, recompute, in chunks", "cpu", replace(numerics, mlp_chunk_tokens=4), policy)
     return [*each[:-1], chunks, chosen]
 
@@ -147,8 +147,8 @@ def full_settings() -> list[Setting]:
     each += [_setting(SIM, plan, shard_nbytes=1 << 16) for plan in ACTIVATION_PLANS]
     chunks = replace(CHUNKS, mlp_chunk_tokens=4)
     each.append(_setting(SIM, "recompute", chunks, shard_nbytes=1 << 14, weight_slots=1, grad_slots=1))
-    mixed = replace(each[-1].policy, activation_rows=MIXTURE, offload_slots=1, recompute_slots=1)
-    stored = replace(each[-1].policy, activation_rows=STORED)
+    mixed = replace(each[-1].policy, activations_by_layer=MIXTURE, offload_slots=1, recompute_slots=1)
+    stored = replace(each[-1].policy, activations_by_layer=STORED)
     return [
         *each,
         Setting(f"{SIM}, chosen outputs, 1 slot", SIM, chunks, stored),

@@ -22,7 +22,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from megatrain.spec import Home, ModelSpec, Numerics, Policy
+from megatrain.spec import ModelSpec, Numerics, Placement, Policy
 from megatrain.train.events import (
     Compiled,
     Ended,
@@ -110,31 +110,33 @@ def describe_policy(numerics: Numerics, policy: Policy) -> list[str]:
         f"loss in chunks of {numerics.loss_chunk_tokens:,} tokens",
         *([f"feed-forwards in chunks of {numerics.mlp_chunk_tokens:,} tokens"] if numerics.mlp_chunk_tokens else []),
         *(["layers are compiled"] if numerics.kernels == "compile" else []),
-        *(["compute waits for the shard of weights that it comes to"] if policy.gates == "shard" else []),
+        *(["compute waits for the shard of weights that it comes to"] if policy.wait_for == "shard" else []),
         "1 host thread" if policy.host_threads == 1 else f"{policy.host_threads or 'all'} host threads",
     ]
     if policy.offload_slots != 2 or policy.offloads:
         phrases.append(f"inputs pass to the host through {policy.offload_slots} slots")
     if policy.recompute_slots is not None:
         phrases.append(f"inputs are computed again into {policy.recompute_slots} slots")
-    if policy.transit != "locked":
-        through = "are not page-locked" if policy.transit == "pageable" else "cross the bus through page-locked slabs"
+    if policy.transfer != "pinned":
+        through = (
+            "are not page-locked" if policy.transfer == "pageable" else "cross the bus through pinned staging buffers"
+        )
         phrases.append(f"weights and gradients {through}")
-    if policy.transit == "slabs" or policy.slabs != 2:
-        phrases.append(f"{policy.slabs} slabs each way where they are used")
-    if policy.homes:
-        phrases += describe_homes(policy.homes)
-    if any(home.uses_disk for home in policy.homes) or policy.stage_slots != 2:
-        phrases.append(f"the disk is read up to {policy.stage_slots} units ahead")
+    if policy.transfer == "staged" or policy.pinned_staging_slots != 2:
+        phrases.append(f"{policy.pinned_staging_slots} pinned staging buffers each way where they are used")
+    if policy.placements:
+        phrases += describe_placements(policy.placements)
+    if any(placement.uses_disk for placement in policy.placements) or policy.disk_staging_slots != 2:
+        phrases.append(f"the disk is read up to {policy.disk_staging_slots} units ahead")
     return phrases
 
 
 def describe_activations(policy: Policy) -> str:
     """What is left of each layer's forward, in a phrase."""
-    if not policy.activation_rows:
+    if not policy.activations_by_layer:
         whole = "recomputes each layer in the backward pass"
         return "keeps each layer's graph" if policy.activations == "keep" else whole
-    counts = Counter(keep for row in policy.activation_rows for keep in row)
+    counts = Counter(keep for row in policy.activations_by_layer for keep in row)
     words = {"graph": "the graph", "chosen": "products and attention", "attention": "attention", "input": "the input"}
     words |= {"offload": "the input in the host", "drop": "nothing"}
     shares = [f"{words[keep]} of {_share(count, counts.total())}" for keep, count in counts.most_common()]
@@ -145,24 +147,24 @@ def _share(count: int, total: int) -> str:
     return "each layer" if count == total else f"{count / total:.0%} of the layers"
 
 
-def describe_homes(homes: Sequence[Home]) -> list[str]:
+def describe_placements(placements: Sequence[Placement]) -> list[str]:
     """Where state lives but for host memory: `moments of 4 of 6 units on the disk`."""
     phrases = []
-    whole = sum(home.on_device for home in homes)
+    whole = sum(placement.on_device for placement in placements)
     if whole:
-        phrases.append(f"{whole} of {len(homes)} units live on the device")
-    kept = sum(home.weights == "device" and not home.on_device for home in homes)
+        phrases.append(f"{whole} of {len(placements)} units live on the device")
+    kept = sum(placement.weights == "device" and not placement.on_device for placement in placements)
     if kept:
-        phrases.append(f"weights of {kept} of {len(homes)} units stay on the device")
+        phrases.append(f"weights of {kept} of {len(placements)} units stay on the device")
     for field, words in (
         ("weights", "weights"),
         ("low_bits", "low bits"),
         ("moments", "moments"),
         ("gradients", "gradients"),
     ):
-        count = sum(getattr(home, field) == "disk" for home in homes)
+        count = sum(getattr(placement, field) == "disk" for placement in placements)
         if count:
-            phrases.append(f"{words} of {count} of {len(homes)} units on the disk")
+            phrases.append(f"{words} of {count} of {len(placements)} units on the disk")
     return phrases or ["all state in host memory"]
 
 

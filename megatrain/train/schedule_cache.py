@@ -19,7 +19,7 @@ from megatrain.plan import available_host_nbytes, fit_activations, nearest_that_
 from megatrain.schedule import Schedule, build_flush, build_forward, build_step, check
 from megatrain.spec import Limits, ModelSpec, Numerics, Policy, Work
 
-FIXED = ("update", "transit", "shares_memory")
+FIXED = ("update", "transfer", "shares_memory")
 """Fields of a policy that the state, the device's memory and the sink were made for."""
 
 Kind = Literal["step", "pending step", "forward", "flush"]
@@ -134,7 +134,7 @@ def budgets(limits: Limits, device: Device, disk: Disk | None = None) -> dict[st
 def _larger(left: Work, right: Work) -> Work:
     """Micro-batches as large as those of either."""
     tokens = tuple(max(pair) for pair in zip(left.tokens, right.tokens, strict=True))
-    return Work(tokens, left.length if left.length == right.length else None, rows=right.rows)
+    return Work(tokens, left.length if left.length == right.length else None, batching=right.batching)
 
 
 def _build(kind: Kind, spec: ModelSpec, numerics: Numerics, policy: Policy, work: Work) -> Schedule:

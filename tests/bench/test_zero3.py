@@ -118,7 +118,12 @@ def test_extrapolated_steps_of_others_are_those_of_their_whole_schedules() -> No
     plan = planned(model, "rtx-4090", 12 * 2048, 2048)
     rows = by_name(plan)
     chosen = replace(
-        plan.policy, activations="recompute", update="next_forward", weight_slots=2, grad_slots=2, activation_rows=()
+        plan.policy,
+        activations="recompute",
+        update="next_forward",
+        weight_slots=2,
+        grad_slots=2,
+        activations_by_layer=(),
     )
     found = []
     for size in (1, 2, 4, 8, 12):
@@ -129,7 +134,7 @@ def test_extrapolated_steps_of_others_are_those_of_their_whole_schedules() -> No
     assert found[0] > found[2]  # more micro-batches, more loads
     again = []
     for interval in (2, 4, 8):
-        kept = replace(chosen, activation_rows=(("input",), *(("drop",),) * (interval - 1)))
+        kept = replace(chosen, activations_by_layer=(("input",), *(("drop",),) * (interval - 1)))
         again.append(whole(plan, UpdatesLast(model, plan.numerics, kept, Work((2048 * 12,), 2048)), -4))
     assert all(less <= more for less, more in pairwise(again))
     assert rows["MegaTrain as published"].seconds == pytest.approx(again[0], rel=0.02)

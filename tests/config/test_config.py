@@ -70,7 +70,7 @@ def test_a_minimal_file_is_enough(tmp_path: Path) -> None:
     config = load(tmp_path)
     assert config.train.steps == 10
     assert config.data.sources == ("python-stdlib",)
-    assert config.policy.pinned == {}
+    assert config.policy.overrides == {}
     assert config.tokenizer == "bytes"
 
 
@@ -88,14 +88,14 @@ def test_the_last_override_wins_and_the_file_comes_first(tmp_path: Path) -> None
 def test_an_override_may_replace_a_whole_section(tmp_path: Path) -> None:
     config = load(tmp_path, MINIMAL, "train={steps: 3}", "policy.weight_slots=4", "data.sources=[a, b]")
     assert (config.train.steps, config.train.learning_rate) == (3, TrainSection.model_fields["learning_rate"].default)
-    assert config.policy.pinned == {"weight_slots": 4}
+    assert config.policy.overrides == {"weight_slots": 4}
     assert config.data.sources == ("a", "b")
 
 
 def test_auto_pins_nothing_and_can_be_pinned_over(tmp_path: Path) -> None:
     text = MINIMAL + "policy: auto\n"
     assert load(tmp_path, text).policy == PolicySection()
-    assert load(tmp_path, text, "policy.activations=keep").policy.pinned == {"activations": "keep"}
+    assert load(tmp_path, text, "policy.activations=keep").policy.overrides == {"activations": "keep"}
 
 
 def test_the_model_brings_its_tokenizer(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_every_key_has_a_meaning_and_a_default_that_is_its_own() -> None:
 
 def test_the_policy_section_mirrors_the_policy() -> None:
     """But for what `train.precision`, the device and memory decide."""
-    elsewhere = {"precision", "shares_memory", "homes"}
+    elsewhere = {"precision", "shares_memory", "placements"}
     assert (
         set(PolicySection.model_fields)
         == {field.name for each in (Numerics, Policy) for field in fields(each)} - elsewhere

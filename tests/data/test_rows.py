@@ -21,7 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain.data import EncodedSample, Loader, PackedRows, Rows, SampleFile, SampleRows, pack, write_tokens
+from megatrain.data import Batching, EncodedSample, Loader, PackedRows, SampleFile, SampleRows, pack, write_tokens
 from megatrain.data.micro_batches import split_samples
 from megatrain.data.sample_cache import are_samples, open_samples, write_samples
 from megatrain.data.sampler import grouped_order, source_behind
@@ -48,12 +48,12 @@ def samples_at(folder: Path, count: int, first: int) -> SampleFile:
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Rows]:
+def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Batching]:
     """Packed samples, windows of text, and packed samples of another file."""
     return sources_in(tmp_path_factory.mktemp("rows"))
 
 
-def sources_in(folder: Path) -> list[Rows]:
+def sources_in(folder: Path) -> list[Batching]:
     chats, more = samples_at(folder, 90, 0), samples_at(folder, 40, 1000)
     text = write_tokens(folder / "text.bin", [np.repeat(np.arange(2000, 2070), WINDOW)], VOCABULARY)
     return [
@@ -72,7 +72,7 @@ def told(step: list[dict[str, torch.Tensor]]) -> str:
     return digest.hexdigest()
 
 
-def loader_of(sources: list[Rows], **changed: Any) -> Loader:
+def loader_of(sources: list[Batching], **changed: Any) -> Loader:
     options = {"micro_batch": 3, "micro_batches": 2, "seed": 5, "weights": [5.0, 3.0, 1.0], **changed}
     return Loader(sources, **options)
 
@@ -221,7 +221,7 @@ def test_held_out_samples_are_evenly_spaced_and_no_others(tmp_path: Path, fracti
 
 
 @pytest.mark.parametrize("workers", [1, 2, 7])
-def test_workers_change_nothing(sources: list[Rows], workers: int) -> None:
+def test_workers_change_nothing(sources: list[Batching], workers: int) -> None:
     alone = [told(step) for step in itertools.islice(loader_of(sources), 30)]
     loader = loader_of(sources, workers=workers)
     assert [told(step) for step in itertools.islice(loader, 30)] == alone
@@ -233,7 +233,7 @@ def test_workers_change_nothing(sources: list[Rows], workers: int) -> None:
     assert told(next(loader)) == told(next(itertools.islice(loader_of(sources), 31, None)))
 
 
-def test_no_more_is_read_ahead_than_was_said(sources: list[Rows], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_is_read_ahead_than_was_said(sources: list[Batching], monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     monkeypatch.setattr(
         PackedRows, "row", lambda self, index, row=PackedRows.row: read.append(index) or row(self, index)
@@ -248,7 +248,7 @@ def test_no_more_is_read_ahead_than_was_said(sources: list[Rows], monkeypatch: p
 @settings(max_examples=15, deadline=None)
 @given(ranks=st.integers(1, 4), steps=st.integers(1, 12), targets=st.none() | st.integers(1, 200))
 def test_ranks_share_a_step_without_overlap_or_loss(
-    sources: list[Rows], ranks: int, steps: int, targets: int | None
+    sources: list[Batching], ranks: int, steps: int, targets: int | None
 ) -> None:
     loaders = [loader_of(sources, ranks=ranks, rank=rank, targets=targets, micro_batches=2) for rank in range(ranks)]
     single = loader_of(sources, micro_batches=2 * ranks)
@@ -263,7 +263,7 @@ def test_ranks_share_a_step_without_overlap_or_loss(
     assert all(loader.state_dict() == single.state_dict() for loader in loaders)
 
 
-def test_a_state_fits_another_number_of_ranks(sources: list[Rows]) -> None:
+def test_a_state_fits_another_number_of_ranks(sources: list[Batching]) -> None:
     one = loader_of(sources, micro_batches=4)
     next(one)
     two = [loader_of(sources, ranks=2, rank=rank) for rank in range(2)]
@@ -273,7 +273,7 @@ def test_a_state_fits_another_number_of_ranks(sources: list[Rows]) -> None:
     assert told([batch for pair in zip(*parts, strict=True) for batch in pair]) == told(next(one))
 
 
-def test_a_state_of_other_sources_or_weights_is_refused(sources: list[Rows]) -> None:
+def test_a_state_of_other_sources_or_weights_is_refused(sources: list[Batching]) -> None:
     state = json.loads(json.dumps(loader_of(sources).state_dict()))
     for other in (
         loader_of(sources, weights=[1.0, 1.0, 1.0]),

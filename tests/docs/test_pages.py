@@ -14,7 +14,7 @@ from bench import fits
 from megatrain.cli import app
 from megatrain.config import describe_keys
 from megatrain.plan import machine_names
-from megatrain.spec import Home
+from megatrain.spec import Placement
 
 ROOT = Path(__file__).parents[2]
 README_NBYTES = 8192
@@ -45,11 +45,11 @@ def test_what_fits_is_the_same_table_wherever_it_stands() -> None:
 
 
 def test_a_cell_says_how_quick_and_whether_a_disk_is_needed() -> None:
-    def plan(speed: float, *homes: Home) -> Any:
-        return SimpleNamespace(tokens_per_second=speed, policy=SimpleNamespace(homes=homes))
+    def plan(speed: float, *placements: Placement) -> Any:
+        return SimpleNamespace(tokens_per_second=speed, policy=SimpleNamespace(placements=placements))
 
-    assert fits.cell(plan(1234.5, Home())) == "1,234"
-    assert fits.cell(plan(8.25, Home(), Home(moments="disk"))) == "8.2 (disk)"
+    assert fits.cell(plan(1234.5, Placement())) == "1,234"
+    assert fits.cell(plan(8.25, Placement(), Placement(moments="disk"))) == "8.2 (disk)"
     assert fits.cell(None) == "no"
 
 

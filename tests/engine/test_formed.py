@@ -120,6 +120,6 @@ def test_autograd_takes_the_sum_itself_and_the_engine_computes_the_same_bits(
     found = gradients()
     assert handed_in
     assert all(handed_in)
-    monkeypatch.setattr(Streamer, "_forming", lambda self, trained, homes: nullcontext())
+    monkeypatch.setattr(Streamer, "_forming", lambda self, trained, placements: nullcontext())
     expected = gradients()
     assert all(torch.equal(found[name], expected[name]) for name in expected)

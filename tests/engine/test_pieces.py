@@ -101,18 +101,18 @@ def test_the_largest_tensor_of_the_head_is_a_chunk_not_all_tokens() -> None:
 
 def test_a_kept_graph_survives_its_slot_being_poisoned_bit_for_bit() -> None:
     """Weights that autograd saves are kept as names, and taken from the slot that the unit is in at backward."""
-    home = torch.randn(LAYOUT.size)
+    placement = torch.randn(LAYOUT.size)
     binder = UnitBinder(UNIT, "l.")
     start = torch.randn(3, 6)
 
     def run(leaves: dict[str, Tensor], x: Tensor) -> Tensor:
         return torch.tanh((x @ leaves["a"]).pow(2) @ leaves["c"]) * leaves["b"][:4].exp()
 
-    plain = binder.leaves(home.clone())
+    plain = binder.leaves(placement.clone())
     expected_in = start.clone().requires_grad_()
     run(plain, expected_in).sum().backward()
 
-    slot, bound_at = home.clone(), home.clone()
+    slot, bound_at = placement.clone(), placement.clone()
     bound = Bound(slot)
     leaves, x = binder.leaves(slot), start.clone().requires_grad_()
     with names_weights(bound):

@@ -18,13 +18,13 @@ from megatrain import AdamW, Engine, Policy
 from megatrain.engine import ops as engine_step
 from megatrain.errors import MegaTrainError, NonFinite, OutOfDeviceMemory, StreamFailed
 from megatrain.losses import DPO, with_reference
-from megatrain.spec import Home, Numerics
+from megatrain.spec import Numerics, Placement
 from tests import standin_cuda
 from tests.tiny import batch, equal, stock_gradients, tiny_model, unequal_batches
 
 pytestmark = pytest.mark.gpu
 
-ON_DEVICE = (Home("device", "device", "device"),) * 5
+ON_DEVICE = (Placement("device", "device", "device"),) * 5
 
 
 def small(precision: Any = "bf16", clip: float | None = 0.5, **how: Any) -> Engine:
@@ -49,7 +49,7 @@ def test_a_failure_in_any_stream_is_told_and_costs_one_step(kind: str, monkeypat
     def broken(*_: object) -> None:
         raise RuntimeError("broken on purpose")
 
-    how: dict[str, Any] = {"activation_rows": (("offload",),)}
+    how: dict[str, Any] = {"activations_by_layer": (("offload",),)}
     with small(**how) as engine, small(**how) as other:
         step(engine)
         step(other)
@@ -62,7 +62,7 @@ def test_a_failure_in_any_stream_is_told_and_costs_one_step(kind: str, monkeypat
         assert equal(engine.master_weights(), other.master_weights())
 
 
-@pytest.mark.parametrize("how", [{}, {"homes": ON_DEVICE}], ids=["host", "device"])
+@pytest.mark.parametrize("how", [{}, {"placements": ON_DEVICE}], ids=["host", "device"])
 @pytest.mark.parametrize("update", ["next_forward", "during_backward"])
 def test_a_gradient_that_is_not_finite_changes_nothing(how: dict[str, Any], update: Any) -> None:
     """Where state is on the device, the device alone knows in time."""
@@ -108,7 +108,7 @@ def test_too_large_a_policy_is_refused_and_the_device_goes_on() -> None:
 
 def test_memory_comes_back_engine_after_engine() -> None:
     for _ in range(3):
-        with small(homes=ON_DEVICE) as engine:
+        with small(placements=ON_DEVICE) as engine:
             step(engine)
         del engine
         gc.collect()
@@ -126,7 +126,7 @@ def test_a_checkpoint_goes_on_with_the_same_bits_elsewhere(tmp_path: Path) -> No
         step(engine)
         folder = engine.save(tmp_path).wait()
         expected = [step(engine) for _ in range(2)], engine.master_weights()
-    how: Any = {"policy": Policy(homes=ON_DEVICE), "numerics": Numerics("bf16", loss_chunk_tokens=8)}
+    how: Any = {"policy": Policy(placements=ON_DEVICE), "numerics": Numerics("bf16", loss_chunk_tokens=8)}
     again = Engine.from_checkpoint(folder, device="cuda:0", max_grad_norm=0.5, **how, attention="eager", verify=False)
     with again as engine:
         found = [step(engine) for _ in range(2)], engine.master_weights()

@@ -78,15 +78,15 @@ def test_float32_is_float32_whatever_the_user_has_set(precision: Precision, name
 def test_no_schedule_changes_a_bit(precision: Precision, update: str) -> None:
     clip = 0.5 if update == "next_forward" else None
     results = []
-    ways = ((1, 500, "keep", "slabs"), (2, 1 << 20, "recompute", "locked"), (4, 3000, "keep", "pageable"))
-    for slots, shard, activations, transit in ways:
+    ways = ((1, 500, "keep", "staged"), (2, 1 << 20, "recompute", "pinned"), (4, 3000, "keep", "pageable"))
+    for slots, shard, activations, transfer in ways:
         policy = Policy(
             weight_slots=slots,
             grad_slots=slots,
             shard_nbytes=shard,
             activations=activations,  # type: ignore[arg-type]
             update=update,  # type: ignore[arg-type]
-            transit=transit,
+            transfer=transfer,
         )
         model = tiny_model(attn_implementation="eager")  # fused attention sums its gradients in any order
         with Engine.from_model(model, "cuda:0", precision, AdamW(lr=1e-2), clip, policy) as engine:

@@ -16,29 +16,35 @@ from torch import Tensor
 from megatrain import AdamW, Engine, Policy
 from megatrain.memory import Disk
 from megatrain.plan import Choice
-from megatrain.spec import Home, Numerics
+from megatrain.spec import Numerics, Placement
 from tests.tiny import equal, tiny_model, unequal_batches
 
 pytestmark = pytest.mark.gpu
 
 SMALL: dict[str, Any] = {"shard_nbytes": 2048, "loss_chunk_tokens": 8}
-ON_DEVICE, CACHED, ON_DISK = Home("device", "device", "device"), Home("device"), Home("disk", "disk", "disk", "disk")
+ON_DEVICE, CACHED, ON_DISK = (
+    Placement("device", "device", "device"),
+    Placement("device"),
+    Placement("disk", "disk", "disk", "disk"),
+)
 MIXED = (("offload", "graph"), ("input",), ("drop",))
 STORED = (("chosen", "attention"),)
 
 POLICIES: dict[str, dict[str, Any]] = {
     "one slot": {"weight_slots": 1, "grad_slots": 1},
     "many slots, graphs kept": {"weight_slots": 4, "grad_slots": 3, "activations": "keep"},
-    "offloaded, kept and dropped": {"activation_rows": MIXED, "recompute_slots": 1},
-    "chosen outputs": {"activation_rows": STORED},
-    "gates by shards": {"gates": "shard", "weight_slots": 1, "activation_rows": MIXED},
-    "a ring": {"gates": "shard", "read_ahead_nbytes": 8192, "activations": "recompute"},
-    "through slabs": {"transit": "slabs", "slabs": 1},
-    "pageable": {"transit": "pageable"},
-    "kept on the device": {"homes": (CACHED,) * 5},
-    "resident": {"homes": (ON_DEVICE,) * 5},
-    "a layer resident, others on disk": {"homes": (Home(), ON_DEVICE, ON_DISK, Home(moments="disk"), Home())},
-    "on disk": {"homes": (ON_DISK,) * 5},
+    "offloaded, kept and dropped": {"activations_by_layer": MIXED, "recompute_slots": 1},
+    "chosen outputs": {"activations_by_layer": STORED},
+    "gates by shards": {"wait_for": "shard", "weight_slots": 1, "activations_by_layer": MIXED},
+    "a ring": {"wait_for": "shard", "read_ahead_nbytes": 8192, "activations": "recompute"},
+    "through slabs": {"transfer": "staged", "pinned_staging_slots": 1},
+    "pageable": {"transfer": "pageable"},
+    "kept on the device": {"placements": (CACHED,) * 5},
+    "resident": {"placements": (ON_DEVICE,) * 5},
+    "a layer resident, others on disk": {
+        "placements": (Placement(), ON_DEVICE, ON_DISK, Placement(moments="disk"), Placement())
+    },
+    "on disk": {"placements": (ON_DISK,) * 5},
     "parts in chunks": {"mlp_chunk_tokens": 3},
 }
 
@@ -50,7 +56,7 @@ def trained(family: str, precision: str, update: str, folder: Path, **how: Any) 
     policy = choice.policy
     dropout = {"resid_pdrop": 0.3, "embd_pdrop": 0.2, "attn_pdrop": 0.1} if family == "gpt2" else {}
     model = tiny_model(family, attn_implementation="eager", **dropout)
-    disk = [Disk([folder])] if any("disk" in str(home) for home in policy.homes) else []
+    disk = [Disk([folder])] if any("disk" in str(placement) for placement in policy.placements) else []
     options: dict[str, Any] = {"disk": disk[0]} if disk else {}
     with Engine.from_model(
         model, "cuda:0", None, AdamW(lr=1e-2), clip, policy, seed=3, verify=False, numerics=choice.numerics, **options
@@ -81,6 +87,6 @@ def test_a_policy_changes_no_bit(name: str, update: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "mixtral", "qwen3-moe"])
 def test_gates_and_residents_change_no_bit_of_other_families(family: str, tmp_path: Path) -> None:
     units = len(tiny_model(family).model.layers) + 2
-    homes = (Home(), ON_DEVICE, CACHED, *(Home(),) * (units - 3))
-    how: dict[str, Any] = {"gates": "shard", "weight_slots": 1, "homes": homes, "activations": "keep"}
+    placements = (Placement(), ON_DEVICE, CACHED, *(Placement(),) * (units - 3))
+    how: dict[str, Any] = {"wait_for": "shard", "weight_slots": 1, "placements": placements, "activations": "keep"}
     assert equal(trained(family, "bf16", "next_forward", tmp_path, **how), plainest(family, "bf16", "next_forward"))

@@ -10,20 +10,20 @@ import torch
 
 from megatrain import AdamW, Engine, Policy
 from megatrain.losses import SmoothedCrossEntropy
-from megatrain.spec import Home
+from megatrain.spec import Placement
 from tests.tiny import tiny_model, unequal_batches
 
 pytestmark = pytest.mark.gpu
 
-ON_DEVICE = (Home("device", "device", "device"),) * 5
+ON_DEVICE = (Placement("device", "device", "device"),) * 5
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("llama", {}),
     "tied, graphs kept": ("llama-tied", {"activations": "keep"}),
     "windows": ("gemma2", {}),
     "dropout": ("gpt2", {}),
-    "gates": ("llama", {"gates": "shard", "weight_slots": 1}),
-    "resident": ("llama", {"homes": ON_DEVICE}),
-    "resident, updated at once": ("llama", {"homes": ON_DEVICE, "update": "during_backward"}),
+    "wait_for": ("llama", {"wait_for": "shard", "weight_slots": 1}),
+    "resident": ("llama", {"placements": ON_DEVICE}),
+    "resident, updated at once": ("llama", {"placements": ON_DEVICE, "update": "during_backward"}),
     "updated at once": ("llama", {"update": "during_backward"}),
 }
 

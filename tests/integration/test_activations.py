@@ -80,7 +80,7 @@ def mixtures(draw: st.DrawFn) -> Mixture:
     precision: Precision = draw(st.sampled_from(["bf16", "fp32"]))
     policy = Policy(
         update="next_forward" if precision == "bf16" else "during_backward",
-        activation_rows=tuple(draw(st.lists(row, min_size=1, max_size=LAYERS))),
+        activations_by_layer=tuple(draw(st.lists(row, min_size=1, max_size=LAYERS))),
         offload_slots=draw(st.integers(1, 4)),
         recompute_slots=draw(st.sampled_from([None, 1, 2])),
         weight_slots=draw(st.integers(1, 3)),
@@ -159,7 +159,7 @@ def test_what_is_held_is_what_the_schedule_and_the_ledger_say(
     rows: tuple[tuple[Keep, ...], ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Input by input on the device, op by op; and all told in each tier."""
-    policy = Policy(activation_rows=rows, recompute_slots=1)
+    policy = Policy(activations_by_layer=rows, recompute_slots=1)
     with engine("llama", "cpu", "fp32", policy) as made:
         schedule = made.prepare(Work((16,) * 3))
         seen = watched(made, monkeypatch)
@@ -185,7 +185,7 @@ def test_what_is_held_is_what_the_schedule_and_the_ledger_say(
 def test_micro_batches_that_grow_and_shrink_find_room_on_the_host() -> None:
     """Memory for offloaded inputs is as large as any so far has been; no number depends on that."""
     sizes = [(1, 6), (3, 9), (2, 4), (1, 12)]
-    plain, away = (Policy(activation_rows=rows) for rows in ((), (("offload",),)))
+    plain, away = (Policy(activations_by_layer=rows) for rows in ((), (("offload",),)))
     with engine("llama", "cpu", "fp32", plain) as left, engine("llama", "sim:3", "fp32", away) as right:
         for number, (rows, length) in enumerate(sizes):
             batches = [batch(rows, length, number), batch(1, 5, number)]
@@ -195,7 +195,7 @@ def test_micro_batches_that_grow_and_shrink_find_room_on_the_host() -> None:
 
 
 def test_a_failure_on_the_way_out_or_back_costs_an_error_and_no_number() -> None:
-    policy = Policy(activation_rows=MIXED, offload_slots=1, shard_nbytes=4000)
+    policy = Policy(activations_by_layer=MIXED, offload_slots=1, shard_nbytes=4000)
     with engine("llama", SimDevice(0), "bf16", policy) as calm:
         calm.step(unequal_batches())
         schedule = calm._schedules.known["step", 2, calm.policy]
@@ -219,7 +219,7 @@ def test_plans_are_exchanged_between_steps() -> None:
     with engine("gpt2", "sim:5", "bf16", plain) as made:
         found = []
         for rows in ((), MIXED, (("offload",),), (("drop",),)):
-            made.adopt(replace(plain, activation_rows=rows))  # type: ignore[arg-type]
+            made.adopt(replace(plain, activations_by_layer=rows))  # type: ignore[arg-type]
             found.append(made.step(unequal_batches(3)).loss)
         assert ("host", "offloaded inputs") not in made.memory_table(), "given back"
     assert found == expected

@@ -29,7 +29,7 @@ from megatrain.errors import (
 from megatrain.losses import DPO
 from megatrain.model.forward_arguments import arguments_of
 from megatrain.model.tiny import twin_of
-from megatrain.spec import Home
+from megatrain.spec import Placement
 from tests.kinds import KINDS, stock_model, tiny_config
 from tests.tiny import VOCAB, batch, equal, stock_gradients, tiny_model, unequal_batches
 
@@ -310,7 +310,11 @@ def test_an_optimizer_of_torch_is_refused_with_the_one_of_the_same_settings(
         ({"precision": ["bf16"]}, PlanError, "precision must be bf16 or fp32"),
         ({"disk": 5}, ConfigError, "disk: 5 is not valid"),
         ({"disk": [None]}, ConfigError, r"disk\[0\]: None is not valid"),
-        ({"policy": Policy(homes=(Home(),) * 9)}, PlanError, "names homes for 9 units, and the model has 5"),
+        (
+            {"policy": Policy(placements=(Placement(),) * 9)},
+            PlanError,
+            "places the state of 9 units, and the model has 5",
+        ),
     ],
     ids=str,
 )
@@ -326,8 +330,8 @@ def test_a_misspelt_option_is_told_the_nearest() -> None:
 
 def test_a_single_folder_is_a_folder_for_the_disk(tmp_path: Path) -> None:
     for folder in (tmp_path, str(tmp_path)):
-        homes = (Home(moments="disk"),) * 5
-        policy = Policy(homes=homes, shares_memory=True)
+        placements = (Placement(moments="disk"),) * 5
+        policy = Policy(placements=placements, shares_memory=True)
         with Engine.from_model(tiny_model(), policy=policy, disk=folder, verify=False) as engine:
             assert engine.step(unequal_batches()).tokens > 0
             assert engine.disk is not None
@@ -336,8 +340,8 @@ def test_a_single_folder_is_a_folder_for_the_disk(tmp_path: Path) -> None:
 
 def test_a_policy_for_more_units_is_not_adopted(engine: Engine) -> None:
     before = engine.evaluate(unequal_batches())
-    with pytest.raises(PlanError, match="names homes for 6 units, and the model has 5"):
-        engine.adopt(Policy(homes=(Home(),) * 6, shares_memory=True))
+    with pytest.raises(PlanError, match="places the state of 6 units, and the model has 5"):
+        engine.adopt(Policy(placements=(Placement(),) * 6, shares_memory=True))
     assert engine.evaluate(unequal_batches()) == before
 
 

@@ -12,18 +12,18 @@ from megatrain import AdamW, Engine, Policy
 from megatrain.engine import ops as engine_step
 from megatrain.plan import Choice
 from megatrain.schedule import build_step
-from megatrain.spec import Home, Numerics, Work
+from megatrain.spec import Numerics, Placement, Work
 from megatrain.spec.layout import layout_of
 from tests.small import small_spec
 from tests.tiny import tiny_model, unequal_batches
 
 MODEL = small_spec()
-RESIDENT = (Home("device", "device", "device"),) * len(MODEL.units)
+RESIDENT = (Placement("device", "device", "device"),) * len(MODEL.units)
 WITHOUT: list[tuple[Any, dict[str, Any]]] = [
     ("fp32", {}),
     ("bf16", {"grad_precision": "fp32"}),
     ("bf16", {"shares_memory": True}),
-    ("bf16", {"homes": RESIDENT}),
+    ("bf16", {"placements": RESIDENT}),
 ]
 
 
@@ -55,7 +55,13 @@ def test_where_nothing_is_cast_on_its_way_there_is_none(precision: Any, how: dic
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"transit": "slabs"}, {"transit": "pageable"}, {"homes": (Home("device", "device", "device"),) * 5}]
+    "how",
+    [
+        {},
+        {"transfer": "staged"},
+        {"transfer": "pageable"},
+        {"placements": (Placement("device", "device", "device"),) * 5},
+    ],
 )
 def test_a_copy_allocates_nothing(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the bus's two ends the dtype is one, and no operation makes a tensor of its own."""
@@ -68,9 +74,9 @@ def test_a_copy_allocates_nothing(how: dict[str, Any], monkeypatch: pytest.Monke
     monkeypatch.setattr(Copies, "found", set())
     for kind in ("FETCH", "PLACE", "GRAD", "OFFLOAD", "RELOAD"):
         monkeypatch.setitem(engine_step.ACTIONS, kind, watched)
-    policy = Policy(shard_nbytes=4096, activation_rows=(("offload",),), **how)
+    policy = Policy(shard_nbytes=4096, activations_by_layer=(("offload",),), **how)
     with Engine.from_model(tiny_model(), "sim:1", "bf16", AdamW(), None, policy, verify=False) as engine:
         engine.step(unequal_batches(2))
     assert {name for name, _ in Copies.found} == {"view", "slice", "detach", "copy_"}
-    if not how.get("homes"):
+    if not how.get("placements"):
         assert ("copy_", (torch.bfloat16, torch.float32)) in Copies.found

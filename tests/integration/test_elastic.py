@@ -40,14 +40,22 @@ class Bus:
         return self._prices[self.hardware](task)
 
 
-def planned(engine: Engine, hardware: Hardware, **pinned: Any) -> Plan:
+def planned(engine: Engine, hardware: Hardware, **overrides: Any) -> Plan:
     """Within as much memory as leaves no room for all inputs."""
-    fixed = {"micro_batch": 2, "homes": (), "loss_chunk_tokens": 64, "weight_slots": 2, "grad_slots": 2}
-    asked = Question(engine.spec, hardware, ROWS * LENGTH, LENGTH, "fp32", pinned={**fixed, "shard_nbytes": 1 << 16})
-    lean = find_plan(replace(asked, pinned={**asked.pinned, "activation_rows": (("offload",),)})).nbytes["device"]
-    whole = find_plan(replace(asked, pinned={**asked.pinned, "activation_rows": (("input",),)})).nbytes["device"]
+    fixed = {"micro_batch": 2, "placements": (), "loss_chunk_tokens": 64, "weight_slots": 2, "grad_slots": 2}
+    asked = Question(engine.spec, hardware, ROWS * LENGTH, LENGTH, "fp32", overrides={**fixed, "shard_nbytes": 1 << 16})
+    lean = find_plan(replace(asked, overrides={**asked.overrides, "activations_by_layer": (("offload",),)})).nbytes[
+        "device"
+    ]
+    whole = find_plan(replace(asked, overrides={**asked.overrides, "activations_by_layer": (("input",),)})).nbytes[
+        "device"
+    ]
     return find_plan(
-        replace(asked, limits=Limits(device_nbytes=round(0.3 * lean + 0.7 * whole)), pinned={**asked.pinned, **pinned})
+        replace(
+            asked,
+            limits=Limits(device_nbytes=round(0.3 * lean + 0.7 * whole)),
+            overrides={**asked.overrides, **overrides},
+        )
     )
 
 

@@ -220,7 +220,7 @@ def test_freed_memory_is_poisoned_and_given_back() -> None:
 
 def test_the_host_cannot_read_device_memory() -> None:
     with Engine.from_model(tiny_model(), "sim:0") as engine, pytest.raises(DeviceError, match="through a lease"):
-        engine._pool.memory("device/weight slots/layer0")
+        engine._pool.memory("device/weight_slots/layer0")
 
 
 # Failures -------------------------------------------------------------------------------------------------------------
@@ -453,11 +453,11 @@ def test_the_executed_timeline_is_the_replayed_one_whatever_the_adversary(case: 
         assert executed.starts == pytest.approx(predicted.starts, rel=0.01, abs=1e-9)
 
 
-SHARDS = Policy(gates="shard", shard_nbytes=2000)
+SHARDS = Policy(wait_for="shard", shard_nbytes=2000)
 WAYS = {
     "clipping": (Policy(), 1.0),
     "not clipping": (Policy(update="during_backward"), None),
-    "gates": (SHARDS, 1.0),
+    "by shard": (SHARDS, 1.0),
     "gates and graphs": (replace(SHARDS, activations="keep", weight_slots=1), 1.0),
     "ring": (replace(SHARDS, read_ahead_nbytes=4000, update="during_backward"), None),
 }
@@ -504,7 +504,7 @@ def test_real_and_simulated_runs_write_one_trace_format(device: str, tmp_path: P
 
 
 def test_a_trace_of_calls_in_phases_counts_the_bytes_of_copies_alone(tmp_path: Path) -> None:
-    path, policy = tmp_path / "trace.json", Policy(gates="shard", weight_slots=1, shard_nbytes=2048)
+    path, policy = tmp_path / "trace.json", Policy(wait_for="shard", weight_slots=1, shard_nbytes=2048)
     with Engine.from_model(tiny_model(), "sim:1", "bf16", policy=policy, verify=False) as engine:
         engine.trace(path, steps=1)
         for _ in range(3):

@@ -55,7 +55,7 @@ def test_no_more_exists_in_a_backward_than_the_schedule_says(
     family: str, precision: str, chunk: int, keep: str
 ) -> None:
     numerics = Numerics(precision, mlp_chunk_tokens=chunk, loss_chunk_tokens=64)  # type: ignore[arg-type]
-    policy = Policy(activation_rows=((keep,),))  # type: ignore[arg-type]
+    policy = Policy(activations_by_layer=((keep,),))  # type: ignore[arg-type]
     model = tiny_model(family, **(GPT2 if family == "gpt2" else WIDER))
     micro_batches = [batch(1, 192, 0), batch(1, 192, 1)]
     with (
@@ -75,9 +75,9 @@ LOSSES = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 MASKED: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "padded", {}),
     ("llama", "packed", {}),
-    ("llama", "whole", {"model_type": "mistral", "sliding_window": 16}),  # told by a mask alone
-    ("gemma2", "whole", {}),  # a cap on its logits
-    ("mixtral", "whole", LOSSES),
+    ("llama", "uniform", {"model_type": "mistral", "sliding_window": 16}),  # told by a mask alone
+    ("gemma2", "uniform", {}),  # a cap on its logits
+    ("mixtral", "uniform", LOSSES),
     ("mixtral", "padded", LOSSES),
 ]
 
@@ -98,7 +98,7 @@ def test_no_more_exists_in_any_op_than_the_schedule_says(
     family: str, rows: str, changes: dict[str, Any], precision: str
 ) -> None:
     """Forward, loss and backward, of masks, windows, capped logits and a router's auxiliary loss."""
-    numerics, policy = Numerics(precision, loss_chunk_tokens=32), Policy(activation_rows=(("input",),))  # type: ignore[arg-type]
+    numerics, policy = Numerics(precision, loss_chunk_tokens=32), Policy(activations_by_layer=(("input",),))  # type: ignore[arg-type]
     model = tiny_model(family, **{"num_hidden_layers": 2, "max_position_embeddings": 128, **changes})
     with (
         followed() as found,
@@ -118,5 +118,5 @@ def test_no_more_exists_in_any_op_than_the_schedule_says(
 @pytest.mark.parametrize("kind", ["axk2", "bloom", "deepseek_v3", "falcon"])
 def test_of_two_rows_no_layer_holds_more_than_twice_what_one_does_unseen(kind: str) -> None:
     """Keys that heads share, and biases of positions, are copied where there is more than one row."""
-    found = shares(kind, "bf16", "whole")
+    found = shares(kind, "bf16", "uniform")
     assert max(found.values()) <= 1.005, found

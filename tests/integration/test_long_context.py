@@ -69,7 +69,7 @@ def test_with_chunks_too_no_schedule_changes_a_bit(precision: str) -> None:
     lean = replace(plain, shares_memory=False, weight_slots=1, grad_slots=1, shard_nbytes=3000)
     policies = {
         "cpu": replace(plain, activations="keep"),
-        "sim:1": replace(lean, activation_rows=rows, offload_slots=1),
+        "sim:1": replace(lean, activations_by_layer=rows, offload_slots=1),
     }
     for device, policy in policies.items():
         assert equal(results(device, numerics, policy), expected), device
@@ -104,13 +104,13 @@ def test_an_8b_shape_at_512k_tokens_fits_96_gb_and_would_not_without_chunks() ->
     assert plan.numerics.mlp_chunk_tokens > 0
     assert plan.policy.offloads
     with pytest.raises(DoesNotFit, match="device memory"):
-        plan_8b(1 << 19, pinned={"mlp_chunk_tokens": 0})
+        plan_8b(1 << 19, overrides={"mlp_chunk_tokens": 0})
 
 
 def test_with_the_length_memory_grows_by_the_layer_inputs_in_the_host_and_by_one_layer_on_the_device() -> None:
     """Host: an input per layer, less those that never leave their slot. Device: no term by the number of layers."""
-    pinned = {"mlp_chunk_tokens": 4096, "activation_rows": (("offload",),), "weight_slots": 1, "grad_slots": 1}
-    short, long = (plan_8b(tokens, pinned=pinned) for tokens in (1 << 18, 1 << 19))
+    overrides = {"mlp_chunk_tokens": 4096, "activations_by_layer": (("offload",),), "weight_slots": 1, "grad_slots": 1}
+    short, long = (plan_8b(tokens, overrides=overrides) for tokens in (1 << 18, 1 << 19))
     more, each = 1 << 18, 2 * 4096
     slots = short.policy.offload_slots
     assert long.nbytes["host"] - short.nbytes["host"] == (32 - slots) * each * more

@@ -14,12 +14,12 @@ from megatrain.errors import MegaTrainError, ScheduleError
 from megatrain.schedule import CALLS
 from megatrain.schedule.passes import phases
 from megatrain.schedule.passes.weight_slots import RING as RING_BUFFER
-from megatrain.spec import IN_HOST, Gates, Home, Keep, Numerics, Precision, Transit
+from megatrain.spec import IN_HOST, Keep, Numerics, Placement, Precision, Transfer, WaitFor
 from megatrain.spec.layout import layout_of
 from megatrain.testing import SimDevice
-from tests.integration.test_gates import (
+from tests.integration.test_phased_calls import (
     DRAWN,
-    GATED,
+    PHASED,
     ROWS,
     SMALL,
     a_step_fails_and_is_done_again,
@@ -30,7 +30,7 @@ from tests.integration.test_gates import (
 )
 from tests.tiny import equal, unequal_batches
 
-RING = replace(GATED, read_ahead_nbytes=4096)
+RING = replace(PHASED, read_ahead_nbytes=4096)
 KEPT: dict[str, tuple[tuple[Keep, ...], ...]] = ROWS | {"dropped": (("input",), ("drop",), ("drop",))}
 
 
@@ -44,7 +44,7 @@ KEPT: dict[str, tuple[tuple[Keep, ...], ...]] = ROWS | {"dropped": (("input",), 
     ahead=st.sampled_from([1, 700, 4096, 20_000, 10**9]),
     update=st.sampled_from(["next_forward", "during_backward"]),
     micro_batches=st.integers(1, 3),
-    transit=st.sampled_from(["locked", "slabs", "pageable"]),
+    transfer=st.sampled_from(["pinned", "staged", "pageable"]),
     chunk=st.sampled_from([0, 4]),
     resident=st.booleans(),
     seed=st.integers(0, 10**6),
@@ -53,26 +53,26 @@ def test_a_ring_changes_no_bit(
     family: str,
     precision: Precision,
     rows: str,
-    gates: Gates,
+    gates: WaitFor,
     shard: int,
     ahead: int,
     update: str,
     micro_batches: int,
-    transit: Transit,
+    transfer: Transfer,
     chunk: int,
     resident: bool,
     seed: int,
 ) -> None:
     """Whatever else the policy says: dropout, router losses, slabs, chunks and weights that stay on the device too."""
-    homes = (IN_HOST, IN_HOST, Home(weights="device"), *[IN_HOST] * 3) if resident else ()
+    placements = (IN_HOST, IN_HOST, Placement(weights="device"), *[IN_HOST] * 3) if resident else ()
     policy = Policy(
         shard_nbytes=shard,
         read_ahead_nbytes=ahead,
         gates=gates,
-        activation_rows=KEPT[rows],
+        activations_by_layer=KEPT[rows],
         update=update,  # type: ignore[arg-type]
-        transit=transit,
-        homes=homes,
+        transfer=transfer,
+        placements=placements,
     )
     expected = plainest(precision, update, family, micro_batches, chunk)
     numerics = Numerics(precision, loss_chunk_tokens=5, mlp_chunk_tokens=chunk)
@@ -107,7 +107,7 @@ def test_a_shard_comes_into_a_place_that_the_layer_before_has_given_up_while_it_
     """Of an adversary that lets the device compute only when nothing else can run."""
     device = SimDevice(temperament="starve")
     device._starved = "compute"
-    with engine(device, replace(RING, activation_rows=(("input",),)), "llama") as made:
+    with engine(device, replace(RING, activations_by_layer=(("input",),)), "llama") as made:
         made.gradients(unequal_batches(2))
     for last, following in (("FORWARD u1 m1", "FETCH u2"), ("BACKWARD u2 m0", "FETCH u1")):
         turns = [i for i, name in enumerate(device.order) if name.startswith(last)]
@@ -132,7 +132,7 @@ def test_a_step_is_filled_by_one_shard() -> None:
 def test_a_weight_that_is_read_without_its_gate_is_found(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Call, "need_all", lambda self, ranges: None)
     with (
-        engine("sim:1", replace(RING, activation_rows=ROWS[rows]), "llama") as made,
+        engine("sim:1", replace(RING, activations_by_layer=ROWS[rows]), "llama") as made,
         pytest.raises(MegaTrainError, match="nan"),
     ):
         made.step(unequal_batches(1))
@@ -158,9 +158,9 @@ def test_a_failure_surfaces_and_leaves_nothing_behind(at: str) -> None:
 
 def test_an_engine_goes_over_to_a_ring_and_back_between_steps() -> None:
     batches = unequal_batches(2)
-    with engine("cpu", replace(GATED, gates="shard"), "llama") as made:
+    with engine("cpu", replace(PHASED, wait_for="shard"), "llama") as made:
         expected = [made.step(batches).loss for _ in range(4)]
-    with engine("sim:4", GATED, "llama") as made:
+    with engine("sim:4", PHASED, "llama") as made:
         losses = []
         for ahead in (0, 4096, 1000, 0):
             made.adopt(replace(made.policy, read_ahead_nbytes=ahead))
@@ -171,9 +171,9 @@ def test_an_engine_goes_over_to_a_ring_and_back_between_steps() -> None:
 
 def test_an_engine_takes_gates_up_and_gives_them_up_between_steps() -> None:
     batches = unequal_batches(2)
-    with engine("cpu", replace(GATED, gates="unit"), "llama") as made:
+    with engine("cpu", replace(PHASED, wait_for="unit"), "llama") as made:
         expected = [made.step(batches).loss for _ in range(4)]
-    with engine("sim:4", replace(GATED, gates="unit"), "llama") as made:
+    with engine("sim:4", replace(PHASED, wait_for="unit"), "llama") as made:
         losses = []
         for gates in ("unit", "shard", "unit", "shard"):
             made.adopt(replace(made.policy, gates=gates))
@@ -182,13 +182,15 @@ def test_an_engine_takes_gates_up_and_gives_them_up_between_steps() -> None:
 
 
 @pytest.mark.parametrize("rows", ["graphs", "inputs"])
-@pytest.mark.parametrize("gates", ["unit", "shard"])
-def test_a_tied_head_finds_its_table_once_more_beside_its_own_weights(rows: str, gates: Gates) -> None:
+@pytest.mark.parametrize("wait_for", ["unit", "shard"])
+def test_a_tied_head_finds_its_table_once_more_beside_its_own_weights(rows: str, gates: WaitFor) -> None:
     """All of them in one memory: what reads one of the two is not told to wait for the other."""
     batches, kept = unequal_batches(2), ROWS[rows]
     with engine("cpu", Policy(shares_memory=True), "llama-tied") as made:
         expected = [made.step(batches).loss for _ in range(3)], made.master_weights()
-    with engine("sim:7", replace(RING, gates=gates, shard_nbytes=2000, activation_rows=kept), "llama-tied") as made:
+    with engine(
+        "sim:7", replace(RING, gates=gates, shard_nbytes=2000, activations_by_layer=kept), "llama-tied"
+    ) as made:
         found = [made.step(batches).loss for _ in range(3)], made.master_weights()
         fetched = [op.unit for op in next(iter(made._schedules.known.values())).ops if op.kind == "FETCH"]
     assert found[0] == expected[0]

@@ -150,8 +150,8 @@ def test_numerics_say_the_precision_and_stay_whatever_policy_is_adopted() -> Non
     with pytest.raises(PlanError, match="numerics: precision is 'bf16' but the numerics' is 'fp32'"):
         Engine.from_model(tiny_model(), precision="bf16", numerics=numerics)
     with Engine.from_model(tiny_model(), "sim:1", numerics=numerics, verify=False) as engine:
-        engine.adopt(replace(engine.policy, weight_slots=3, gates="shard", shard_nbytes=3000, activations="keep"))
+        engine.adopt(replace(engine.policy, weight_slots=3, wait_for="shard", shard_nbytes=3000, activations="keep"))
         assert engine.numerics == numerics
-        for stays in ({"update": "during_backward"}, {"transit": "pageable"}):
+        for stays in ({"update": "during_backward"}, {"transfer": "pageable"}):
             with pytest.raises(PlanError, match="cannot be changed under way"):
                 engine.adopt(replace(engine.policy, **stays))  # type: ignore[arg-type]

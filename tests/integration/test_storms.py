@@ -14,9 +14,9 @@ from torch import Tensor
 from megatrain import AdamW, Engine, Policy
 from megatrain.engine.phased_call import Call
 from megatrain.errors import MegaTrainError
-from megatrain.spec import Home, Keep, Numerics
+from megatrain.spec import Keep, Numerics, Placement
 from megatrain.testing import KINDS, SimDevice, random_fault
-from tests.integration.test_gates import calls_under_way
+from tests.integration.test_phased_calls import calls_under_way
 from tests.tiny import batch, equal, tiny_model, unequal_batches
 
 STEPS = 3
@@ -29,8 +29,14 @@ FROZEN: dict[str, tuple[str, ...]] = {
     "a layer": ("layers.1.", "h.1."),
 }
 HOMES = (
-    *(Home(), Home(), Home("device"), Home("device", "device", "device"), Home("disk", "disk", "disk", "disk")),
-    *(Home(moments="disk"), Home(gradients="disk"), Home("disk"), Home("device", "host", "disk")),
+    *(
+        Placement(),
+        Placement(),
+        Placement("device"),
+        Placement("device", "device", "device"),
+        Placement("disk", "disk", "disk", "disk"),
+    ),
+    *(Placement(moments="disk"), Placement(gradients="disk"), Placement("disk"), Placement("device", "host", "disk")),
 )
 ROWS: tuple[Keep, ...] = ("graph", "chosen", "attention", "input", "offload", "drop")
 
@@ -43,7 +49,7 @@ def engine(
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(word in name for word in FROZEN[frozen]))
     clip = None if policy.update == "during_backward" else 0.5
-    folders = [disk] if disk is not None and policy.homes else []
+    folders = [disk] if disk is not None and policy.placements else []
     how = (numerics.precision, AdamW(lr=1e-2), clip, policy)
     return Engine.from_model(model, device, *how, seed=4, verify=False, disk=folders, numerics=numerics)
 
@@ -64,15 +70,15 @@ def random_policy(draw: random.Random, plain: Policy, units: int) -> Policy:
         plain,
         shares_memory=False,
         gates=draw.choice(["shard", "shard", "unit"]),
-        activation_rows=rows,
+        activations_by_layer=rows,
         weight_slots=draw.randint(1, 3),
         grad_slots=draw.randint(1, 3),
         shard_nbytes=draw.choice([300, 2048, 5000, 10**9]),
-        homes=tuple(draw.choice(HOMES) for _ in range(units)),
-        stage_slots=draw.randint(1, 3),
+        placements=tuple(draw.choice(HOMES) for _ in range(units)),
+        disk_staging_slots=draw.randint(1, 3),
         offload_slots=draw.randint(1, 3),
         recompute_slots=draw.choice([None, 1, 2]),
-        transit=draw.choice(["locked", "slabs", "pageable"]),
+        transfer=draw.choice(["pinned", "staged", "pageable"]),
     )
 
 
@@ -131,6 +137,6 @@ def test_steps_that_are_broken_off_and_done_again_change_no_bit(first: int, tmp_
                 if not done:
                     assert made.step(data(step)).loss == losses[step], (seed, family, frozen, policy)
                 if draw.random() < 0.3:
-                    stays = {"gates": policy.gates, "transit": policy.transit}
+                    stays = {"wait_for": policy.wait_for, "transfer": policy.transfer}
                     made.adopt(replace(random_policy(draw, plain, units), **stays))
             assert equal(made.master_weights(), weights), (seed, family, frozen, policy)

@@ -19,31 +19,43 @@ from megatrain.memory import Disk
 from megatrain.memory.disk_faults import DiskFault
 from megatrain.plan import Question, find_plan, op_seconds
 from megatrain.schedule import Op, Schedule
-from megatrain.spec import Hardware, Home, Limits, Numerics, Part, Precision, Work
+from megatrain.spec import Hardware, Limits, Numerics, Part, Placement, Precision, Work
 from tests.tiny import batch, equal, tiny_model, unequal_batches
 
 UNITS = 5  # of the tiny model: prologue, three layers, epilogue
-ON_DEVICE, CACHED = Home("device", "device", "device"), Home("device")
-ON_DISK = Home("disk", "disk", "disk", "disk")
-SPLITS: dict[str, tuple[Home, ...]] = {
-    "moments": (Home(moments="disk"),) * UNITS,
-    "moments of one layer": (Home(), Home(moments="disk"), Home(), Home(), Home()),
-    "low bits": (Home(low_bits="disk"),) * UNITS,
-    "weights": (Home(weights="disk"),) * UNITS,
-    "weights of the ends": (Home(weights="disk"), Home(), Home(), Home(), Home(weights="disk")),
-    "gradients": (Home(gradients="disk"),) * UNITS,
+ON_DEVICE, CACHED = Placement("device", "device", "device"), Placement("device")
+ON_DISK = Placement("disk", "disk", "disk", "disk")
+SPLITS: dict[str, tuple[Placement, ...]] = {
+    "moments": (Placement(moments="disk"),) * UNITS,
+    "moments of one layer": (Placement(), Placement(moments="disk"), Placement(), Placement(), Placement()),
+    "low bits": (Placement(low_bits="disk"),) * UNITS,
+    "weights": (Placement(weights="disk"),) * UNITS,
+    "weights of the ends": (
+        Placement(weights="disk"),
+        Placement(),
+        Placement(),
+        Placement(),
+        Placement(weights="disk"),
+    ),
+    "gradients": (Placement(gradients="disk"),) * UNITS,
     "everything": (ON_DISK,) * UNITS,
-    "all but one": (ON_DISK, Home(), *(ON_DISK,) * 3),
-    "moments and low bits": (Home(low_bits="disk", moments="disk"),) * UNITS,
-    "a different one each": (Home("disk"), Home(low_bits="disk"), Home(moments="disk"), Home(gradients="disk"), Home()),
+    "all but one": (ON_DISK, Placement(), *(ON_DISK,) * 3),
+    "moments and low bits": (Placement(low_bits="disk", moments="disk"),) * UNITS,
+    "a different one each": (
+        Placement("disk"),
+        Placement(low_bits="disk"),
+        Placement(moments="disk"),
+        Placement(gradients="disk"),
+        Placement(),
+    ),
 }
-RESIDENT: dict[str, tuple[Home, ...]] = {
+RESIDENT: dict[str, tuple[Placement, ...]] = {
     "weights kept": (CACHED,) * UNITS,
-    "weights kept, moments on disk": (Home("device", "host", "disk"),) * UNITS,
+    "weights kept, moments on disk": (Placement("device", "host", "disk"),) * UNITS,
     "all resident": (ON_DEVICE,) * UNITS,
-    "one layer resident": (Home(), ON_DEVICE, ON_DISK, Home(), Home()),
-    "ends resident": (ON_DEVICE, Home(), CACHED, Home(), ON_DEVICE),
-    "the larger end resident": (Home(), Home(), Home(), Home(), ON_DEVICE),
+    "one layer resident": (Placement(), ON_DEVICE, ON_DISK, Placement(), Placement()),
+    "ends resident": (ON_DEVICE, Placement(), CACHED, Placement(), ON_DEVICE),
+    "the larger end resident": (Placement(), Placement(), Placement(), Placement(), ON_DEVICE),
 }
 
 
@@ -98,13 +110,15 @@ def test_ten_splits_between_host_and_disk_give_the_same_bits(
 ) -> None:
     """Each on both devices; in the quick suite on the cpu or the simulator, with one of the families."""
     expected = run("cpu", precision, usual(update, shares_memory=True), tmp_path, family)
-    for number, homes in list(enumerate(SPLITS.values()))[part]:
-        fields = {"homes": homes, "stage_slots": 1 + number % 3}
+    for number, placements in list(enumerate(SPLITS.values()))[part]:
+        fields = {"placements": placements, "disk_staging_slots": 1 + number % 3}
         if part == slice(None) or number % 4 < 2:
             shared = usual(update, shares_memory=True, **fields)
-            assert equal(run("cpu", precision, shared, tmp_path, family), expected), homes
+            assert equal(run("cpu", precision, shared, tmp_path, family), expected), placements
         if part == slice(None) or number % 4 > 1:
-            assert equal(run(f"sim:{number}", precision, usual(update, **fields), tmp_path, family), expected), homes
+            assert equal(run(f"sim:{number}", precision, usual(update, **fields), tmp_path, family), expected), (
+                placements
+            )
 
 
 @pytest.mark.parametrize(
@@ -120,8 +134,10 @@ def test_what_is_resident_is_updated_with_the_same_arithmetic(
 ) -> None:
     """On the simulator, whose arithmetic is the cpu's, to the bit; the norm's sum has another order, in float64."""
     expected = run("cpu", precision, usual(update, shares_memory=True), tmp_path)
-    for number, homes in list(enumerate(RESIDENT.values()))[part]:
-        assert equal(run(f"sim:{number}", precision, usual(update, homes=homes), tmp_path), expected), homes
+    for number, placements in list(enumerate(RESIDENT.values()))[part]:
+        assert equal(run(f"sim:{number}", precision, usual(update, placements=placements), tmp_path), expected), (
+            placements
+        )
 
 
 @pytest.mark.parametrize("moves", [8, pytest.param(20, marks=pytest.mark.slow)])
@@ -135,16 +151,16 @@ def test_state_moves_between_tiers_while_training(moves: int, tmp_path: Path) ->
     with engine("sim:3", "bf16", plain, tmp_path) as moving:
         found = []
         for _ in range(moves):
-            homes = tuple(draw.choice([ON_DEVICE, CACHED, _random_home(draw)]) for _ in range(UNITS))
-            moving.adopt(usual("next_forward", homes=homes, stage_slots=draw.randint(1, 3)))
+            placements = tuple(draw.choice([ON_DEVICE, CACHED, _random_home(draw)]) for _ in range(UNITS))
+            moving.adopt(usual("next_forward", placements=placements, disk_staging_slots=draw.randint(1, 3)))
             found.append(moving.step(unequal_batches(2)).loss)
         assert found == expected
         assert equal(moving.master_weights(), weights)
 
 
-def _random_home(draw: random.Random) -> Home:
+def _random_home(draw: random.Random) -> Placement:
     tiers = ("host", "disk")
-    return Home(*(draw.choice(tiers) for _ in range(4)))  # type: ignore[arg-type]
+    return Placement(*(draw.choice(tiers) for _ in range(4)))  # type: ignore[arg-type]
 
 
 def copies(schedule: Schedule, kind: str) -> Mapping[str, int]:
@@ -161,7 +177,7 @@ def copies(schedule: Schedule, kind: str) -> Mapping[str, int]:
 def test_state_is_read_and_written_once_a_step_and_weights_read_twice_at_most(
     micro_batches: int, tmp_path: Path
 ) -> None:
-    policy = usual("next_forward", shares_memory=True, homes=SPLITS["everything"])
+    policy = usual("next_forward", shares_memory=True, placements=SPLITS["everything"])
     with engine("cpu", "bf16", policy, tmp_path) as made:
         made.step([batch(1, 6, 0)])
         schedule = made._schedules.get("pending step", Work((6,) * micro_batches))
@@ -180,7 +196,9 @@ def test_more_device_memory_never_makes_an_executed_step_slower(halves: Iterable
     with Engine.from_model(model, "sim:0", verify=False) as made:
         spec = made.spec
     question = Question(spec, machine, tokens_per_step=16, length=8)
-    least = find_plan(replace(question, pinned={"homes": (), "weight_slots": 1, "grad_slots": 1})).nbytes["device"]
+    least = find_plan(replace(question, overrides={"placements": (), "weight_slots": 1, "grad_slots": 1})).nbytes[
+        "device"
+    ]
     seconds, losses = [], []
     for budget in (half * least // 2 for half in halves):
         plan = find_plan(replace(question, limits=Limits(device_nbytes=budget)))
@@ -208,7 +226,7 @@ def test_a_third_of_the_memory_and_a_folder_give_the_same_numbers(device: str, t
         return Engine.from_model(model, device, "bf16", how, None, plain, verify=False, disk=[tmp_path], limits=limits)
 
     with deep() as made:
-        assert made.policy.homes == ()
+        assert made.policy.placements == ()
         state = 12 * made.spec.numel
         expected = results(made)
     with deep(Limits(host_nbytes=state // 3)) as made:
@@ -226,8 +244,8 @@ OTHER_WAYS = [("short", "read"), ("short", "write"), ("flip", "read")]
 
 def _storm(seeds: range, folder: Path) -> int:
     """A disk that fails once at a random request: a typed error, and the step done again as if nothing had been."""
-    homes = SPLITS["everything"]
-    policy = usual("next_forward", homes=homes)
+    placements = SPLITS["everything"]
+    policy = usual("next_forward", placements=placements)
     with engine("cpu", "bf16", usual("next_forward", shares_memory=True), folder) as calm:
         expected = [calm.step(unequal_batches(2)).loss for _ in range(3)]
         weights = calm.master_weights()
@@ -281,7 +299,7 @@ def test_three_hundred_failures_of_the_disk(tmp_path: Path) -> None:
 
 def test_what_was_damaged_on_its_way_to_the_disk_is_never_computed_with(tmp_path: Path) -> None:
     fault = DiskFault("flip", "disk/moments/2", "write", after=1)
-    policy = usual("next_forward", shares_memory=True, homes=SPLITS["moments"])
+    policy = usual("next_forward", shares_memory=True, placements=SPLITS["moments"])
     model, optimizer = tiny_model(), AdamW(lr=1e-2)
     with Engine.from_model(
         model, "cpu", "bf16", optimizer, 0.5, policy, verify=False, disk=Disk([tmp_path], faults=[fault])
@@ -298,15 +316,15 @@ def test_what_was_damaged_on_its_way_to_the_disk_is_never_computed_with(tmp_path
 
 def test_a_unit_larger_than_the_staging_buffers_of_its_kind_is_reached(tmp_path: Path) -> None:
     """The epilogue lives on the device here, and of the ends only the smaller prologue passes through host memory."""
-    homes = (ON_DISK, Home(), Home(), Home(), ON_DEVICE)
+    placements = (ON_DISK, Placement(), Placement(), Placement(), ON_DEVICE)
     expected = run("cpu", "bf16", usual("next_forward", shares_memory=True), tmp_path)
-    assert equal(run("sim:3", "bf16", usual("next_forward", homes=homes), tmp_path), expected)
+    assert equal(run("sim:3", "bf16", usual("next_forward", placements=placements), tmp_path), expected)
 
 
 def test_state_that_could_not_be_moved_back_is_not_taken_for_new(tmp_path: Path) -> None:
     """The disk refuses the second part that is moved there, and then gives the first one only when asked again."""
     plain = usual("next_forward", shares_memory=True)
-    moved = replace(plain, homes=(Home(moments="disk"),) * UNITS)
+    moved = replace(plain, placements=(Placement(moments="disk"),) * UNITS)
     faults = [DiskFault("write", "disk/moments/1", "write"), DiskFault("read", "disk/moments/0", "read")]
     with engine("cpu", "fp32", plain, tmp_path) as straight:
         expected = [straight.step(unequal_batches(2)).loss for _ in range(4)]

@@ -12,7 +12,7 @@ from megatrain import AdamW, Engine, LogProbLoss, Policy
 from megatrain.engine import MicroBatch
 from megatrain.optim.adamw import reference_update
 from megatrain.optim.split_master import split
-from megatrain.spec import Home, Numerics
+from megatrain.spec import Numerics, Placement
 from tests.tiny import (
     FAMILIES,
     batch,
@@ -119,8 +119,10 @@ def test_twenty_steps_equal_a_plain_pytorch_loop(family: str, device: str, clip:
         torch.testing.assert_close(masters[name], parameter.detach(), rtol=2e-3, atol=2e-5, msg=name)
 
 
-@pytest.mark.parametrize(("device", "homes"), [("cpu", ()), ("sim:2", (Home("device", "device", "device"),) * 5)])
-def test_unclipped_gradients_of_1e20_train_as_in_pytorch(device: str, homes: tuple[Home, ...]) -> None:
+@pytest.mark.parametrize(
+    ("device", "placements"), [("cpu", ()), ("sim:2", (Placement("device", "device", "device"),) * 5)]
+)
+def test_unclipped_gradients_of_1e20_train_as_in_pytorch(device: str, placements: tuple[Placement, ...]) -> None:
     """A sum that is not divided by the target tokens, scaled up: no weight dies of it, on the host or on the device."""
     batches = [batch(2, 9, 0)]
     plain = tiny_model()
@@ -137,7 +139,7 @@ def test_unclipped_gradients_of_1e20_train_as_in_pytorch(device: str, homes: tup
         def divisor(self, batch: MicroBatch) -> float:
             return 1.0
 
-    policy = policy_for(device, homes=homes)
+    policy = policy_for(device, placements=placements)
     with Engine.from_model(
         tiny_model(), device, "fp32", AdamW(lr=1e-2), max_grad_norm=None, policy=policy, verify=False, numerics=NUMERICS
     ) as engine:

@@ -23,7 +23,7 @@ from megatrain.device import Errand
 from megatrain.engine import MicroBatch
 from megatrain.errors import DeviceError, MegaTrainError
 from megatrain.memory import Disk
-from megatrain.spec import Home, Work
+from megatrain.spec import Placement, Work
 from megatrain.train.one_call_at_a_time import one_at_a_time
 from tests.tiny import batch, equal, tiny_model, unequal_batches
 
@@ -128,7 +128,9 @@ def test_a_loss_that_calls_its_engine_is_told_and_not_waited_for(device: str) ->
         engine.evaluate(unequal_batches())
         return -log_probs.sum()
 
-    policy: Any = "auto" if device == "cpu" else Policy(gates="shard", shard_nbytes=4096)  # on a thread of the call's
+    policy: Any = (
+        "auto" if device == "cpu" else Policy(wait_for="shard", shard_nbytes=4096)
+    )  # on a thread of the call's
     with Engine.from_model(tiny_model(), device, policy=policy, verify=False) as engine:
         with pytest.raises(MegaTrainError, match="evaluate was called while step was under way"):
             engine.step(unequal_batches(), loss_fn=loss)
@@ -176,8 +178,8 @@ def parent(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     policy: Any = "auto"
     folder: Any = ()
     if with_disk:
-        homes = (Home("disk", "disk", "disk", "disk"),) * 5
-        policy, folder = Policy(homes=homes, shares_memory=True), tmp_path_factory.mktemp("disk")
+        placements = (Placement("disk", "disk", "disk", "disk"),) * 5
+        policy, folder = Policy(placements=placements, shares_memory=True), tmp_path_factory.mktemp("disk")
     with Engine.from_model(tiny_model(), device, policy=policy, disk=folder, verify=False) as engine:
         engine.step(unequal_batches())
         yield engine

@@ -17,7 +17,7 @@ from megatrain import AdamW, Engine, Policy
 from megatrain.device.cpu import CpuDevice
 from megatrain.device.sim import SimDevice
 from megatrain.errors import BatchError, ConfigError, DeviceError, ModelError, NonFinite
-from megatrain.spec import ActivationPlan, Home, Precision, Work
+from megatrain.spec import ActivationPlan, Placement, Precision, Work
 from tests.tiny import batch, equal, relative_error, stock_gradients, tiny_model, unequal_batches
 
 
@@ -308,16 +308,16 @@ def test_single_weights_are_set_exactly_and_others_are_refused() -> None:
         assert engine.master_weights()["lm_head.weight"].any()
 
 
-@pytest.mark.parametrize("home", [Home(), Home(weights="disk"), Home("device", "device", "device")])
-def test_a_weight_is_seen_where_it_lies_and_as_it_is_now(home: Home, tmp_path: Path) -> None:
+@pytest.mark.parametrize("home", [Placement(), Placement(weights="disk"), Placement("device", "device", "device")])
+def test_a_weight_is_seen_where_it_lies_and_as_it_is_now(placement: Placement, tmp_path: Path) -> None:
     """Pending updates applied; not where it lies elsewhere, or a device has a copy of it."""
     model = tiny_model()
-    device: str | SimDevice = "cpu" if home == Home() else SimDevice(0)
-    policy = Policy(shares_memory=home == Home(), homes=(home,) * 5)
+    device: str | SimDevice = "cpu" if placement == Placement() else SimDevice(0)
+    policy = Policy(shares_memory=placement == Placement(), placements=(placement,) * 5)
     with Engine.from_model(model, device, "fp32", policy=policy, verify=False, disk=[tmp_path]) as engine:
         engine.step([batch(2, 8, 0)])
         view = engine.weight_view("lm_head.weight")
-        if home != Home():
+        if placement != Placement():
             assert view is None
             return
         assert view is not None

@@ -31,7 +31,7 @@ def test_what_is_promised_is_about_what_a_replay_takes(bus: float) -> None:
     assert len(every) > 2000
     for seconds, counts in every[:: len(every) // 12]:
         assert sum(counts) == PARTS
-        plan = examine(asked, Choice(Numerics(), Policy(activation_rows=rows_of(counts, 16))), 4)
+        plan = examine(asked, Choice(Numerics(), Policy(activations_by_layer=rows_of(counts, 16))), 4)
         assert seconds == pytest.approx(plan.seconds, rel=0.15), counts
         promised = found.promised(counts).nbytes
         assert promised["device"] == pytest.approx(plan.nbytes["device"], rel=0.15), counts

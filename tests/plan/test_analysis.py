@@ -54,7 +54,7 @@ def computer(**changes: float) -> Hardware:
 @cache
 def planned(tokens_per_step: int, *, layers: int = 16, clips: bool = True, **changes: float) -> Plan:
     question = Question(deep(layers), computer(**changes), tokens_per_step, LENGTH, clips=clips)
-    return find_plan(replace(question, pinned={"activations": "recompute", "homes": ()}))
+    return find_plan(replace(question, overrides={"activations": "recompute", "placements": ()}))
 
 
 def without_upgrades(plan: Plan) -> Outlook:
@@ -219,7 +219,7 @@ def test_what_limits_is_what_an_upgrade_helps() -> None:
 
 
 def test_measured_products_and_threads_are_upgraded_too() -> None:
-    plan = find_plan(Question(deep(48), machine("laptop"), LENGTH, LENGTH, pinned={"homes": ()}))
+    plan = find_plan(Question(deep(48), machine("laptop"), LENGTH, LENGTH, overrides={"placements": ()}))
     assert (gains(plan)["twice the host's bandwidth"] or 0) > 1.05
 
 
@@ -238,7 +238,7 @@ def test_upgrades_and_sweeps_are_told_beside_the_plan_s_own_speed() -> None:
     """Where an estimate is far off the plan, its step replayed whole is what gains are relative to."""
     model = llama_shape("small", 6, 512, vocabulary=8000)
     question = Question(model, machine("rtx-4090"), 8192, 1024, limits=Limits(host_nbytes=3 * 10**8))
-    plan = find_plan(replace(question, pinned={"micro_batch": 8}))
+    plan = find_plan(replace(question, overrides={"micro_batch": 8}))
     assert abs(estimate(plan.question, plan.choice, 8).seconds / plan.seconds - 1) > 0.05
     found = {upgrade.name: upgrade for upgrade in upgrades(plan.question, plan)}
     for upgrade in found.values():
@@ -332,8 +332,8 @@ def test_the_largest_cause_is_what_was_made_slow(changes: dict[str, float], caus
 
 def test_a_slow_disk_is_a_cause_of_its_own() -> None:
     hardware = replace(computer(host_bandwidth=1e12), disk_nbytes=10**13, disk_read_bandwidth=1e7)
-    question = Question(deep(16), hardware, LENGTH, LENGTH, pinned={"activations": "recompute"})
-    everything = find_plan(replace(question, pinned={"homes": ()})).nbytes["host"]
+    question = Question(deep(16), hardware, LENGTH, LENGTH, overrides={"activations": "recompute"})
+    everything = find_plan(replace(question, overrides={"placements": ()})).nbytes["host"]
     plan = find_plan(replace(question, limits=Limits(host_nbytes=everything // 2, device_nbytes=10**7)))
     assert next(iter(stalls(plan.timeline))) == "read"
     assert "for disk in" in told(plan)["limit"]

@@ -11,7 +11,7 @@ from megatrain.plan.cost import home_seconds
 from megatrain.plan.placement import ON_DEVICE, residents, spread, to_disk
 from megatrain.schedule import Use, build_step
 from megatrain.schedule.passes.state_buffers import state_nbytes
-from megatrain.spec import IN_HOST, Hardware, Home, Numerics, Policy, Precision, Work
+from megatrain.spec import IN_HOST, Hardware, Numerics, Placement, Policy, Precision, Work
 from tests.small import small_spec
 
 MODEL = small_spec(layers=12)
@@ -43,20 +43,22 @@ def test_the_coldest_goes_first() -> None:
         if found is None:
             break
         for field in ("moments", "low_bits", "weights"):
-            if any(getattr(home, field) == "disk" for home in found.homes) and field not in seen:
+            if any(getattr(placement, field) == "disk" for placement in found.placements) and field not in seen:
                 seen.append(field)
     assert seen == ["moments", "low_bits", "weights"]
 
 
 def test_bytes_are_those_of_the_schedule() -> None:
-    homes = to_disk(MODEL, Numerics("bf16"), Policy(), state_nbytes(MODEL, Numerics("bf16"), Policy())["host"] * 2 // 3)
-    assert homes is not None
-    step = build_step(MODEL, Numerics(), homes, Work((8,)))
-    assert state_nbytes(MODEL, Numerics(), homes)["disk"] == step.arena_nbytes("disk")
+    placements = to_disk(
+        MODEL, Numerics("bf16"), Policy(), state_nbytes(MODEL, Numerics("bf16"), Policy())["host"] * 2 // 3
+    )
+    assert placements is not None
+    step = build_step(MODEL, Numerics(), placements, Work((8,)))
+    assert state_nbytes(MODEL, Numerics(), placements)["disk"] == step.arena_nbytes("disk")
     slots = sum(
         b.nbytes for b in step.buffers.values() if b.tier == "host" and b.arena and b.use is Use.LANDED_GRADIENTS
     )
-    assert state_nbytes(MODEL, Numerics(), homes)["host"] == step.arena_nbytes("host") - slots
+    assert state_nbytes(MODEL, Numerics(), placements)["host"] == step.arena_nbytes("host") - slots
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -66,10 +68,10 @@ def test_a_table_that_stays_on_the_device_saves_what_a_tied_head_has_fetched_aga
     model = small_spec(4, tied)
     table = replace(model.units[0], params=tuple(replace(each, trainable=False) for each in model.units[0].params))
     model = replace(model, units=(table, *model.units[1:]))
-    policy = Policy(read_ahead_nbytes=ahead, homes=(Home(weights="device"), *(IN_HOST,) * 5))
+    policy = Policy(read_ahead_nbytes=ahead, placements=(Placement(weights="device"), *(IN_HOST,) * 5))
     fetched = [
         sum(op.nbytes for op in build_step(model, Numerics(), each, Work((4,))).ops if op.kind == "FETCH")
-        for each in (replace(policy, homes=()), policy)
+        for each in (replace(policy, placements=()), policy)
     ]
     slow = Hardware("slow", 1 << 40, 1 << 40, fetch_bandwidth=1.0, grad_bandwidth=1.0, flops=1.0, host_bandwidth=1.0)
     assert home_seconds(model, Numerics(), policy, slow)[0]["fetch"] == fetched[1] - fetched[0]
@@ -89,7 +91,7 @@ def test_more_sixteenths_of_the_layers_take_more_of_the_device() -> None:
     policy = Policy()
     taken = [
         [
-            state_nbytes(MODEL, Numerics(), replace(policy, homes=residents(MODEL, whole, kept)))["device"]
+            state_nbytes(MODEL, Numerics(), replace(policy, placements=residents(MODEL, whole, kept)))["device"]
             for kept in range(17)
         ]
         for whole in range(17)

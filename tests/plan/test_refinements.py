@@ -27,9 +27,9 @@ def budget(step: float) -> int:
 
 
 @cache
-def planned(step: float, **pinned: object) -> Plan | None:
+def planned(step: float, **overrides: object) -> Plan | None:
     try:
-        return find_plan(replace(QUESTION, limits=Limits(device_nbytes=budget(step)), pinned=pinned))
+        return find_plan(replace(QUESTION, limits=Limits(device_nbytes=budget(step)), overrides=overrides))
     except DoesNotFit:
         return None
 
@@ -41,7 +41,7 @@ def test_a_plan_that_may_have_a_ring_is_never_slower_and_has_one_where_it_gains(
     without, chosen = planned(step, read_ahead_nbytes=0), planned(step)
     assert chosen
     assert chosen.taken.fits(chosen.question.budgets())
-    assert chosen.question.pinned == {}
+    assert chosen.question.overrides == {}
     assert bool(chosen.policy.read_ahead_nbytes) == gains
     if without and gains:
         assert chosen.seconds < WORTH_A_RING * without.seconds
@@ -74,13 +74,13 @@ def test_a_refusal_names_the_least_with_which_a_plan_is_found() -> None:
     assert found.policy.read_ahead_nbytes
 
 
-TOLD = [{"weight_slots": 2}, {"gates": "unit"}, {"read_ahead_nbytes": 0}, {"kernels": "compile"}]
+TOLD = [{"weight_slots": 2}, {"wait_for": "unit"}, {"read_ahead_nbytes": 0}, {"kernels": "compile"}]
 
 
 @pytest.mark.parametrize("told", [*TOLD, {"shard_nbytes": 1 << 24}])
 def test_what_the_user_has_said_stays(told: dict[str, object]) -> None:
-    assert rings(replace(QUESTION, pinned=told)) == []
-    assert rings(replace(QUESTION, pinned={"gates": "shard"})) == rings(QUESTION) != []
+    assert rings(replace(QUESTION, overrides=told)) == []
+    assert rings(replace(QUESTION, overrides={"wait_for": "shard"})) == rings(QUESTION) != []
 
 
 def test_where_memory_is_shared_there_is_no_ring() -> None:

@@ -88,8 +88,8 @@ def test_the_same_question_has_the_same_answer() -> None:
 
 
 def test_what_is_pinned_stays() -> None:
-    pinned = {"activations": "keep", "weight_slots": 3, "micro_batch": 2, "loss_chunk_tokens": 100}
-    plan = find_plan(question(BALANCED, pinned=pinned))
+    overrides = {"activations": "keep", "weight_slots": 3, "micro_batch": 2, "loss_chunk_tokens": 100}
+    plan = find_plan(question(BALANCED, overrides=overrides))
     assert (plan.policy.activations, plan.policy.weight_slots, plan.micro_batch) == ("keep", 3, 2)
     assert plan.numerics.loss_chunk_tokens == 100
 
@@ -149,8 +149,8 @@ def test_every_further_part_of_device_memory_never_makes_the_step_slower(tokens:
 
 def test_spare_device_memory_holds_what_saves_most() -> None:
     asked = question(DRIVE, model=llama(layers=12), tokens_per_step=128)
-    plan, streamed = find_plan(asked), find_plan(replace(asked, pinned={"homes": ()}))
-    assert sum(home.on_device for home in plan.policy.homes) > 6
+    plan, streamed = find_plan(asked), find_plan(replace(asked, overrides={"placements": ()}))
+    assert sum(placement.on_device for placement in plan.policy.placements) > 6
     assert plan.seconds < 0.7 * streamed.seconds
 
 
@@ -233,7 +233,7 @@ def test_reads_run_as_far_ahead_as_the_replay_asks_for(layers: int) -> None:
     plan = find_plan(asked)
     assert plan.nbytes["disk"]
     for slots in (2, 3, 4, 6):
-        other = find_plan(replace(asked, pinned={"stage_slots": slots}))
+        other = find_plan(replace(asked, overrides={"disk_staging_slots": slots}))
         assert plan.seconds <= 1.001 * other.seconds
 
 
@@ -242,13 +242,13 @@ def test_reads_run_as_far_ahead_as_the_replay_asks_for(layers: int) -> None:
 
 def test_as_much_is_kept_as_fits() -> None:
     asked = question(replace(BALANCED, device_bandwidth=1e13), model=llama(layers=16), tokens_per_step=2048)
-    none, every = (find_plan(replace(asked, pinned={"activations": kept})) for kept in ("recompute", "keep"))
+    none, every = (find_plan(replace(asked, overrides={"activations": kept})) for kept in ("recompute", "keep"))
     seconds = [none.seconds]
     for share in (0.1, 0.25, 0.5, 0.75):
         budget = round((1 - share) * none.nbytes["device"] + share * every.nbytes["device"])
         plan = find_plan(replace(asked, limits=Limits(device_nbytes=budget)))
         assert fits(plan)
-        assert {keep for row in plan.policy.activation_rows for keep in row} & {"graph", "chosen", "attention"}
+        assert {keep for row in plan.policy.activations_by_layer for keep in row} & {"graph", "chosen", "attention"}
         seconds.append(plan.seconds)
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[3] < none.seconds - 0.7 * (none.seconds - every.seconds), "chosen outputs save more per byte"
@@ -273,7 +273,7 @@ def test_no_plan_that_treats_all_layers_alike_is_quicker_than_a_mixture(bus: flo
     assert fits(plan)
     for rows in (*((keep,) for keep in ("graph", "chosen", "attention", "input", "offload")), ("input", "drop")):
         try:
-            other = find_plan(replace(asked, pinned={"activation_rows": tuple((keep,) for keep in rows)}))
+            other = find_plan(replace(asked, overrides={"activations_by_layer": tuple((keep,) for keep in rows)}))
         except DoesNotFit:
             continue
         fixed += 1

@@ -23,7 +23,7 @@ from megatrain.run import memory_limits
 from megatrain.run import training as run_module
 from megatrain.schedule.passes.state_buffers import save_nbytes
 from megatrain.schedule.passes.workspace import beside_nbytes
-from megatrain.spec import IN_HOST, Hardware, Home, Numerics, Precision
+from megatrain.spec import IN_HOST, Hardware, Numerics, Placement, Precision
 from tests.run.test_training import configuration, lines, train
 from tests.tiny import tiny_model
 
@@ -110,11 +110,11 @@ def test_budgets_that_cannot_be_are_refused(tmp_path: Path, changed: dict[str, A
 
 SPLITS = {
     "host": IN_HOST,
-    "device": Home("device", "device", "device"),
-    "weights on the device": Home("device"),
-    "disk": Home("disk", "disk", "disk", "disk"),
-    "moments on the disk": Home(moments="disk"),
-    "halves on the disk": Home("disk", "disk"),
+    "device": Placement("device", "device", "device"),
+    "weights on the device": Placement("device"),
+    "disk": Placement("disk", "disk", "disk", "disk"),
+    "moments on the disk": Placement(moments="disk"),
+    "halves on the disk": Placement("disk", "disk"),
 }
 
 
@@ -122,7 +122,7 @@ SPLITS = {
 @pytest.mark.parametrize("split", SPLITS)
 def test_what_a_plan_leaves_for_saves_is_what_they_take(tmp_path: Path, precision: Precision, split: str) -> None:
     for device in ("cpu", "sim:1") if "device" not in split else ("sim:1",):
-        how = Policy(shares_memory=device == "cpu", homes=(SPLITS[split],) * 5)
+        how = Policy(shares_memory=device == "cpu", placements=(SPLITS[split],) * 5)
         with Engine.from_model(tiny_model(), device, precision, policy=how, verify=False, disk=[tmp_path]) as engine:
             engine.saver.reserve()
             assert engine.memory_table().get(("host", "checkpoint"), 0) == save_nbytes(
@@ -208,7 +208,7 @@ def test_folders_hold_shares_by_their_measured_speed(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("changed", "rows"),
     [
-        ({}, "whole"),
+        ({}, "uniform"),
         ({"data": {"packing": "best_fit"}}, "packed"),
         ({"data": {"packing": "grouped"}}, "padded"),
         ({"train": {"objective": "dpo"}}, "padded"),
@@ -227,4 +227,4 @@ def test_a_plan_is_for_the_rows_that_the_configuration_tells(
     spec, device = port_model(tiny_model(), torch.float32).spec, open_device("sim")
     with pytest.raises(DoesNotFit, match="seen"):
         run_module._plan(configuration(tmp_path, **changed), spec, device)
-    assert asked[0].rows_are == rows
+    assert asked[0].batching == rows

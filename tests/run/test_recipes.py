@@ -113,9 +113,9 @@ def planned(name: str, fields: dict[str, Any], tmp_path: Path) -> Plan:
     recipe = load_config(RECIPES / name)
     (tmp_path / "config.json").write_text(json.dumps(fields))
     assert recipe.train.hardware is not None
-    pinned = {**recipe.policy.pinned, "host_threads": 16}
-    if recipe.train.pinned_micro_batch is not None:
-        pinned["micro_batch"] = recipe.train.pinned_micro_batch
+    overrides = {**recipe.policy.overrides, "host_threads": 16}
+    if recipe.train.micro_batch_override is not None:
+        overrides["micro_batch"] = recipe.train.micro_batch_override
     question = Question(
         find_model(str(tmp_path / "config.json"), recipe.train.precision),
         load_hardware(recipe.train.hardware),
@@ -123,7 +123,7 @@ def planned(name: str, fields: dict[str, Any], tmp_path: Path) -> Plan:
         length=recipe.data.sequence_length,
         precision=recipe.train.precision,
         clips=recipe.train.max_grad_norm is not None,
-        pinned=pinned,
+        overrides=overrides,
     )
     return find_plan(question)
 
@@ -141,5 +141,5 @@ def planned(name: str, fields: dict[str, Any], tmp_path: Path) -> Plan:
 def test_a_large_recipe_fits_the_machine_that_it_names(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
     plan = planned(name, fields, tmp_path)
     assert plan.tokens_per_second > 10
-    assert any(home.uses_disk for home in plan.policy.homes) == (name == "disk.yaml")
+    assert any(placement.uses_disk for placement in plan.policy.placements) == (name == "disk.yaml")
     print(name, plan.seconds, plan.tokens_per_second, plan.micro_batch, dict(plan.nbytes))

@@ -15,7 +15,7 @@ from megatrain.memory.disk_faults import DiskFault
 from megatrain.plan import Calibration, Plan
 from megatrain.run import replan
 from megatrain.run.replan import MAY_CHANGE, MAY_FOLLOW, Replanner
-from megatrain.spec import Gates, Home, Numerics, Work
+from megatrain.spec import Numerics, Placement, WaitFor, Work
 from tests.run.test_training import configuration, train
 from tests.tiny import tiny_model, unequal_batches
 
@@ -27,7 +27,7 @@ class Asked:
     model: Any = None
     hardware: Any = field(default_factory=lambda: SimpleNamespace(shares_memory=True))
     calibration: Any = None
-    pinned: dict[str, Any] = field(default_factory=dict)
+    overrides: dict[str, Any] = field(default_factory=dict)
 
 
 @pytest.mark.parametrize("refuses", [False, True])
@@ -35,7 +35,7 @@ def test_a_disk_that_is_full_meanwhile_ends_no_run(
     refuses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual = Policy(shares_memory=True)
-    better = replace(usual, homes=(Home(moments="disk"),) * 5)
+    better = replace(usual, placements=(Placement(moments="disk"),) * 5)
     plan = finds(better, monkeypatch)
     faults = [DiskFault("full", "disk/moments/3")] if refuses else []
     losses = []
@@ -46,23 +46,23 @@ def test_a_disk_that_is_full_meanwhile_ends_no_run(
             losses.append([engine.step(unequal_batches(2)).loss])
             if losses[1:]:
                 assert (Replanner(engine, plan)(1) is None) == refuses
-                assert engine.policy.homes == (() if refuses else better.homes)
+                assert engine.policy.placements == (() if refuses else better.placements)
             losses[-1] += [engine.step(unequal_batches(2)).loss for _ in range(2)]
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("gates", ["unit", "shard"])
-def test_a_plan_with_other_gates_is_taken_up(gates: Gates, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wait_for", ["unit", "shard"])
+def test_a_plan_with_other_gates_is_taken_up(gates: WaitFor, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = Policy(shard_nbytes=2000, gates=gates)
-    goes_over(usual, replace(usual, gates="shard" if gates == "unit" else "unit", weight_slots=3), monkeypatch)
+    goes_over(usual, replace(usual, wait_for="shard" if gates == "unit" else "unit", weight_slots=3), monkeypatch)
 
 
 @pytest.mark.parametrize("ahead", [(0, 16_384), (16_384, 0)])
 def test_a_plan_by_a_ring_is_taken_up_and_given_up(ahead: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    before = Policy(shard_nbytes=16_384, gates="shard", read_ahead_nbytes=ahead[0])
+    before = Policy(shard_nbytes=16_384, wait_for="shard", read_ahead_nbytes=ahead[0])
     told, asked = goes_over(before, replace(before, read_ahead_nbytes=ahead[1]), monkeypatch)
     assert "read_ahead_nbytes" in told
-    assert "read_ahead_nbytes" not in asked.pinned
+    assert "read_ahead_nbytes" not in asked.overrides
 
 
 def goes_over(before: Policy, after: Policy, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Asked]:

@@ -257,9 +257,9 @@ def test_sizes_that_were_chosen_when_the_run_began_are_kept(
 def test_that_gates_by_rows_are_gone_is_told(tmp_path: Path) -> None:
     """Their products were rounded otherwise; a run of an earlier version goes on with those of now."""
     config = config_of(tmp_path).model_dump(mode="json")
-    rows = {**config, "policy": {**config["policy"], "gates": "rows"}}
-    assert changes_between(rows, config) == {"policy.gates": ("rows", None)}
-    assert changes_between({**config, "policy": {**config["policy"], "gates": "shard"}}, config) == {}
+    rows = {**config, "policy": {**config["policy"], "wait_for": "rows"}}
+    assert changes_between(rows, config) == {"policy.wait_for": ("rows", None)}
+    assert changes_between({**config, "policy": {**config["policy"], "wait_for": "shard"}}, config) == {}
 
 
 @pytest.mark.parametrize("earlier", [False, True])
@@ -270,9 +270,9 @@ def test_a_run_goes_on_with_the_numerics_that_it_began_with(earlier: bool, tmp_p
     engine = {"policy": numerics | policy} if earlier else {"numerics": numerics, "policy": policy}
     run = {"step": 1, "data": {}, "config": config.model_dump(mode="json")}
     taken = cast(Checkpoint, SimpleNamespace(training={"run": run, "engine": engine}, folder=tmp_path))
-    begun = as_begun(config, taken).policy.pinned
+    begun = as_begun(config, taken).policy.overrides
     assert (begun["loss_chunk_tokens"], begun["mlp_chunk_tokens"], begun["kernels"]) == (77, 9, "stock")
-    assert "weight_slots" not in set(begun) - set(config.policy.pinned)
+    assert "weight_slots" not in set(begun) - set(config.policy.overrides)
 
 
 # Faults --------------------------------------------------------------------------------------------------------------

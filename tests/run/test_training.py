@@ -177,8 +177,8 @@ def test_a_model_is_taken_apart_once_and_the_device_measured_once(
 
 def test_pinned_fields_reach_the_policy_and_change_no_number(tmp_path: Path) -> None:
     train(configuration(tmp_path))
-    pinned = {"weight_slots": 3, "activations": "recompute", "host_threads": 1}
-    said = train(configuration(tmp_path, policy=pinned, output={"folder": str(tmp_path / "pinned")}))
+    overrides = {"weight_slots": 3, "activations": "recompute", "host_threads": 1}
+    said = train(configuration(tmp_path, policy=overrides, output={"folder": str(tmp_path / "pinned")}))
     words = " ".join(said.split())
     assert "recomputes each layer" in words
     assert "1 host thread" in words

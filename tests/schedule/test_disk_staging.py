@@ -10,10 +10,10 @@ import pytest
 
 from megatrain.errors import PlanError
 from megatrain.schedule import Schedule, build_flush, build_forward, build_step, check, replay
-from megatrain.spec import Home, ModelSpec, Numerics, Part, Policy, Work
+from megatrain.spec import ModelSpec, Numerics, Part, Placement, Policy, Work
 from tests.small import small_spec
 
-ON_DEVICE = Home("device", "device", "device")
+ON_DEVICE = Placement("device", "device", "device")
 
 
 def random_case(draw: random.Random) -> tuple[ModelSpec, Numerics, Policy, Work]:
@@ -31,18 +31,18 @@ def random_case(draw: random.Random) -> tuple[ModelSpec, Numerics, Policy, Work]
         activations=draw.choice(["keep", "recompute"]),
         update=draw.choice(["next_forward", "during_backward"]),
         shares_memory=shares,
-        homes=tuple(_home(draw, shares) for _ in units),
-        stage_slots=draw.randint(1, 4),
+        placements=tuple(_home(draw, shares) for _ in units),
+        disk_staging_slots=draw.randint(1, 4),
     )
     numerics = Numerics(draw.choice(["bf16", "fp32"]))
     return replace(model, units=tuple(units)), numerics, policy, Work((4,) * draw.randint(1, 4))
 
 
-def _home(draw: random.Random, shares: bool) -> Home:
+def _home(draw: random.Random, shares: bool) -> Placement:
     if not shares and draw.random() < 0.15:
         return ON_DEVICE
     weights = draw.choice(["host", "disk"] if shares else ["host", "disk", "device"])
-    return Home(weights, *(draw.choice(["host", "disk"]) for _ in range(3)))  # type: ignore[arg-type]
+    return Placement(weights, *(draw.choice(["host", "disk"]) for _ in range(3)))  # type: ignore[arg-type]
 
 
 def schedules(model: ModelSpec, numerics: Numerics, policy: Policy, work: Work) -> list[Schedule]:
@@ -73,7 +73,7 @@ def test_any_split_is_proven_and_moves_each_part_as_seldom_as_it_can(seeds: rang
 
 def test_what_is_resident_never_crosses_the_bus() -> None:
     model = small_spec(4)
-    policy = Policy(homes=(ON_DEVICE,) * len(model.units))
+    policy = Policy(placements=(ON_DEVICE,) * len(model.units))
     for schedule in schedules(model, Numerics(), policy, Work((4, 4))):
         for op in schedule.ops:
             tiers = {schedule.buffers[access.buffer].tier for access in (*op.reads, *op.writes)}
@@ -83,7 +83,7 @@ def test_what_is_resident_never_crosses_the_bus() -> None:
 def test_kept_weights_are_fetched_once() -> None:
     model = small_spec(4)
     step = build_step(
-        model, Numerics("bf16"), Policy(homes=(Home("device"),) * len(model.units)), Work((4,)), pending="all"
+        model, Numerics("bf16"), Policy(placements=(Placement("device"),) * len(model.units)), Work((4,)), pending="all"
     )
     fetched = Counter(op.unit for op in step.ops if op.kind == "FETCH")
     assert fetched == {unit: 1 for unit in range(len(model.units))}
@@ -92,7 +92,7 @@ def test_kept_weights_are_fetched_once() -> None:
 def test_the_optimizer_pass_works_while_the_next_unit_is_read_and_the_last_one_written() -> None:
     """Where reading, updating and writing take as long, three units are under way at once, and each stream is busy."""
     model = small_spec(12)
-    policy = Policy(homes=(Home("disk", "disk", "disk", "disk"),) * len(model.units), stage_slots=3)
+    policy = Policy(placements=(Placement("disk", "disk", "disk", "disk"),) * len(model.units), disk_staging_slots=3)
     schedule = build_step(model, Numerics(), policy, Work((4,)), pending="all")
     parts = Counter(op.kind for op in schedule.ops if op.kind in ("READ", "WRITE") and op.unit == 6)
     assert parts["READ"] >= 3, "more than one read for each update"
@@ -114,10 +114,10 @@ def test_the_optimizer_pass_works_while_the_next_unit_is_read_and_the_last_one_w
 
 def test_homes_that_cannot_be_are_refused() -> None:
     with pytest.raises(PlanError, match="updated where its whole state is"):
-        Home("host", "host", "device")
+        Placement("host", "host", "device")
     with pytest.raises(PlanError, match="waits where its unit is updated"):
-        Home(gradients="device")
+        Placement(gradients="device")
     with pytest.raises(PlanError, match="no memory of its own"):
-        Policy(shares_memory=True, homes=(ON_DEVICE,))
+        Policy(shares_memory=True, placements=(ON_DEVICE,))
     with pytest.raises(PlanError, match="names homes for 2 units"):
-        build_step(small_spec(4), Numerics(), Policy(homes=(Home(), Home())), Work((4,)))
+        build_step(small_spec(4), Numerics(), Policy(placements=(Placement(), Placement())), Work((4,)))

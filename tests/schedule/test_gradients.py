@@ -8,7 +8,7 @@ from megatrain.engine.weights import place_of
 from megatrain.schedule import build_step, check
 from megatrain.schedule.contents import Gradient
 from megatrain.schedule.ops import Schedule, Use
-from megatrain.spec import Gates, Numerics, Policy, Work
+from megatrain.spec import Numerics, Policy, WaitFor, Work
 from megatrain.spec.layout import layout_of
 from megatrain.testing import SimDevice, run_idle
 from tests.small import small_spec
@@ -36,13 +36,13 @@ def test_the_ends_take_no_memory_beside_the_slots_of_the_layers(slots: int) -> N
     spec = small_spec(6)
     layer, *ends = (4 * layout_of(spec.units[unit]).trained.size for unit in (1, 0, 7))
     schedule = build_step(spec, Numerics(), Policy(grad_slots=slots), WORK)
-    assert sums(schedule) == {"device/gradient slots/all": max(slots * layer, *ends)}
+    assert sums(schedule) == {"device/gradient_slots/all": max(slots * layer, *ends)}
 
 
 def test_a_tied_head_waits_for_its_prologue_in_memory_of_its_own() -> None:
     assert set(sums(build_step(small_spec(6, tied=True), Numerics(), Policy(), WORK))) >= {
-        "device/gradient slots/all",
-        "device/gradient slots/prologue",
+        "device/gradient_slots/all",
+        "device/gradient_slots/prologue",
     }
 
 
@@ -56,9 +56,9 @@ def test_the_top_layer_waits_for_no_head_where_slots_leave_room() -> None:
     assert end <= begin
 
 
-@pytest.mark.parametrize("gates", ["unit", "shard"])
+@pytest.mark.parametrize("wait_for", ["unit", "shard"])
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_gradients_at_offsets_are_proven_and_run_without_races(slots: int, gates: Gates) -> None:
+def test_gradients_at_offsets_are_proven_and_run_without_races(slots: int, gates: WaitFor) -> None:
     schedule = build_step(
         small_spec(4), Numerics(), Policy(grad_slots=slots, gates=gates, shard_nbytes=256), WORK, "all"
     )
@@ -74,6 +74,6 @@ def test_a_gradient_at_an_offset_is_named_by_its_parameter() -> None:
     for unit, (begin, _) in extents(schedule, "GRAD").items():
         for field in layouts[unit].trained.fields:
             named = place_of(
-                spec, layouts, schedule, "device/gradient slots/all", begin + 4 * field.start, Gradient(unit)
+                spec, layouts, schedule, "device/gradient_slots/all", begin + 4 * field.start, Gradient(unit)
             )
             assert named == f"unit {spec.units[unit].name}, {field.name}"

@@ -21,7 +21,7 @@ SLOW = Hardware("slow", 1 << 40, 1 << 40, fetch_bandwidth=1e3, grad_bandwidth=1e
 
 
 def gated(policy: Policy) -> Policy:
-    return replace(policy, gates="shard")
+    return replace(policy, wait_for="shard")
 
 
 @given(policy=policies, work=works, layers=st.integers(1, 4), tied=st.booleans(), pending=st.booleans())
@@ -58,7 +58,7 @@ def test_no_wait_of_a_gate_is_redundant(policy: Policy, work: Work, tied: bool) 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_each_gate_that_is_left_out_is_found(activations: str) -> None:
-    policy = Policy(shard_nbytes=256, activations=activations, gates="shard")  # type: ignore[arg-type]
+    policy = Policy(shard_nbytes=256, activations=activations, wait_for="shard")  # type: ignore[arg-type]
     assert surviving_waits(build_step(small_spec(2), Numerics(), policy, Work((4, 4)), "all")) == []
 
 
@@ -72,21 +72,21 @@ def waited(schedule: Schedule, call: str) -> list[float]:
 
 def test_a_layer_begins_with_the_first_shard_that_it_uses() -> None:
     """A graph is gone through from its end, so its weights come in reverse."""
-    policy = Policy(weight_slots=1, shard_nbytes=256, activations="keep", gates="shard")
+    policy = Policy(weight_slots=1, shard_nbytes=256, activations="keep", wait_for="shard")
     schedule = build_step(small_spec(2), Numerics(), policy, Work((4,)))
     assert waited(schedule, "FORWARD u1") == [1.0, 2.0, 3.0]
     assert waited(schedule, "BACKWARD u1")[:3] == [1.0, 2.0, 3.0]
     back = [op.shard for op in schedule.ops if op.name.startswith("FETCH u1")]
     assert back == [0, 1, 2, 2, 1, 0]
-    assert waited(build_step(small_spec(2), Numerics(), replace(policy, gates="unit"), Work((4,))), "FORWARD u1") == [
-        3.0
-    ]
+    assert waited(
+        build_step(small_spec(2), Numerics(), replace(policy, wait_for="unit"), Work((4,))), "FORWARD u1"
+    ) == [3.0]
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_a_shard_of_a_gradient_leaves_once_its_phase_has_ended(activations: str, micro_batches: int) -> None:
-    policy = Policy(shard_nbytes=512, activations=activations, gates="shard")  # type: ignore[arg-type]
+    policy = Policy(shard_nbytes=512, activations=activations, wait_for="shard")  # type: ignore[arg-type]
     schedule = build_step(small_spec(2), Numerics(), policy, Work((4,) * micro_batches))
     out = [i for i, op in enumerate(schedule.ops) if op.kind == "GRAD" and op.unit == 1]
     assert [schedule.ops[i].shard for i in out] == sorted(range(len(out)), reverse=True)
@@ -120,7 +120,7 @@ def test_gates_spare_waiting_where_copies_are_slow() -> None:
 
 def test_a_backward_pass_within_another_is_refused() -> None:
     """On a GPU autograd has one thread for the device, which is inside the outer pass."""
-    policy = Policy(shard_nbytes=256, activations="keep", gates="shard")
+    policy = Policy(shard_nbytes=256, activations="keep", wait_for="shard")
     schedule = build_step(small_spec(2), Numerics(), policy, Work((4, 4)))
     for kind in ("BACKWARD", "LOSS"):
         outer = next(phases for phases in calls_in(schedule.ops) if phases[0].kind == kind and len(phases) > 1)

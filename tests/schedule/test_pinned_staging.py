@@ -12,7 +12,7 @@ from megatrain.errors import PlanError
 from megatrain.plan import op_seconds
 from megatrain.schedule import Schedule, Use, build_step, check, replay
 from megatrain.schedule.passes.pinned_staging import is_pinned, pinned_nbytes
-from megatrain.spec import Hardware, Home, Numerics, Policy, Work
+from megatrain.spec import Hardware, Numerics, Placement, Policy, Work
 from megatrain.testing import executed_timeline, surviving_waits
 from tests.schedule.test_disk_staging import random_case, schedules
 from tests.small import small_spec
@@ -36,8 +36,8 @@ def test_any_split_is_proven_and_only_locked_memory_meets_the_bus() -> None:
     packed = 0
     for seed in range(16):
         model, numerics, policy, work = random_case(random.Random(seed))
-        policy = replace(policy, shares_memory=False, transit="slabs", slabs=1 + seed % 3)
-        pinned = replace(policy, transit="locked")
+        policy = replace(policy, shares_memory=False, transfer="staged", pinned_staging_slots=1 + seed % 3)
+        pinned = replace(policy, transfer="pinned")
         for plain, staged in zip(
             schedules(model, numerics, pinned, work), schedules(model, numerics, policy, work), strict=True
         ):
@@ -45,7 +45,7 @@ def test_any_split_is_proven_and_only_locked_memory_meets_the_bus() -> None:
             for op in staged.ops:
                 sides = [staged.buffers[access.buffer] for access in (*op.reads, *op.writes)]
                 host = [buffer for buffer in sides if buffer.tier == "host"]
-                assert op.kind not in BUS or all(is_pinned(buffer, "slabs") for buffer in host), (seed, op)
+                assert op.kind not in BUS or all(is_pinned(buffer, "staged") for buffer in host), (seed, op)
             for bus, copy in (("FETCH", "PACK"), ("GRAD", "UNPACK")):
                 through, direct = moved(staged, copy), moved(staged, bus)
                 whole = moved(plain, bus)
@@ -59,18 +59,18 @@ def test_any_split_is_proven_and_only_locked_memory_meets_the_bus() -> None:
 def test_what_is_locked_is_a_few_shards_whatever_the_size_of_the_model() -> None:
     sizes = {}
     for layers in (4, 40):
-        for transit in ("locked", "slabs", "pageable"):
-            policy = Policy(transit=transit, shard_nbytes=256)
+        for transfer in ("pinned", "staged", "pageable"):
+            policy = Policy(transfer=transfer, shard_nbytes=256)
             buffers = build_step(small_spec(layers), Numerics(), policy, Work((4,)), "all").buffers
-            sizes[transit, layers] = pinned_nbytes(buffers.values(), transit)
-    assert sizes["locked", 40] > 5 * sizes["locked", 4]
-    assert sizes["slabs", 40] == sizes["slabs", 4] == 2 * 2 * 256
+            sizes[transfer, layers] = pinned_nbytes(buffers.values(), transfer)
+    assert sizes["pinned", 40] > 5 * sizes["pinned", 4]
+    assert sizes["staged", 40] == sizes["staged", 4] == 2 * 2 * 256
     assert sizes["pageable", 40] == 0
 
 
 def test_no_wait_is_idle_and_the_executed_step_takes_what_replay_says() -> None:
-    homes = (Home(), Home("disk"), Home("device"), Home(gradients="disk"), Home())
-    policy = Policy(transit="slabs", shard_nbytes=300, homes=homes)
+    placements = (Placement(), Placement("disk"), Placement("device"), Placement(gradients="disk"), Placement())
+    policy = Policy(transfer="staged", shard_nbytes=300, placements=placements)
     schedule = build_step(small_spec(3), Numerics(), policy, Work((4, 4)), pending="all")
     assert {"PACK", "UNPACK", "READ", "WRITE"} <= {op.kind for op in schedule.ops}
     assert surviving_waits(schedule) == []
@@ -83,29 +83,31 @@ def test_no_wait_is_idle_and_the_executed_step_takes_what_replay_says() -> None:
 def test_a_slab_is_filled_while_the_one_before_it_is_copied() -> None:
     """With two, packing and copying overlap shard by shard; with one, they take turns."""
     times = {}
-    for slabs in (1, 2):
-        policy = Policy(transit="slabs", slabs=slabs, shard_nbytes=64)
+    for pinned_staging_slots in (1, 2):
+        policy = Policy(transfer="staged", pinned_staging_slots=pinned_staging_slots, shard_nbytes=64)
         schedule = build_step(small_spec(6), Numerics(), policy, Work((4,)))
-        times[slabs] = replay(schedule, lambda op: float(op.kind in ("PACK", "FETCH", "GRAD", "UNPACK"))).seconds
+        times[pinned_staging_slots] = replay(
+            schedule, lambda op: float(op.kind in ("PACK", "FETCH", "GRAD", "UNPACK"))
+        ).seconds
     assert times[2] < 0.75 * times[1]
 
 
 def test_prices_are_those_of_the_way_that_is_taken() -> None:
     found = {}
-    for transit in ("locked", "slabs", "pageable"):
-        policy = Policy(transit=transit)
+    for transfer in ("pinned", "staged", "pageable"):
+        policy = Policy(transfer=transfer)
         schedule = build_step(small_spec(3), Numerics(), policy, Work((4,)))
         price = op_seconds(small_spec(3), Numerics(), policy, Work((4,)), MACHINE)
-        found[transit] = {op.kind: op.nbytes / price(op) for op in schedule.ops if op.kind in (*BUS, "PACK", "UNPACK")}
-    assert found["locked"] == {"FETCH": 1e3, "GRAD": 2e3}
-    assert found["slabs"] == pytest.approx({"FETCH": 1e3, "GRAD": 2e3, "PACK": 500.0, "UNPACK": 500.0})
+        found[transfer] = {op.kind: op.nbytes / price(op) for op in schedule.ops if op.kind in (*BUS, "PACK", "UNPACK")}
+    assert found["pinned"] == {"FETCH": 1e3, "GRAD": 2e3}
+    assert found["staged"] == pytest.approx({"FETCH": 1e3, "GRAD": 2e3, "PACK": 500.0, "UNPACK": 500.0})
     assert found["pageable"] == pytest.approx({"FETCH": 250.0, "GRAD": 500.0})  # where not measured, what a copy takes
 
 
 def test_ways_that_cannot_be_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"policy.transit: 'x' is not valid; use locked, slabs or pageable"):
-        Policy(transit="x")  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match=r"policy.slabs: 0 is not valid"):
-        Policy(slabs=0)
+    with pytest.raises(PlanError, match=r"policy.transfer: 'x' is not valid; use pinned, staged or pageable"):
+        Policy(transfer="x")  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"policy.pinned_staging_slots: 0 is not valid"):
+        Policy(pinned_staging_slots=0)
     with pytest.raises(PlanError, match="nothing crosses a bus"):
-        Policy(transit="slabs", shares_memory=True)
+        Policy(transfer="staged", shares_memory=True)

@@ -14,7 +14,7 @@ from megatrain.schedule.build import Builder
 from megatrain.schedule.passes.phases import Arrival, _last_phases
 from megatrain.schedule.passes.prefetch import READ_AHEAD, Prefetch, Visit
 from megatrain.schedule.passes.weight_slots import RING as RING_BUFFER
-from megatrain.spec import IN_HOST, Gates, Home, ModelSpec, Numerics, ParamSpec, Policy, UnitSpec, Work
+from megatrain.spec import IN_HOST, ModelSpec, Numerics, ParamSpec, Placement, Policy, UnitSpec, WaitFor, Work
 from megatrain.spec.layout import layout_of
 from megatrain.testing import surviving_waits
 from tests.schedule.test_schedule import policies, works
@@ -22,7 +22,7 @@ from tests.small import small_spec
 
 LAYER, ENDS = 2 * 3 * 128, 2 * (64 * 8 + 32)
 """Bytes of a layer of `small_spec`, and of the larger of its ends."""
-RING = Policy(shard_nbytes=256, gates="shard", read_ahead_nbytes=256)
+RING = Policy(shard_nbytes=256, wait_for="shard", read_ahead_nbytes=256)
 
 
 @given(
@@ -37,7 +37,7 @@ RING = Policy(shard_nbytes=256, gates="shard", read_ahead_nbytes=256)
 )
 def test_rings_are_proven(
     policy: Policy,
-    gates: Gates,
+    gates: WaitFor,
     ahead: int,
     rows: tuple[tuple[str, ...], ...],
     work: Work,
@@ -46,11 +46,11 @@ def test_rings_are_proven(
     pending: bool,
 ) -> None:
     of, before = small_spec(layers, tied), "all" if pending and policy.update == "next_forward" else "none"
-    ring = replace(policy, gates=gates, read_ahead_nbytes=ahead, activation_rows=rows[:layers])  # type: ignore[arg-type]
+    ring = replace(policy, gates=gates, read_ahead_nbytes=ahead, activations_by_layer=rows[:layers])  # type: ignore[arg-type]
     step = build_step(of, Numerics(), ring, work, before)  # type: ignore[arg-type]
     check(step)
     check(build_forward(of, Numerics(), ring, work))
-    plain = build_step(of, Numerics(), replace(policy, activation_rows=rows[:layers]), work, before)  # type: ignore[arg-type]
+    plain = build_step(of, Numerics(), replace(policy, activations_by_layer=rows[:layers]), work, before)  # type: ignore[arg-type]
     fetched = [{(op.unit, op.nbytes) for op in each.ops if op.kind == "FETCH"} for each in (step, plain)]
     assert {unit for unit, _ in fetched[0]} == {unit for unit, _ in fetched[1]}
     if not policy.shares_memory:
@@ -90,8 +90,8 @@ def test_weights_take_one_unit_and_the_read_ahead() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_ends_that_stay_on_the_device_have_no_place_in_the_ring(stays: str, tied: bool) -> None:
     of = small_spec(3, tied)
-    homes = tuple(Home(weights="device") if unit.kind == stays else IN_HOST for unit in of.units)
-    step = build_step(of, Numerics(), replace(RING, homes=homes), Work((4,)))
+    placements = tuple(Placement(weights="device") if unit.kind == stays else IN_HOST for unit in of.units)
+    step = build_step(of, Numerics(), replace(RING, placements=placements), Work((4,)))
     check(step)
     first, layer, *_, last = (layout_of(unit).size * Numerics().weight_nbytes for unit in of.units)
     assert step.buffers[RING_BUFFER].nbytes == max(layer, last if stays == "prologue" else first)
@@ -103,8 +103,8 @@ def test_ends_that_stay_on_the_device_have_no_place_in_the_ring(stays: str, tied
 def test_a_head_comes_into_what_the_top_layer_gives_up_also_where_nothing_else_is_in_the_ring() -> None:
     """Its slot is met here for the first time."""
     of = small_spec(3, tied=True)
-    homes = tuple(Home(weights="device") if unit.kind == "prologue" else IN_HOST for unit in of.units)
-    for policy in (RING, replace(RING, homes=homes)):
+    placements = tuple(Placement(weights="device") if unit.kind == "prologue" else IN_HOST for unit in of.units)
+    for policy in (RING, replace(RING, placements=placements)):
         names = [op.name for op in build_step(of, Numerics(), policy, Work((4,))).ops]
         meanwhile = names[names.index("FORWARD u3 m0 s0") - 2 : names.index("FORWARD u3 m0 s2")]
         assert any(name.startswith(("FETCH u0", f"FETCH u{of.epilogue}")) for name in meanwhile), policy
@@ -122,7 +122,7 @@ def test_a_ring_is_as_quick_as_two_slots_where_a_fetch_takes_as_long_as_a_call_a
                 "ring": RING,
                 "two slots": replace(RING, read_ahead_nbytes=0),
                 "one slot": replace(RING, read_ahead_nbytes=0, weight_slots=1),
-                "no gates": replace(RING, gates="unit"),
+                "no gates": replace(RING, wait_for="unit"),
             }.items()
         }
         assert took["ring"] <= 1.05 * took["two slots"], took

@@ -35,7 +35,7 @@ def random_mixture(seed: int) -> tuple[ModelSpec, Numerics, Policy, Work]:
         for _ in range(draw.randint(1, len(model.layers)))
     ]
     changes = {"offload_slots": draw.randint(1, 4), "recompute_slots": draw.choice([None, 1, 2, 3])}
-    return model, numerics, replace(policy, activation_rows=tuple(rows), **changes), work  # type: ignore[arg-type]
+    return model, numerics, replace(policy, activations_by_layer=tuple(rows), **changes), work  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 300), marks=pytest.mark.slow)])
@@ -55,12 +55,12 @@ def test_rows_that_are_all_alike_are_the_uniform_plan(rows: str, layers: int, mi
     keep: Keep = "graph" if rows == "keep" else "input"
     model, work = small_spec(layers), Work((4,) * micros)
     plain = build_step(model, Numerics(), Policy(activations=rows), work)  # type: ignore[arg-type]
-    assert build_step(model, Numerics(), Policy(activation_rows=((keep,),)), work) == plain
-    assert build_step(model, Numerics(), Policy(activation_rows=((keep,) * micros,) * layers), work) == plain
+    assert build_step(model, Numerics(), Policy(activations_by_layer=((keep,),)), work) == plain
+    assert build_step(model, Numerics(), Policy(activations_by_layer=((keep,) * micros,) * layers), work) == plain
 
 
 def test_rows_and_their_entries_start_over() -> None:
-    policy = Policy(activation_rows=(("input", "drop"), ("graph",)))
+    policy = Policy(activations_by_layer=(("input", "drop"), ("graph",)))
     found = [[policy.keep(layer, micro) for micro in range(3)] for layer in range(3)]
     assert found == [["input", "drop", "input"], ["graph"] * 3, ["input", "drop", "input"]]
 
@@ -69,8 +69,8 @@ def test_memory_that_is_shared_offloads_nothing() -> None:
     rows = (("offload",), ("graph", "offload"))
     of, work = small_spec(4), Work((4, 4))
     kept = tuple(tuple("input" if keep == "offload" else keep for keep in row) for row in rows)
-    plain = build_step(of, Numerics(), Policy(shares_memory=True, activation_rows=kept), work)  # type: ignore[arg-type]
-    assert build_step(of, Numerics(), Policy(shares_memory=True, activation_rows=rows), work) == plain  # type: ignore[arg-type]
+    plain = build_step(of, Numerics(), Policy(shares_memory=True, activations_by_layer=kept), work)  # type: ignore[arg-type]
+    assert build_step(of, Numerics(), Policy(shares_memory=True, activations_by_layer=rows), work) == plain  # type: ignore[arg-type]
 
 
 # Dropped inputs -------------------------------------------------------------------------------------------------------
@@ -118,8 +118,8 @@ def forwards(schedule: Schedule) -> int:
 def test_a_layer_is_computed_again_once_where_slots_suffice_and_oftener_where_they_do_not() -> None:
     of, work = small_spec(8), Work((4, 4))
     plain = build_step(of, Numerics(), Policy(), work)
-    roomy = build_step(of, Numerics(), Policy(activation_rows=INTERVAL), work)
-    tight = build_step(of, Numerics(), Policy(activation_rows=INTERVAL, recompute_slots=1), work)
+    roomy = build_step(of, Numerics(), Policy(activations_by_layer=INTERVAL), work)
+    tight = build_step(of, Numerics(), Policy(activations_by_layer=INTERVAL, recompute_slots=1), work)
     assert forwards(roomy) - forwards(plain) == 2 * 2 * 3
     assert forwards(tight) - forwards(plain) == 2 * 2 * (3 + 2 + 1)
     fetched = Counter(op.unit for op in roomy.ops if op.kind == "FETCH")
@@ -144,7 +144,9 @@ def _emptied(schedule: Schedule, but: set[str]) -> dict[str, object]:
 
 
 def deep(rows: tuple[tuple[Keep, ...], ...] = (), micros: int = 2, **changes: int) -> Schedule:
-    return build_step(small_spec(12), Numerics(), Policy(activation_rows=rows, **changes), Work((16,) * micros), "all")  # type: ignore[arg-type]
+    return build_step(
+        small_spec(12), Numerics(), Policy(activations_by_layer=rows, **changes), Work((16,) * micros), "all"
+    )  # type: ignore[arg-type]
 
 
 def test_the_device_holds_the_inputs_that_the_plan_means_it_to() -> None:
@@ -160,7 +162,7 @@ def test_the_device_holds_the_inputs_that_the_plan_means_it_to() -> None:
 
 
 def test_a_micro_batch_that_stands_for_several_has_their_bytes_but_for_the_slots() -> None:
-    of, policy = small_spec(12), Policy(activation_rows=(("offload",),))
+    of, policy = small_spec(12), Policy(activations_by_layer=(("offload",),))
     three, one = (build_step(of, Numerics(), policy, Work((16, 16), repeats=repeats)) for repeats in (3, 1))
     for schedule, times in ((three, 3), (one, 1)):
         assert inputs_nbytes(schedule) == (2 + 3 * times) * BOUNDARY
@@ -211,7 +213,7 @@ def test_one_way_of_the_bus_carries_one_thing_at_a_time() -> None:
 
 def test_copies_of_inputs_cost_their_bytes_over_the_bandwidth_of_their_way() -> None:
     machine = Hardware("m", 1 << 30, 1 << 30, fetch_bandwidth=100.0, grad_bandwidth=50.0, flops=1e9, host_bandwidth=1e9)
-    policy = Policy(activation_rows=(("offload",),))
+    policy = Policy(activations_by_layer=(("offload",),))
     of, work = small_spec(4), Work((16,))
     price = op_seconds(of, Numerics(), policy, work, machine)
     found = {op.kind: price(op) for op in build_step(of, Numerics(), policy, work).ops}
@@ -222,7 +224,7 @@ def test_copies_of_inputs_cost_their_bytes_over_the_bandwidth_of_their_way() -> 
 
 
 def mixed() -> Schedule:
-    policy = Policy(shard_nbytes=1 << 20, activation_rows=MIXED, recompute_slots=1)
+    policy = Policy(shard_nbytes=1 << 20, activations_by_layer=MIXED, recompute_slots=1)
     return build_step(small_spec(8), Numerics(), policy, Work((4, 4, 4)), "all")
 
 
@@ -245,11 +247,11 @@ def test_leaving_out_any_wait_of_a_mixture_is_a_race() -> None:
 
 def test_rows_that_cannot_be_are_refused() -> None:
     for rows in (((),), (("input",), ("forget",)), (("input", "keep"),)):
-        with pytest.raises(PlanError, match=r"policy\.activation_rows\[\d\].*; use .*graph, chosen") as caught:
-            Policy(activation_rows=rows)  # type: ignore[arg-type]
+        with pytest.raises(PlanError, match=r"policy\.activations_by_layer\[\d\].*; use .*graph, chosen") as caught:
+            Policy(activations_by_layer=rows)  # type: ignore[arg-type]
         assert "\n" not in str(caught.value)
     for field in ("offload_slots", "recompute_slots"):
         with pytest.raises(PlanError, match=rf"policy\.{field}"):
             Policy(**{field: 0})  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="has rows for 5 layers, and the model has 4"):
-        build_step(small_spec(4), Numerics(), Policy(activation_rows=(("input",),) * 5), Work((4,)))
+        build_step(small_spec(4), Numerics(), Policy(activations_by_layer=(("input",),) * 5), Work((4,)))

@@ -127,7 +127,7 @@ def test_the_text_form_of_an_op_is_one_line() -> None:
     text = show_schedule(schedule)
     assert len(text.splitlines()) == len(schedule.ops)
     assert show_op(schedule.ops[0]).startswith("fetch    FETCH u0 s0")
-    assert re.search(r"BACKWARD u1 m0 .* device/weight slots/layer\d\[0:\d+\]=w1", text)
+    assert re.search(r"BACKWARD u1 m0 .* device/weight_slots/layer\d\[0:\d+\]=w1", text)
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from megatrain.schedule.ops import Buffer
 from megatrain.schedule.passes.disk_staging import Staged
 from megatrain.schedule.passes.state_buffers import StateBuffers, state_nbytes
-from megatrain.spec import Home, Numerics, Policy
+from megatrain.spec import Numerics, Placement, Policy
 from tests.small import small_spec
 
 PLACES = st.sampled_from(["host", "disk"])
 HOMES = st.one_of(
-    st.builds(Home, st.sampled_from(["host", "disk", "device"]), PLACES, PLACES, PLACES),
-    st.just(Home("device", "device", "device")),
+    st.builds(Placement, st.sampled_from(["host", "disk", "device"]), PLACES, PLACES, PLACES),
+    st.just(Placement("device", "device", "device")),
 )
 
 
@@ -29,8 +29,8 @@ def test_bytes_are_those_of_the_buffers(data: st.DataObject) -> None:
     policy = Policy(
         read_ahead_nbytes=data.draw(st.sampled_from([0, 100])),
         update=data.draw(st.sampled_from(["next_forward", "during_backward"])),
-        stage_slots=data.draw(st.integers(1, 3)),
-        homes=tuple(data.draw(st.lists(HOMES, min_size=layers + 2, max_size=layers + 2))),
+        disk_staging_slots=data.draw(st.integers(1, 3)),
+        placements=tuple(data.draw(st.lists(HOMES, min_size=layers + 2, max_size=layers + 2))),
     )
     buffers: dict[str, Buffer] = {}
     staged: dict[str, Staged] = {}

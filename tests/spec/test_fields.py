@@ -15,7 +15,7 @@ from megatrain.losses import DPO, SmoothedCrossEntropy
 from megatrain.optim import AdamW
 from megatrain.optim.lr_schedules import Constant, Cosine, Linear, WarmupStableDecay
 from megatrain.schedule import build_flush, build_forward, build_step, check
-from megatrain.spec import Home, Limits, Numerics, Policy, Tier, Work
+from megatrain.spec import Limits, Numerics, Placement, Policy, Tier, Work
 from megatrain.spec.fields import Bounds, check_fields
 from tests.small import small_spec
 
@@ -23,8 +23,8 @@ GOOD: list[Any] = [
     Limits(host_nbytes=3),
     Numerics(),
     Policy(),
-    Policy(homes=(Home(),), activation_rows=(("input",), ("drop", "graph")), recompute_slots=3),
-    Home(),
+    Policy(placements=(Placement(),), activations_by_layer=(("input",), ("drop", "graph")), recompute_slots=3),
+    Placement(),
     Work((4, 5), 3),
     AdamW(no_decay=("*bias",)),
     Constant(3),
@@ -49,9 +49,9 @@ class Unprintable:
 
 @pytest.mark.parametrize(("good", "name"), FIELDS)
 def test_a_field_of_another_type_is_refused_by_name(good: Any, name: str) -> None:
-    error = PlanError if isinstance(good, Limits | Numerics | Policy | Home | Work) else ConfigError
+    error = PlanError if isinstance(good, Limits | Numerics | Policy | Placement | Work) else ConfigError
     wrong = ["2", "yes", b"fp32", INF, -INF, NAN, -1, -0.5, 10**400, 2j, {}, {1}, object(), Unprintable(), np.zeros(2)]
-    wrong += [("2",), (NAN,), ((True,),), [[]], Fraction(1, 3) - 1, "\n" * 200, Home, Policy()]
+    wrong += [("2",), (NAN,), ((True,),), [[]], Fraction(1, 3) - 1, "\n" * 200, Placement, Policy()]
     wrong += [True, False] if not isinstance(getattr(good, name), bool) else [0, 1, np.int64(1)]
     for value in wrong:
         if name == "no_decay" and isinstance(value, tuple) and value == ("2",):
@@ -82,26 +82,26 @@ def test_lists_and_numbers_that_mean_the_same_are_taken() -> None:
     adamw = AdamW(lr=np.float32(0.5), betas=[0, np.float64(0.5)], no_decay=["*bias"], weight_decay=1)  # type: ignore[arg-type]
     assert adamw == AdamW(lr=0.5, betas=(0.0, 0.5), no_decay=("*bias",), weight_decay=1.0)
     assert type(adamw.lr) is type(adamw.betas[1]) is float
-    rows = Policy(activation_rows=[["input"], ["drop"]], homes=[Home()] * 3)  # type: ignore[arg-type]
-    assert rows == Policy(activation_rows=(("input",), ("drop",)), homes=(Home(),) * 3)
+    rows = Policy(activations_by_layer=[["input"], ["drop"]], placements=[Placement()] * 3)  # type: ignore[arg-type]
+    assert rows == Policy(activations_by_layer=(("input",), ("drop",)), placements=(Placement(),) * 3)
     assert hash(rows)
 
 
 def test_the_message_leads_to_the_entry_and_says_what_there_may_be() -> None:
-    with pytest.raises(PlanError, match=r"policy\.activation_rows\[1\]\[0\]: 'forget' is not valid; use graph, "):
-        Policy(activation_rows=(("input",), ("forget",)))  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"policy\.activations_by_layer\[1\]\[0\]: 'forget' is not valid; use graph, "):
+        Policy(activations_by_layer=(("input",), ("forget",)))  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"policy\.recompute_slots: '2' is not valid; use a whole number, 1 to 4096 or"):
         Policy(recompute_slots="2")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"policy\.shares_memory: 'yes' is not valid; use true or false"):
         Policy(shares_memory="yes")  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match=r"home\.moments: 'vram' is not valid; use device, host or disk"):
-        Home(moments="vram")  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"placement\.moments: 'vram' is not valid; use device, host or disk"):
+        Placement(moments="vram")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"work\.tokens\[1\]: 2\.0 is not valid; use a whole number, 1 "):
         Work((1, 2.0))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"^betas: 0\.9 is not valid; use 2 values, a finite number, 0 to 1 and"):
         AdamW(betas=0.9)  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match=r"policy\.homes\[0\]: 'disk' is not valid; use a Home"):
-        Policy(homes=("disk",))  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"policy\.placements\[0\]: 'disk' is not valid; use a Placement"):
+        Policy(placements=("disk",))  # type: ignore[arg-type]
 
 
 def test_any_dataclass_can_be_checked() -> None:
@@ -125,19 +125,21 @@ SETTINGS: list[dict[str, Any]] = [
     {},
     {"shares_memory": True},
     {"update": "during_backward"},
-    {"gates": "shard", "read_ahead_nbytes": 256, "shard_nbytes": 256},
+    {"wait_for": "shard", "read_ahead_nbytes": 256, "shard_nbytes": 256},
 ]
 
 
 @pytest.mark.parametrize("changes", SETTINGS, ids=str)
-def test_whatever_homes_a_policy_takes_there_is_a_schedule_for(changes: dict[str, Any]) -> None:
+def test_whatever_placement_a_policy_takes_there_is_a_schedule_for(changes: dict[str, Any]) -> None:
     """Of all units or of one, each combination of tiers is refused where it is made, or its schedules are proven."""
     model, taken = small_spec(2), 0
     for tiers in itertools.product(get_args(Tier), repeat=4):
         for units in (range(4), (2,)):
             try:
-                home = Home(*tiers)
-                policy = Policy(homes=tuple(home if unit in units else Home() for unit in range(4)), **changes)
+                placement = Placement(*tiers)
+                policy = Policy(
+                    placements=tuple(placement if unit in units else Placement() for unit in range(4)), **changes
+                )
             except PlanError:
                 continue
             taken += 1
@@ -150,11 +152,13 @@ def test_whatever_homes_a_policy_takes_there_is_a_schedule_for(changes: dict[str
 
 
 def test_a_gradient_cannot_wait_on_the_disk_for_a_unit_that_is_updated_on_the_device() -> None:
-    with pytest.raises(PlanError, match=r"home\.gradients: .* waits there, and not on the disk; leave gradients out"):
-        Home("device", "device", "device", "disk")
+    with pytest.raises(
+        PlanError, match=r"placement\.gradients: .* waits there, and not on the disk; leave gradients out"
+    ):
+        Placement("device", "device", "device", "disk")
 
 
 @pytest.mark.parametrize("count", [3, 5])
-def test_homes_for_fewer_or_more_units_than_the_model_has_are_refused(count: int) -> None:
-    with pytest.raises(PlanError, match=f"names homes for {count} units, and the model has 4"):
-        build_step(small_spec(2), Numerics(), Policy(homes=(Home(),) * count), Work((4,)))
+def test_placements_for_fewer_or_more_units_than_the_model_has_are_refused(count: int) -> None:
+    with pytest.raises(PlanError, match=f"places the state of {count} units, and the model has 4"):
+        build_step(small_spec(2), Numerics(), Policy(placements=(Placement(),) * count), Work((4,)))

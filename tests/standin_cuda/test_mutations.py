@@ -26,7 +26,7 @@ from megatrain.device.base import Errand, Event, Task, Work
 from megatrain.device.worker import HostEvent, WorkerStream
 from megatrain.engine.ops import ACTIONS, Streamer
 from megatrain.errors import MegaTrainError
-from megatrain.spec import Home, Numerics
+from megatrain.spec import Numerics, Placement
 from tests import standin_cuda
 from tests.tiny import equal, tiny_model, unequal_batches
 
@@ -37,7 +37,14 @@ SOURCE = Path(importlib.import_module("megatrain.device.cuda").__file__ or "")
 LATE = 0.02
 """Seconds that host work takes longer than it needs."""
 
-MIXED = (Home(), Home("device"), Home("device", "device", "device"), Home(), Home(), Home())
+MIXED = (
+    Placement(),
+    Placement("device"),
+    Placement("device", "device", "device"),
+    Placement(),
+    Placement(),
+    Placement(),
+)
 
 
 @dataclass(frozen=True)
@@ -110,13 +117,13 @@ def make_late(host: WorkerStream) -> None:
 
 
 def trained(device: Any) -> dict[str, Tensor]:
-    """Weights after steps over gates, offloaded inputs, units in every tier, and a change of policy."""
+    """Weights after steps over phases, offloaded inputs, units in every tier, and a change of policy."""
     make_late(device.stream("host"))
     model = tiny_model(attn_implementation="eager", num_hidden_layers=4)
     how: dict[str, Any] = {"weight_slots": 1, "grad_slots": 1, "shard_nbytes": 2048}
     numerics, rows = Numerics(loss_chunk_tokens=8), (("offload", "graph"), ("input",), ("drop",), ("graph", "input"))
-    gated = Policy(gates="shard", activation_rows=rows, homes=MIXED, **how)
-    plain = Policy(activations="keep", transit="locked", **how | {"weight_slots": 2})
+    gated = Policy(wait_for="shard", activations_by_layer=rows, placements=MIXED, **how)
+    plain = Policy(activations="keep", transfer="pinned", **how | {"weight_slots": 2})
     with Engine.from_model(
         model, device, "bf16", AdamW(lr=1e-2), 0.5, gated, verify=False, numerics=numerics
     ) as engine:

@@ -17,15 +17,15 @@ from megatrain.checkpoint import checkpoints, full_check, open_checkpoint
 from megatrain.checkpoint.direct_io import DirectFile
 from megatrain.errors import CheckpointError, DamagedCheckpoint, DoesNotFit
 from megatrain.plan import Choice
-from megatrain.spec import Home, Numerics, Precision
+from megatrain.spec import Numerics, Placement, Precision
 from tests.tiny import equal, tiny_model, unequal_batches
 
-DISK, DEVICE = Home("disk", "disk", "disk"), Home("device", "device", "device")
-HOMES: dict[str, tuple[Home, ...]] = {
+DISK, DEVICE = Placement("disk", "disk", "disk"), Placement("device", "device", "device")
+HOMES: dict[str, tuple[Placement, ...]] = {
     "host": (),
     "disk": (DISK,) * 5,
-    "moments on disk": (Home(moments="disk"),) * 5,
-    "mixed": (Home("disk"), Home(low_bits="disk"), Home(moments="disk"), Home(), DISK),
+    "moments on disk": (Placement(moments="disk"),) * 5,
+    "mixed": (Placement("disk"), Placement(low_bits="disk"), Placement(moments="disk"), Placement(), DISK),
 }
 DROPOUT = {"attention_dropout": 0.3}
 
@@ -94,10 +94,13 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
         (chosen(shares_memory=True), "cpu"),
         pytest.param(chosen("fp32", shares_memory=True), "cpu", marks=pytest.mark.slow),
         (chosen("bf16", "during_backward", shares_memory=True), "cpu"),
-        pytest.param(chosen(shares_memory=True, homes=HOMES["mixed"]), "cpu", marks=pytest.mark.slow),
-        (chosen("fp32", homes=HOMES["disk"]), "sim:5"),
-        (chosen(homes=(Home(), DEVICE, Home("device"), Home(), DISK)), "sim:2"),
-        (chosen("bf16", "during_backward", homes=(DEVICE, Home(), DEVICE, Home(), Home())), "sim:3"),
+        pytest.param(chosen(shares_memory=True, placements=HOMES["mixed"]), "cpu", marks=pytest.mark.slow),
+        (chosen("fp32", placements=HOMES["disk"]), "sim:5"),
+        (chosen(placements=(Placement(), DEVICE, Placement("device"), Placement(), DISK)), "sim:2"),
+        (
+            chosen("bf16", "during_backward", placements=(DEVICE, Placement(), DEVICE, Placement(), Placement())),
+            "sim:3",
+        ),
     ],
 )
 def test_what_is_written_while_training_goes_on_is_the_state_of_its_step(
@@ -131,14 +134,14 @@ def test_without_the_wait_the_state_would_be_torn(tmp_path: Path, slow_disk: Slo
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_memory_for_a_save_is_one_unit_in_float32(precision: Precision, tmp_path: Path) -> None:
-    for homes, words in ((HOMES["host"], 1 if precision == "bf16" else 0), (HOMES["disk"], 3)):
-        with made(chosen(precision, shares_memory=True, homes=homes), tmp_path) as engine:
+    for placements, words in ((HOMES["host"], 1 if precision == "bf16" else 0), (HOMES["disk"], 3)):
+        with made(chosen(precision, shares_memory=True, placements=placements), tmp_path) as engine:
             before = engine.memory_table()
             engine.save(tmp_path / "run").wait()
             after = engine.memory_table()
         largest = max(unit.numel for unit in engine.spec.units)
         added = {owner: nbytes for owner, nbytes in after.items() if before.get(owner) != nbytes}
-        if precision == "fp32" and not homes:
+        if precision == "fp32" and not placements:
             assert added.get(("host", "checkpoint"), 0) == 0
         else:
             (owner,) = added
@@ -163,7 +166,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("precision", "homes", "device"),
+    ("precision", "placements", "device"),
     [
         ("bf16", "host", "sim:7"),
         ("bf16", "disk", "cpu"),
@@ -176,14 +179,14 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_any_policy_and_tiers_go_on_to_the_same_bits(
     straight: dict[str, Any],
     precision: Precision,
-    homes: str,
+    placements: str,
     device: str,
     tmp_path: Path,
 ) -> None:
     saved, losses, weights = straight[precision]
-    other: dict[str, Any] = {"shard_nbytes": 3000, "weight_slots": 3, "stage_slots": 1}
+    other: dict[str, Any] = {"shard_nbytes": 3000, "weight_slots": 3, "disk_staging_slots": 1}
     fields = {"shares_memory": True, "activations": "keep"} if device == "cpu" else other
-    how = chosen(precision, homes=HOMES[homes], **fields)
+    how = chosen(precision, placements=HOMES[placements], **fields)
     options: dict[str, Any] = {"numerics": how.numerics, "max_grad_norm": 0.5, "policy": how.policy, "disk": [tmp_path]}
     with Engine.from_checkpoint(saved, device=device, verify=False, **options) as engine:
         engine._ported.skeleton.train()
@@ -272,7 +275,7 @@ def test_a_failed_save_lets_training_go_on_and_leaves_nothing(tmp_path: Path, mo
 
 
 def test_an_engine_that_closes_gives_its_save_up(tmp_path: Path, slow_disk: SlowDisk) -> None:
-    with made(chosen(homes=(DEVICE, DISK, Home(), Home(), DEVICE)), tmp_path, "sim:1") as engine:
+    with made(chosen(placements=(DEVICE, DISK, Placement(), Placement(), DEVICE)), tmp_path, "sim:1") as engine:
         save = engine.save(tmp_path / "run")
     assert save.is_over
     with pytest.raises(CheckpointError, match="given up"):
@@ -344,7 +347,7 @@ def test_what_is_kept_beside_the_state_is_that_of_the_call(tmp_path: Path, slow_
 
 def test_gradients_disturb_no_save_of_what_they_write_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without clipping the last op of a unit is its update, after which its state goes back to the disk."""
-    how = chosen("bf16", "during_backward", shares_memory=True, homes=HOMES["disk"])
+    how = chosen("bf16", "during_backward", shares_memory=True, placements=HOMES["disk"])
     with made(how, tmp_path) as engine:
         steps(engine, 1)
         quiet = engine.save(tmp_path / "quiet").wait()
@@ -392,7 +395,7 @@ def test_a_move_leaves_the_memory_that_saves_need(tmp_path: Path) -> None:
     with made(chosen(), tmp_path, "sim:1") as engine:
         engine.saver.reserve()
         steps(engine, 1)
-        away = chosen(homes=(DEVICE,) * 5).policy
+        away = chosen(placements=(DEVICE,) * 5).policy
         budgets = engine._pool.ledger.budgets
         budgets["host"] = engine._pool.ledger.nbytes("host")
         state = sum(n for (tier, owner), n in engine.memory_table().items() if tier == "host" and owner != "checkpoint")
@@ -406,7 +409,7 @@ def test_a_move_leaves_the_memory_that_saves_need(tmp_path: Path) -> None:
         with pytest.raises(DoesNotFit):
             engine.adopt(away)
         budgets["host"] = 1 << 40
-        assert engine.policy.homes == ()
+        assert engine.policy.placements == ()
         engine.save(tmp_path / "run").wait()
     with made(chosen(), tmp_path, "sim:1") as straight:
         assert steps(straight, 2)[1:] == expected

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from megatrain.plan import Choice
-from megatrain.spec import Home, Numerics, Policy
+from megatrain.spec import Numerics, Placement, Policy
 from megatrain.train.events import Ended, Evaluated, Sampled, Skipped, Stepped
 from megatrain.train.progress import (
     SPARK_COUNT,
@@ -139,7 +139,7 @@ OTHER: dict[str, Any] = {
     "grad_slots": 5,
     "shard_nbytes": 1 << 20,
     "activations": "keep",
-    "activation_rows": (("graph",), ("drop", "offload")),
+    "activations_by_layer": (("graph",), ("drop", "offload")),
     "offload_slots": 3,
     "recompute_slots": 1,
     "grad_precision": "fp32",
@@ -147,13 +147,13 @@ OTHER: dict[str, Any] = {
     "loss_chunk_tokens": 77,
     "mlp_chunk_tokens": 4096,
     "kernels": "compile",
-    "gates": "shard",
+    "wait_for": "shard",
     "shares_memory": True,
     "host_threads": 3,
-    "transit": "pageable",
-    "slabs": 3,
-    "homes": (Home(moments="disk"),),
-    "stage_slots": 4,
+    "transfer": "pageable",
+    "pinned_staging_slots": 3,
+    "placements": (Placement(moments="disk"),),
+    "disk_staging_slots": 4,
 }
 
 

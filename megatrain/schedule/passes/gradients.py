@@ -67,7 +67,7 @@ class Gradients:
         beside = tied and kind != "layer"
         ends = nbytes if beside else 0 if tied else max(self._nbytes[0], self._nbytes[-1])
         total = ends if beside else max(self._slots * self._layers, ends)
-        name = f"device/gradient slots/{kind if beside else 'all'}"
+        name = f"device/gradient_slots/{kind if beside else 'all'}"
         declare(self._buffers, Buffer(name, "device", total, Use.GRADIENT_SLOTS))
         above = self._model.epilogue - 1 - unit
         start = above % self._slots * self._layers if kind == "layer" else total - nbytes
@@ -76,7 +76,7 @@ class Gradients:
     def landed(self, unit: int, version: str = "") -> Access:
         """Where the update finds the gradient of a unit."""
         nbytes = self._trained[unit].size * self._numerics.grad_nbytes
-        tier: Tier = "device" if self._policy.home(unit).on_device else "host"
+        tier: Tier = "device" if self._policy.placement(unit).on_device else "host"
         waits = self._policy.update != "during_backward"
         name = state_name(tier, Part.GRADIENTS, unit) if waits else self._in_turns(unit, tier)
         return Access(name, 0, nbytes, Gradient(unit, version))
@@ -87,7 +87,7 @@ class Gradients:
         if total.buffer == landed.buffer:
             return []
         each, out = self._each[unit], self._numerics.grad_nbytes
-        crosses = not (self._policy.shares_memory or self._policy.home(unit).on_device)
+        crosses = not (self._policy.shares_memory or self._policy.placement(unit).on_device)
         ops = []
         for shard in trained.shards(max(1, self._policy.shard_nbytes // each)):
             read = replace(total, start=total.start + shard.start * each, stop=total.start + shard.stop * each)
@@ -108,7 +108,7 @@ class Gradients:
         users = self._model.layers if is_layer else [unit] if tied else [0, self._model.epilogue]
         number = unit % min(self._policy.grad_slots, len(users)) if is_layer else ""
         nbytes = max(self._trained[user].size for user in users) * self._numerics.grad_nbytes
-        name = f"{tier}/landed gradients/{kind if is_layer or tied else 'ends'}{number}"
+        name = f"{tier}/landed_gradients/{kind if is_layer or tied else 'ends'}{number}"
         return declare(self._buffers, Buffer(name, tier, nbytes, Use.LANDED_GRADIENTS, part=Part.GRADIENTS))
 
     def _cast(self, nbytes: int) -> Access:

@@ -4,7 +4,7 @@ The ops of one call follow each other on the compute stream, numbered by `Op.sha
 may be read, in the order in which they arrive; in the last ones of a backward pass more and more of its gradient is
 complete and may leave, last parameter first. The engine runs the layer's code once and goes from phase to phase where
 it meets a weight or has completed a gradient (`engine.phased_call`). So a gate is a wait between two ops, derived from
-declared ranges as all waits are, and neither the checker nor the replay nor a device knows of gates.
+declared ranges as all waits are, and neither the checker nor the replay nor a device knows of phases.
 """
 
 from __future__ import annotations

@@ -14,22 +14,22 @@ from collections.abc import Iterable, Mapping
 
 from megatrain.schedule.ops import Access, Buffer, Use, declare
 from megatrain.schedule.passes.disk_staging import Route, Staged
-from megatrain.spec import Part, Policy, Transit
+from megatrain.spec import Part, Policy, Transfer
 
 PACKING = Route(("PACK", "pack"), ("UNPACK", "unpack"))
 HOST_ONLY = (Part.LOW_BITS, Part.MOMENTS)
 """Parts of state that never cross the bus from host memory."""
 
 
-def is_pinned(buffer: Buffer, transit: Transit) -> bool:
+def is_pinned(buffer: Buffer, transfer: Transfer) -> bool:
     """Whether a buffer is page-locked: host memory that copies to or from the device touch."""
     crosses = buffer.tier == "host" and buffer.part not in HOST_ONLY and buffer.use not in (Use.NORMS, Use.CHECKPOINT)
-    return crosses and (transit == "locked" or (transit == "slabs" and buffer.unit is None))
+    return crosses and (transfer == "pinned" or (transfer == "staged" and buffer.unit is None))
 
 
-def pinned_nbytes(buffers: Iterable[Buffer], transit: Transit) -> int:
+def pinned_nbytes(buffers: Iterable[Buffer], transfer: Transfer) -> int:
     """Bytes of host memory that a schedule with these buffers page-locks."""
-    return sum(buffer.nbytes for buffer in buffers if buffer.arena and is_pinned(buffer, transit))
+    return sum(buffer.nbytes for buffer in buffers if buffer.arena and is_pinned(buffer, transfer))
 
 
 class PinnedStaging:
@@ -41,16 +41,16 @@ class PinnedStaging:
 
     def at(self, stream: str, unit: int, shard: int, home: Access) -> Access:
         """Where a copy on `stream` finds or leaves what is to be in `home`: there, or in a staging buffer."""
-        if self._policy.transit != "slabs" or home.buffer in self._on_disk:
+        if self._policy.transfer != "staged" or home.buffer in self._on_disk:
             return home
         buffer = self._buffers[home.buffer]
-        if buffer.tier != "host" or is_pinned(buffer, "slabs"):
+        if buffer.tier != "host" or is_pinned(buffer, "staged"):
             return home
         nbytes = home.stop - home.start
-        slots = tuple(f"host/pinned staging/{stream}{number}" for number in range(self._policy.slabs))
+        slots = tuple(f"host/pinned_staging/{stream}{number}" for number in range(self._policy.pinned_staging_slots))
         for slot in slots:
             declare(self._buffers, Buffer(slot, "host", nbytes, Use.PINNED_STAGING))
-        name = f"{home.buffer}/shard {shard}"
+        name = f"{home.buffer}/shard{shard}"
         self.staged[name] = Staged(
             unit, home.buffer, nbytes, home.content, slots, route=PACKING, start=home.start, shard=shard
         )

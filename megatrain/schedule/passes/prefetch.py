@@ -95,7 +95,7 @@ class Prefetch:
         visit in between.
         """
         self._visits = visits
-        resident = [unit for unit in range(len(self._layouts)) if self._policy.home(unit).on_device]
+        resident = [unit for unit in range(len(self._layouts)) if self._policy.placement(unit).on_device]
         self._holds = {self._slots.of(unit)[0]: unit for unit in resident}
         for index, visit in enumerate(visits):
             if visit.reads:
@@ -223,7 +223,7 @@ class Prefetch:
             return []
         ops = [*visit.compute, *visit.after]
         arrival = Arrival(self._shards(visit), self._numerics.weight_nbytes, visit.last_first)
-        if self._policy.gates != "unit":
+        if self._policy.wait_for != "unit":
             unit, gives_up = self._model.units[visit.unit], self._gives_up(index)
             ops = gated(unit, visit.compute, visit.after, arrival, arrives=arrives, gives_up=gives_up)
         waiting = [placed[shard.index] for shard in arrival.ordered if shard.index in placed]

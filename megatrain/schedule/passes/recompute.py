@@ -116,9 +116,9 @@ class Activations:
     ) -> None:
         self._model, self._numerics, self._policy = model, numerics, policy
         self._work, self._buffers = work, buffers
-        if len(policy.activation_rows) > len(model.layers):
-            what = f"has rows for {len(policy.activation_rows)} layers, and the model has {len(model.layers)}"
-            raise PlanError(what, where="policy.activation_rows", fix="give one row for each layer, or fewer")
+        if len(policy.activations_by_layer) > len(model.layers):
+            what = f"has rows for {len(policy.activations_by_layer)} layers, and the model has {len(model.layers)}"
+            raise PlanError(what, where="policy.activations_by_layer", fix="give one row for each layer, or fewer")
         self._lowest = max(1, model.lowest_trained)
         """The lowest layer with a backward pass."""
         layers = range(self._lowest, model.epilogue) if trains else range(0)
@@ -267,12 +267,12 @@ class Activations:
 
     def _offloaded(self, layer: int, micro: int) -> Access:
         """An offloaded input under a name that `offloaded` replaces by a slot."""
-        name = f"device/{Use.OFFLOADED_INPUTS}/{layer}.{micro}"
+        name = f"device/{Use.OFFLOADED_INPUTS.name.lower()}/{layer}.{micro}"
         return Access(name, 0, self._boundary_nbytes(micro), Hidden(layer, micro))
 
     def transient(self, use: Use, which: str, nbytes: int, content: Content) -> Access:
         """Device memory that exists while ops need it."""
-        buffer = Buffer(f"device/{use}/{which}", "device", nbytes, use, arena=False)
+        buffer = Buffer(f"device/{use.name.lower()}/{which}", "device", nbytes, use, arena=False)
         return Access(declare(self._buffers, buffer), 0, nbytes, content)
 
     def _boundary_nbytes(self, micro: int) -> int:
@@ -286,14 +286,16 @@ class Activations:
         away = [key for key, keep in self._keeps.items() if keep == "offload"]
         if not away:
             return list(ops)
-        slots = tuple(f"device/{Use.OFFLOAD_SLOTS}/{k}" for k in range(min(self._policy.offload_slots, len(away))))
+        slots = tuple(
+            f"device/{Use.OFFLOAD_SLOTS.name.lower()}/{k}" for k in range(min(self._policy.offload_slots, len(away)))
+        )
         # Where a micro-batch stands for several, one at a time is in a slot.
         largest = round(max(self._boundary_nbytes(micro) for _, micro in away) / self._work.repeats)
         for slot in slots:
             declare(self._buffers, Buffer(slot, "device", largest, Use.OFFLOAD_SLOTS))
         staged = {}
         for layer, micro in away:
-            inside, outside = self._offloaded(layer, micro), f"host/{Use.OFFLOADED_INPUTS}/{layer}.{micro}"
+            inside, outside = self._offloaded(layer, micro), f"host/{Use.OFFLOADED_INPUTS.name.lower()}/{layer}.{micro}"
             staged[inside.buffer] = Staged(layer, outside, inside.stop, USED, slots, micro, THROUGH_THE_BUS)
         placed = stage(ops, staged)
         returning = {op.reads[0].buffer: op.nbytes for op in placed if op.kind == "RELOAD"}

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from megatrain.schedule.contents import CONTENT_OF, USED, Content, Norm
 from megatrain.schedule.ops import Access, Buffer, Use, declare
 from megatrain.schedule.passes.disk_staging import Staged
-from megatrain.spec import Home, ModelSpec, Numerics, Part, Policy, Precision, Tier
+from megatrain.spec import ModelSpec, Numerics, Part, Placement, Policy, Precision, Tier
 from megatrain.spec.layout import Layout, layout_of
 
 MOMENTS_NBYTES = 8
@@ -45,7 +45,7 @@ class SizedPart(NamedTuple):
     copied: bool = False
 
 
-def parts_of(layout: Layout, numerics: Numerics, policy: Policy, home: Home) -> Iterator[SizedPart]:
+def parts_of(layout: Layout, numerics: Numerics, policy: Policy, placement: Placement) -> Iterator[SizedPart]:
     """What a unit has between steps, less what is empty."""
     trained = layout.trained.size
     sizes = {
@@ -56,8 +56,8 @@ def parts_of(layout: Layout, numerics: Numerics, policy: Policy, home: Home) -> 
     }
     for part, nbytes in sizes.items():
         if nbytes:
-            tier = home.tier(part)
-            yield SizedPart(part, nbytes, tier, copied=part is Part.WEIGHTS and tier != home.weights)
+            tier = placement.tier(part)
+            yield SizedPart(part, nbytes, tier, copied=part is Part.WEIGHTS and tier != placement.weights)
 
 
 def state_name(tier: Tier, part: Part, unit: int) -> str:
@@ -74,14 +74,14 @@ def staging_name(model: ModelSpec, unit: int, part: Part, number: int = 0) -> st
     """One of the host buffers that a part of a unit may pass through on its way from the disk; as for slots, the ends
     share one."""
     kind = model.units[unit].kind
-    return f"host/disk staging/{part}/{f'layer{number}' if kind == 'layer' else kind if model.tied else 'ends'}"
+    return f"host/disk_staging/{part}/{f'layer{number}' if kind == 'layer' else kind if model.tied else 'ends'}"
 
 
 def staging_names(model: ModelSpec, policy: Policy, unit: int, part: Part) -> list[str]:
     """All of them."""
     if model.units[unit].kind != "layer":
         return [staging_name(model, unit, part)]
-    count = policy.stage_slots
+    count = policy.disk_staging_slots
     if part is Part.WEIGHTS and policy.update == "during_backward" and not policy.shares_memory:
         count = max(count, policy.layers_fetched)  # from a layer's fetch to its update others are fetched
     return [staging_name(model, unit, part, number) for number in range(min(count, len(model.layers)))]
@@ -91,11 +91,11 @@ def state_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> dict[s
     """Tier -> bytes of all units' state between steps, with the buffers that it passes through."""
     totals: dict[str, int] = {"device": 0, "host": 8 * len(model.units), "disk": 0}
     stages: dict[str, int] = {}
-    alike: Counter[tuple[int, bool, Home]] = Counter()
-    first: dict[tuple[int, bool, Home], int] = {}
-    homes = policy.homes_of(model)
+    alike: Counter[tuple[int, bool, Placement]] = Counter()
+    first: dict[tuple[int, bool, Placement], int] = {}
+    placements = policy.placements_of(model)
     for unit, spec in enumerate(model.units):
-        key = id(spec.params), spec.kind == "layer", homes[unit]
+        key = id(spec.params), spec.kind == "layer", placements[unit]
         alike[key] += 1
         first.setdefault(key, unit)
     for key, count in alike.items():
@@ -122,11 +122,11 @@ def spare_nbytes(layout: Layout, precision: Precision, away: Collection[Part]) -
 
 def save_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> int:
     """Host memory that checkpoints written beside steps take: that of the unit which needs most (`spare_nbytes`)."""
-    kinds = {(id(spec.params), policy.home(unit)): unit for unit, spec in enumerate(model.units)}
+    kinds = {(id(spec.params), policy.placement(unit)): unit for unit, spec in enumerate(model.units)}
     found = []
-    for (_, home), unit in kinds.items():
+    for (_, placement), unit in kinds.items():
         layout = layout_of(model.units[unit])
-        away = [part.part for part in parts_of(layout, numerics, policy, home) if part.tier != "host"]
+        away = [part.part for part in parts_of(layout, numerics, policy, placement) if part.tier != "host"]
         found.append(spare_nbytes(layout, numerics.precision, away))
     return max(found)
 
@@ -147,7 +147,7 @@ class StateBuffers:
         self._model, self._numerics, self._policy = model, numerics, policy
         self._buffers, self._staged = buffers, staged
         old = "old" if pending == "all" else ""
-        self._parts: dict[tuple[int, Home], Sequence[SizedPart]] = {}
+        self._parts: dict[tuple[int, Placement], Sequence[SizedPart]] = {}
         for unit, spec in enumerate(model.units):
             version = old if layout_of(spec).trained.size else ""
             for part in self.of(unit):
@@ -157,10 +157,10 @@ class StateBuffers:
 
     def of(self, unit: int) -> Sequence[SizedPart]:
         """The parts of a unit. Units that are alike share their sizes."""
-        layout, home = layout_of(self._model.units[unit]), self._policy.home(unit)
-        key = id(layout), home
+        layout, placement = layout_of(self._model.units[unit]), self._policy.placement(unit)
+        key = id(layout), placement
         if key not in self._parts:
-            self._parts[key] = tuple(parts_of(layout, self._numerics, self._policy, home))
+            self._parts[key] = tuple(parts_of(layout, self._numerics, self._policy, placement))
         return self._parts[key]
 
     def norm(self, unit: int) -> Access:

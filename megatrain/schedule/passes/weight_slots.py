@@ -23,7 +23,7 @@ from megatrain.schedule.passes.state_buffers import state_name
 from megatrain.spec import ModelSpec, Numerics, Part, Policy
 from megatrain.spec.layout import Layout
 
-RING = "device/weight slots/ring"
+RING = "device/weight_slots/ring"
 IN_SLOT = "(a slot)"
 """Stands for the buffer of weights, which `Weights.unit` names, until their visit has a slot."""
 
@@ -73,7 +73,7 @@ class WeightSlots:
 
     def stays(self, unit: int) -> bool:
         """Whether its weights are on the device between steps."""
-        return self.policy.home(unit).weights == "device"
+        return self.policy.placement(unit).weights == "device"
 
     @property
     def in_ring(self) -> bool:
@@ -98,7 +98,7 @@ class WeightSlots:
             names = [self.model.units[unit].kind if self.model.tied else "ends"]
         nbytes = max(self._nbytes(user) for user in users if not self.stays(user))
         behind = self._nbytes(0) if self.again_for_head() and unit == self.model.epilogue else 0
-        return [self._declare(f"device/weight slots/{name}", behind, nbytes) for name in names]
+        return [self._declare(f"device/weight_slots/{name}", behind, nbytes) for name in names]
 
     def _declare(self, slot: str, start: int, nbytes: int) -> str:
         buffer = RING if self.in_ring else slot

@@ -12,7 +12,7 @@ from __future__ import annotations
 from functools import lru_cache
 from math import ceil
 
-from megatrain.spec import Growth, LayerProfile, ModelSpec, Numerics, Policy, Rows, UnitSpec, Work
+from megatrain.spec import Batching, Growth, LayerProfile, ModelSpec, Numerics, Policy, UnitSpec, Work
 
 LOSS_BLOCK_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Logits that exist in float32 at one time, by device type: a share of the cache on a cpu, few launches on a GPU."""
@@ -45,17 +45,17 @@ def _forms(numerics: Numerics, policy: Policy, work: Work) -> bool:
 
 
 def profile_of(model: ModelSpec, unit: int, work: Work, length: int) -> LayerProfile:
-    """The profile of a unit for the step's rows, of sequences of `length`."""
-    return _profile_of(model, unit, work.rows, length, max(work.tokens, default=0) > length)
+    """The profile of a unit for the step's batching, of sequences of `length`."""
+    return _profile_of(model, unit, work.batching, length, max(work.tokens, default=0) > length)
 
 
 @lru_cache(maxsize=4096)
-def _profile_of(model: ModelSpec, unit: int, rows: Rows, length: int, several: bool) -> LayerProfile:
+def _profile_of(model: ModelSpec, unit: int, batching: Batching, length: int, several: bool) -> LayerProfile:
     profile = model.units[unit].profile
     if model.attention in MASKED:
         of = (profile,) if unit else tuple(model.units[layer].profile for layer in model.layers)
         windowed = any(each.window is not None and each.window <= length for each in of)
-        profile = profile.of(rows, *(("masked",) if windowed or rows != "whole" else ()))
+        profile = profile.of(batching, *(("masked",) if windowed or batching != "uniform" else ()))
     return profile.of("several") if several else profile
 
 

@@ -15,12 +15,12 @@ from megatrain.errors import DeviceError, PlanError, StreamFailed
 from megatrain.plan import Question, find_plan
 from megatrain.run.this_machine import this_machine
 from megatrain.schedule.passes.pinned_staging import pinned_nbytes
-from megatrain.spec import Transit
+from megatrain.spec import Transfer
 from tests.integration.test_tiers import RESIDENT, SPLITS, results, run, usual
 from tests.tiny import equal, tiny_model, unequal_batches
 
 MIXED, RESIDENTS = SPLITS["a different one each"], RESIDENT["ends resident"]
-SOME = [("bf16", "next_forward", MIXED, "slabs"), ("fp32", "during_backward", RESIDENTS, "slabs")]
+SOME = [("bf16", "next_forward", MIXED, "staged"), ("fp32", "during_backward", RESIDENTS, "staged")]
 SOME += [("bf16", "next_forward", SPLITS["everything"], "pageable")]
 WAYS = [("bf16", "next_forward"), ("fp32", "during_backward")]
 ALL = [(*way, split) for way, split in product(WAYS, (*SPLITS.values(), *RESIDENT.values()))]
@@ -28,12 +28,14 @@ ALL = [(*way, split) for way, split in product(WAYS, (*SPLITS.values(), *RESIDEN
 
 @pytest.mark.parametrize(
     "cases",
-    [SOME, pytest.param([(*each, "slabs") for each in ALL], marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
+    [SOME, pytest.param([(*each, "staged") for each in ALL], marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
 )
 def test_every_way_over_the_bus_gives_the_same_bits(cases: list[Any], tmp_path: Path) -> None:
-    for number, (precision, update, split, transit) in enumerate(cases):
+    for number, (precision, update, split, transfer) in enumerate(cases):
         expected = run("cpu", precision, usual(update, shares_memory=True), tmp_path)
-        policy = replace(usual(update, homes=split, transit=transit, slabs=1 + number % 3), shard_nbytes=9000)
+        policy = replace(
+            usual(update, placements=split, transfer=transfer, pinned_staging_slots=1 + number % 3), shard_nbytes=9000
+        )
         assert equal(run(f"sim:{number}", precision, policy, tmp_path), expected), split
 
 
@@ -45,23 +47,23 @@ def test_beyond_the_limit_a_run_goes_by_slabs_and_below_them_unlocked() -> None:
     with small(SimDevice(1)) as free:
         expected = results(free)
         everything = sum(free._device.locked.values())  # type: ignore[attr-defined]
-    for limit, transit in ((everything, "locked"), (everything - 1, "slabs"), (1000, "pageable")):
+    for limit, transfer in ((everything, "pinned"), (everything - 1, "staged"), (1000, "pageable")):
         device = SimDevice(1, lockable=limit)
         with small(device) as made:
-            assert made.policy.transit == transit
+            assert made.policy.transfer == transfer
             assert equal(results(made), expected)
             assert sum(device.locked.values()) <= limit
     with pytest.raises(
-        DeviceError, match=r"would make [\d,]+ page-locked, of 1,000 allowed; use a policy with transit"
+        DeviceError, match=r"would make [\d,]+ page-locked, of 1,000 allowed; use a policy with transfer"
     ):
         small(SimDevice(1, lockable=1000), Policy())
 
 
-@pytest.mark.parametrize("transit", ["locked", "slabs"])
-def test_what_saves_need_is_not_locked(transit: Transit, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transfer", ["pinned", "staged"])
+def test_what_saves_need_is_not_locked(transfer: Transfer, tmp_path: Path) -> None:
     """No copy to or from the device touches it, and it is as large as the largest unit in float32."""
     device = SimDevice(1)
-    with small(device, replace(usual("next_forward"), transit=transit)) as made:
+    with small(device, replace(usual("next_forward"), transfer=transfer)) as made:
         made.step(unequal_batches(2))
         before = sum(device.locked.values())
         device.lockable_nbytes = before
@@ -75,23 +77,25 @@ def test_a_plan_for_such_a_machine_runs_on_it_and_locks_what_it_says() -> None:
     assert machine.pinnable_nbytes == 20_000
     with Engine.from_model(tiny_model(), "sim:0", verify=False) as made:
         spec = made.spec
-    plan = find_plan(Question(spec, machine, 24, 12, pinned={"transit": "slabs", "shard_nbytes": 2000, "homes": ()}))
+    plan = find_plan(
+        Question(spec, machine, 24, 12, overrides={"transfer": "staged", "shard_nbytes": 2000, "placements": ()})
+    )
     with small(device, plan.policy) as made:
         made.prepare(plan.work)
         made.step(unequal_batches(2))
         made.step(unequal_batches(2))
-        locked = pinned_nbytes(plan.timeline.schedule.buffers.values(), "slabs")
+        locked = pinned_nbytes(plan.timeline.schedule.buffers.values(), "staged")
         assert 0 < sum(device.locked.values()) <= locked <= 20_000
-        with pytest.raises(PlanError, match=r"policy.transit: cannot be changed under way"):
-            made.adopt(replace(plan.policy, transit="locked"))
-        made.adopt(replace(plan.policy, slabs=1))
+        with pytest.raises(PlanError, match=r"policy.transfer: cannot be changed under way"):
+            made.adopt(replace(plan.policy, transfer="pinned"))
+        made.adopt(replace(plan.policy, pinned_staging_slots=1))
         made.step(unequal_batches(2))
         assert sum(device.locked.values()) < locked
     assert device.locked == {}
 
 
 def test_a_failed_pack_costs_an_error_and_no_number() -> None:
-    policy = replace(usual("next_forward", transit="slabs"), shard_nbytes=9000)
+    policy = replace(usual("next_forward", transfer="staged"), shard_nbytes=9000)
     with small(SimDevice(3), policy) as calm:
         expected = [calm.step(unequal_batches(2)).loss for _ in range(2)]
         weights = calm.master_weights()

@@ -1,4 +1,4 @@
-"""Gates are taken where a replay says that they gain, and never where they do not."""
+"""WaitFor are taken where a replay says that they gain, and never where they do not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bench.scaling import shape
 from bench.shapes import llama_shape
 from megatrain.plan import Question, find_plan, machine
 from megatrain.plan.cost import CALL_KERNELS, TURN_KERNELS, op_seconds
-from megatrain.plan.search_space import WORTH_GATES
+from megatrain.plan.search_space import WORTH_SHARDS
 from megatrain.schedule import build_step
 from megatrain.spec import ModelSpec, Numerics, Policy, Work
 
@@ -29,7 +29,7 @@ QUESTIONS = {
 }
 
 
-QUESTIONS["one slot"] = replace(QUESTIONS["one slot"], pinned={"weight_slots": 1})
+QUESTIONS["one slot"] = replace(QUESTIONS["one slot"], overrides={"weight_slots": 1})
 
 
 @pytest.mark.parametrize(
@@ -38,36 +38,36 @@ QUESTIONS["one slot"] = replace(QUESTIONS["one slot"], pinned={"weight_slots": 1
 )
 def test_a_plan_that_may_have_gates_is_never_slower_and_has_them_where_they_gain(name: str) -> None:
     asked = QUESTIONS[name]
-    without, chosen = find_plan(replace(asked, pinned={**asked.pinned, "gates": "unit"})), find_plan(asked)
-    if chosen.policy.gates == "unit":
+    without, chosen = find_plan(replace(asked, overrides={**asked.overrides, "wait_for": "unit"})), find_plan(asked)
+    if chosen.policy.wait_for == "unit":
         assert chosen.policy == without.policy
     else:
-        assert chosen.seconds < WORTH_GATES * without.seconds
+        assert chosen.seconds < WORTH_SHARDS * without.seconds
         assert chosen.taken.fits(asked.budgets())
-    assert chosen.policy.gates == ("shard" if name == "one slot" else "unit")
+    assert chosen.policy.wait_for == ("shard" if name == "one slot" else "unit")
     assert find_plan(asked).policy == chosen.policy
 
 
-@pytest.mark.parametrize("told", [{"gates": "shard"}, {"gates": "unit"}, {"kernels": "compile"}])
+@pytest.mark.parametrize("told", [{"wait_for": "shard"}, {"wait_for": "unit"}, {"kernels": "compile"}])
 def test_what_the_user_has_said_stays(told: dict[str, object]) -> None:
-    policy = find_plan(replace(QUESTIONS["few tokens"], pinned=told)).policy
-    assert policy.gates == told.get("gates", "unit")
+    policy = find_plan(replace(QUESTIONS["few tokens"], overrides=told)).policy
+    assert policy.wait_for == told.get("wait_for", "unit")
 
 
 def test_shards_and_slots_that_the_user_has_said_stay_beside_gates() -> None:
     told = {"shard_nbytes": 200 << 20, "weight_slots": 1}
-    policy = find_plan(replace(QUESTIONS["one slot"], pinned=told)).policy
-    assert (policy.shard_nbytes, policy.weight_slots, policy.gates) == (200 << 20, 1, "shard")
+    policy = find_plan(replace(QUESTIONS["one slot"], overrides=told)).policy
+    assert (policy.shard_nbytes, policy.weight_slots, policy.wait_for) == (200 << 20, 1, "shard")
 
 
 def test_a_call_in_phases_costs_its_work_and_its_turns() -> None:
     of, work, hardware = model(), Work((512,), 512), machine("h200")
     policy = Policy(shard_nbytes=64 << 20)
     totals = []
-    for each in (policy, replace(policy, gates="shard")):
+    for each in (policy, replace(policy, wait_for="shard")):
         price, ops = op_seconds(of, Numerics(), each, work, hardware), build_step(of, Numerics(), each, work).ops
         calls = [op for op in ops if op.stream == "compute" and op.unit == 3]
         turns = sum(op.shard >= 0 for op in calls) * TURN_KERNELS + sum(op.shard == 0 for op in calls) * CALL_KERNELS
-        assert bool(turns) == (each.gates == "shard")
+        assert bool(turns) == (each.wait_for == "shard")
         totals.append(sum(price(op) for op in calls) - turns * (hardware.launch_seconds or 0.0))
     assert totals[0] == pytest.approx(totals[1])

@@ -1,4 +1,4 @@
-"""Gates inside a layer's code: the same bits, whoever reorders what, and nothing used before it has come."""
+"""WaitFor inside a layer's code: the same bits, whoever reorders what, and nothing used before it has come."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatrain.engine.phased_call import Call
 from megatrain.engine.step_state import Current
 from megatrain.errors import BrokenPromise, MegaTrainError, StreamFailed
 from megatrain.model import PortedModel
-from megatrain.spec import Keep, Numerics, Precision, Transit
+from megatrain.spec import Keep, Numerics, Precision, Transfer
 from megatrain.testing import Fault, SimDevice
 from tests.kinds import KINDS
 from tests.tiny import equal, relative_error, stock_gradients, tiny_model, unequal_batches
@@ -90,7 +90,7 @@ def plainest(precision: Precision, update: str, family: str, micro_batches: int,
     shard=st.sampled_from([SMALL, 2048, 5000, 10**9]),
     update=st.sampled_from(["next_forward", "during_backward"]),
     micro_batches=st.integers(1, 3),
-    transit=st.sampled_from(["locked", "slabs", "pageable"]),
+    transfer=st.sampled_from(["pinned", "staged", "pageable"]),
     chunk=st.sampled_from([0, 4]),
     seed=st.integers(0, 10**6),
 )
@@ -102,7 +102,7 @@ def test_gates_change_no_bit(
     shard: int,
     update: str,
     micro_batches: int,
-    transit: Transit,
+    transfer: Transfer,
     chunk: int,
     seed: int,
 ) -> None:
@@ -111,10 +111,10 @@ def test_gates_change_no_bit(
         weight_slots=slots,
         grad_slots=slots,
         shard_nbytes=shard,
-        gates="shard",
-        activation_rows=ROWS[rows],
+        wait_for="shard",
+        activations_by_layer=ROWS[rows],
         update=update,  # type: ignore[arg-type]
-        transit=transit,
+        transfer=transfer,
     )
     expected = plainest(precision, update, family, micro_batches, chunk)
     numerics = Numerics(precision, loss_chunk_tokens=5, mlp_chunk_tokens=chunk)
@@ -124,7 +124,7 @@ def test_gates_change_no_bit(
     assert not calls_under_way()
 
 
-GATED = Policy(gates="shard", shard_nbytes=2048, weight_slots=1)
+PHASED = Policy(wait_for="shard", shard_nbytes=2048, weight_slots=1)
 
 
 def openmp_threads() -> int:
@@ -155,7 +155,7 @@ def test_all_model_code_runs_on_as_many_threads_as_were_set_whatever_the_environ
         for count in (3, 5):
             found.clear()
             torch.set_num_threads(count)
-            with engine("sim:1", replace(GATED, activation_rows=ROWS[rows]), "llama") as made:
+            with engine("sim:1", replace(PHASED, activations_by_layer=ROWS[rows]), "llama") as made:
                 if caller == "the main thread":
                     made.step(unequal_batches(2))
                 else:
@@ -177,7 +177,7 @@ def test_a_layer_is_at_work_before_all_its_shards_have_come_and_after_some_gradi
     late, busy = SimDevice(temperament="late"), SimDevice(temperament="starve")
     busy._starved = "compute"
     for device in (late, busy):
-        with engine(device, replace(GATED, activation_rows=ROWS[rows]), "llama") as made:
+        with engine(device, replace(PHASED, activations_by_layer=ROWS[rows]), "llama") as made:
             made.gradients(unequal_batches(1))
     assert sum(name.startswith("FETCH u2") for name in late.order) > 8
     begun = late.order.index("FORWARD u2 m0 s0")
@@ -191,7 +191,7 @@ def test_a_weight_that_is_read_without_its_gate_is_found(rows: str, monkeypatch:
     """What has not come is NaN on the simulated device."""
     monkeypatch.setattr(Call, "need_all", lambda self, ranges: None)
     with (
-        engine("sim:1", replace(GATED, activation_rows=ROWS[rows]), "llama") as made,
+        engine("sim:1", replace(PHASED, activations_by_layer=ROWS[rows]), "llama") as made,
         pytest.raises(MegaTrainError, match="nan"),
     ):
         made.step(unequal_batches(1))
@@ -201,9 +201,9 @@ def test_a_weight_that_is_read_without_its_gate_is_found(rows: str, monkeypatch:
 def test_a_step_is_filled_by_one_shard(family: str) -> None:
     """On the virtual clock, where a shard takes a second and nothing else takes any."""
     shards = SimDevice(6, cost=lambda task: float(task.name.startswith("FETCH")))
-    policy = replace(GATED, shard_nbytes=1000)
+    policy = replace(PHASED, shard_nbytes=1000)
     expected = plainest("fp32", "next_forward", family, 1)
-    with engine(shards, replace(policy, activation_rows=(("input",),)), family) as made:
+    with engine(shards, replace(policy, activations_by_layer=(("input",),)), family) as made:
         found = {f"gradient {name}": gradient for name, gradient in made.gradients(unequal_batches(1)).items()}
         timeline = made._streamer.timeline
     assert timeline is not None
@@ -218,7 +218,7 @@ def test_a_model_that_makes_its_mask_by_vmap_trains_as_the_stock_one() -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3_text", **fields)).train()
     _, expected = stock_gradients(model, unequal_batches(2))
-    policy = replace(GATED, shard_nbytes=1000)
+    policy = replace(PHASED, shard_nbytes=1000)
     with Engine.from_model(model, "sim:1", "fp32", policy=policy, verify=False) as made:
         found = made.gradients(unequal_batches(2))
     assert max(relative_error(found[name], expected[name]) for name in expected) < 1e-5
@@ -226,19 +226,19 @@ def test_a_model_that_makes_its_mask_by_vmap_trains_as_the_stock_one() -> None:
 
 def test_a_gradient_that_is_let_go_of_before_it_is_complete_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Call, "finished", lambda self, name: self._completes[self._phase] and self._reach(self._last))
-    with engine("sim:1", GATED, "llama") as made, pytest.raises(BrokenPromise):
+    with engine("sim:1", PHASED, "llama") as made, pytest.raises(BrokenPromise):
         made.gradients(unequal_batches(1))
 
 
 @pytest.mark.parametrize("at", ["FETCH u2 s3", "FETCH u4 s1", "GRAD u1 s2", "BACKWARD u2 m0 s4", "FORWARD u1 m0 s1"])
 def test_a_failure_in_the_middle_of_a_call_surfaces_and_leaves_nothing_behind(at: str) -> None:
-    a_step_fails_and_is_done_again(GATED, at)
+    a_step_fails_and_is_done_again(PHASED, at)
 
 
 def a_step_fails_and_is_done_again(policy: Policy, at: str) -> None:
     """A failure at this op is told, ends the call under way, and costs nothing but the step."""
     batches = unequal_batches(2)
-    with engine("cpu", replace(GATED, gates="unit"), "llama") as made:
+    with engine("cpu", replace(PHASED, wait_for="unit"), "llama") as made:
         expected = [made.step(batches).loss for _ in range(2)]
     device = SimDevice(5)
     with engine(device, policy, "llama") as made:
@@ -256,7 +256,7 @@ def a_step_fails_and_is_done_again(policy: Policy, at: str) -> None:
 def test_a_call_keeps_nothing_of_its_step(rows: str, at: str) -> None:
     """Slots and activations are let go of at once, without the collector of cycles; of a step that fails, slots."""
     device = SimDevice(5, faults=[Fault("raise", at)] if at else [])
-    with engine(device, replace(GATED, activation_rows=ROWS[rows]), "llama") as made:
+    with engine(device, replace(PHASED, activations_by_layer=ROWS[rows]), "llama") as made:
         gc.collect()
         gc.disable()
         try:
@@ -276,7 +276,7 @@ def test_a_system_without_another_thread_costs_a_typed_error_and_no_step(monkeyp
         raise RuntimeError("can't start new thread")
 
     batches = unequal_batches(1)
-    with engine("sim:3", GATED, "llama") as made:
+    with engine("sim:3", PHASED, "llama") as made:
         made.evaluate(batches)
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
@@ -293,7 +293,7 @@ def test_ctrl_c_in_the_middle_of_a_call_ends_it(monkeypatch: pytest.MonkeyPatch)
         if self._phase == 1:
             raise KeyboardInterrupt
 
-    with engine("cpu", GATED, "llama") as made:
+    with engine("cpu", PHASED, "llama") as made:
         monkeypatch.setattr(Call, "turn", turn)
         with pytest.raises(KeyboardInterrupt):
             made.step(unequal_batches(1))

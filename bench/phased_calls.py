@@ -1,11 +1,11 @@
-"""What gates cost and what they save.
+"""What it costs and saves to wait for shards in place of units.
 
-    python -m bench.gates --turns
-    python -m bench.gates [--docs FOLDER]
+    python -m bench.phased_calls --turns
+    python -m bench.phased_calls [--docs FOLDER]
 
 The first measures, on this machine, what a call in phases takes beyond the same call in one piece: its thread, each
 turn between the threads, and each torch function that is watched; beside the smallest op, in which `plan.cost` prices
-them. The second is a prediction by replay: the planner's step with gates and without, on described machines, where they
+them. The second is a prediction by replay: the planner's step by shards and by units, on described machines, where they
 gain anything and where not; it fills the table of docs/benchmarks/planning.md.
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.scaling import ENOUGH_HOST, GB, filled, shape
-from megatrain.engine.phased_call import OPEN, Call, Gates
+from megatrain.engine.phased_call import OPEN, Call, Phases
 from megatrain.errors import DoesNotFit
 from megatrain.memory import Held
 from megatrain.model.weight_reads import Uses
@@ -71,10 +71,10 @@ def _seconds(phases: int, functions: int, gated: bool) -> float:
     unit = UnitSpec("layer", "layer", tuple(ParamSpec(f"w{i}", (8,)) for i in range(max(1, phases))))
     layout, flat, one = layout_of(unit), torch.zeros(layout_of(unit).size), torch.zeros(1)
 
-    def run(op: Op, held: Held, gates: Gates) -> None:
-        with gates.around(flat) if gated else nullcontext():
+    def run(op: Op, held: Held, phases: Phases) -> None:
+        with phases.around(flat) if gated else nullcontext():
             for field in layout.fields:
-                gates.need(field.start, field.stop)
+                phases.need(field.start, field.stop)
             for _ in range(functions):
                 one.add_(1.0)
 
@@ -116,20 +116,20 @@ def functions_of_a_layer() -> int:
 
 
 def gains() -> list[str]:
-    """The step with gates and without, for shapes, machines and tokens per step."""
+    """The step by shards and by units, for shapes, machines and tokens per step."""
     rows = [
         "| model | machine | tokens/step | slots | without | with | gain | chosen |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for words, question in _questions():
         try:
-            without = find_plan(replace(question, pinned={**question.pinned, "gates": "unit"}))
+            without = find_plan(replace(question, overrides={**question.overrides, "wait_for": "unit"}))
         except DoesNotFit:
             continue
         chosen = find_plan(question)
         policy, gain = chosen.policy, without.seconds / chosen.seconds - 1
         what = "unit"
-        if policy.gates == "shard":
+        if policy.wait_for == "shard":
             what = f"shard, {policy.weight_slots} slots, {policy.shard_nbytes / 1e6:.0f} MB"
         step = (f"{each.seconds:.3f} s" for each in (without, chosen))
         rows.append(f"| {words} | {' | '.join(step)} | {f'{gain:.1%}' if gain else ''} | {what} |")
@@ -141,13 +141,13 @@ def _questions() -> Iterator[tuple[str, Question]]:
     for hardware, device in (("rtx-4090", 8), ("gh200", 96)):
         there = replace(machine(hardware), device_nbytes=round(device * GB), host_nbytes=ENOUGH_HOST)
         for tokens in (512, 4096, 32_768):
-            for slots, pinned in (("any", {"read_ahead_nbytes": 0}), ("1", {"weight_slots": 1})):  # not by a ring
+            for slots, overrides in (("any", {"read_ahead_nbytes": 0}), ("1", {"weight_slots": 1})):  # not by a ring
                 words = f"7B | {hardware}, {device} GB | {tokens:,} | {slots}"
-                yield words, Question(shape("7B"), there, tokens, min(tokens, 4096), pinned=pinned)
+                yield words, Question(shape("7B"), there, tokens, min(tokens, 4096), overrides=overrides)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="what gates cost, measured, and what they save, by replay")
+    parser = argparse.ArgumentParser(description="what waiting for shards costs, measured, and saves, by replay")
     parser.add_argument("--turns", action="store_true", help="measure what a call in phases takes on this machine")
     parser.add_argument("--docs", type=Path, default=Path("docs/benchmarks"), help="folder of planning.md")
     arguments = parser.parse_args()
@@ -157,7 +157,7 @@ def main() -> int:
     tables = {"gains": gains()}
     page = arguments.docs / "planning.md"
     if page.exists():
-        page.write_text(filled(page.read_text(), tables, "bench.gates"))
+        page.write_text(filled(page.read_text(), tables, "bench.phased_calls"))
     print("\n".join(tables["gains"]))
     return 0
 

@@ -1,4 +1,4 @@
-"""Gates inside the products of experts: the first expert is at work before the last one's shard has come."""
+"""WaitFor inside the products of experts: the first expert is at work before the last one's shard has come."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from megatrain import AdamW, Engine, Policy
 from megatrain.engine.phased_call import _Meeting
-from megatrain.spec import Gates, Numerics
+from megatrain.spec import Numerics, WaitFor
 from megatrain.testing import SimDevice
 from tests.tiny import FAMILIES, tiny_model, unequal_batches
 
@@ -29,11 +29,11 @@ GPT_OSS = {**FAMILIES["mixtral"], "model_type": "gpt_oss", "head_dim": 8, "slidi
 KINDS: dict[str, dict[str, Any]] = {"mixtral": {}, "qwen3-moe": {}, "olmoe": OLMOE, "gpt-oss": GPT_OSS}
 
 
-def engine(device: str | SimDevice, kind: str, experts: str, gates: Gates, keeps: str = "input") -> Engine:
+def engine(device: str | SimDevice, kind: str, experts: str, gates: WaitFor, keeps: str = "input") -> Engine:
     model = tiny_model(kind if kind in FAMILIES else "mixtral", **KINDS[kind])
     model.set_experts_implementation(experts)
     sizes = {"weight_slots": 1, "grad_slots": 1, "shard_nbytes": 2500}
-    policy = Policy(gates=gates, activation_rows=((keeps,),), **sizes)  # type: ignore[arg-type]
+    policy = Policy(gates=gates, activations_by_layer=((keeps,),), **sizes)  # type: ignore[arg-type]
     how = {
         "max_grad_norm": 0.5,
         "policy": policy,

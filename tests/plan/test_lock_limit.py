@@ -1,0 +1,71 @@
+"""How weights and gradients cross the bus where not all of them may be page-locked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatrain.plan import Question, find_plan
+from megatrain.plan.refinements import fit_lock_limit
+from megatrain.schedule import Use, build_step
+from megatrain.schedule.passes.pinned_staging import pinned_nbytes
+from megatrain.spec import Hardware, Numerics, Part, Placement, Policy, Work
+from tests.small import small_spec
+
+MODEL = small_spec(4)
+BUS = Hardware("bus", 1 << 30, 1 << 30, 1e6, 1e6, 1e9, 1e8, host_copy_bandwidth=5e6, pageable_fetch_bandwidth=3e5)
+SLOW = replace(BUS, host_copy_bandwidth=2e5, pageable_grad_bandwidth=5e5)
+ALL = pinned_nbytes(build_step(MODEL, Numerics(), Policy(), Work((8,)), "all").buffers.values(), "pinned")
+
+
+def ask(machine: Hardware, limit: int | None, **overrides: object) -> Policy:
+    """The plan's policy. It has no device memory to keep state in, and no shards of its own choice."""
+    overrides = {"placements": (), "micro_batch": 1, "activations": "recompute", "loss_chunk_tokens": 64, **overrides}
+    found = find_plan(Question(MODEL, replace(machine, pinnable_nbytes=limit), 32, 8, overrides=overrides))
+    policy, buffers = found.policy, found.timeline.schedule.buffers.values()
+    free = limit is None or "transfer" in overrides or machine.shares_memory
+    assert free or pinned_nbytes(buffers, policy.transfer) <= limit
+    return policy
+
+
+def test_all_is_locked_where_it_may_be() -> None:
+    assert ask(BUS, None).transfer == "pinned"
+    assert ask(BUS, ALL).transfer == "pinned"
+    assert ask(BUS, ALL - 1).transfer != "pinned"
+
+
+def test_of_the_other_ways_the_quicker_one_is_taken_if_it_fits() -> None:
+    assert ask(BUS, ALL // 2).transfer == "staged"
+    assert ask(SLOW, ALL // 2).transfer == "pageable"
+    assert ask(BUS, 16).transfer == "pageable", "no room for slabs"
+
+
+def test_what_is_pinned_is_left_alone() -> None:
+    assert ask(BUS, 0, transfer="pinned").transfer == "pinned"
+    found = ask(SLOW, ALL // 2, transfer="staged", shard_nbytes=128)
+    assert (found.transfer, found.shard_nbytes) == ("staged", 128)
+
+
+def test_where_memory_is_shared_there_is_nothing_to_lock() -> None:
+    assert ask(replace(BUS, shares_memory=True), 0).transfer == "pinned"
+
+
+@pytest.mark.parametrize(("limit", "transfer"), [(ALL, "pinned"), (ALL // 2, "staged"), (64, "pageable")])
+def test_without_a_planner_too(limit: int, transfer: str) -> None:
+    policy = fit_lock_limit(MODEL, Numerics(), Policy(), limit)
+    assert policy.transfer == transfer
+    buffers = build_step(MODEL, Numerics(), policy, Work((8, 8)), "all").buffers.values()
+    assert pinned_nbytes(buffers, policy.transfer) <= limit
+    assert fit_lock_limit(MODEL, Numerics(), Policy(shares_memory=True), 0).transfer == "pinned"
+
+
+def test_staging_buffers_of_the_disk_count_as_locked() -> None:
+    on_disk = Policy(placements=(Placement("disk", "disk", "disk", "disk"),) * len(MODEL.units))
+    buffers = build_step(MODEL, Numerics(), on_disk, Work((8,)), "all").buffers
+    staging = sum(
+        buffer.nbytes
+        for buffer in buffers.values()
+        if buffer.use is Use.DISK_STAGING and buffer.part in (Part.WEIGHTS, Part.GRADIENTS)
+    )
+    assert pinned_nbytes(buffers.values(), "pinned") == pinned_nbytes(buffers.values(), "staged") == staging > 0
