@@ -32,7 +32,7 @@ def test_schedules_with_gates_are_proven_and_are_the_others_cut_up(
     before = "all" if pending and policy.update == "next_forward" else "none"
     plain, cut = (build_step(of, Numerics(), each, work, before) for each in (policy, gated(policy)))
     check(cut)
-    check(build_forward(of, gated(policy), work))
+    check(build_forward(of, Numerics(), gated(policy), work))
     wholes = {id(phases[0]): whole(phases) for phases in calls_in(cut.ops)}
     calls = [wholes.get(id(op), op) for op in cut.ops if op.stream == "compute" and op.shard < 1]
     assert [described(op) for op in calls] == [described(op) for op in plain.ops if op.stream == "compute"]
@@ -47,7 +47,9 @@ def described(op: Op) -> tuple[str, frozenset[object], frozenset[object]]:
 
 @given(policy=policies, work=works, tied=st.booleans())
 def test_no_wait_of_a_gate_is_redundant(policy: Policy, work: Work, tied: bool) -> None:
-    schedule = build_step(small_spec(1, tied), replace(gated(policy), shard_nbytes=policy.shard_nbytes + 200), work)
+    schedule = build_step(
+        small_spec(1, tied), Numerics(), replace(gated(policy), shard_nbytes=policy.shard_nbytes + 200), work
+    )
     for index, waits in enumerate(schedule.waits):
         for wait in waits:
             fewer = list(schedule.waits)
