@@ -84,3 +84,13 @@ def _same_seeds() -> None:
         numpy.random.seed(0)
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _measured_once(request: pytest.FixtureRequest) -> None:
+    """A model like one before is not measured again (`tests.remembered`)."""
+    if profile := sys.modules.get("megatrain.model.profile"):
+        from tests import remembered
+
+        anew = request.node.nodeid.startswith(remembered.MEASURED_ANEW)
+        (remembered.forget if anew else remembered.remember)(profile)
