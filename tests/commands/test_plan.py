@@ -103,7 +103,7 @@ def test_a_saved_plan_for_a_described_machine_needs_no_torch(saved: str) -> None
         f"find_model({saved!r}, 'bf16'); find_hardware('h200')\n"
         "assert not {'torch', 'transformers'} & set(sys.modules), 'slow'"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
