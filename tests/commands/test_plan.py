@@ -106,7 +106,13 @@ def test_a_saved_plan_for_a_described_machine_needs_no_torch(saved: str) -> None
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family in ("llama-tied", "gpt2", "mixtral") else pytest.mark.slow)
+        for family in sorted(FAMILIES)
+    ],
+)
 def test_the_specification_of_each_family_is_found_from_its_config(family: str, tmp_path: Path) -> None:
     model = tiny_model(family)
     model.config.save_pretrained(tmp_path)

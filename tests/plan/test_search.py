@@ -56,7 +56,12 @@ def fits(plan: Plan) -> bool:
     return all(plan.nbytes[tier] <= budget for tier, budget in plan.question.budgets().items())
 
 
-@pytest.mark.parametrize("name", MACHINES)
+def some(*quick: str) -> list[Any]:
+    """All of `MACHINES`, of which `quick` are in the quick suite."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in MACHINES]
+
+
+@pytest.mark.parametrize("name", some("balanced", "small device", "a cpu"))
 def test_the_choice_is_within_3_percent_of_an_exhaustive_search(name: str) -> None:
     asked = question(MACHINES[name])
     chosen = find_plan(asked)
@@ -64,7 +69,7 @@ def test_the_choice_is_within_3_percent_of_an_exhaustive_search(name: str) -> No
     assert chosen.seconds <= 1.03 * min(plan.seconds for plan in everything(asked))
 
 
-@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("name", some("slow bus", "slow host", "slow launches"))
 def test_no_random_policy_that_fits_is_better(name: str) -> None:
     asked = question(MACHINES[name], model=llama(layers=12))
     chosen, draw, tried = find_plan(asked), random.Random(name), 0
