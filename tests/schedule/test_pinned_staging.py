@@ -34,10 +34,12 @@ def moved(schedule: Schedule, kind: str) -> Counter[str]:
 def test_any_split_is_proven_and_only_locked_memory_meets_the_bus() -> None:
     packed = 0
     for seed in range(16):
-        model, policy, work = random_case(random.Random(seed))
+        model, numerics, policy, work = random_case(random.Random(seed))
         policy = replace(policy, shares_memory=False, transit="slabs", slabs=1 + seed % 3)
         for plain, slabs in zip(
-            schedules(model, replace(policy, transit="locked"), work), schedules(model, policy, work), strict=True
+            schedules(model, numerics, replace(policy, transit="locked"), work),
+            schedules(model, numerics, policy, work),
+            strict=True,
         ):
             check(slabs)
             for op in slabs.ops:
