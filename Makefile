@@ -10,6 +10,8 @@ OUT    ?= bench/results
 # Seconds for one test: a hang is a failure, with the stacks of all threads.
 PYTEST := $(BIN)/python -m pytest --timeout=300
 WORKERS ?= 2
+# A worker that dies ends the run: pytest-xdist would start another, and with whole files for each it waits forever.
+BESIDE := -n $(WORKERS) --max-worker-restart=0
 
 .DEFAULT_GOAL := help
 .PHONY: help venv quickstart test test-cuda test-all test-cpus bench gpu lint docs
@@ -31,7 +33,7 @@ quickstart: venv  ## train a small model on this machine, or go on with it
 	$(BIN)/megatrain train configs/quickstart.yaml resume=auto $(ARGS)
 
 test: venv  ## what CI runs: everything that is neither slow nor for a GPU
-	OMP_NUM_THREADS=1 $(PYTEST) -m "not slow and not gpu" -n $(WORKERS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTEST) -m "not slow and not gpu" $(BESIDE) --dist loadfile $(ARGS)
 
 $(VENV)/.cuda: $(VENV)/.installed
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,cuda]'
@@ -40,10 +42,11 @@ $(VENV)/.cuda: $(VENV)/.installed
 test-cuda: $(VENV)/.cuda  ## the GPU tests, on a CUDA device that is not there (a C++ compiler is needed; tests/standin_cuda)
 	$(BIN)/python -m tests.standin_cuda  # built once, and not by each worker
 	OMP_NUM_THREADS=1 $(PYTEST) -p tests.standin_cuda.plugin tests/gpu tests/standin_cuda \
-	    tests/train/test_device_adamw.py -m gpu -n $(WORKERS) --dist load $(ARGS)
+	    tests/train/test_device_adamw.py -m gpu $(BESIDE) --dist load $(ARGS)
 
-test-all: venv  ## everything, with the thorough property tests
-	$(PYTEST) --hypothesis-profile=thorough $(ARGS)
+test-all: venv  ## everything, with the thorough property tests; says at its end how long it took
+	@begin=$$(date +%s); $(PYTEST) --hypothesis-profile=thorough $(ARGS); code=$$?; \
+	    echo "make test-all took $$(( ($$(date +%s) - begin) / 60 )) minutes by the clock"; exit $$code
 
 # Instruction sets of oneDNN and of PyTorch, and OpenMP's threads: what other processors would run. A processor runs those
 # that it has itself and those below.
@@ -53,7 +56,7 @@ test-cpus: venv  ## the tests as processors with fewer instructions would run th
 	    echo "== ONEDNN_MAX_CPU_ISA / ATEN_CPU_CAPABILITY / OMP_NUM_THREADS = $$each"; \
 	    set -- $$(echo $$each | tr / ' '); \
 	    ONEDNN_MAX_CPU_ISA=$$1 ATEN_CPU_CAPABILITY=$$2 OMP_NUM_THREADS=$$3 $(BIN)/python -m pytest \
-	        -m "not slow and not gpu" -n $(WORKERS) --dist loadfile -q $(ARGS) || exit 1; \
+	        -m "not slow and not gpu" $(BESIDE) --dist loadfile -q $(ARGS) || exit 1; \
 	done
 
 bench: venv  ## measure this machine and write the tables

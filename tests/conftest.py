@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 
 import pytest
 
 try:
-    from hypothesis import HealthCheck, settings
+    from hypothesis import HealthCheck, Phase, settings
 except ModuleNotFoundError:  # `make gpu` asks for torch, transformers, numba and pytest alone
     settings = None  # type: ignore[assignment,misc]
 
@@ -21,10 +22,21 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait must not take a core from those that work
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads and a fork warn about each other
 
-# Timing on a shared machine says nothing about a property, hence no deadline and no complaint about slowness.
+# Whoever starts the tests in the background of a shell script has Ctrl-C ignored, and tests ask what it does.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Timing on a shared machine says nothing about a property, hence no deadline and no complaint about slowness. The first
+# counterexample is told as it was drawn: the search for a smaller one takes minutes, and swallows the time limit of a
+# test. `make test-all` does search.
 if settings is not None:
     settings.register_profile(
-        "ci", max_examples=20, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        "ci",
+        max_examples=20,
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        phases=[Phase.explicit, Phase.generate],
+        report_multiple_bugs=False,
     )
     settings.register_profile("thorough", max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("ci")  # `--hypothesis-profile` overrides it
@@ -72,3 +84,13 @@ def _same_seeds() -> None:
         numpy.random.seed(0)
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _measured_once(request: pytest.FixtureRequest) -> None:
+    """A model like one before is not measured again (`tests.remembered`)."""
+    if profile := sys.modules.get("megatrain.model.profile"):
+        from tests import remembered
+
+        anew = request.node.nodeid.startswith(remembered.MEASURED_ANEW)
+        (remembered.forget if anew else remembered.remember)(profile)

@@ -19,6 +19,6 @@ sys.exit(pytest.main(["-p", "no:cacheprovider", "-W", "default", "--collect-only
 def test_the_gpu_tests_are_collected_without_the_development_tools(tmp_path: Path) -> None:
     words = [sys.executable, "-c", BARE]
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "test_parity.py" in done.stdout

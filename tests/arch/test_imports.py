@@ -25,7 +25,7 @@ for name in sys.argv[1:]:
 
 def _python(code: str, *modules: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code, *modules]
-    return subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=240, check=False)
 
 
 def _dotted(name: str) -> str:

@@ -10,6 +10,8 @@ import torch
 
 from bench import adamw
 
+pytestmark = pytest.mark.slow  # a benchmark at a tiny size
+
 
 def test_the_benchmark_runs_and_its_ratios_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     threads = torch.get_num_threads()

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from bench.checkpointing import main
+
+pytestmark = pytest.mark.slow  # a benchmark at a tiny size
 
 
 def test_a_tiny_one(tmp_path: Path) -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from bench import disk
+
+pytestmark = pytest.mark.slow  # a benchmark at a tiny size
 
 
 def test_the_benchmark_runs_and_its_ratios_agree(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import pytest
 from bench.elastic import INFINITE, REACHED, Point, bounded, claims, knees, point, table
 from bench.shapes import llama_shape
 
+pytestmark = pytest.mark.slow  # a benchmark at a tiny size
+
 SHAPE = llama_shape("small", 6, 2048, vocabulary=4096)
 TOKENS = 32_768
 FIXED = ("recomputed", "offloaded")

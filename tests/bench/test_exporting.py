@@ -9,6 +9,8 @@ import pytest
 
 from bench import exporting
 
+pytestmark = pytest.mark.slow  # a benchmark at a tiny size
+
 
 def test_the_benchmark_runs_and_its_numbers_agree(tmp_path: Path) -> None:
     result = exporting.measure(9e6, "bf16", 2, tmp_path)

@@ -8,6 +8,8 @@ import pytest
 
 from bench import generate
 
+pytestmark = pytest.mark.slow  # a benchmark at a tiny size
+
 SHAPE = {
     "model_type": "llama",
     "hidden_size": 32,

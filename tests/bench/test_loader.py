@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from bench import loader
+
+pytestmark = pytest.mark.slow  # a benchmark at a tiny size
 
 
 def test_the_loader_is_far_ahead_of_a_step_and_memory_stays() -> None:

@@ -11,6 +11,8 @@ import pytest
 
 from bench import loading
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("source", ["files", "config"])
 def test_the_benchmark_runs_and_its_numbers_agree(source: str, tmp_path: Path) -> None:

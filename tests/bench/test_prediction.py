@@ -12,6 +12,8 @@ from bench.pace import Pace
 from megatrain.device.base import Errand
 from megatrain.spec import Hardware
 
+pytestmark = pytest.mark.slow  # a benchmark at a tiny size
+
 HARDWARE = Hardware("here", 1 << 40, 1 << 40, 1e10, 1e10, 1e11, 1e10, shares_memory=True, device_bandwidth=1e10)
 
 

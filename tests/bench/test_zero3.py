@@ -18,6 +18,8 @@ from megatrain.schedule import Schedule, check, replay
 from megatrain.schedule.contents import Gradient
 from megatrain.spec import Limits, ModelSpec, Numerics, Policy, Work
 
+pytestmark = pytest.mark.slow
+
 MODEL = llama_shape("1B", 12, 2048, vocabulary=32_000)
 
 

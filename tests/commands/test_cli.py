@@ -47,11 +47,11 @@ def test_the_version_is_told_with_those_that_decide_numbers(capsys: pytest.Captu
 def test_help_and_version_load_no_slow_library(option: str) -> None:
     code = f"import sys\nfrom megatrain import cli\ntry: cli.main([{option!r}])\nexcept SystemExit: pass\n" \
            f"assert not {set(SLOW)!r} & set(sys.modules), set(sys.modules)"  # fmt: skip
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=240)
 
 
 def test_the_package_runs_as_a_module() -> None:
-    done = subprocess.run([sys.executable, "-m", "megatrain", "trian"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "megatrain", "trian"], capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stderr) == (2, "error: no verb is called 'trian'; did you mean 'train'?\n")
 
 

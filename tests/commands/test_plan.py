@@ -103,10 +103,16 @@ def test_a_saved_plan_for_a_described_machine_needs_no_torch(saved: str) -> None
         f"find_model({saved!r}, 'bf16'); find_hardware('h200')\n"
         "assert not {'torch', 'transformers'} & set(sys.modules), 'slow'"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family in ("llama-tied", "gpt2", "mixtral") else pytest.mark.slow)
+        for family in sorted(FAMILIES)
+    ],
+)
 def test_the_specification_of_each_family_is_found_from_its_config(family: str, tmp_path: Path) -> None:
     model = tiny_model(family)
     model.config.save_pretrained(tmp_path)
@@ -140,7 +146,7 @@ def test_options_reach_the_plan(saved: str) -> None:
     plan = outlook.plan
     assert plan.question.budgets() == {"device": 40 << 30, "host": 5 * 10**11, "disk": 2 * 10**12}
     assert (plan.numerics.precision, plan.policy.update) == ("fp32", "during_backward")
-    assert (plan.question.rows, plan.question.length) == (8, 2048)
+    assert (plan.question.sequences, plan.question.length) == (8, 2048)
     assert outlook.run_seconds == pytest.approx(2e9 / plan.tokens_per_second)
     assert outlook.peak_flops == machine("h200").peak_flops_fp32
 

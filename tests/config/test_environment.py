@@ -82,7 +82,7 @@ def test_every_verb_tells_it_in_a_line_and_torchrun_the_reason(
 def test_torchrun_with_two_processes_ends_at_once_and_says_why(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "megatrain", "train"]
     overrides = ["configs/quickstart.yaml", f"output.folder={tmp_path / 'run'}"]
-    done = subprocess.run([*command, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode != 0
     reason = "megatrain train: one of 2 processes (WORLD_SIZE=2, RANK="
     assert f"error: {reason}" in done.stderr

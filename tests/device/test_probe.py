@@ -97,7 +97,7 @@ def test_jobs_take_turns_and_the_slow_are_left_out(cpu: Device) -> None:
     host = probe.Measurement({"c": job("c", 0.001)}, lambda spent: spent["c"], "host")
     began = time.perf_counter()
     found = probe.measure_in_turn(cpu, {"one": measured(jobs), "other": host}, {"one": 0.4, "other": 0.01})
-    assert time.perf_counter() - began < 2
+    assert time.perf_counter() - began < 10
     assert list(found["one"]) == ["a", "b"]
     assert 0.002 <= found["one"]["a"] < found["one"]["b"] < 0.1
     assert 0.001 <= found["other"] < 0.1

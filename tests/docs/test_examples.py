@@ -48,7 +48,7 @@ def test_commands_that_are_shown_run_and_touch_no_run_that_is_there(tmp_path: Pa
     for program, *arguments in commands:
         assert program == "megatrain"
         quick = ["model.config.num_hidden_layers=1", "model.config.hidden_size=48", "train.eval_batches=1"]
-        subprocess.run([sys.executable, "-m", program, *arguments, *quick], cwd=tmp_path, check=True, timeout=120)
+        subprocess.run([sys.executable, "-m", program, *arguments, *quick], cwd=tmp_path, check=True, timeout=240)
     assert tree(finished) == before
     written = {path.parent.parent.name for path in tmp_path.glob("runs/*/model/config.json")} - {"quickstart"}
     assert len(written) == len(commands)

@@ -101,7 +101,7 @@ def test_the_pointer_is_told_the_values_under_it(tmp_path: Path) -> None:
     figure(data, "loss", "loss", curves, unit="%")
     program = NODE.replace("DATA", json.dumps(json.dumps({"figures": data}))).replace("SCRIPT", json.dumps(CURVES))
     (tmp_path / "run.js").write_text(program)
-    done = subprocess.run(["node", str(tmp_path / "run.js")], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["node", str(tmp_path / "run.js")], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "step 3: training 1%, held-out 2.5%",

@@ -27,9 +27,12 @@ from megatrain.errors import (
     PlanError,
 )
 from megatrain.losses import DPO
+from megatrain.model import profile
 from megatrain.model.forward_arguments import arguments_of
 from megatrain.model.tiny import twin_of
 from megatrain.spec import Placement
+from megatrain.spec.layer_profile import LayerProfile
+from tests import remembered
 from tests.kinds import KINDS, stock_model, tiny_config
 from tests.tiny import VOCAB, batch, equal, stock_gradients, tiny_model, unequal_batches
 
@@ -129,8 +132,10 @@ def test_a_flag_that_only_the_kernel_reads_reaches_it() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_mask_that_nothing_reads_is_taken_where_it_hides_ends_alone() -> None:
+def test_a_mask_that_nothing_reads_is_taken_where_it_hides_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """An xLSTM reads no mask, and what is behind a token does not touch it."""
+    remembered.forget(profile)
+    monkeypatch.setattr(profile, "profile_layer", lambda *_: LayerProfile())  # half a minute, and not asked about here
     with Engine.from_model(twin_of(AutoConfig.for_model("xlstm"), 0), precision="fp32", verify=False) as engine:
         ids = torch.randint(3, 60, (2, 8))
         mask = torch.ones(2, 8, dtype=torch.int64)

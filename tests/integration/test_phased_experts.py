@@ -29,11 +29,11 @@ GPT_OSS = {**FAMILIES["mixtral"], "model_type": "gpt_oss", "head_dim": 8, "slidi
 KINDS: dict[str, dict[str, Any]] = {"mixtral": {}, "qwen3-moe": {}, "olmoe": OLMOE, "gpt-oss": GPT_OSS}
 
 
-def engine(device: str | SimDevice, kind: str, experts: str, gates: WaitFor, keeps: str = "input") -> Engine:
+def engine(device: str | SimDevice, kind: str, experts: str, wait_for: WaitFor, keeps: str = "input") -> Engine:
     model = tiny_model(kind if kind in FAMILIES else "mixtral", **KINDS[kind])
     model.set_experts_implementation(experts)
     sizes = {"weight_slots": 1, "grad_slots": 1, "shard_nbytes": 2500}
-    policy = Policy(gates=gates, activations_by_layer=((keeps,),), **sizes)  # type: ignore[arg-type]
+    policy = Policy(wait_for=wait_for, activations_by_layer=((keeps,),), **sizes)  # type: ignore[arg-type]
     how = {
         "max_grad_norm": 0.5,
         "policy": policy,

@@ -53,7 +53,7 @@ def test_a_ring_changes_no_bit(
     family: str,
     precision: Precision,
     rows: str,
-    gates: WaitFor,
+    wait_for: WaitFor,
     shard: int,
     ahead: int,
     update: str,
@@ -68,7 +68,7 @@ def test_a_ring_changes_no_bit(
     policy = Policy(
         shard_nbytes=shard,
         read_ahead_nbytes=ahead,
-        gates=gates,
+        wait_for=wait_for,
         activations_by_layer=KEPT[rows],
         update=update,  # type: ignore[arg-type]
         transfer=transfer,
@@ -176,20 +176,20 @@ def test_an_engine_takes_gates_up_and_gives_them_up_between_steps() -> None:
     with engine("sim:4", replace(PHASED, wait_for="unit"), "llama") as made:
         losses = []
         for gates in ("unit", "shard", "unit", "shard"):
-            made.adopt(replace(made.policy, gates=gates))
+            made.adopt(replace(made.policy, wait_for=wait_for))
             losses.append(made.step(batches).loss)
     assert losses == expected
 
 
 @pytest.mark.parametrize("rows", ["graphs", "inputs"])
 @pytest.mark.parametrize("wait_for", ["unit", "shard"])
-def test_a_tied_head_finds_its_table_once_more_beside_its_own_weights(rows: str, gates: WaitFor) -> None:
+def test_a_tied_head_finds_its_table_once_more_beside_its_own_weights(rows: str, wait_for: WaitFor) -> None:
     """All of them in one memory: what reads one of the two is not told to wait for the other."""
     batches, kept = unequal_batches(2), ROWS[rows]
     with engine("cpu", Policy(shares_memory=True), "llama-tied") as made:
         expected = [made.step(batches).loss for _ in range(3)], made.master_weights()
     with engine(
-        "sim:7", replace(RING, gates=gates, shard_nbytes=2000, activations_by_layer=kept), "llama-tied"
+        "sim:7", replace(RING, wait_for=wait_for, shard_nbytes=2000, activations_by_layer=kept), "llama-tied"
     ) as made:
         found = [made.step(batches).loss for _ in range(3)], made.master_weights()
         fetched = [op.unit for op in next(iter(made._schedules.known.values())).ops if op.kind == "FETCH"]

@@ -79,7 +79,12 @@ def test_a_parameter_outside_the_graph_has_a_zero_gradient_and_not_the_last_one(
 
 @pytest.mark.parametrize(
     ("family", "device", "clip"),
-    [("llama", "sim:2", 0.5), ("llama", "cpu", None), ("qwen3-tied", "sim:2", 0.5), ("gpt2", "cpu", None)],
+    [
+        pytest.param("llama", "sim:2", 0.5, marks=pytest.mark.slow),
+        pytest.param("llama", "cpu", None, marks=pytest.mark.slow),
+        ("qwen3-tied", "sim:2", 0.5),
+        ("gpt2", "cpu", None),
+    ],
 )
 def test_twenty_steps_equal_a_plain_pytorch_loop(family: str, device: str, clip: float | None) -> None:
     """Clipping, weight decay on some parameters, accumulation over micro-batches, a learning rate that moves."""

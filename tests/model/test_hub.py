@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,17 +38,18 @@ def test_without_a_network_a_name_is_refused_soon_and_the_library_stays_silent(
         began = time.monotonic()
         with pytest.raises(ModelError, match=r"neither a local folder nor in the local cache, and .* out of reach"):
             ask()
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 30
     assert capfd.readouterr() == ("", "")
     assert caplog.text == ""
 
 
 def test_a_hub_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
+    answers = threading.Event()
 
     def model_info(api: Any, name: str, timeout: float) -> None:
         asked.append(name)
-        time.sleep(2)  # in a resolver, say, that knows no timeout
+        answers.wait(120)  # in a resolver, say, that knows no timeout
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
     monkeypatch.setattr(hub, "PATIENCE_SECONDS", 0.1)
@@ -55,7 +57,8 @@ def test_a_hub_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPa
     for _ in range(2):
         with pytest.raises(ModelError, match=r"out of reach \(no answer in 0.1 s\)"):
             read_config(NAME, where="here")
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 60
+    answers.set()
     assert asked == [NAME]
 
 

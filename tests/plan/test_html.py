@@ -161,7 +161,7 @@ def test_the_timeline_draws_zooms_and_tells_with_ten_thousand_ops(tmp_path: Path
         input=json.dumps([json.dumps(content), script]),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -56,7 +56,12 @@ def fits(plan: Plan) -> bool:
     return all(plan.nbytes[tier] <= budget for tier, budget in plan.question.budgets().items())
 
 
-@pytest.mark.parametrize("name", MACHINES)
+def some(*quick: str) -> list[Any]:
+    """All of `MACHINES`, of which `quick` are in the quick suite."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in MACHINES]
+
+
+@pytest.mark.parametrize("name", some("balanced", "small device", "a cpu"))
 def test_the_choice_is_within_3_percent_of_an_exhaustive_search(name: str) -> None:
     asked = question(MACHINES[name])
     chosen = find_plan(asked)
@@ -64,7 +69,7 @@ def test_the_choice_is_within_3_percent_of_an_exhaustive_search(name: str) -> No
     assert chosen.seconds <= 1.03 * min(plan.seconds for plan in everything(asked))
 
 
-@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("name", some("slow bus", "slow host", "slow launches"))
 def test_no_random_policy_that_fits_is_better(name: str) -> None:
     asked = question(MACHINES[name], model=llama(layers=12))
     chosen, draw, tried = find_plan(asked), random.Random(name), 0
@@ -131,7 +136,7 @@ FURTHER = [*range(8), *range(8, 40, 5)]
     ("tokens", "parts"),
     [
         (128, FURTHER[::3]),
-        (2048, FURTHER[1::4]),
+        pytest.param(2048, FURTHER[1::4], marks=pytest.mark.slow),
         pytest.param(128, FURTHER, marks=pytest.mark.slow),
         pytest.param(2048, FURTHER, marks=pytest.mark.slow),
     ],
@@ -168,33 +173,49 @@ def refusal(asked: Question) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    ("tier", "machine", "changes"),
-    [
-        ("host", "balanced", {"saves": True}),
-        ("host", "balanced", {"saves": True, "precision": "fp32"}),
-        ("host", "drive", {"saves": True}),
-        ("host", "a cpu", {"saves": True}),
-        pytest.param("host", "drive", {"clips": False}, marks=pytest.mark.slow),
-        ("device", "balanced", {"saves": True}),
-        ("disk", "drive", {"saves": True, "limits": Limits(host_nbytes=4 << 20)}),
-    ],
-)
+REFUSALS: list[tuple[str, str, dict[str, Any]]] = [
+    ("host", "balanced", {"saves": True}),
+    ("host", "balanced", {"saves": True, "precision": "fp32"}),
+    ("host", "drive", {"saves": True}),
+    ("host", "a cpu", {"saves": True}),
+    ("host", "drive", {"clips": False}),
+    ("device", "balanced", {"saves": True}),
+    ("disk", "drive", {"saves": True, "limits": Limits(host_nbytes=4 << 20)}),
+]
+
+
+def refused(tier: str, machine: str, changes: dict[str, Any]) -> tuple[Question, int, str]:
+    """A question, the least number of bytes of that tier that its refusal names, and how it says so."""
+    asked = question({**MACHINES, "drive": DRIVE}[machine], **changes)
+    said = re.search(rf"needs ([\d,]+) bytes of {tier} memory at the least", refusal(budgeted(asked, tier, 1)))
+    assert said is not None
+    return asked, int(said[1].replace(",", "")), said[0]
+
+
+@pytest.mark.parametrize(("tier", "machine", "changes"), [each for each in REFUSALS if "clips" not in each[2]])
+def test_the_number_in_a_refusal_is_enough_and_one_byte_less_is_not(
+    tier: str, machine: str, changes: dict[str, Any]
+) -> None:
+    asked, least, said = refused(tier, machine, changes)
+    for budget in (least // 2, least - 1):
+        assert said in refusal(budgeted(asked, tier, budget))
+    assert not refusal(budgeted(asked, tier, least))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tier", "machine", "changes"), REFUSALS)
 def test_the_number_in_a_refusal_is_the_smallest_budget_that_plans(
     tier: str, machine: str, changes: dict[str, Any]
 ) -> None:
     """Found by bisection: below it every budget is refused with the same number, from it on each is enough."""
-    asked = question({**MACHINES, "drive": DRIVE}[machine], **changes)
-    said = re.search(rf"needs ([\d,]+) bytes of {tier} memory at the least", refusal(budgeted(asked, tier, 1)))
-    assert said is not None
-    least = int(said[1].replace(",", ""))
+    asked, least, said = refused(tier, machine, changes)
     low, high = 1, 2 * least  # refused, and planned
     assert not refusal(budgeted(asked, tier, high))
     while high - low > 1:
         middle = (low + high) // 2
         told = refusal(budgeted(asked, tier, middle))
         assert bool(told) == (middle < least), (middle, least, told)
-        assert not told or said[0] in told
+        assert not told or said in told
         low, high = (middle, high) if told else (low, middle)
     assert high == least
 
@@ -207,7 +228,7 @@ def test_where_more_than_one_tier_is_short_what_is_named_of_each_is_enough() -> 
     assert not refusal(budgeted(budgeted(asked, "host", host), "device", device))
 
 
-@pytest.mark.parametrize("parts", [4, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("parts", [2, *(pytest.param(each, marks=pytest.mark.slow) for each in (4, 10))])
 def test_what_the_host_has_no_room_for_is_on_the_disk_and_no_more(parts: int) -> None:
     asked = question(replace(DRIVE, device_nbytes=3 << 20), model=llama(layers=12))
     everything = find_plan(asked).nbytes["host"]
@@ -224,15 +245,18 @@ def test_what_the_host_has_no_room_for_is_on_the_disk_and_no_more(parts: int) ->
         find_plan(replace(asked, limits=Limits(host_nbytes=everything // 50)))
 
 
-@pytest.mark.parametrize("layers", [16, pytest.param(40, marks=pytest.mark.slow)])
-def test_reads_run_as_far_ahead_as_the_replay_asks_for(layers: int) -> None:
+@pytest.mark.parametrize(
+    ("layers", "others"),
+    [(12, (2, 4)), *(pytest.param(each, (2, 3, 4, 6), marks=pytest.mark.slow) for each in (16, 40))],
+)
+def test_reads_run_as_far_ahead_as_the_replay_asks_for(layers: int, others: tuple[int, ...]) -> None:
     """The chosen number of staging buffers is as quick as any that fits."""
     slow = replace(DRIVE, device_nbytes=6 << 20, disk_read_bandwidth=2e8, disk_write_bandwidth=2e8)
     asked = question(slow, model=llama(layers))
     asked = replace(asked, limits=Limits(host_nbytes=int(0.8 * find_plan(asked).nbytes["host"])))
     plan = find_plan(asked)
     assert plan.nbytes["disk"]
-    for slots in (2, 3, 4, 6):
+    for slots in others:
         other = find_plan(replace(asked, overrides={"disk_staging_slots": slots}))
         assert plan.seconds <= 1.001 * other.seconds
 
@@ -255,8 +279,12 @@ def test_as_much_is_kept_as_fits() -> None:
 
 
 CORNERS = [
-    *((5e7, 1.2), (1e9, 2.5)),
-    *(pytest.param(*corner, marks=pytest.mark.slow) for corner in ((5e7, 0.7), (5e7, 2.5), (1e9, 0.7), (1e9, 1.2))),
+    (5e7, 1.2),
+    *(
+        pytest.param(*corner, marks=pytest.mark.slow)
+        for corner in product((5e7, 1e9), (0.7, 1.2, 2.5))
+        if corner != (5e7, 1.2)
+    ),
 ]
 """Bytes per second each way, and device memory to what the leanest plan that keeps inputs takes."""
 

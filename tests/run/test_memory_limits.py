@@ -141,7 +141,7 @@ def least_in(error: BaseException, tier: str) -> int:
     ("tier", "device", "precision", "every", "host"),
     [
         ("host", "cpu", "bf16", 1, None),
-        ("host", "cpu", "fp32", 0, None),
+        pytest.param("host", "cpu", "fp32", 0, None, marks=pytest.mark.slow),
         pytest.param("host", "sim:1", "bf16", 1, None, marks=pytest.mark.slow),
         ("host and disk", "cpu", "bf16", 1, None),
         pytest.param("host and disk", "sim:1", "fp32", 1, None, marks=pytest.mark.slow),

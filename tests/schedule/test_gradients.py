@@ -58,9 +58,9 @@ def test_the_top_layer_waits_for_no_head_where_slots_leave_room() -> None:
 
 @pytest.mark.parametrize("wait_for", ["unit", "shard"])
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_gradients_at_offsets_are_proven_and_run_without_races(slots: int, gates: WaitFor) -> None:
+def test_gradients_at_offsets_are_proven_and_run_without_races(slots: int, wait_for: WaitFor) -> None:
     schedule = build_step(
-        small_spec(4), Numerics(), Policy(grad_slots=slots, gates=gates, shard_nbytes=256), WORK, "all"
+        small_spec(4), Numerics(), Policy(grad_slots=slots, wait_for=wait_for, shard_nbytes=256), WORK, "all"
     )
     check(schedule)
     for seed in range(3):

@@ -37,7 +37,7 @@ RING = Policy(shard_nbytes=256, wait_for="shard", read_ahead_nbytes=256)
 )
 def test_rings_are_proven(
     policy: Policy,
-    gates: WaitFor,
+    wait_for: WaitFor,
     ahead: int,
     rows: tuple[tuple[str, ...], ...],
     work: Work,
@@ -46,7 +46,7 @@ def test_rings_are_proven(
     pending: bool,
 ) -> None:
     of, before = small_spec(layers, tied), "all" if pending and policy.update == "next_forward" else "none"
-    ring = replace(policy, gates=gates, read_ahead_nbytes=ahead, activations_by_layer=rows[:layers])  # type: ignore[arg-type]
+    ring = replace(policy, wait_for=wait_for, read_ahead_nbytes=ahead, activations_by_layer=rows[:layers])  # type: ignore[arg-type]
     step = build_step(of, Numerics(), ring, work, before)  # type: ignore[arg-type]
     check(step)
     check(build_forward(of, Numerics(), ring, work))

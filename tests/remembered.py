@@ -1,0 +1,138 @@
+"""What a tiny model was found to take, remembered for the next one that is like it in all that a run depends on.
+
+Tests make engines for the same few models again and again, and measuring a model takes a score of runs of each of its
+layers: four fifths of the time of an engine. What is measured is numbers about the model's code, so it is the same for
+models with the same classes, attributes, buffers, shapes and dtypes. All of these are in the key, values of buffers
+included, and functions and classes as the objects they are. A model with anything in it that cannot be told by its
+value (a hook, an object of a class unknown here) is like no other, and is measured anew.
+
+Not in the key: functions that a layer finds by a global name. The rooms in `MEASURED_ANEW` ask for the measurement
+itself, or replace such functions, and nothing is remembered in them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Mapping
+from enum import Enum
+from functools import partial, wraps
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedConfig
+
+from megatrain.spec import ModelSpec
+
+MOST = 64
+"""Models that are remembered, the last ones measured."""
+
+MEASURED_ANEW = (
+    "tests/model/",
+    "tests/engine/",
+    "tests/gpu/",
+    "tests/standin_cuda/",
+    "tests/integration/test_altered.py",
+)
+
+LARGE_NBYTES = 1 << 24
+"""Of buffers; a larger one is not read through."""
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.Size)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+STATE = ("training", "_parameters", "_buffers", "_modules")
+OF_EVERY_MODULE = vars(nn.Module())
+
+_MEASURED: dict[Hashable, ModelSpec] = {}
+
+
+class _Unlike(Exception):
+    """Something cannot be told by its value."""
+
+
+def remember(profile: ModuleType) -> None:
+    """Have the module's measurements remembered from now on."""
+    plain = profile.Measurement.spec
+    if not hasattr(plain, "__wrapped__"):
+        profile.Measurement.spec = remembered(plain)
+
+
+def forget(profile: ModuleType) -> None:
+    """Have each model measured again."""
+    profile.Measurement.spec = getattr(profile.Measurement.spec, "__wrapped__", profile.Measurement.spec)
+
+
+def remembered(measure: Callable[[Any], ModelSpec]) -> Callable[[Any], ModelSpec]:
+    @wraps(measure)
+    def spec(measurement: Any) -> ModelSpec:
+        ported = measurement._ported
+        try:
+            model = _form((ported.skeleton, ported.templates, ported.placeholders, ported.routers_off), {})
+        except _Unlike:
+            return measure(measurement)
+        key = _settings(), model, ported.structure, ported.balance_coefficient, measurement._seen
+        if key not in _MEASURED:
+            found = measure(measurement)
+            while len(_MEASURED) >= MOST:
+                _MEASURED.pop(next(iter(_MEASURED)), None)
+            _MEASURED[key] = found
+        return _MEASURED[key]
+
+    return spec
+
+
+def _settings() -> Hashable:
+    """What decides beside the layer which ops run."""
+    kernels = torch.backends.cuda
+    return (
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        (kernels.flash_sdp_enabled(), kernels.mem_efficient_sdp_enabled(), kernels.math_sdp_enabled()),
+    )
+
+
+def _form(value: Any, inside: Mapping[int, int]) -> Hashable:
+    """A value that equals another's only if both are alike. inside: the objects that it is a part of, by `id`."""
+    if isinstance(value, PLAIN):
+        return type(value), value  # 1, 1.0 and True are equal and not alike
+    if isinstance(value, type | BuiltinFunctionType) or (isinstance(value, FunctionType) and not value.__closure__):
+        return value
+    if isinstance(value, Tensor):
+        return _tensor(value)
+    if id(value) in inside:
+        return "around", inside[id(value)]
+    inside = {**inside, id(value): len(inside)}
+    if isinstance(value, tuple | list):
+        return type(value), tuple(_form(each, inside) for each in value)
+    if isinstance(value, set | frozenset):
+        return type(value), frozenset(_form(each, inside) for each in value)
+    if isinstance(value, dict):
+        return type(value), tuple((_form(name, inside), _form(each, inside)) for name, each in value.items())
+    if isinstance(value, partial):
+        return partial, _form((value.func, value.args, value.keywords), inside)
+    if isinstance(value, PreTrainedConfig | GenerationConfig):
+        return type(value), _form(vars(value), inside)
+    if isinstance(value, nn.Module):
+        return _module(value, inside)
+    raise _Unlike
+
+
+def _module(module: nn.Module, inside: Mapping[int, int]) -> Hashable:
+    fields = vars(module)
+    if any(fields[hooks] for hooks in HOOKS):
+        raise _Unlike
+    own = {name: value for name, value in fields.items() if name in STATE or name not in OF_EVERY_MODULE}
+    return type(module), type(module).forward, _form(own, inside)
+
+
+def _tensor(tensor: Tensor) -> Hashable:
+    outside = tensor.dtype, tensor.device, tuple(tensor.shape), tensor.stride(), tensor.requires_grad
+    if type(tensor) not in (Tensor, nn.Parameter):
+        raise _Unlike
+    if tensor.is_meta:
+        return outside
+    if tensor.numel() * tensor.element_size() > LARGE_NBYTES:
+        raise _Unlike
+    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return outside, hashlib.sha256(content.data).hexdigest()
