@@ -10,7 +10,7 @@ OUT    ?= bench/results
 # Seconds for one test: a hang is a failure, with the stacks of all threads.
 PYTEST := $(BIN)/python -m pytest --timeout=300
 WORKERS ?= 2
-# A worker that dies ends the run: pytest-xdist would start another, and with whole files for each it waits forever.
+# A worker that dies ends the run, red, at once.
 BESIDE := -n $(WORKERS) --max-worker-restart=0
 
 .DEFAULT_GOAL := help

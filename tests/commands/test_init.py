@@ -45,7 +45,7 @@ def test_chats_get_what_fine_tuning_takes(tmp_path: Path) -> None:
     assert (config.train.learning_rate, config.train.weight_decay) == (1e-5, 0.0)
     assert (config.train.device, config.train.hardware) == ("cuda:0", "rtx-4090")
     assert config.data.sequence_length == TINY["max_position_embeddings"]
-    assert config.train.rows * config.data.sequence_length == 65_536
+    assert config.train.sequences * config.data.sequence_length == 65_536
     assert "NVIDIA RTX 4090" in (tmp_path / "new.yaml").read_text()
 
 

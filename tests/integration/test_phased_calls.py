@@ -1,4 +1,4 @@
-"""WaitFor inside a layer's code: the same bits, whoever reorders what, and nothing used before it has come."""
+"""Waits inside a layer's code: the same bits, whoever reorders what, and nothing used before it has come."""
 
 from __future__ import annotations
 

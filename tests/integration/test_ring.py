@@ -39,7 +39,7 @@ KEPT: dict[str, tuple[tuple[Keep, ...], ...]] = ROWS | {"dropped": (("input",), 
     family=st.sampled_from(["llama", "llama-tied", "gpt2", "mixtral-balanced"]),
     precision=st.sampled_from(["bf16", "fp32"]),
     rows=st.sampled_from(sorted(KEPT)),
-    gates=st.sampled_from(["unit", "shard"]),
+    wait_for=st.sampled_from(["unit", "shard"]),
     shard=st.sampled_from([SMALL, 2048, 10**9]),
     ahead=st.sampled_from([1, 700, 4096, 20_000, 10**9]),
     update=st.sampled_from(["next_forward", "during_backward"]),
@@ -175,7 +175,7 @@ def test_an_engine_takes_gates_up_and_gives_them_up_between_steps() -> None:
         expected = [made.step(batches).loss for _ in range(4)]
     with engine("sim:4", replace(PHASED, wait_for="unit"), "llama") as made:
         losses = []
-        for gates in ("unit", "shard", "unit", "shard"):
+        for wait_for in ("unit", "shard", "unit", "shard"):
             made.adopt(replace(made.policy, wait_for=wait_for))
             losses.append(made.step(batches).loss)
     assert losses == expected

@@ -69,7 +69,7 @@ def random_policy(draw: random.Random, plain: Policy, units: int) -> Policy:
     return replace(
         plain,
         shares_memory=False,
-        gates=draw.choice(["shard", "shard", "unit"]),
+        wait_for=draw.choice(["shard", "shard", "unit"]),
         activations_by_layer=rows,
         weight_slots=draw.randint(1, 3),
         grad_slots=draw.randint(1, 3),

@@ -119,7 +119,7 @@ def planned(name: str, fields: dict[str, Any], tmp_path: Path) -> Plan:
     question = Question(
         find_model(str(tmp_path / "config.json"), recipe.train.precision),
         load_hardware(recipe.train.hardware),
-        tokens_per_step=recipe.train.rows * recipe.data.sequence_length,
+        tokens_per_step=recipe.train.sequences * recipe.data.sequence_length,
         length=recipe.data.sequence_length,
         precision=recipe.train.precision,
         clips=recipe.train.max_grad_norm is not None,

@@ -54,7 +54,7 @@ def test_a_disk_that_is_full_meanwhile_ends_no_run(
 @pytest.mark.parametrize("wait_for", ["unit", "shard"])
 def test_a_plan_with_other_gates_is_taken_up(wait_for: WaitFor, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = Policy(shard_nbytes=2000, wait_for=wait_for)
-    goes_over(usual, replace(usual, wait_for="shard" if gates == "unit" else "unit", weight_slots=3), monkeypatch)
+    goes_over(usual, replace(usual, wait_for="shard" if wait_for == "unit" else "unit", weight_slots=3), monkeypatch)
 
 
 @pytest.mark.parametrize("ahead", [(0, 16_384), (16_384, 0)])

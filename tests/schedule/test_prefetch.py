@@ -27,7 +27,7 @@ RING = Policy(shard_nbytes=256, wait_for="shard", read_ahead_nbytes=256)
 
 @given(
     policy=policies,
-    gates=st.sampled_from(["unit", "shard"]),
+    wait_for=st.sampled_from(["unit", "shard"]),
     ahead=st.sampled_from([1, 300, 500, 1 << 20]),
     rows=st.sampled_from([(), (("graph", "input"), ("drop",)), (("offload",), ("graph",))]),
     work=works,
@@ -122,12 +122,12 @@ def test_a_ring_is_as_quick_as_two_slots_where_a_fetch_takes_as_long_as_a_call_a
                 "ring": RING,
                 "two slots": replace(RING, read_ahead_nbytes=0),
                 "one slot": replace(RING, read_ahead_nbytes=0, weight_slots=1),
-                "no gates": replace(RING, wait_for="unit"),
+                "whole units": replace(RING, wait_for="unit"),
             }.items()
         }
         assert took["ring"] <= 1.05 * took["two slots"], took
         assert took["one slot"] > 1.1 * took["two slots"], took
-        assert took["ring"] < took["no gates"], took
+        assert took["ring"] < took["whole units"], took
 
 
 def test_a_shard_is_given_up_when_all_that_is_read_with_it_has_been() -> None:
