@@ -191,7 +191,7 @@ def streamed(name: str, size: Size, hardware: Hardware) -> Part:
         work = batches(size)
         seconds, loss, peak = timed(lambda: engine.step(work).loss)
         host = host_peak_nbytes()
-        engine.leaves_times = True
+        engine.record_timeline = True
         engine.step(work)
         timeline = engine.timeline
         assert timeline is not None

@@ -128,9 +128,9 @@ class DataSection(Section):
     format: Literal["auto", "text", "chat", "sharegpt", "alpaca", "completion", "tokens", "preference"] = "auto"
     """What the sources hold; auto finds out, file by file. preference: a chosen and a rejected answer, for dpo."""
     columns: dict[str, str] = {}
-    """What fields are called where not as usual, {messages: dialog} say."""
+    """Names of fields in your data, where they are not the usual ones: {messages: dialog} reads `dialog` as messages."""
     tags: dict[str, str] = {}
-    """What ShareGPT files call roles and keys, {role_tag: who, user_tag: human} say."""
+    """Names of roles and keys in ShareGPT data: {role_tag: who, user_tag: human} where a turn is {who: human, ...}."""
     split: str = "train"
     """Which split of a hub or saved data set is read."""
     subset: str | None = None
@@ -186,7 +186,7 @@ class TrainSection(Section):
     dpo_loss: Literal["sigmoid", "ipo"] = "sigmoid"
     """Of dpo: the loss of a pair."""
     dpo_label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Of dpo, sigmoid only: share of the preferences that are taken to be the wrong way round."""
+    """Of dpo with dpo_loss=sigmoid: the assumed share of pairs whose chosen and rejected answers are swapped."""
     global_batch_size: PositiveInt | None = None
     """Sequences of a step; 8 where this and the two below are all left open."""
     micro_batch_size: PositiveInt | None = None

@@ -45,7 +45,7 @@ CHANGES_NO_NUMBER = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id"
 
 
 class Streamed:
-    """Put before a trainer's class, it trains through the engine; see `streamed`.
+    """Mixin that makes a `transformers.Trainer` class train through the engine; `streamed` applies it.
 
     model: as usual, or the folder or hub name of one, which is then never loaded whole. loss_fn: in place of
     cross-entropy, see `megatrain.losses`. engine_options: what `Engine.from_model` takes beyond what the training

@@ -77,7 +77,7 @@ class Replanner:
     """Of the step before, if it had drifted."""
 
     def __post_init__(self) -> None:
-        self.engine.leaves_times = True
+        self.engine.record_timeline = True
 
     def __call__(self, step: int) -> Replanned | None:
         """To be called after a step. What has been changed, or `None`."""

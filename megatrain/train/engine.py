@@ -106,7 +106,7 @@ class Engine:
         self._turn = Turn()
         self.checked = NOT_ASKED  # whether this architecture is known to be computed right
         self._trace: Trace | None = None
-        self.leaves_times = False
+        self.record_timeline = False
 
     @classmethod
     def from_model(
@@ -293,7 +293,7 @@ class Engine:
         self._sink.begin(self.optimizer.lr if lr is None else lr)
         self._device.stalled_seconds()
         before = self._written_nbytes
-        wants_times = self.leaves_times or self._trace is not None
+        wants_times = self.record_timeline or self._trace is not None
         with self._weights_blamed(), timed(self._device) if wants_times else nullcontext():
             try:
                 result = self._streamer.run_schedule(
@@ -507,11 +507,11 @@ class Engine:
 
     @one_at_a_time
     def restore(self, checkpoint: Checkpoint | str | Path, *, trust_remote_code: bool = False) -> None:
-        """Go back (or on) to the state in a checkpoint of this model; what is pending is dropped.
+        """Load weights, optimizer state and step count from a checkpoint of this model. Pending updates are dropped.
 
         checkpoint: a folder `step-...`, which is checked first, or an open one. Raises `CheckpointError`, before
-        anything is changed, for one that is damaged or of another model, and `ModelError` and `DiskError`; the state is
-        then worthless until another one is restored.
+        anything is changed, for one that is damaged or of another model. After a `ModelError` or a `DiskError` the
+        state is not usable until another checkpoint has been restored.
         """
         checkpoint = checked(checkpoint, Checkpoint | str | Path, CheckpointError, "restore")
         checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
@@ -589,7 +589,8 @@ class Engine:
 
     @property
     def timeline(self) -> Timeline | None:
-        """When the ops of the last run were done, where the device takes times; of steps also by `leaves_times`."""
+        """When each op of the last call began and ended, in seconds; `None` where it was not measured
+        (`record_timeline`)."""
         return self._streamer.timeline
 
     def applied_updates(self) -> dict[str, int]:
@@ -624,8 +625,10 @@ class Engine:
         self._trace = Trace(path, steps)
 
     def run_ops_in(self, region: Callable[[], AbstractContextManager[object]]) -> None:
-        """Enter `region()` around all that is streamed, and nothing else. What it raises there breaks off a step that
-        then counts as not begun; with clipping it is done again, bit for bit, whenever that is wanted."""
+        """Run every schedule inside the context manager that `region()` returns: a signal handler, say.
+
+        An exception that it raises interrupts the step, which then counts as not begun; with clipping, the same call
+        repeats it bit for bit."""
         self._streamer.region = region
 
     @property

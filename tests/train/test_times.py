@@ -26,12 +26,12 @@ def test_times_are_taken_while_they_are_asked_for() -> None:
     with Engine.from_model(tiny_model(), device, verify=False) as engine:
         engine.step(unequal_batches())
         assert engine.timeline is None
-        engine.leaves_times = True
+        engine.record_timeline = True
         engine.step(unequal_batches())
         assert engine.timeline is not None
         engine.evaluate(unequal_batches())
         assert not device.timed, "only steps are asked for"
-        engine.leaves_times = False
+        engine.record_timeline = False
         engine.step(unequal_batches())
         assert engine.timeline is None
 
@@ -55,7 +55,7 @@ def test_a_step_that_fails_leaves_the_device_as_it_was(monkeypatch: pytest.Monke
 
     device = Untimed()
     with Engine.from_model(tiny_model(), device, verify=False) as engine:
-        engine.leaves_times = True
+        engine.record_timeline = True
         monkeypatch.setattr(engine._sink, "norm", failing)
         with pytest.raises(NonFinite):
             engine.step(unequal_batches())
