@@ -128,7 +128,7 @@ class DataSection(Section):
     format: Literal["auto", "text", "chat", "sharegpt", "alpaca", "completion", "tokens", "preference"] = "auto"
     """What the sources hold; auto finds out, file by file. preference: a chosen and a rejected answer, for dpo."""
     columns: dict[str, str] = {}
-    """Names of fields in your data, where they are not the usual ones: {messages: dialog} reads `dialog` as messages."""
+    """Names of fields in your data, if not the usual ones: {messages: dialog} reads `dialog` as messages."""
     tags: dict[str, str] = {}
     """Names of roles and keys in ShareGPT data: {role_tag: who, user_tag: human} where a turn is {who: human, ...}."""
     split: str = "train"

@@ -151,15 +151,15 @@ def _held(spans: Sequence[tuple[int, int]], last: Sequence[int]) -> list[Window]
     """For each phase, which brings one span more, those that it or a later phase reads of. last: as `_last_phases`."""
     found: list[Window] = []
     alive: list[int] = []
-    until = len(spans)  # the first phase that needs fewer
+    until = len(spans)  # the last phase that needs all that are alive
     for phase, span in enumerate(spans):
         alive.append(phase)
+        until = min(until, last[phase])
         if phase > until:
             alive = [place for place in alive if last[place] >= phase]
+            until = min((last[place] for place in alive), default=len(spans))
             window = _joined(spans[place] for place in alive)
-            until = min(last[place] for place in alive)
         else:
-            until = min(until, last[phase])
             window = _joined([*(found[-1] if found else []), span])
         found.append(window)
     return found
