@@ -63,10 +63,19 @@ class _Running:
     def is_late(self) -> bool:
         return self._now() >= self._until
 
-    def raise_in_thread(self, what: type[BaseException] | None) -> None:
-        """Have `what` raised there as soon as it gets there; `None` takes back what has not been raised yet."""
-        cause = None if what is None else ctypes.py_object(what)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread), cause)
+    def raise_in_thread(self) -> None:
+        """Have `_Stop` raised there between two instructions, in place of one that has not been raised yet."""
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread), ctypes.py_object(_Stop))
+
+    def receive(self) -> None:
+        """In the thread: wait for the last one. To take it back instead leaves the interpreter looking for it at every
+        call, and Python 3.11 then never returns from the first call that a profiler, debugger or coverage traces."""
+        try:
+            self.raise_in_thread()
+            while True:
+                pass
+        except _Stop:
+            return
 
 
 class _Watcher:
@@ -88,8 +97,8 @@ class _Watcher:
     def remove(self, call: _Running) -> None:
         with self._changed:
             self._running.discard(call)
-            if call.stopped:
-                call.raise_in_thread(None)
+        if call.stopped:
+            call.receive()
 
     def _watch(self) -> None:
         while True:
@@ -98,7 +107,7 @@ class _Watcher:
                 for call in self._running:
                     if call.is_late():
                         call.stopped = True
-                        call.raise_in_thread(_Stop)  # what arrives in a callback of the interpreter's is lost
+                        call.raise_in_thread()  # what arrives in a callback of the interpreter's is lost
             time.sleep(1 / LOOKS_PER_SECOND)
 
 

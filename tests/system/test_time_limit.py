@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -134,3 +136,34 @@ def test_a_forked_child_has_limits_of_its_own() -> None:
         finally:
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_what_ran_out_of_time_leaves_no_trace_in_the_interpreter() -> None:
+    """In Python 3.11 the first call under a profiler never returned afterwards; hence a process of its own."""
+    code = """
+import sys
+from megatrain.system.time_limit import OutOfTime, within
+
+def endless():
+    while True:
+        pass
+
+for _ in range(3):
+    try:
+        within(0.05, endless)
+    except OutOfTime:
+        pass
+count = 0
+
+def counted(*_):
+    global count
+    count += 1
+
+sys.setprofile(counted)
+len("one call")
+(lambda: None)()
+sys.setprofile(None)
+print(count > 3)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "True\n"
