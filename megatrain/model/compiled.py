@@ -39,7 +39,7 @@ def spent() -> tuple[int, float]:
 
 def require_compiler(device: torch.device) -> None:
     """Raise `PlanError` where nothing could be compiled for a device."""
-    where = "numerics.kernels"
+    where = "policy.kernels"
     if device.type == "cuda":
         if not importlib.import_module("torch.utils._triton").has_triton():
             raise PlanError("triton is not there", where=where, fix="pip install triton, or use stock")

@@ -112,12 +112,12 @@ def test_the_optimizer_pass_works_while_the_next_unit_is_read_and_the_last_one_w
         assert ("WRITE", -1) in beside, (unit, beside)
 
 
-def test_homes_that_cannot_be_are_refused() -> None:
+def test_placements_that_cannot_be_are_refused() -> None:
     with pytest.raises(PlanError, match="updated where its whole state is"):
         Placement("host", "host", "device")
     with pytest.raises(PlanError, match="waits where its unit is updated"):
         Placement(gradients="device")
     with pytest.raises(PlanError, match="no memory of its own"):
         Policy(shares_memory=True, placements=(ON_DEVICE,))
-    with pytest.raises(PlanError, match="names homes for 2 units"):
+    with pytest.raises(PlanError, match="places the state of 2 units"):
         build_step(small_spec(4), Numerics(), Policy(placements=(Placement(), Placement())), Work((4,)))
