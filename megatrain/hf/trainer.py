@@ -186,13 +186,13 @@ class Streamed:
         return options | self._options  # type: ignore[return-value]
 
     def _adamw(self) -> AdamW:
-        args, decaying = self.args, self._decaying()
+        given = self._options.get("optimizer")
+        if isinstance(given, AdamW):
+            return given
+        args, decaying = self.args, set(self.get_decay_parameter_names(self.model))  # type: ignore[attr-defined]
         others = tuple(name for name, _ in self.model.named_parameters() if name not in decaying)
         betas = (args.adam_beta1, args.adam_beta2)
         return AdamW(args.learning_rate, betas, args.adam_epsilon, args.weight_decay, others)
-
-    def _decaying(self) -> set[str]:
-        return set(self.get_decay_parameter_names(self.model))  # type: ignore[attr-defined]
 
     # Training ---------------------------------------------------------------------------------------------------------
 
@@ -213,8 +213,9 @@ class Streamed:
         if self.accelerator.sync_gradients:
             self._refuse_other_divisor(num_items_in_batch)
             self._take_back()
-            lr = self._plain_optimizer.lr
-            out = self.engine.step(self._waiting, lr, self._loss(), self._router_weights(len(self._waiting)))
+            optimizer = self._plain_optimizer
+            self.engine.set_optimizer(optimizer.adamw)
+            out = self.engine.step(self._waiting, optimizer.lr, self._loss(), self._router_weights(len(self._waiting)))
             loss, self._norm = out.loss, out.grad_norm
             self._tell("train", out.by_micro_batch, self._waiting)
             self._waiting.clear()
@@ -233,7 +234,8 @@ class Streamed:
     def create_optimizer(self, model: Any = None) -> Any:
         """Groups of parameters for the scheduler; the engine updates."""
         if self.optimizer is None:
-            self.optimizer = EngineOptimizer(self.model, self._decaying(), self._adamw(), self._has_stepped)
+            lr = self.args.learning_rate
+            self.optimizer = EngineOptimizer(self.model, self._adamw(), lr, self._has_stepped)
         return self.optimizer
 
     def _has_stepped(self) -> None:
