@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from transformers import Trainer, TrainerCallback
 
 from megatrain.errors import ConfigError
 from megatrain.hf import StreamedTrainer
+from megatrain.hf.changes import facts_of, refuse_changes
 from megatrain.hf.optimizer import EngineOptimizer
 from megatrain.optim import AdamW
 from tests.hf.test_trainer import QUICK, arguments, rows
@@ -21,6 +23,64 @@ pytest.importorskip("accelerate", reason="a Trainer needs accelerate")
 pytestmark = pytest.mark.filterwarnings("default")  # the library's own, of which some come with each release
 
 Change = Callable[[Any], Any]
+
+CHANGES: dict[str, tuple[Change, str]] = {
+    "unfrozen": (lambda m: m.lm_head.requires_grad_(True), r"lm_head\.weight\.requires_grad was False .* is True now"),
+    "frozen": (lambda m: m.model.norm.requires_grad_(False), r"model\.norm\.weight\.requires_grad was True"),
+    "gradient hook": (
+        lambda m: m.model.embed_tokens.weight.register_hook(lambda g: g * 0),
+        r"model\.embed_tokens\.weight\._backward_hooks has been added",
+    ),
+    "hook after accumulation": (
+        lambda m: m.model.norm.weight.register_post_accumulate_grad_hook(lambda p: None),
+        r"model\.norm\.weight\._post_accumulate_grad_hooks has been added",
+    ),
+    "hook": (
+        lambda m: m.model.layers[1].mlp.register_forward_hook(lambda _, __, out: out * 5),
+        r"model\.layers\.1\.mlp\._forward_hooks has been added",
+    ),
+    "number": (
+        lambda m: setattr(m.model.norm, "variance_epsilon", 10.0),
+        r"model\.norm\.variance_epsilon was 1e-06 when the engine was made and is 10\.0 now",
+    ),
+    "a tensor for a number": (
+        lambda m: setattr(m.model.norm, "variance_epsilon", torch.tensor(1e-6)),
+        r"model\.norm\.variance_epsilon has been changed",
+    ),
+    "dropout": (
+        lambda m: setattr(m.model.layers[0].self_attn, "attention_dropout", 0.9),
+        r"model\.layers\.0\.self_attn\.attention_dropout was 0\.0 when .* is 0\.9 now",
+    ),
+    "another module": (
+        lambda m: setattr(m.model.layers[1], "mlp", copy.deepcopy(m.model.layers[1].mlp)),
+        r"model\.layers\.1\.mlp has been changed",
+    ),
+    "a module of another layer": (
+        lambda m: setattr(m.model.layers[1], "mlp", m.model.layers[0].mlp),
+        r"model\.layers\.1\.mlp has been changed",
+    ),
+    "one module more": (
+        lambda m: m.model.norm.add_module("more", torch.nn.Identity()),
+        r"model\.norm\.more has been added",
+    ),
+    "another class": (
+        lambda m: setattr(m.model.norm, "__class__", type("Own", (type(m.model.norm),), {})),
+        r"model\.norm has been changed",
+    ),
+    "a forward": (
+        lambda m: setattr(m.model.layers[1].mlp, "forward", lambda x: x),
+        r"model\.layers\.1\.mlp\.forward has been added",
+    ),
+    "the model's forward": (lambda m: setattr(m, "forward", lambda **_: None), r"model: forward has been added"),
+    "a buffer": (lambda m: m.model.rotary_emb.inv_freq.mul_(2), r"model\.rotary_emb\.inv_freq has been changed"),
+    "rounded": (lambda m: m.model.norm.to(torch.bfloat16), r"model\.norm\.weight\.dtype was torch\.float32 when"),
+    "tied": (lambda m: setattr(m.lm_head, "weight", m.model.embed_tokens.weight), r"lm_head\.weight has been removed"),
+    "config": (lambda m: setattr(m.config, "rms_norm_eps", 0.5), r"config\.rms_norm_eps was 1e-06 .* is 0\.5 now"),
+    "rope": (lambda m: m.config.rope_parameters.update(rope_theta=7.0), r"config\.rope_parameters has been changed"),
+    "attention": (lambda m: m.set_attn_implementation("eager"), r"config\._attn_implementation was 'sdpa' .* 'eager'"),
+    "loss": (lambda m: setattr(m, "loss_function", lambda *_, **__: 0), r"model: loss_function has been changed"),
+}
+"""Name -> the change, and what is said of it."""
 
 
 class At(TrainerCallback):
@@ -43,6 +103,64 @@ def trainer(folder: Path, *callbacks: Any, kind: type = StreamedTrainer, model: 
 
 def losses(of: Any) -> list[float]:
     return [entry["loss"] for entry in of.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_whatever_is_changed_in_a_model_is_named(name: str) -> None:
+    model = tiny_model()
+    model.lm_head.requires_grad_(False)
+    before, (change, what) = facts_of(model), CHANGES[name]
+    refuse_changes(before, facts_of(model))
+    change(model)
+    with pytest.raises(ConfigError, match=f"{what}.*; change it before the first train"):
+        refuse_changes(before, facts_of(model))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.train(not m.training),
+        lambda m: m.gradient_checkpointing_enable(),
+        lambda m: m.enable_input_require_grads(),
+        lambda m: m.model.embed_tokens.weight.data.mul_(2),
+        lambda m: m.config.update({"use_cache": False, "eos_token_id": 3}),
+        lambda m: m(torch.tensor([[5, 6]]), labels=torch.tensor([[5, 6]]), output_hidden_states=True).loss.backward(),
+        lambda m: m.generate(torch.tensor([[5, 6]]), max_new_tokens=40, do_sample=False),
+        lambda m: setattr(m.model.rotary_emb, "table", torch.ones(3)),
+        lambda m: m.model.records.append(torch.ones(3)),
+        lambda m: m.to(torch.float64).to(torch.float32),
+        lambda m: m.register_forward_hook(lambda *_: None).remove(),
+    ],
+)
+@pytest.mark.parametrize("rope", ["default", "dynamic"])
+def test_what_changes_no_number_is_not_named(rope: str, change: Change) -> None:
+    """A mode, a cache, hooks of the libraries, a rotary embedding that adapts itself to the length."""
+    scaling = {"rope_type": rope, "rope_theta": 1e4} | ({} if rope == "default" else {"factor": 2.0})
+    model = tiny_model(rope_parameters=scaling, max_position_embeddings=16)
+    model.model.records = []
+    before = facts_of(model)
+    change(model)
+    refuse_changes(before, facts_of(model))
+
+
+@pytest.mark.parametrize("name", ["unfrozen", "hook"])
+def test_what_a_callback_changes_is_refused_at_that_very_step(tmp_path: Path, name: str) -> None:
+    change, what = CHANGES[name]
+    model = tiny_model()
+    model.lm_head.requires_grad_(False)
+    ours = trainer(tmp_path, At("on_step_begin", change, 1), model=model)
+    with pytest.raises(ConfigError, match=what):
+        ours.train()
+    assert ours.engine.steps == 1
+
+
+def test_what_is_changed_between_evaluation_and_training_is_refused(tmp_path: Path) -> None:
+    ours = trainer(tmp_path)
+    ours.evaluate()
+    change, what = CHANGES["gradient hook"]
+    change(ours.model)
+    with pytest.raises(ConfigError, match=what):
+        ours.train()
 
 
 def set_groups(**values: Any) -> Change:
