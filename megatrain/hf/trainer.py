@@ -33,7 +33,7 @@ from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from megatrain.hf.changes import Facts, facts_of, refuse_changes
 from megatrain.hf.model import NamedSource, StandIn, named_model, own_forward
 from megatrain.hf.optimizer import EngineOptimizer
-from megatrain.hf.refusals import refuse_arguments, refuse_class, refuse_keywords, refuse_model
+from megatrain.hf.refusals import refuse_arguments, refuse_class, refuse_keywords, refuse_loss, refuse_model
 from megatrain.hf.trainer_losses import router_coefficient, router_weights, stock_loss
 from megatrain.losses import LossFn
 from megatrain.model import PretrainedSource
@@ -125,6 +125,8 @@ class Streamed:
         return self._engine
 
     def _make_engine(self) -> Engine:
+        if self.loss_fn is None:
+            refuse_loss(self.model)
         options, mode, coefficient = self._engine_options(), self.model.training, router_coefficient(self)
         if coefficient is not None and hasattr(self.model, "router_aux_loss_coef"):
             self.model.router_aux_loss_coef = coefficient  # taken from the config when the model was made

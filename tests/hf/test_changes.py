@@ -163,6 +163,15 @@ def test_what_is_changed_between_evaluation_and_training_is_refused(tmp_path: Pa
         ours.train()
 
 
+def test_a_loss_function_of_the_model_that_would_not_be_run_is_refused(tmp_path: Path) -> None:
+    ours = trainer(tmp_path)
+    ours.model.loss_function = lambda *_, **__: 0
+    with pytest.raises(ConfigError, match=r"its loss_function, <lambda>, would not be run; give loss_fn"):
+        ours.train()
+    ours.loss_fn = lambda found, batch: -found.sum()
+    ours.train()
+
+
 def set_groups(**values: Any) -> Change:
     def change(optimizer: Any) -> None:
         optimizer.param_groups[0]["weight_decay"] = values.pop("weight_decay", 0.1)
