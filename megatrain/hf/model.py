@@ -312,15 +312,10 @@ AROUND_A_FORWARD = ("trl.", "accelerate.", "torch.amp.")
 @contextmanager
 def own_forward(model: nn.Module) -> Iterator[None]:
     """In the block, the model has the `forward` that its user knows, without what trainers have put around it."""
-    names = ("forward", "_original_forward")
+    names, inner = ("forward", "_original_forward"), users_forward(model)
     around: dict[str, Any] = {name: model.__dict__.pop(name) for name in names if name in model.__dict__}
-    inner = around.get("forward")
-    while inner is not None and _module_of(inner).startswith(AROUND_A_FORWARD):
-        function = getattr(inner, "__func__", inner)
-        fused = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
-        inner = fused.get("original_forward", getattr(function, "__wrapped__", None))
-    if inner is not None and getattr(inner, "__func__", inner) is not type(model).forward:
-        model.__dict__["forward"] = inner  # the user's own
+    if inner is not None:
+        model.__dict__["forward"] = inner
     try:
         yield
     finally:
@@ -328,9 +323,19 @@ def own_forward(model: nn.Module) -> Iterator[None]:
         model.__dict__ |= around
 
 
-def _module_of(wrapper: Any) -> str:
+def users_forward(module: nn.Module) -> Any:
+    """A `forward` that its user has put into this very module, without what trainers have put around it, or `None`."""
+    inner = module.__dict__.get("forward")
+    while inner is not None and module_of(inner).startswith(AROUND_A_FORWARD):
+        function = getattr(inner, "__func__", inner)
+        fused = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+        inner = fused.get("original_forward", getattr(function, "__wrapped__", None))
+    return None if getattr(inner, "__func__", inner) is type(module).forward else inner
+
+
+def module_of(function: Any) -> str:
     """Where a function was written, whatever it says that it wraps."""
-    function = getattr(wrapper, "__func__", wrapper)
+    function = getattr(function, "__func__", function)
     return str(getattr(function, "__globals__", {}).get("__name__") or type(function).__module__)
 
 
@@ -342,4 +347,4 @@ def _sum_over(values: Tensor) -> int:
     return checksum([whole, rest])
 
 
-__all__ = ["LazyParameter", "NamedSource", "StandIn", "named_model"]
+__all__ = ["LazyParameter", "NamedSource", "StandIn", "module_of", "named_model", "own_forward", "users_forward"]

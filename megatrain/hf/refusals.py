@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from megatrain.errors import ConfigError, ModelError
 
@@ -100,4 +101,13 @@ def refuse_model(model: Any) -> None:
     refuse_dtypes(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
 
 
-__all__ = ["refuse_arguments", "refuse_class", "refuse_dtypes", "refuse_keywords", "refuse_model"]
+def refuse_loss(model: Any) -> None:
+    """Raise `ConfigError` for a `loss_function` that is not the library's cross-entropy, which would not be run."""
+    found = getattr(model, "loss_function", ForCausalLMLoss)
+    if found is not ForCausalLMLoss:
+        what = f"its loss_function, {getattr(found, '__name__', type(found).__name__)}, would not be run"
+        fix = "give loss_fn instead, see megatrain.losses"
+        raise ConfigError(what, where=type(model).__name__, fix=fix)
+
+
+__all__ = ["refuse_arguments", "refuse_class", "refuse_dtypes", "refuse_keywords", "refuse_loss", "refuse_model"]

@@ -5,7 +5,8 @@ touches weights is replaced, by overriding methods that transformers 5.17 and 5.
 optimizer step are collected by `training_step`, the last of which runs them all. The learning rate is the scheduler's.
 
 The model is the trainer's own, given or by name, as its user and TRL have made it when the engine is first needed. It
-may be read, run and written to between steps, as in a callback, and before and after training.
+may be read, run and written to between steps, as in a callback, and before and after training. Anything else that is
+changed in it from then on is refused at the next step (`changes.py`).
 
 Differences to know: a loss or gradient that is not finite raises `NonFinite` and nothing is applied; dropout draws
 other numbers.
@@ -29,9 +30,10 @@ from megatrain.checkpoint import open_checkpoint
 from megatrain.engine import count_targets
 from megatrain.engine.chunked_loss import own_entries
 from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
+from megatrain.hf.changes import Facts, facts_of, refuse_changes
 from megatrain.hf.model import NamedSource, StandIn, named_model, own_forward
 from megatrain.hf.optimizer import EngineOptimizer
-from megatrain.hf.refusals import refuse_arguments, refuse_class, refuse_keywords, refuse_model
+from megatrain.hf.refusals import refuse_arguments, refuse_class, refuse_keywords, refuse_loss, refuse_model
 from megatrain.hf.trainer_losses import router_coefficient, router_weights, stock_loss
 from megatrain.losses import LossFn
 from megatrain.model import PretrainedSource
@@ -39,9 +41,6 @@ from megatrain.optim import AdamW
 from megatrain.spec import Precision
 from megatrain.train.engine import Engine
 from megatrain.train.options import EngineOptions
-
-CHANGES_NO_NUMBER = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "architectures")
-"""Fields of a config that a `Trainer` sets while it trains, or its user may; others have to be set before."""
 
 
 class Streamed:
@@ -80,8 +79,10 @@ class Streamed:
             refuse_arguments(args)
         self.loss_fn, self._options = loss_fn, dict(engine_options or {})
         self._engine: Engine | None = None
-        self._fixed: dict[str, dict[str, Any]] = {}
-        """The model's config and generation config that the engine knows of."""
+        self._facts: Facts = {}
+        """What the model was when the engine was made, beside the values of its parameters."""
+        self._harmless: dict[str, dict[str, Any]] = {}
+        """Its config and generation config, as the engine has them: what may change in them is handed on."""
         self._waiting: list[Mapping[str, Any]] = []
         self._norm: float | None = None
         self._saves_all = False
@@ -117,13 +118,15 @@ class Streamed:
         if self._engine is None:
             engine = self._make_engine()
             self._engine = engine
-            self._fixed = {"config": self.model.config.to_dict()}
-            if getattr(self.model, "generation_config", None) is not None:
-                self._fixed["generation_config"] = self.model.generation_config.to_dict()
+            self._facts = facts_of(self.model)
+            both = ((kind, getattr(self.model, kind, None)) for kind in ("config", "generation_config"))
+            self._harmless = {kind: found.to_dict() for kind, found in both if found is not None}
             self._standin.lend(engine)
         return self._engine
 
     def _make_engine(self) -> Engine:
+        if self.loss_fn is None:
+            refuse_loss(self.model)
         options, mode, coefficient = self._engine_options(), self.model.training, router_coefficient(self)
         if coefficient is not None and hasattr(self.model, "router_aux_loss_coef"):
             self.model.router_aux_loss_coef = coefficient  # taken from the config when the model was made
@@ -148,21 +151,13 @@ class Streamed:
     def _catch_up(self) -> None:
         """Honour what has been changed in the model since the engine was made, or raise `ConfigError`."""
         engine = self.engine
-        where, fix = "the trainer's model", "change it before the first train() or evaluate(), or make a new trainer"
-        for kind, before in self._fixed.items():
-            for name, value in getattr(self.model, kind).to_dict().items():
-                if name in before and value == before[name]:
-                    continue
-                if kind == "config" and name not in CHANGES_NO_NUMBER:
-                    what = f"config.{name} was {before.get(name)!r} when the engine was made and is {value!r} now"
-                    raise ConfigError(what, where=where, fix=fix)
-                setattr(getattr(engine, kind), name, copy.deepcopy(getattr(getattr(self.model, kind), name, value)))
-                before[name] = value
-        ours = {param.name: (param.shape, param.trainable) for unit in engine.structure.units for param in unit.params}
-        now = {name: (tuple(p.shape), p.requires_grad) for name, p in self.model.named_parameters()}
-        if odd := sorted({*ours.items()} ^ {*now.items()}):
-            what = f"its parameter {odd[0][0]} has been added, removed, resized or frozen since the engine was made"
-            raise ConfigError(what, where=where, fix=fix)
+        refuse_changes(self._facts, facts_of(self.model))
+        for kind, before in self._harmless.items():
+            of_model, of_engine = getattr(self.model, kind), getattr(engine, kind)
+            for name, value in of_model.to_dict().items():
+                if name not in before or value != before[name]:
+                    setattr(of_engine, name, copy.deepcopy(getattr(of_model, name, value)))
+                    before[name] = value
         self._take_back()
 
     def _take_back(self) -> None:
@@ -186,13 +181,13 @@ class Streamed:
         return options | self._options  # type: ignore[return-value]
 
     def _adamw(self) -> AdamW:
-        args, decaying = self.args, self._decaying()
+        given = self._options.get("optimizer")
+        if isinstance(given, AdamW):
+            return given
+        args, decaying = self.args, set(self.get_decay_parameter_names(self.model))  # type: ignore[attr-defined]
         others = tuple(name for name, _ in self.model.named_parameters() if name not in decaying)
         betas = (args.adam_beta1, args.adam_beta2)
         return AdamW(args.learning_rate, betas, args.adam_epsilon, args.weight_decay, others)
-
-    def _decaying(self) -> set[str]:
-        return set(self.get_decay_parameter_names(self.model))  # type: ignore[attr-defined]
 
     # Training ---------------------------------------------------------------------------------------------------------
 
@@ -212,9 +207,10 @@ class Streamed:
         loss = 0.0
         if self.accelerator.sync_gradients:
             self._refuse_other_divisor(num_items_in_batch)
-            self._take_back()
-            lr = self._plain_optimizer.lr
-            out = self.engine.step(self._waiting, lr, self._loss(), self._router_weights(len(self._waiting)))
+            self._catch_up()
+            optimizer = self._plain_optimizer
+            self.engine.set_optimizer(optimizer.adamw)
+            out = self.engine.step(self._waiting, optimizer.lr, self._loss(), self._router_weights(len(self._waiting)))
             loss, self._norm = out.loss, out.grad_norm
             self._tell("train", out.by_micro_batch, self._waiting)
             self._waiting.clear()
@@ -233,7 +229,8 @@ class Streamed:
     def create_optimizer(self, model: Any = None) -> Any:
         """Groups of parameters for the scheduler; the engine updates."""
         if self.optimizer is None:
-            self.optimizer = EngineOptimizer(self.model, self._decaying(), self._adamw(), self._has_stepped)
+            lr = self.args.learning_rate
+            self.optimizer = EngineOptimizer(self.model, self._adamw(), lr, self._has_stepped)
         return self.optimizer
 
     def _has_stepped(self) -> None:

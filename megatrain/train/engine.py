@@ -313,6 +313,16 @@ class Engine:
         )
 
     @one_at_a_time
+    def set_optimizer(self, optimizer: AdamW) -> None:
+        """Train with these hyperparameters from the next step on; what is pending keeps those of its own step.
+
+        Raises `ConfigError` where other parameters would decay than before.
+        """
+        if optimizer.no_decay != self.optimizer.no_decay:
+            raise ConfigError("other parameters would decay", where="no_decay", fix="leave it as it was")
+        self.optimizer = self._sink.optimizer = optimizer
+
+    @one_at_a_time
     def gradients(
         self,
         micro_batches: Iterable[MicroBatch],

@@ -32,6 +32,7 @@ from tests.tiny import batch, equal, tiny_model, unequal_batches
 PUBLIC = [
     *("step", "gradients", "evaluate", "measure", "log_probs", "logits", "flush", "save", "restore", "fill", "adopt"),
     *("master_weights", "master", "weight_view", "set_weights", "save_pretrained", "generate", "prepare", "peak_flops"),
+    "set_optimizer",
 ]
 
 

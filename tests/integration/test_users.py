@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -308,7 +309,31 @@ def test_single_weights_are_set_exactly_and_others_are_refused() -> None:
         assert engine.master_weights()["lm_head.weight"].any()
 
 
-@pytest.mark.parametrize("home", [Placement(), Placement(weights="disk"), Placement("device", "device", "device")])
+@pytest.mark.parametrize("norm", [None, 1e9])
+def test_hyperparameters_set_between_steps_are_those_of_the_next_step(norm: float | None) -> None:
+    """As in torch, at once or with updates that are applied a step later."""
+    first = AdamW(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, no_decay=("*norm*",))
+    second = replace(first, betas=(0.5, 0.6), eps=1e-2, weight_decay=20.0)
+    model, batches = tiny_model(), [batch(2, 8, 0)]
+    named = [*model.named_parameters()]
+    groups = [{"params": [p for n, p in named if first.decays(n) is decays]} for decays in (True, False)]
+    stock = torch.optim.AdamW(groups, lr=1e-2)
+    with Engine.from_model(model, precision="fp32", optimizer=first, max_grad_norm=norm, verify=False) as engine:
+        for settings in (first, second, first):
+            for group, decay in zip(stock.param_groups, (settings.weight_decay, 0.0), strict=True):
+                group.update(betas=settings.betas, eps=settings.eps, weight_decay=decay)
+            stock.zero_grad()
+            model(**batches[0]).loss.backward()
+            stock.step()
+            engine.set_optimizer(settings)
+            engine.step(batches)
+        for name, value in engine.master_weights().items():
+            assert relative_error(value, model.get_parameter(name)) < 1e-5
+        with pytest.raises(ConfigError, match="other parameters would decay"):
+            engine.set_optimizer(replace(first, no_decay=()))
+
+
+@pytest.mark.parametrize("placement", [Placement(), Placement(weights="disk"), Placement("device", "device", "device")])
 def test_a_weight_is_seen_where_it_lies_and_as_it_is_now(placement: Placement, tmp_path: Path) -> None:
     """Pending updates applied; not where it lies elsewhere, or a device has a copy of it."""
     model = tiny_model()
