@@ -599,8 +599,7 @@ class Engine:
 
     @property
     def timeline(self) -> Timeline | None:
-        """When each op of the last call began and ended, in seconds; `None` where it was not measured
-        (`record_timeline`)."""
+        """When each op of the last call began and ended, in seconds, where it was measured (`record_timeline`)."""
         return self._streamer.timeline
 
     def applied_updates(self) -> dict[str, int]:
