@@ -9,8 +9,7 @@ sixteenths of the layers: a fixed grid, so that more memory only adds to the cho
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -70,35 +69,6 @@ def needed(model: ModelSpec, numerics: Numerics, policy: Policy, room: int, *, s
     if fitting:
         return min(fitting, key=lambda each: state_nbytes(model, numerics, each)["disk"])
     return min((policy, *tried), key=lambda each: host_nbytes(model, numerics, each, saves))
-
-
-def with_layers_on_device(model: ModelSpec, policy: Policy) -> list[Policy]:
-    """The policy with more and more layers on the device, state and all: for want of room elsewhere."""
-    return [policy, *(replace(policy, placements=residents(model, whole, 0)) for whole in range(1, PARTS + 1))]
-
-
-def first_that_fits(
-    model: ModelSpec,
-    numerics: Numerics,
-    policies: Sequence[Policy],
-    room: Mapping[str, int],
-    *,
-    saves: bool = False,
-) -> Policy:
-    """The first of these policies whose state fits into the room of host and disk, with as little on the disk as must
-    be; the first of all where none does. Each takes less of both than the one before."""
-
-    def placed(policy: Policy) -> Policy:
-        return needed(model, numerics, policy, room["host"], saves=saves) if room["disk"] else policy
-
-    def fits(policy: Policy) -> bool:
-        on_disk = state_nbytes(model, numerics, policy)["disk"]
-        return on_disk <= room["disk"] and host_nbytes(model, numerics, policy, saves) <= room["host"]
-
-    first = placed(policies[0])
-    if fits(first) or not fits(placed(policies[-1])):
-        return first
-    return placed(policies[bisect_left(range(len(policies)), True, key=lambda count: fits(placed(policies[count])))])
 
 
 def _along(

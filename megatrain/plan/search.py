@@ -21,15 +21,7 @@ from megatrain.errors import DoesNotFit
 from megatrain.plan.activation_plan import Batching, Mixtures, Option
 from megatrain.plan.advice import changes
 from megatrain.plan.estimates import coarse, estimate, examine, fitted, moved, sizes, undisturbed
-from megatrain.plan.placement import (
-    PARTS,
-    first_that_fits,
-    host_nbytes,
-    residents,
-    state_policy,
-    with_layers_on_device,
-    with_more_on_disk,
-)
+from megatrain.plan.placement import PARTS, host_nbytes, needed, residents, state_policy, with_more_on_disk
 from megatrain.plan.question import Candidate, Choice, Estimate, Plan, Question
 from megatrain.plan.refinements import leaner, only_by_ring, waiting_for_shards, with_ring, within_lock_limit
 from megatrain.plan.search_space import (
@@ -67,7 +59,7 @@ class Search:
         self._moved: dict[Candidate, Estimate] = {}
         self._mixtures: dict[Candidate, Mixtures] = {}
         self._alikes: dict[Batching, Search] = {}
-        self._placements: dict[tuple[Policy, int], tuple[Placement, ...]] = {}
+        self._homes: dict[tuple[Policy, int], tuple[Placement, ...]] = {}
         self._resident: dict[tuple[int, int], int] = {}
         overrides = dict(question.overrides)
         self._micro_batch: int | None = overrides.pop("micro_batch", None)
@@ -88,7 +80,6 @@ class Search:
         """Search within these. Prices hold, but for what goes to the disk."""
         if any(budgets[tier] != self.budgets[tier] for tier in ("host", "disk")):
             self._known.clear()
-            self._placements.clear()
         self.budgets = budgets
 
     def answer(self, budgets: Mapping[str, int] | None = None) -> Plan | None:
@@ -450,22 +441,21 @@ class Search:
         return self._resident[whole, kept]
 
     def _placed(self, choice: Choice, found: Estimate) -> Choice:
-        """The choice with as little state on the disk as the host's budget asks for, or all of it; and where host and
-        disk are too small together, with as many layers on the device as they have no room for.
+        """The choice with as little state on the disk as the host's budget asks for, or all of it.
 
         found: of the choice with all state in host memory.
         """
-        if "placements" in self._overrides:
+        if "placements" in self._overrides or not self.budgets["disk"]:
             return choice
-        model, saves = self.question.model, self.question.saves
+        model = self.question.model
+        saves = self.question.saves
         numerics, policy = choice.numerics, choice.policy
         beside = found.nbytes["host"] - host_nbytes(model, numerics, replace(policy, placements=()), saves)
-        room = {"host": self.budgets["host"] - beside, "disk": self.budgets["disk"]}
-        key = state_policy(policy), room["host"]
-        if key not in self._placements:
-            among = (policy,) if policy.placements or policy.shares_memory else with_layers_on_device(model, policy)
-            self._placements[key] = first_that_fits(model, numerics, among, room, saves=saves).placements
-        return choice if self._placements[key] == policy.placements else choice.change(placements=self._placements[key])
+        room = self.budgets["host"] - beside
+        key = state_policy(policy), room
+        if key not in self._homes:
+            self._homes[key] = needed(model, numerics, policy, room, saves=saves).placements
+        return choice if self._homes[key] == policy.placements else choice.change(placements=self._homes[key])
 
 
 def find_plan(question: Question) -> Plan:

@@ -8,14 +8,7 @@ from itertools import pairwise
 import pytest
 
 from megatrain.plan.cost import home_seconds
-from megatrain.plan.placement import (
-    ON_DEVICE,
-    first_that_fits,
-    residents,
-    spread,
-    to_disk,
-    with_layers_on_device,
-)
+from megatrain.plan.placement import ON_DEVICE, residents, spread, to_disk
 from megatrain.schedule import Use, build_step
 from megatrain.schedule.passes.state_buffers import state_nbytes
 from megatrain.spec import IN_HOST, Hardware, Numerics, Placement, Policy, Precision, Work
@@ -53,27 +46,6 @@ def test_the_coldest_goes_first() -> None:
             if any(getattr(placement, field) == "disk" for placement in found.placements) and field not in seen:
                 seen.append(field)
     assert seen == ["moments", "low_bits", "weights"]
-
-
-@pytest.mark.parametrize("disk_share", [0.0, 0.25])
-def test_layers_go_to_the_device_for_want_of_room_elsewhere_and_no_more_than_must(disk_share: float) -> None:
-    numerics, everything = Numerics(), state_nbytes(MODEL, Numerics(), Policy())["host"]
-    room = {"host": everything // 2, "disk": round(disk_share * everything)}
-    policies = with_layers_on_device(MODEL, Policy())
-
-    def fits(policy: Policy) -> bool:
-        nbytes = state_nbytes(MODEL, numerics, policy)
-        return nbytes["host"] <= room["host"] and nbytes["disk"] <= room["disk"]
-
-    counts = [sum(each.on_device for each in policy.placements) for policy in policies]
-    found = first_that_fits(MODEL, numerics, policies, room)
-    assert fits(found)
-    count = sum(each.on_device for each in found.placements)
-    fewer = policies[max(i for i, each in enumerate(counts) if each < count)]
-    assert count > 0
-    assert not fits(first_that_fits(MODEL, numerics, [fewer], room))
-    enough = {"host": everything, "disk": 0}
-    assert first_that_fits(MODEL, numerics, policies, enough) == Policy(), "where there is room, nothing moves"
 
 
 def test_bytes_are_those_of_the_schedule() -> None:

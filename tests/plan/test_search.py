@@ -12,7 +12,7 @@ import pytest
 
 from bench.shapes import llama_shape
 from megatrain.errors import DoesNotFit, PlanError
-from megatrain.plan import Choice, Plan, Question, examine, find_plan, machine
+from megatrain.plan import Choice, Plan, Question, examine, find_plan
 from megatrain.plan.search import KNOBS
 from megatrain.spec import Hardware, Limits, ModelSpec, Numerics, Policy
 
@@ -317,13 +317,3 @@ def test_inputs_wait_in_the_host_where_nothing_else_fits() -> None:
     plan = find_plan(replace(asked, limits=Limits(device_nbytes=round(0.8 * least))))
     assert plan.policy.offloads
     assert fits(plan)
-
-
-@pytest.mark.parametrize("layers", [40, pytest.param(58, marks=pytest.mark.slow)])
-def test_a_model_that_host_and_disk_have_no_room_for_keeps_layers_on_the_device(layers: int) -> None:
-    """15 and 21 billion parameters with 128 GiB of host memory and 64 GiB of disk."""
-    model = llama_shape("large", layers, 5120, vocabulary=151_936)
-    limits = Limits(host_nbytes=128 << 30, disk_nbytes=64 << 30)
-    plan = find_plan(Question(model, machine("h200"), 4 * 8192, 8192, limits=limits))
-    assert any(placement.on_device for placement in plan.policy.placements)
-    assert plan.taken.fits(plan.question.budgets())
