@@ -389,6 +389,23 @@ class Shards:
         return _InBlocks(name, header) if is_large and widened else opened.get_slice(name)
 
 
+def non_finite_weights(source: str, config: PreTrainedConfig) -> list[str]:
+    """Names of tensors in a local folder of a model that hold values which are not finite, all of which are read.
+
+    Empty where the folder holds no weights, and for a name on the hub. Raises `ModelError` for files that are damaged.
+    """
+    folder = Path(source)
+    if not folder.is_dir() or not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir()):
+        return []
+    shards = Shards(source, config, where=f"model {source}")
+    found = []
+    for name in (name for name, header in shards.headers.items() if header.dtype in DTYPES):
+        with shards.open([name]) as tensors:
+            if not bool(tensors[name][...].isfinite().all()):
+                found.append(name)
+    return found
+
+
 class _InBlocks:
     """A large tensor of half precision, read as float32 (exactly), so that no more than the result is in memory."""
 

@@ -37,7 +37,7 @@ from megatrain.data import (
 )
 from megatrain.device import Device, open_device
 from megatrain.engine import DTYPES
-from megatrain.errors import ConfigError, NonFinite
+from megatrain.errors import ConfigError
 from megatrain.losses import LossFn
 from megatrain.model import (
     FreshSource,
@@ -374,7 +374,7 @@ def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack
                 watchers=watchers,
                 tasks=_tasks(config, run, start),
                 nonfinite_limit=_nonfinite_limit(train_, engine),
-                recover=checkpoints.roll_back if train_.on_nonfinite == "rollback" else _stays,
+                recover=checkpoints.roll_back if train_.on_nonfinite == "rollback" else None,
                 should_stop=lambda: stop.requested,
                 undo=run.feed.put_back,
             )
@@ -384,10 +384,6 @@ def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack
     if config.checkpoint.every:
         _tell(watchers, *checkpoints.finish(ended.step, stop.remaining_seconds()))
     return ended
-
-
-def _stays(error: NonFinite, step: int) -> None:
-    """The step that was not finite has not been applied, and the next one goes on from there."""
 
 
 def _tell(watchers: Sequence[Watcher], *events: Event) -> None:

@@ -245,7 +245,8 @@ class Progress:
                 self._show(event)
             case Skipped():
                 self._add(event)
-                self._print(f"step {event.step:,} skipped: {event.reason}", "yellow")
+                if not event.ends:
+                    self._print(f"step {event.step:,} skipped: {event.reason}", "yellow")
             case Evaluated():
                 reported = event.metrics or {"perplexity": event.perplexity}
                 said = ", ".join([f"validation loss {event.loss:.3f}", *(f"{k} {v:.4g}" for k, v in reported.items())])

@@ -173,7 +173,7 @@ def test_a_run_that_is_named_goes_on_from_its_newest_sound_checkpoint(inside: st
     said = train(config_of(tmp_path, **named)).replace("\n", "")
     assert "skipped a checkpoint that is not sound" in said
     assert f"goes on after step 2, from {second}" in said
-    with pytest.raises(ConfigError, match="holds checkpoints after step 2.*resume=auto to go on from the newest sound"):
+    with pytest.raises(ConfigError, match=r"after step 2, .* resume=auto to go on from the newest sound"):
         train(config_of(tmp_path, **named | {"resume": str(second)}))
 
 

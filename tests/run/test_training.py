@@ -250,14 +250,16 @@ def test_a_run_that_diverges_writes_no_model_and_keeps_the_old_one(
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_weights_that_are_not_finite_end_the_run_at_once_and_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("on_nonfinite", ["skip", "rollback"])
+def test_weights_that_are_not_finite_end_the_run_at_once_and_by_name(on_nonfinite: str, tmp_path: Path) -> None:
     train(configuration(tmp_path, train={"steps": 1, "sample_tokens": 0}))
     file = tmp_path / "run" / "model" / "model.safetensors"
     weights = load_file(file)
     weights["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
     save_file(weights, file, {"format": "pt"})
     model = {"config": None, "path": str(file.parent)}
-    config = configuration(tmp_path, model=model, output={"folder": str(tmp_path / "next")})
+    nonfinite = {"on_nonfinite": on_nonfinite}
+    config = configuration(tmp_path, model=model, train=nonfinite, output={"folder": str(tmp_path / "next")})
     what = r"the loss is nan, as are values of the weights themselves: model\.layers\.1\.mlp\.up_proj\.weight"
     with pytest.raises(NonFinite, match=f"^step 1: 1 step not finite, the last one: {what}; start from other weights"):
         train(config)

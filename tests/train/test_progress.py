@@ -111,6 +111,10 @@ def test_skips_measurements_samples_and_the_end_are_told() -> None:
     assert "stopped after 2 of 10 steps in 1:05; 1.00k tokens at 250 a second; loss from 4.900 to 4.900" in text
 
 
+def test_the_step_that_ends_a_run_is_left_to_the_error() -> None:
+    assert "nan" not in shown(Skipped(2, 10, "the loss is nan", 3, 2.0, 4.0, ends=True))
+
+
 def test_a_run_without_a_finite_step_still_ends_in_words() -> None:
     assert shown(Ended(0, 10, 1.0)).strip() == "stopped after 0 of 10 steps in 0:01"
 
