@@ -324,7 +324,7 @@ def _show(config: Config, engine: Engine, source: Source, corpus: Corpus, plan: 
         ("prediction", f"{speed} on {plan.question.hardware.name}"),
     ]
     engine.prepare(plan.work)
-    show_plan(console, facts, engine.memory_table(), engine.numerics, engine.policy)
+    show_plan(console, facts, engine.memory_table(), plan.nbytes, engine.numerics, engine.policy)
     if corpus.example:
         console.print(Text("the first sample; what is trained is green", "bold"))
         styled = ((printable(text), "green" if trained else "dim") for text, trained in shortened(corpus.example))
