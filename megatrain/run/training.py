@@ -18,8 +18,8 @@ no model, and one that stood there stays. One that could not save its last state
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from megatrain.data import (
 )
 from megatrain.device import Device, open_device
 from megatrain.engine import DTYPES
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.losses import LossFn
 from megatrain.model import (
     FreshSource,
@@ -86,6 +86,18 @@ WARM_UP = 3
 """Steps after which measured times are compared with the plan's."""
 
 
+@contextmanager
+def _keys_named() -> Iterator[None]:
+    """What an error says of an argument, it says of the key of `train` that the argument is from."""
+    try:
+        yield
+    except MegaTrainError as error:
+        if error.where.partition(",")[0] in TrainSection.model_fields:
+            error.where = f"train.{error.where}"
+        raise
+
+
+@_keys_named()
 def run_training(config: Config, console: Console) -> Path:
     """Train as `config` says, telling `console`. Returns the folder of the trained model.
 

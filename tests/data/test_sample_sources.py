@@ -342,7 +342,7 @@ def test_what_a_dataset_info_asks_and_is_not_done_is_refused(tmp_path: Path, nam
         read_dataset_info(path, [name])
     assert str(caught.value).startswith(f"{path}#{name}: {what}")
     for named in (tmp_path, path):
-        assert f"a list of data sets, which are not one; name one of them: {path}#plain, #renamed" in refused(named)
+        assert f"a list of data sets, of which one is to be named; name one of them: {path}#plain, #" in refused(named)
 
 
 def test_samples_are_refused_one_by_one() -> None:

@@ -312,7 +312,7 @@ def test_an_optimizer_of_torch_is_refused_with_the_one_of_the_same_settings(
         ({"policy": None}, PlanError, "policy: None is no policy"),
         ({"policy": {"weight_slots": 1}}, PlanError, "policy: {'weight_slots': 1} is no policy"),
         ({"policy": "fast"}, PlanError, "policy: 'fast' is no policy; give a megatrain.Policy, or 'auto'"),
-        ({"precision": ["bf16"]}, PlanError, "precision must be bf16 or fp32"),
+        ({"precision": ["bf16"]}, PlanError, "precision: must be bf16 or fp32"),
         ({"disk": 5}, ConfigError, "disk: 5 is not valid"),
         ({"disk": [None]}, ConfigError, r"disk\[0\]: None is not valid"),
         (

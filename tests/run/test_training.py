@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from megatrain.config import Config, load_config
 from megatrain.device import probe
-from megatrain.errors import ConfigError, DeviceError, ExportError, ModelError, NonFinite
+from megatrain.errors import ConfigError, DeviceError, ExportError, ModelError, NonFinite, PlanError
 from megatrain.model import load_causal_lm, split_into_units
 from megatrain.run.training import run_training
 from megatrain.train.engine import Engine, StepOutput
@@ -199,8 +199,10 @@ def test_without_held_out_text_the_run_still_proves_its_model(tmp_path: Path) ->
         ({"model": {"config": {"model_type": "llama", "vocab_size": 256, "hidden_size": 8, "intermediate_size": 8,
                                "num_hidden_layers": 1, "num_attention_heads": 1}}},
          ConfigError, "needs a vocabulary of 257, and the model has 256"),
-        ({"train": {"device": "tpu"}}, DeviceError, "'tpu' is not a device"),
-        ({"train": {"weight_decay": 1e3}}, ConfigError, "weight_decay"),
+        ({"train": {"device": "tpu"}}, DeviceError, "train.device: 'tpu' is not a device"),
+        ({"train": {"hardware": "h300"}}, PlanError, "train.hardware: no machine is called 'h300'"),
+        ({"train": {"freeze": ["foo*"]}}, ModelError, "train.freeze, model LlamaForCausalLM: no parameter matches"),
+        ({"train": {"weight_decay": 1e3}}, ConfigError, "train.weight_decay: "),
     ],
 )  # fmt: skip
 def test_a_mistake_leaves_no_run_folder(
