@@ -44,7 +44,7 @@ from megatrain.model.hub import cached_folder, is_local, located, model_named
 from megatrain.model.mapped_tensors import float32_pages
 from megatrain.model.skeleton import blueprint
 from megatrain.model.weight_sources import Masters, Progress, Report, listed, quiet, require_all
-from megatrain.system.paths import lies_within
+from megatrain.system.paths import lies_within, read_json
 
 BATCH_NBYTES = 256 << 20
 """Parameters are loaded together up to this size in float32; a larger one is loaded alone."""
@@ -424,6 +424,9 @@ class _InBlocks:
 
 
 def _files(source: str, config: PreTrainedConfig, where: str, revision: str | None) -> list[Path]:
+    folder = Path(source) if Path(source).is_dir() else cached_folder(source, revision)
+    if folder is not None:
+        _refuse_odd_index(folder, where)
     with plain_errors(where):
         found, _ = _get_resolved_checkpoint_files(
             source,
@@ -436,7 +439,7 @@ def _files(source: str, config: PreTrainedConfig, where: str, revision: str | No
             download_kwargs={"local_files_only": is_local(source), "revision": revision or "main"},
         )
     files = [Path(file) for file in found or ()]
-    folder = Path(source) if Path(source).is_dir() else cached_folder(source, revision)
+    folder = folder or cached_folder(source, revision)
     for file in files:
         if folder is not None and not lies_within(file, folder):
             what = f"its index names a file outside its folder, {os.path.relpath(file, folder)}"
@@ -444,6 +447,20 @@ def _files(source: str, config: PreTrainedConfig, where: str, revision: str | No
         if not file.is_file():
             raise ModelError(f"its file {file.name} is missing", where=where, fix="copy or download it again")
     return files
+
+
+def _refuse_odd_index(folder: Path, where: str) -> None:
+    """Raise `ModelError` for an index that names something else than files; one that is no JSON the library refuses."""
+    for file in folder.glob("*.index.json"):
+        try:
+            index = read_json(file)
+        except (OSError, ValueError):
+            continue
+        named = index.get("weight_map") if isinstance(index, dict) else None
+        odd = [name for name, held in named.items() if not isinstance(held, str)] if isinstance(named, dict) else [""]
+        if odd:
+            what = f"its {file.name} names no file for {odd[0]}" if odd[0] else f"its {file.name} has no weight_map"
+            raise ModelError(what, where=where, fix="copy or download it again")
 
 
 def _headers(file: Path, where: str) -> dict[str, Header]:
