@@ -122,7 +122,7 @@ def _what_goes(config: Config, taken: Checkpoint | None) -> _Goes:
 
 def _names(config: Config, taken: Checkpoint) -> bool:
     """Whether `resume` is this very checkpoint; else it is the newest sound one, and what is newer has been told of."""
-    return config.resume is not None and Path(config.resume).expanduser().resolve() == taken.folder
+    return config.resume is not None and usable_path(config.resume, where="resume").resolve() == taken.folder
 
 
 def _steps(there: Sequence[int]) -> tuple[str, ...]:
