@@ -11,7 +11,7 @@ from torch import Tensor
 from megatrain.checkpoint import export_units
 from megatrain.data import load_tokenizer
 from megatrain.errors import DataError, ExportError
-from megatrain.model import PretrainedSource, Progress, model_named, port_model
+from megatrain.model import PretrainedSource, Progress, listed, model_named, port_model
 from megatrain.spec import Precision, UnitSpec
 from megatrain.system.paths import usable_path
 from megatrain.train.progress import printable
@@ -43,16 +43,25 @@ def run_export(
     if left_out := pretrained.left_out():
         notice(f"left out: {printable(left_out)}")
     ported = port_model(pretrained.model, torch.float32)
-    units = (_masters(pretrained, unit) for unit in ported.structure.units)
-    return export_units(
+    not_finite: list[str] = []
+
+    def masters(unit: UnitSpec) -> dict[str, Tensor]:
+        values = _masters(pretrained, unit)
+        not_finite.extend(name for name, value in values.items() if not bool(value.isfinite().all()))
+        return values
+
+    written = export_units(
         ported,
-        units,
+        map(masters, ported.structure.units),
         there,
         precision=precision,
         facts={"made from": source},
         write_more=_tokenizer(name),
         progress=progress,
     )
+    if not_finite:
+        notice(f"written with values that are not finite, as they are in the source: {listed(not_finite)}")
+    return written
 
 
 class _OneUnit:

@@ -117,6 +117,8 @@ def find_model(
     if exists and path.is_file():
         content = _content(path, where)
         if isinstance(content, dict) and "model" in content:
+            if "data" in content or "train" in content:
+                raise _is_configuration(where, content["model"])
             return read_model(content, where)
     import torch
 
@@ -204,10 +206,18 @@ def _planned(question: Question, *, may_shrink: bool) -> Plan:
         raise DoesNotFit(error.what, where=error.where, fix=fix) from error
 
 
+def _is_configuration(where: str, model: Any) -> ModelError:
+    path = model.get("path") if isinstance(model, dict) else None
+    fix = f"name its model, {path}" if path else "name its model, or its run folder"
+    return ModelError("is the configuration of a run, not of a model", where=where, fix=fix)
+
+
 def _content(path: Path, where: str) -> Any:
     try:
         return read_json(path)
     except (OSError, ValueError) as error:
+        if path.suffix in (".yaml", ".yml"):
+            raise _is_configuration(where, None) from error
         what = f"cannot be read ({getattr(error, 'strerror', None) or 'not JSON'})"
         raise ModelError(what, where=where, fix="give a folder, a config.json or a saved plan") from error
 

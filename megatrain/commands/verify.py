@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatrain.model import model_named
+from megatrain.model import listed, model_named, non_finite_weights
 from megatrain.model.architecture import read_config
 from megatrain.train.engine import unverified
 from megatrain.train.parity import full_report, verify_rows
@@ -16,10 +16,12 @@ from megatrain.train.parity import full_report, verify_rows
 def run_verification(model: str, console: Console, *, attention: str = "auto", trust_remote_code: bool = False) -> bool:
     """Compare a small model of the same kind with the stock code and print a table; whether all is well.
 
-    model: folder (of a model or of a run), hub name or `config.json`; no weights are read. attention: kernel, `auto`
-    is the library's choice. Raises `ModelError` for a model that cannot be compared or that the engine refuses.
+    model: folder (of a model or of a run), hub name or `config.json`. The comparison reads no weights; those of a
+    folder are looked through for values that are not finite. attention: kernel, `auto` is the library's choice.
+    Raises `ModelError` for a model that cannot be compared or that the engine refuses.
     """
-    config = read_config(model_named(model), where=f"model {model}", trust_remote_code=trust_remote_code)
+    named = model_named(model)
+    config = read_config(named, where=f"model {model}", trust_remote_code=trust_remote_code)
     with console.status("comparing"):
         report = full_report(config, unverified, None if attention == "auto" else attention)
     table = Table(box=box.SIMPLE, pad_edge=False)
@@ -32,4 +34,8 @@ def run_verification(model: str, console: Console, *, attention: str = "auto", t
     console.print(Text(f"attention: {report.attention}"))
     for what in report.left_out:
         console.print(Text(f"not compared: {what}", "yellow"), soft_wrap=True)
-    return report.ok
+    with console.status("reading the weights"):
+        not_finite = non_finite_weights(named, config)
+    if not_finite:
+        console.print(Text(f"values of the weights are not finite: {listed(not_finite)}", "red"), soft_wrap=True)
+    return report.ok and not not_finite

@@ -40,6 +40,12 @@ REPLACED = {
 """Keys of earlier versions whose values were others."""
 
 
+PLANNED = ("homes", "placement", "placements")
+"""What of a policy is no key: where state lives."""
+
+FAR = 0.8
+"""How like an unknown key one of another section is to be, of 1, before it is suggested; of its own, 0.6."""
+
 OTHER_TRAINERS = {
     "batch_size": "train.global_batch_size",
     "block_size": "data.sequence_length",
@@ -55,6 +61,10 @@ OTHER_TRAINERS = {
     "max_seq_length": "data.sequence_length",
     "max_steps": "train.steps",
     "micro_batch": "train.micro_batch_size",
+    "clip_grad_norm": "train.max_grad_norm",
+    "grad_clip": "train.max_grad_norm",
+    "gradient_clip_val": "train.max_grad_norm",
+    "gradient_clipping": "train.max_grad_norm",
     "model_name_or_path": "model.path",
     "output_dir": "output.folder",
     "per_device_train_batch_size": "train.micro_batch_size",
@@ -92,6 +102,9 @@ def complaint(error: ValidationError, path: Path, places: Mapping[str, str]) -> 
         return ConfigError(f"{key} is missing{more}", where=where, fix=f"set it in the file or as {key}=VALUE")
     if kind == "missing":
         message = "has too few values"
+    if kind in ("too_short", "too_long"):
+        most = first["ctx"].get("max_length")
+        message = "is empty; give one at least" if most is None else f"has too many values; give {most}"
     if kind == "model_type":
         message = "needs keys below it"
     for prefix in ("Value error, ", "Input ", "Value ", "Tuple "):
@@ -124,10 +137,12 @@ def _nearest(key: str) -> str:
     section, _, name = key.rpartition(".")
     if name in OTHER_TRAINERS:
         return f"here it is {OTHER_TRAINERS[name]}"
+    if section == "policy" and name in PLANNED:
+        return "the planner decides where state lives, within memory.*; from Python, Policy(placements=...) does"
     known = [known for known, _, _ in describe_keys()] + list(Config.model_fields)
     siblings = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == section}
     elsewhere = {one.rpartition(".")[2]: one for one in known}
-    for names in (siblings, elsewhere):
-        if nearest := difflib.get_close_matches(name, names, n=1):
+    for names, cutoff in ((siblings, 0.6), (elsewhere, FAR)):
+        if nearest := difflib.get_close_matches(name, names, n=1, cutoff=cutoff):
             return f"did you mean {names[nearest[0]]}?"
     return f"the keys of {section or 'the file'} are {', '.join(siblings)}"

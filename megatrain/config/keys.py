@@ -171,7 +171,8 @@ class DataSection(Section):
     @model_validator(mode="after")
     def _a_weight_each(self) -> DataSection:
         if self.weights is not None and len(self.weights) != len(self.sources):
-            raise ValueError(f"has {len(self.weights)} weights for {len(self.sources)} sources")
+            counts = f"{len(self.sources)} in data.sources, and {len(self.weights)} in data.weights"
+            raise ValueError(f"needs a weight for each source; there are {counts}")
         return self
 
 
@@ -252,11 +253,12 @@ class TrainSection(Section):
     @model_validator(mode="after")
     def _agreeing_sizes(self) -> TrainSection:
         rows, size, count = self.global_batch_size, self.micro_batch_size, self.gradient_accumulation_steps
-        divides = rows is None or all(part is None or rows % part == 0 for part in (size, count))
-        if not divides or (rows and size and count and rows != size * count):
-            raise ValueError(
-                f"global_batch_size={rows} is not micro_batch_size={size} x gradient_accumulation_steps={count}"
-            )
+        if rows and size and count and rows != size * count:
+            what = f"micro_batch_size={size} x gradient_accumulation_steps={count}"
+            raise ValueError(f"global_batch_size={rows} is not {what}")
+        for name, part in (("micro_batch_size", size), ("gradient_accumulation_steps", count)):
+            if rows and part and rows % part:
+                raise ValueError(f"global_batch_size={rows} is no multiple of {name}={part}")
         if self.objective == "dpo" and ((self.micro_batch_override or 2) % 2 or self.sequences % 2):
             raise ValueError("dpo takes pairs: micro_batch_size and global_batch_size must be even")
         if self.dpo_loss == "ipo" and self.dpo_label_smoothing:
@@ -392,10 +394,14 @@ class OutputSection(Section):
     @classmethod
     def _as_earlier(cls, value: Any) -> Any:
         """Files that were written before there were other trackers say whether there is TensorBoard."""
-        if not isinstance(value, dict) or not isinstance(value.get("tensorboard"), bool) or "trackers" in value:
+        if not isinstance(value, dict) or not isinstance(value.get("tensorboard"), bool):
             return value
         rest = {key: each for key, each in value.items() if key != "tensorboard"}
-        return {**rest, "trackers": ("tensorboard",) if value["tensorboard"] else ()}
+        named = _as_list(rest.get("trackers", ()))
+        if not isinstance(named, list | tuple):
+            return rest
+        others = [name for name in named if name != "tensorboard"]
+        return {**rest, "trackers": ["tensorboard", *others] if value["tensorboard"] else others}
 
 
 class Config(Section):

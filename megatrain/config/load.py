@@ -82,7 +82,9 @@ def parse(text: str, where: str, places: dict[str, str]) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = where.replace("{line}", str(mark.line + 1 if mark else 1))
-        raise ConfigError(f"malformed YAML ({error.problem})", where=place, fix="correct the line") from None
+        marks = any(word in f"{error.context} {error.problem}" for word in ("alias", "anchor", "tag"))
+        fix = "put a text that begins with *, & or ! in quotes" if marks else "correct the line"
+        raise ConfigError(f"malformed YAML ({error.problem})", where=place, fix=fix) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason, place = str(error).splitlines()[0], where.replace(":{line}", "")
         raise ConfigError(f"malformed YAML ({reason})", where=place, fix="correct it") from None
@@ -147,7 +149,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         if not equals or not all(key.split(".")):
             raise ConfigError("is not KEY=VALUE", where=repr(shown(override)), fix="write train.steps=100, say")
         place = f"override {shown(override)!r}"
-        put(tree, key.split("."), parse(text, place, {}))
+        put(tree, key.split("."), text if text.startswith("*") else parse(text, place, {}))  # a pattern, and no alias
         for inner in [one for one in places if one.startswith(f"{key}.")]:
             del places[inner]
         places[key] = place

@@ -7,7 +7,14 @@ Each arrow takes a value and gives the next. All that can be wrong with data is 
 training starts wherever it can be known by then.
 """
 
-from megatrain.data.detect_kind import begins_with_text, holds_samples, source_called
+from megatrain.data.detect_kind import (
+    begins_with_text,
+    has_splits,
+    holds_samples,
+    is_described,
+    is_of_hub,
+    source_called,
+)
 from megatrain.data.encode import (
     EncodedSample,
     EncodeOptions,
@@ -64,10 +71,13 @@ __all__ = [
     "encode_samples",
     "evaluation_batches",
     "example_of",
+    "has_splits",
     "holds_chats",
     "holds_pairs",
     "holds_samples",
     "holds_text_only",
+    "is_described",
+    "is_of_hub",
     "load_tokenizer",
     "open_tokens",
     "pack",

@@ -77,6 +77,21 @@ def source_called(
     return Source(name, schema, split=split, subset=subset, pattern=pattern)
 
 
+def is_described(name: str) -> bool:
+    """Whether a source is an entry of a `dataset_info.json`, which says itself how it is read."""
+    return _index_and_name(name) is not None
+
+
+def is_of_hub(name: str) -> bool:
+    """Whether the source called `name` could only be a data set on the hub."""
+    return name != STDLIB and not is_described(name) and not usable_path(name, error=DataError).exists()
+
+
+def has_splits(name: str) -> bool:
+    """Whether the source called `name` may have several splits: on the hub, or as the library saves them."""
+    return is_of_hub(name) or _is_saved(usable_path(name, error=DataError))
+
+
 def begins_with_text(source: Source) -> bool:
     """Whether the first row of `source` is a plain text. Raises `DataError` where it cannot be read."""
     rows = source.rows(LeftOut("leave_out"))

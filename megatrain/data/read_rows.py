@@ -155,7 +155,7 @@ def _list_of_data_sets(index: Path) -> DataError:
     shown = [f"{index}#{names[0]}", *(f"#{name}" for name in names[1:4])]
     more = f", {len(names) - 4:,} more" if len(names) > 4 else ""
     fix = f"name one of them: {', '.join(shown)}{more}"
-    return DataError("is a list of data sets, which are not one", where=str(index), fix=fix)
+    return DataError("is a list of data sets, of which one is to be named", where=str(index), fix=fix)
 
 
 def _once(files: Sequence[SourceFile], left_out: LeftOut) -> Iterator[SourceFile]:

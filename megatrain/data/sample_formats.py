@@ -39,7 +39,7 @@ from megatrain.data.messages import (
 )
 from megatrain.data.read_rows import Row
 from megatrain.data.token_files import TokenArray
-from megatrain.errors import ConfigError, SampleError
+from megatrain.errors import ConfigError, DataError, SampleError
 
 Format: TypeAlias = Literal["auto", "preference", "chat", "alpaca", "sharegpt", "completion", "text", "tokens"]
 
@@ -68,6 +68,8 @@ WITH_TURNS: tuple[Format, ...] = ("auto", "chat", "sharegpt", "preference")
 KEYS_OF_TURNS = {"role": "role_tag", "from": "role_tag", "content": "content_tag", "value": "content_tag"}
 MARKS = ("label", "kto_tag", "desirable", "undesirable", "chosen", "rejected", "accepted", "preferred", "thumbs_up")
 """Columns that say whether an answer is good, where they hold a boolean; with `is_` before them too."""
+MARKED = "marks the answer as good or bad, as data for KTO does, which is not trained on here"
+UNMARKED = "keep the rows with good answers and remove the column"
 WEIGHTS = ("weight", "loss_weight")
 """What messages call how much they are trained: OpenAI and LLaMA-Factory."""
 SWITCHES = ("train", "training")
@@ -210,10 +212,41 @@ def _refuse_marks(row: Row, schema: Schema) -> None:
         plain = name.lower().removeprefix("is_")
         if plain not in MARKS or name in fields:
             continue
-        if isinstance(value, bool | np.bool_) or (plain != "label" and isinstance(value, int) and value in (0, 1)):
-            what = f"{name!r} marks the answer as good or bad, as data for KTO does, which is not trained on here"
-            fix = "keep the rows with good answers and remove the column"
-            raise SampleError(what, reason="marked as good or bad", where=row.place, fix=fix)
+        if isinstance(value, bool | np.bool_) or (plain != "label" and _is_binary(value)):
+            what = f"{name!r} {MARKED}"
+            raise SampleError(what, reason="marked as good or bad", where=row.place, fix=UNMARKED)
+
+
+def _is_binary(value: Any) -> bool:
+    """Whether a value is 0, 1, true or false, or a text that says so."""
+    if isinstance(value, str):
+        return value.strip().lower() in ("0", "1", "true", "false")
+    return isinstance(value, int | float | np.integer | np.bool_) and value in (0, 1)
+
+
+class Labels:
+    """What the column `label` of a source holds: a boolean is refused in its row, but 0, 1 and texts may be classes.
+
+    So whether they mark answers as good or bad is told by all of them, when the source has been read.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[str, str] = {}
+        self._classes: set[str] = set()
+
+    def add(self, row: Row, schema: Schema) -> None:
+        """Take up a row that has been read as a sample of `schema`."""
+        for name in () if schema.format in ("text", "tokens") else row.fields:
+            if name.lower().removeprefix("is_") == "label" and (value := row.fields[name]) is not None:
+                self._first.setdefault(name, row.place)
+                if not _is_binary(value):
+                    self._classes.add(name)
+
+    def refuse_marks(self) -> None:
+        """Raise `DataError` for a column that has held nothing but 0, 1, true and false."""
+        for name in self._first.keys() - self._classes:
+            what = f"{name!r} is 0, 1, true or false in every row: it {MARKED}"
+            raise DataError(what, where=self._first[name], fix=UNMARKED)
 
 
 def _require_text_only(row: Row, sample: Sample) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from megatrain.data.preferences import read_pair
 from megatrain.data.read_rows import LeftOut, Row, read_rows
-from megatrain.data.sample_formats import Sample, Schema, detect_schema, read_sample
+from megatrain.data.sample_formats import Labels, Sample, Schema, detect_schema, read_sample
 from megatrain.errors import DataError, SampleError
 from megatrain.system.paths import usable_path
 
@@ -44,21 +44,23 @@ class Source:
 def read_samples(sources: Sequence[Source], left_out: LeftOut) -> Iterator[Sample]:
     """The samples of `sources`, one source after another.
 
-    Raises `DataError` for a source that is missing, unreadable or malformed, or where none holds a sample; asks
-    `left_out` about single samples.
+    Raises `DataError` for a source that is missing, unreadable or malformed, one whose labels turn out to mark good and
+    bad answers, or where none holds a sample; asks `left_out` about single samples.
     """
     found = False
     for source in sources:
-        for sample in _read_source(source, left_out):
+        labels = Labels()
+        for sample in _read_source(source, left_out, labels):
             found = True
             yield sample
+        labels.refuse_marks()
     if not found:
         reasons = "; ".join(left_out.lines()) or "they are empty"
         where = ", ".join(source.name for source in sources)
         raise DataError(f"no sample (left out: {reasons})", where=where, fix="name a source with samples in it")
 
 
-def _read_source(source: Source, left_out: LeftOut) -> Iterator[Sample]:
+def _read_source(source: Source, left_out: LeftOut, labels: Labels) -> Iterator[Sample]:
     schema, file, taken = source.schema, None, 0
     rows = source.rows(left_out)
     for row in rows:
@@ -78,6 +80,7 @@ def _read_source(source: Source, left_out: LeftOut) -> Iterator[Sample]:
             left_out.refuse(error)
             continue
         taken += 1
+        labels.add(row, schema)
         yield from samples
 
 

@@ -298,7 +298,8 @@ def describe_tokens(file: TokenFile) -> str:
     line = f"{len(file):,} tokens from {file.path}"
     if "documents" not in file.details:
         return line
-    line = f"{len(file):,} tokens from {file.details['documents']:,} documents"
+    count = file.details["documents"]
+    line = f"{len(file):,} tokens from {'1 document' if count == 1 else f'{count:,} documents'}"
     skipped = ", ".join(f"{count} {reason}" for reason, count in file.details.get("skipped", {}).items())
     return f"{line} (left out: {skipped})" if skipped else line
 
@@ -335,9 +336,9 @@ def _token_arrays(
     if documents == 0:
         reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "all of them are empty"
         where = ", ".join(details["sources"])
-        raise DataError(
-            f"no text in {len(files)} files (left out: {reasons})", where=where, fix="name a source with text"
-        )
+        named = "1 file" if len(files) == 1 else f"{len(files):,} files"
+        what = f"no text in {named} (left out: {reasons})"
+        raise DataError(what, where=where, fix="name a source with text")
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:

@@ -79,7 +79,7 @@ def pack(file: TokenFile, *, window: int, vocab_size: int) -> Windows:
     if window < 2:
         raise DataError(f"a window of {window} tokens holds nothing to predict", fix="use 2 tokens or more")
     if len(file) < window:
-        fix = f"use a window of {len(file)} or less, or more text"
+        fix = f"set data.sequence_length={len(file)} or less, or give more text"
         raise DataError(f"{len(file)} tokens are less than one window of {window}", where=str(file.path), fix=fix)
     file.require_ids_below(vocab_size)
     return Windows(file, window, vocab_size, first=0, count=len(file) // window)
@@ -104,8 +104,9 @@ def split_windows(windows: Windows, validation_fraction: float) -> tuple[Windows
     held_out = max(1, round(windows.count * validation_fraction))
     trained = windows.count - held_out
     if trained < 1:
-        what = f"holding out {held_out} of {windows.count} windows for validation leaves none to train on"
-        fix = "use a smaller window or validation fraction, or more text"
+        counted = "the only sequence" if windows.count == 1 else f"{held_out} of {windows.count} sequences"
+        what = f"holding out {counted} for validation leaves none to train on"
+        fix = "lower data.sequence_length or data.validation_fraction, or give more text"
         raise DataError(what, where=str(windows.file.path), fix=fix)
     return (
         replace(windows, count=trained),

@@ -253,6 +253,31 @@ def _kind(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
+def _check_positions(model: ModelSpec, batch: MicroBatch, where: str) -> None:
+    """Raise `BatchError` for a mask or positions of another shape than the ids, or beyond the model's."""
+    ids, mask, places = batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids")
+    rows, length = ids.shape
+    is_own_kind = mask is None or isinstance(mask, Mapping) or hasattr(mask, "kv_num_blocks")  # or flex_attention's
+    if not is_own_kind and not (isinstance(mask, Tensor) and (mask.dim() == 4 or mask.shape == ids.shape)):
+        what = f"attention_mask is {_shape(mask)}, and input_ids {_shape(ids)}"
+        raise BatchError(what, where=where, fix="give a tensor [batch, length], 1 where a token is and 0 where none is")
+    as_long = isinstance(places, Tensor) and places.dim() > 1 and places.shape[-1] == length
+    if places is not None and not (as_long and (places.dim() > 2 or len(places) in (1, rows))):
+        what = f"position_ids is {_shape(places)}, and input_ids {_shape(ids)}"
+        raise BatchError(what, where=where, fix="give an integer tensor [batch, length]")
+    last = int(places.max()) + 1 if isinstance(places, Tensor) else length  # texts packed into a row begin anew
+    if model.max_positions is not None and last > model.max_positions:
+        has = f"the model has {model.max_positions:,} positions"
+        if places is not None:
+            fix = f"give positions below {model.max_positions:,}, or raise max_position_embeddings in its config"
+            raise BatchError(f"position_ids go to {last - 1:,}, but {has}", where=where, fix=fix)
+        raise BatchError(f"{length} tokens long, but {has}", where=where, fix="use a shorter window")
+
+
+def _shape(value: object) -> str:
+    return f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else _kind(value)
+
+
 def check_inputs(model: ModelSpec, batch: MicroBatch, where: str) -> None:
     """Raise `BatchError` unless ids and labels are integers of one shape that the model can take."""
     for key, value in batch.items():
@@ -273,14 +298,7 @@ def check_inputs(model: ModelSpec, batch: MicroBatch, where: str) -> None:
         raise BatchError(f"labels {list(labels.shape)} and input_ids {list(ids.shape)} differ in shape", where=where)
     if ids.numel() == 0:
         raise BatchError("is empty", where=where)
-    places = batch.get("position_ids")  # texts that are packed into a row begin anew
-    length = int(places.max()) + 1 if isinstance(places, Tensor) and places.numel() else ids.shape[1]
-    if model.max_positions is not None and length > model.max_positions:
-        raise BatchError(
-            f"{length} tokens long, but the model has {model.max_positions} positions",
-            where=where,
-            fix="use a shorter window",
-        )
+    _check_positions(model, batch, where)
     for key, value in (("input_ids", ids), ("labels", labels[labels != IGNORED])):
         if value.numel() and not 0 <= int(value.min()) <= int(value.max()) < model.vocab_size:
             bad = int(value.min()) if value.min() < 0 else int(value.max())

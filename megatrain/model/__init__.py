@@ -10,11 +10,19 @@ from megatrain.model.hub import model_named
 from megatrain.model.initialize import FreshSource
 from megatrain.model.packed_sequences import only_single_rows, why_not_packable
 from megatrain.model.ports import Call, PortedModel, Sides
-from megatrain.model.pretrained import PretrainedSource
+from megatrain.model.pretrained import PretrainedSource, non_finite_weights
 from megatrain.model.saved_activations import Answering, Keeping, Stored
 from megatrain.model.split_into_units import buffer_dtypes, port_model, refuse_other_kinds
 from megatrain.model.weight_reads import Uses, is_wrapped, tensors_in
-from megatrain.model.weight_sources import Masters, ModelSource, Progress, Source, causal_lm_from_config, load_causal_lm
+from megatrain.model.weight_sources import (
+    Masters,
+    ModelSource,
+    Progress,
+    Source,
+    causal_lm_from_config,
+    listed,
+    load_causal_lm,
+)
 
 __all__ = [
     "Answering",
@@ -38,8 +46,10 @@ __all__ = [
     "causal_lm_from_config",
     "freeze_parameters",
     "is_wrapped",
+    "listed",
     "load_causal_lm",
     "model_named",
+    "non_finite_weights",
     "only_single_rows",
     "port_model",
     "refuse_other_kinds",

@@ -48,6 +48,9 @@ SOURCES = "give a local Hugging Face folder, a hub name, or a config with a caus
 MOST_LAYERS = 100_000
 """In a config. To build so many takes minutes, and no model has a hundredth of them."""
 
+MOST_SIZE = 10**8
+"""Of a hidden state or a vocabulary. Products of two such sizes still count in machine words."""
+
 SECONDS = 120.0
 """Of work on a config, or on the structure that it describes. The largest structures take a tenth of it."""
 
@@ -144,12 +147,14 @@ def _known_kind(kind: object, where: str) -> str:
 
 
 def _refuse_endless(fields: Mapping[str, Any], where: str) -> None:
-    """Raise `ModelError` for a number of layers that could only be a mistake, before anything makes a list of them."""
+    """Raise `ModelError` for a number of layers or a size that could only be a mistake, before it is made."""
     for name, value in fields.items():
         if isinstance(value, Mapping):
             _refuse_endless(value, where)
         elif "layer" in str(name) and isinstance(value, int) and value > MOST_LAYERS:
             raise ModelError(f"{value:,} for {name}", where=where, fix=f"give {MOST_LAYERS:,} at most")
+        elif str(name).endswith("_size") and isinstance(value, int) and value > MOST_SIZE:
+            raise ModelError(f"{value:,} for {name}", where=where, fix=f"give {MOST_SIZE:,} at most")
 
 
 def set_fields(config: PreTrainedConfig, fields: Mapping[str, Any], *, where: str) -> None:
@@ -159,8 +164,8 @@ def set_fields(config: PreTrainedConfig, fields: Mapping[str, Any], *, where: st
     """
     for name, value in fields.items():
         if not hasattr(config, name):
-            known = [*config.to_dict(), *config.attribute_map, *COMMON_FIELDS]
-            near = get_close_matches(name, known, n=1)
+            known = {*config.to_dict(), *config.attribute_map, *COMMON_FIELDS} - {name}
+            near = get_close_matches(name, sorted(known), n=1)
             what = f"{name} is neither a field of its config nor an argument that can be honoured"
             raise ModelError(what, where=where, fix=f"did you mean {near[0]!r}?" if near else "leave it out")
         with plain_errors(where):

@@ -44,7 +44,7 @@ from megatrain.model.hub import cached_folder, is_local, located, model_named
 from megatrain.model.mapped_tensors import float32_pages
 from megatrain.model.skeleton import blueprint
 from megatrain.model.weight_sources import Masters, Progress, Report, listed, quiet, require_all
-from megatrain.system.paths import lies_within
+from megatrain.system.paths import lies_within, read_json
 
 BATCH_NBYTES = 256 << 20
 """Parameters are loaded together up to this size in float32; a larger one is loaded alone."""
@@ -389,6 +389,23 @@ class Shards:
         return _InBlocks(name, header) if is_large and widened else opened.get_slice(name)
 
 
+def non_finite_weights(source: str, config: PreTrainedConfig) -> list[str]:
+    """Names of tensors in a local folder of a model that hold values which are not finite, all of which are read.
+
+    Empty where the folder holds no weights, and for a name on the hub. Raises `ModelError` for files that are damaged.
+    """
+    folder = Path(source)
+    if not folder.is_dir() or not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir()):
+        return []
+    shards = Shards(source, config, where=f"model {source}")
+    found = []
+    for name in (name for name, header in shards.headers.items() if header.dtype in DTYPES):
+        with shards.open([name]) as tensors:
+            if not bool(tensors[name][...].isfinite().all()):
+                found.append(name)
+    return found
+
+
 class _InBlocks:
     """A large tensor of half precision, read as float32 (exactly), so that no more than the result is in memory."""
 
@@ -407,6 +424,9 @@ class _InBlocks:
 
 
 def _files(source: str, config: PreTrainedConfig, where: str, revision: str | None) -> list[Path]:
+    folder = Path(source) if Path(source).is_dir() else cached_folder(source, revision)
+    if folder is not None:
+        _refuse_odd_index(folder, where)
     with plain_errors(where):
         found, _ = _get_resolved_checkpoint_files(
             source,
@@ -419,7 +439,7 @@ def _files(source: str, config: PreTrainedConfig, where: str, revision: str | No
             download_kwargs={"local_files_only": is_local(source), "revision": revision or "main"},
         )
     files = [Path(file) for file in found or ()]
-    folder = Path(source) if Path(source).is_dir() else cached_folder(source, revision)
+    folder = folder or cached_folder(source, revision)
     for file in files:
         if folder is not None and not lies_within(file, folder):
             what = f"its index names a file outside its folder, {os.path.relpath(file, folder)}"
@@ -427,6 +447,20 @@ def _files(source: str, config: PreTrainedConfig, where: str, revision: str | No
         if not file.is_file():
             raise ModelError(f"its file {file.name} is missing", where=where, fix="copy or download it again")
     return files
+
+
+def _refuse_odd_index(folder: Path, where: str) -> None:
+    """Raise `ModelError` for an index that names something else than files; one that is no JSON the library refuses."""
+    for file in folder.glob("*.index.json"):
+        try:
+            index = read_json(file)
+        except (OSError, ValueError):
+            continue
+        named = index.get("weight_map") if isinstance(index, dict) else None
+        odd = [name for name, held in named.items() if not isinstance(held, str)] if isinstance(named, dict) else [""]
+        if odd:
+            what = f"its {file.name} names no file for {odd[0]}" if odd[0] else f"its {file.name} has no weight_map"
+            raise ModelError(what, where=where, fix="copy or download it again")
 
 
 def _headers(file: Path, where: str) -> dict[str, Header]:

@@ -26,16 +26,19 @@ from megatrain.data import (
     SampleFile,
     SampleRows,
     Schema,
+    TokenFile,
     Tokenizer,
-    Windows,
     begins_with_text,
     describe_tokens,
     evaluation_batches,
     example_of,
+    has_splits,
     holds_chats,
     holds_pairs,
     holds_samples,
     holds_text_only,
+    is_described,
+    is_of_hub,
     pack,
     prepare_samples,
     prepare_tokens,
@@ -46,7 +49,7 @@ from megatrain.data import (
     unused_tokens,
 )
 from megatrain.data.sample_formats import Format
-from megatrain.errors import ConfigError, ModelError
+from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.model import only_single_rows, why_not_packable
 from megatrain.plan import Plan
 from megatrain.system.paths import usable_path
@@ -140,6 +143,7 @@ class _Opening:
         """In the order of the sources; plain texts without weights together, in the place of the first."""
         data = self.data
         rich = [self._holds_samples(name) for name in data.sources]
+        self._refuse_unread(any(rich))
         texts = [name for name, is_rich in zip(data.sources, rich, strict=True) if not is_rich]
         for name, is_rich in zip(data.sources, rich, strict=True):
             if is_rich:
@@ -149,6 +153,22 @@ class _Opening:
             elif texts:
                 yield self._windows(texts)
                 texts = []
+
+    def _refuse_unread(self, has_samples: bool) -> None:
+        """Raise `ConfigError` for a key that is set and that none of the sources reads."""
+        named = [name for name in self.data.sources if not is_described(name)]
+        reads = {
+            "columns": (bool(named) and has_samples, "samples"),
+            "tags": (bool(named) and has_samples, "samples"),
+            "chat_template": (has_samples, "samples"),
+            "chat_template_kwargs": (has_samples, "samples"),
+            "split": (any(map(has_splits, named)), "a data set on the hub or a saved one"),
+            "subset": (any(map(is_of_hub, named)), "a data set on the hub"),
+        }
+        for key, (is_read, by) in reads.items():
+            if not is_read and getattr(self.data, key) != DataSection.model_fields[key].default:
+                what = f"is of {by}, which no source of data.sources is"
+                raise ConfigError(what, where=f"data.{key}", fix=f"leave data.{key} out, or name such a source")
 
     def _holds_samples(self, name: str) -> bool:
         whole = self.data.packing in ("best_fit", "grouped")
@@ -162,12 +182,16 @@ class _Opening:
 
     def _windows(self, names: list[str]) -> _Part:
         file = prepare_tokens(names, self.tokenizer, cache=self.cache, pattern=self.data.pattern)
-        return self._cut(
-            pack(file, window=self.data.sequence_length, vocab_size=self.vocabulary), describe_tokens(file)
-        )
+        return self._cut(names, file, describe_tokens(file))
 
-    def _cut(self, windows: Windows, described: str) -> _Part:
-        training, held_out = split_windows(windows, self.data.validation_fraction)
+    def _cut(self, names: list[str], file: TokenFile, described: str) -> _Part:
+        try:
+            windows = pack(file, window=self.data.sequence_length, vocab_size=self.vocabulary)
+            training, held_out = split_windows(windows, self.data.validation_fraction)
+        except DataError as error:
+            if error.where == str(file.path):  # one of the cache, which the user has not named
+                error.where = ", ".join(names)
+            raise
         held = f"{len(held_out):,} held out" if held_out else "none held out"
         length = self.data.sequence_length
         cut = f"{len(windows):,} of {length:,} tokens, {held}; {unused_tokens(windows):,} tokens unused"
@@ -191,9 +215,7 @@ class _Opening:
             if not holds_text_only(whole):
                 what = f"{name} holds more than plain text, and would be cut anywhere and trained whole"
                 raise ConfigError(what, where="data.packing", fix="use best_fit or grouped")
-            return self._cut(
-                pack(whole.tokens, window=data.sequence_length, vocab_size=self.vocabulary), f"{first}, of {name}"
-            )
+            return self._cut([name], whole.tokens, f"{first}, of {name}")
         training, held_out, how, copies = self._rows(whole)
         whats = "pairs" if self.prefers else "samples"
         held = f"{len(held_out.chosen):,} {whats} held out" if held_out else "none held out"

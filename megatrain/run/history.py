@@ -108,7 +108,7 @@ class History:
                 self.saved.append(told)
             case "planned":
                 self.planned = told
-            case "skipped":
+            case "skipped" if not told.get("ends"):
                 self.notes.append(Note(step, "skipped", str(told["reason"])))
             case "warned":
                 self.notes.append(Note(step, "warning", str(told["what"])))

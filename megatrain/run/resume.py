@@ -106,10 +106,9 @@ class _Goes:
 def _what_goes(config: Config, taken: Checkpoint | None) -> _Goes:
     there = [step_of(path) for path in reversed(checkpoints(config.checkpoints))]
     if taken is not None and is_own(config, taken):  # it goes on; its model is replaced by what becomes of it
-        sound = config.resume != AUTO  # else what is newer is damaged, and that has been told
-        later = [step for step in there if sound and step > taken.step]
+        later = [step for step in there if step > taken.step and _names(config, taken)]
         what = f"holds checkpoints after step {taken.step:,}, which would be of another past"
-        return _Goes(_steps(later), what, config.checkpoints, "set resume=auto to go on from the newest")
+        return _Goes(_steps(later), what, config.checkpoints, "set resume=auto to go on from the newest sound one")
     has_metrics = (config.folder / METRICS).exists()
     if not _has_model(config):
         fix = "set resume=auto to go on, output.folder=NEW"
@@ -119,6 +118,11 @@ def _what_goes(config: Config, taken: Checkpoint | None) -> _Goes:
     names = (f"the model{done}", *_steps(there))
     fix = f"set output.folder=NEW{', resume=auto with more train.steps to extend it' if there else ''}"
     return _Goes(names, "holds a finished run", config.folder, fix, has_metrics)
+
+
+def _names(config: Config, taken: Checkpoint) -> bool:
+    """Whether `resume` is this very checkpoint; else it is the newest sound one, and what is newer has been told of."""
+    return config.resume is not None and usable_path(config.resume, where="resume").resolve() == taken.folder
 
 
 def _steps(there: Sequence[int]) -> tuple[str, ...]:

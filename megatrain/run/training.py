@@ -18,8 +18,8 @@ no model, and one that stood there stays. One that could not save its last state
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from megatrain.data import (
 )
 from megatrain.device import Device, open_device
 from megatrain.engine import DTYPES
-from megatrain.errors import ConfigError, NonFinite
+from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.losses import LossFn
 from megatrain.model import (
     FreshSource,
@@ -86,6 +86,18 @@ WARM_UP = 3
 """Steps after which measured times are compared with the plan's."""
 
 
+@contextmanager
+def _keys_named() -> Iterator[None]:
+    """What an error says of an argument, it says of the key of `train` that the argument is from."""
+    try:
+        yield
+    except MegaTrainError as error:
+        if error.where.partition(",")[0] in TrainSection.model_fields:
+            error.where = f"train.{error.where}"
+        raise
+
+
+@_keys_named()
 def run_training(config: Config, console: Console) -> Path:
     """Train as `config` says, telling `console`. Returns the folder of the trained model.
 
@@ -324,7 +336,7 @@ def _show(config: Config, engine: Engine, source: Source, corpus: Corpus, plan: 
         ("prediction", f"{speed} on {plan.question.hardware.name}"),
     ]
     engine.prepare(plan.work)
-    show_plan(console, facts, engine.memory_table(), engine.numerics, engine.policy)
+    show_plan(console, facts, engine.memory_table(), plan.nbytes, engine.numerics, engine.policy)
     if corpus.example:
         console.print(Text("the first sample; what is trained is green", "bold"))
         styled = ((printable(text), "green" if trained else "dim") for text, trained in shortened(corpus.example))
@@ -374,7 +386,7 @@ def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack
                 watchers=watchers,
                 tasks=_tasks(config, run, start),
                 nonfinite_limit=_nonfinite_limit(train_, engine),
-                recover=checkpoints.roll_back if train_.on_nonfinite == "rollback" else _stays,
+                recover=checkpoints.roll_back if train_.on_nonfinite == "rollback" else None,
                 should_stop=lambda: stop.requested,
                 undo=run.feed.put_back,
             )
@@ -384,10 +396,6 @@ def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack
     if config.checkpoint.every:
         _tell(watchers, *checkpoints.finish(ended.step, stop.remaining_seconds()))
     return ended
-
-
-def _stays(error: NonFinite, step: int) -> None:
-    """The step that was not finite has not been applied, and the next one goes on from there."""
 
 
 def _tell(watchers: Sequence[Watcher], *events: Event) -> None:

@@ -104,6 +104,8 @@ class Skipped:
     in_a_row: int
     seconds: float
     elapsed_seconds: float
+    ends: bool = False
+    """Whether the run ends with it; the error then tells the reason."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ def train(
     watchers: Sequence[Watcher] = (),
     tasks: Sequence[Task] = (),
     nonfinite_limit: int = 3,
-    recover: Callable[[NonFinite, int], int | None] = lambda error, step: None,
+    recover: Callable[[NonFinite, int], int] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     undo: Callable[[], None] = lambda: None,
     clock: Clock = time.perf_counter,
@@ -90,13 +90,14 @@ def train(
     """Train from step `start` to step `steps`, or until `should_stop` says so; then no task is run any more.
 
     `lr` gives the learning rate of a step, from 0 on; `loss_fn` is for the engine. A step that is not finite counts:
-    its data is used up and the learning rate moves on, unless `recover`, given the error and the step, has gone back
-    and says to which. Raises `NonFinite` after `nonfinite_limit` of them with none done in its place, the weights as
-    the last finite step left them, and whatever the engine or a watcher raises. On `OutOfTime` a step counts as not
+    its data is used up and the learning rate moves on, unless `recover`, given the error and the step, goes back and
+    says to which. Raises `NonFinite` after `nonfinite_limit` of them with none done in its place, the weights as the
+    last finite step left them, and at once where the weights themselves are not finite and there are no others to go
+    back to; and whatever the engine or a watcher raises. On `OutOfTime` a step counts as not
     begun, and `undo` is to put its data back.
     """
     tell, peak_flops, feed = partial(_tell, watchers), engine.peak_flops(), iter(batches)
-    done, in_a_row, failed = start, 0, 0
+    done, in_a_row, failed, restored = start, 0, 0, start
     began = ready = clock()
     while done < steps:
         try:
@@ -110,16 +111,18 @@ def train(
             break
         except NonFinite as error:
             done, in_a_row, failed, now = done + 1, in_a_row + 1, done + 1, clock()
-            tell(Skipped(done, steps, str(error), in_a_row, seconds=now - ready, elapsed_seconds=now - began))
-            back = recover(error, done) if in_a_row < nonfinite_limit else None
-            if back is not None:
-                tell(RolledBack(done, back, str(error)))
-                done, ready = back, clock()
+            lost = bool(error.parameters) and (recover is None or done - 1 == restored)  # no other step will do either
+            ends = lost or in_a_row >= nonfinite_limit
+            tell(Skipped(done, steps, str(error), in_a_row, now - ready, now - began, ends))
+            if ends:
+                raise _hopeless(done, in_a_row, error) from error
+            if recover is not None:
+                restored = recover(error, done)
+                tell(RolledBack(done, restored, str(error)))
+                done, ready = restored, clock()
                 if should_stop():
                     break
                 continue
-            if error.parameters or in_a_row >= nonfinite_limit:  # with such weights no other step will do either
-                raise _hopeless(done, in_a_row, error) from error
         else:
             done, now = done + 1, clock()
             in_a_row = in_a_row if done < failed else 0  # going back and failing again is still the same failure

@@ -55,8 +55,7 @@ def checked_options(options: EngineOptions) -> EngineOptions:
         raise TypeError(f"an engine takes no option {unknown[0]!r}{hint}")
     found = options.copy()
     if found.get("precision") is not None and found["precision"] not in get_args(Precision):
-        what = f"precision must be bf16 or fp32, not {shown(found['precision'])}"
-        raise PlanError(what, where="precision")
+        raise PlanError(f"must be bf16 or fp32, not {shown(found['precision'])}", where="precision")
     if not isinstance(policy := found.get("policy", "auto"), Policy) and policy != "auto":
         raise PlanError(f"{shown(policy)} is no policy", where="policy", fix="give a megatrain.Policy, or 'auto'")
     found["numerics"] = checked(found.get("numerics"), Numerics | None, PlanError, "numerics")

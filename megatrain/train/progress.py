@@ -22,6 +22,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
+from megatrain.plan.report import amount
 from megatrain.spec import ModelSpec, Numerics, Placement, Policy
 from megatrain.train.events import (
     Compiled,
@@ -42,7 +43,7 @@ SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_COUNT = 12
 LEGEND = (
     "MFU: the share of the device's measured peak at which the model's products run, recomputation not counted; "
-    "stall: share in which compute waited for data, copies or updates"
+    "stall: share in which compute waited for data, copies or updates; bytes: held between steps"
 )
 
 
@@ -52,11 +53,16 @@ LEGEND = (
 def show_plan(
     console: Console,
     facts: Sequence[tuple[str, str]],
-    memory: Mapping[tuple[str, str], int],
+    held: Mapping[tuple[str, str], int],
+    peaks: Mapping[str, int],
     numerics: Numerics,
     policy: Policy,
 ) -> None:
-    """Print `facts` (a name and what it is), the policy, and the bytes of `memory` by tier and use."""
+    """Print `facts` (a name and what it is), the policy, and the memory of each tier.
+
+    held: (tier, use) -> bytes between steps. peaks: tier -> bytes of the plan at its peak, what compute
+    takes included.
+    """
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     for name, fact in (*facts, ("policy", "; ".join(describe_policy(numerics, policy)))):
@@ -65,13 +71,14 @@ def show_plan(
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("memory")
     table.add_column("what for")
-    table.add_column("bytes", justify="right")
-    for tier in dict.fromkeys(tier for tier, _ in memory):
-        uses = {use: nbytes for (of, use), nbytes in memory.items() if of == tier}
+    table.add_column("held between steps", justify="right")
+    table.add_column("peak within a step", justify="right")
+    for tier in dict.fromkeys(tier for tier, _ in held):
+        uses = {use: nbytes for (of, use), nbytes in held.items() if of == tier}
         for use, nbytes in uses.items():
-            table.add_row(tier, use, binary(nbytes))
-        if len(uses) > 1:
-            table.add_row(tier, "total", binary(sum(uses.values())), style="bold")
+            table.add_row(tier, use, amount(nbytes))
+        peak = f"{amount(peaks[tier])} planned" if peaks.get(tier) else ""
+        table.add_row(tier, "total", amount(sum(uses.values())), peak, style="bold")
     console.print(table)
     console.print(Text(LEGEND, style="dim"))
 
@@ -94,10 +101,10 @@ def describe_model(spec: ModelSpec) -> str:
 def describe_policy(numerics: Numerics, policy: Policy) -> list[str]:
     """Each choice as a phrase: nothing that was chosen for the user stays silent."""
     exact = "computes in bfloat16 from exact float32 masters" if numerics.precision == "bf16" else "float32 throughout"
-    slots = f"{policy.weight_slots} slots in shards of {binary(policy.shard_nbytes)}"
+    slots = f"{policy.weight_slots} slots in shards of {amount(policy.shard_nbytes)}"
     if policy.read_ahead_nbytes:
-        size = binary(min(policy.shard_nbytes, policy.read_ahead_nbytes))
-        slots = f"one slot in shards of {size}, {binary(policy.read_ahead_nbytes)} ahead"
+        size = amount(min(policy.shard_nbytes, policy.read_ahead_nbytes))
+        slots = f"one slot in shards of {size}, {amount(policy.read_ahead_nbytes)} ahead"
     through = f"weights stream through {slots}, gradients through {policy.grad_slots}"
     kept = describe_activations(policy)
     during = "the next forward pass" if policy.update == "next_forward" else "the backward pass"
@@ -186,7 +193,7 @@ def line_fields(event: Stepped, recent: Sequence[Stepped | Skipped]) -> list[Fie
     product_seconds = sum(one.flops / one.peak_flops for one in steps)
     stalled = sum(one.data_seconds + one.stall_seconds for one in steps)
     left = event.elapsed_seconds / (event.step - event.resumed_at) * (event.steps - event.step)
-    tiers = "  ".join(f"{tier} {binary(nbytes)}" for tier, nbytes in event.nbytes.items())
+    tiers = "  ".join(f"{tier} {amount(nbytes)}" for tier, nbytes in event.nbytes.items())
     width = len(f"{event.steps:,}")
     return [
         Field(f"step {event.step:>{width},}/{event.steps:,}", 0),
@@ -245,7 +252,8 @@ class Progress:
                 self._show(event)
             case Skipped():
                 self._add(event)
-                self._print(f"step {event.step:,} skipped: {event.reason}", "yellow")
+                if not event.ends:
+                    self._print(f"step {event.step:,} skipped: {event.reason}", "yellow")
             case Evaluated():
                 reported = event.metrics or {"perplexity": event.perplexity}
                 said = ", ".join([f"validation loss {event.loss:.3f}", *(f"{k} {v:.4g}" for k, v in reported.items())])
@@ -258,9 +266,9 @@ class Progress:
                 self._print(f"goes on after step {event.step:,}, from {event.checkpoint}", "green")
             case Saved():
                 written = max(event.nbytes - event.shared_nbytes, 0)
-                speed = f"{binary(round(written / max(event.seconds, 1e-9)))}/s"
-                kept = f", {binary(event.shared_nbytes)} of it as before," if event.shared_nbytes else ""
-                said = f"checkpoint of {binary(event.nbytes)}{kept} in {duration(event.seconds)} ({speed})"
+                speed = f"{amount(round(written / max(event.seconds, 1e-9)))}/s"
+                kept = f", {amount(event.shared_nbytes)} of it as before," if event.shared_nbytes else ""
+                said = f"checkpoint of {amount(event.nbytes)}{kept} in {duration(event.seconds)} ({speed})"
                 self._print(f"step {event.step:,}  {said}", "dim")
             case RolledBack():
                 self._print(f"step {event.step:,} left out; goes on after step {event.to:,}", "yellow")
@@ -327,16 +335,6 @@ def metric(number: float) -> str:
         power += 1
     digits = 0 if power == 0 or abs(number) >= 99.95 else 1 if abs(number) >= 9.995 else 2
     return f"{number:.{digits}f}{' kMBT'[power].strip()}"
-
-
-def binary(nbytes: int) -> str:
-    """Bytes with a binary prefix: 80 B, 27.4 MiB."""
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1023.95:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
 
 
 def duration(seconds: float) -> str:

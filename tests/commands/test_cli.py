@@ -227,6 +227,27 @@ def test_what_a_model_leaves_out_of_its_files_is_told_beside_the_answer(
     assert run(capsys, "generate", str(target), "--max-new-tokens", "2")[2].count("\n") == 1
 
 
+def test_weights_that_are_not_finite_are_named_where_a_model_is_verified_or_exported(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    import torch
+
+    from tests.tiny import tiny_model
+
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] = float("nan")
+        model.model.norm.weight[0] = float("inf")
+    model.save_pretrained(tmp_path / "model")
+    capsys.readouterr()
+    code, out, _ = run(capsys, "verify", str(tmp_path / "model"))
+    names = "model.layers.1.mlp.up_proj.weight, model.norm.weight"
+    assert code == cli.MISMATCH
+    assert f"values of the weights are not finite: {names}\n" in out
+    code, _, err = run(capsys, "export", str(tmp_path / "model"), str(tmp_path / "out"))
+    assert (code, err) == (0, f"written with values that are not finite, as they are in the source: {names}\n")
+
+
 def test_a_probe_is_written_where_plan_and_train_look_for_it(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,6 +97,18 @@ def test_a_saved_plan_can_be_planned_for_again_without_the_model(config: str, tm
     assert first.read_text() == second.read_text()
 
 
+@pytest.mark.parametrize("path", [None, "org/model"])
+def test_the_configuration_of_a_run_is_told_from_a_model(path: str | None, tmp_path: Path) -> None:
+    tree = {"model": {"path": path} if path else {"config": {}}, "data": {}, "train": {}}
+    for name in ("run.json", "run.yaml"):
+        (tmp_path / name).write_text(json.dumps(tree))
+        with pytest.raises(
+            ModelError, match="is the configuration of a run, not of a model; name its model, "
+        ) as caught:
+            find_model(str(tmp_path / name), "bf16")
+        assert path is None or path in str(caught.value)
+
+
 def test_a_saved_plan_for_a_described_machine_needs_no_torch(saved: str) -> None:
     code = (
         "import sys; from rich.console import Console; from megatrain.commands.plan import find_model, find_hardware\n"

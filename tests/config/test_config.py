@@ -85,6 +85,11 @@ def test_the_last_override_wins_and_the_file_comes_first(tmp_path: Path) -> None
     assert (config.train.learning_rate, config.train.steps) == (2e-3, 5)
 
 
+def test_a_pattern_on_the_command_line_needs_no_quotes_for_yaml(tmp_path: Path) -> None:
+    config = load(tmp_path, MINIMAL, "data.pattern=*.md", "train.freeze=*", "train.no_decay=*norm*")
+    assert (config.data.pattern, config.train.freeze, config.train.no_decay) == ("*.md", ("*",), ("*norm*",))
+
+
 def test_an_override_may_replace_a_whole_section(tmp_path: Path) -> None:
     config = load(tmp_path, MINIMAL, "train={steps: 3}", "policy.weight_slots=4", "data.sources=[a, b]")
     assert (config.train.steps, config.train.learning_rate) == (3, TrainSection.model_fields["learning_rate"].default)
@@ -151,7 +156,16 @@ def test_a_saved_configuration_loads_back_equal(
         (MINIMAL, ("train.betas=[0.9, 1.0]",), "train.betas: should be less than 1, not 1.0"),
         (MINIMAL, ("train=3",), "override 'train=3': train: needs keys below it, not 3"),
         (MINIMAL, ("policy.activations=foo",), "policy.activations: should be 'keep' or 'recompute', not 'foo'"),
-        (MINIMAL, ("data.sources=[]",), "data.sources: should have at least 1 item"),
+        (MINIMAL, ("data.sources=[]",), "data.sources: is empty; give one at least"),
+        (MINIMAL, ("train.betas=[0.9, 0.9, 0.9]",), "train.betas: has too many values; give 2"),
+        (MINIMAL, ("data.weights=[1, 2]",), "data: needs a weight for each source; there are 1 in data.sources, and 2"),
+        (MINIMAL, ("train.global_batch_size=5", "train.micro_batch_size=2"),
+         "train: global_batch_size=5 is no multiple of micro_batch_size=2"),
+        (MINIMAL, ("train.energy=1",), "unknown key train.energy; the keys of train are steps"),
+        (MINIMAL, ("train.grad_clip=1",), "unknown key train.grad_clip; here it is train.max_grad_norm"),
+        (MINIMAL, ("policy.homes=x",), "unknown key policy.homes; the planner decides where state lives, within mem"),
+        (MINIMAL + "a: *.md", (), "run.yaml:10: malformed YAML (expected alphabetic or numeric character, but found "
+         "'.'); put a text that begins with *, & or ! in quotes"),
         (MINIMAL, ("model.path=x",), "run.yaml:1: model: needs exactly one of `path`"),
         (MINIMAL, ("model.config=null",), "run.yaml:1: model: needs exactly one of `path`"),
         (MINIMAL, ("data.tokenizer=null",), "a fresh model has no tokenizer of its own; set data.tokenizer"),
@@ -340,4 +354,9 @@ def test_files_from_before_there_were_trackers_mean_what_they_meant(tmp_path: Pa
     assert load(tmp_path, MINIMAL, "output.tensorboard=false").output.trackers == ()
     assert load(tmp_path, MINIMAL, "output.tensorboard=true").output.trackers == ("tensorboard",)
     assert load(tmp_path, MINIMAL, "output.trackers=wandb").output.trackers == ("wandb",)
+    both = MINIMAL.replace("{folder", "{trackers: [wandb], folder")
+    in_the_file = both.replace("{trackers", "{tensorboard: true, trackers")
+    for text, overrides in ((in_the_file, ()), (both, ("output.tensorboard=true",))):
+        assert load(tmp_path, text, *overrides).output.trackers == ("tensorboard", "wandb")
+    assert load(tmp_path, both, "output.tensorboard=false").output.trackers == ("wandb",)
     assert "output.trackers" in refusal(tmp_path, MINIMAL, "output.trackers=[mlflow]")

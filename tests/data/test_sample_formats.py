@@ -293,7 +293,8 @@ ANSWERED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fields", ANSWERED, ids=lambda fields: next(iter(fields)))
 def test_rows_that_say_whether_their_answer_is_good_are_refused_by_name(fields: dict[str, Any]) -> None:
-    for mark in ({"label": True}, {"label": False}, {"label": np.bool_(False)}, {"kto_tag": 0}, {"is_rejected": True}):
+    marks = [{"label": True}, {"label": False}, {"label": np.bool_(False)}, {"kto_tag": 0}, {"is_rejected": True}]
+    for mark in (*marks, {"kto_tag": "false"}, {"desirable": 1.0}):
         (name,) = mark
         message = refused({**fields, **mark})
         assert f"{name!r} marks the answer as good or bad, as data for KTO does" in message

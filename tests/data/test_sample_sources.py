@@ -79,6 +79,23 @@ def test_data_for_kto_is_refused_in_every_kind_of_file(tmp_path: Path, suffix: s
             read(path, bad="leave_out")
 
 
+@pytest.mark.parametrize("row", [CHAT, {"prompt": "q", "completion": "a"}, {"instruction": "q", "output": "a"}])
+@pytest.mark.parametrize("labels", [(0, 1), (1, 1), (0.0, 1.0), ("true", "False"), ("1", "0"), (None, 0)])
+def test_labels_that_are_nothing_but_true_and_false_are_refused(
+    row: dict[str, Any], labels: tuple[Any, Any], tmp_path: Path
+) -> None:
+    path = written(tmp_path / "a.jsonl", [{**row, "label": label} for label in labels])
+    for bad in ("stop", "leave_out"):
+        with pytest.raises(DataError, match=r"'label' is 0, 1, true or false in every row: it marks the answer .* KTO"):
+            read(path, bad=bad)
+
+
+@pytest.mark.parametrize("labels", [(0, 1, 2), ("true", "false", "unsure"), (1, None, "joy"), (0, 0.5)])
+def test_labels_that_are_classes_are_passed_over(labels: tuple[Any, ...], tmp_path: Path) -> None:
+    path = written(tmp_path / "a.jsonl", [{**CHAT, "label": label} for label in labels])
+    assert len(read(path)[0]) == len(labels)
+
+
 def test_json_lines_under_the_name_of_json_are_read(tmp_path: Path) -> None:
     assert [sample.origin for sample in read(lines(tmp_path / "a.json", *ROWS))[0]] == [
         f"{tmp_path}/a.json:{n}" for n in (1, 2, 3)
@@ -325,7 +342,7 @@ def test_what_a_dataset_info_asks_and_is_not_done_is_refused(tmp_path: Path, nam
         read_dataset_info(path, [name])
     assert str(caught.value).startswith(f"{path}#{name}: {what}")
     for named in (tmp_path, path):
-        assert f"a list of data sets, which are not one; name one of them: {path}#plain, #renamed" in refused(named)
+        assert f"a list of data sets, of which one is to be named; name one of them: {path}#plain, #" in refused(named)
 
 
 def test_samples_are_refused_one_by_one() -> None:

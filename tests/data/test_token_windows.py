@@ -64,12 +64,14 @@ def test_a_fraction_is_a_fraction(folder: Path, fraction: float) -> None:
 
 
 def test_one_window_cannot_be_split(folder: Path) -> None:
-    with pytest.raises(DataError, match="holding out 1 of 1 windows for validation leaves none"):
+    with pytest.raises(
+        DataError, match=r"holding out the only sequence .* leaves none .*; lower data.sequence_length or data"
+    ):
         split_windows(windows_of(folder, 20, 20), 0.01)
 
 
 def test_data_shorter_than_a_window_is_refused(folder: Path) -> None:
-    with pytest.raises(DataError, match="20 tokens are less than one window of 21; use a window of 20 or less"):
+    with pytest.raises(DataError, match=r"20 tokens are less than one window of 21; set data.sequence_length=20"):
         windows_of(folder, 20, 21)
     with pytest.raises(DataError, match="holds nothing to predict"):
         windows_of(folder, 20, 1)

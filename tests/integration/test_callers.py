@@ -231,6 +231,17 @@ def test_any_iterable_of_mappings_is_a_step(engine: Engine) -> None:
         ([{**batch(1, 4, 0), "labels": torch.ones(1, 4, dtype=torch.long, device="meta")}], "labels has no values"),
         ([{**batch(1, 4, 0), "attention_mask": torch.ones(1, 4, device="meta")}], "attention_mask has no values"),
         (
+            [{**batch(1, 4, 0), "attention_mask": "x"}],
+            "micro-batch 0: attention_mask is a str, and input_ids",
+        ),
+        ([{**batch(2, 4, 0), "attention_mask": torch.ones(4)}], r"attention_mask is torch.float32\[4\]"),
+        ([{**batch(2, 4, 0), "attention_mask": torch.ones(3, 4)}], r"attention_mask is torch.float32\[3, 4\]"),
+        ([{**batch(2, 4, 0), "attention_mask": np.ones((2, 4))}], "attention_mask is a ndarray"),
+        ([{**batch(2, 4, 0), "position_ids": [0, 1, 2, 3]}], "position_ids is a list"),
+        ([{**batch(2, 4, 0), "position_ids": torch.arange(4)}], r"position_ids is torch.int64\[4\]"),
+        ([{**batch(2, 4, 0), "position_ids": torch.arange(3)[None]}], r"position_ids is torch.int64\[1, 3\]"),
+        ([{**batch(1, 4, 0), "position_ids": torch.arange(4)[None] + 1000}], "position_ids go to 1,003, but the model"),
+        (
             [{**batch(1, 4, 0), "input_ids": torch.ones(1, 4, dtype=torch.long).to_sparse()}],
             "input_ids is torch.sparse",
         ),
@@ -312,7 +323,7 @@ def test_an_optimizer_of_torch_is_refused_with_the_one_of_the_same_settings(
         ({"policy": None}, PlanError, "policy: None is no policy"),
         ({"policy": {"weight_slots": 1}}, PlanError, "policy: {'weight_slots': 1} is no policy"),
         ({"policy": "fast"}, PlanError, "policy: 'fast' is no policy; give a megatrain.Policy, or 'auto'"),
-        ({"precision": ["bf16"]}, PlanError, "precision must be bf16 or fp32"),
+        ({"precision": ["bf16"]}, PlanError, "precision: must be bf16 or fp32"),
         ({"disk": 5}, ConfigError, "disk: 5 is not valid"),
         ({"disk": [None]}, ConfigError, r"disk\[0\]: None is not valid"),
         (

@@ -172,7 +172,7 @@ def test_contradictions_are_refused() -> None:
         Policy(weight_slots=0)
     with pytest.raises(DeviceError, match="cpu, cuda:0 or sim:SEED"):
         Engine.from_model(tiny_model(), "tpu")
-    with pytest.raises(PlanError, match="precision must be"):
+    with pytest.raises(PlanError, match="precision: must be"):
         Engine.from_model(tiny_model(), precision="fp16")  # type: ignore[arg-type]
 
 

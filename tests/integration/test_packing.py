@@ -93,7 +93,7 @@ def test_a_row_may_be_longer_than_the_model_has_positions_if_its_texts_are_not(s
     with megatrain.Engine.from_model(model, device="cpu", precision="fp32", verify=False) as engine:
         expected, found = engine.gradients([packed]), engine.gradients([one_row])
         beyond = {**one_row, "position_ids": one_row["position_ids"] + WINDOW}
-        with pytest.raises(BatchError, match=f"tokens long, but the model has {WINDOW} positions"):
+        with pytest.raises(BatchError, match=f"position_ids go to .*, but the model has {WINDOW} positions"):
             engine.gradients([beyond])
     for name, gradient in expected.items():
         assert float((found[name] - gradient).norm()) <= 1e-5 * float(gradient.norm()), name

@@ -222,6 +222,16 @@ def name_a_shard(name: str) -> Callable[[Path], None]:
     return spoil
 
 
+def map_weights(file: object) -> Callable[[Path], None]:
+    """The index names this in place of the file of each weight."""
+
+    def spoil(folder: Path) -> None:
+        index = json.loads((folder / INDEX).read_text())
+        (folder / INDEX).write_text(json.dumps({**index, "weight_map": dict.fromkeys(index["weight_map"], file)}))
+
+    return spoil
+
+
 def make_deep(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).write_text("[" * 100_000 + "]" * 100_000) and None
 
@@ -253,6 +263,9 @@ BAD: list[tuple[Callable[[Path], None], str]] = [
     (name_a_shard("link/x.safetensors"), OUTSIDE),
     (name_a_shard("link/../elsewhere/x.safetensors"), OUTSIDE),
     (name_a_shard("a\0b.safetensors"), OUTSIDE),
+    (map_weights(3), rf"its {INDEX} names no file for .*; copy or download it again"),
+    (map_weights(None), f"its {INDEX} names no file for "),
+    (lambda folder: (folder / INDEX).write_text("{}") and None, f"its {INDEX} has no weight_map; copy or"),
     *((make_deep(name), "nested too deeply|maximum recursion depth") for name in READ_FILES[:3]),
     *((never_end(name, pipe=True), f"its file {name} is a pipe, not a file") for name in READ_FILES),
     *((never_end(name, pipe=False), f"its file {name} is a device, not a file") for name in READ_FILES),
@@ -262,6 +275,8 @@ BAD: list[tuple[Callable[[Path], None], str]] = [
     (lambda folder: change_config(folder, model_type=5), "no model_type '5'"),
     (lambda folder: change_config(folder, model_type=None), "has no model_type; add model_type: llama, say"),
     (lambda folder: (folder / "config.json").write_text("[]") and None, "holds list, not an object of fields"),
+    (lambda folder: change_config(folder, hidden_size=10**12), "1,000,000,000,000 for hidden_size; give 100,000,000"),
+    (lambda folder: change_config(folder, vocab_size=10**15), "for vocab_size; give 100,000,000 at most"),
     (lambda folder: change_config(folder, num_hidden_layers=10**12), "1,000,000,000,000 for num_hidden_layers; give"),
     (keep_an_adapter, "holds a LoRA adapter for org/base, not a whole model; merge it into that model"),
     (cut, r"model-00005-of-00005\.safetensors is truncated or damaged \(.*\); copy or download it again"),

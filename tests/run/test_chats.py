@@ -35,6 +35,35 @@ def chat_run(
     return configuration(tmp_path, data=data, train=train or {}, **({"model": model} if model else {}))
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("columns", {"messages": "dialog"}),
+        ("tags", {"role_tag": "who"}),
+        ("split", "foo"),
+        ("subset", "x"),
+        ("chat_template", "chatml"),
+        ("chat_template_kwargs", {"x": 1}),
+    ],
+)
+def test_a_key_that_no_source_reads_is_refused_by_name(key: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^data.{key}: is of .*, which no source of data.sources is; leave"):
+        train(configuration(tmp_path, data={key: value}))
+    if key in ("split", "subset"):
+        with pytest.raises(ConfigError, match=f"^data.{key}: "):
+            train(chat_run(tmp_path, **{key: value}))
+
+
+def test_what_is_too_little_to_hold_out_is_told_by_source(tmp_path: Path) -> None:
+    config = configuration(tmp_path, data={"sequence_length": 64, "sources": [str(tmp_path / "short.txt")]})
+    for text, what in (("x" * 80, "holding out the only sequence"), ("x" * 9, "10 tokens are less than one")):
+        (tmp_path / "short.txt").write_text(text)
+        with pytest.raises(DataError) as caught:
+            train(config)
+        assert str(caught.value).startswith(f"{tmp_path / 'short.txt'}: {what}")
+        assert "data.sequence_length" in str(caught.value)
+
+
 def test_a_run_on_chats_says_what_it_trains(tmp_path: Path) -> None:
     said = train(chat_run(tmp_path))
     for part in (

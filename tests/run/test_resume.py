@@ -164,6 +164,19 @@ def test_a_damaged_or_unfinished_checkpoint_is_skipped_in_a_line(
     assert equal(weights(tmp_path / "run"), straight[1])
 
 
+@pytest.mark.parametrize("inside", ["", "checkpoints"])
+def test_a_run_that_is_named_goes_on_from_its_newest_sound_checkpoint(inside: str, tmp_path: Path) -> None:
+    train(config_of(tmp_path, train={"steps": 4}))
+    newest, second = checkpoints(tmp_path / "run" / "checkpoints")
+    named = {"resume": str(tmp_path / "run" / inside), "train": {"steps": 4}, "output": {"overwrite": False}}
+    (newest / "manifest.json").unlink()
+    said = train(config_of(tmp_path, **named)).replace("\n", "")
+    assert "skipped a checkpoint that is not sound" in said
+    assert f"goes on after step 2, from {second}" in said
+    with pytest.raises(ConfigError, match=r"after step 2, .* resume=auto to go on from the newest sound"):
+        train(config_of(tmp_path, **named | {"resume": str(second)}))
+
+
 @pytest.mark.slow
 def test_where_nothing_is_sound_a_run_does_not_begin_again_by_itself(tmp_path: Path) -> None:
     train(config_of(tmp_path, checkpoint={"keep_last": 1}))

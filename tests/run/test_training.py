@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from megatrain.config import Config, load_config
 from megatrain.device import probe
-from megatrain.errors import ConfigError, DeviceError, ExportError, ModelError, NonFinite
+from megatrain.errors import ConfigError, DeviceError, ExportError, ModelError, NonFinite, PlanError
 from megatrain.model import load_causal_lm, split_into_units
 from megatrain.run.training import run_training
 from megatrain.train.engine import Engine, StepOutput
@@ -199,8 +199,10 @@ def test_without_held_out_text_the_run_still_proves_its_model(tmp_path: Path) ->
         ({"model": {"config": {"model_type": "llama", "vocab_size": 256, "hidden_size": 8, "intermediate_size": 8,
                                "num_hidden_layers": 1, "num_attention_heads": 1}}},
          ConfigError, "needs a vocabulary of 257, and the model has 256"),
-        ({"train": {"device": "tpu"}}, DeviceError, "'tpu' is not a device"),
-        ({"train": {"weight_decay": 1e3}}, ConfigError, "weight_decay"),
+        ({"train": {"device": "tpu"}}, DeviceError, "train.device: 'tpu' is not a device"),
+        ({"train": {"hardware": "h300"}}, PlanError, "train.hardware: no machine is called 'h300'"),
+        ({"train": {"freeze": ["foo*"]}}, ModelError, "train.freeze, model LlamaForCausalLM: no parameter matches"),
+        ({"train": {"weight_decay": 1e3}}, ConfigError, "train.weight_decay: "),
     ],
 )  # fmt: skip
 def test_a_mistake_leaves_no_run_folder(
@@ -250,14 +252,16 @@ def test_a_run_that_diverges_writes_no_model_and_keeps_the_old_one(
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_weights_that_are_not_finite_end_the_run_at_once_and_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("on_nonfinite", ["skip", "rollback"])
+def test_weights_that_are_not_finite_end_the_run_at_once_and_by_name(on_nonfinite: str, tmp_path: Path) -> None:
     train(configuration(tmp_path, train={"steps": 1, "sample_tokens": 0}))
     file = tmp_path / "run" / "model" / "model.safetensors"
     weights = load_file(file)
     weights["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
     save_file(weights, file, {"format": "pt"})
     model = {"config": None, "path": str(file.parent)}
-    config = configuration(tmp_path, model=model, output={"folder": str(tmp_path / "next")})
+    nonfinite = {"on_nonfinite": on_nonfinite}
+    config = configuration(tmp_path, model=model, train=nonfinite, output={"folder": str(tmp_path / "next")})
     what = r"the loss is nan, as are values of the weights themselves: model\.layers\.1\.mlp\.up_proj\.weight"
     with pytest.raises(NonFinite, match=f"^step 1: 1 step not finite, the last one: {what}; start from other weights"):
         train(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatrain.errors import DataError, NonFinite
 from megatrain.spec import Policy
-from megatrain.train.events import Ended, Evaluated, Event, Skipped, Stepped
+from megatrain.train.events import Ended, Evaluated, Event, RolledBack, Skipped, Stepped
 from megatrain.train.loop import Task, train
 
 STEP_SECONDS, DATA_SECONDS, TASK_SECONDS = 3.0, 1.0, 10.0
@@ -44,6 +45,8 @@ class FakeEngine:
     policy = Policy()
     clock: FakeClock
     fails: frozenset[int] = frozenset()
+    damaged: tuple[str, ...] = ()
+    """Weights that are said not to be finite themselves."""
     rates: list[float | None] = field(default_factory=list)
     seen: list[Any] = field(default_factory=list)
 
@@ -52,7 +55,7 @@ class FakeEngine:
         self.seen.append(micro_batches)
         self.clock.now += STEP_SECONDS
         if len(self.seen) in self.fails:
-            raise NonFinite("the gradient is not finite", where="layer 2")
+            raise NonFinite("the gradient is not finite", where="layer 2", parameters=self.damaged)
         return Output(loss=5.0 / len(self.seen))
 
     def step_flops(self, micro_batches: Sequence[Mapping[str, Any]]) -> float:
@@ -186,6 +189,24 @@ def test_the_limit_of_failures_in_a_row_ends_the_run_with_the_last_one_as_cause(
         run(steps=8, fails={2, 3, 4, 5}, nonfinite_limit=limit, watchers=[told.append])
     assert isinstance(caught.value.__cause__, NonFinite)
     assert [type(event) for event in told] == [Stepped] + [Skipped] * limit
+
+
+def test_weights_that_are_not_finite_are_gone_back_from_once_and_those_that_were_loaded_never() -> None:
+    def trained(fails: set[int], **how: Any) -> list[tuple[type[Event], int]]:
+        clock, told = FakeClock(), list[Event]()
+        engine = FakeEngine(clock, frozenset(fails), damaged=("lm_head.weight",))
+        with suppress(NonFinite):
+            train(engine, batches(clock), steps=5, lr=lambda _: 1.0, watchers=[told.append], clock=clock, **how)
+        return [(type(event), event.step) for event in told]
+
+    def back(error: NonFinite, step: int) -> int:
+        return 1
+
+    assert trained({1}, start=1, recover=back) == [(Skipped, 2)]
+    assert trained({3}) == [(Stepped, 1), (Stepped, 2), (Skipped, 3)]
+    steps = [(Stepped, 1), (Stepped, 2), (Skipped, 3), (RolledBack, 3)]
+    assert trained({3, 4}, recover=back) == [*steps, (Skipped, 2)]
+    assert trained({3}, recover=back) == [*steps, *((Stepped, step) for step in range(2, 6)), (Ended, 5)]
 
 
 def test_a_stop_comes_after_the_step_under_way_and_before_any_task() -> None:
