@@ -30,8 +30,8 @@ from megatrain.checkpoint import open_checkpoint
 from megatrain.engine import count_targets
 from megatrain.engine.chunked_loss import own_entries
 from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
-from megatrain.hf.changes import Facts, facts_of, refuse_changes
 from megatrain.hf.model import NamedSource, StandIn, named_model, own_forward
+from megatrain.hf.model_changes import Facts, facts_of, refuse_changes
 from megatrain.hf.optimizer import EngineOptimizer
 from megatrain.hf.refusals import refuse_arguments, refuse_class, refuse_keywords, refuse_loss, refuse_model
 from megatrain.hf.trainer_losses import router_coefficient, router_weights, stock_loss

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback
 
 from megatrain.errors import ConfigError
 from megatrain.hf import StreamedTrainer
-from megatrain.hf.changes import facts_of, refuse_changes
+from megatrain.hf.model_changes import facts_of, refuse_changes
 from megatrain.hf.optimizer import EngineOptimizer
 from megatrain.optim import AdamW
 from tests.hf.test_trainer import QUICK, arguments, rows
