@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatrain.data import micro_batches
+from megatrain.data import packing
 from megatrain.engine import LogitsLoss, LogProbLoss, LossFn, MicroBatch, target_mask
 from megatrain.errors import BatchError, ConfigError
 from megatrain.spec.fields import Bounds, check_fields
 
-REFERENCE = micro_batches.REFERENCE
+REFERENCE = packing.REFERENCE
 """Entry of a micro-batch: per row, the sum of the reference's log-probabilities of its targets, float32[batch]."""
 
 

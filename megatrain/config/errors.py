@@ -8,84 +8,19 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
 from megatrain.config.describe import describe_keys, section_of
 from megatrain.config.keys import Config, Section
+from megatrain.config.renamed_keys import OTHER_TRAINERS, RENAMED, REPLACED
 from megatrain.errors import ConfigError
-
-RENAMED = {
-    "data.window": "data.sequence_length",
-    "data.template": "data.chat_template",
-    "data.template_values": "data.chat_template_kwargs",
-    "train.lr": "train.learning_rate",
-    "train.lr_schedule": "train.lr_scheduler",
-    "train.micro_batch": "train.micro_batch_size",
-    "train.micro_batches": "train.gradient_accumulation_steps",
-    "train.windows_per_step": "train.global_batch_size",
-    "train.targets_per_step": "train.target_tokens_per_step",
-    "policy.activation_rows": "policy.activations_by_layer",
-    "policy.gates": "policy.wait_for",
-    "policy.slabs": "policy.pinned_staging_slots",
-    "policy.stage_slots": "policy.disk_staging_slots",
-}
-"""Keys of earlier versions, and what they are now."""
-
-REPLACED = {
-    "policy.compile": "policy.kernels (stock or compile)",
-    "policy.transit": "policy.transfer (pinned, staged or pageable)",
-}
-"""Keys of earlier versions whose values were others."""
-
 
 PLANNED = ("homes", "placement", "placements")
 """What of a policy is no key: where state lives."""
 
 FAR = 0.8
 """How like an unknown key one of another section is to be, of 1, before it is suggested; of its own, 0.6."""
-
-OTHER_TRAINERS = {
-    "batch_size": "train.global_batch_size",
-    "block_size": "data.sequence_length",
-    "cutoff_len": "data.sequence_length",
-    "dataset": "data.sources",
-    "datasets": "data.sources",
-    "eval_steps": "train.eval_every",
-    "grad_accum_steps": "train.gradient_accumulation_steps",
-    "logging_steps": "train.log_every",
-    "lr": "train.learning_rate",
-    "lr_scheduler_type": "train.lr_scheduler",
-    "max_length": "data.sequence_length",
-    "max_seq_length": "data.sequence_length",
-    "max_steps": "train.steps",
-    "micro_batch": "train.micro_batch_size",
-    "clip_grad_norm": "train.max_grad_norm",
-    "grad_clip": "train.max_grad_norm",
-    "gradient_clip_val": "train.max_grad_norm",
-    "gradient_clipping": "train.max_grad_norm",
-    "model_name_or_path": "model.path",
-    "output_dir": "output.folder",
-    "per_device_train_batch_size": "train.micro_batch_size",
-    "save_steps": "checkpoint.every",
-    "save_total_limit": "checkpoint.keep_last",
-    "seq_len": "data.sequence_length",
-    "train_batch_size": "train.global_batch_size",
-    "val_set_size": "data.validation_fraction",
-    "window": "data.sequence_length",
-}
-"""What transformers, LLaMA-Factory, Axolotl and others call a key, wherever it stands."""
-
-
-def with_new_names(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration, as nested dicts, that an earlier version wrote, by the keys of now."""
-    found = {key: dict(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
-    for old, new in RENAMED.items():
-        (section, before), name = old.split("."), new.split(".")[1]
-        if before in (inside := found.get(section) or {}):
-            inside.setdefault(name, inside.pop(before))
-    return found
 
 
 def complaint(error: ValidationError, path: Path, places: Mapping[str, str]) -> ConfigError:

@@ -25,7 +25,7 @@ from megatrain.data.encode import (
     render_example,
 )
 from megatrain.data.loader import Batch, Loader, batch_of, evaluation_batches
-from megatrain.data.micro_batches import Batching, PackedRows, Reference, Row, SampleRows, collate, split_samples
+from megatrain.data.packing import Batching, PackedRows, Reference, Row, SampleRows, collate, split_samples
 from megatrain.data.read_rows import LeftOut
 from megatrain.data.sample_cache import (
     SampleFile,

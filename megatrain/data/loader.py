@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from megatrain.data.micro_batches import Batching, Row, SampleRows, collate
+from megatrain.data.packing import Batching, Row, SampleRows, collate
 from megatrain.data.sampler import epoch_order, source_behind
 from megatrain.errors import DataError
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from megatrain.data.micro_batches import Row
+from megatrain.data.packing import Row
 from megatrain.data.sampler import epoch_order
 from megatrain.data.token_files import TokenFile, require_ids_below
 from megatrain.errors import DataError

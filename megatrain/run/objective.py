@@ -23,7 +23,7 @@ import torch
 from megatrain.checkpoint import Checkpoint
 from megatrain.config import Config
 from megatrain.data import Batch, SampleFile, SampleRows, batch_of
-from megatrain.data.micro_batches import REFERENCE
+from megatrain.data.packing import REFERENCE
 from megatrain.errors import CheckpointError, DataError
 from megatrain.losses import DPO, LossFn
 from megatrain.memory.checksum import checksum

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatrain.checkpoint import Checkpoint, checkpoints, newest_sound, open_checkpoint, put_all_right, step_of
 from megatrain.config import Config, PolicySection, TrainSection
-from megatrain.config.errors import with_new_names
+from megatrain.config.renamed_keys import with_new_names
 from megatrain.errors import CheckpointError, ConfigError, DataError
 from megatrain.run.history import METRICS, status_of
 from megatrain.spec import Numerics

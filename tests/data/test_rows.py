@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.data import Batching, EncodedSample, Loader, PackedRows, SampleFile, SampleRows, pack, write_tokens
-from megatrain.data.micro_batches import split_samples
+from megatrain.data.packing import split_samples
 from megatrain.data.sample_cache import are_samples, open_samples, write_samples
 from megatrain.data.sampler import grouped_order, source_behind
 from megatrain.errors import DataError

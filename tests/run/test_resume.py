@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from megatrain.checkpoint import Checkpoint, checkpoints, open_checkpoint, step_of
 from megatrain.checkpoint.direct_io import DirectFile
-from megatrain.config.errors import RENAMED
+from megatrain.config.renamed_keys import RENAMED
 from megatrain.errors import CheckpointError, ConfigError, DataError, NonFinite
 from megatrain.run.resume import as_begun, changes_between, refuse_changes
 from megatrain.run.training import run_training

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.data.micro_batches import best_fit
+from megatrain.data.packing import best_fit
 
 
 def slowly(lengths: list[int], room: int) -> int:
