@@ -68,6 +68,8 @@ WITH_TURNS: tuple[Format, ...] = ("auto", "chat", "sharegpt", "preference")
 KEYS_OF_TURNS = {"role": "role_tag", "from": "role_tag", "content": "content_tag", "value": "content_tag"}
 MARKS = ("label", "kto_tag", "desirable", "undesirable", "chosen", "rejected", "accepted", "preferred", "thumbs_up")
 """Columns that say whether an answer is good, where they hold a boolean; with `is_` before them too."""
+MAY_BE_TEXT = ("label", "chosen", "rejected")
+"""Of those, what else may hold 0, 1 or a text: a class, an answer."""
 MARKED = "marks the answer as good or bad, as data for KTO does, which is not trained on here"
 UNMARKED = "keep the rows with good answers and remove the column"
 WEIGHTS = ("weight", "loss_weight")
@@ -212,7 +214,7 @@ def _refuse_marks(row: Row, schema: Schema) -> None:
         plain = name.lower().removeprefix("is_")
         if plain not in MARKS or name in fields:
             continue
-        if isinstance(value, bool | np.bool_) or (plain != "label" and _is_binary(value)):
+        if isinstance(value, bool | np.bool_) or (plain not in MAY_BE_TEXT and _is_binary(value)):
             what = f"{name!r} {MARKED}"
             raise SampleError(what, reason="marked as good or bad", where=row.place, fix=UNMARKED)
 
