@@ -157,7 +157,9 @@ def survive(nursery: Nursery, folder: Path, disk: bool, draw: random.Random, kil
     return met
 
 
-@pytest.mark.parametrize("disk", [False, True], ids=["host", "disk"])
+@pytest.mark.parametrize(
+    "disk", [pytest.param(False, id="host", marks=pytest.mark.slow), pytest.param(True, id="disk")]
+)
 def test_a_killed_run_goes_on_bit_for_bit(nursery: Nursery, tmp_path: Path, disk: bool) -> None:
     """Dropout, shuffled data, and now and then another policy after the kill."""
     survive(nursery, tmp_path, disk, random.Random(int(disk)), kills=3)
