@@ -4,9 +4,9 @@
 
 An 8B shape in sequences of 4,096 on an H200 whose bus and device memory are others: 65,536 tokens per step, and where
 weights alone do not hide behind that, 262,144. A fixed plan treats all layers alike and is otherwise planned as freely
-(micro-batch, slots, homes): all graphs, all chosen outputs (selective), all inputs (recomputed), all inputs in the host
-(offloaded), an input kept every K layers. The bound is the elastic plan of the same memory and compute with a bus of
-infinite speed. Whether tokens per step exceed the knee is computed for each corner (`knees`). The elastic plan's
+(micro-batch, slots, placements): all graphs, all chosen outputs (selective), all inputs (recomputed), all inputs in the
+host (offloaded), an input kept every K layers. The bound is the elastic plan of the same memory and compute with a bus
+of infinite speed. Whether tokens per step exceed the knee is computed for each corner (`knees`). The elastic plan's
 schedule is also executed, on the simulator's virtual clock.
 
 Each corner goes to the results as it is found; `--only` finds some, `--tables` none, and both write

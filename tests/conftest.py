@@ -88,9 +88,9 @@ def _same_seeds() -> None:
 
 @pytest.fixture(autouse=True)
 def _measured_once(request: pytest.FixtureRequest) -> None:
-    """A model like one before is not measured again (`tests.remembered`)."""
+    """A model like one before is not measured again (`tests.measurement_cache`)."""
     if profile := sys.modules.get("megatrain.model.profile"):
-        from tests import remembered
+        from tests import measurement_cache
 
-        anew = request.node.nodeid.startswith(remembered.MEASURED_ANEW)
-        (remembered.forget if anew else remembered.remember)(profile)
+        anew = request.node.nodeid.startswith(measurement_cache.MEASURED_ANEW)
+        (measurement_cache.forget if anew else measurement_cache.remember)(profile)

@@ -1,4 +1,7 @@
-"""Keys by other names: those of earlier versions, and what other trainers call them."""
+"""Other names of configuration keys, in earlier versions and in other training libraries.
+
+An error tells the key of now; the configuration in an older checkpoint is read by its own names.
+"""
 
 from __future__ import annotations
 

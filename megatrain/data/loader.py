@@ -29,7 +29,7 @@ from megatrain.errors import DataError
 __all__ = ["Batch", "Loader", "batch_of", "epoch_order", "evaluation_batches"]
 
 # "input_ids" and "labels", int64 tensors of shape (rows, tokens) and of plain text one and the same; see
-# `micro_batches.collate`
+# `packing.collate`
 Batch: TypeAlias = dict[str, torch.Tensor]
 
 STATE_VERSION = 1
@@ -207,7 +207,7 @@ def _seed_of(seed: int, source: int) -> int:
 
 
 def batch_of(rows: Sequence[Row]) -> Batch:
-    """`micro_batches.collate` as tensors over the same memory; what is one array stays one tensor."""
+    """`packing.collate` as tensors over the same memory; what is one array stays one tensor."""
     arrays = collate(rows)
     tensors: dict[int, torch.Tensor] = {id(array): torch.from_numpy(array) for array in arrays.values()}
     return {name: tensors[id(array)] for name, array in arrays.items()}

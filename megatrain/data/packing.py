@@ -1,4 +1,4 @@
-"""Rows, which training sequences are made of, packed best-fit or one sample each, and micro-batches of them.
+"""Builds rows from training samples, several packed best-fit or one in each, and micro-batches of the rows.
 
     Windows        plain text, which runs on from window to window (`token_windows.py`)
     PackedRows     several whole samples in a row, each for itself: positions start again at 0

@@ -1,4 +1,4 @@
-"""Whether a trainer's model is still the one that its engine was made from; what differs is refused by name.
+"""Checks that a Trainer's model has not changed since its engine was made, and raises an error that names what has.
 
 The engine runs a copy of the model's code. Values of parameters are given to it before each step; whatever else is
 changed in the model once there is an engine, a hook, a module, a number in one, it would never hear of. So the model's

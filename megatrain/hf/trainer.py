@@ -6,7 +6,7 @@ optimizer step are collected by `training_step`, the last of which runs them all
 
 The model is the trainer's own, given or by name, as its user and TRL have made it when the engine is first needed. It
 may be read, run and written to between steps, as in a callback, and before and after training. Anything else that is
-changed in it from then on is refused at the next step (`changes.py`).
+changed in it from then on is refused at the next step (`model_changes.py`).
 
 Differences to know: a loss or gradient that is not finite raises `NonFinite` and nothing is applied; dropout draws
 other numbers.

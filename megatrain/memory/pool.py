@@ -36,7 +36,7 @@ Held = Mapping[str, Tensor]
 class Pool:
     """Buffers by name, on one device, the host beside it, and the disk.
 
-    units: their names, for messages. transit: what of host memory is page-locked.
+    units: their names, for messages. transfer: what of host memory is page-locked.
     """
 
     def __init__(

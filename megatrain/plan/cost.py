@@ -536,10 +536,10 @@ def shape_of(unit: UnitSpec) -> tuple[object, ...]:
 
 # State placed elsewhere -----------------------------------------------------------------------------------------------
 #
-# What homes of their own add to the work of each stream, and what they save, as seconds of a step.
+# What placements other than host memory add to the work of each stream, and what they save, as seconds of a step.
 #
-# Plain sums of bytes over bandwidths, compared with all state in host memory: enough to tell which homes are worth a
-# replay. Left out: whether the streams overlap, which only a replay knows.
+# Plain sums of bytes over bandwidths, compared with all state in host memory: enough to tell which placements are worth
+# a replay. Left out: whether the streams overlap, which only a replay knows.
 
 
 LOW_BITS_NBYTES = 2
@@ -548,7 +548,7 @@ LOW_BITS_NBYTES = 2
 def home_seconds(
     model: ModelSpec, numerics: Numerics, policy: Policy, hardware: Hardware
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Stream -> seconds that the policy's homes add to it, negative where they save some; those behind the forward."""
+    """Stream -> seconds that the policy's placements add, negative where they save some; those behind the forward."""
     found, late = Counter[str](), Counter[str]()
     for index in range(len(model.units)):
         for stream, seconds in _of_unit(model, numerics, policy, hardware, index).items():
@@ -601,7 +601,7 @@ def _of_unit(model: ModelSpec, numerics: Numerics, policy: Policy, hardware: Har
 def _of_disk_late(
     model: ModelSpec, numerics: Numerics, policy: Policy, hardware: Hardware, index: int
 ) -> dict[str, float]:
-    """Of what a unit's homes have the disk do, what it does from the loss on."""
+    """Of what a unit's placement has the disk do, what it does from the loss on."""
     placement, layout = policy.placement(index), layout_of(model.units[index])
     again = index in model.layers and index >= model.lowest_trained and placement.weights == "disk"
     reading, writing = disk_bandwidths(hardware)

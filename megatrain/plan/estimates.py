@@ -1,7 +1,7 @@
 """What a policy takes: replayed whole, or extrapolated from shallow versions of the model.
 
 A step is linear in the number of layers of each kind once the pipeline is filled, so candidates are replayed on shallow
-versions of the model, with few micro-batches and shards. Where some of the state has a home of its own, the time of
+versions of the model, with few micro-batches and shards. Where some of the state is not in host memory, the time of
 each stream is corrected by what that saves or adds to it; only a whole replay tells how well they then overlap.
 """
 
@@ -129,7 +129,7 @@ def _busy(timeline: Timeline) -> tuple[Counter[str], Counter[str]]:
 
 
 def moved(question: Question, choice: Choice, found: Estimate) -> Estimate:
-    """The estimate of a policy with homes, from the one of the same policy with all state in host memory.
+    """The estimate of a policy with placements, from the one of the same policy with all state in host memory.
 
     Bytes are exact; of the seconds, what the step takes beyond its busiest stream is taken to stay. Where memory is
     shared, the disk has each pass, forward and backward, to be done in.

@@ -1,7 +1,7 @@
 """Which units' state lives where: as little on the disk as memory asks for, the coldest first.
 
 What the step touches least often goes to the disk first: moments, low bits, waiting gradients, then weights, those of
-the layers before those of the ends. Layers with a home of their own are spread evenly over the depth, so that the disk
+the layers before those of the ends. Layers that are placed otherwise are spread evenly over the depth, so that the disk
 and the bus are busy throughout. Spare device memory keeps weights, or whole layers with their optimizer state, by
 sixteenths of the layers: a fixed grid, so that more memory only adds to the choices. Left out: how good a choice is
 (`search`).
@@ -23,7 +23,7 @@ PARTS = 16
 ON_DEVICE = Placement("device", "device", "device")
 
 FIELDS = ("moments", "low_bits", "gradients", "weights")
-"""Of a `Home`, from the coldest."""
+"""Of a `Placement`, from the coldest."""
 
 
 def state_policy(policy: Policy) -> Policy:
@@ -126,7 +126,7 @@ def _fewest(
 
 
 def _with_some(placements: Sequence[Placement], free: Sequence[int], field: str, count: int) -> list[Placement]:
-    """Homes with that part of `count` of the free units on the disk."""
+    """Placements with that part of `count` of the free units on the disk."""
     chosen = set(spread(free, count))
     return [_on_disk(placement, field) if unit in chosen else placement for unit, placement in enumerate(placements)]
 
@@ -154,7 +154,7 @@ def spread(units: Sequence[int], count: int) -> list[int]:
 
 
 def residents(model: ModelSpec, whole: int, kept: int) -> tuple[Placement, ...]:
-    """Homes with `whole` sixteenths of the layers on the device, and the weights of `kept` sixteenths of the others.
+    """`whole` sixteenths of the layers on the device, and the weights alone of `kept` sixteenths of the others.
 
     The ends follow the last sixteenth.
     """

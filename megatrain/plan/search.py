@@ -2,9 +2,9 @@
 
 The search goes through every micro-batch size and activation plan, then moves one knob at a time from the best of them
 until nothing improves; where memory is short, from the leanest policy of each size that could be quicker too. What the
-host has no room for goes to the disk, and spare device memory to weights and state that stay (`placement`); the homes
-that promise most are replayed whole, as is every winner, which also decides whether it fits. It draws nothing at
-random: the same question has the same answer. Left out: what a candidate takes (`estimates`), and what is decided
+host has no room for goes to the disk, and spare device memory to weights and state that stay (`placement`); the
+placements that promise most are replayed whole, as is every winner, which also decides whether it fits. Nothing is
+drawn at random: the same question has the same answer. Left out: what a candidate takes (`estimates`), and what is decided
 behind the search (`refinements`).
 """
 
@@ -46,7 +46,7 @@ from megatrain.schedule.passes.state_buffers import state_nbytes
 from megatrain.spec import Numerics, Placement, Policy
 
 Rung = tuple[Estimate, Choice] | None
-"""A choice with homes, and what it promises, if it fits."""
+"""A choice with placements, and what it promises, if it fits."""
 
 
 class Search:
@@ -59,7 +59,7 @@ class Search:
         self._moved: dict[Candidate, Estimate] = {}
         self._mixtures: dict[Candidate, Mixtures] = {}
         self._alikes: dict[Batching, Search] = {}
-        self._homes: dict[tuple[Policy, int], tuple[Placement, ...]] = {}
+        self._placements: dict[tuple[Policy, int], tuple[Placement, ...]] = {}
         self._resident: dict[tuple[int, int], int] = {}
         overrides = dict(question.overrides)
         self._micro_batch: int | None = overrides.pop("micro_batch", None)
@@ -276,7 +276,7 @@ class Search:
             self._known[key] = found if placed is choice else moved(self.question, placed, found)
         return self._known[key]
 
-    # Homes ------------------------------------------------------------------------------------------------------------
+    # Placements -----------------------------------------------------------------------------------------------------
 
     def _plain(self, choice: Choice, micro_batch: int) -> Estimate:
         """With all state in host memory."""
@@ -286,7 +286,7 @@ class Search:
         return self._estimates[key]
 
     def outcome(self, choice: Choice, micro_batch: int) -> Estimate:
-        """What the candidate takes with the most promising homes, or what layers keep."""
+        """What the candidate takes with the most promising placements, or what layers keep."""
         found = [self.price(choice, micro_batch)]
         found += [each[0] for ladder in self._ladders(choice, micro_batch) for each in ladder if each is not None]
         found += [option.mixtures.promised(option.counts) for option in self._options(choice, micro_batch)[:1]]
@@ -375,7 +375,8 @@ class Search:
                 yield other, found
 
     def _bases(self, choice: Choice, micro_batch: int) -> Iterator[Candidate]:
-        """Policies that keep inputs, to be mixed from: as this one and lean, for sizes around it; and with homes."""
+        """Policies that keep inputs, to be mixed from: as this one and lean, for sizes around it; and with state placed
+        otherwise."""
         plain: dict[str, Any] = {"activations": "recompute", "activations_by_layer": ()}
         like, lean = choice.change(**plain), self._lean.change(**plain)
         near = [size for size in self._micro_batches() if micro_batch / NEAR <= size <= NEAR * micro_batch]
@@ -453,9 +454,9 @@ class Search:
         beside = found.nbytes["host"] - host_nbytes(model, numerics, replace(policy, placements=()), saves)
         room = self.budgets["host"] - beside
         key = state_policy(policy), room
-        if key not in self._homes:
-            self._homes[key] = needed(model, numerics, policy, room, saves=saves).placements
-        return choice if self._homes[key] == policy.placements else choice.change(placements=self._homes[key])
+        if key not in self._placements:
+            self._placements[key] = needed(model, numerics, policy, room, saves=saves).placements
+        return choice if self._placements[key] == policy.placements else choice.change(placements=self._placements[key])
 
 
 def find_plan(question: Question) -> Plan:

@@ -66,13 +66,13 @@ NEAR = 4
 """Times smaller or larger than the best without a mixture that the micro-batches of mixtures are."""
 
 COARSE = 4
-"""Sixteenths of the layers by which homes grow beside mixtures."""
+"""Sixteenths of the layers by which placements grow beside mixtures."""
 
 NEARLY = 1.02
 """Of the seconds of the quickest so far; what promises less is not replayed."""
 
 COMPUTES = 0.9
-"""Of the step; where compute is busy for longer, a mixture is found without homes."""
+"""Of the step; where compute is busy for longer, a mixture is found without placements."""
 
 WORTH_A_CLIMB = 0.99
 """Of the seconds of the best that was found; a size that would not be that much quicker is not looked at again."""
@@ -81,4 +81,4 @@ WORTH_A_ROUND = 0.99
 """Of the seconds before a round of moves; after one that gains less, no other is made."""
 
 WORTH_A_REPLAY = 0.995
-"""Of the seconds of the usual homes; what does not promise to be that much quicker is not replayed."""
+"""Of the seconds of the usual placements; what does not promise to be that much quicker is not replayed."""

@@ -29,7 +29,7 @@ DRIFT = 0.2
 
 NAMES = tuple(field.name for field in fields(Policy))
 MAY_CHANGE = tuple(name for name in NAMES if name not in (*FIXED, "host_threads"))
-"""What of a policy is chosen anew. State moves where its home changes."""
+"""What of a policy is chosen anew. State moves where its placement changes."""
 
 MAY_FOLLOW = ("activations", "activations_by_layer")
 """What is chosen anew while a run goes on: it costs no move of state."""
@@ -132,10 +132,10 @@ def _changes(before: Policy, after: Policy) -> str:
 
 
 def _word(value: object) -> str:
-    """Rows by what layers keep, homes by how many units have one of their own."""
+    """Rows by what layers keep, placements by how many units are not in host memory."""
     if not isinstance(value, tuple):
         return str(value)
     if value and isinstance(value[0], tuple):
         counts = Counter(keep for row in value for keep in row)
         return " and ".join(f"{count / counts.total():.0%} {keep}" for keep, count in counts.most_common())
-    return f"{sum(home != IN_HOST for home in value)} units" if value else "none"
+    return f"{sum(each != IN_HOST for each in value)} units" if value else "none"

@@ -134,7 +134,8 @@ class Policy:
     update: UpdateTime = "next_forward"
     """Apply each unit's update during the next forward (needed for an exact global norm), or as its gradient lands."""
     shares_memory: bool = False
-    """The device computes in host memory: weights need no fetch, and gradients of the right dtype are born at home."""
+    """The device computes in host memory: weights need no fetch, and gradients of the right dtype are summed where they
+    stay."""
     host_threads: Annotated[int, Bounds(0, 1 << 10)] = 0
     """Threads of the optimizer pass; 0 is one per available core."""
     transfer: Transfer = "pinned"
@@ -154,7 +155,7 @@ class Policy:
             raise PlanError("the device has no memory of its own", where="policy.placements", fix="use host or disk")
 
     def placements_of(self, model: ModelSpec) -> tuple[Placement, ...]:
-        """Where the state of each unit of a model lives. Raises `PlanError` where there are homes for fewer or more."""
+        """Where the state of each unit of a model lives. Raises `PlanError` for another number of them."""
         if not self.placements:
             return (IN_HOST,) * len(model.units)
         if len(self.placements) != len(model.units):

@@ -1,7 +1,7 @@
 """AdamW for units whose whole state is on the device: the arithmetic of `optim.adamw`, in one kernel or by operations.
 
-Where Triton can run, neighbouring parameters that decay alike take one kernel (`resident_triton`). Elsewhere it is one
-torch operation at a time, in chunks that stay in the device's cache; the kernel is compared with them, bit for bit,
+Where Triton can run, neighbouring parameters that decay alike take one kernel (`device_adamw_triton`). Elsewhere it is
+one torch operation at a time, in chunks that stay in the device's cache; the kernel is compared with them, bit for bit,
 before it is first used. Every operation rounds once, in the order of `reference_update`, and none is contracted with
 its neighbour (no `addcmul` or `alpha=`), so where the device divides with correct rounding the result is that of the
 pass on the host. The root is taken in float64 and rounded, which is the correctly rounded one (Figueroa 1995); float32
@@ -85,7 +85,7 @@ def adamw_by_operations(
     *,
     decays: bool,
 ) -> None:
-    """What `resident_triton.adamw` does, by torch operations. sound: None is true."""
+    """What `device_adamw_triton.adamw` does, by torch operations. sound: None is true."""
     keep = float(scalars.decay) if decays else 1.0
     for begin in range(0, gradient.numel(), CHUNK):
         part = slice(begin, begin + CHUNK)
@@ -117,7 +117,7 @@ def _joined(segments: Sequence[tuple[int, int, bool]]) -> Iterator[tuple[int, in
 
 
 def kernels_for(device: Device) -> Any:
-    """`resident_triton`, where Triton can run on this device and does what the operations do; else None.
+    """`device_adamw_triton`, where Triton can run on this device and does what the operations do; else None.
 
     It compiles and waits at the first call for a device, so call it where the device is at rest.
     """

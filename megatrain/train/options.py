@@ -129,9 +129,9 @@ def limits_of(options: EngineOptions) -> Limits:
 def policy_of(options: EngineOptions, device: Device, spec: ModelSpec) -> Policy:
     """The policy that is given, if it agrees with the other options, or the usual one for the device.
 
-    With folders for the disk, and no homes given, as little state goes there as the host's budget asks for; and the
-    usual one page-locks no more than the device says it may. Raises `PlanError` for a policy that contradicts the other
-    options, and `DoesNotFit`.
+    With folders for the disk, and no placements given, as little state goes there as the host's budget asks for; and
+    the usual one page-locks no more than the device says it may. Raises `PlanError` for a policy that contradicts the
+    other options, and `DoesNotFit`.
     """
     policy = _placed(options, device, spec)
     if options.get("policy", "auto") == "auto" and device.lockable_nbytes is not None:

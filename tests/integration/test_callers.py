@@ -32,7 +32,7 @@ from megatrain.model.forward_arguments import arguments_of
 from megatrain.model.tiny import twin_of
 from megatrain.spec import Placement
 from megatrain.spec.layer_profile import LayerProfile
-from tests import remembered
+from tests import measurement_cache
 from tests.kinds import KINDS, stock_model, tiny_config
 from tests.tiny import VOCAB, batch, equal, stock_gradients, tiny_model, unequal_batches
 
@@ -134,7 +134,7 @@ def test_a_flag_that_only_the_kernel_reads_reaches_it() -> None:
 
 def test_a_mask_that_nothing_reads_is_taken_where_it_hides_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """An xLSTM reads no mask, and what is behind a token does not touch it."""
-    remembered.forget(profile)
+    measurement_cache.forget(profile)
     monkeypatch.setattr(profile, "profile_layer", lambda *_: LayerProfile())  # half a minute, and not asked about here
     with Engine.from_model(twin_of(AutoConfig.for_model("xlstm"), 0), precision="fp32", verify=False) as engine:
         ids = torch.randint(3, 60, (2, 8))

@@ -1,4 +1,4 @@
-"""Gradients: the slots on the device where they are summed, and their way to host memory.
+"""Gradients: the device slots in which micro-batches accumulate them, and the copies that move them to host memory.
 
 The gradient of the head is complete and on its way out when the top layer begins its own, and that of the prologue
 begins when the lowest layer's is. So neither needs memory beside the slots of the layers: one buffer serves all. The

@@ -1,4 +1,4 @@
-"""Pinned staging buffers: how weights and gradients cross the bus where their memory is not page-locked.
+"""Pinned staging buffers: how weights and gradients are copied to and from host memory that is not pinned.
 
 A driver copies memory that is not page-locked through a buffer of its own, and holds up whoever asked. Where the system
 lets a process lock less than its weights and gradients take, they stay pageable: a host thread packs each shard into a

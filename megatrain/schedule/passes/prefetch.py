@@ -1,7 +1,7 @@
-"""Prefetch order: which slot each visit finds its unit's weights in, and when they are copied there.
+"""Prefetch: for each use of a unit (a layer, or an end of the model), which slot its weights go to and when.
 
-Of several slots the one whose content is needed again last is overwritten (Belady 1966). With two slots for layers,
-each layer is fetched while the one before computes.
+A *visit* is one unit's turn on the compute stream. Of several slots the one whose content is needed again last is
+overwritten (Belady 1966). With two slots for layers, each layer is fetched while the one before computes.
 
 With `Policy.read_ahead_nbytes` there is one slot for all, and a ring of shards in front of it. While a layer
 computes, the first shards of the next one come into the *read-ahead*, and a PLACE on the compute stream copies each

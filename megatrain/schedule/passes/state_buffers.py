@@ -1,10 +1,10 @@
 """What lives between steps: the parts of each unit's state, where they are, and what they pass through from the disk.
 
 A unit has weights, low bits and moments, and a gradient where that waits for the norm. Each part is in the tier that
-its home names (`spec.Home`). On the disk it has a region there, and buffers in host memory that stand for it while it
-is in use (`disk_staging`). `StateBuffers` names all of it for a schedule; `state_nbytes` adds up the same bytes without
-a name for each, since a search for a plan asks for them some thousand times. Left out: where a gradient is summed
-(`gradient_slots`), and where one lands that is used at once (`build`).
+its placement names (`spec.Placement`). On the disk it has a region there, and buffers in host memory that stand for it
+while it is in use (`disk_staging`). `StateBuffers` names all of it for a schedule; `state_nbytes` adds up the same
+bytes without a name for each, since a search for a plan asks for them some thousand times. Left out: where a gradient
+is summed, and where one lands that is used at once (`gradients`).
 """
 
 from __future__ import annotations

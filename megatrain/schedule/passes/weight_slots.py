@@ -1,4 +1,4 @@
-"""Weight slots: where weights lie on the device while they pass through, and the bytes that each slot stands for.
+"""Weight slots: the reusable device buffers that streamed weights are copied into, and where each begins and ends.
 
 A unit passes through a slot whole: parameters are views at fixed offsets of one buffer, so nothing fragments and no
 model code knows. Layers have slots of their own, and so have the ends: one for both, or, where the head is tied to the

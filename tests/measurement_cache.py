@@ -1,4 +1,4 @@
-"""What a tiny model was found to take, remembered for the next one that is like it in all that a run depends on.
+"""Caches the memory that the layers of a tiny model were measured to take, for the next model that is alike.
 
 Tests make engines for the same few models again and again, and measuring a model takes a score of runs of each of its
 layers: four fifths of the time of an engine. What is measured is numbers about the model's code, so it is the same for
@@ -55,7 +55,7 @@ def remember(profile: ModuleType) -> None:
     """Have the module's measurements remembered from now on."""
     plain = profile.Measurement.spec
     if not hasattr(plain, "__wrapped__"):
-        profile.Measurement.spec = remembered(plain)
+        profile.Measurement.spec = cached(plain)
 
 
 def forget(profile: ModuleType) -> None:
@@ -63,7 +63,7 @@ def forget(profile: ModuleType) -> None:
     profile.Measurement.spec = getattr(profile.Measurement.spec, "__wrapped__", profile.Measurement.spec)
 
 
-def remembered(measure: Callable[[Any], ModelSpec]) -> Callable[[Any], ModelSpec]:
+def cached(measure: Callable[[Any], ModelSpec]) -> Callable[[Any], ModelSpec]:
     @wraps(measure)
     def spec(measurement: Any) -> ModelSpec:
         ported = measurement._ported
