@@ -1,11 +1,11 @@
 """Choosing how to stream: candidates, each built and replayed at this machine's prices, and the quickest that fits.
 
-The search goes through every micro-batch size and activation plan, then moves one knob at a time from the best of them
-until nothing improves; where memory is short, from the leanest policy of each size that could be quicker too. What the
-host has no room for goes to the disk, and spare device memory to weights and state that stay (`placement`); the
-placements that promise most are replayed whole, as is every winner, which also decides whether it fits. Nothing is
-drawn at random: the same question has the same answer. Left out: what a candidate takes (`estimates`), and what is decided
-behind the search (`refinements`).
+The search goes through every micro-batch size and activation plan, then moves one knob at a time from the best of
+them until nothing improves; where memory is short, from the leanest policy of each size that could be quicker too.
+What the host has no room for goes to the disk, and spare device memory to weights and state that stay (`placement`);
+the placements that promise most are replayed whole, as is every winner, which also decides whether it fits. Nothing
+is drawn at random: the same question has the same answer. Left out: what a candidate takes (`estimates`), and what is
+decided behind the search (`refinements`).
 """
 
 from __future__ import annotations
