@@ -53,7 +53,7 @@ def lookup_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Lookup:
     )
 
 
-# Forming --------------------------------------------------------------------------------------------------------------
+# Gradients in place ---------------------------------------------------------------------------------------------------
 #
 # Gradients of weights, formed where they are summed.
 #
@@ -69,7 +69,7 @@ def lookup_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Lookup:
 # micro-batches and chunks of tokens, whose terms are products of their own to be added, as everywhere.
 
 
-class Homes:
+class GradientTarget:
     """Where the gradients of a call's weights will be summed, which is known when the backward pass begins."""
 
     def __init__(self, total: UnitSum | None = None) -> None:
@@ -77,56 +77,56 @@ class Homes:
 
     def product(self, name: str, left: Tensor, right: Tensor) -> Tensor:
         """The gradient `left` @ `right` of a weight, in the sum if it is the first term."""
-        home = self._of(name, left.dtype)
-        if home is None or self.total is None or self.total.begun(name):
+        view = self._of(name, left.dtype)
+        if view is None or self.total is None or self.total.begun(name):
             return left @ right
         self.total.claim(name)
-        return torch.mm(left, right, out=home)
+        return torch.mm(left, right, out=view)
 
     def rows(self, name: str, gradient: Tensor, ids: Tensor, count: int, padding: int) -> Tensor:
         """The gradient of a table [count, width] that was looked up at `ids` int64[...], added to the sum in place;
         `padding` is an id that has none, or -1."""
         of_table: Any = torch.ops.aten.embedding_dense_backward
-        home = self._of(name, gradient.dtype)
-        if home is None or self.total is None:
+        view = self._of(name, gradient.dtype)
+        if view is None or self.total is None:
             dense: Tensor = of_table(gradient, ids, count, padding, False)
             return dense
         found, places = ids.reshape(-1).unique(return_inverse=True)
         few = of_table(gradient.reshape(len(places), -1), places, len(found), -1, False)
         few[found == padding] = 0
         if not self.total.begun(name):
-            home.zero_()
+            view.zero_()
         self.total.claim(name)
-        return home.index_add_(0, found, few)
+        return view.index_add_(0, found, few)
 
     def _of(self, name: str, dtype: torch.dtype) -> Tensor | None:
-        return None if self.total is None else self.total.home(name, dtype)
+        return None if self.total is None else self.total.writable(name, dtype)
 
 
-class Forming(TorchFunctionMode):
+class GradientsInPlace(TorchFunctionMode):
     """While active, on this thread: `linear` and `embedding` with one of these weights have their gradient formed in
-    `homes`. `weights` are the leaves with their full names."""
+    `target`. `weights` are the leaves with their full names."""
 
-    def __init__(self, weights: Iterable[tuple[str, Tensor]], homes: Homes) -> None:
+    def __init__(self, weights: Iterable[tuple[str, Tensor]], target: GradientTarget) -> None:
         super().__init__()
         self._names = {id(leaf): name for name, leaf in weights if leaf.dim() == 2}
-        self._homes = homes
+        self._target = target
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = self._names.get(id(args[1])) if func in _FORMED and len(args) > 1 else None
+        name = self._names.get(id(args[1])) if func in _IN_PLACE and len(args) > 1 else None
         if name is None or not torch.is_grad_enabled() or any(map(is_wrapped, args)):
             return func(*args, **kwargs)
-        return _FORMED[func](name, self._homes, args, kwargs)
+        return _IN_PLACE[func](name, self._target, args, kwargs)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, name: str, homes: Homes) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, name: str, target: GradientTarget) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.name, ctx.homes = name, homes
+        ctx.name, ctx.target = name, target
         # Within a function of our own torch takes no view for a weight that trains, and where rows do not lie behind
         # each other it would compute one product for each sample then, which is another op and rounds otherwise.
         flat = x.reshape(-1, x.shape[-1])
@@ -137,35 +137,35 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         flat, rows = gradient.reshape(-1, weight.shape[0]), x.reshape(-1, weight.shape[1])
-        of_weight = ctx.homes.product(ctx.name, flat.t(), rows)  # first, as autograd forms it
+        of_weight = ctx.target.product(ctx.name, flat.t(), rows)  # first, as autograd forms it
         for_x = (flat @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
         return for_x, of_weight, None, None
 
 
-def _linear(name: str, homes: Homes, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _linear(name: str, target: GradientTarget, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if bias_of(args, kwargs) is not None:
         return functional.linear(*args, **kwargs)
-    return _Linear.apply(*args[:2], name, homes)  # type: ignore[no-untyped-call]
+    return _Linear.apply(*args[:2], name, target)  # type: ignore[no-untyped-call]
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int, name: str, homes: Homes) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int, name: str, target: GradientTarget) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.count, ctx.padding, ctx.name, ctx.homes = len(weight), padding, name, homes
+        ctx.count, ctx.padding, ctx.name, ctx.target = len(weight), padding, name, target
         return functional.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
-        return None, ctx.homes.rows(ctx.name, gradient, ids, ctx.count, ctx.padding), None, None, None
+        return None, ctx.target.rows(ctx.name, gradient, ids, ctx.count, ctx.padding), None, None, None
 
 
-def _embedding(name: str, homes: Homes, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _embedding(name: str, target: GradientTarget, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     of = lookup_of(args, kwargs)
     if of.renorms or of.by_frequency or of.sparse:
         return functional.embedding(*args, **kwargs)
-    return _Embedding.apply(*args[:2], of.padding, name, homes)  # type: ignore[no-untyped-call]
+    return _Embedding.apply(*args[:2], of.padding, name, target)  # type: ignore[no-untyped-call]
 
 
-_FORMED: Mapping[Any, Any] = {functional.linear: _linear, functional.embedding: _embedding}
+_IN_PLACE: Mapping[Any, Any] = {functional.linear: _linear, functional.embedding: _embedding}

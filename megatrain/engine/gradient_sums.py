@@ -59,7 +59,7 @@ class UnitSum:
             view.copy_(gradient)
         self._reached.add(name)
 
-    def home(self, name: str, dtype: torch.dtype) -> Tensor | None:
+    def writable(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """Where a term of this dtype may be written or added by whoever claims it: a view of its own, which autograd
         can take as it is. `None` for a dtype that is not the sum's, and once it has been claimed."""
         view = self._views[name]

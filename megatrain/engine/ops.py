@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatrain.device import Device
 from megatrain.engine.activations import Graph, pack, unpack
-from megatrain.engine.autograd import Forming, Homes
+from megatrain.engine.autograd import GradientsInPlace, GradientTarget
 from megatrain.engine.batch import MicroBatch, count_targets, for_model, model_inputs, targets_of
 from megatrain.engine.chunked_loss import (
     Chunks,
@@ -191,7 +191,7 @@ class Streamer:
         if unit == 0:
             inputs, answers = self._inputs(now, micro)
             weights = self._views(now, op, held, 0)
-            with answers, self._gate(now, op, held):
+            with answers, self._waits_for_weights(now, op, held):
                 alive.inputs[output], alive.calls[micro] = self.ported.prologue(weights, inputs)
             return
         hidden = self._input(now, op, held)
@@ -203,13 +203,13 @@ class Streamer:
             keeping = Keeping(saved.keep, self.spec.hidden_size)
             leaves = self._binders[unit].leaves(self._weights(op, held, unit))
             leaf = hidden.detach().requires_grad_()
-            with keeping.running(), self._gate(now, op, held):
+            with keeping.running(), self._waits_for_weights(now, op, held):
                 found, sides = self.ported.layer(unit - 1, leaves, leaf, alive.calls[micro][unit - 1], self.numerics)
             alive.inputs[output], alive.stored[unit, micro] = found.detach(), keeping.stored()
             alive.sides[unit, micro] = tuple(side.detach() for side in sides)
         else:
             weights = self._views(now, op, held, unit)
-            with self._gate(now, op, held):
+            with self._waits_for_weights(now, op, held):
                 found, sides = self.ported.layer(unit - 1, weights, hidden, alive.calls[micro][unit - 1], self.numerics)
             alive.inputs[output] = found
             alive.sides.setdefault((unit, micro), sides)  # once only: after the loss they are gradients
@@ -248,19 +248,23 @@ class Streamer:
         call = now.activations.calls[op.micro][op.unit - 1]
         stored = now.activations.stored.pop((op.unit, op.micro), None)
         answering = Answering(stored) if stored else nullcontext()
-        homes = Homes()
-        forming = self._forming(self._binders[op.unit].trained(leaves), homes)
-        with torch.enable_grad(), names_weights(bound), answering, self._gate(now, op, held), forming:
+        target = GradientTarget()
+        in_place = self._gradients_in_place(self._binders[op.unit].trained(leaves), target)
+        with torch.enable_grad(), names_weights(bound), answering, self._waits_for_weights(now, op, held), in_place:
             output, sides = self.ported.layer(op.unit - 1, leaves, leaf, call, self.numerics)
         if stored:
             stored.finish(self.spec.units[op.unit].name)
         edges = [get_gradient_edge(each) for each in (output, *sides)]
-        return Graph(bound, leaves, leaf, edges, homes), output, sides
+        return Graph(bound, leaves, leaf, edges, target), output, sides
 
-    def _forming(self, trained: Sequence[tuple[str, Tensor]], homes: Homes) -> AbstractContextManager[object]:
-        """In the block, gradients of weights are formed in `homes`, where compute and sums share memory."""
+    def _gradients_in_place(
+        self, trained: Sequence[tuple[str, Tensor]], target: GradientTarget
+    ) -> AbstractContextManager[object]:
+        """In the block, gradients of weights are formed in `target`, where compute and sums share memory."""
         return (
-            Forming(trained, homes) if self.policy.shares_memory and self.numerics.kernels == "stock" else nullcontext()
+            GradientsInPlace(trained, target)
+            if self.policy.shares_memory and self.numerics.kernels == "stock"
+            else nullcontext()
         )
 
     def _loss(self, now: Current, op: Op, held: Held) -> None:
@@ -271,13 +275,13 @@ class Streamer:
             weights: dict[str, Tensor] = {}
             for owner in self._head_owners():
                 weights |= self._views(now, op, held, owner)
-            with self._gate(now, op, held):
+            with self._waits_for_weights(now, op, held):
                 self._loss_only(now, op, weights, hidden)
             return
         flat = hidden.flatten(0, 1)
         leaves: dict[str, Tensor] = {}
         trained: list[Tensor] = []
-        forming: list[AbstractContextManager[object]] = []
+        in_place: list[AbstractContextManager[object]] = []
         borrowed = self.spec.units[unit].borrows
         for owner in self._head_owners():
             binder = self._binders[owner]
@@ -286,12 +290,12 @@ class Streamer:
             if self._layouts[owner].trained.size:
                 total = self._sum(now, op, held, owner)
                 send_to_sum(used, total)
-                forming.append(self._forming(used, Homes(total)))
+                in_place.append(self._gradients_in_place(used, GradientTarget(total)))
             trained += [leaf for _, leaf in used]
             leaves |= bound
         chunks = self._chunks(now, op, leaves, trained, flat)
-        with self._gate(now, op, held), ExitStack() as around:
-            for each in forming:
+        with self._waits_for_weights(now, op, held), ExitStack() as around:
+            for each in in_place:
                 around.enter_context(each)
             found = differentiate(now.loss_fn, chunks, now.own[micro], now.scale)
             self._count(now, micro, found)
@@ -378,7 +382,7 @@ class Streamer:
             now.phases.add()
             trained = self._binders[unit].trained(graph.leaves)
             if trained:
-                graph.homes.total = total = self._sum(now, op, held, unit)
+                graph.target.total = total = self._sum(now, op, held, unit)
                 send_to_sum(trained, total, now.phases.finished)
             inputs = [graph.input, *(leaf for _, leaf in trained)]
             gradients = [alive.gradients.pop(micro), *alive.sides.pop((unit, micro), ())]
@@ -393,12 +397,17 @@ class Streamer:
         there = any(access.content == Weights(0) for access in op.reads)  # else only their shapes matter
         leaves = self._binders[0].leaves(self._weights(op, held, 0)) if there else self._unseen_leaves()
         self._reseed(now, 0, op.micro)
-        trained, homes = self._binders[0].trained(leaves), Homes()
+        trained, target = self._binders[0].trained(leaves), GradientTarget()
         inputs, answers = self._inputs(now, op.micro)
-        with torch.enable_grad(), answers, self._gate(now, op, held), self._forming(trained, homes):
+        with (
+            torch.enable_grad(),
+            answers,
+            self._waits_for_weights(now, op, held),
+            self._gradients_in_place(trained, target),
+        ):
             hidden, _ = self.ported.prologue(leaves, inputs)
         now.phases.add()
-        homes.total = total = self._sum(now, op, held, 0)
+        target.total = total = self._sum(now, op, held, 0)
         send_to_sum(trained, total)
         gradient = alive.gradients.pop(op.micro)
         if hidden.requires_grad:
@@ -461,7 +470,7 @@ class Streamer:
         """The parameters of `unit`, where no gradient is wanted."""
         return self._binders[unit].bind(self._weights(op, held, unit))
 
-    def _gate(self, now: Current, op: Op, held: Held) -> AbstractContextManager[object]:
+    def _waits_for_weights(self, now: Current, op: Op, held: Held) -> AbstractContextManager[object]:
         """While active, the unit's own weights are waited for where they are read."""
         owns = any(access.content == Weights(op.unit) for access in op.reads)
         return now.phases.around(self._weights(op, held, op.unit)) if owns else nullcontext()

@@ -72,23 +72,23 @@ def outline(
 
     The list also has those that the library replaced later: a head's own weight where it was then tied.
     """
-    twins: dict[int, nn.Parameter] = {}  # by storage
+    outlined: dict[int, nn.Parameter] = {}  # by storage
 
     deadline = None if trust_remote_code else Deadline(architecture.SECONDS)
 
     def registered(parameter: nn.Parameter) -> nn.Parameter:
         if deadline is not None:
             deadline.check()
-        twin = meta_twin(parameter)
-        twins.setdefault(storage_of(twin), twin)
-        return twin
+        stripped = without_values(parameter)
+        outlined.setdefault(storage_of(stripped), stripped)
+        return stripped
 
     with architecture.ended(where_of(config)), _Outline():  # type: ignore[no-untyped-call]
         model = build(config, registered, seed=0, attention=attention, trust_remote_code=trust_remote_code)
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ModelError(f"its buffer {name} has no value without the weights", where=where_of(config))
-    return model, list(twins.values())
+    return model, list(outlined.values())
 
 
 def build(
@@ -156,15 +156,15 @@ def registering(handle: Registered) -> Iterator[None]:
 _one_at_a_time = threading.RLock()
 
 
-def meta_twin(parameter: nn.Parameter) -> nn.Parameter:
+def without_values(parameter: nn.Parameter) -> nn.Parameter:
     """The parameter without its values; the same one for a parameter that comes twice."""
     if parameter.is_meta:
         return parameter
-    if not hasattr(parameter, "meta_twin"):
-        twin = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-        twin.__dict__.update(parameter.__dict__)
-        parameter.__dict__["meta_twin"] = twin
-    known: nn.Parameter = parameter.__dict__["meta_twin"]
+    if not hasattr(parameter, "without_values"):
+        stripped = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+        stripped.__dict__.update(parameter.__dict__)
+        parameter.__dict__["without_values"] = stripped
+    known: nn.Parameter = parameter.__dict__["without_values"]
     return known
 
 

@@ -28,7 +28,7 @@ from megatrain.model.ports import ROUTED, Capture, HandOut, Port, PortedModel, S
 from megatrain.model.profile import Measurement, portable_attention
 from megatrain.model.prologue_gradient import only_looks_up
 from megatrain.model.router_logits import install_recorders
-from megatrain.model.skeleton import meta_twin, registering
+from megatrain.model.skeleton import registering, without_values
 from megatrain.model.user_patches import (
     Buffers,
     OwnTensors,
@@ -181,7 +181,7 @@ def buffer_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch
     if dtype == torch.float32 or next(model.parameters()).dtype == dtype:
         return {}
     try:
-        with quiet(), torch.random.fork_rng(devices=[]), torch.device("cpu"), registering(meta_twin):
+        with quiet(), torch.random.fork_rng(devices=[]), torch.device("cpu"), registering(without_values):
             small: PreTrainedModel = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
     except Exception:  # a class that its config alone does not make
         return {}

@@ -109,7 +109,7 @@ def listed(names: Sequence[str], most: int = 5) -> str:
 # Whole Hugging Face models in host memory, by name, folder or configuration: the stock way.
 #
 # Training does not use it: a source fills the store unit by unit without a second copy of the model. It stays as the
-# slow, obviously right twin that lean loading is tested against, and for sampling from a model that was saved.
+# slow, obviously right reference that lean loading is tested against, and for sampling from a model that was saved.
 
 
 def load_causal_lm(

@@ -121,7 +121,7 @@ def test_a_step_of_less_than_a_sequence_is_refused() -> None:
         question(BALANCED, tokens_per_step=10)
 
 
-# Homes ---------------------------------------------------------------------------------------------------------------
+# Placement ----------------------------------------------------------------------------------------------------------
 
 DRIVE = replace(
     BALANCED, flops=1e12, device_bandwidth=1e12, fetch_bandwidth=2e8, grad_bandwidth=2e8, disk_nbytes=1 << 40

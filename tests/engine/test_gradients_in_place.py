@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain import Engine, Policy
-from megatrain.engine.autograd import Forming, Homes
+from megatrain.engine.autograd import GradientsInPlace, GradientTarget
 from megatrain.engine.gradient_sums import UnitSum, send_to_sum
 from megatrain.engine.ops import Streamer
 from megatrain.spec import Numerics, ParamSpec, UnitSpec
@@ -54,7 +54,7 @@ def total_of(uses: list[Use], dtype: torch.dtype, formed: bool) -> Tensor:
     for use in uses:
         leaf, x = weight.clone().requires_grad_(), torch.randn(2, 7, WIDTH, requires_grad=True)
         send_to_sum([("w", leaf)], total)
-        with Forming([("w", leaf)], Homes(total)) if formed else nullcontext():
+        with GradientsInPlace([("w", leaf)], GradientTarget(total)) if formed else nullcontext():
             loss = use(x, leaf)
         loss.backward()
         assert leaf.grad is None
@@ -81,8 +81,11 @@ def test_rows_that_do_not_lie_behind_each_other_go_through_the_product_of_the_li
     leaf = torch.randn(ROWS * WIDTH + 8)[8:].view(ROWS, WIDTH).requires_grad_()  # a part of its unit, as all weights
     x = torch.randn(2, WIDTH + 3, 7, requires_grad=True)[:, :WIDTH].transpose(1, 2)
     found = []
-    for forming in (nullcontext(), Forming([("w", leaf)], Homes(UnitSum(layout, torch.zeros(layout.size))))):
-        with Ops() as ops, forming:
+    for in_place in (
+        nullcontext(),
+        GradientsInPlace([("w", leaf)], GradientTarget(UnitSum(layout, torch.zeros(layout.size)))),
+    ):
+        with Ops() as ops, in_place:
             functional.linear(x, leaf)
         found.append(ops.found)
     assert found[0] == found[1] == [f"aten.mm.default {[(14, WIDTH), (WIDTH, ROWS)]}"]
@@ -120,6 +123,6 @@ def test_autograd_takes_the_sum_itself_and_the_engine_computes_the_same_bits(
     found = gradients()
     assert handed_in
     assert all(handed_in)
-    monkeypatch.setattr(Streamer, "_forming", lambda self, trained, placements: nullcontext())
+    monkeypatch.setattr(Streamer, "_gradients_in_place", lambda self, trained, target: nullcontext())
     expected = gradients()
     assert all(torch.equal(found[name], expected[name]) for name in expected)

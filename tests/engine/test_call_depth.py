@@ -1,0 +1,47 @@
+"""How many of our functions lie between `Engine.step` and autograd in the backward pass of a layer."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megatrain
+from megatrain import AdamW, Engine
+from tests.tiny import tiny_model, unequal_batches
+
+PACKAGE = Path(megatrain.__file__).parent
+MOST = 10
+
+
+def calls_of_ours() -> list[str]:
+    """Names of the package's functions that are being called, the outermost first."""
+    frame, found = sys._getframe(1), []
+    while frame is not None:
+        code = frame.f_code
+        if Path(code.co_filename).is_relative_to(PACKAGE):
+            found.append(code.co_qualname)
+        frame = frame.f_back
+    return found[::-1]
+
+
+def test_from_a_step_to_the_backward_pass_of_a_layer_are_at_most_ten_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    stacks = []
+    stock = torch.autograd.backward
+
+    def recorded(*args: Any, **kwargs: Any) -> None:
+        stacks.append(calls_of_ours())
+        stock(*args, **kwargs)
+
+    engine = Engine.from_model(tiny_model(), "cpu", optimizer=AdamW(1e-3))
+    monkeypatch.setattr(torch.autograd, "backward", recorded)
+    engine.step(unequal_batches())
+    of_layers = [stack[stack.index("Engine.step") :] for stack in stacks if "Streamer._backward" in stack]
+    assert of_layers
+    for stack in of_layers:
+        assert len(stack) <= MOST, " -> ".join(stack)
+        functions = [name.rpartition(".")[2] for name in stack]
+        assert len(set(functions)) == len(functions), f"two of one name: {functions}"
