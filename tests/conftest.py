@@ -5,6 +5,7 @@ torch is set up only where a test module has imported it, so that the torch-free
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -56,6 +57,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(2)
+    gc.collect()
+    gc.freeze()  # the libraries stay; each collection that a trainer asks for would go through them again
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,7 +1,7 @@
 """Models of a few thousand parameters, batches for them, and the stock model's loss and gradients.
 
-The slow, obviously right reference for the engine: one plain forward and backward per micro-batch through Hugging Face's
-own code, with the loss divided by the number of target tokens of the whole step.
+The slow, obviously right reference for the engine: one plain forward and backward per micro-batch through Hugging
+Face's own code, with the loss divided by the number of target tokens of the whole step.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def read_json(path: Path) -> Any:
     ("family", "by_name", "changes"),
     [
         ("mixtral", True, {}),
-        ("gpt-oss", False, {"router_aux_loss_coef": 0.5}),
+        pytest.param("gpt-oss", False, {"router_aux_loss_coef": 0.5}, marks=pytest.mark.slow),
         pytest.param("mixtral", False, {"router_aux_loss_coef": 0.5}, marks=pytest.mark.slow),
         pytest.param("gpt-oss", True, {}, marks=pytest.mark.slow),
         pytest.param("qwen3-moe", True, {"router_aux_loss_coef": 0.5}, marks=pytest.mark.slow),

@@ -162,7 +162,7 @@ def survive(nursery: Nursery, folder: Path, disk: bool, draw: random.Random, kil
 )
 def test_a_killed_run_goes_on_bit_for_bit(nursery: Nursery, tmp_path: Path, disk: bool) -> None:
     """Dropout, shuffled data, and now and then another policy after the kill."""
-    survive(nursery, tmp_path, disk, random.Random(int(disk)), kills=3)
+    survive(nursery, tmp_path, disk, random.Random(int(disk)), kills=2)
 
 
 @pytest.mark.slow

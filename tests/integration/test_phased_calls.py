@@ -251,8 +251,9 @@ def a_step_fails_and_is_done_again(policy: Policy, at: str) -> None:
     assert losses == expected
 
 
-@pytest.mark.parametrize("at", ["FETCH u2 s3", "BACKWARD u2 m0 s4", ""])
-@pytest.mark.parametrize("rows", ["graphs", "inputs"])
+@pytest.mark.parametrize(
+    ("rows", "at"), [("graphs", "FETCH u2 s3"), ("inputs", "BACKWARD u2 m0 s4"), ("graphs", ""), ("inputs", "")]
+)
 def test_a_call_keeps_nothing_of_its_step(rows: str, at: str) -> None:
     """Slots and activations are let go of at once, without the collector of cycles; of a step that fails, slots."""
     device = SimDevice(5, faults=[Fault("raise", at)] if at else [])

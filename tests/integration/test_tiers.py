@@ -100,8 +100,8 @@ FAMILIES = ("llama", "llama-tied")
 @pytest.mark.parametrize(
     ("precision", "update", "family", "part"),
     [
-        (*WAYS[0], "llama", slice(0, None, 2)),
-        (*WAYS[1], "llama-tied", slice(1, None, 2)),
+        (*WAYS[0], "llama", slice(0, None, 4)),
+        (*WAYS[1], "llama-tied", slice(1, None, 4)),
         *(pytest.param(*way, family, slice(None), marks=pytest.mark.slow) for way, family in product(WAYS, FAMILIES)),
     ],
 )
@@ -124,8 +124,8 @@ def test_ten_splits_between_host_and_disk_give_the_same_bits(
 @pytest.mark.parametrize(
     ("precision", "update", "part"),
     [
-        (*WAYS[0], slice(0, None, 2)),
-        (*WAYS[1], slice(1, None, 2)),
+        (*WAYS[0], slice(0, None, 4)),
+        (*WAYS[1], slice(1, None, 4)),
         *(pytest.param(*way, slice(None), marks=pytest.mark.slow) for way in WAYS[:2]),
     ],
 )
@@ -188,7 +188,7 @@ def test_state_is_read_and_written_once_a_step_and_weights_read_twice_at_most(
     assert len(writes) == 4 * UNITS
 
 
-@pytest.mark.parametrize("halves", [(2, 4, 7), pytest.param(range(2, 8), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("halves", [(2, 7), pytest.param(range(2, 8), marks=pytest.mark.slow)])
 def test_more_device_memory_never_makes_an_executed_step_slower(halves: Iterable[int]) -> None:
     """Planned for each budget, and run on the simulator's clock at the planner's prices; the numbers stay the same."""
     machine = Hardware("sim", 1 << 30, 1 << 34, 2e7, 2e7, 1e11, 1e9, device_bandwidth=1e11, disk_nbytes=0)
@@ -222,7 +222,7 @@ def test_a_third_of_the_memory_and_a_folder_give_the_same_numbers(device: str, t
     plain = usual("during_backward", shares_memory=device == "cpu")
 
     def deep(limits: Limits | None = None) -> Engine:
-        model, how = tiny_model(num_hidden_layers=16), AdamW(lr=1e-2)
+        model, how = tiny_model(num_hidden_layers=12), AdamW(lr=1e-2)
         return Engine.from_model(model, device, "bf16", how, None, plain, verify=False, disk=[tmp_path], limits=limits)
 
     with deep() as made:
@@ -288,7 +288,7 @@ def _storm(seeds: range, folder: Path) -> int:
 
 @pytest.mark.timeout(120)
 def test_a_disk_that_fails_once_costs_an_error_and_no_number(tmp_path: Path) -> None:
-    assert _storm(range(6), tmp_path) >= 2
+    assert _storm(range(3), tmp_path) >= 1
 
 
 @pytest.mark.slow

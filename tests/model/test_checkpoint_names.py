@@ -45,7 +45,7 @@ def test_a_saved_buffer_is_written_with_the_unit_that_it_lies_in() -> None:
     places = {tensor.name: unit for unit, tensors in enumerate(written.units) for tensor in tensors}
     assert places["model.layers.1.mlp.seen"] == 2
     assert places["model.scale"] == 0
-    masters = {param.name: torch.zeros(param.shape) for param in ported.spec.units[2].params}
+    masters = {param.name: torch.zeros(param.shape) for param in ported.structure.units[2].params}
     assert written.tensors(2, masters)["model.layers.1.mlp.seen"].tolist() == [3, 4]
 
 

@@ -124,7 +124,7 @@ def _resident_nbytes() -> int:
 def test_its_structure_can_be_taken_apart(kind: str) -> None:
     config = tiny_config(kind)
     spec, stock = (
-        port_model(model, torch.float32).spec for model in (FreshSource(config, 0).model, stock_model(config, 0))
+        port_model(model, torch.float32).structure for model in (FreshSource(config, 0).model, stock_model(config, 0))
     )
     assert spec.units == stock.units
 

@@ -47,7 +47,7 @@ def test_every_parameter_has_one_place_and_no_storage(family: str) -> None:
 
 
 def test_experts_count_by_their_active_share() -> None:
-    spec = port_model(tiny_model("qwen3-moe"), torch.float32).spec
+    spec = port_model(tiny_model("qwen3-moe"), torch.float32).structure
     shares = {param.name.rpartition(".")[2]: param.active for param in spec.units[1].params}
     assert shares["gate_up_proj"] == shares["down_proj"] == 2 / 8
 

@@ -128,7 +128,7 @@ def test_tied_weights_that_are_there_twice(tmp_path: Path) -> None:
     rewrite(tmp_path, lambda tensors: tensors.update({head: tensors[table] + 1}))
     apart = assert_loaded_as_stock(tmp_path)
     assert head in dict(apart.model.named_parameters())
-    assert not port_model(apart.model, torch.float32).spec.tied
+    assert not port_model(apart.model, torch.float32).structure.tied
 
 
 def test_tied_weights_under_the_other_name(tmp_path: Path) -> None:

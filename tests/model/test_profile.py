@@ -45,8 +45,9 @@ def kept_by_the_stock_layer(family: str, rows: int, length: int) -> int:
     return sum(kept.values())
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2"])
-@pytest.mark.parametrize(("rows", "length"), [(1, 24), (3, 11)])
+@pytest.mark.parametrize(
+    ("family", "rows", "length"), [("llama", 1, 24), ("qwen3", 3, 11), ("gemma2", 1, 24), ("gpt2", 3, 11)]
+)
 def test_the_bytes_of_a_kept_graph_are_predicted(family: str, rows: int, length: int) -> None:
     """And the layer's input, which in float32 it keeps too."""
     spec = port_model(tiny_model(family), torch.float32).spec

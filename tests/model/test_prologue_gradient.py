@@ -15,7 +15,7 @@ from tests.tiny import equal, tiny_model, unequal_batches
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2", "mixtral-balanced"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tables_that_are_looked_up_and_summed(family: str, dtype: torch.dtype) -> None:
-    assert port_model(tiny_model(family), dtype).spec.units[0].looks_up
+    assert port_model(tiny_model(family), dtype).structure.units[0].looks_up
 
 
 def changed(by: nn.Module) -> nn.Module:
@@ -55,13 +55,13 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize("by", [Normed, Squared, Divided, Scaled])
 def test_what_stands_behind_a_table(by: type[nn.Module]) -> None:
-    assert port_model(changed(by()), torch.float32).spec.units[0].looks_up == (by is Scaled)
+    assert port_model(changed(by()), torch.float32).structure.units[0].looks_up == (by is Scaled)
 
 
 def test_a_table_that_is_changed_when_it_is_looked_up() -> None:
     model = tiny_model("llama")
     model.model.embed_tokens.max_norm = 1.0
-    assert not port_model(model, torch.float32).spec.units[0].looks_up
+    assert not port_model(model, torch.float32).structure.units[0].looks_up
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2"])

@@ -56,8 +56,15 @@ def proof(told: str) -> tuple[float, float]:
     return theirs, ours
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("data", [identity, sharegpt])
+@pytest.mark.parametrize(
+    ("data", "precision"),
+    [
+        (identity, "bf16"),
+        (sharegpt, "fp32"),
+        pytest.param(identity, "fp32", marks=pytest.mark.slow),
+        pytest.param(sharegpt, "bf16", marks=pytest.mark.slow),
+    ],
+)
 def test_a_packed_fine_tune_ends_well(
     tmp_path: Path, data: Any, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
