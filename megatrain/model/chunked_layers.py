@@ -19,8 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
-from megatrain.model.peak import Living, in_chunk
+from megatrain.model.peak import Living, Sparing, in_chunk
 from megatrain.model.saved_activations import unseen
 
 WORTH_IT = 0.5
@@ -47,7 +49,7 @@ def token_wise(layer: nn.Module, run: Callable[[int], object]) -> tuple[str, ...
         if name
     ]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), Sparing():  # type: ignore[no-untyped-call]
             run(TOKENS)
     finally:
         for hook in hooks:
@@ -231,7 +233,7 @@ def _passes(module: nn.Module, given: Tensor) -> bool:
     modes = {each: each.training for each in module.modules()}
     module.train()  # what drops out at random must not pass
     try:
-        with torch.no_grad():
+        with torch.no_grad(), RepeatedRows():
             expected = functional_call(module, weights, (tokens,))[..., ORDER, :]
             pieces = tokens[..., ORDER, :].split(PIECES, dim=-2)
             found = torch.cat([functional_call(module, weights, (piece,)) for piece in pieces], dim=-2)
@@ -250,11 +252,25 @@ def _kept_of(module: nn.Module, given: Tensor) -> int:
     for leaf in leaves.values():
         leaf.requires_grad_()
     living = Living()
-    with torch.enable_grad(), living:
+    with torch.enable_grad(), Sparing(), living:  # type: ignore[no-untyped-call]
         inside = given.detach().requires_grad_().clone()  # no leaf, which a module may write into
         graph = functional_call(module, leaves, (inside,)).grad_fn
         del inside
         return living.nbytes if graph else 0
+
+
+class RepeatedRows(TorchFunctionMode):
+    """In the block, a product with a weight whose rows are all the same is made of one of them."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is not functional.linear or args[1].dim() != 2 or args[1].stride(0):
+            return func(*args, **(kwargs or {}))
+        x, weight = args[:2]
+        bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
+        product = functional.linear(x, weight[:1]).expand(*x.shape[:-1], len(weight)).clone()
+        return product if bias is None else product + bias
 
 
 def _random(like: Tensor, generator: torch.Generator) -> Tensor:

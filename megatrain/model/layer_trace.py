@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from megatrain.errors import ModelError
-from megatrain.model.peak import Sparing
+from megatrain.model.peak import Sparing, unwritten_zeros
 from megatrain.model.ports import Capture, PortedModel, Sides, split_hidden
 from megatrain.model.profile import window_of
 from megatrain.model.router_logits import recorded
@@ -43,8 +43,8 @@ class FirstLook(Capture):
         code, held = code_of(layer)
         kind = (type(layer), *((name, p.shape) for name, p in layer.named_parameters()), window_of(layer), code)
         if (kind, held) not in self._known:
-            # Grouped products want real strides. Zeros that are only read take no memory on a system with a zero page.
-            zeros = {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in layer.named_parameters()}
+            # Grouped products want real strides.
+            zeros = {name: unwritten_zeros(p.shape, p.dtype) for name, p in layer.named_parameters()}
             before, buffers = _contents((args, dict(kwargs))), Buffers(layer, self._ported.prefix(index))
             order = OrderOfUse(zeros)
             with torch.no_grad(), recorded() as sides, Sparing(), Uses(order.reading):  # type: ignore[no-untyped-call]

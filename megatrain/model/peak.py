@@ -3,14 +3,16 @@
 What is alive behind each op is counted by storage. A layer does the same ops at any length, so behind each the count is
 fitted as what is fixed, per token, and per token and position, and of all ops those remain that could be the largest at
 some length; where the ops differ (loops over positions), the largest alone is fitted. No fit is below what it was made
-of. Results as large as weights are not computed: tensors that take no memory stand for them; and a product with a large
-weight, which is zero as all weights are here, is zero without being multiplied.
+of. Results as large as weights are not computed, and a product with a large weight, which is zero as all weights are
+here, is not multiplied: zeros that nothing has written stand for both, with the shape and strides of the result.
 
 Left out: what kernels take for themselves, but for the float32 result of a product that a cpu multiplies in bfloat16.
 """
 
 from __future__ import annotations
 
+import mmap
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -27,13 +29,18 @@ from torch.utils._pytree import tree_map_only
 
 from megatrain.spec.layer_profile import Growth, Peak
 
-LARGE_NUMEL = 1 << 22
+LARGE_NUMEL = 1 << 20
 """Elements from which a result is not computed."""
 APART_NBYTES = 128
 """By which the float32 result of a product that a cpu multiplies in bfloat16 keeps apart from what lies beside it."""
 
+NORESERVE = 0x4000 if sys.platform == "linux" else 0
+"""mmap's MAP_NORESERVE: what is not written does not count against the system's memory."""
+
 ADDING = ("aten::addmm", "aten::baddbmm")
 PRODUCTS = (*ADDING, "aten::mm", "aten::bmm", "aten::_grouped_mm")
+UNTOLD_VIEW = "aten::_unsafe_view"
+"""A view whose schema does not say so."""
 FACTORIES = ("aten::zeros", "aten::new_zeros", "aten::empty", "aten::new_empty", "aten::full", "aten::new_full")
 
 Lengths = tuple[int, int, int]
@@ -73,7 +80,7 @@ class Living(TorchDispatchMode):
         for each in _tensors(output):
             storage = each.untyped_storage()
             if not each.is_meta and storage._cdata not in self._known and storage._cdata not in given:
-                nbytes, chunk = self.measure(each), _IN_CHUNK.get()
+                nbytes, chunk = storage.nbytes(), _IN_CHUNK.get()
                 self._known[storage._cdata] = StorageWeakRef(storage), nbytes, chunk
                 self._alive[chunk] += nbytes
         self.peak = max(self.peak, self.nbytes)
@@ -82,9 +89,6 @@ class Living(TorchDispatchMode):
 
     def compute(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return op(*args, **kwargs)
-
-    def measure(self, made: Tensor) -> int:
-        return made.untyped_storage().nbytes()
 
     def watch(self, op: Any, output: Any) -> None:
         """To be told of each op."""
@@ -117,12 +121,9 @@ class Recording(Living):
     def compute(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return _spared(op, args, kwargs)
 
-    def measure(self, made: Tensor) -> int:
-        return max(made.untyped_storage().nbytes(), made.numel() * made.element_size())
-
     def watch(self, op: Any, output: Any) -> None:
         name = op._schema.name if hasattr(op, "_schema") else str(op)
-        product = 2 * self.measure(output) if name in PRODUCTS and output.element_size() == 2 else 0
+        product = 2 * output.untyped_storage().nbytes() if name in PRODUCTS and output.element_size() == 2 else 0
         self.note(name, "attention" in name, product)
 
     def note(self, name: str, kernel: bool, product: int = 0) -> None:
@@ -217,6 +218,16 @@ def _through(sizes: Any, lengths: Sequence[float]) -> tuple[Any, Any, Any]:
 # Runs on zeros --------------------------------------------------------------------------------------------------------
 
 
+def unwritten_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros with strides of their own that take no memory unless they are written, however many: pages that were never
+    written are read as one page of zeros. `torch.zeros` writes every byte."""
+    nbytes = prod(shape) * dtype.itemsize
+    if not nbytes:
+        return torch.zeros(*shape, dtype=dtype)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
+    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=dtype).view(*shape)
+
+
 class Sparing(TorchDispatchMode):
     """In the block, products with large weights are zero without being multiplied. For runs on zeros alone."""
 
@@ -234,14 +245,12 @@ def _spared(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     schema = getattr(op, "_schema", None)
     if schema is None:
         return op(*args, **kwargs)
-    if schema.is_mutable and isinstance(args[0], Tensor) and torch._debug_has_internal_overlap(args[0]) == 1:
-        return args[0]  # a part of what takes no memory
     if _result_numel(schema.name, args) >= LARGE_NUMEL:
         if schema.is_mutable:
             return args[0]
-        if any(each.alias_info is not None for each in schema.returns):
-            return op(*args, **kwargs)  # a view
-        return _hollow(op, args, kwargs)
+        if schema.name == UNTOLD_VIEW or any(each.alias_info is not None for each in schema.returns):
+            return op(*args, **kwargs)
+        return _not_computed(op, args, kwargs)
     return _multiplied(op, args, kwargs) if schema.name in PRODUCTS else op(*args, **kwargs)
 
 
@@ -249,8 +258,7 @@ def _multiplied(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """A product; of a large weight, which is zero, zeros."""
     if max(each.numel() for each in args if isinstance(each, Tensor)) < LARGE_NUMEL:
         return op(*args, **kwargs)  # type: ignore[no-any-return]
-    found: Tensor = _hollow(op, args, kwargs)
-    return torch.zeros_like(found, memory_format=torch.contiguous_format)
+    return _not_computed(op, args, kwargs)  # type: ignore[no-any-return]
 
 
 def _result_numel(name: str, args: Sequence[Any]) -> int:
@@ -266,8 +274,8 @@ def _result_numel(name: str, args: Sequence[Any]) -> int:
     return max(each.numel() for each in tensors)
 
 
-def _hollow(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What an op would give, as zeros that take no memory; computed after all where its form cannot be told."""
+def _not_computed(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What an op would give, as unwritten zeros; computed after all where its form cannot be told."""
 
     def form(tensor: Tensor) -> Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -277,7 +285,12 @@ def _hollow(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         forms = op(*tree_map_only(Tensor, form, args), **given)
     except (RuntimeError, NotImplementedError):
         return op(*args, **kwargs)
-    return tree_map_only(Tensor, lambda each: torch.zeros((), dtype=each.dtype).expand(each.shape), forms)
+    return tree_map_only(Tensor, _unwritten_like, forms)
+
+
+def _unwritten_like(form: Tensor) -> Tensor:
+    numel = 1 + sum((size - 1) * stride for size, stride in zip(form.shape, form.stride(), strict=True))
+    return unwritten_zeros([numel if form.numel() else 0], form.dtype).as_strided(form.shape, form.stride())
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

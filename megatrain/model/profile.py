@@ -43,6 +43,7 @@ from megatrain.model.peak import (
     peak_of,
     recorded_backward,
     recorded_forward,
+    unwritten_zeros,
 )
 from megatrain.model.ports import Capture, PortedModel, Sides, hidden_of
 from megatrain.model.saved_activations import Answering, Keeping, Key, Level, Stored
@@ -119,8 +120,8 @@ class Measurement:
 
     def _run(self, called: Callable[[Batching, int, int], Capture], rows: Batching, index: int, count: int) -> Run:
         layer = self._ported.templates[index]
-        # Grouped products want real strides. Zeros that are only read take no memory on a system with a zero page.
-        weights = {name: torch.zeros(p.shape, dtype=p.dtype).requires_grad_() for name, p in layer.named_parameters()}
+        # Grouped products want real strides.
+        weights = {name: unwritten_zeros(p.shape, p.dtype).requires_grad_() for name, p in layer.named_parameters()}
 
         def run(tokens: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
             capture = called(rows, count, tokens)
@@ -132,8 +133,7 @@ class Measurement:
         return run
 
     def _parts(self, called: Callable[[Batching, int, int], Capture], index: int) -> tuple[str, ...]:
-        with Sparing():  # type: ignore[no-untyped-call]
-            return token_wise(self._ported.templates[index], self._run(called, whole, index, 1))
+        return token_wise(self._ported.templates[index], self._run(called, whole, index, 1))
 
     def _head(self, lengths: Lengths) -> LayerProfile:
         """Of the LOSS op: the head over a chunk, and a router's auxiliary loss, whose gradients stay."""
@@ -142,7 +142,8 @@ class Measurement:
         names = [
             param.name for unit in (*(structure.units[:1] if structure.tied else ()), epilogue) for param in unit.params
         ]
-        leaves = {name: torch.zeros_like(ported.placeholders[name]).requires_grad_() for name in names}
+        forms = {name: ported.placeholders[name] for name in names}
+        leaves = {name: unwritten_zeros(form.shape, form.dtype).requires_grad_() for name, form in forms.items()}
         used = [leaves[name] for name in (*(param.name for param in epilogue.params), *epilogue.borrows)]
         dtype = next(iter(leaves.values())).dtype
 

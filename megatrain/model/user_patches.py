@@ -16,10 +16,9 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from megatrain.errors import MegaTrainError, ModelError
+from megatrain.model.chunked_layers import RepeatedRows
 from megatrain.model.ports import HandOut, PortedModel
 from megatrain.model.weight_reads import Uses
 
@@ -206,7 +205,7 @@ def refuse_mixing(ported: PortedModel, hidden: Tensor) -> None:
     rows = {name: torch.randn(each.shape[-1:], dtype=each.dtype) for name, each in ported.placeholders.items()}
     weights = {name: rows[name].expand(each.shape) for name, each in ported.placeholders.items()}
     hidden, ids = torch.randn_like(hidden), torch.zeros(1, len(hidden), dtype=torch.long)
-    with torch.no_grad(), ported.evaluation_mode(), _RepeatedRows():
+    with torch.no_grad(), ported.evaluation_mode(), RepeatedRows():
         torch.manual_seed(0)
         apart = ported.head(weights, hidden).float()
         torch.manual_seed(0)
@@ -219,17 +218,3 @@ def refuse_mixing(ported: PortedModel, hidden: Tensor) -> None:
             where=f"model {type(skeleton).__name__}",
             fix="put that code into a layer, or remove it",
         )
-
-
-class _RepeatedRows(TorchFunctionMode):
-    """In the block, a product with a weight whose rows are all the same is made of one of them."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is not functional.linear or args[1].dim() != 2 or args[1].stride(0):
-            return func(*args, **(kwargs or {}))
-        x, weight = args[:2]
-        bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
-        product = functional.linear(x, weight[:1]).expand(*x.shape[:-1], len(weight)).clone()
-        return product if bias is None else product + bias

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from transformers import AutoConfig
 
 import megatrain.run.this_machine
 from bench.shapes import llama_shape
@@ -116,6 +117,39 @@ def test_a_saved_plan_for_a_described_machine_needs_no_torch(saved: str) -> None
         "assert not {'torch', 'transformers'} & set(sys.modules), 'slow'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
+
+
+LARGE = {
+    "Llama-3.1-405B": (
+        "llama",
+        {
+            "hidden_size": 16_384,
+            "intermediate_size": 53_248,
+            "num_hidden_layers": 126,
+            "num_attention_heads": 128,
+            "num_key_value_heads": 8,
+            "vocab_size": 128_256,
+        },
+    ),
+    "gpt-oss-120b": ("gpt_oss", {"num_hidden_layers": 36, "num_local_experts": 128}),
+    "DeepSeek-V3": ("deepseek_v3", {}),
+}
+"""Model type, and what differs from its defaults."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGE)
+def test_a_model_of_hundreds_of_billions_is_looked_at_in_little_memory(name: str, tmp_path: Path) -> None:
+    kind, fields = LARGE[name]
+    AutoConfig.for_model(kind, **fields).save_pretrained(tmp_path)
+    code = (
+        "import resource; from megatrain.commands.plan import find_model\n"
+        f"print(find_model({str(tmp_path)!r}, 'bf16').numel, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=240)
+    numel, kilobytes = map(int, done.stdout.split())
+    assert numel > 1.1e11
+    assert kilobytes < 1.5e6
 
 
 @pytest.mark.parametrize(

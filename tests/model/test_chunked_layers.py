@@ -38,6 +38,13 @@ def test_feed_forwards_and_norms_are_found_and_experts_left_whole(family: str, d
     assert profile.kept(1, 100, chunk=10) < profile.kept(1, 100, chunk=100) == profile.kept(1, 100)
 
 
+def test_a_feed_forward_is_found_however_wide_it_is() -> None:
+    """Where products are not computed but to find it: 4 million parameters each."""
+    wide = port_model(tiny_model(hidden_size=1024, intermediate_size=4096, num_hidden_layers=1), torch.bfloat16)
+    assert set(wide.parts[0]) == PARTS["llama"]
+    assert wide.spec.units[1].profile.chunk_numel == 3 * 1024 * 4096
+
+
 def test_what_drops_out_at_random_is_left_whole() -> None:
     """Chunks would draw other numbers than the whole. What is inside it and draws nothing may be taken instead."""
     model = tiny_model("gpt2", resid_pdrop=0.1)
