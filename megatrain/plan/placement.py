@@ -3,12 +3,13 @@
 What the step touches least often goes to the disk first: moments, low bits, waiting gradients, then weights, those of
 the layers before those of the ends. Layers that are placed otherwise are spread evenly over the depth, so that the disk
 and the bus are busy throughout. Spare device memory keeps weights, or whole layers with their optimizer state, by
-sixteenths of the layers: a fixed grid, so that more memory only adds to the choices. Left out: how good a choice is
-(`search`).
+sixteenths of the layers: a fixed grid, so that more memory only adds to the choices. It does so where that is quicker,
+which `search` decides, and where host memory and disk have no more room.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -89,6 +90,26 @@ def _along(
             return
         placements = some(len(free))
         yield replace(policy, placements=tuple(placements))
+
+
+def placed_within(
+    model: ModelSpec, numerics: Numerics, policy: Policy, host: int, disk: int, most: int, *, saves: bool = False
+) -> Policy:
+    """The policy with its state in so many bytes of host memory and of disk: as little as possible on the disk, and
+    where both are full, the fewest sixteenths of the layers on the device. Where `most` of them are not enough, with as
+    many, and what takes least host memory."""
+
+    def placed(whole: int) -> Policy:
+        start = replace(policy, placements=residents(model, whole, 0)) if whole else policy
+        return needed(model, numerics, start, host, saves=saves) if disk else start
+
+    def fits(found: Policy) -> bool:
+        on_disk = state_nbytes(model, numerics, found)["disk"]
+        return host_nbytes(model, numerics, found, saves) <= host and on_disk <= disk
+
+    if fits(found := placed(0)):
+        return found
+    return placed(min(most, 1 + bisect_left(range(1, most + 1), True, key=lambda whole: fits(placed(whole)))))
 
 
 def with_more_on_disk(

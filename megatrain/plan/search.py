@@ -10,6 +10,7 @@ decided behind the search (`refinements`).
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -21,7 +22,7 @@ from megatrain.errors import DoesNotFit
 from megatrain.plan.activation_plan import Batching, Mixtures, Option
 from megatrain.plan.advice import changes
 from megatrain.plan.estimates import coarse, estimate, examine, fitted, moved, sizes, undisturbed
-from megatrain.plan.placement import PARTS, host_nbytes, needed, residents, state_policy, with_more_on_disk
+from megatrain.plan.placement import PARTS, host_nbytes, placed_within, residents, state_policy, with_more_on_disk
 from megatrain.plan.question import Candidate, Choice, Estimate, Plan, Question
 from megatrain.plan.refinements import leaner, only_by_ring, waiting_for_shards, with_ring, within_lock_limit
 from megatrain.plan.search_space import (
@@ -59,7 +60,7 @@ class Search:
         self._moved: dict[Candidate, Estimate] = {}
         self._mixtures: dict[Candidate, Mixtures] = {}
         self._alikes: dict[Batching, Search] = {}
-        self._placements: dict[tuple[Policy, int], tuple[Placement, ...]] = {}
+        self._placements: dict[tuple[Policy, int, int, int], tuple[Placement, ...]] = {}
         self._resident: dict[tuple[int, int], int] = {}
         overrides = dict(question.overrides)
         self._micro_batch: int | None = overrides.pop("micro_batch", None)
@@ -77,8 +78,8 @@ class Search:
         self._rich = self._start.change(**most | overrides)
 
     def within(self, budgets: dict[str, int]) -> None:
-        """Search within these. Prices hold, but for what goes to the disk."""
-        if any(budgets[tier] != self.budgets[tier] for tier in ("host", "disk")):
+        """Search within these. Prices hold, but for where state has to be."""
+        if budgets != self.budgets:
             self._known.clear()
         self.budgets = budgets
 
@@ -433,6 +434,11 @@ class Search:
         taken = self._moved[placed, micro_batch]
         return (taken, placed) if taken.fits(self.budgets) else None
 
+    def _most_resident(self, found: Estimate) -> int:
+        """Sixteenths of the layers that fit the device beside what a choice takes with all state in host memory."""
+        spare = self.budgets["device"] - found.nbytes["device"]
+        return max(0, bisect_right(range(PARTS + 1), spare, key=lambda whole: self._resident_nbytes(whole, 0)) - 1)
+
     def _resident_nbytes(self, whole: int, kept: int) -> int:
         """Device memory that so many sixteenths take."""
         if (whole, kept) not in self._resident:
@@ -442,20 +448,22 @@ class Search:
         return self._resident[whole, kept]
 
     def _placed(self, choice: Choice, found: Estimate) -> Choice:
-        """The choice with as little state on the disk as the host's budget asks for, or all of it.
+        """The choice with its state where there is room (`placed_within`).
 
         found: of the choice with all state in host memory.
         """
-        if "placements" in self._overrides or not self.budgets["disk"]:
+        if "placements" in self._overrides:
             return choice
         model = self.question.model
         saves = self.question.saves
         numerics, policy = choice.numerics, choice.policy
         beside = found.nbytes["host"] - host_nbytes(model, numerics, replace(policy, placements=()), saves)
         room = self.budgets["host"] - beside
-        key = state_policy(policy), room
+        most = 0 if policy.placements or policy.shares_memory else self._most_resident(found)
+        key = state_policy(policy), room, self.budgets["disk"], most
         if key not in self._placements:
-            self._placements[key] = needed(model, numerics, policy, room, saves=saves).placements
+            fitted = placed_within(model, numerics, policy, room, self.budgets["disk"], most, saves=saves)
+            self._placements[key] = fitted.placements
         return choice if self._placements[key] == policy.placements else choice.change(placements=self._placements[key])
 
 
@@ -468,6 +476,7 @@ def find_plan(question: Question) -> Plan:
 def _quickest(question: Question) -> Plan:
     search, budgets = Search(question), question.budgets()
     if plan := search.answer():
+        plan = min([plan, *_without_disk(search, plan)], key=lambda each: each.seconds)
         return with_ring(waiting_for_shards(plan), search.promised, search.answer)
     plain, ring = search.least
     freed = plain.nbytes.get("device", 0) - ring.nbytes.get("device", 0)
@@ -476,6 +485,18 @@ def _quickest(question: Question) -> Plan:
         search.within(budgets)
         raise search.refusal()
     return plan
+
+
+def _without_disk(search: Search, plan: Plan) -> list[Plan]:
+    """Where a plan uses the disk: the quickest that does not, if the device has room for what is too much for the
+    host."""
+    if not any(placement.uses_disk for placement in plan.policy.placements):
+        return []
+    within = {**search.question.budgets(), "disk": 0}
+    search.within(within)
+    found = search.answer(within) if search.price(*search.leanest()).fits(within) else None
+    search.within(search.question.budgets())
+    return [found] if found else []
 
 
 def survey(question: Question, budgets: Iterable[Mapping[str, int]]) -> list[Estimate | None]:

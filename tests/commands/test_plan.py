@@ -241,7 +241,11 @@ def test_what_is_no_amount_of_memory_is_refused(text: str) -> None:
         ({"hardware": "h20"}, PlanError, "no machine is called 'h20'; did you mean h200"),
         ({"hardware": "/no/such.json"}, PlanError, "cannot be read"),
         ({"device_memory": "40MB"}, DoesNotFit, "device memory"),
-        ({"host_memory": "10GB", "disk_memory": "0"}, DoesNotFit, "of host memory at the least"),
+        (
+            {"device_memory": "6GB", "host_memory": "10GB", "disk_memory": "0"},
+            DoesNotFit,
+            "of host memory at the least",
+        ),
         ({"tokens_per_step": 100, "length": 200}, PlanError, "100 tokens per step of sequences of 200"),
         ({"length": 0}, PlanError, "sequences of 0"),
         ({"token_budget": 0.0}, ConfigError, "--token-budget: 0 tokens"),
@@ -277,9 +281,11 @@ def test_what_does_not_fit_names_the_upgrade_that_would_help(saved: str) -> None
     with pytest.raises(
         DoesNotFit, match=r"\(disk.folders\) would fit; twice the host memory would make it fit \(\S+ tokens/s\)"
     ):
-        shown(saved, host_memory="12GB", disk_memory="0")
+        shown(saved, device_memory="6GB", host_memory="12GB", disk_memory="0")
+    with pytest.raises(DoesNotFit, match=r"32 GB of device memory would make it fit \(\S+ tokens/s\)"):
+        shown(saved, device_memory="6GB", host_memory="5GB", disk_memory="0")
     with pytest.raises(DoesNotFit, match="no single upgrade makes it fit"):
-        shown(saved, host_memory="5GB", disk_memory="0")
+        shown(saved, device_memory="3GB", host_memory="5GB", disk_memory="0", tokens_per_step=1 << 20)
 
 
 def test_an_unknown_model_is_answered_with_the_nearest(config: str) -> None:

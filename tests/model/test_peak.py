@@ -62,7 +62,6 @@ def test_no_fit_is_below_what_it_was_made_of() -> None:
     ("family", "dtype"),
     [
         ("llama", torch.bfloat16),
-        ("gemma2", torch.bfloat16),
         ("gpt2", torch.float32),  # what its norms save has another dtype in bfloat16 on a cpu than elsewhere
         ("mixtral", torch.bfloat16),
         ("qwen3-moe", torch.float32),

@@ -12,7 +12,7 @@ import pytest
 
 from bench.shapes import llama_shape
 from megatrain.errors import DoesNotFit, PlanError
-from megatrain.plan import Choice, Plan, Question, examine, find_plan
+from megatrain.plan import Choice, Plan, Question, examine, find_plan, machine
 from megatrain.plan.search import KNOBS
 from megatrain.spec import Hardware, Limits, ModelSpec, Numerics, Policy
 
@@ -106,9 +106,8 @@ def test_clipping_decides_when_updates_happen() -> None:
 
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_what_does_not_fit_is_refused_with_the_number_and_a_way_out(tier: str) -> None:
-    asked = question(BALANCED)
-    least = find_plan(asked).nbytes
-    short = budgeted(asked, tier, least[tier] // 50)
+    asked = budgeted(question(BALANCED), "device", 1_500_000)  # else it has room for all state
+    short = budgeted(asked, tier, find_plan(asked).nbytes[tier] // 50)
     with pytest.raises(DoesNotFit) as caught:
         find_plan(short)
     assert f"bytes of {tier} memory" in str(caught.value)
@@ -159,6 +158,37 @@ def test_spare_device_memory_holds_what_saves_most() -> None:
     assert plan.seconds < 0.7 * streamed.seconds
 
 
+def test_what_host_and_disk_have_no_room_for_is_on_the_device_and_no_more() -> None:
+    asked = question(DRIVE, model=llama(layers=12), tokens_per_step=128)
+    streamed = find_plan(budgeted(asked, "device", 1_500_000))
+    host = streamed.nbytes["host"] // 2
+    for disk in (0, host // 4):
+        plan = find_plan(budgeted(budgeted(asked, "host", host), "disk", disk))
+        assert plan.taken.fits({"device": DRIVE.device_nbytes, "host": host, "disk": disk})
+        assert any(placement.on_device for placement in plan.policy.placements)
+    short = budgeted(budgeted(budgeted(asked, "device", 1_500_000), "host", host), "disk", 0)
+    assert "memory at the least" in refusal(short)
+
+
+@pytest.mark.slow
+def test_21_billion_parameters_fit_an_h200_beside_128_gib_and_a_disk_of_64() -> None:
+    small = replace(machine("h200"), host_nbytes=128 << 30, disk_nbytes=64 << 30)
+    largest = Question(llama_shape("21.0B", 56, 5248), small, 8192, 8192)
+    assert largest.model.numel > 21e9
+    assert find_plan(largest).tokens_per_second > 500
+
+
+@pytest.mark.slow
+def test_a_disk_makes_no_plan_slower_that_the_device_has_room_for() -> None:
+    """What it holds need not be on the device, but is read and written in each step."""
+    small = replace(machine("h200"), host_nbytes=128 << 30)
+    asked = Question(llama_shape("15B", 48, 4864), small, 8 * 8192, 8192)
+    with_disk, without = (
+        find_plan(replace(asked, hardware=replace(small, disk_nbytes=disk))) for disk in (64 << 30, 0)
+    )
+    assert with_disk.seconds <= without.seconds
+
+
 def budgeted(asked: Question, tier: str, nbytes: int) -> Question:
     limits = replace(asked.limits, **{f"{tier}_nbytes": nbytes})  # type: ignore[arg-type]
     return replace(asked, limits=limits)
@@ -180,7 +210,7 @@ REFUSALS: list[tuple[str, str, dict[str, Any]]] = [
     ("host", "a cpu", {"saves": True}),
     ("host", "drive", {"clips": False}),
     ("device", "balanced", {"saves": True}),
-    ("disk", "drive", {"saves": True, "limits": Limits(host_nbytes=4 << 20)}),
+    ("disk", "drive", {"saves": True, "limits": Limits(device_nbytes=1_500_000, host_nbytes=4 << 20)}),
 ]
 
 

@@ -161,7 +161,7 @@ def test_what_a_refusal_says_is_enough_is_enough_and_no_less_is(
             train={"device": device, "precision": precision, "steps": 2},
             checkpoint={"every": every},
             disk={"folders": [str(tmp_path)] if disk or tier == "disk" else []},
-            memory={"host": host, tier: nbytes},
+            memory={"host": host, "device": 300_000 if tier == "disk" else None, tier: nbytes},
             output={"verify_export": False},
         )
 
