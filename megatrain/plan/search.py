@@ -11,7 +11,7 @@ decided behind the search (`refinements`).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
@@ -33,6 +33,7 @@ from megatrain.plan.search_space import (
     KNOBS,
     LEAN,
     MLP_CHUNK_TOKENS,
+    MOST_ROUNDS,
     MOST_SHARDS,
     NEAR,
     NEARLY,
@@ -58,6 +59,8 @@ class Search:
         self._known: dict[Candidate, Estimate] = {}
         self._estimates: dict[Candidate, Estimate] = {}
         self._moved: dict[Candidate, Estimate] = {}
+        self._corrections: dict[Hashable, dict[str, int]] = {}
+        """Kind of candidate -> bytes by tier that it takes more than is estimated (`_kind`)."""
         self._mixtures: dict[Candidate, Mixtures] = {}
         self._alikes: dict[Batching, Search] = {}
         self._placements: dict[tuple[Policy, int, int, int], tuple[Placement, ...]] = {}
@@ -86,11 +89,11 @@ class Search:
     def answer(self, budgets: Mapping[str, int] | None = None) -> Plan | None:
         """The quickest candidate that fits these budgets, or the question's, if any does.
 
-        Whether a candidate fits is decided by replaying it whole; where that differs from the estimate, it is known
-        from then on, and the search goes on.
+        Whether a candidate fits is decided by replaying it whole; where that differs from the estimate, all estimates
+        of its kind are corrected by the difference, and the search goes on for `MOST_ROUNDS`.
         """
         self.within(dict(budgets or self.question.budgets()))
-        while True:
+        for _ in range(MOST_ROUNDS):
             found = self.best()
             candidate = found or self.leanest()
             plans = [examine(self.question, *each) for each in self.usual(*candidate)]
@@ -102,8 +105,8 @@ class Search:
                 return min(fitting, key=lambda plan: float(f"{plan.seconds:.4g}"))
             if not fitting and not found:
                 return None
-            self._known[candidate] = replace(self._known[candidate], seconds=plans[0].seconds, nbytes=plans[0].nbytes)
-            self._mixtures.clear()
+            self._correct(candidate, plans[0])
+        return None
 
     def best(self) -> Candidate | None:
         """The quickest candidate that fits, or `None`.
@@ -284,7 +287,17 @@ class Search:
         key = choice, micro_batch
         if key not in self._estimates:
             self._estimates[key] = estimate(self.question, choice, micro_batch)
-        return self._estimates[key]
+        found, more = self._estimates[key], self._corrections.get(_kind(choice, micro_batch))
+        return replace(found, nbytes={tier: n + more[tier] for tier, n in found.nbytes.items()}) if more else found
+
+    def _correct(self, candidate: Candidate, plan: Plan) -> None:
+        """Put right what is estimated for all candidates of this one's kind, by what it takes replayed whole."""
+        off = {tier: plan.nbytes[tier] - nbytes for tier, nbytes in self.price(*candidate).nbytes.items()}
+        kind = _kind(*candidate)
+        before: Mapping[str, int] = self._corrections.get(kind, {})
+        self._corrections[kind] = {tier: nbytes + before.get(tier, 0) for tier, nbytes in off.items()}
+        for known in (self._known, self._moved, self._mixtures):
+            known.clear()
 
     def outcome(self, choice: Choice, micro_batch: int) -> Estimate:
         """What the candidate takes with the most promising placements, or what layers keep."""
@@ -465,6 +478,11 @@ class Search:
             fitted = placed_within(model, numerics, policy, room, self.budgets["disk"], most, saves=saves)
             self._placements[key] = fitted.placements
         return choice if self._placements[key] == policy.placements else choice.change(placements=self._placements[key])
+
+
+def _kind(choice: Choice, micro_batch: int) -> Hashable:
+    """What decides by how much an estimate from a few layers and micro-batches is off."""
+    return micro_batch, (choice.policy.activations, *choice.policy.activations_by_layer)
 
 
 def find_plan(question: Question) -> Plan:

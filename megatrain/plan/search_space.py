@@ -26,7 +26,6 @@ to store."""
 
 MLP_CHUNK_TOKENS = 4096
 """Where token-wise parts have to run in chunks: products of so many tokens are as quick as larger ones."""
-"""What layers keep, all alike."""
 
 STAGE_SLOTS = (3, 4, 6)
 """Staging buffers that are tried beside the usual two: how far reads from the disk run ahead."""
@@ -73,6 +72,9 @@ NEARLY = 1.02
 
 COMPUTES = 0.9
 """Of the step; where compute is busy for longer, a mixture is found without placements."""
+
+MOST_ROUNDS = 12
+"""Winners of the search that are replayed and do not fit, until nothing is taken to."""
 
 WORTH_A_CLIMB = 0.99
 """Of the seconds of the best that was found; a size that would not be that much quicker is not looked at again."""

@@ -12,7 +12,7 @@ import pytest
 
 from bench.shapes import llama_shape
 from megatrain.errors import DoesNotFit, PlanError
-from megatrain.plan import Choice, Plan, Question, examine, find_plan, machine
+from megatrain.plan import Choice, Plan, Question, examine, find_plan, machine, search
 from megatrain.plan.search import KNOBS
 from megatrain.spec import Hardware, Limits, ModelSpec, Numerics, Policy
 
@@ -187,6 +187,20 @@ def test_a_disk_makes_no_plan_slower_that_the_device_has_room_for() -> None:
         find_plan(replace(asked, hardware=replace(small, disk_nbytes=disk))) for disk in (64 << 30, 0)
     )
     assert with_disk.seconds <= without.seconds
+
+
+def test_what_a_replay_takes_beyond_the_estimate_is_learnt_for_all_candidates_like_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Inputs of many micro-batches wait in host memory: more than four that stand for all of them say."""
+    replays: list[Plan] = []
+    honest = search.examine
+    monkeypatch.setattr(search, "examine", lambda *arguments: replays.append(honest(*arguments)) or replays[-1])
+    small = replace(machine("rtx-4090"), device_nbytes=4 << 30, host_nbytes=12_000_000_000)
+    plan = find_plan(Question(llama_shape("8 layers", 8, 2048, vocabulary=32_000), small, 192 * 1024, 1024))
+    assert not replays[0].taken.fits(plan.question.budgets())
+    assert plan.nbytes["disk"] > 0
+    assert len(replays) < 40
 
 
 def budgeted(asked: Question, tier: str, nbytes: int) -> Question:
