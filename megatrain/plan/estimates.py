@@ -131,8 +131,8 @@ def _busy(timeline: Timeline) -> tuple[Counter[str], Counter[str]]:
 def moved(question: Question, choice: Choice, found: Estimate) -> Estimate:
     """The estimate of a policy with placements, from the one of the same policy with all state in host memory.
 
-    Bytes are exact; of the seconds, what the step takes beyond its busiest stream is taken to stay. Where memory is
-    shared, the disk has each pass, forward and backward, to be done in.
+    Bytes are exact; of the seconds, what the step takes beyond the busiest stream of each pass is taken to stay. Where
+    memory is shared, the disk has each pass to be done in.
     """
     model, shares = question.model, question.hardware.shares_memory
     numerics, policy = choice.numerics, choice.policy
@@ -147,8 +147,13 @@ def moved(question: Question, choice: Choice, found: Estimate) -> Estimate:
     if shares:
         seconds = found.seconds + sum(_lost(part) for part in (_less(busy, late), late))
     else:
-        seconds = max(busy.values()) + max(0.0, found.seconds - max(found.busy.values()))
+        seconds = found.seconds + _longest(busy, late) - _longest(found.busy, found.late)
     return Estimate(seconds, nbytes, busy, late)
+
+
+def _longest(busy: Mapping[str, float], late: Mapping[str, float]) -> float:
+    """Seconds of the busiest stream of each pass, forward and backward: neither begins before the other has ended."""
+    return max(_less(busy, late).values()) + max(late.values())
 
 
 def _less(whole: Mapping[str, float], part: Mapping[str, float]) -> dict[str, float]:

@@ -156,7 +156,13 @@ class Search:
 
     def promised(self, budgets: Mapping[str, int]) -> Estimate | None:
         """What the quickest candidate within these budgets should take, if there is one."""
-        self.within(dict(budgets))
+        found = self._promised(dict(budgets))
+        if found and found.nbytes.get("disk"):  # the device may have room for what the host has not
+            found = min(found, self._promised({**budgets, "disk": 0}) or found, key=lambda each: each.seconds)
+        return found
+
+    def _promised(self, budgets: dict[str, int]) -> Estimate | None:
+        self.within(budgets)
         candidate = self.best()
         return None if candidate is None else self.outcome(*candidate)
 
@@ -340,6 +346,11 @@ class Search:
                 if now > best:
                     break
                 best = now
+        whole = ladders[number][
+            -1
+        ]  # the ends go with the last sixteenth, and then nothing crosses the bus but gradients
+        if whole and all(plan.choice != whole[1] for plan in plans):
+            plans.append(examine(self.question, whole[1], micro_batch))
         return plans
 
     def _mixed(self, choice: Choice, micro_batch: int, usual: float) -> list[Plan]:
@@ -359,7 +370,8 @@ class Search:
         return plans
 
     def _options(self, choice: Choice, micro_batch: int) -> list[Option]:
-        """The mixture of each base that promises most; the quickest first."""
+        """The mixture of each base that promises most; the quickest first, and of those alike in all but where state
+        is, which then takes no longer, one."""
         options: list[Option] = []
         for base, size in () if self._keeps_as_told else self._bases(choice, micro_batch):
             found = self._moved.get((base, size)) or self.price(base, size)
@@ -368,7 +380,8 @@ class Search:
                 self._mixtures[placed, size] = Mixtures(self.question, placed, coarse(self.question, size), found)
             mixtures = self._mixtures[placed, size]
             options += [Option(each, size, of, mixtures, placed) for each, of in mixtures.best(self.budgets, 1)]
-        return sorted(options, key=lambda option: (float(f"{option.seconds:.4g}"), option.micro_batch, option.counts))
+        alike = {(float(f"{each.seconds:.4g}"), each.micro_batch, each.counts): each for each in reversed(options)}
+        return [alike[key] for key in sorted(alike)]
 
     def _alike(self, best: Plan) -> list[Plan]:
         """Where compute waits, replays of the best plans by which all layers keep the same, whatever they promise."""

@@ -248,7 +248,7 @@ def test_upgrades_and_sweeps_are_told_beside_the_plan_s_own_speed() -> None:
         assert upgrade.ratio is not None
         assert upgrade.ratio >= 1 - 1e-9
         assert upgrade.tokens_per_second == pytest.approx(plan.tokens_per_second * upgrade.ratio, rel=1e-12)
-    assert found["twice the host memory"].ratio == 1
+    assert found["32 GB of device memory"].ratio == 1
     swept = sweep(plan)
     here = swept.host_nbytes.index(3 * 10**8), swept.device_nbytes.index(machine("rtx-4090").device_nbytes)
     assert swept.tokens_per_second[here[0]][here[1]] == pytest.approx(plan.tokens_per_second, rel=1e-12)

@@ -90,7 +90,7 @@ def test_a_plan_that_was_found_to_fit_fits_when_it_is_replayed_whole(rows: int, 
 
 
 def test_a_survey_prices_each_budget_as_a_question_of_its_own() -> None:
-    question = Question(llama_shape("small", 6, 1024, vocabulary=8000), ROOMY, 8 * 1024, 1024)
+    question = Question(llama_shape("small", 12, 1024, vocabulary=8000), ROOMY, 8 * 1024, 1024)
     budgets = [{"device": device, "host": 10**13} for device in (10**8, 10**9, 10**11)]
     found = survey(question, budgets)
     assert found[0] is None
@@ -98,13 +98,13 @@ def test_a_survey_prices_each_budget_as_a_question_of_its_own() -> None:
         assert each is not None
         assert each.fits(budget)
         alone = find_plan(replace(question, limits=Limits(device_nbytes=budget["device"])))
-        assert each.seconds == pytest.approx(alone.seconds, rel=0.01)
+        assert each.seconds == pytest.approx(alone.seconds, rel=0.05)
 
 
 def test_what_a_survey_puts_on_the_disk_is_up_to_each_budget() -> None:
     hardware = replace(ROOMY, disk_nbytes=10**13, disk_read_bandwidth=1e8, disk_write_bandwidth=1e8)
     question = Question(llama_shape("small", 12, 1024, vocabulary=8000), hardware, 8 * 1024, 1024)
-    needed = find_plan(question).nbytes["host"]
+    needed = find_plan(replace(question, overrides={"placements": ()})).nbytes["host"]
     budgets = [{"device": 10**9, "host": round(share * needed)} for share in (1.5, 0.6, 1.5)]
     found = survey(question, budgets)
     assert found == [survey(question, [budget])[0] for budget in budgets]

@@ -1,0 +1,101 @@
+"""A machine with more of a resource is never planned to be slower."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from bench.shapes import llama_shape
+from megatrain.errors import DoesNotFit
+from megatrain.plan import Question, find_plan, machine
+from megatrain.spec import Hardware
+
+MACHINES = ("h200", "h100", "a100-pcie", "rtx-3090", "rtx-4090", "rtx-5090", "gh200", "a6000")
+SLOWER = 1.001
+"""Seconds with more over those with less that count as slower."""
+
+
+def times(*names: str) -> Callable[[Hardware, float], Hardware]:
+    """The machine with so many times as much of these."""
+
+    def more(hardware: Hardware, factor: float) -> Hardware:
+        known = {name: getattr(hardware, name) for name in names}
+        return replace(hardware, **{name: type(value)(value * factor) for name, value in known.items() if value})
+
+    return more
+
+
+def with_faster_host(hardware: Hardware, factor: float) -> Hardware:
+    by_threads = tuple((threads, rate * factor) for threads, rate in hardware.optimizer_bandwidth)
+    return replace(hardware, host_bandwidth=hardware.host_bandwidth * factor, optimizer_bandwidth=by_threads)
+
+
+def with_more_flops(hardware: Hardware, factor: float) -> Hardware:
+    products = tuple(replace(row, flops=row.flops * factor) for row in hardware.products)
+    attention = tuple(
+        replace(row, forward_flops=row.forward_flops * factor, backward_flops=row.backward_flops * factor)
+        for row in hardware.attention
+    )
+    faster = times("flops", "peak_flops", "flops_fp32", "peak_flops_fp32")(hardware, factor)
+    return replace(faster, products=products, attention=attention)
+
+
+RESOURCES: dict[str, Callable[[Hardware, float], Hardware]] = {
+    "the host's bandwidth": with_faster_host,
+    "the bus": times("fetch_bandwidth", "grad_bandwidth", "duplex_fetch_bandwidth", "duplex_grad_bandwidth"),
+    "flops": with_more_flops,
+    "device memory": times("device_nbytes"),
+    "host memory": times("host_nbytes"),
+    "the disk's bandwidth": times(
+        "disk_read_bandwidth", "disk_write_bandwidth", "disk_duplex_read_bandwidth", "disk_duplex_write_bandwidth"
+    ),
+}
+
+
+def drawn(draw: random.Random) -> Question:
+    layers, width = draw.choice([6, 12, 20, 32]), draw.choice([1024, 2048, 4096])
+    model = llama_shape(f"{draw.random()}", layers, width, vocabulary=draw.choice([8000, 32_000, 128_256]))
+    described = machine(draw.choice(MACHINES))
+    hardware = replace(
+        described,
+        device_nbytes=min(described.device_nbytes, draw.choice([2, 4, 8, 16, 24, 80]) << 30),
+        host_nbytes=min(described.host_nbytes, int(14 * model.numel * draw.choice([0.7, 1.2, 2, 4])) + (2 << 30)),
+    )
+    length = draw.choice([1024, 2048, 8192])
+    return Question(model, hardware, draw.choice([1, 2, 4, 8, 16]) * length, length, clips=draw.random() < 0.7)
+
+
+def slower_with_more(seed: int) -> str:
+    """What made a drawn plan slower, and by how much; empty where nothing did, or nothing fits."""
+    draw = random.Random(seed)
+    question, name, factor = drawn(draw), draw.choice([*RESOURCES]), draw.choice([1.1, 1.3, 1.6, 2, 3])
+    try:
+        before = find_plan(question).seconds
+    except DoesNotFit:
+        return ""
+    after = find_plan(replace(question, hardware=RESOURCES[name](question.hardware, factor))).seconds
+    return f"seed {seed}: {after / before:.3f} with {factor} x {name}" if after > SLOWER * before else ""
+
+
+@pytest.mark.parametrize("name", ["h200", pytest.param("b200", marks=pytest.mark.slow)])
+def test_a_clipped_step_is_never_slower_with_more_bandwidth_of_the_host(name: str) -> None:
+    """Its forward pass waits for the optimizer, and its backward pass for compute."""
+    model, described = llama_shape("8B", 32, 4096), machine(name)
+    hosts = [replace(described, host_bandwidth=rate * 1e9, optimizer_bandwidth=()) for rate in (60, 120, 300, 600)]
+    seconds = [find_plan(Question(model, hardware, 8192, 8192)).seconds for hardware in hosts]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_no_drawn_plan_is_slower_with_more() -> None:
+    assert not [*filter(None, map(slower_with_more, range(3)))]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_of_hundreds_of_drawn_plans_one_in_a_hundred_is_slower_with_more() -> None:
+    """The refinements behind the search are tried on its winner alone, which may be another with more."""
+    slower = [*filter(None, map(slower_with_more, range(300)))]
+    assert len(slower) <= 3, slower
