@@ -9,8 +9,7 @@ is summed, and where one lands that is used at once (`gradients`).
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from megatrain.schedule.contents import CONTENT_OF, USED, Content, Norm
@@ -91,21 +90,24 @@ def state_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> dict[s
     """Tier -> bytes of all units' state between steps, with the buffers that it passes through."""
     totals: dict[str, int] = {"device": 0, "host": 8 * len(model.units), "disk": 0}
     stages: dict[str, int] = {}
-    alike: Counter[tuple[int, bool, Placement]] = Counter()
-    first: dict[tuple[int, bool, Placement], int] = {}
-    placements = policy.placements_of(model)
-    for unit, spec in enumerate(model.units):
-        key = id(spec.params), spec.kind == "layer", placements[unit]
-        alike[key] += 1
-        first.setdefault(key, unit)
-    for key, count in alike.items():
-        for part in parts_of(layout_of(model.units[first[key]]), numerics, policy, key[2]):
+    for units in _alike(model, policy):
+        first, count = units[0], len(units)
+        for part in parts_of(layout_of(model.units[first]), numerics, policy, policy.placement(first)):
             totals[part.tier] += count * part.nbytes
             totals["device"] += count * part.nbytes * part.copied
-            for name in staging_names(model, policy, first[key], part.part) if part.tier == "disk" else ():
+            for name in staging_names(model, policy, first, part.part) if part.tier == "disk" else ():
                 stages[name] = max(stages.get(name, 0), part.nbytes)
     totals["host"] += sum(stages.values())
     return totals
+
+
+def _alike(model: ModelSpec, policy: Policy) -> Iterable[list[int]]:
+    """The units, by what they are, how large, and where their state is."""
+    found: dict[tuple[str, int, int, Placement], list[int]] = {}
+    for unit, (spec, placement) in enumerate(zip(model.units, policy.placements_of(model), strict=True)):
+        layout = layout_of(spec)
+        found.setdefault((spec.kind, layout.size, layout.trained.size, placement), []).append(unit)
+    return found.values()
 
 
 def spare_nbytes(layout: Layout, precision: Precision, away: Collection[Part]) -> int:
@@ -122,11 +124,11 @@ def spare_nbytes(layout: Layout, precision: Precision, away: Collection[Part]) -
 
 def save_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> int:
     """Host memory that checkpoints written beside steps take: that of the unit which needs most (`spare_nbytes`)."""
-    kinds = {(id(spec.params), policy.placement(unit)): unit for unit, spec in enumerate(model.units)}
     found = []
-    for (_, placement), unit in kinds.items():
+    for unit, *_ in _alike(model, policy):
         layout = layout_of(model.units[unit])
-        away = [part.part for part in parts_of(layout, numerics, policy, placement) if part.tier != "host"]
+        parts = parts_of(layout, numerics, policy, policy.placement(unit))
+        away = [part.part for part in parts if part.tier != "host"]
         found.append(spare_nbytes(layout, numerics.precision, away))
     return max(found)
 
