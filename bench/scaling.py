@@ -155,7 +155,9 @@ def knees(names: Sequence[str] = ()) -> list[str]:
     model = llama_shape("70B", 80, 8192)
     for name in names or machine_names():
         hardware = replace(with_enough_host(name), device_nbytes=ENOUGH_HOST)
-        plan = find_plan(Question(model, hardware, 16_384, TOKENS_LENGTH, overrides={"activations": "recompute"}))
+        plan = find_plan(
+            Question(model, hardware, 16_384, TOKENS_LENGTH, overrides={"activations": "recompute", "placements": ()})
+        )
         weights, update = formula(hardware)
         found = hiding(plan)
         there = "never" if found is None else f"{found.tokens_per_step:,}"

@@ -191,15 +191,13 @@ def _length(spec: ModelSpec, length: int | None, tokens_per_step: int | None) ->
 
 def _planned(question: Question, *, may_shrink: bool) -> Plan:
     """The plan; with fewer tokens per step where the user left them open and so many do not fit."""
-    while may_shrink and question.sequences > 1 and survey(question, [question.budgets()]) == [None]:
-        question = replace(question, tokens_per_step=question.sequences // 2 * question.length)
     try:
         return find_plan(question)
     except DoesNotFit as error:
-        if may_shrink and question.sequences > 1:  # it had been estimated to fit
-            return _planned(
-                replace(question, tokens_per_step=question.sequences // 2 * question.length), may_shrink=True
-            )
+        while may_shrink and question.sequences > 1:
+            question = replace(question, tokens_per_step=question.sequences // 2 * question.length)
+            if survey(question, [question.budgets()]) != [None]:
+                return _planned(question, may_shrink=True)
         helps = [upgrade for upgrade in upgrades(question, None) if upgrade.tokens_per_second is not None]
         words = [f"{upgrade.name} would make it fit ({upgrade.tokens_per_second:,.0f} tokens/s)" for upgrade in helps]
         fix = f"{error.fix}; {' or '.join(words) or 'no single upgrade makes it fit'}"

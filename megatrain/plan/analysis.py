@@ -311,14 +311,16 @@ def upgrades(question: Question, plan: Plan | None) -> tuple[Upgrade, ...]:
     """What each single change of the machine would buy at the same question; `plan` is `None` where nothing fits.
 
     Every speed is that of a step replayed whole, as the plan's own is, so that they can be compared: of the plan's own
-    step on the better machine, and of the best plan for that, which is searched for where an estimate promises a gain.
+    step on the better machine, and where that has more memory, of the best plan for it, which is searched for where an
+    estimate promises a gain.
     """
     today = None if plan is None else estimate(question, plan.choice, plan.micro_batch).seconds
     found = []
     for name, change in _changes(question, _uses_disk(plan)).items():
         asked = change(question)
         seconds = [] if plan is None else [seconds_on(plan, asked)]  # what fits, fits a better machine
-        (promised,) = survey(asked, [asked.budgets()])
+        more_memory = asked.budgets() != question.budgets()
+        (promised,) = survey(asked, [asked.budgets()]) if more_memory else [None]
         if promised is not None and (today is None or promised.seconds < WORTH_A_SEARCH * today):
             with suppress(DoesNotFit):
                 seconds.append(find_plan(asked).seconds)
