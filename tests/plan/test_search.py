@@ -274,7 +274,7 @@ def test_where_more_than_one_tier_is_short_what_is_named_of_each_is_enough() -> 
 
 @pytest.mark.parametrize("parts", [2, *(pytest.param(each, marks=pytest.mark.slow) for each in (4, 10))])
 def test_what_the_host_has_no_room_for_is_on_the_disk_and_no_more(parts: int) -> None:
-    asked = question(replace(DRIVE, device_nbytes=3 << 20), model=llama(layers=12))
+    asked = question(replace(DRIVE, device_nbytes=3 << 20), model=llama(layers=8))
     everything = find_plan(asked).nbytes["host"]
     before = 0
     for budget in range(everything, everything // 2 - 1, -everything // parts):
@@ -291,7 +291,7 @@ def test_what_the_host_has_no_room_for_is_on_the_disk_and_no_more(parts: int) ->
 
 @pytest.mark.parametrize(
     ("layers", "others"),
-    [(12, (2, 4)), *(pytest.param(each, (2, 3, 4, 6), marks=pytest.mark.slow) for each in (16, 40))],
+    [(12, (4,)), *(pytest.param(each, (2, 3, 4, 6), marks=pytest.mark.slow) for each in (16, 40))],
 )
 def test_reads_run_as_far_ahead_as_the_replay_asks_for(layers: int, others: tuple[int, ...]) -> None:
     """The chosen number of staging buffers is as quick as any that fits."""
