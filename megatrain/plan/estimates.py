@@ -152,8 +152,13 @@ def moved(question: Question, choice: Choice, found: Estimate) -> Estimate:
 
 
 def _longest(busy: Mapping[str, float], late: Mapping[str, float]) -> float:
-    """Seconds of the busiest stream of each pass, forward and backward: neither begins before the other has ended."""
-    return max(_less(busy, late).values()) + max(late.values())
+    """Seconds of the busiest stream of each pass, forward and backward: neither begins before the other has ended. The
+    disk, which reads ahead and writes behind, has the whole step."""
+    first, second = (
+        max((spent for stream, spent in part.items() if stream not in DISK_STREAMS), default=0.0)
+        for part in (_less(busy, late), late)
+    )
+    return max(first + second, *(busy.get(stream, 0.0) for stream in DISK_STREAMS))
 
 
 def _less(whole: Mapping[str, float], part: Mapping[str, float]) -> dict[str, float]:
