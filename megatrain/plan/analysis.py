@@ -70,7 +70,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Hiding:
-    """The fewest tokens per step with which compute waits for less than `HIDDEN_STALL` of it; whether they fit."""
+    """The fewest tokens per step with which compute waits for less than `HIDDEN_STALL` of it; whether they fit, by this
+    plan's policy or another."""
 
     tokens_per_step: int
     stall_share: float
@@ -273,7 +274,9 @@ def hiding(plan: Plan) -> Hiding | None:
     while rows - low > 1:
         middle = (low + rows) // 2
         low, rows = (low, middle) if at(middle).stall_share < HIDDEN_STALL else (middle, rows)
-    return at(rows)
+    found = at(rows)
+    asked = replace(question, tokens_per_step=found.tokens_per_step)
+    return found if found.fits else replace(found, fits=survey(asked, [asked.budgets()]) != [None])
 
 
 def _fitting(question: Question, choice: Choice, micro_batch: int) -> tuple[Choice, Estimate]:

@@ -164,6 +164,17 @@ def test_tokens_that_hide_but_do_not_fit_are_marked() -> None:
     assert not found.fits
 
 
+def test_tokens_that_hide_and_fit_by_another_policy_are_not_called_too_many() -> None:
+    """The plan of few tokens keeps what that of many has no room for."""
+    plan = find_plan(Question(llama_shape("1B", 16, 2048, vocabulary=32_000), machine("rtx-4090"), 4096, 4096))
+    found = hiding(plan)
+    assert found is not None
+    many = replace(plan.question, tokens_per_step=found.tokens_per_step)
+    assert not estimate(many, plan.choice, plan.micro_batch).fits(many.budgets())
+    assert find_plan(many).seconds > 0
+    assert found.fits
+
+
 # Runs --------------------------------------------------------------------------------------------------------------
 
 
