@@ -196,8 +196,8 @@ def _planned(question: Question, *, may_shrink: bool) -> Plan:
     except DoesNotFit as error:
         while may_shrink and question.sequences > 1:
             question = replace(question, tokens_per_step=question.sequences // 2 * question.length)
-            if survey(question, [question.budgets()]) != [None]:
-                return _planned(question, may_shrink=True)
+            if question.sequences == 1 or survey(question, [question.budgets()]) != [None]:
+                return _planned(question, may_shrink=True)  # where one sequence does not fit, its refusal is told
         helps = [upgrade for upgrade in upgrades(question, None) if upgrade.tokens_per_second is not None]
         words = [f"{upgrade.name} would make it fit ({upgrade.tokens_per_second:,.0f} tokens/s)" for upgrade in helps]
         fix = f"{error.fix}; {' or '.join(words) or 'no single upgrade makes it fit'}"

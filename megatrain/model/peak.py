@@ -219,13 +219,13 @@ def _through(sizes: Any, lengths: Sequence[float]) -> tuple[Any, Any, Any]:
 
 
 def unwritten_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros with strides of their own that take no memory unless they are written, however many: pages that were never
-    written are read as one page of zeros. `torch.zeros` writes every byte."""
+    """Zeros with strides of their own that take no memory unless they are written, however many: on Linux, pages that
+    were never written are read as one page of zeros. `torch.zeros` writes every byte."""
     nbytes = prod(shape) * dtype.itemsize
     if not nbytes:
-        return torch.zeros(*shape, dtype=dtype)
+        return torch.zeros(tuple(shape), dtype=dtype)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
-    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=dtype).view(*shape)
+    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=dtype).view(tuple(shape))
 
 
 class Sparing(TorchDispatchMode):
@@ -238,6 +238,29 @@ class Sparing(TorchDispatchMode):
         if schema is None or schema.name not in PRODUCTS:
             return op(*args, **(kwargs or {}))
         return _multiplied(op, args, kwargs or {})
+
+
+class TooLarge(RuntimeError):
+    """What an op would make or multiply is too large to be computed for a test."""
+
+
+class Bounded(TorchDispatchMode):
+    """In the block, an op that would read or make more elements than `most` raises `TooLarge`; views do not."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, most: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._most = most
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        schema = getattr(op, "_schema", None)
+        view = schema is not None and any(each.alias_info is not None for each in schema.returns)
+        if schema is not None and not view:
+            read = max((each.numel() for each in _tensors(args)), default=0)
+            if max(read, _result_numel(schema.name, args)) > self._most:
+                raise TooLarge
+        return op(*args, **(kwargs or {}))
 
 
 def _spared(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

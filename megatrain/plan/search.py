@@ -92,7 +92,19 @@ class Search:
         Whether a candidate fits is decided by replaying it whole; where that differs from the estimate, all estimates
         of its kind are corrected by the difference, and the search goes on for `MOST_ROUNDS`.
         """
-        self.within(dict(budgets or self.question.budgets()))
+        within = dict(budgets or self.question.budgets())
+        plan = self._answer(within)
+        if plan and any(placement.uses_disk for placement in plan.policy.placements):
+            # The device may have room for what is too much for the host, and the disk is slow.
+            self.within({**within, "disk": 0})
+            other = self._answer(self.budgets) if self._fits(*self.leanest()) else None
+            self.within(within)
+            plan = min(plan, other or plan, key=lambda each: each.seconds)
+        return plan
+
+    def _answer(self, budgets: dict[str, int]) -> Plan | None:
+        self.within(budgets)
+        fitting: list[Plan] = []
         for _ in range(MOST_ROUNDS):
             found = self.best()
             candidate = found or self.leanest()
@@ -100,13 +112,12 @@ class Search:
             usual = min(plan.seconds for plan in plans)
             plans += [*self._filled(*candidate), *self._mixed(*candidate, usual)] if found else []
             plans += self._alike(min(plans, key=lambda plan: plan.seconds)) if found else []
-            fitting = [plan for plan in plans if plan.taken.fits(self.budgets)]
-            if fitting and found:
-                return min(fitting, key=lambda plan: float(f"{plan.seconds:.4g}"))
-            if not fitting and not found:
-                return None
+            now = [plan for plan in plans if plan.taken.fits(self.budgets)]
+            fitting += now
+            if bool(now) == bool(found):  # a winner that fits, or nothing that does
+                break
             self._correct(candidate, plans[0])
-        return None
+        return min(fitting, key=lambda plan: float(f"{plan.seconds:.4g}"), default=None)
 
     def best(self) -> Candidate | None:
         """The quickest candidate that fits, or `None`.
@@ -159,6 +170,7 @@ class Search:
         found = self._promised(dict(budgets))
         if found and found.nbytes.get("disk"):  # the device may have room for what the host has not
             found = min(found, self._promised({**budgets, "disk": 0}) or found, key=lambda each: each.seconds)
+            self.within(dict(budgets))
         return found
 
     def _promised(self, budgets: dict[str, int]) -> Estimate | None:
@@ -278,7 +290,7 @@ class Search:
         return self.price(choice, micro_batch).fits(self.budgets)
 
     def price(self, choice: Choice, micro_batch: int) -> Estimate:
-        """With as little on the disk as the host's budget asks for."""
+        """With its state where there is room (`_placed`)."""
         key = choice, micro_batch
         if key not in self._known:
             found = self._plain(choice, micro_batch)
@@ -346,9 +358,7 @@ class Search:
                 if now > best:
                     break
                 best = now
-        whole = ladders[number][
-            -1
-        ]  # the ends go with the last sixteenth, and then nothing crosses the bus but gradients
+        whole = ladders[number][-1]  # a jump: the ends go too, and nothing but gradients crosses the bus
         if whole and all(plan.choice != whole[1] for plan in plans):
             plans.append(examine(self.question, whole[1], micro_batch))
         return plans
@@ -370,8 +380,8 @@ class Search:
         return plans
 
     def _options(self, choice: Choice, micro_batch: int) -> list[Option]:
-        """The mixture of each base that promises most; the quickest first, and of those alike in all but where state
-        is, which then takes no longer, one."""
+        """The mixture of each base that promises most, the quickest first. Of several that promise the same and differ
+        only in where state is, there is one."""
         options: list[Option] = []
         for base, size in () if self._keeps_as_told else self._bases(choice, micro_batch):
             found = self._moved.get((base, size)) or self.price(base, size)
@@ -380,8 +390,13 @@ class Search:
                 self._mixtures[placed, size] = Mixtures(self.question, placed, coarse(self.question, size), found)
             mixtures = self._mixtures[placed, size]
             options += [Option(each, size, of, mixtures, placed) for each, of in mixtures.best(self.budgets, 1)]
-        alike = {(float(f"{each.seconds:.4g}"), each.micro_batch, each.counts): each for each in reversed(options)}
-        return [alike[key] for key in sorted(alike)]
+        alike: dict[Hashable, Option] = {}
+        for each in options:
+            policy = replace(each.choice.policy, placements=())
+            alike.setdefault((f"{each.seconds:.4g}", each.micro_batch, each.counts, each.choice.numerics, policy), each)
+        return sorted(
+            alike.values(), key=lambda option: (float(f"{option.seconds:.4g}"), option.micro_batch, option.counts)
+        )
 
     def _alike(self, best: Plan) -> list[Plan]:
         """Where compute waits, replays of the best plans by which all layers keep the same, whatever they promise."""
@@ -507,7 +522,6 @@ def find_plan(question: Question) -> Plan:
 def _quickest(question: Question) -> Plan:
     search, budgets = Search(question), question.budgets()
     if plan := search.answer():
-        plan = min([plan, *_without_disk(search, plan)], key=lambda each: each.seconds)
         return with_ring(waiting_for_shards(plan), search.promised, search.answer)
     plain, ring = search.least
     freed = plain.nbytes.get("device", 0) - ring.nbytes.get("device", 0)
@@ -518,22 +532,10 @@ def _quickest(question: Question) -> Plan:
     return plan
 
 
-def _without_disk(search: Search, plan: Plan) -> list[Plan]:
-    """Where a plan uses the disk: the quickest that does not, if the device has room for what is too much for the
-    host."""
-    if not any(placement.uses_disk for placement in plan.policy.placements):
-        return []
-    within = {**search.question.budgets(), "disk": 0}
-    search.within(within)
-    found = search.answer(within) if search.price(*search.leanest()).fits(within) else None
-    search.within(search.question.budgets())
-    return [found] if found else []
-
-
 def survey(question: Question, budgets: Iterable[Mapping[str, int]]) -> list[Estimate | None]:
     """What the quickest plan within each of several budgets (tier -> bytes) takes; `None` where nothing fits. Compute
-    waits for units, and a ring is tried only where nothing else fits. Prices do not depend on budgets and are found
-    once; no winner is replayed whole."""
+    waits for units, and a ring is tried only where nothing else fits. Prices with all state in host memory are found
+    once for all budgets; no winner is replayed whole."""
     search = Search(question)
     found: list[Estimate | None] = []
     with undisturbed():

@@ -45,6 +45,38 @@ def test_a_feed_forward_is_found_however_wide_it_is() -> None:
     assert wide.spec.units[1].profile.chunk_numel == 3 * 1024 * 4096
 
 
+class Centred(nn.Module):
+    """A feed-forward whose tokens meet by how far channels are from their mean, which is nothing if they are alike."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, inner, bias=False), nn.Linear(inner, width, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = nn.functional.linear(hidden, weight=self.up.weight)
+        off = wide - wide.mean(-1, keepdim=True)
+        return self.down(nn.functional.silu(wide) + off.mean(-2, keepdim=True))  # type: ignore[no-any-return]
+
+
+class Unusual(nn.Module):
+    """A feed-forward whose large product is no `linear`."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.empty(inner, width)) for _ in range(2))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return (hidden @ self.up.t()).sigmoid() @ self.down
+
+
+@pytest.mark.parametrize("part", [Centred, Unusual])
+@pytest.mark.parametrize(("width", "inner"), [(64, 256), (1024, 4096)])
+def test_a_wide_part_is_not_taken_for_what_it_is_not(part: type, width: int, inner: int) -> None:
+    layer = Inside(part(width, inner))
+    found = token_wise(layer, lambda tokens: (layer(torch.zeros(1, tokens, width)), []))
+    assert found == (("part",) if part is Unusual and width == 64 else ())
+
+
 def test_what_drops_out_at_random_is_left_whole() -> None:
     """Chunks would draw other numbers than the whole. What is inside it and draws nothing may be taken instead."""
     model = tiny_model("gpt2", resid_pdrop=0.1)
