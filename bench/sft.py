@@ -42,17 +42,17 @@ RECIPE = """
 model: {{path: {model}}}
 data:
   sources: {data}
-  template: {template}
+  chat_template: {template}
   tokenizer: bytes
   packing: best_fit
-  window: 256
+  sequence_length: 256
   validation_fraction: 0
   cache: {cache}
 train:
   precision: fp32
   steps: {steps}
-  micro_batch: 4
-  lr: 1e-3
+  micro_batch_size: 4
+  learning_rate: 1e-3
   warmup_steps: 20
   weight_decay: 0.0
   sample_tokens: 0

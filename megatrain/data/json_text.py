@@ -89,7 +89,8 @@ class _Stream:
             except ValueError as error:
                 raise Malformed(str(error), self.line) from error
             else:
-                if end < len(self._text) or self._ended:  # a number may go on
+                goes_on = end >= len(self._text) - 2 and self._text[end : end + 1] in ("", ".", "e", "E")  # a number
+                if not goes_on or self._ended:
                     self._go_to(end)
                     return value
             self._read()

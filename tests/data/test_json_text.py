@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatrain.data import json_text
@@ -23,6 +23,7 @@ VALUES = st.recursive(
 )
 
 
+@example([0.0, -1.5e-300, 1e22], None, False, 1)
 @given(st.lists(VALUES, max_size=6), st.sampled_from([None, 0, 1]), st.booleans(), st.integers(1, 9))
 def test_a_list_in_pieces_is_the_list(values: list[Any], indent: int | None, ascii_only: bool, chunk: int) -> None:
     text = json.dumps(values, indent=indent, ensure_ascii=ascii_only)

@@ -94,8 +94,8 @@ def test_no_drawn_plan_is_slower_with_more() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_of_hundreds_of_drawn_plans_one_in_a_hundred_is_slower_with_more() -> None:
+@pytest.mark.timeout(1200)
+def test_of_a_hundred_drawn_plans_one_is_slower_with_more() -> None:
     """The refinements behind the search are tried on its winner alone, which may be another with more."""
-    slower = [*filter(None, map(slower_with_more, range(300)))]
-    assert len(slower) <= 3, slower
+    slower = [*filter(None, map(slower_with_more, range(100)))]
+    assert len(slower) <= 1, slower
