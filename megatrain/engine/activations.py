@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from megatrain.engine.autograd import GradientTarget
+from megatrain.engine.autograd import GradientDestination
 from megatrain.engine.weights import Bound
 from megatrain.errors import ModelError
 from megatrain.model import Call, Sides, Stored
@@ -30,7 +30,7 @@ class Graph:
     input: Tensor
     outputs: list[GradientEdge]
     """Of the hidden state, and of each side."""
-    target: GradientTarget
+    target: GradientDestination
     """Where gradients of the weights are summed, once that is known."""
 
 

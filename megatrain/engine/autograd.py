@@ -69,7 +69,7 @@ def lookup_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Lookup:
 # micro-batches and chunks of tokens, whose terms are products of their own to be added, as everywhere.
 
 
-class GradientTarget:
+class GradientDestination:
     """Where the gradients of a call's weights will be summed, which is known when the backward pass begins."""
 
     def __init__(self, total: UnitSum | None = None) -> None:
@@ -107,7 +107,7 @@ class GradientsInPlace(TorchFunctionMode):
     """While active, on this thread: `linear` and `embedding` with one of these weights have their gradient formed in
     `target`. `weights` are the leaves with their full names."""
 
-    def __init__(self, weights: Iterable[tuple[str, Tensor]], target: GradientTarget) -> None:
+    def __init__(self, weights: Iterable[tuple[str, Tensor]], target: GradientDestination) -> None:
         super().__init__()
         self._names = {id(leaf): name for name, leaf in weights if leaf.dim() == 2}
         self._target = target
@@ -124,7 +124,7 @@ class GradientsInPlace(TorchFunctionMode):
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, name: str, target: GradientTarget) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, name: str, target: GradientDestination) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.name, ctx.target = name, target
         # Within a function of our own torch takes no view for a weight that trains, and where rows do not lie behind
@@ -142,7 +142,7 @@ class _Linear(torch.autograd.Function):
         return for_x, of_weight, None, None
 
 
-def _linear(name: str, target: GradientTarget, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _linear(name: str, target: GradientDestination, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if bias_of(args, kwargs) is not None:
         return functional.linear(*args, **kwargs)
     return _Linear.apply(*args[:2], name, target)  # type: ignore[no-untyped-call]
@@ -150,7 +150,7 @@ def _linear(name: str, target: GradientTarget, args: Sequence[Any], kwargs: Mapp
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int, name: str, target: GradientTarget) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int, name: str, target: GradientDestination) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.count, ctx.padding, ctx.name, ctx.target = len(weight), padding, name, target
         return functional.embedding(ids, weight)
@@ -161,7 +161,7 @@ class _Embedding(torch.autograd.Function):
         return None, ctx.target.rows(ctx.name, gradient, ids, ctx.count, ctx.padding), None, None, None
 
 
-def _embedding(name: str, target: GradientTarget, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _embedding(name: str, target: GradientDestination, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     of = lookup_of(args, kwargs)
     if of.renorms or of.by_frequency or of.sparse:
         return functional.embedding(*args, **kwargs)

@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatrain.device import Device
 from megatrain.engine.activations import Graph, pack, unpack
-from megatrain.engine.autograd import GradientsInPlace, GradientTarget
+from megatrain.engine.autograd import GradientDestination, GradientsInPlace
 from megatrain.engine.batch import MicroBatch, count_targets, for_model, model_inputs, targets_of
 from megatrain.engine.chunked_loss import (
     Chunks,
@@ -248,7 +248,7 @@ class Streamer:
         call = now.activations.calls[op.micro][op.unit - 1]
         stored = now.activations.stored.pop((op.unit, op.micro), None)
         answering = Answering(stored) if stored else nullcontext()
-        target = GradientTarget()
+        target = GradientDestination()
         in_place = self._gradients_in_place(self._binders[op.unit].trained(leaves), target)
         with torch.enable_grad(), names_weights(bound), answering, self._waits_for_weights(now, op, held), in_place:
             output, sides = self.ported.layer(op.unit - 1, leaves, leaf, call, self.numerics)
@@ -258,7 +258,7 @@ class Streamer:
         return Graph(bound, leaves, leaf, edges, target), output, sides
 
     def _gradients_in_place(
-        self, trained: Sequence[tuple[str, Tensor]], target: GradientTarget
+        self, trained: Sequence[tuple[str, Tensor]], target: GradientDestination
     ) -> AbstractContextManager[object]:
         """In the block, gradients of weights are formed in `target`, where compute and sums share memory."""
         return (
@@ -290,7 +290,7 @@ class Streamer:
             if self._layouts[owner].trained.size:
                 total = self._sum(now, op, held, owner)
                 send_to_sum(used, total)
-                in_place.append(self._gradients_in_place(used, GradientTarget(total)))
+                in_place.append(self._gradients_in_place(used, GradientDestination(total)))
             trained += [leaf for _, leaf in used]
             leaves |= bound
         chunks = self._chunks(now, op, leaves, trained, flat)
@@ -397,7 +397,7 @@ class Streamer:
         there = any(access.content == Weights(0) for access in op.reads)  # else only their shapes matter
         leaves = self._binders[0].leaves(self._weights(op, held, 0)) if there else self._unseen_leaves()
         self._reseed(now, 0, op.micro)
-        trained, target = self._binders[0].trained(leaves), GradientTarget()
+        trained, target = self._binders[0].trained(leaves), GradientDestination()
         inputs, answers = self._inputs(now, op.micro)
         with (
             torch.enable_grad(),

@@ -22,7 +22,7 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from megatrain.model.peak import Bounded, Living, Sparing, TooLarge, in_chunk
+from megatrain.model.peak import LimitNumel, Living, SkipLargeProducts, TooLarge, in_chunk
 from megatrain.model.saved_activations import unseen
 
 WORTH_IT = 0.5
@@ -49,7 +49,7 @@ def token_wise(layer: nn.Module, run: Callable[[int], object]) -> tuple[str, ...
         if name
     ]
     try:
-        with torch.no_grad(), Sparing():  # type: ignore[no-untyped-call]
+        with torch.no_grad(), SkipLargeProducts():  # type: ignore[no-untyped-call]
             run(TOKENS)
     finally:
         for hook in hooks:
@@ -233,7 +233,7 @@ def _passes(module: nn.Module, given: Tensor) -> bool:
     modes = {each: each.training for each in module.modules()}
     module.train()  # what drops out at random must not pass
     try:
-        with torch.no_grad(), Bounded(MOST_RANDOM_NUMEL), RepeatedRows():
+        with torch.no_grad(), LimitNumel(MOST_RANDOM_NUMEL), ExpandedRowLinear():
             expected = functional_call(module, weights, (tokens,))[..., ORDER, :]
             pieces = tokens[..., ORDER, :].split(PIECES, dim=-2)
             found = torch.cat([functional_call(module, weights, (piece,)) for piece in pieces], dim=-2)
@@ -254,14 +254,14 @@ def _kept_of(module: nn.Module, given: Tensor) -> int:
     for leaf in leaves.values():
         leaf.requires_grad_()
     living = Living()
-    with torch.enable_grad(), Sparing(), living:  # type: ignore[no-untyped-call]
+    with torch.enable_grad(), SkipLargeProducts(), living:  # type: ignore[no-untyped-call]
         inside = given.detach().requires_grad_().clone()  # no leaf, which a module may write into
         graph = functional_call(module, leaves, (inside,)).grad_fn
         del inside
         return living.nbytes if graph else 0
 
 
-class RepeatedRows(TorchFunctionMode):
+class ExpandedRowLinear(TorchFunctionMode):
     """In the block, `linear` with a weight that repeats one row is made of that row, each channel scaled by a factor of
     its own, so that channels differ."""
 
@@ -272,7 +272,9 @@ class RepeatedRows(TorchFunctionMode):
         if func is not functional.linear or given["weight"].dim() != 2 or given["weight"].stride(0):
             return func(*args, **(kwargs or {}))
         x, weight, bias = given["input"], given["weight"], given.get("bias")
-        product = functional.linear(x, weight[:1]) * torch.linspace(0.5, 1.5, len(weight), dtype=x.dtype)
+        product = functional.linear(x, weight[:1]) * torch.linspace(
+            0.5, 1.5, len(weight), dtype=x.dtype, device=x.device
+        )
         return product if bias is None else product + bias
 
 

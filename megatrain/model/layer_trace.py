@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from megatrain.errors import ModelError
-from megatrain.model.peak import Sparing, unwritten_zeros
+from megatrain.model.peak import SkipLargeProducts, lazy_zeros
 from megatrain.model.ports import Capture, PortedModel, Sides, split_hidden
 from megatrain.model.profile import window_of
 from megatrain.model.router_logits import recorded
@@ -44,12 +44,12 @@ class FirstLook(Capture):
         kind = (type(layer), *((name, p.shape) for name, p in layer.named_parameters()), window_of(layer), code)
         if (kind, held) not in self._known:
             # Grouped products want real strides.
-            zeros = {name: unwritten_zeros(p.shape, p.dtype) for name, p in layer.named_parameters()}
+            zeros = {name: lazy_zeros(p.shape, p.dtype) for name, p in layer.named_parameters()}
             before, buffers = _contents((args, dict(kwargs))), Buffers(layer, self._ported.prefix(index))
             order = OrderOfUse(zeros)
-            with torch.no_grad(), recorded() as sides, Sparing(), Uses(order.reading):  # type: ignore[no-untyped-call]
+            with torch.no_grad(), recorded() as sides, SkipLargeProducts(), Uses(order.reading):  # type: ignore[no-untyped-call]
                 output = functional_call(layer, zeros, args, dict(kwargs))
-            with torch.enable_grad(), Sparing():  # type: ignore[no-untyped-call]  # code may ask whether they are wanted
+            with torch.enable_grad(), SkipLargeProducts():  # type: ignore[no-untyped-call]  # code may ask whether they are wanted
                 leaves = {name: zero.detach().requires_grad_() for name, zero in zeros.items()}
                 functional_call(layer, leaves, args, dict(kwargs))
             if _contents((args, dict(kwargs))) != before:

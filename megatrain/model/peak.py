@@ -1,4 +1,4 @@
-"""The largest bytes alive at one time in a run, measured at three lengths and fitted.
+"""Peak memory of a layer as a function of sequence length, fitted from measurements at three lengths.
 
 What is alive behind each op is counted by storage. A layer does the same ops at any length, so behind each the count is
 fitted as what is fixed, per token, and per token and position, and of all ops those remain that could be the largest at
@@ -218,7 +218,7 @@ def _through(sizes: Any, lengths: Sequence[float]) -> tuple[Any, Any, Any]:
 # Runs on zeros --------------------------------------------------------------------------------------------------------
 
 
-def unwritten_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Zeros with strides of their own that take no memory unless they are written, however many: on Linux, pages that
     were never written are read as one page of zeros. `torch.zeros` writes every byte."""
     nbytes = prod(shape) * dtype.itemsize
@@ -228,7 +228,7 @@ def unwritten_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=dtype).view(tuple(shape))
 
 
-class Sparing(TorchDispatchMode):
+class SkipLargeProducts(TorchDispatchMode):
     """In the block, products with large weights are zero without being multiplied. For runs on zeros alone."""
 
     supports_higher_order_operators = True
@@ -244,7 +244,7 @@ class TooLarge(RuntimeError):
     """What an op would make or multiply is too large to be computed for a test."""
 
 
-class Bounded(TorchDispatchMode):
+class LimitNumel(TorchDispatchMode):
     """In the block, an op that would read or make more elements than `most` raises `TooLarge`; views do not."""
 
     supports_higher_order_operators = True
@@ -255,12 +255,15 @@ class Bounded(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         schema = getattr(op, "_schema", None)
-        view = schema is not None and any(each.alias_info is not None for each in schema.returns)
-        if schema is not None and not view:
+        if schema is not None and not _is_view(schema):
             read = max((each.numel() for each in _tensors(args)), default=0)
             if max(read, _result_numel(schema.name, args)) > self._most:
                 raise TooLarge
         return op(*args, **(kwargs or {}))
+
+
+def _is_view(schema: Any) -> bool:
+    return schema.name == UNTOLD_VIEW or any(each.alias_info is not None for each in schema.returns)
 
 
 def _spared(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -271,7 +274,7 @@ def _spared(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if _result_numel(schema.name, args) >= LARGE_NUMEL:
         if schema.is_mutable:
             return args[0]
-        if schema.name == UNTOLD_VIEW or any(each.alias_info is not None for each in schema.returns):
+        if _is_view(schema):
             return op(*args, **kwargs)
         return _not_computed(op, args, kwargs)
     return _multiplied(op, args, kwargs) if schema.name in PRODUCTS else op(*args, **kwargs)
@@ -308,12 +311,12 @@ def _not_computed(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         forms = op(*tree_map_only(Tensor, form, args), **given)
     except (RuntimeError, NotImplementedError):
         return op(*args, **kwargs)
-    return tree_map_only(Tensor, _unwritten_like, forms)
+    return tree_map_only(Tensor, _lazy_zeros_like, forms)
 
 
-def _unwritten_like(form: Tensor) -> Tensor:
+def _lazy_zeros_like(form: Tensor) -> Tensor:
     numel = 1 + sum((size - 1) * stride for size, stride in zip(form.shape, form.stride(), strict=True))
-    return unwritten_zeros([numel if form.numel() else 0], form.dtype).as_strided(form.shape, form.stride())
+    return lazy_zeros([numel if form.numel() else 0], form.dtype).as_strided(form.shape, form.stride())
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

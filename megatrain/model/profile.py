@@ -38,12 +38,12 @@ from megatrain.model.peak import (
     Lengths,
     Recording,
     Run,
-    Sparing,
+    SkipLargeProducts,
     growth_of,
+    lazy_zeros,
     peak_of,
     recorded_backward,
     recorded_forward,
-    unwritten_zeros,
 )
 from megatrain.model.ports import Capture, PortedModel, Sides, hidden_of
 from megatrain.model.saved_activations import Answering, Keeping, Key, Level, Stored
@@ -121,7 +121,7 @@ class Measurement:
     def _run(self, called: Callable[[Batching, int, int], Capture], rows: Batching, index: int, count: int) -> Run:
         layer = self._ported.templates[index]
         # Grouped products want real strides.
-        weights = {name: unwritten_zeros(p.shape, p.dtype).requires_grad_() for name, p in layer.named_parameters()}
+        weights = {name: lazy_zeros(p.shape, p.dtype).requires_grad_() for name, p in layer.named_parameters()}
 
         def run(tokens: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
             capture = called(rows, count, tokens)
@@ -143,7 +143,7 @@ class Measurement:
             param.name for unit in (*(structure.units[:1] if structure.tied else ()), epilogue) for param in unit.params
         ]
         forms = {name: ported.placeholders[name] for name in names}
-        leaves = {name: unwritten_zeros(form.shape, form.dtype).requires_grad_() for name, form in forms.items()}
+        leaves = {name: lazy_zeros(form.shape, form.dtype).requires_grad_() for name, form in forms.items()}
         used = [leaves[name] for name in (*(param.name for param in epilogue.params), *epilogue.borrows)]
         dtype = next(iter(leaves.values())).dtype
 
@@ -219,9 +219,9 @@ def profile_layer(layer: nn.Module, run_of: RunOf, parts: Sequence[str], short: 
                 off, lengths, profile = nearer, at, other
         if off <= ROUNDED:
             break
-    with Sparing(), _Attention(short[1]) as attention, torch.no_grad():  # type: ignore[no-untyped-call]
+    with SkipLargeProducts(), _Attention(short[1]) as attention, torch.no_grad():  # type: ignore[no-untyped-call]
         run(short[1])
-    with Sparing():  # type: ignore[no-untyped-call]  # below the modes that look at ops
+    with SkipLargeProducts():  # type: ignore[no-untyped-call]  # below the modes that look at ops
         profile = replace(
             profile, attention_flops=attention.flops, window=window_of(layer), outputs=_outputs(run, short[1])
         )

@@ -79,7 +79,7 @@ def outline(
     def registered(parameter: nn.Parameter) -> nn.Parameter:
         if deadline is not None:
             deadline.check()
-        stripped = without_values(parameter)
+        stripped = as_meta(parameter)
         outlined.setdefault(storage_of(stripped), stripped)
         return stripped
 
@@ -156,15 +156,15 @@ def registering(handle: Registered) -> Iterator[None]:
 _one_at_a_time = threading.RLock()
 
 
-def without_values(parameter: nn.Parameter) -> nn.Parameter:
+def as_meta(parameter: nn.Parameter) -> nn.Parameter:
     """The parameter without its values; the same one for a parameter that comes twice."""
     if parameter.is_meta:
         return parameter
-    if not hasattr(parameter, "without_values"):
+    if not hasattr(parameter, "as_meta"):
         stripped = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
         stripped.__dict__.update(parameter.__dict__)
-        parameter.__dict__["without_values"] = stripped
-    known: nn.Parameter = parameter.__dict__["without_values"]
+        parameter.__dict__["as_meta"] = stripped
+    known: nn.Parameter = parameter.__dict__["as_meta"]
     return known
 
 

@@ -23,12 +23,12 @@ from transformers import PreTrainedModel
 from megatrain.errors import MegaTrainError, ModelError, typed_line
 from megatrain.model.forward_arguments import arguments_of
 from megatrain.model.layer_trace import FirstLook
-from megatrain.model.peak import Sparing
+from megatrain.model.peak import SkipLargeProducts
 from megatrain.model.ports import ROUTED, Capture, HandOut, Port, PortedModel, Sides, reachable_leaves, takes
 from megatrain.model.profile import Measurement, portable_attention
 from megatrain.model.prologue_gradient import only_looks_up
 from megatrain.model.router_logits import install_recorders
-from megatrain.model.skeleton import registering, without_values
+from megatrain.model.skeleton import as_meta, registering
 from megatrain.model.user_patches import (
     Buffers,
     OwnTensors,
@@ -181,7 +181,7 @@ def buffer_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch
     if dtype == torch.float32 or next(model.parameters()).dtype == dtype:
         return {}
     try:
-        with quiet(), torch.random.fork_rng(devices=[]), torch.device("cpu"), registering(without_values):
+        with quiet(), torch.random.fork_rng(devices=[]), torch.device("cpu"), registering(as_meta):
             small: PreTrainedModel = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
     except Exception:  # a class that its config alone does not make
         return {}
@@ -276,11 +276,11 @@ def _learn_structure(model: PreTrainedModel, ported: PortedModel, layers: list[U
     looks_up = only_looks_up(ported, capture.hidden, _probe_inputs())
     ported.hidden_shape = tuple(capture.hidden.shape[2:])
     handed_out = torch.zeros(PROBE_TOKENS, *ported.hidden_shape, dtype=capture.hidden.dtype)
-    with torch.enable_grad(), Sparing(), Uses(order.reading):  # type: ignore[no-untyped-call]
+    with torch.enable_grad(), SkipLargeProducts(), Uses(order.reading):  # type: ignore[no-untyped-call]
         logits = ported.head(leaves, handed_out)
     for _ in range(2):  # what a forward leaves behind, the next one must leave the same
         whole, buffers = HandOut(len(ported.ports), handed_out.unsqueeze(1)), Buffers(ported.skeleton)
-        with torch.no_grad(), Sparing():  # type: ignore[no-untyped-call]
+        with torch.no_grad(), SkipLargeProducts():  # type: ignore[no-untyped-call]
             ported.run(whole, ported.placeholders, {"input_ids": torch.zeros(PROBE_TOKENS, 1, dtype=torch.long)})
     buffers.refuse_changed(where)
     refuse_mixing(ported, handed_out)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.errors import MegaTrainError, ModelError
-from megatrain.model.chunked_layers import RepeatedRows
+from megatrain.model.chunked_layers import ExpandedRowLinear
 from megatrain.model.ports import HandOut, PortedModel
 from megatrain.model.weight_reads import Uses
 
@@ -205,7 +205,7 @@ def refuse_mixing(ported: PortedModel, hidden: Tensor) -> None:
     rows = {name: torch.randn(each.shape[-1:], dtype=each.dtype) for name, each in ported.placeholders.items()}
     weights = {name: rows[name].expand(each.shape) for name, each in ported.placeholders.items()}
     hidden, ids = torch.randn_like(hidden), torch.zeros(1, len(hidden), dtype=torch.long)
-    with torch.no_grad(), ported.evaluation_mode(), RepeatedRows():
+    with torch.no_grad(), ported.evaluation_mode(), ExpandedRowLinear():
         torch.manual_seed(0)
         apart = ported.head(weights, hidden).float()
         torch.manual_seed(0)

@@ -545,7 +545,7 @@ def shape_of(unit: UnitSpec) -> tuple[object, ...]:
 LOW_BITS_NBYTES = 2
 
 
-def home_seconds(
+def placement_seconds(
     model: ModelSpec, numerics: Numerics, policy: Policy, hardware: Hardware
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Stream -> seconds that the policy's placements add, negative where they save some; those behind the forward."""

@@ -16,7 +16,8 @@ from functools import lru_cache
 from math import isqrt, log2
 
 from megatrain.plan.activation_plan import Counts, Option, mixed, rows_of
-from megatrain.plan.cost import home_seconds, op_seconds, shape_of
+from megatrain.plan.cost import op_seconds, placement_seconds, shape_of
+from megatrain.plan.placement import ON_DEVICE
 from megatrain.plan.question import Choice, Estimate, Plan, Question
 from megatrain.plan.search_space import FITS, WORTH_A_REPLAY
 from megatrain.schedule import Schedule, Timeline, build_step, nbytes_by_use, replay
@@ -102,10 +103,12 @@ def estimate(question: Question, choice: Choice, micro_batch: int) -> Estimate:
     if len(choice.policy.activations_by_layer) > 1:
         inputs = choice.change(activations="recompute", activations_by_layer=())
         return mixed(question, choice, work, estimate(question, inputs, micro_batch))
+    resident = set(choice.policy.placements) == {ON_DEVICE}
     plain = choice.change(placements=()) if choice.policy.placements else choice
     seconds, nbytes, busy, late = 0.0, Counter[str](), Counter[str](), Counter[str]()
     for weight, model in shallow(question.model):
-        plan = _replayed(replace(question, model=model), plain, work, *_remembered(model, plain, work))
+        placed = choice.change(placements=(ON_DEVICE,) * len(model.units)) if resident else plain
+        plan = _replayed(replace(question, model=model), placed, work, *_remembered(model, placed, work))
         seconds += weight * plan.seconds
         for tier, count in plan.nbytes.items():
             nbytes[tier] += weight * count  # type: ignore[assignment]
@@ -113,7 +116,7 @@ def estimate(question: Question, choice: Choice, micro_batch: int) -> Estimate:
             for stream, spent in part.items():
                 whole[stream] += weight * spent  # type: ignore[assignment]
     found = Estimate(seconds, {tier: round(count) for tier, count in nbytes.items()}, dict(busy), dict(late))
-    return moved(question, choice, found) if choice.policy.placements else found
+    return with_placements(question, choice, found) if choice.policy.placements and not resident else found
 
 
 def _busy(timeline: Timeline) -> tuple[Counter[str], Counter[str]]:
@@ -128,7 +131,7 @@ def _busy(timeline: Timeline) -> tuple[Counter[str], Counter[str]]:
     return busy, late
 
 
-def moved(question: Question, choice: Choice, found: Estimate) -> Estimate:
+def with_placements(question: Question, choice: Choice, found: Estimate) -> Estimate:
     """The estimate of a policy with placements, from the one of the same policy with all state in host memory.
 
     Bytes are exact; of the seconds, what the step takes beyond the busiest stream of each pass is taken to stay. Where
@@ -141,7 +144,7 @@ def moved(question: Question, choice: Choice, found: Estimate) -> Estimate:
     nbytes = {tier: count + after[tier] - before[tier] for tier, count in found.nbytes.items()}
     if question.saves:
         nbytes["host"] += save_nbytes(model, numerics, policy) - save_nbytes(model, numerics, plain)
-    change, behind = home_seconds(model, numerics, policy, question.hardware)
+    change, behind = placement_seconds(model, numerics, policy, question.hardware)
     busy = {stream: found.busy.get(stream, 0.0) + change.get(stream, 0.0) for stream in {**found.busy, **change}}
     late = {stream: max(0.0, found.late.get(stream, 0.0) + behind.get(stream, 0.0)) for stream in busy}
     if shares:

@@ -1,4 +1,4 @@
-"""Which units' state lives where: as little on the disk as memory asks for, the coldest first.
+"""Assigns each unit's state to device, host or disk: spills only what does not fit, least frequently used first.
 
 What the step touches least often goes to the disk first: moments, low bits, waiting gradients, then weights, those of
 the layers before those of the ends. Layers that are placed otherwise are spread evenly over the depth, so that the disk
@@ -92,24 +92,33 @@ def _along(
         yield replace(policy, placements=tuple(placements))
 
 
-def placed_within(
-    model: ModelSpec, numerics: Numerics, policy: Policy, host: int, disk: int, most: int, *, saves: bool = False
+def place_state(
+    model: ModelSpec,
+    numerics: Numerics,
+    policy: Policy,
+    room: int,
+    disk_room: int,
+    max_sixteenths: int,
+    *,
+    saves: bool = False,
 ) -> Policy:
-    """The policy with its state in so many bytes of host memory and of disk: as little as possible on the disk, and
-    where both are full, the fewest sixteenths of the layers on the device. Where `most` of them are not enough, with as
-    many, and what takes least host memory."""
+    """The policy with its state in `room` bytes of host memory and `disk_room` of disk: as little as possible on the
+    disk, and where both are full, the fewest sixteenths of the layers on the device. Where `max_sixteenths` of them are
+    not enough, with as many, and what takes least host memory."""
 
     def placed(whole: int) -> Policy:
         start = replace(policy, placements=residents(model, whole, 0)) if whole else policy
-        return needed(model, numerics, start, host, saves=saves) if disk else start
+        return needed(model, numerics, start, room, saves=saves) if disk_room else start
 
     def fits(found: Policy) -> bool:
         on_disk = state_nbytes(model, numerics, found)["disk"]
-        return host_nbytes(model, numerics, found, saves) <= host and on_disk <= disk
+        return host_nbytes(model, numerics, found, saves) <= room and on_disk <= disk_room
 
     if fits(found := placed(0)):
         return found
-    return placed(min(most, 1 + bisect_left(range(1, most + 1), True, key=lambda whole: fits(placed(whole)))))
+    return placed(
+        min(max_sixteenths, 1 + bisect_left(range(1, max_sixteenths + 1), True, key=lambda whole: fits(placed(whole))))
+    )
 
 
 def with_more_on_disk(

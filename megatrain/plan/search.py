@@ -16,13 +16,13 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 from megatrain.errors import DoesNotFit
 from megatrain.plan.activation_plan import Batching, Mixtures, Option
 from megatrain.plan.advice import changes
-from megatrain.plan.estimates import coarse, estimate, examine, fitted, moved, sizes, undisturbed
-from megatrain.plan.placement import PARTS, host_nbytes, placed_within, residents, state_policy, with_more_on_disk
+from megatrain.plan.estimates import coarse, estimate, examine, fitted, sizes, undisturbed, with_placements
+from megatrain.plan.placement import PARTS, host_nbytes, place_state, residents, state_policy, with_more_on_disk
 from megatrain.plan.question import Candidate, Choice, Estimate, Plan, Question
 from megatrain.plan.refinements import leaner, only_by_ring, waiting_for_shards, with_ring, within_lock_limit
 from megatrain.plan.search_space import (
@@ -47,6 +47,8 @@ from megatrain.plan.search_space import (
 from megatrain.schedule.passes.state_buffers import state_nbytes
 from megatrain.spec import Numerics, Placement, Policy
 
+Found = TypeVar("Found", Plan, Estimate)
+
 Rung = tuple[Estimate, Choice] | None
 """A choice with placements, and what it promises, if it fits."""
 
@@ -58,8 +60,8 @@ class Search:
         self.question, self.budgets = question, question.budgets()
         self._known: dict[Candidate, Estimate] = {}
         self._estimates: dict[Candidate, Estimate] = {}
-        self._moved: dict[Candidate, Estimate] = {}
-        self._corrections: dict[Hashable, dict[str, int]] = {}
+        self._placed_estimates: dict[Candidate, Estimate] = {}
+        self._estimate_corrections: dict[Hashable, dict[str, int]] = {}
         """Kind of candidate -> bytes by tier that it takes more than is estimated (`_kind`)."""
         self._mixtures: dict[Candidate, Mixtures] = {}
         self._alikes: dict[Batching, Search] = {}
@@ -92,18 +94,21 @@ class Search:
         Whether a candidate fits is decided by replaying it whole; where that differs from the estimate, all estimates
         of its kind are corrected by the difference, and the search goes on for `MOST_ROUNDS`.
         """
-        within = dict(budgets or self.question.budgets())
-        plan = self._answer(within)
-        if plan and any(placement.uses_disk for placement in plan.policy.placements):
-            # The device may have room for what is too much for the host, and the disk is slow.
-            self.within({**within, "disk": 0})
-            other = self._answer(self.budgets) if self._fits(*self.leanest()) else None
-            self.within(within)
-            plan = min(plan, other or plan, key=lambda each: each.seconds)
-        return plan
+        return self._by_tiers(dict(budgets or self.question.budgets()), self._answer)
 
-    def _answer(self, budgets: dict[str, int]) -> Plan | None:
+    def _by_tiers(self, budgets: dict[str, int], find: Callable[[], Found | None]) -> Found | None:
+        """The quickest within these budgets; without the disk, too: it is slow, and what is too much for the host may
+        fit the device."""
         self.within(budgets)
+        found = find()
+        if found and found.nbytes.get("disk"):
+            self.within({**budgets, "disk": 0})
+            other = find() if self._fits(*self.leanest()) else None
+            self.within(budgets)
+            found = min(found, other or found, key=lambda each: each.seconds)
+        return found
+
+    def _answer(self) -> Plan | None:
         fitting: list[Plan] = []
         for _ in range(MOST_ROUNDS):
             found = self.best()
@@ -116,7 +121,7 @@ class Search:
             fitting += now
             if bool(now) == bool(found):  # a winner that fits, or nothing that does
                 break
-            self._correct(candidate, plans[0])
+            self._correct_estimates(candidate, plans[0])
         return min(fitting, key=lambda plan: float(f"{plan.seconds:.4g}"), default=None)
 
     def best(self) -> Candidate | None:
@@ -167,14 +172,9 @@ class Search:
 
     def promised(self, budgets: Mapping[str, int]) -> Estimate | None:
         """What the quickest candidate within these budgets should take, if there is one."""
-        found = self._promised(dict(budgets))
-        if found and found.nbytes.get("disk"):  # the device may have room for what the host has not
-            found = min(found, self._promised({**budgets, "disk": 0}) or found, key=lambda each: each.seconds)
-            self.within(dict(budgets))
-        return found
+        return self._by_tiers(dict(budgets), self._promised)
 
-    def _promised(self, budgets: dict[str, int]) -> Estimate | None:
-        self.within(budgets)
+    def _promised(self) -> Estimate | None:
         candidate = self.best()
         return None if candidate is None else self.outcome(*candidate)
 
@@ -295,7 +295,7 @@ class Search:
         if key not in self._known:
             found = self._plain(choice, micro_batch)
             placed = self._placed(choice, found)
-            self._known[key] = found if placed is choice else moved(self.question, placed, found)
+            self._known[key] = found if placed is choice else with_placements(self.question, placed, found)
         return self._known[key]
 
     # Placements -----------------------------------------------------------------------------------------------------
@@ -305,22 +305,24 @@ class Search:
         key = choice, micro_batch
         if key not in self._estimates:
             self._estimates[key] = estimate(self.question, choice, micro_batch)
-        found, more = self._estimates[key], self._corrections.get(_kind(choice, micro_batch))
+        found, more = self._estimates[key], self._estimate_corrections.get(_kind(choice, micro_batch))
         return replace(found, nbytes={tier: n + more[tier] for tier, n in found.nbytes.items()}) if more else found
 
-    def _correct(self, candidate: Candidate, plan: Plan) -> None:
+    def _correct_estimates(self, candidate: Candidate, plan: Plan) -> None:
         """Put right what is estimated for all candidates of this one's kind, by what it takes replayed whole."""
         off = {tier: plan.nbytes[tier] - nbytes for tier, nbytes in self.price(*candidate).nbytes.items()}
         kind = _kind(*candidate)
-        before: Mapping[str, int] = self._corrections.get(kind, {})
-        self._corrections[kind] = {tier: nbytes + before.get(tier, 0) for tier, nbytes in off.items()}
-        for known in (self._known, self._moved, self._mixtures):
+        before: Mapping[str, int] = self._estimate_corrections.get(kind, {})
+        self._estimate_corrections[kind] = {tier: nbytes + before.get(tier, 0) for tier, nbytes in off.items()}
+        for known in (self._known, self._placed_estimates, self._mixtures):
             known.clear()
 
     def outcome(self, choice: Choice, micro_batch: int) -> Estimate:
         """What the candidate takes with the most promising placements, or what layers keep."""
         found = [self.price(choice, micro_batch)]
-        found += [each[0] for ladder in self._ladders(choice, micro_batch) for each in ladder if each is not None]
+        for *rungs, whole in self._ladders(choice, micro_batch):
+            found += [each[0] for each in rungs if each is not None]
+            found += [estimate(self.question, whole[1], micro_batch)] if whole else []
         found += [option.mixtures.promised(option.counts) for option in self._options(choice, micro_batch)[:1]]
         best = min(found, key=lambda each: each.seconds)
         alike = self._all_alike(best.busy.get("compute", 0.0), best.seconds)
@@ -384,19 +386,18 @@ class Search:
         only in where state is, there is one."""
         options: list[Option] = []
         for base, size in () if self._keeps_as_told else self._bases(choice, micro_batch):
-            found = self._moved.get((base, size)) or self.price(base, size)
-            placed = base if (base, size) in self._moved else self._placed(base, self._plain(base, size))
+            found = self._placed_estimates.get((base, size)) or self.price(base, size)
+            placed = base if (base, size) in self._placed_estimates else self._placed(base, self._plain(base, size))
             if (placed, size) not in self._mixtures:
                 self._mixtures[placed, size] = Mixtures(self.question, placed, coarse(self.question, size), found)
             mixtures = self._mixtures[placed, size]
             options += [Option(each, size, of, mixtures, placed) for each, of in mixtures.best(self.budgets, 1)]
+        options.sort(key=lambda each: (float(f"{each.seconds:.4g}"), each.micro_batch, each.counts))
         alike: dict[Hashable, Option] = {}
         for each in options:
-            policy = replace(each.choice.policy, placements=())
-            alike.setdefault((f"{each.seconds:.4g}", each.micro_batch, each.counts, each.choice.numerics, policy), each)
-        return sorted(
-            alike.values(), key=lambda option: (float(f"{option.seconds:.4g}"), option.micro_batch, option.counts)
-        )
+            choice = each.choice.change(placements=())
+            alike.setdefault((f"{each.seconds:.4g}", each.micro_batch, each.counts, choice), each)
+        return list(alike.values())
 
     def _alike(self, best: Plan) -> list[Plan]:
         """Where compute waits, replays of the best plans by which all layers keep the same, whatever they promise."""
@@ -436,7 +437,7 @@ class Search:
                 if (whole or kept) and self._resident_nbytes(whole, kept) < room:
                     placements.append(self._placed(like.change(placements=residents(model, whole, kept)), found))
         for placed in placements:
-            self._moved.setdefault((placed, micro_batch), moved(self.question, placed, found))
+            self._placed_estimates.setdefault((placed, micro_batch), with_placements(self.question, placed, found))
             yield placed, micro_batch
 
     def _gains_by_placement(self, choice: Choice, micro_batch: int) -> bool:
@@ -470,9 +471,9 @@ class Search:
         if low < int(whole == 0):
             return None
         placed = self._placed(choice.change(placements=residents(self.question.model, whole, low)), found)
-        if (placed, micro_batch) not in self._moved:
-            self._moved[placed, micro_batch] = moved(self.question, placed, found)
-        taken = self._moved[placed, micro_batch]
+        if (placed, micro_batch) not in self._placed_estimates:
+            self._placed_estimates[placed, micro_batch] = with_placements(self.question, placed, found)
+        taken = self._placed_estimates[placed, micro_batch]
         return (taken, placed) if taken.fits(self.budgets) else None
 
     def _most_resident(self, found: Estimate) -> int:
@@ -489,7 +490,7 @@ class Search:
         return self._resident[whole, kept]
 
     def _placed(self, choice: Choice, found: Estimate) -> Choice:
-        """The choice with its state where there is room (`placed_within`).
+        """The choice with its state where there is room (`place_state`).
 
         found: of the choice with all state in host memory.
         """
@@ -503,7 +504,7 @@ class Search:
         most = 0 if policy.placements or policy.shares_memory else self._most_resident(found)
         key = state_policy(policy), room, self.budgets["disk"], most
         if key not in self._placements:
-            fitted = placed_within(model, numerics, policy, room, self.budgets["disk"], most, saves=saves)
+            fitted = place_state(model, numerics, policy, room, self.budgets["disk"], most, saves=saves)
             self._placements[key] = fitted.placements
         return choice if self._placements[key] == policy.placements else choice.change(placements=self._placements[key])
 

@@ -70,7 +70,7 @@ COARSE = 4
 NEARLY = 1.02
 """Of the seconds of the quickest so far; what promises less is not replayed."""
 
-COMPUTES = 0.9
+COMPUTES = 0.97
 """Of the step; where compute is busy for longer, a mixture is found without placements."""
 
 MOST_ROUNDS = 12

@@ -30,6 +30,6 @@ def test_no_pair_is_asked_in_two_ways_and_answers_are_sums() -> None:
 def test_fine_tuning_raises_exact_match_from_nothing_to_nearly_all(tmp_path: Path) -> None:
     overrides = [f"output.folder={tmp_path}", "train.steps=150", "train.sample_tokens=0", "output.trackers=[]"]
     run_training(load_config(QUICKSTART, overrides), Console(quiet=True))
-    found = sft.measure(tmp_path / "model", steps=400, asked=60)
+    found = sft.measure(tmp_path / "model", steps=500, asked=60)
     assert found["before"] < 0.05
-    assert found["after"] > 0.80  # of 60; which of the last few are right is up to rounding, and so to the processor
+    assert found["after"] > 0.90

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain import Engine, Policy
-from megatrain.engine.autograd import GradientsInPlace, GradientTarget
+from megatrain.engine.autograd import GradientDestination, GradientsInPlace
 from megatrain.engine.gradient_sums import UnitSum, send_to_sum
 from megatrain.engine.ops import Streamer
 from megatrain.spec import Numerics, ParamSpec, UnitSpec
@@ -54,7 +54,7 @@ def total_of(uses: list[Use], dtype: torch.dtype, formed: bool) -> Tensor:
     for use in uses:
         leaf, x = weight.clone().requires_grad_(), torch.randn(2, 7, WIDTH, requires_grad=True)
         send_to_sum([("w", leaf)], total)
-        with GradientsInPlace([("w", leaf)], GradientTarget(total)) if formed else nullcontext():
+        with GradientsInPlace([("w", leaf)], GradientDestination(total)) if formed else nullcontext():
             loss = use(x, leaf)
         loss.backward()
         assert leaf.grad is None
@@ -83,7 +83,7 @@ def test_rows_that_do_not_lie_behind_each_other_go_through_the_product_of_the_li
     found = []
     for in_place in (
         nullcontext(),
-        GradientsInPlace([("w", leaf)], GradientTarget(UnitSum(layout, torch.zeros(layout.size)))),
+        GradientsInPlace([("w", leaf)], GradientDestination(UnitSum(layout, torch.zeros(layout.size)))),
     ):
         with Ops() as ops, in_place:
             functional.linear(x, leaf)

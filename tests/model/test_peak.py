@@ -78,11 +78,11 @@ def test_what_is_not_computed_is_counted_all_the_same(
 
 def test_zeros_that_nothing_has_written_take_no_memory() -> None:
     before = resident_nbytes()
-    zeros = peak.unwritten_zeros([1 << 20, 1 << 14], torch.float32)
+    zeros = peak.lazy_zeros([1 << 20, 1 << 14], torch.float32)
     assert float(zeros[::4096].abs().sum()) == 0.0
     assert zeros.is_contiguous()
     for shape in ((), (0, 3), (2, 0)):
-        assert peak.unwritten_zeros(shape, torch.bfloat16).shape == shape
+        assert peak.lazy_zeros(shape, torch.bfloat16).shape == shape
     assert resident_nbytes() - before < 64 << 20, "of 64 GiB"
 
 

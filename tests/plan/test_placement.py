@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from megatrain.plan.cost import home_seconds
+from megatrain.plan.cost import placement_seconds
 from megatrain.plan.placement import ON_DEVICE, residents, spread, to_disk
 from megatrain.schedule import Use, build_step
 from megatrain.schedule.passes.state_buffers import state_nbytes
@@ -74,7 +74,7 @@ def test_a_table_that_stays_on_the_device_saves_what_a_tied_head_has_fetched_aga
         for each in (replace(policy, placements=()), policy)
     ]
     slow = Hardware("slow", 1 << 40, 1 << 40, fetch_bandwidth=1.0, grad_bandwidth=1.0, flops=1.0, host_bandwidth=1.0)
-    assert home_seconds(model, Numerics(), policy, slow)[0]["fetch"] == fetched[1] - fetched[0]
+    assert placement_seconds(model, Numerics(), policy, slow)[0]["fetch"] == fetched[1] - fetched[0]
     assert (fetched[1] < fetched[0]) == (tied and ahead > 0)
 
 
