@@ -29,7 +29,7 @@ from bench.plots import Axis, Line, linear, plot
 from bench.scaling import ENOUGH_HOST, GB, filled
 from bench.shapes import llama_shape
 from megatrain.errors import DoesNotFit
-from megatrain.plan import Plan, Question, find_plan, machine, op_seconds
+from megatrain.plan import Plan, Question, contention, find_plan, machine, op_seconds
 from megatrain.spec import Hardware, Keep, ModelSpec
 from megatrain.testing import executed_timeline
 
@@ -121,7 +121,8 @@ def executed_seconds(plan: Plan) -> float:
     price = op_seconds(
         plan.question.model, plan.numerics, plan.policy, plan.work, plan.question.hardware, plan.question.calibration
     )
-    return executed_timeline(plan.timeline.schedule, price, seed=1).seconds
+    shared = contention(plan.question.model, plan.numerics, plan.question.hardware)
+    return executed_timeline(plan.timeline.schedule, price, 1, shared).seconds
 
 
 def knees(bound: Plan, bus: float) -> tuple[float, float | None]:

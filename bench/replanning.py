@@ -31,7 +31,7 @@ from megatrain import AdamW, Engine, Policy
 from megatrain.device.base import Event, Stream, Task, Work
 from megatrain.device.cpu import COPIES, CpuDevice
 from megatrain.device.worker import worker_of
-from megatrain.plan import Choice, Plan, Question, calibrate, examine, find_plan, op_seconds
+from megatrain.plan import Choice, Plan, Question, calibrate, contention, examine, find_plan, op_seconds
 from megatrain.run.replan import Replanner
 from megatrain.schedule import Op
 from megatrain.spec import Hardware, Keep, Limits
@@ -201,7 +201,8 @@ def measured(engine: Engine, plan: Plan, rows: int, length: int) -> dict[str, fl
     price = op_seconds(question.model, engine.numerics, now, plan.work, question.hardware)
     assert engine.timeline is not None
     fixed = {name: getattr(now, name) for name in ("weight_slots", "grad_slots", "shard_nbytes", "placements")}
-    timed = replace(question, calibration=calibrate(question.model, engine.timeline, price))
+    shared = contention(question.model, engine.numerics, question.hardware)
+    timed = replace(question, calibration=calibrate(question.model, engine.timeline, price, shared))
     again = find_plan(replace(timed, overrides={**question.overrides, **fixed})).policy
     policies = {"as replanned": now, "planned at this bus": again}
     for name, kept in MIXTURES.items():

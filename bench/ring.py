@@ -25,7 +25,7 @@ from pathlib import Path
 from bench.scaling import ENOUGH_HOST, GB, filled
 from bench.shapes import llama_shape
 from megatrain.errors import DoesNotFit
-from megatrain.plan import Plan, Question, find_plan, machine, op_seconds
+from megatrain.plan import Plan, Question, contention, find_plan, machine, op_seconds
 from megatrain.plan.search import Search
 from megatrain.schedule import Schedule, Use, build_step, check, replay
 from megatrain.spec import ActivationPlan, Hardware, Limits, ModelSpec, Numerics, ParamSpec, Policy, Work
@@ -64,7 +64,10 @@ def found(model: ModelSpec, policy: Policy, work: Work, hardware: Hardware) -> F
     check(schedule)
     free = replace(hardware, fetch_bandwidth=1e18, grad_bandwidth=1e18)
     free = replace(free, duplex_fetch_bandwidth=None, duplex_grad_bandwidth=None)
-    seconds = [replay(schedule, op_seconds(model, Numerics(), policy, work, each)).seconds for each in (hardware, free)]
+    seconds = [
+        replay(schedule, op_seconds(model, Numerics(), policy, work, each), contention(model, Numerics(), each)).seconds
+        for each in (hardware, free)
+    ]
     return Found(weights_nbytes(schedule), *seconds)
 
 

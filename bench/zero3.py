@@ -26,7 +26,17 @@ from typing import Any
 
 from megatrain.commands.plan import LENGTH, TOKENS_PER_STEP, find_hardware, find_model
 from megatrain.errors import MegaTrainError
-from megatrain.plan import Choice, Plan, Question, estimate, find_plan, op_seconds, optimizer_bandwidth, step_flops
+from megatrain.plan import (
+    Choice,
+    Plan,
+    Question,
+    contention,
+    estimate,
+    find_plan,
+    op_seconds,
+    optimizer_bandwidth,
+    step_flops,
+)
 from megatrain.plan.estimates import coarse, cut, shallow
 from megatrain.plan.report import amount, duration
 from megatrain.plan.search_space import ATTENTION, CHOSEN
@@ -182,7 +192,7 @@ def _replayed(question: Question, builder: UpdatesLast, masters: int) -> Numbers
             return sum(access.stop - access.start for access in (*op.reads, *op.writes)) / hardware.host_bandwidth
         return price(op) + (passes * builder.trained[op.unit].size if op.kind == "UPDATE" else 0)
 
-    timeline = replay(schedule, seconds)
+    timeline = replay(schedule, seconds, contention(builder.model, builder.numerics, hardware))
     host = schedule.peak_nbytes("host") + nbytes * sum(layout.size for layout in builder.layouts)
     return timeline.seconds, timeline.busy_seconds("compute"), schedule.peak_nbytes("device"), host
 

@@ -16,6 +16,7 @@ from megatrain.engine import Executor
 from megatrain.errors import RaceDetected
 from megatrain.memory import Held, Ledger, Pool
 from megatrain.schedule import Op, Schedule, Timeline
+from megatrain.spec.contention import ALONE, Contention
 
 __all__ = [
     "KINDS",
@@ -39,9 +40,11 @@ def _nothing(op: Op, held: Held) -> None:
     return
 
 
-def executed_timeline(schedule: Schedule, cost: Callable[[Op], float], seed: int = 0) -> Timeline:
-    """When each op ran on the virtual clock of the simulator, at `cost` seconds an op."""
-    timeline = run_idle(schedule, SimDevice(seed, cost=cost))  # type: ignore[arg-type]  # its tasks are ops
+def executed_timeline(
+    schedule: Schedule, cost: Callable[[Op], float], seed: int = 0, contention: Contention = ALONE
+) -> Timeline:
+    """When each op ran on the virtual clock of the simulator, at `cost` seconds an op alone."""
+    timeline = run_idle(schedule, SimDevice(seed, cost=cost, contention=contention))  # type: ignore[arg-type]  # its tasks are ops
     assert timeline is not None
     return timeline
 

@@ -111,7 +111,10 @@ def run_plan(
 def find_model(
     source: str, precision: Precision, *, attention: str = "auto", trust_remote_code: bool = False
 ) -> ModelSpec:
-    """The specification of a model, by hub name, folder, config.json, or saved plan; no weight is read."""
+    """The specification of a model, by hub name, folder, config.json, or saved plan; no weight is read.
+
+    A hub name is looked up in the hub's cache, then among the shapes that are built in, then on the hub.
+    """
     path, where = usable_path(source, where="model", error=ModelError), f"model {source}"
     exists = path.exists()
     if exists and path.is_file():
@@ -124,11 +127,16 @@ def find_model(
 
     from megatrain.model import model_named, port_model
     from megatrain.model.architecture import read_config
+    from megatrain.model.hub import cached_folder
+    from megatrain.model.known_models import known_config
     from megatrain.model.skeleton import blueprint
 
     try:
+        built_in = None if exists or trust_remote_code else known_config(source)
+        if built_in and cached_folder(source):
+            built_in = None
         named = model_named(str(path)) if exists else source
-        config = read_config(named, where=where, trust_remote_code=trust_remote_code)
+        config = built_in or read_config(named, where=where, trust_remote_code=trust_remote_code)
     except ModelError as error:
         if exists or not (near := _nearest_models(source)):
             raise
@@ -221,13 +229,16 @@ def _content(path: Path, where: str) -> Any:
 
 
 def _nearest_models(source: str) -> list[str]:
-    """Folders and configs beside where `source` would be, and models that the hub's cache holds."""
+    """Folders and configs beside where `source` would be, models that the hub's cache holds, and those built in."""
     from huggingface_hub.constants import HF_HUB_CACHE
+
+    from megatrain.model.known_models import known_names
 
     path = usable_path(source)
     near = [str(path.parent / name) for name in difflib.get_close_matches(path.name, _names_in(path.parent), 2, 0.7)]
     cached = [name for name in _names_in(HF_HUB_CACHE) if name.startswith("models--")]
     names = [name.removeprefix("models--").replace("--", "/") for name in cached]
+    names += known_names()
     return [*near, *difflib.get_close_matches(source, names, n=2, cutoff=0.6)]
 
 

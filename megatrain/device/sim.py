@@ -11,7 +11,8 @@ Arithmetic is the cpu's; everything around it is hostile.
 read, for
   as long as it runs; what it declares to write is kept. An op that touches anything else is caught.
 * *Failures* strike where they are told to (`faults`). A hang becomes a report of who waits for whom.
-* *Time* is virtual. With a `cost` for each task, events tell when their work would have run.
+* *Time* is virtual. With a `cost` for each task, events tell when their work would have run, slowed down by what else
+  uses host memory, the bus or the drive at that time (`contention`).
 
 One thing runs at a time, so a seed fixes the run.
 """
@@ -34,6 +35,7 @@ from megatrain.device.base import Event, Interval, OnTheHost, Stream, Task, Work
 from megatrain.device.race_check import Clock, RaceDetector, joined
 from megatrain.device.worker import as_foreground_error, raise_first
 from megatrain.errors import BrokenPromise, Deadlock, DeviceError, MegaTrainError, OutOfDeviceMemory
+from megatrain.spec.contention import ALONE, Contention, Piece, StreamClock
 
 POISON = 0xFF
 """Every byte of device memory that nobody holds: NaN in bfloat16 and in float32."""
@@ -54,8 +56,8 @@ class SimEvent:
     done: bool = False
     failure: MegaTrainError | None = None
     clock: Clock = field(default_factory=dict)
-    began: float = 0.0
-    ended: float = 0.0
+    piece: Piece = field(default_factory=lambda: Piece("", 0.0, began=0.0, ended=0.0))
+    """Of work on the virtual clock."""
 
     def wait(self) -> None:
         self.device.run_until(self)
@@ -63,7 +65,8 @@ class SimEvent:
             raise self.failure
 
     def interval(self) -> Interval:
-        return self.began, self.ended
+        self.device.virtual.run(self.piece)
+        return self.piece.began, self.piece.ended
 
 
 @dataclass(slots=True)
@@ -74,7 +77,6 @@ class _Item:
     event: SimEvent
     number: int
     foreground: Clock
-    submitted_at: float
 
 
 @dataclass(slots=True, eq=False)
@@ -88,15 +90,11 @@ class SimStream:
     hangs: bool = False
     clock: Clock = field(default_factory=dict)
     ran: int = 0
-    free_at: float = 0.0
-    stalled: float = 0.0
 
     def submit(self, task: Task, work: Work, waits: Sequence[Event] = ()) -> SimEvent:
-        event = SimEvent(self.device, task.name)
         ours = tuple(wait for wait in waits if isinstance(wait, SimEvent))
-        self.queue.append(
-            _Item(task, work, ours, event, self.device.next_number(), self.device.foreground, self.device.now)
-        )
+        event = SimEvent(self.device, task.name, piece=self.device.timed_piece(self.name, task, ours))
+        self.queue.append(_Item(task, work, ours, event, self.device.next_number(), self.device.foreground))
         return event
 
     def ready(self) -> bool:
@@ -124,7 +122,7 @@ class SimDevice(OnTheHost):
 
     seed: decides the adversary's temperament and every choice. capacity: bytes of device memory, `None` for no limit.
     lockable: bytes of host memory that may be page-locked, `None` for no limit. faults: what fails where. cost: seconds
-    of a task on the virtual clock.
+    of a task on the virtual clock, alone; contention: what its streams share.
     """
 
     shares_memory = False
@@ -139,6 +137,7 @@ class SimDevice(OnTheHost):
         temperament: Temperament | None = None,
         faults: Sequence[Fault] = (),
         cost: Callable[[Task], float] | None = None,
+        contention: Contention = ALONE,
     ) -> None:
         self.name = f"sim:{seed}"
         self.capacity, self.faults, self.cost = capacity, list(faults), cost
@@ -152,6 +151,10 @@ class SimDevice(OnTheHost):
         """What the foreground has waited for so far."""
         self.now = 0.0
         """The foreground's time on the virtual clock, in seconds."""
+        self.virtual = StreamClock(contention)
+        self._contention = contention
+        self._timed: list[Piece] = []
+        """Pieces of work on the compute stream since they were last asked for."""
         self._random = random.Random(seed)
         self._starved = self._random.choice(("compute", "host", *COPIES))
         self._streams: dict[str, SimStream] = {}
@@ -275,11 +278,20 @@ class SimDevice(OnTheHost):
     # Time and chance ------------------------------------------------------------------------------------------------
 
     def stalled_seconds(self) -> float:
-        compute = self._streams.get("compute")
-        if compute is None:
-            return 0.0
-        seconds, compute.stalled = compute.stalled, 0.0
-        return seconds
+        done, self._timed = self._timed, []
+        for piece in done:
+            self.virtual.run(piece)
+        return sum(piece.stalled for piece in done)
+
+    def timed_piece(self, stream: str, task: Task, waits: Sequence[SimEvent]) -> Piece:
+        """A task on the virtual clock, from now on."""
+        seconds = self.cost(task) if self.cost else 0.0
+        before = [event.piece for event in waits]
+        piece = Piece(stream, seconds, self._contention.dram_nbytes(task), before, self.now)
+        self.virtual.submit(piece)
+        if stream == "compute":
+            self._timed.append(piece)
+        return piece
 
     def next_number(self) -> int:
         """Pieces of work are numbered as they are submitted."""
@@ -293,13 +305,13 @@ class SimDevice(OnTheHost):
         while not event.done:
             self._run_one()
         self.foreground = joined((self.foreground, event.clock))
-        self.now = max(self.now, event.ended)
+        self.now = max(self.now, self.virtual.run(event.piece))
 
     def synchronize(self) -> None:
         while any(stream.queue for stream in self._streams.values()):
             self._run_one()
         self.foreground = joined(stream.clock for stream in self._streams.values())
-        self.now = max([self.now, *(stream.free_at for stream in self._streams.values())])
+        self.now = max(self.now, self.virtual.run())
         self._races.forget()
         failures, self._failures = self._failures, []
         for stream in self._streams.values():
@@ -359,10 +371,6 @@ class SimDevice(OnTheHost):
         stream.ran += 1
         stream.failure = event.failure = failed
         stream.clock = event.clock = {**before, stream.name: stream.ran}
-        ready = max([item.submitted_at, *(wait.ended for wait in item.waits)])
-        stream.stalled += max(0.0, ready - max(stream.free_at, item.submitted_at))
-        event.began = max(ready, stream.free_at)
-        event.ended = stream.free_at = event.began + (self.cost(item.task) if self.cost else 0.0)
         event.done = True
         if impatient is not None:
             raise impatient
@@ -400,6 +408,7 @@ class SimDevice(OnTheHost):
             what = "never ends" if stream.hangs else f"waits for {', '.join(missing)}"
             lines.append(f"{head.task.name} on stream {stream.name} {what}")
         causes = "".join(f"; before that: {failure}" for failure in self._failures)
+        self.now = self.virtual.run()
         report = Deadlock(f"deadlock: {'; '.join(lines) or 'nothing is queued'}{causes}", where=self.name)
         for stream in self._streams.values():
             stream.hangs = False

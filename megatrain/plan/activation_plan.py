@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import combinations, product
 from typing import Any, get_args
 
 import numpy as np
 
-from megatrain.plan.cost import Calibration, forward_seconds, shape_of
+from megatrain.plan.cost import DRAM, Calibration, dram_bandwidth, forward_seconds, shape_of
 from megatrain.plan.placement import PARTS, spread
 from megatrain.plan.question import Choice, Estimate, Question
 from megatrain.spec import Keep, Work
@@ -52,12 +52,14 @@ class Changes:
     """Seconds of the bus to the device in the backward pass."""
     outward: tuple[float, ...]
     """Seconds of the bus from the device in the forward pass."""
+    crossing: tuple[float, ...]
+    """Seconds of host memory's full bandwidth, in each pass."""
 
 
 def changes(question: Question, choice: Choice, work: Work) -> Changes:
     """Of a policy that keeps inputs. Where memory is shared, what is on the device is in the host's."""
     model, hardware = question.model, question.hardware
-    found = {name: dict.fromkeys(KINDS, 0.0) for name in ("device", "host", "compute", "inward", "outward")}
+    found = {each.name: dict.fromkeys(KINDS, 0.0) for each in fields(Changes)}
     measured = question.calibration or Calibration()
     inward, outward = measured.of("RELOAD", "layer"), measured.of("OFFLOAD", "layer")
     price = forward_seconds(model, choice.numerics, choice.policy, work, hardware, question.calibration)
@@ -78,6 +80,7 @@ def changes(question: Question, choice: Choice, work: Work) -> Changes:
         found["host"]["offload"] += boundary
         found["inward"]["offload"] += boundary / hardware.fetch_bandwidth * inward
         found["outward"]["offload"] += boundary / hardware.grad_bandwidth * outward
+        found["crossing"]["offload"] += 0.0 if hardware.shares_memory else boundary / dram_bandwidth(hardware)
         found["device"]["drop"] -= boundary
         found["compute"]["drop"] += again
     return Changes(**{name: tuple(each[kind] for kind in KINDS) for name, each in found.items()})
@@ -133,10 +136,16 @@ def _estimate(each: Changes, parts: Any, found: Estimate, shares: bool) -> Estim
     device, host, seconds = (float(value[0]) for value in _taken(each, parts, found, shares))
     grown = {"device": device, "host": host}
     nbytes = {tier: round(taken + grown.get(tier, 0.0)) for tier, taken in found.nbytes.items()}
-    added = {"compute": each.compute, "fetch": each.inward, "grad": each.outward}
-    more = {stream: float(parts[0] @ np.array(values)) for stream, values in added.items()}
-    late = {stream: more[stream] for stream in ("compute", "fetch")}
-    return Estimate(seconds, nbytes, _with(found.busy, more), _with(found.late, late))
+    forward, backward = ({stream: float(value[0]) for stream, value in added.items()} for added in _added(each, parts))
+    return Estimate(seconds, nbytes, _with(_with(found.busy, forward), backward), _with(found.late, backward))
+
+
+def _added(each: Changes, parts: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Stream -> seconds that mixtures add to the forward pass, and to the backward."""
+    compute, inward, outward, dram = (
+        parts @ np.array(values) for values in (each.compute, each.inward, each.outward, each.crossing)
+    )
+    return {"grad": outward, DRAM: dram}, {"compute": compute, "fetch": inward, DRAM: dram}
 
 
 def _with(busy: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
@@ -149,8 +158,7 @@ def _taken(each: Changes, parts: Any, found: Estimate, shares: bool) -> tuple[An
     host = parts @ np.array(each.host) + (device if shares else 0.0)
     late = {stream: found.late.get(stream, 0.0) for stream in found.busy}
     early = {stream: spent - late[stream] for stream, spent in found.busy.items()}
-    backward = {"compute": parts @ np.array(each.compute), "fetch": parts @ np.array(each.inward)}
-    forward = {"grad": parts @ np.array(each.outward)}
+    forward, backward = _added(each, parts)
     rest = max(0.0, found.seconds - max(early.values()) - max(late.values()))
     return device, host, _busiest(early, forward, shares) + _busiest(late, backward, shares) + rest
 

@@ -48,7 +48,7 @@ STREAM_WORDS = {
 }
 """Stream -> what it is to a person."""
 
-GB = 1_000_000_000
+GB, GIB = 1_000_000_000, 1 << 30
 DEVICE_SIZES = tuple(size * GB for size in (8, 12, 16, 24, 32, 48, 80, 96, 141, 192))
 HOST_SIZES = tuple(size * GB for size in (16, 32, 64, 128, 192, 256, 384, 512, 768, 1000, 1500, 2000, 3000, 4000))
 
@@ -348,7 +348,7 @@ def _changes(question: Question, uses_disk: bool) -> dict[str, Callable[[Questio
     changes["twice the host's bandwidth"] = _faster("host_bandwidth", "norm_bandwidth", "host_copy_bandwidth")
     if not hardware.shares_memory:
         bigger = _next_device_size(max(hardware.device_nbytes, question.limits.device_nbytes or 0))
-        changes[f"{bigger / GB:,.0f} GB of device memory"] = lambda question: _with_device_memory(question, bigger)
+        changes[f"{bigger / GIB:,.0f} GiB of device memory"] = lambda question: _with_device_memory(question, bigger)
     changes["twice the device's flops"] = _faster("flops", "flops_fp32", "peak_flops", "peak_flops_fp32")
     if uses_disk:
         changes["twice the disk"] = _faster(

@@ -10,7 +10,7 @@ from itertools import pairwise
 from math import exp, inf, log, log2, prod
 from statistics import median
 
-from megatrain.schedule import Op, Timeline
+from megatrain.schedule import Op, Timeline, replay
 from megatrain.schedule.contents import LayerGraph, Saved
 from megatrain.schedule.passes.gradients import accumulator_nbytes
 from megatrain.schedule.passes.state_buffers import MOMENTS_NBYTES
@@ -28,6 +28,7 @@ from megatrain.spec import (
     UnitSpec,
     Work,
 )
+from megatrain.spec.contention import ALONE, Contention
 from megatrain.spec.layout import Layout, layout_of
 from megatrain.spec.rates import AttentionRate
 
@@ -141,9 +142,20 @@ def packing_bandwidth(hardware: Hardware) -> float:
 
 
 def disk_bandwidths(hardware: Hardware) -> tuple[float, float]:
-    """Bytes per second that are read and written while both are under way, as in a step with state on the disk."""
-    read = hardware.disk_duplex_read_bandwidth or hardware.disk_read_bandwidth or ASSUMED_DISK
-    return read, hardware.disk_duplex_write_bandwidth or hardware.disk_write_bandwidth or ASSUMED_DISK
+    """Bytes per second that are read and written, each alone."""
+    return hardware.disk_read_bandwidth or ASSUMED_DISK, hardware.disk_write_bandwidth or ASSUMED_DISK
+
+
+def duplex_disk_bandwidths(hardware: Hardware) -> tuple[float, float]:
+    """The same while both are under way, as in a step with state on the disk."""
+    read, write = disk_bandwidths(hardware)
+    return hardware.disk_duplex_read_bandwidth or read, hardware.disk_duplex_write_bandwidth or write
+
+
+def dram_bandwidth(hardware: Hardware) -> float:
+    """Bytes per second of host memory that all streams share: at the least what any of them was measured to reach."""
+    known = hardware.host_bandwidth, hardware.norm_bandwidth or 0.0, sum(duplex_bandwidths(hardware))
+    return hardware.dram_bandwidth or max(known)
 
 
 def _estimated_seconds(hardware: Hardware, precision: Precision, m: int, k: int, n: int) -> float:
@@ -191,6 +203,16 @@ between its thread and the one that runs ops. Measured in smallest ops: `python 
 SOFTMAX_PASSES = 6
 """Times that the float32 logits of a chunk are read or written for loss and gradient."""
 
+
+DRAM_PASSES = {
+    **dict.fromkeys(("FETCH", "GRAD", "RELOAD", "OFFLOAD"), 1),
+    **dict.fromkeys(("PACK", "UNPACK"), 2),
+    **dict.fromkeys(("READ", "WRITE"), 2),  # the drive's copy, and the checksum's
+}
+"""Kind of op -> times that its bytes are read from host memory or written to it."""
+
+DRAM = "dram"
+"""Among the seconds of streams: those of host memory, which they share."""
 
 LIKE = {"RELOAD": "FETCH", "FETCH": "RELOAD", "OFFLOAD": "GRAD", "GRAD": "OFFLOAD"}
 """Kinds of ops that go the same way of the bus."""
@@ -252,22 +274,26 @@ def calibrate(
     model: ModelSpec,
     timeline: Timeline | Sequence[Timeline],
     price: Callable[[Op], float],
+    contention: Contention = ALONE,
     *,
     one_processor: bool = False,
 ) -> Calibration:
     """Compare a measured timeline with the uncalibrated prices of the same ops; of several, of one schedule, each op's
     median.
 
-    `one_processor`: as in `replay`; ops that were under way at the same time then share it.
+    `contention`, `one_processor`: as in `replay`. What slows ops down beside each other is no fault of their prices;
+    those that were under way at the same time on one processor share it.
     """
     timelines = [timeline] if isinstance(timeline, Timeline) else list(timeline)
     spent = [_own_seconds(each) if one_processor else _seconds(each) for each in timelines]
     measured: dict[tuple[str, str], float] = defaultdict(float)
     predicted: dict[tuple[str, str], float] = defaultdict(float)
-    for op, *seconds in zip(timelines[0].schedule.ops, *spent, strict=True):
+    schedule = timelines[0].schedule
+    priced = [price(op) for op in schedule.ops] if one_processor else _seconds(replay(schedule, price, contention))
+    for op, expected, *seconds in zip(schedule.ops, priced, *spent, strict=True):
         key = op.kind, model.units[op.unit].kind
         measured[key] += median(seconds)
-        predicted[key] += price(op)
+        predicted[key] += expected
     return Calibration(
         {key: measured[key] / seconds for key, seconds in predicted.items() if seconds and measured[key]}
     )
@@ -313,6 +339,28 @@ def op_seconds(
     return lambda op: prices.seconds(op) * calibration.factor(op, model)
 
 
+def contention(model: ModelSpec, numerics: Numerics, hardware: Hardware) -> Contention:
+    """What the streams of a step share on `hardware`. Where the device computes in host memory, they run on the same
+    cores instead (`replay`'s `one_processor`)."""
+    if hardware.shares_memory:
+        return ALONE
+    alone = (hardware.fetch_bandwidth, hardware.grad_bandwidth, *disk_bandwidths(hardware))
+    both = (*duplex_bandwidths(hardware), *duplex_disk_bandwidths(hardware))
+    streams = ("fetch", "grad", *DISK_STREAMS)
+    duplex: dict[str, float] = {
+        name: min(1.0, slow / fast) for name, slow, fast in zip(streams, both, alone, strict=True) if fast < inf
+    }
+
+    def dram_nbytes(op: Op) -> float:
+        if op.kind == "UPDATE" and op.stream != "compute":
+            return update_nbytes(layout_of(model.units[op.unit]), numerics)
+        if op.kind == "NORM":
+            return sum(access.stop - access.start for access in op.reads)
+        return DRAM_PASSES.get(op.kind, 0) * op.nbytes
+
+    return Contention(dram_bandwidth(hardware), dram_nbytes, duplex)
+
+
 def forward_seconds(
     model: ModelSpec,
     numerics: Numerics,
@@ -348,7 +396,7 @@ class _Prices:
         self._copies = hardware.device_bandwidth or float("inf")
         self._launch = hardware.launch_seconds or 0.0
         self._fresh = hardware.fresh_bandwidth if hardware.shares_memory and hardware.fresh_bandwidth else float("inf")
-        self._disk = disk_bandwidths(hardware)
+        self._disk = (duplex_disk_bandwidths if hardware.shares_memory else disk_bandwidths)(hardware)
         self._bus, self._packing = bus_bandwidths(hardware, policy.transfer), packing_bandwidth(hardware)
 
     def seconds(self, op: Op) -> float:
@@ -556,7 +604,23 @@ def placement_seconds(
         for stream, seconds in _of_disk_late(model, numerics, policy, hardware, index).items():
             late[stream] += seconds  # type: ignore[assignment]
     half = {"fetch": 0.5, "grad": 1.0, **({} if policy.update == "next_forward" else {"host": 1.0, "compute": 1.0})}
-    return dict(found), {**late, **{stream: share * found.get(stream, 0.0) for stream, share in half.items()}}
+    behind = {**late, **{stream: share * found.get(stream, 0.0) for stream, share in half.items()}}
+    return _with_dram(found, hardware, policy), _with_dram(behind, hardware, policy)
+
+
+def _with_dram(added: Mapping[str, float], hardware: Hardware, policy: Policy) -> dict[str, float]:
+    """With what the bytes that these streams move take of host memory's bandwidth."""
+    if hardware.shares_memory:
+        return dict(added)
+    (fetching, leaving), (reading, writing) = (
+        bus_bandwidths(hardware, policy.transfer),
+        duplex_disk_bandwidths(hardware),
+    )
+    packing, optimizer = 2 * packing_bandwidth(hardware), optimizer_bandwidth(hardware, policy.host_threads)
+    rates = {"fetch": fetching, "grad": leaving, "pack": packing, "unpack": packing, "host": optimizer}
+    rates |= {"read": 2 * reading, "write": 2 * writing}
+    moved = sum(seconds * rates.get(stream, 0.0) for stream, seconds in added.items() if seconds)
+    return {**added, DRAM: moved / dram_bandwidth(hardware)}
 
 
 def _of_unit(model: ModelSpec, numerics: Numerics, policy: Policy, hardware: Hardware, index: int) -> dict[str, float]:
@@ -588,7 +652,7 @@ def _of_unit(model: ModelSpec, numerics: Numerics, policy: Policy, hardware: Har
         reads, writes = reads + trained * numerics.grad_nbytes, writes + trained * numerics.grad_nbytes
     if placement.weights == "disk":
         reads, writes = reads + visits * weights, writes + trained * numerics.weight_nbytes
-    reading, writing = disk_bandwidths(hardware)
+    reading, writing = duplex_disk_bandwidths(hardware)
     return {
         "fetch": saved / fetching,
         "pack": packed / packing,
@@ -604,7 +668,7 @@ def _of_disk_late(
     """Of what a unit's placement has the disk do, what it does from the loss on."""
     placement, layout = policy.placement(index), layout_of(model.units[index])
     again = index in model.layers and index >= model.lowest_trained and placement.weights == "disk"
-    reading, writing = disk_bandwidths(hardware)
+    reading, writing = duplex_disk_bandwidths(hardware)
     weights = layout.size * numerics.weight_nbytes / reading if again else 0.0
     if policy.update == "during_backward":
         all_of_it = _of_unit(model, numerics, policy, hardware, index)

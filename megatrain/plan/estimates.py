@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import isqrt, log2
 
 from megatrain.plan.activation_plan import Counts, Option, mixed, rows_of
-from megatrain.plan.cost import op_seconds, placement_seconds, shape_of
+from megatrain.plan.cost import DRAM, contention, op_seconds, placement_seconds, shape_of
 from megatrain.plan.placement import ON_DEVICE
 from megatrain.plan.question import Choice, Estimate, Plan, Question
 from megatrain.plan.search_space import FITS, WORTH_A_REPLAY
-from megatrain.schedule import Schedule, Timeline, build_step, nbytes_by_use, replay
+from megatrain.schedule import Op, Schedule, Timeline, build_step, nbytes_by_use, replay
 from megatrain.schedule.passes.state_buffers import Pending, save_nbytes, state_nbytes
 from megatrain.schedule.replay import DISK_STREAMS
 from megatrain.spec import ModelSpec, Numerics, Policy, Work
+from megatrain.spec.contention import ALONE, Contention
 
 SHALLOW, MORE = 6, 2
 """Layers of the shallowest version that candidates are replayed on, and how many of one kind are added to price it."""
@@ -50,7 +51,7 @@ def undisturbed() -> Iterator[None]:
 def examine(question: Question, choice: Choice, micro_batch: int) -> Plan:
     """The plan of this very policy, replayed whole, whether or not it fits or is the best."""
     work = cut(question, micro_batch)
-    return _replayed(question, choice, work, *_built(question.model, choice, work))
+    return _replayed(question, choice, work, prices(question, choice, work), *_built(question.model, choice, work))
 
 
 def fitted(question: Question, budgets: Mapping[str, int], option: Option) -> list[Plan]:
@@ -80,21 +81,52 @@ _remembered = lru_cache(maxsize=256)(_built)
 """For shallow models: what changes between two questions is often the machine or a budget, and no schedule."""
 
 
-def _replayed(question: Question, choice: Choice, work: Work, schedule: Schedule, peaks: dict[str, int]) -> Plan:
-    price = op_seconds(question.model, choice.numerics, choice.policy, work, question.hardware, question.calibration)
-    timeline = replay(schedule, price, one_processor=question.hardware.shares_memory)
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Of the ops of one step on a question's machine: seconds of each alone, and what streams share."""
+
+    seconds: Callable[[Op], float]
+    shared: Contention
+    one_processor: bool
+
+    def replay(self, schedule: Schedule) -> Timeline:
+        return replay(schedule, self.seconds, self.shared, one_processor=self.one_processor)
+
+    def busy(self, timeline: Timeline) -> tuple[Counter[str], Counter[str]]:
+        """Stream -> seconds that its work takes alone; and of those, the seconds of what begins behind the forward
+        pass. `DRAM` is one of them: what all bytes of host memory take at its full bandwidth."""
+        busy, late = Counter[str](), Counter[str]()
+        ops = timeline.schedule.ops
+        turn = max((end for op, end in zip(ops, timeline.ends, strict=True) if op.kind == "LOSS"), default=0.0)
+        for op, start, end in zip(ops, timeline.starts, timeline.ends, strict=True):
+            alone = self.seconds(op) if self.shared is not ALONE else end - start
+            for stream, spent in ((op.stream, alone), (DRAM, self.shared.dram_nbytes(op) / self.shared.dram_bandwidth)):
+                busy[stream] += spent  # type: ignore[assignment]
+                late[stream] += spent if start >= turn else 0.0  # type: ignore[assignment]
+        return busy, late
+
+
+def prices(question: Question, choice: Choice, work: Work) -> Prices:
+    """Of a step of the question's model."""
+    model, hardware = question.model, question.hardware
+    seconds = op_seconds(model, choice.numerics, choice.policy, work, hardware, question.calibration)
+    return Prices(seconds, contention(model, choice.numerics, hardware), hardware.shares_memory)
+
+
+def _replayed(
+    question: Question, choice: Choice, work: Work, of: Prices, schedule: Schedule, peaks: dict[str, int]
+) -> Plan:
     nbytes = dict(peaks)
     if question.hardware.shares_memory:
         nbytes["host"] += nbytes.pop("device")
     if question.saves:
         nbytes["host"] += save_nbytes(question.model, choice.numerics, choice.policy)
-    return Plan(question, choice, work, timeline, nbytes)
+    return Plan(question, choice, work, of.replay(schedule), nbytes)
 
 
 def seconds_on(plan: Plan, question: Question) -> float:
     """Of the plan's own step, replayed whole on the machine of another question about the same model."""
-    price = op_seconds(question.model, plan.numerics, plan.policy, plan.work, question.hardware, question.calibration)
-    return replay(plan.timeline.schedule, price, one_processor=question.hardware.shares_memory).seconds
+    return prices(question, plan.choice, plan.work).replay(plan.timeline.schedule).seconds
 
 
 def estimate(question: Question, choice: Choice, micro_batch: int) -> Estimate:
@@ -108,27 +140,17 @@ def estimate(question: Question, choice: Choice, micro_batch: int) -> Estimate:
     seconds, nbytes, busy, late = 0.0, Counter[str](), Counter[str](), Counter[str]()
     for weight, model in shallow(question.model):
         placed = choice.change(placements=(ON_DEVICE,) * len(model.units)) if resident else plain
-        plan = _replayed(replace(question, model=model), placed, work, *_remembered(model, placed, work))
+        asked = replace(question, model=model)
+        of = prices(asked, placed, work)
+        plan = _replayed(asked, placed, work, of, *_remembered(model, placed, work))
         seconds += weight * plan.seconds
         for tier, count in plan.nbytes.items():
             nbytes[tier] += weight * count  # type: ignore[assignment]
-        for whole, part in zip((busy, late), _busy(plan.timeline), strict=True):
+        for whole, part in zip((busy, late), of.busy(plan.timeline), strict=True):
             for stream, spent in part.items():
                 whole[stream] += weight * spent  # type: ignore[assignment]
     found = Estimate(seconds, {tier: round(count) for tier, count in nbytes.items()}, dict(busy), dict(late))
     return with_placements(question, choice, found) if choice.policy.placements and not resident else found
-
-
-def _busy(timeline: Timeline) -> tuple[Counter[str], Counter[str]]:
-    """Stream -> seconds in which it has work; and of those, the seconds of what begins behind the forward pass."""
-    busy, late = Counter[str](), Counter[str]()
-    turn = max(
-        (end for op, end in zip(timeline.schedule.ops, timeline.ends, strict=True) if op.kind == "LOSS"), default=0.0
-    )
-    for op, start, end in zip(timeline.schedule.ops, timeline.starts, timeline.ends, strict=True):
-        busy[op.stream] += end - start  # type: ignore[assignment]
-        late[op.stream] += end - start if start >= turn else 0.0  # type: ignore[assignment]
-    return busy, late
 
 
 def with_placements(question: Question, choice: Choice, found: Estimate) -> Estimate:

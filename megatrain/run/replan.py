@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 
 from megatrain.errors import DiskError, DoesNotFit, OutOfDeviceMemory
-from megatrain.plan import Calibration, Choice, Plan, calibrate, examine, find_plan, op_seconds, peak_table
+from megatrain.plan import Calibration, Choice, Plan, calibrate, contention, examine, find_plan, op_seconds, peak_table
 from megatrain.plan.cost import LIKE
 from megatrain.plan.refinements import locks_too_much
 from megatrain.spec import IN_HOST, Policy
@@ -88,7 +88,8 @@ class Replanner:
         if not any(op.kind == "BACKWARD" for op in timeline.schedule.ops):
             return None  # of an evaluation or a sample in between
         price = op_seconds(question.model, self.engine.numerics, policy, work, question.hardware)
-        found = calibrate(question.model, timeline, price, one_processor=question.hardware.shares_memory)
+        shared = contention(question.model, self.engine.numerics, question.hardware)
+        found = calibrate(question.model, timeline, price, shared, one_processor=question.hardware.shares_memory)
         pace = {kind: found.of(kind, "layer") for kind in COPIES if found.knows(kind, "layer")}
         if self._pace is None:
             self._pace = pace

@@ -1,8 +1,9 @@
 """What a schedule would cost: the same ops, walked with a price for each instead of a device.
 
-Streams are first in, first out; an op starts when its stream is free and its waits are over. Nothing else is
-modelled, so whatever the executor does differently is a defect of one of the two. The module leaves out where prices
-come from (`plan.cost`, or measured times).
+Streams are first in, first out; an op starts when its stream is free and its waits are over, and is slowed down by
+others that use host memory, the bus or the drive beside it (`spec.contention`). Nothing else is modelled, so whatever
+the executor does differently is a defect of one of the two. The module leaves out where prices come from (`plan.cost`,
+or measured times).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from megatrain.schedule.ops import STREAMS, Op, Schedule, Stream
 from megatrain.spec import Tier
+from megatrain.spec.contention import ALONE, Contention, Piece, StreamClock
 
 DISK_STREAMS: tuple[Stream, ...] = ("read", "write")
 """They have a processor of their own."""
@@ -123,11 +125,26 @@ def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def replay(schedule: Schedule, cost: Callable[[Op], float], *, one_processor: bool = False) -> Timeline:
-    """Price each op with `cost` (seconds) and walk the schedule.
+def replay(
+    schedule: Schedule, cost: Callable[[Op], float], contention: Contention = ALONE, *, one_processor: bool = False
+) -> Timeline:
+    """Price each op with `cost` (seconds that it takes alone) and walk the schedule.
 
     `one_processor`: all streams but the disk's run on the same cores, so that what overlaps gains nothing, as on a cpu.
     """
+    if one_processor or contention is ALONE:
+        return _undisturbed(schedule, cost, one_processor)
+    clock, pieces = StreamClock(contention), list[Piece]()
+    for op, waits in zip(schedule.ops, schedule.waits, strict=True):
+        before = [pieces[wait] for wait in waits]
+        pieces.append(Piece(op.stream, cost(op), contention.dram_nbytes(op), before))
+        clock.submit(pieces[-1])
+    clock.run()
+    return Timeline(schedule, tuple(piece.began for piece in pieces), tuple(piece.ended for piece in pieces))
+
+
+def _undisturbed(schedule: Schedule, cost: Callable[[Op], float], one_processor: bool) -> Timeline:
+    """Where no stream slows another down, each op starts where those before it have ended."""
     starts: list[float] = []
     ends: list[float] = []
     free: dict[str, float] = dict.fromkeys(STREAMS, 0.0)

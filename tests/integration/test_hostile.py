@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatrain import AdamW, Engine, Policy
 from megatrain.device import Errand
+from megatrain.device.base import Task
 from megatrain.errors import (
     BrokenPromise,
     Deadlock,
@@ -25,10 +26,11 @@ from megatrain.errors import (
     RaceDetected,
     StreamFailed,
 )
-from megatrain.plan import op_seconds
+from megatrain.plan import contention, op_seconds
 from megatrain.schedule import Access, Schedule, build_flush, build_forward, build_step, replay
 from megatrain.schedule.contents import USED
 from megatrain.spec import Hardware, Numerics, Work
+from megatrain.spec.contention import Contention
 from megatrain.spec.layout import layout_of
 from megatrain.testing import (
     KINDS,
@@ -434,6 +436,9 @@ MACHINES = [
     Hardware("balanced", 1 << 40, 1 << 40, 1e6, 1e6, 1e8, 1e7),
     Hardware("slow bus", 1 << 40, 1 << 40, 1e4, 2e4, 1e8, 1e7),
     Hardware("slow host", 1 << 40, 1 << 40, 1e6, 1e6, 1e8, 1e5),
+    Hardware(
+        "shared memory and bus", 1 << 40, 1 << 40, 1e5, 1e5, 1e8, 3e5, dram_bandwidth=2e5, duplex_grad_bandwidth=6e4
+    ),
 ]
 
 
@@ -444,10 +449,12 @@ def test_the_executed_timeline_is_the_replayed_one_whatever_the_adversary(case: 
     work = Work((40, 24))
     schedule = build_step(small_spec(tied=tied), Numerics(), policy, work, pending)  # type: ignore[arg-type]
     price = op_seconds(small_spec(tied=tied), Numerics(), policy, work, hardware)
-    predicted = replay(schedule, price)
+    shared = contention(small_spec(tied=tied), Numerics(), hardware)
+    predicted = replay(schedule, price, shared)
     assert 0 < predicted.stall_seconds() < predicted.seconds
+    assert hardware.dram_bandwidth is None or predicted.seconds > 1.01 * replay(schedule, price).seconds
     for seed in range(4):
-        executed = executed_timeline(schedule, price, seed)
+        executed = executed_timeline(schedule, price, seed, shared)
         assert executed.seconds == pytest.approx(predicted.seconds, rel=0.01)
         assert executed.stall_seconds() == pytest.approx(predicted.stall_seconds(), rel=0.01)
         assert executed.starts == pytest.approx(predicted.starts, rel=0.01, abs=1e-9)
@@ -469,13 +476,18 @@ def test_an_engine_step_takes_the_predicted_time_on_the_virtual_clock(way: str) 
     policy, clip = WAYS[way]
     prices = {"FETCH": 3.0, "GRAD": 1.0, "FORWARD": 2.0, "LOSS": 2.0, "BACKWARD": 5.0, "NORM": 0.2, "UPDATE": 4.0}
     prices |= {"PLACE": 0.1}
-    device = SimDevice(6, cost=lambda task: prices[task.name.split()[0]])
+
+    def cost(task: Task) -> float:
+        return prices[task.name.split()[0]]
+
+    shared = Contention(1.5, lambda task: cost(task) * task.name.startswith(("FETCH", "UPDATE")), {"fetch": 0.8})
+    device = SimDevice(6, cost=cost, contention=shared)
     with Engine.from_model(tiny_model(), device, max_grad_norm=clip, policy=policy) as engine:
         for run in (engine.step, engine.step, engine.step, engine.evaluate):
             run(unequal_batches())
             timeline = engine._streamer.timeline
             assert timeline is not None
-            predicted = replay(timeline.schedule, lambda op: prices[op.kind])
+            predicted = replay(timeline.schedule, lambda op: prices[op.kind], shared)
             assert timeline.seconds == pytest.approx(predicted.seconds, rel=0.01)
             assert timeline.stall_seconds() == pytest.approx(predicted.stall_seconds(), rel=0.01)
 

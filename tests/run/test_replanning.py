@@ -95,6 +95,7 @@ def finds(better: Policy, monkeypatch: pytest.MonkeyPatch, asked: list[Asked] | 
         return SimpleNamespace(question=question, seconds=1.0, policy=better)
 
     monkeypatch.setattr(replan, "op_seconds", lambda *_: None)
+    monkeypatch.setattr(replan, "contention", lambda *_: None)
     monkeypatch.setattr(replan, "calibrate", lambda *_, **__: Calibration())
     monkeypatch.setattr(replan, "examine", lambda *_: SimpleNamespace(seconds=2.0))
     monkeypatch.setattr(replan, "find_plan", found)

@@ -1,0 +1,155 @@
+"""What streams share: host memory's bandwidth, the two ways of the bus, and a drive; and a clock that shares it out.
+
+Streams are first in, first out. A piece of work starts when its stream is free and its waits are over; while others use
+what it uses, it is slowed down. Host memory: where the bytes per second of all pieces under way add up to more than it
+has, all of them run slower by the same factor. Bus and drive: a way has its own share of its speed while the other way
+is in use. `replay` prices schedules by this clock, and the simulated device runs by it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+OTHER_WAY = {"fetch": "grad", "grad": "fetch", "read": "write", "write": "read"}
+"""Streams that share a bus or a drive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contention:
+    """dram_bandwidth: bytes per second of host memory, read plus written; dram_nbytes: those that a task reads and
+    writes. duplex: stream -> share of its own speed that it has while the other way is in use."""
+
+    dram_bandwidth: float = inf
+    dram_nbytes: Callable[[Any], float] = lambda task: 0.0
+    duplex: Mapping[str, float] = field(default_factory=dict)
+
+
+ALONE = Contention()
+"""Streams that share nothing."""
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """One piece of work of a stream. seconds, dram_nbytes: what it takes alone, and reads and writes of host memory."""
+
+    stream: str
+    seconds: float
+    dram_nbytes: float = 0.0
+    waits: Sequence[Piece] = ()
+    submitted: float = 0.0
+    began: float = inf
+    ended: float = inf
+    """`inf` until it has ended."""
+    stalled: float = 0.0
+    """Seconds that its stream, free, has waited for it since it was submitted."""
+
+    @property
+    def dram_rate(self) -> float:
+        return self.dram_nbytes / self.seconds if self.seconds else 0.0
+
+
+class StreamClock:
+    """Virtual time of pieces of work on streams that share resources."""
+
+    def __init__(self, contention: Contention, now: float = 0.0) -> None:
+        self._dram, self._duplex = contention.dram_bandwidth, contention.duplex
+        self._queues: dict[str, deque[Piece]] = defaultdict(deque)
+        self._under_way: dict[str, _UnderWay] = {}
+        """Of each busy stream."""
+        self._free: dict[str, float] = {}
+        self._blocked: dict[int, list[str]] = {}
+        """A piece that has not ended, by id -> idle streams whose first piece waits for it."""
+        self._idle: set[str] = set()
+        """Streams that may have something to start."""
+        self._now = now
+
+    def submit(self, piece: Piece) -> None:
+        """Add it behind the others of its stream. What it waits for has been submitted."""
+        queue = self._queues[piece.stream]
+        queue.append(piece)
+        if len(queue) == 1:
+            self._idle.add(piece.stream)
+
+    def run(self, until: Piece | None = None) -> float:
+        """Go on until that piece has ended, or all have; the time then, in seconds."""
+        while until is None or until.ended == inf:
+            later = self._start()
+            if not self._under_way:
+                if later == inf:
+                    break  # nothing is left, or what is left waits for what is never submitted
+                self._now = later
+                continue
+            self._advance(later)
+        return self._now if until is None else until.ended
+
+    def _start(self) -> float:
+        """Start what can start now; the time of the next that has yet to be submitted."""
+        later = inf
+        for stream in sorted(self._idle):
+            piece = self._queues[stream][0]
+            missing = next((each for each in piece.waits if each.ended == inf), None)
+            if missing is not None:
+                self._blocked.setdefault(id(missing), []).append(stream)
+            elif piece.submitted > self._now:
+                later = min(later, piece.submitted)
+                continue
+            else:
+                ready = max((piece.submitted, *(each.ended for each in piece.waits)))
+                piece.began = self._now
+                piece.stalled = max(0.0, ready - max(self._free.get(stream, 0.0), piece.submitted))
+                self._under_way[stream] = _UnderWay(piece, self._now, piece.seconds)
+            self._idle.discard(stream)
+        return later
+
+    def _advance(self, latest: float) -> None:
+        """To the next end of a piece, or to `latest`."""
+        for stream, speed in self._speeds().items():
+            self._under_way[stream].go_on(self._now, speed)
+        self._now = min(latest, min(each.ends for each in self._under_way.values()))
+        for stream, each in list(self._under_way.items()):
+            if each.ends <= self._now:
+                self._end(stream, each.piece)
+
+    def _end(self, stream: str, piece: Piece) -> None:
+        piece.ended = self._free[stream] = self._now
+        piece.waits = ()  # so that what is over is forgotten
+        del self._under_way[stream]
+        queue = self._queues[stream]
+        queue.popleft()
+        if queue:
+            self._idle.add(stream)
+        self._idle.update(self._blocked.pop(id(piece), ()))
+
+    def _speeds(self) -> dict[str, float]:
+        """Of each stream with work under way, over what it has alone."""
+        busy = self._under_way
+        speeds = {stream: self._duplex.get(stream, 1.0) if OTHER_WAY.get(stream) in busy else 1.0 for stream in busy}
+        wanted = sum(busy[stream].piece.dram_rate * speed for stream, speed in speeds.items())
+        if wanted > self._dram:
+            for stream in busy:
+                speeds[stream] *= self._dram / wanted if busy[stream].piece.dram_nbytes else 1.0
+        return speeds
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A piece since its speed last changed: how many of its seconds were left then."""
+
+    piece: Piece
+    since: float
+    left: float
+    speed: float = 1.0
+
+    @property
+    def ends(self) -> float:
+        return self.since + self.left / self.speed
+
+    def go_on(self, now: float, speed: float) -> None:
+        """From now on at another speed."""
+        if speed != self.speed:
+            self.left = max(0.0, self.left - (now - self.since) * self.speed)
+            self.since, self.speed = now, speed
