@@ -128,12 +128,11 @@ class MicroMajor(UpdatesLast):
 
     def step(self) -> Schedule:
         visits: list[Visit] = []
-        everything = self.micros
-        for micro in everything:
-            self.micros, self.gradients.micro = range(micro, micro + 1), micro
-            visits += [self._forward_visit(unit) for unit in self.units[:-1]]
-            visits += [self._loss_visit(), *self._backward_visits()]
-        self.micros = everything
+        for micro in range(self.work.micro_batches):
+            self.gradients.micro = micro
+            one = range(micro, micro + 1)
+            visits += [self._forward_visit(unit, one) for unit in self.units[:-1]]
+            visits += [self._loss_visit(one), *self._backward_visits(one)]
         return self._emit(visits)
 
     def _gradient_out(self, unit: int) -> list[Op]:
@@ -163,6 +162,13 @@ class EachMicroBatch(Gradients):
             reads.append(replace(place, content=replace(self._term(unit), terms=done)))
         self._terms[unit] = (done + 1) % parts
         writes.append(replace(place, content=replace(self._term(unit), terms=done + 1 if done + 1 < parts else None)))
+
+    def is_whole(self, unit: int) -> bool:
+        """That of a micro-batch leaves."""
+        return True
+
+    def take_up(self, unit: int) -> list[Op]:
+        return []
 
     def leave(self, unit: int) -> list[Op]:
         micro, trained, out = self.micro, self._trained[unit], self._numerics.grad_nbytes

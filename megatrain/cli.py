@@ -202,7 +202,9 @@ def _plan(
     device_memory: Annotated[str | None, typer.Option(help="Budget, 24GB or 80% say.")] = None,
     host_memory: Annotated[str | None, typer.Option(help="Budget, 512GB say.")] = None,
     disk_memory: Annotated[str | None, typer.Option(help="Budget of the disk tier, 2TB say; 0 does without.")] = None,
-    token_budget: Annotated[float, typer.Option(help="Tokens to train on, for how many days.")] = 1e12,
+    token_budget: Annotated[
+        float | None, typer.Option(help="Tokens to train on, 1e9 say: how long a run takes.")
+    ] = None,
     sweep: Annotated[bool, typer.Option("--sweep", help="Heat map of tokens/s over memory budgets.")] = False,
     html: Annotated[
         str | None, typer.Option(help="Page to write, with the timeline of a step.", callback=_path("file"))

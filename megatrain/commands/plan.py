@@ -11,7 +11,8 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,13 +38,19 @@ from megatrain.plan import (
     upgrades,
 )
 from megatrain.plan.byte_amounts import parse_nbytes
+from megatrain.plan.question import MOST_TOKENS
 from megatrain.plan.report import (
     amount,
     as_content,
-    load_rows,
+    configuration,
+    figure_lines,
+    free_rows,
+    sensitivity_rows,
     summary_rows,
     upgrade_rows,
     use_rows,
+    warning_rows,
+    without_gain,
 )
 from megatrain.run.this_machine import described_machine, probed_machine, this_machine
 from megatrain.spec import Hardware, Limits, ModelSpec, Precision
@@ -67,7 +74,7 @@ def run_plan(
     device_memory: str | None = None,
     host_memory: str | None = None,
     disk_memory: str | None = None,
-    token_budget: float = 1e12,
+    token_budget: float | None = None,
     sweeps: bool = False,
     html: str | None = None,
     json_file: str | None = None,
@@ -78,26 +85,31 @@ def run_plan(
 
     model: hub name, folder, config.json, or a file that `json_file` of an earlier plan names. hardware: a machine of
     the library or a hardware file; `None` is this machine. Memories are texts such as `24GB` or `80%`; `0` of the disk
-    leaves it alone. Raises a `MegaTrainError`
-    for whatever is wrong: `DoesNotFit` with the nearest change that fits.
+    leaves it alone. Raises a `MegaTrainError` for whatever is wrong, before the model is read where that tells nothing:
+    `DoesNotFit` with the nearest change that fits.
     """
     if precision not in ("bf16", "fp32"):
         raise ConfigError(f"{precision!r} is no precision", where="--precision", fix="use bf16 or fp32")
-    if not 0 < token_budget <= 1e18:
+    if token_budget is not None and not 0 < token_budget <= 1e18:
         raise ConfigError(f"{token_budget:g} tokens", where="--token-budget", fix="give a number such as 1e12")
     files = {"--html": html, "--json": json_file}
     targets = {option: _writable(option, file) for option, file in files.items() if file is not None}
+    _refuse_tokens(length, tokens_per_step)
+    memories = {"device": device_memory, "host": host_memory, "disk": disk_memory}
+    for tier, text in memories.items():
+        _nbytes(tier, text, 10**12)  # before a machine is measured
     machine = find_hardware(hardware, precision)
+    limits = _limits(machine, memories, is_this_one=hardware is None)
     spec = find_model(model, precision, attention=attention, trust_remote_code=trust_remote_code)
     length = _length(spec, length, tokens_per_step)
     tokens = max(length, TOKENS_PER_STEP) if tokens_per_step is None else tokens_per_step
-    limits = _limits(machine, device_memory, host_memory, disk_memory)
     question = Question(spec, machine, tokens, length, precision, clips, saves=True, limits=limits)
     plan = _planned(question, may_shrink=tokens_per_step is None)
     outlook = look(plan, token_budget)
     swept = sweep(plan) if sweeps else None
     facts = _facts(plan)
     show(console, outlook, facts, swept)
+    _show_next(console, plan, _model_keys(model, attention, trust_remote_code=trust_remote_code))
     if "--html" in targets:
         _write(targets["--html"], render_page(outlook, facts, swept))
     if "--json" in targets:
@@ -173,17 +185,40 @@ def _unprobed_machine(precision: Precision) -> Hardware:
         device.close()
 
 
-def _limits(machine: Hardware, device: str | None, host: str | None, disk: str | None) -> Limits:
-    """From texts such as `24GB` or `80%`; of the disk `0` too."""
-    if device is not None and machine.shares_memory:
+def _refuse_tokens(length: int | None, tokens_per_step: int | None) -> None:
+    """Raise `ConfigError` for numbers of tokens that no model can have."""
+    if length is not None and length < 1:
+        raise ConfigError(f"sequences of {length} tokens", where="--sequence-length", fix="give 1 or more")
+    tokens = (length or 1) if tokens_per_step is None else tokens_per_step
+    if tokens > MOST_TOKENS:
+        what, fix = f"{tokens:,} tokens per step are more than anyone trains with", f"give {MOST_TOKENS:,} or less"
+        raise ConfigError(what, where="--sequence-length" if tokens_per_step is None else "--tokens-per-step", fix=fix)
+    if tokens < (length or 1):
+        what = f"{tokens:,} tokens per step of sequences of {length or 1:,}"
+        raise ConfigError(what, where="--tokens-per-step", fix="give at least one sequence's tokens")
+
+
+def _nbytes(tier: str, text: str | None, there: int) -> int | None:
+    """From a text such as `24GB` or `80%`; of the disk `0` too."""
+    if text is None:
+        return None
+    return 0 if tier == "disk" and text.strip() == "0" else parse_nbytes(text, f"--{tier}-memory", there)
+
+
+def _limits(machine: Hardware, memories: Mapping[str, str | None], *, is_this_one: bool) -> Limits:
+    """Of each tier, from a text.
+
+    More than a described machine has describes another configuration of it; what is not in this machine cannot be used.
+    """
+    if memories["device"] is not None and machine.shares_memory:
         what = f"{machine.name} computes in host memory"
         raise ConfigError(what, where="--device-memory", fix="give --host-memory alone")
     there = {"device": machine.device_nbytes, "host": machine.host_nbytes, "disk": machine.disk_nbytes or 0}
-    found: dict[str, int | None] = {}
-    for tier, text in (("device", device), ("host", host), ("disk", disk)):
-        none = tier == "disk" and text is not None and text.strip() == "0"
-        given = None if text is None else 0 if none else parse_nbytes(text, f"--{tier}-memory", there[tier])
-        found[tier] = given
+    found = {tier: _nbytes(tier, text, there[tier]) for tier, text in memories.items()}
+    for tier, nbytes in found.items():
+        if is_this_one and nbytes and 0 < there[tier] < nbytes:
+            what = f"{amount(nbytes)} of {tier} memory, and this machine has {amount(there[tier])}"
+            raise ConfigError(what, where=f"--{tier}-memory", fix="give less, or name another machine with --hardware")
     return Limits(found["device"], found["host"], found["disk"])
 
 
@@ -261,9 +296,21 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     return [
         ("model", describe_model(plan.question.model)),
         ("machine", f"{hardware.name}: {device}{amount(hardware.host_nbytes)} host"),
+        *_beyond(plan.question),
         ("attention", plan.question.model.attention),
         ("policy", "; ".join(describe_policy(plan.numerics, plan.policy))),
         *_disk_tier(plan),
+    ]
+
+
+def _beyond(question: Question) -> list[tuple[str, str]]:
+    """Memories of which more is asked about than the described machine has."""
+    hardware = question.hardware
+    there = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
+    return [
+        (f"{tier} memory", f"{amount(asked)} as asked; the described machine has {amount(there[tier])}")
+        for tier in there
+        if (asked := question.limits.of(tier) or 0) > there[tier]
     ]
 
 
@@ -284,15 +331,52 @@ def show(
     """Print a plan with everything that follows from it."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
-    for name, fact in (*facts, *summary_rows(outlook)):
+    for name, fact in (*warning_rows(outlook), *facts, *summary_rows(outlook)):
         grid.add_row(name, Text(fact))
     console.print(grid)
     console.print(_memory(outlook.plan))
-    heads = ("stream", "share of the step", "busy", "busy for", "slack")
-    console.print(_table("what limits", heads, load_rows(outlook)))
-    console.print(_table("one upgrade", ("upgrade", "tokens/s", "gain"), upgrade_rows(outlook.upgrades)))
+    heads = ("resource", "busy", "step with 10% more of it")
+    console.print(_table("what limits", heads, sensitivity_rows(outlook)))
+    console.print(Text("\n".join(figure_lines(outlook))), end="\n\n" if outlook.figures else "")
+    for title, rows in (("changes that cost nothing", free_rows(outlook)), ("one upgrade", upgrade_rows(outlook))):
+        if rows:
+            console.print(_table(title, ("change", "tokens/s", "gain"), rows))
+    if words := without_gain(outlook):
+        console.print(Text(words), end="\n\n")
     if swept is not None:
         console.print(_heat_map(swept))
+
+
+def _show_next(console: Console, plan: Plan, model: Mapping[str, Any]) -> None:
+    """What asks for this plan in the configuration of a run, and the commands that write one and train."""
+    question = plan.question
+    lines = [_yaml(name, section) for name, section in ({"model": model} | configuration(plan)).items()]
+    init = ["megatrain", "init", "config.yaml", "--model", str(model.get("path") or model["config"]), "--data", "FILE"]
+    init += ["--sequence-length", str(question.length)]
+    init += ["--precision", question.precision] if question.precision != "bf16" else []
+    init += ["--disk", "FOLDER"] if plan.nbytes.get("disk") else []
+    init += ["--from-scratch"] if "config" in model else []
+    init += ["--trust-remote-code"] if "trust_remote_code" in model else []
+    console.print(Text.assemble(("in a configuration:\n", "bold"), "\n".join(lines)), soft_wrap=True)
+    console.print(
+        Text.assemble(("next: ", "bold"), f"{shlex.join(init)}, then megatrain train config.yaml"), soft_wrap=True
+    )
+
+
+def _model_keys(source: str, attention: str, *, trust_remote_code: bool) -> dict[str, Any]:
+    """`path` of a trained model or `config` of a fresh one; a saved plan does not say where its model is."""
+    path, keys = usable_path(source, where="model", error=ModelError), {"path": source}
+    if path.is_file():
+        content = read_json(path)
+        keys = {"path": "MODEL"} if isinstance(content, dict) and "model" in content else {"config": source}
+    more = {"attention": attention} if attention != "auto" else {}
+    return keys | more | ({"trust_remote_code": True} if trust_remote_code else {})
+
+
+def _yaml(name: str, section: Mapping[str, object]) -> str:
+    return (
+        f"{name}: {{{', '.join(f'{key}: {json.dumps(value, ensure_ascii=False)}' for key, value in section.items())}}}"
+    )
 
 
 def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) -> Table:
@@ -338,6 +422,9 @@ def _writable(option: str, file: str) -> Path:
     path = usable_path(file, where=option, to_write="file")
     if not path.parent.is_dir():
         raise ConfigError(f"there is no folder {path.parent}", where=option, fix="make it, or choose another file")
+    if not os.access(path.parent, os.W_OK):
+        what = f"nothing can be written into the folder {path.parent}"
+        raise ConfigError(what, where=option, fix="choose a file in a folder of yours")
     return path
 
 

@@ -74,6 +74,7 @@ _IN_TURN = {  # of the time of what is measured in turn
     "optimizer": 5.0,
     "norm": 1.0,
     "host memory": 2.0,
+    "all of host memory": 1.0,
     "fresh memory": 0.5,
 }
 _WEIGHTS = {  # of the time
@@ -199,6 +200,7 @@ def _in_turn(device: Device, threads: int, whole_seconds: float, seconds: float,
     }
     measurements |= {"device memory": copy_bandwidth(device), "launches": launch_seconds(device)}
     measurements |= {**_passes(numel, threads), "host memory": _host_memory(), "fresh memory": _fresh_memory()}
+    measurements["all of host memory"] = _all_of_host_memory()
     shares = {name: seconds * weight / sum(_IN_TURN.values()) for name, weight in _IN_TURN.items()}
     results = measure_in_turn(device, measurements, shares)
     for precision in PRECISIONS:
@@ -267,6 +269,13 @@ def _host_memory() -> Measurement:
     return Measurement({0: lambda: np.copyto(target, source)}, lambda spent: source.nbytes / spent[0], "host")
 
 
+def _all_of_host_memory() -> Measurement:
+    """Bytes per second, read plus written, of a copy on all threads."""
+    source = torch.ones(min(FILE_NBYTES, available_host_nbytes() // 16), dtype=torch.uint8)
+    target = torch.ones_like(source)
+    return Measurement({0: lambda: target.copy_(source)}, lambda spent: 2 * source.nbytes / spent[0], "host")
+
+
 def _fresh_memory() -> Measurement:
     """Bytes per second of new pages, each touched once."""
 
@@ -278,17 +287,19 @@ def _fresh_memory() -> Measurement:
 
 def _host(results: Mapping[str, Any], numel: int, shares_memory: bool, found: _Findings) -> None:
     rows, norm, copied = results["optimizer"], results["norm"], results["host memory"]
-    fresh = results["fresh memory"]
+    fresh, dram = results["fresh memory"], max(results["all of host memory"], rows[-1][1], norm)
     found.note(f"measured: AdamW over {numel:,} parameters", optimizer_bandwidth=rows, host_bandwidth=rows[-1][1])
     found.note(f"measured: {numel:,} bfloat16 gradients", norm_bandwidth=norm)
     by_threads = ", ".join(f"{rate / 1e9:.1f} on {count}" for count, rate in rows)
     found.say(f"optimizer pass: {by_threads} threads, in GB/s; norm: {norm / 1e9:.1f} GB/s")
     found.note("measured: numpy, one thread", host_copy_bandwidth=copied)
+    found.note("measured: the most of a copy, AdamW and norms, on all threads", dram_bandwidth=dram)
     found.note("measured: pages of new memory, each touched once", fresh_bandwidth=fresh)
     if shares_memory:
         origin = "nothing crosses a bus: a copy within host memory"
         found.note(origin, fetch_bandwidth=copied, grad_bandwidth=copied)
-    found.say(f"host memory: one thread copies {copied / 1e9:.1f} GB/s, new pages come at {fresh / 1e9:.1f} GB/s")
+    each = f"one thread copies {copied / 1e9:.1f} GB/s, all together move {dram / 1e9:.1f} GB/s"
+    found.say(f"host memory: {each}, new pages come at {fresh / 1e9:.1f} GB/s")
 
 
 def _copies(device: Device, clock: _Clock, found: _Findings) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 from megatrain.plan.cost import DRAM, Calibration, dram_bandwidth, forward_seconds, shape_of
 from megatrain.plan.placement import PARTS, spread
 from megatrain.plan.question import Choice, Estimate, Question
-from megatrain.spec import Keep, Work
+from megatrain.spec import Keep, Policy, Work
 
 KINDS: tuple[Keep, ...] = get_args(Keep)
 
@@ -83,7 +83,15 @@ def changes(question: Question, choice: Choice, work: Work) -> Changes:
         found["crossing"]["offload"] += 0.0 if hardware.shares_memory else boundary / dram_bandwidth(hardware)
         found["device"]["drop"] -= boundary
         found["compute"]["drop"] += again
+    rounds = rounds_of(choice.policy, work.micro_batches * work.repeats)
+    for tier in ("device", "host"):  # what a round keeps is gone in the next
+        found[tier] = {kind: nbytes / rounds for kind, nbytes in found[tier].items()}
     return Changes(**{name: tuple(each[kind] for kind in KINDS) for name, each in found.items()})
+
+
+def rounds_of(policy: Policy, micro_batches: float) -> float:
+    """How many rounds a step of so many micro-batches has."""
+    return max(1.0, micro_batches / (policy.round_micro_batches or micro_batches))
 
 
 class Mixtures:

@@ -52,17 +52,29 @@ def _halves(number: int) -> Iterator[int]:
 def nearest_that_fits(
     model: ModelSpec, numerics: Numerics, policy: Policy, work: Work, budgets: Mapping[str, int]
 ) -> str:
-    """In words: the smallest change of the policy that keeps every tier within its budget (bytes), if there is one."""
+    """In words: the smallest change of the policy that keeps every tier within its budget (bytes), if there is one.
+
+    None that takes more of a tier than the policy that has failed, or just as much: what is held for the whole run is
+    not all that a step takes.
+    """
     tried: dict[str, dict[str, Any]] = {
         "one weight slot and one gradient slot would fit": {"weight_slots": 1, "grad_slots": 1},
         "no clipping (max_grad_norm=None) would fit": {"update": "during_backward"},
         "no clipping, and one slot each, would fit": {"update": "during_backward", "weight_slots": 1, "grad_slots": 1},
     }
+    failed = _needed(model, numerics, policy, work)
     for words, change in tried.items():
-        table = memory_table(model, numerics, replace(policy, **change), work)
-        needed = {tier: sum(n for (of, _), n in table.items() if of == tier) for tier in ("device", "host")}
-        if policy.shares_memory:
-            needed["host"] += needed.pop("device")
-        if all(needed.get(tier, 0) <= nbytes for tier, nbytes in budgets.items()):
+        needed = _needed(model, numerics, replace(policy, **change), work)
+        takes_more = any(nbytes > failed.get(tier, 0) for tier, nbytes in needed.items())
+        if needed != failed and not takes_more and all(needed.get(tier, 0) <= most for tier, most in budgets.items()):
             return words
     return "no other policy of this model fits"
+
+
+def _needed(model: ModelSpec, numerics: Numerics, policy: Policy, work: Work) -> dict[str, int]:
+    """Tier -> bytes that are held for the whole run."""
+    table = memory_table(model, numerics, policy, work)
+    needed = {tier: sum(n for (of, _), n in table.items() if of == tier) for tier in ("device", "host")}
+    if policy.shares_memory:
+        needed["host"] += needed.pop("device")
+    return needed

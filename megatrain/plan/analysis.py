@@ -1,4 +1,4 @@
-"""What a plan means: what limits the step, when transfers hide, what a run takes, and what an upgrade would buy.
+"""What a plan means: what limits the step, when transfers hide, what a run takes, and what a change would gain.
 
 Everything is read off the plan's own timeline, or found by pricing the same question again with one thing changed.
 Seconds of the *chain* are those of the ops that follow each other without a gap from the start of the step to its end:
@@ -9,15 +9,23 @@ leaves out how any of it is shown (`report`, `html`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from math import inf
+from typing import Any
 
 from megatrain.errors import DoesNotFit
-from megatrain.plan.cost import step_flops
+from megatrain.plan.cost import (
+    attention_seconds,
+    disk_bandwidths,
+    dram_bandwidth,
+    packing_bandwidth,
+    product_flops,
+    step_flops,
+)
 from megatrain.plan.estimates import estimate, seconds_on
 from megatrain.plan.machines import machine, machine_names
 from megatrain.plan.question import MOST_TOKENS, Choice, Estimate, Plan, Question, usable_nbytes
@@ -30,6 +38,17 @@ HIDDEN_STALL = 0.02
 
 WORTH_A_SEARCH = 0.99
 """Promised seconds, to those that are estimated of the plan, from which on a better machine is planned for anew."""
+
+MORE = 1.1
+"""Times as much of a resource, in what is said of how the step depends on it."""
+
+DECISIVE = 0.02
+"""Of the step: a figure of the machine decides where `MORE` of it saves more."""
+
+WORTH_SAYING = 0.01
+"""Gain of a change that costs nothing, below which it is not named."""
+
+BILLION = 1_000_000_000
 
 SECONDS_PER_DAY = 86_400.0
 
@@ -47,6 +66,48 @@ STREAM_WORDS = {
     "unpack": "out of pinned staging",
 }
 """Stream -> what it is to a person."""
+
+RESOURCES: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
+    "compute": (
+        ("compute",),
+        {
+            "large products": ("flops", "flops_fp32", "peak_flops", "peak_flops_fp32", "products"),
+            "attention": ("attention",),
+        },
+    ),
+    "device memory": (
+        (),
+        {
+            "device memory": ("device_bandwidth", "elementwise_bandwidth", "fresh_bandwidth"),
+            "elementwise ops": ("elementwise",),
+        },
+    ),
+    "bus": (
+        ("fetch", "grad"),
+        {
+            "bus up": ("fetch_bandwidth", "duplex_fetch_bandwidth", "pageable_fetch_bandwidth"),
+            "bus down": ("grad_bandwidth", "duplex_grad_bandwidth", "pageable_grad_bandwidth"),
+        },
+    ),
+    "host memory": (
+        ("host", "pack", "unpack"),
+        {
+            "host memory": ("dram_bandwidth",),
+            "optimizer": ("host_bandwidth", "optimizer_bandwidth"),
+            "gradient norm": ("norm_bandwidth",),
+            "copies of one thread": ("host_copy_bandwidth",),
+        },
+    ),
+    "disk": (
+        ("read", "write"),
+        {
+            "disk in": ("disk_read_bandwidth", "disk_duplex_read_bandwidth"),
+            "disk out": ("disk_write_bandwidth", "disk_duplex_write_bandwidth"),
+        },
+    ),
+}
+"""Resource of a machine -> the streams that are busy with it, and its figures: each by the fields that it stands for,
+the first of them the one that is shown."""
 
 GB, GIB = 1_000_000_000, 1 << 30
 DEVICE_SIZES = tuple(size * GB for size in (8, 12, 16, 24, 32, 48, 80, 96, 141, 192))
@@ -79,8 +140,31 @@ class Hiding:
 
 
 @dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """What the plan's own step gains from a machine with `MORE` of one resource."""
+
+    resource: str
+    busy: tuple[tuple[str, float], ...]
+    """Streams that use it, in a person's words, and the share of the step in which each has something to do."""
+    saved: float
+    """Share of the step's time; negative where a step takes longer, because its ops meet at another time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One rate of the machine, what the step gains from `MORE` of it, and where it is from."""
+
+    name: str
+    per_second: float
+    unit: str
+    """FLOP or B."""
+    source: str
+    saved: float
+
+
+@dataclass(frozen=True, slots=True)
 class Upgrade:
-    """What one change of the machine would buy; `None` where the model does not fit with it either."""
+    """What one change would gain; `None` where the model does not fit with it either."""
 
     name: str
     tokens_per_second: float | None
@@ -99,16 +183,22 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Outlook:
-    """A plan, and what follows from it for a run of `token_budget` tokens."""
+    """A plan, and what follows from it for a run of `token_budget` tokens, where a user has said how many."""
 
     plan: Plan
-    token_budget: float
+    token_budget: float | None
     flops_per_second: float
     """Useful: what is recomputed does not count."""
     loads: tuple[Load, ...]
     """By their share of the chain, largest first: the first is what limits."""
     hiding: Hiding | None
     upgrades: tuple[Upgrade, ...]
+    free_changes: tuple[Upgrade, ...] = ()
+    """Of the run, not of the machine."""
+    sensitivities: tuple[Sensitivity, ...] = ()
+    """What `MORE` of it saves most of first."""
+    figures: tuple[Figure, ...] = ()
+    """Those that decide, in the same order."""
 
     @property
     def peak_flops(self) -> float:
@@ -131,8 +221,12 @@ class Outlook:
         return {STREAM_WORDS.get(stream, stream): seconds / self.plan.seconds for stream, seconds in found.items()}
 
     @property
-    def run_seconds(self) -> float:
-        return self.token_budget / self.plan.tokens_per_second
+    def run_seconds(self) -> float | None:
+        return None if self.token_budget is None else self.token_budget / self.plan.tokens_per_second
+
+    @property
+    def seconds_per_billion_tokens(self) -> float:
+        return BILLION / self.plan.tokens_per_second
 
     @property
     def written_nbytes_per_day(self) -> float:
@@ -156,11 +250,18 @@ def written_nbytes_per_day(plan: Plan) -> float:
     return written_nbytes(plan) / plan.seconds * SECONDS_PER_DAY
 
 
-def look(plan: Plan, token_budget: float = 1e12) -> Outlook:
-    """What follows from a plan for a run of `token_budget` tokens."""
+def look(plan: Plan, token_budget: float | None = None) -> Outlook:
+    """What follows from a plan, and for a run of `token_budget` tokens."""
     question = plan.question
-    useful = step_flops(question.model, [(question.sequences, question.length)])
-    return Outlook(plan, token_budget, useful / plan.seconds, loads(plan), hiding(plan), upgrades(question, plan))
+    useful = step_flops(question.model, [(question.sequences, question.length)]) / plan.seconds
+    found = sensitivities(plan)
+    return Outlook(
+        *(plan, token_budget, useful, loads(plan), hiding(plan)),
+        upgrades=upgrades(question, plan),
+        free_changes=free_changes(plan),
+        sensitivities=found,
+        figures=figures(plan, found),
+    )
 
 
 def peak_flops(hardware: Hardware, precision: Precision) -> float:
@@ -243,6 +344,99 @@ class _Causes:
         return next((each for each in candidates if each >= 0 and self._timeline.ends[each] == start), -1)
 
 
+# What the step depends on --------------------------------------------------------------------------------------------
+
+
+def sensitivities(plan: Plan) -> tuple[Sensitivity, ...]:
+    """What the plan's own step gains from `MORE` of each resource, replayed whole; of the disk, where it is used."""
+    busy = {load.stream: load.busy_seconds / plan.seconds for load in loads(plan)}
+    found = []
+    for resource, (streams, parts) in _resources(plan).items():
+        shares = tuple((STREAM_WORDS[stream], busy[stream]) for stream in streams if stream in busy)
+        found.append(Sensitivity(resource, shares, _saved(plan, chain.from_iterable(parts.values()))))
+    return tuple(sorted(found, key=lambda each: -round(each.saved, 4)))
+
+
+def figures(plan: Plan, found: tuple[Sensitivity, ...]) -> tuple[Figure, ...]:
+    """The figures of the machine that decide how long the step takes."""
+    hardware, resources = _complete(plan.question.hardware), _resources(plan)
+    decisive = []
+    for resource in (each.resource for each in found if each.saved > DECISIVE):
+        for name, fields in resources[resource][1].items():
+            if (saved := _saved(plan, fields)) > DECISIVE:
+                field, per_second, unit = _rate(plan, hardware, fields)
+                source = dict(hardware.sources).get(field, "")
+                if not source and not getattr(plan.question.hardware, field):
+                    source = "assumed: nobody has measured it"
+                decisive.append(Figure(name, per_second, unit, source or "no source is given", saved))
+    return tuple(decisive)
+
+
+def _resources(plan: Plan) -> dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]]:
+    """Those that the plan's step may depend on. Where the device computes in host memory, memory is one of them."""
+    found = dict(RESOURCES)
+    if not _uses_disk(plan):
+        del found["disk"]
+    if plan.question.hardware.shares_memory:
+        memories = [found.pop(name) for name in ("device memory", "bus", "host memory")]
+        streams = tuple(chain.from_iterable(streams for streams, _ in memories))
+        found["memory"] = streams, {name: fields for _, parts in memories for name, fields in parts.items()}
+    return found
+
+
+def _saved(plan: Plan, fields: Iterable[str]) -> float:
+    """Share of the step's time that `MORE` of these rates saves."""
+    hardware = _faster(plan.question.hardware, fields, MORE)
+    return 1.0 - seconds_on(plan, replace(plan.question, hardware=hardware)) / plan.seconds
+
+
+def _rate(plan: Plan, hardware: Hardware, fields: tuple[str, ...]) -> tuple[str, float, str]:
+    """The field that a figure is shown by, its rate and its unit."""
+    precision, length = plan.question.precision, plan.question.length
+    field = next((each for each in fields if getattr(hardware, each)), fields[0])
+    if fields[0] == "flops":
+        field = "flops_fp32" if precision == "fp32" and hardware.flops_fp32 else "flops"
+        return field, product_flops(hardware, precision), "FLOP"
+    if fields[0] == "attention":
+        return field, 2.0 * length / attention_seconds(hardware, precision, 1, length, 1)[0], "FLOP"
+    if fields[0] == "elementwise":
+        rows = [row.forward_bandwidth for row in hardware.elementwise if row.precision == precision]
+        return field, max(rows, default=0.0), "B"
+    return field, getattr(hardware, field), "B"
+
+
+def _complete(hardware: Hardware) -> Hardware:
+    """With rates that `cost` assumes where they are not known, or takes from others."""
+    read, write = disk_bandwidths(hardware)
+    return replace(
+        hardware,
+        dram_bandwidth=dram_bandwidth(hardware),
+        host_copy_bandwidth=packing_bandwidth(hardware),
+        disk_read_bandwidth=read,
+        disk_write_bandwidth=write,
+    )
+
+
+def _faster(hardware: Hardware, fields: Iterable[str], factor: float) -> Hardware:
+    """The machine with `factor` times each of these rates, those of tables included."""
+    hardware = _complete(hardware)
+    changes: dict[str, object] = {}
+    for field in fields:
+        rate = getattr(hardware, field)
+        if isinstance(rate, tuple):
+            changes[field] = tuple(_faster_row(row, factor) for row in rate)
+        elif rate is not None:
+            changes[field] = factor * rate
+    return replace(hardware, **changes)  # type: ignore[arg-type]
+
+
+def _faster_row(row: Any, factor: float) -> Any:
+    if isinstance(row, tuple):  # threads, and the rate with so many
+        return row[0], factor * row[1]
+    rates = [name for name in row.__slots__ if name.endswith(("flops", "bandwidth"))]
+    return replace(row, **{name: factor * getattr(row, name) for name in rates})
+
+
 # When transfers hide -----------------------------------------------------------------------------------------------
 
 
@@ -307,7 +501,45 @@ def _instant(hardware: Hardware) -> Hardware:
     )
 
 
-# Upgrades ----------------------------------------------------------------------------------------------------------
+# Changes -----------------------------------------------------------------------------------------------------------
+
+
+def free_changes(plan: Plan) -> tuple[Upgrade, ...]:
+    """What costs nothing, and what it would gain, about: more sequences in a step, and gradients that are not clipped.
+
+    Neither makes compute itself quicker, so nothing is tried where it does not wait. With micro-batches as they are,
+    each is priced by an estimate, relative to the plan's own estimate or its replay, whichever is less; where the disk
+    is used, of which estimates are too far off, it is planned for.
+    """
+    question, found = plan.question, []
+    if plan.timeline.stall_seconds() < HIDDEN_STALL * plan.seconds:
+        return ()
+    today = estimate(question, plan.choice, plan.micro_batch).seconds
+    for name, change in _free(question).items():
+        asked = replace(change, overrides={**change.overrides, "micro_batch": plan.micro_batch})
+        (promised,) = survey(asked, [asked.budgets()])
+        if promised is None:
+            continue
+        gained = min(today, plan.seconds) / promised.seconds
+        if _uses_disk(plan):
+            with suppress(DoesNotFit):
+                gained = plan.seconds / find_plan(asked).seconds
+        if asked.sequences > question.sequences:
+            gained = min(gained, 1.0)  # a step of more sequences is no shorter
+        ratio = gained * asked.sequences / question.sequences
+        if ratio > 1 + WORTH_SAYING:
+            found.append(Upgrade(name, plan.tokens_per_second * ratio, ratio))
+    return tuple(found)
+
+
+def _free(question: Question) -> dict[str, Question]:
+    """Name of a change -> the question with it."""
+    changes, twice = {}, 2 * question.sequences * question.length
+    if twice <= MOST_TOKENS:
+        changes[f"{twice:,} tokens per step, in twice the sequences"] = replace(question, tokens_per_step=twice)
+    if question.clips:
+        changes["no gradient clipping (max_grad_norm: null)"] = replace(question, clips=False)
+    return changes
 
 
 def upgrades(question: Question, plan: Plan | None) -> tuple[Upgrade, ...]:
@@ -339,22 +571,19 @@ def _uses_disk(plan: Plan | None) -> bool:
 
 def _changes(question: Question, uses_disk: bool) -> dict[str, Callable[[Question], Question]]:
     """Name of an upgrade -> the question with it."""
-    hardware = question.hardware
+    hardware, limit = question.hardware, question.limits.device_nbytes
     changes: dict[str, Callable[[Question], Question]] = {"twice the host memory": _twice_the_host}
     if not hardware.shares_memory:
-        changes["twice the bus"] = _faster(
-            "fetch_bandwidth", "grad_bandwidth", "duplex_fetch_bandwidth", "duplex_grad_bandwidth"
-        )
-    changes["twice the host's bandwidth"] = _faster("host_bandwidth", "norm_bandwidth", "host_copy_bandwidth")
+        changes["twice the bus"] = _twice("bus")
+    changes["twice the host's bandwidth"] = _twice("host memory")
     if not hardware.shares_memory:
-        bigger = _next_device_size(max(hardware.device_nbytes, question.limits.device_nbytes or 0))
-        changes[f"{bigger / GIB:,.0f} GiB of device memory"] = lambda question: _with_device_memory(question, bigger)
-    changes["twice the device's flops"] = _faster("flops", "flops_fp32", "peak_flops", "peak_flops_fp32")
+        whole = limit is not None and limit < usable_nbytes(hardware.device_nbytes)
+        bigger = hardware.device_nbytes if whole else _next_device_size(max(hardware.device_nbytes, limit or 0))
+        name = f"{'all ' if whole else ''}{bigger / GIB:,.0f} GiB of device memory"
+        changes[name] = lambda question: _with_device_memory(question, bigger)
+    changes["twice the device's flops"] = _twice("compute")
     if uses_disk:
-        changes["twice the disk"] = _faster(
-            *("disk_read_bandwidth", "disk_write_bandwidth"),
-            *("disk_duplex_read_bandwidth", "disk_duplex_write_bandwidth"),
-        )
+        changes["twice the disk"] = _twice("disk")
     return changes
 
 
@@ -372,26 +601,10 @@ def _with_device_memory(question: Question, nbytes: int) -> Question:
     return replace(question, hardware=hardware, limits=replace(question.limits, device_nbytes=None))
 
 
-def _faster(*fields: str) -> Callable[[Question], Question]:
-    """The question on a machine on which each of these rates that is known is twice what it was."""
-
-    def change(question: Question) -> Question:
-        hardware = question.hardware
-        known = {field: getattr(hardware, field) for field in fields}
-        hardware = replace(hardware, **{field: 2 * rate for field, rate in known.items() if rate is not None})
-        if "host_bandwidth" in fields:
-            rows = tuple((threads, 2 * rate) for threads, rate in hardware.optimizer_bandwidth)
-            hardware = replace(hardware, optimizer_bandwidth=rows)
-        if "flops" in fields:
-            products = tuple(replace(row, flops=2 * row.flops) for row in hardware.products)
-            attention = tuple(
-                replace(row, forward_flops=2 * row.forward_flops, backward_flops=2 * row.backward_flops)
-                for row in hardware.attention
-            )
-            hardware = replace(hardware, products=products, attention=attention)
-        return replace(question, hardware=hardware)
-
-    return change
+def _twice(resource: str) -> Callable[[Question], Question]:
+    """The question on a machine with twice the rates of a resource."""
+    fields = tuple(chain.from_iterable(RESOURCES[resource][1].values()))
+    return lambda question: replace(question, hardware=_faster(question.hardware, fields, 2.0))
 
 
 def _next_device_size(nbytes: int) -> int:

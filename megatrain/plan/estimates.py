@@ -8,14 +8,16 @@ each stream is corrected by what that saves or adds to it; only a whole replay t
 from __future__ import annotations
 
 import gc
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import isqrt, log2
+from itertools import product
+from math import isqrt, lcm, log2
 
-from megatrain.plan.activation_plan import Counts, Option, mixed, rows_of
+from megatrain.plan.activation_plan import Counts, Option, mixed, rounds_of, rows_of
 from megatrain.plan.cost import DRAM, contention, op_seconds, placement_seconds, shape_of
 from megatrain.plan.placement import ON_DEVICE
 from megatrain.plan.question import Choice, Estimate, Plan, Question
@@ -96,14 +98,30 @@ class Prices:
         """Stream -> seconds that its work takes alone; and of those, the seconds of what begins behind the forward
         pass. `DRAM` is one of them: what all bytes of host memory take at its full bandwidth."""
         busy, late = Counter[str](), Counter[str]()
-        ops = timeline.schedule.ops
-        turn = max((end for op, end in zip(ops, timeline.ends, strict=True) if op.kind == "LOSS"), default=0.0)
-        for op, start, end in zip(ops, timeline.starts, timeline.ends, strict=True):
+        is_late = _passes(timeline)
+        for op, start, end in zip(timeline.schedule.ops, timeline.starts, timeline.ends, strict=True):
             alone = self.seconds(op) if self.shared is not ALONE else end - start
             for stream, spent in ((op.stream, alone), (DRAM, self.shared.dram_nbytes(op) / self.shared.dram_bandwidth)):
                 busy[stream] += spent  # type: ignore[assignment]
-                late[stream] += spent if start >= turn else 0.0  # type: ignore[assignment]
+                late[stream] += spent if is_late(start) else 0.0  # type: ignore[assignment]
         return busy, late
+
+
+def _passes(timeline: Timeline) -> Callable[[float], bool]:
+    """Whether a moment is in a backward pass: behind the last LOSS of a round, ahead of the next round's first op."""
+    turns: list[tuple[float, bool]] = []
+    for op, start, end in zip(timeline.schedule.ops, timeline.starts, timeline.ends, strict=True):
+        if op.kind == "LOSS":
+            turns.append((end, True))
+        elif op.kind == "FORWARD" and op.unit == 0:
+            turns.append((start, False))
+    turns.sort()
+    times = [when for when, _ in turns]
+
+    def is_late(start: float) -> bool:
+        return turns[place - 1][1] if (place := bisect_right(times, start)) else False
+
+    return is_late
 
 
 def prices(question: Question, choice: Choice, work: Work) -> Prices:
@@ -131,29 +149,31 @@ def seconds_on(plan: Plan, question: Question) -> float:
 
 def estimate(question: Question, choice: Choice, micro_batch: int) -> Estimate:
     """What `examine` would find, extrapolated from shallow versions of the model."""
-    work = coarse(question, micro_batch)
     if len(choice.policy.activations_by_layer) > 1:
         inputs = choice.change(activations="recompute", activations_by_layer=())
-        return mixed(question, choice, work, estimate(question, inputs, micro_batch))
+        return mixed(question, choice, coarse(question, micro_batch), estimate(question, inputs, micro_batch))
     resident = set(choice.policy.placements) == {ON_DEVICE}
     plain = choice.change(placements=()) if choice.policy.placements else choice
     seconds, nbytes, busy, late = 0.0, Counter[str](), Counter[str](), Counter[str]()
-    for weight, model in shallow(question.model):
+    works = _works(question, choice, micro_batch)
+    # From one round to the next a layer waits for its slot, so that layers come in turns of as many as there are slots.
+    more = lcm(MORE, choice.policy.grad_slots) if len(works) > 1 else MORE
+    for (weight, model), (share, work) in product(shallow(question.model, more), works):
         placed = choice.change(placements=(ON_DEVICE,) * len(model.units)) if resident else plain
         asked = replace(question, model=model)
         of = prices(asked, placed, work)
         plan = _replayed(asked, placed, work, of, *_remembered(model, placed, work))
-        seconds += weight * plan.seconds
-        for tier, count in plan.nbytes.items():
+        seconds += weight * share * plan.seconds
+        for tier, count in plan.nbytes.items() if work is works[-1][1] else ():
             nbytes[tier] += weight * count  # type: ignore[assignment]
         for whole, part in zip((busy, late), of.busy(plan.timeline), strict=True):
             for stream, spent in part.items():
-                whole[stream] += weight * spent  # type: ignore[assignment]
+                whole[stream] += weight * share * spent  # type: ignore[assignment]
     found = Estimate(seconds, {tier: round(count) for tier, count in nbytes.items()}, dict(busy), dict(late))
-    return with_placements(question, choice, found) if choice.policy.placements and not resident else found
+    return with_placements(question, choice, micro_batch, found) if choice.policy.placements and not resident else found
 
 
-def with_placements(question: Question, choice: Choice, found: Estimate) -> Estimate:
+def with_placements(question: Question, choice: Choice, micro_batch: int, found: Estimate) -> Estimate:
     """The estimate of a policy with placements, from the one of the same policy with all state in host memory.
 
     Bytes are exact; of the seconds, what the step takes beyond the busiest stream of each pass is taken to stay. Where
@@ -166,7 +186,8 @@ def with_placements(question: Question, choice: Choice, found: Estimate) -> Esti
     nbytes = {tier: count + after[tier] - before[tier] for tier, count in found.nbytes.items()}
     if question.saves:
         nbytes["host"] += save_nbytes(model, numerics, policy) - save_nbytes(model, numerics, plain)
-    change, behind = placement_seconds(model, numerics, policy, question.hardware)
+    rounds = rounds_of(policy, question.sequences / micro_batch)
+    change, behind = placement_seconds(model, numerics, policy, question.hardware, rounds)
     busy = {stream: found.busy.get(stream, 0.0) + change.get(stream, 0.0) for stream in {**found.busy, **change}}
     late = {stream: max(0.0, found.late.get(stream, 0.0) + behind.get(stream, 0.0)) for stream in busy}
     if shares:
@@ -196,6 +217,20 @@ def _lost(busy: Mapping[str, float]) -> float:
     return max(0.0, disk - sum(spent for stream, spent in busy.items() if stream not in DISK_STREAMS))
 
 
+def _works(question: Question, choice: Choice, micro_batch: int) -> list[tuple[float, Work]]:
+    """Steps with few micro-batches, and weights: the weighted sum of what they take is what the step takes. Of many
+    rounds, one is replayed, and two for what each more takes; bytes are those of two."""
+    size = choice.policy.round_micro_batches
+    rounds = question.sequences / micro_batch / size if size else 1.0
+    if rounds <= 2:
+        return [(1.0, cut(question, micro_batch) if size else coarse(question, micro_batch))]
+    one, two = (
+        Work((micro_batch * question.length,) * (size * count), question.length, batching=question.batching)
+        for count in (1, 2)
+    )
+    return [(2 - rounds, one), (rounds - 1, two)]
+
+
 def cut(question: Question, micro_batch: int) -> Work:
     """A step's sequences in micro-batches of `micro_batch`; the last may be smaller."""
     full, rest = divmod(question.sequences, micro_batch)
@@ -223,10 +258,10 @@ def sizes(rows: int) -> list[int]:
 
 
 @lru_cache(maxsize=16)
-def shallow(model: ModelSpec) -> tuple[tuple[float, ModelSpec], ...]:
+def shallow(model: ModelSpec, more: int = MORE) -> tuple[tuple[float, ModelSpec], ...]:
     """Models with few of its layers, and weights: the weighted sum of what they take is what the model takes.
 
-    The first has some layers of each kind, each other one `MORE` of one kind. What is linear in the number of layers of
+    The first has some layers of each kind, each other one `more` of one kind. What is linear in the number of layers of
     each kind is exact; the largest of several such sums, as peak bytes are, is not always. Where they would have as
     many layers together as the model has, it is the model itself.
     """
@@ -234,13 +269,14 @@ def shallow(model: ModelSpec) -> tuple[tuple[float, ModelSpec], ...]:
     for index in model.layers:
         kinds.setdefault(shape_of(model.units[index]), []).append(index)
     few = {kind: min(len(places), max(MORE, SHALLOW // len(kinds))) for kind, places in kinds.items()}
+    few = {kind: count + (len(kinds[kind]) - count) % more for kind, count in few.items()} if more > MORE else few
     base = _with_layers(model, kinds, few)
     weights: list[tuple[float, ModelSpec]] = []
     for kind, places in kinds.items():
-        if added := min(MORE, len(places) - few[kind]):
-            more = _with_layers(model, kinds, {**few, kind: few[kind] + added})
-            weights.append(((len(places) - few[kind]) / added, more))
-    if sum(len(each.layers) for each in (base, *(more for _, more in weights))) >= len(model.layers):
+        if added := min(more, len(places) - few[kind]):
+            deeper = _with_layers(model, kinds, {**few, kind: few[kind] + added})
+            weights.append(((len(places) - few[kind]) / added, deeper))
+    if sum(len(each.layers) for each in (base, *(each for _, each in weights))) >= len(model.layers):
         return ((1.0, model),)
     return ((1.0 - sum(weight for weight, _ in weights), base), *weights)
 

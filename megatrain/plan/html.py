@@ -14,10 +14,14 @@ from megatrain.plan.analysis import STREAM_WORDS, Outlook, Sweep
 from megatrain.plan.report import (
     amount,
     as_content,
-    load_rows,
+    figure_lines,
+    free_rows,
+    sensitivity_rows,
     summary_rows,
     upgrade_rows,
     use_rows,
+    warning_rows,
+    without_gain,
 )
 from megatrain.schedule import Timeline
 
@@ -34,11 +38,11 @@ def render_page(
     model, hardware = outlook.plan.question.model.name, outlook.plan.question.hardware.name
     title = f"{model} on {hardware}"
     sections = [
-        definitions([*facts, *summary_rows(outlook)]),
+        definitions([*warning_rows(outlook), *facts, *summary_rows(outlook)]),
         _memory(outlook),
-        section("What limits", _loads(outlook)),
+        section("What limits", _limits(outlook)),
         section("The step", timeline((kind["name"] for kind in drawn["kinds"]), "plan")),
-        section("What one upgrade buys", table(("upgrade", "tokens/s", "gain"), upgrade_rows(outlook.upgrades))),
+        section("What a change would gain", _changes(outlook)),
     ]
     if swept is not None:
         sections.append(section("Tokens per second by memory", _heat_map(swept)))
@@ -67,14 +71,17 @@ def _memory(outlook: Outlook) -> str:
     return section("Memory at its peak", "".join(bars))
 
 
-def _loads(outlook: Outlook) -> str:
-    heads = ("stream", "share of the step's length", "busy", "busy for", "slack")
-    bars = []
-    for load in outlook.loads:
-        share = 100 * load.chain_seconds / outlook.plan.seconds
-        span = f'<span style="width:{share:.4f}%;background:#c4453b"></span>'
-        bars.append(f'<div class="bar" title="{escape(load.name)}">{span}</div>')
-    return table(heads, load_rows(outlook)) + f'<div class="bars">{"".join(bars)}</div>'
+def _limits(outlook: Outlook) -> str:
+    found = table(("resource", "busy", "step with 10% more of it"), sensitivity_rows(outlook))
+    return found + "".join(f"<p>{escape(line)}</p>" for line in figure_lines(outlook))
+
+
+def _changes(outlook: Outlook) -> str:
+    found = ""
+    for head, rows in (("costs nothing", free_rows(outlook)), ("upgrade", upgrade_rows(outlook))):
+        if rows:
+            found += table((head, "tokens/s", "gain"), rows)
+    return found + f"<p>{escape(without_gain(outlook))}</p>"
 
 
 def _heat_map(swept: Sweep) -> str:

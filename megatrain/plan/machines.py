@@ -188,7 +188,7 @@ def _read(content: Any, where: str) -> Hardware:
     without_default = {field.name for field in fields(Hardware) if field.default is MISSING}
     needed = ["name", *(key for key, (field, _) in _NUMBERS.items() if field in without_default)]
     if missing := [key for key in needed if key not in content]:
-        raise PlanError("is missing", where=f"{where}: {missing[0]}", fix="run `megatrain probe`, or add it")
+        raise _missing(missing, f"{where}: ", "run `megatrain probe`, or add")
     if not isinstance(content["name"], str) or not content["name"].strip() or not content["name"].isprintable():
         raise PlanError(f"{content['name']!r} is no name", where=f"{where}: name", fix="give a text of one line")
     if not isinstance(content.get("shares_memory", False), bool):
@@ -215,7 +215,7 @@ def _rows(rows: Any, key: str, where: str) -> Iterator[Any]:
         place = f"{where}[{index}]"
         _refuse_unknown(row, (*words, *numbers), place)
         if missing := [name for name in (*words, *numbers) if name not in row]:
-            raise PlanError("is missing", where=f"{place}.{missing[0]}", fix="add it, or leave out the row")
+            raise _missing(missing, f"{place}.", "leave out the row, or add")
         if words and row[_PRECISION] not in list(WEIGHT_NBYTES):
             raise PlanError(f"{row[_PRECISION]!r} is not valid", where=f"{place}.{_PRECISION}", fix="use bf16 or fp32")
         values = [number.read(row[name], f"{place}.{name}") for name, number in numbers.items()]
@@ -246,6 +246,11 @@ def _consistent(hardware: Hardware, where: str) -> Hardware:
         what = f"thread counts {threads} do not ascend"
         raise PlanError(what, where=f"{where}: optimizer_by_threads", fix="sort them")
     return hardware
+
+
+def _missing(keys: list[str], where: str, fix: str) -> PlanError:
+    verb, them = ("is", "it") if len(keys) == 1 else ("are", "them")
+    return PlanError(f"{verb} missing", where=where + ", ".join(keys), fix=f"{fix} {them}")
 
 
 def _refuse_unknown(content: Mapping[str, Any], known: Any, where: str) -> None:

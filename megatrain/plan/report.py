@@ -6,19 +6,34 @@ terminal has `commands.plan`, a page has `html`.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
-from megatrain.plan.analysis import Outlook, Sweep, Upgrade
+from megatrain.plan.analysis import BILLION, GB, Outlook, Sweep, Upgrade
+from megatrain.plan.cost import RANGE
 from megatrain.plan.question import Plan
 from megatrain.schedule import Schedule, Use
+from megatrain.spec import Hardware
 
 SMALLEST_STALL = 0.005
 """Of a step, below which a cause of waiting is not named."""
 
+SMALLEST_SAVED = 0.001
+"""Of a step, below which more of a resource changes nothing."""
+
+SMALLEST_GAIN = 0.01
+"""Of a change of the machine, below which it has no row of its own."""
+
+SHORTEST_LIFE_DAYS = 365.0
+"""A drive that is worn out sooner is a warning."""
+
 SMALLEST_SHARE = 10_000
 """Of a tier's bytes, a use with less than one in so many is not shown."""
+
+_CLAUSE = re.compile(r"[,;] | \(")
+"""Where the first words of a source end."""
 
 
 def peak_table(plan: Plan) -> dict[tuple[str, str], int]:
@@ -103,6 +118,11 @@ def duration(seconds: float) -> str:
     return _scaled(seconds, ((1.0, "s"), (1e-3, "ms")))
 
 
+def rate(per_second: float) -> str:
+    """`2,034`, `10.4`"""
+    return _three(per_second)
+
+
 def tokens(count: float) -> str:
     """`1T`, `65,536`"""
     for size, unit in ((1e12, "T"), (1e9, "B")):
@@ -118,21 +138,56 @@ def flops(per_second: float) -> str:
 # Rows --------------------------------------------------------------------------------------------------------------
 
 
+def warning_rows(outlook: Outlook) -> list[tuple[str, str]]:
+    """What is to be read before anything else, in the rows of `summary_rows`."""
+    days = outlook.drive_days
+    if days is None or days > SHORTEST_LIFE_DAYS:
+        return []
+    written = amount(outlook.written_nbytes_per_day)
+    return [("warning", f"{written} written to disk per day: the drive's endurance lasts {duration(days * 86_400)}")]
+
+
 def summary_rows(outlook: Outlook) -> list[tuple[str, str]]:
     """Name and fact: speed, limit, hiding, run, disk."""
     plan = outlook.plan
     hardware = plan.question.hardware
     stated = (hardware.peak_flops, hardware.peak_flops_fp32)
     peak = "the maker's peak" if outlook.peak_flops in stated else "what large products reach"
+    count, seconds = float(BILLION), outlook.seconds_per_billion_tokens
+    if outlook.token_budget is not None and outlook.run_seconds is not None:
+        count, seconds = outlook.token_budget, outlook.run_seconds
     rows = [
         ("step", f"{duration(plan.seconds)} for {sum(plan.work.tokens):,} tokens in {_cut(plan)}"),
-        ("speed", f"{plan.tokens_per_second:,.0f} tokens/s, {flops(outlook.flops_per_second)} useful"),
-        ("MFU", f"{outlook.mfu:.1%} of {peak} ({flops(outlook.peak_flops)})"),
+        ("speed", f"{rate(plan.tokens_per_second)} tokens/s{_doubt(plan)}"),
+        ("MFU", f"{outlook.mfu:.1%}: {flops(outlook.flops_per_second)} useful of {peak}, {flops(outlook.peak_flops)}"),
         ("limit", _limit(outlook)),
         ("hiding", _hiding(outlook)),
-        ("run", f"{tokens(outlook.token_budget)} tokens take {duration(outlook.run_seconds)}"),
+        ("run", f"{tokens(count)} tokens take {duration(seconds)}"),
     ]
-    return [*rows, ("disk", _disk(outlook))]
+    if outlook.written_nbytes_per_day and not warning_rows(outlook):
+        rows.append(("disk", _disk(outlook)))
+    return rows
+
+
+def _doubt(plan: Plan) -> str:
+    """That a speed is planned on figures that nobody has measured on this machine, and how far off it may be."""
+    if is_measured(plan.question.hardware):
+        return ""
+    low, high = (_two_digits(factor * plan.tokens_per_second) for factor in RANGE)
+    return f" planned, not measured ({low} to {high} likely)"
+
+
+def is_measured(hardware: Hardware) -> bool:
+    """Whether `megatrain probe` has measured the rates that a step mostly depends on."""
+    sources = dict(hardware.sources)
+    return all(
+        sources.get(field, "").startswith("measured:") for field in ("flops", "fetch_bandwidth", "host_bandwidth")
+    )
+
+
+def _two_digits(number: float) -> str:
+    rounded = float(f"{number:.1e}")
+    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"
 
 
 def _cut(plan: Plan) -> str:
@@ -142,15 +197,11 @@ def _cut(plan: Plan) -> str:
 
 
 def _limit(outlook: Outlook) -> str:
-    first, *others = outlook.loads
+    first = outlook.loads[0]
     share = first.chain_seconds / outlook.plan.seconds
     causes = ", ".join(f"{share:.1%} for {name}" for name, share in outlook.stalls.items() if share >= SMALLEST_STALL)
     waits = f"compute waits {outlook.stall_share:.1%}{f' ({causes})' if causes else ''}"
-    text = f"{first.name}, {share:.1%} of the step; {waits}"
-    if not others:
-        return text
-    second = max(others, key=lambda load: load.busy_seconds)
-    return f"{text}; next is {second.name}, busy {second.busy_seconds / outlook.plan.seconds:.1%}"
+    return f"{first.name}, {share:.1%} of the step; {waits}"
 
 
 def _hiding(outlook: Outlook) -> str:
@@ -164,39 +215,82 @@ def _hiding(outlook: Outlook) -> str:
 
 
 def _disk(outlook: Outlook) -> str:
-    written = outlook.written_nbytes_per_day
-    if not written:
-        return "nothing is written to disk"
-    days = outlook.drive_days
+    written, days = outlook.written_nbytes_per_day, outlook.drive_days
     wear = "its endurance is not known" if days is None else f"the drive's endurance lasts {duration(days * 86_400)}"
     return f"{amount(written)} written per day; {wear}"
 
 
-def load_rows(outlook: Outlook) -> list[tuple[str, str, str, str, str]]:
-    """Stream, share of the step's length, busy share, busy seconds, slack."""
-    total = outlook.plan.seconds
+def sensitivity_rows(outlook: Outlook) -> list[tuple[str, str, str]]:
+    """Resource, what is busy with it and how much of the step, and what 10% more of it changes."""
+    rows = []
+    for each in outlook.sensitivities:
+        busy = ", ".join(f"{'' if name == each.resource else f'{name} '}{share:.1%}" for name, share in each.busy)
+        if abs(each.saved) < SMALLEST_SAVED:
+            effect = "no change"
+        else:
+            effect = f"{abs(each.saved):.1%} {'less' if each.saved > 0 else 'more'}"
+        rows.append((each.resource, busy, effect))
+    return rows
+
+
+def figure_lines(outlook: Outlook) -> list[str]:
+    """Each figure that decides, with its value and where it is from: the first words of its source."""
+    lines = []
+    for figure in outlook.figures:
+        told = flops(figure.per_second) if figure.unit == "FLOP" else f"{amount(figure.per_second)}/s"
+        lines.append(f"decides: {figure.name}, {told} ({_CLAUSE.split(figure.source, maxsplit=1)[0]})")
+    return lines
+
+
+def free_rows(outlook: Outlook) -> list[tuple[str, str, str]]:
+    """Change of the run, about how many tokens per second, and gain."""
+    return [(each.name, f"about {told}", gain) for each, told, gain in _told(outlook.free_changes)]
+
+
+def upgrade_rows(outlook: Outlook) -> list[tuple[str, str, str]]:
+    """Change of the machine, tokens per second and gain, of those that gain anything."""
+    return [(each.name, told, gain) for each, told, gain in _told(outlook.upgrades) if _gains(each)]
+
+
+def without_gain(outlook: Outlook) -> str:
+    """The changes of the machine that `upgrade_rows` leaves out."""
+    names = [each.name for each in outlook.upgrades if not _gains(each)]
+    return f"less than {SMALLEST_GAIN:.0%} each: {', '.join(names)}" if names else ""
+
+
+def _told(changes: tuple[Upgrade, ...]) -> list[tuple[Upgrade, str, str]]:
     return [
-        (
-            load.name,
-            f"{load.chain_seconds / total:.1%}",
-            f"{load.busy_seconds / total:.1%}",
-            duration(load.busy_seconds),
-            f"{load.slack_seconds / total:.1%}",
-        )
-        for load in outlook.loads
+        (each, rate(each.tokens_per_second), f"{each.ratio - 1:+.1%}")
+        for each in changes
+        if each.tokens_per_second is not None and each.ratio is not None
     ]
 
 
-def upgrade_rows(upgrades: tuple[Upgrade, ...]) -> list[tuple[str, str, str]]:
-    """Name, tokens per second, gain."""
-    rows = []
-    for upgrade in upgrades:
-        if upgrade.tokens_per_second is None:
-            rows.append((upgrade.name, "does not fit", ""))
-        else:
-            gain = "makes it fit" if upgrade.ratio is None else f"{upgrade.ratio - 1:+.1%}"
-            rows.append((upgrade.name, f"{upgrade.tokens_per_second:,.0f}", gain))
-    return rows
+def _gains(upgrade: Upgrade) -> bool:
+    return upgrade.ratio is not None and upgrade.ratio >= 1 + SMALLEST_GAIN
+
+
+def configuration(plan: Plan) -> dict[str, dict[str, Any]]:
+    """The keys of a run that ask for this plan, but for its model, data and folder; what is usual is left out."""
+    question, hardware, limits = plan.question, plan.question.hardware, plan.question.limits
+    train: dict[str, Any] = {"global_batch_size": question.sequences}
+    if question.sequences % plan.micro_batch == 0:
+        train["micro_batch_size"] = plan.micro_batch
+    if not question.clips:
+        train["max_grad_norm"] = None
+    if question.precision != "bf16":
+        train["precision"] = question.precision
+    if not hardware.shares_memory:
+        train["device"] = "cuda:0"
+    there = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
+    memory = {tier: _exact(nbytes) for tier in there if 0 < (nbytes := limits.of(tier) or 0) <= there[tier]}
+    tree = {"data": {"sequence_length": question.length}, "train": train}
+    tree |= {"memory": memory} if memory else {}
+    return tree | ({"disk": {"folders": ["FOLDER-ON-A-FAST-DRIVE"]}} if plan.nbytes.get("disk") else {})
+
+
+def _exact(nbytes: int) -> str | int:
+    return nbytes if nbytes % GB else f"{nbytes // GB}GB"
 
 
 # For programs ------------------------------------------------------------------------------------------------------
@@ -218,6 +312,7 @@ def as_content(outlook: Outlook, swept: Sweep | None = None) -> dict[str, Any]:
             "budgets": question.budgets(),
         },
         "policy": asdict(plan.numerics) | asdict(plan.policy),
+        "configuration": configuration(plan),
         "work": {"micro_batches": plan.work.micro_batches, "sequences": plan.micro_batch},
         "seconds": plan.seconds,
         "tokens_per_second": plan.tokens_per_second,
@@ -228,14 +323,18 @@ def as_content(outlook: Outlook, swept: Sweep | None = None) -> dict[str, Any]:
         "stalls": outlook.stalls,
         "nbytes": dict(plan.nbytes),
         "memory": [{"tier": tier, "use": use, "nbytes": nbytes} for (tier, use), nbytes in peak_table(plan).items()],
+        "sensitivities": [asdict(each) for each in outlook.sensitivities],
+        "figures": [asdict(each) for each in outlook.figures],
         "loads": [{"name": load.name, **asdict(load)} for load in outlook.loads],
         "hiding": None if outlook.hiding is None else asdict(outlook.hiding),
         "run": {
             "tokens": outlook.token_budget,
             "seconds": outlook.run_seconds,
+            "seconds_per_billion_tokens": outlook.seconds_per_billion_tokens,
             "disk_written_nbytes_per_day": outlook.written_nbytes_per_day,
             "drive_days": outlook.drive_days,
         },
+        "free_changes": [asdict(change) for change in outlook.free_changes],
         "upgrades": [asdict(upgrade) for upgrade in outlook.upgrades],
         "sweep": None if swept is None else asdict(swept),
     }

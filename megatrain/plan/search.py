@@ -38,6 +38,7 @@ from megatrain.plan.search_space import (
     NEAR,
     NEARLY,
     OFFLOAD,
+    ROUNDS,
     STAGE_SLOTS,
     TRIES,
     WORTH_A_CLIMB,
@@ -295,7 +296,7 @@ class Search:
         if key not in self._known:
             found = self._plain(choice, micro_batch)
             placed = self._placed(choice, found)
-            self._known[key] = found if placed is choice else with_placements(self.question, placed, found)
+            self._known[key] = found if placed is choice else with_placements(self.question, placed, micro_batch, found)
         return self._known[key]
 
     # Placements -----------------------------------------------------------------------------------------------------
@@ -425,6 +426,7 @@ class Search:
         near = [size for size in self._micro_batches() if micro_batch / NEAR <= size <= NEAR * micro_batch]
         bases = [(base, size) for size in near for base in (like, lean)]
         chunks = KNOBS["loss_chunk_tokens"] if "loss_chunk_tokens" not in self._overrides else ()
+        bases += self._in_rounds(like)
         yield from dict.fromkeys([*bases, *((like.change(loss_chunk_tokens=few), micro_batch) for few in chunks)])
         found, model = self._plain(like, micro_batch), self.question.model
         steps = 0 if "placements" in self._overrides else PARTS
@@ -437,8 +439,18 @@ class Search:
                 if (whole or kept) and self._resident_nbytes(whole, kept) < room:
                     placements.append(self._placed(like.change(placements=residents(model, whole, kept)), found))
         for placed in placements:
-            self._placed_estimates.setdefault((placed, micro_batch), with_placements(self.question, placed, found))
+            self._placed_estimates.setdefault(
+                (placed, micro_batch), with_placements(self.question, placed, micro_batch, found)
+            )
             yield placed, micro_batch
+
+    def _in_rounds(self, choice: Choice) -> Iterator[Candidate]:
+        """The policy with the step in rounds, of which each leaves memory for what layers keep."""
+        if self.question.model.tied or self.question.hardware.shares_memory or "round_micro_batches" in self._overrides:
+            return
+        for size, micro_batches in product(self._micro_batches(), ROUNDS):
+            if size * micro_batches <= self.question.sequences // 2:
+                yield choice.change(round_micro_batches=micro_batches), size
 
     def _gains_by_placement(self, choice: Choice, micro_batch: int) -> bool:
         """Whether there is a choice, and anything but compute that takes as long as the step."""
@@ -472,7 +484,7 @@ class Search:
             return None
         placed = self._placed(choice.change(placements=residents(self.question.model, whole, low)), found)
         if (placed, micro_batch) not in self._placed_estimates:
-            self._placed_estimates[placed, micro_batch] = with_placements(self.question, placed, found)
+            self._placed_estimates[placed, micro_batch] = with_placements(self.question, placed, micro_batch, found)
         taken = self._placed_estimates[placed, micro_batch]
         return (taken, placed) if taken.fits(self.budgets) else None
 

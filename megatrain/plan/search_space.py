@@ -27,6 +27,9 @@ to store."""
 MLP_CHUNK_TOKENS = 4096
 """Where token-wise parts have to run in chunks: products of so many tokens are as quick as larger ones."""
 
+ROUNDS = (1, 4)
+"""Micro-batches of a round that are tried."""
+
 STAGE_SLOTS = (3, 4, 6)
 """Staging buffers that are tried beside the usual two: how far reads from the disk run ahead."""
 

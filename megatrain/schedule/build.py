@@ -1,9 +1,10 @@
 """(ModelSpec, Numerics, Policy, Work) -> Schedule. The training algorithm, written once, as data.
 
-Layer-major: for each unit all micro-batches run before the next unit; the backward pass takes them in reverse. A
-*visit* is one unit's turn on the compute stream. Copies are placed as early in program order as their slot allows, so
-that a stream that runs ahead of the others finds them; what must wait for what is derived later from the declared
-ranges (`deps`).
+Layer-major: for each unit all micro-batches run before the next unit; loss and backward pass take them in reverse. With
+*rounds* (`Policy.round_micro_batches`) those of one go through all units before those of the next, the last round
+first, so that the terms of each sum come in the same order. A *visit* is one unit's turn on the compute stream. Copies
+are placed as early in program order as their slot allows, so that a stream that runs ahead of the others finds them;
+what must wait for what is derived later from the declared ranges (`deps`).
 
 Contents name versions: `w3` are the weights that this step computes with. When updates of the last step are pending,
 the step starts from `w3.old` and `UPDATE u3` makes `w3` of it; when a unit is updated during the backward pass it
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache, partial
 
+from megatrain.errors import PlanError
 from megatrain.schedule.contents import CONTENT_OF, USED, Scratch, Weights
 from megatrain.schedule.deps import derive_waits
 from megatrain.schedule.ops import Access, Buffer, Op, Schedule, Stream, Use
@@ -59,7 +61,7 @@ class Builder:
         self.layouts: list[Layout] = [layout_of(unit) for unit in model.units]
         self.trained: list[Layout] = [layout.trained for layout in self.layouts]
         self.units = range(len(model.units))
-        self.micros = range(work.micro_batches)
+        self.rounds = self._rounds() if trains else [range(work.micro_batches)]
         self.placements = policy.placements_of(model)
         self._weights_on_disk = any(placement.weights == "disk" for placement in self.placements)
         self.buffers: dict[str, Buffer] = {}
@@ -73,13 +75,27 @@ class Builder:
         """What lies below has no backward pass: nothing in it trains."""
         self.state = StateBuffers(model, numerics, policy, pending, self.buffers, self.staged)
 
+    def _rounds(self) -> list[range]:
+        """The micro-batches of each round, in the order of rounds."""
+        count = self.work.micro_batches
+        size = self.policy.round_micro_batches or count
+        if size < count and self.model.tied:
+            what = "a tied head and its embedding have one gradient, which rounds would sum in another order"
+            raise PlanError(what, where="policy.round_micro_batches", fix="use 0")
+        return [range(start, min(count, start + size)) for start in reversed(range(0, count, size))]
+
     # Whole schedules ------------------------------------------------------------------------------------------------
 
     def step(self) -> Schedule:
-        return self._emit([*self._forward_visits(), self._loss_visit(), *self._backward_visits()])
+        visits: list[Visit] = []
+        for number, micros in enumerate(self.rounds):
+            self.alive.round = number
+            visits += [*self._forward_visits(micros), self._loss_visit(micros), *self._backward_visits(micros)]
+        return self._emit(visits)
 
     def forward(self) -> Schedule:
-        return self._emit([*self._forward_visits(), self._loss_visit()])
+        (micros,) = self.rounds
+        return self._emit([*self._forward_visits(micros), self._loss_visit(micros)])
 
     def flush(self) -> Schedule:
         return self._emit([])
@@ -91,6 +107,8 @@ class Builder:
         else:
             ready = self._updated_at if self.pending == "all" else lambda unit: 0
             Prefetch(self.slots, self.pinned_staging, ready).place(visits)
+        for index, visit in enumerate(visits):
+            _take_up(visits[index - 1] if index else visit, visit)
         updates = [unit for unit in self.units if self.trained[unit].size] if self.pending == "all" else []
         ops: list[Op] = []
         for index, visit in enumerate(visits):
@@ -116,14 +134,14 @@ class Builder:
 
     # Compute --------------------------------------------------------------------------------------------------------
 
-    def _forward_visits(self) -> list[Visit]:
+    def _forward_visits(self, micros: range) -> list[Visit]:
         """From the bottom up; in the last the prologue comes once more, for a tied head that finds it gone."""
-        visits = [self._forward_visit(unit) for unit in self.units[:-1]]
+        visits = [self._forward_visit(unit, micros) for unit in self.units[:-1]]
         return [*visits, Visit(0)] if self.slots.again_for_head() else visits
 
-    def _forward_visit(self, unit: int) -> Visit:
+    def _forward_visit(self, unit: int, micros: range) -> Visit:
         visit = Visit(unit)
-        for micro in self.micros:
+        for micro in micros:
             reads = [self._weights(unit)] if self.layouts[unit].size else []
             writes = [self.alive.hidden(unit + 1, micro)]
             if unit == 0:
@@ -135,10 +153,10 @@ class Builder:
             visit.compute.append(Op("FORWARD", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))
         return visit
 
-    def _loss_visit(self) -> Visit:
+    def _loss_visit(self, micros: range) -> Visit:
         unit = self.model.epilogue
-        visit = Visit(unit)
-        for micro in self.micros:
+        visit = Visit(unit, before=self._taken_up(unit, micros))
+        for micro in reversed(micros):
             owners = [owner for owner in (unit, *((0,) if self.model.tied else ())) if self.layouts[owner].size]
             reads = [self.alive.hidden(unit, micro), *(self._weights(owner) for owner in owners)]
             nbytes = loss_nbytes(self.model, self.numerics, self.policy, self.work, micro, trains=self.trains)
@@ -158,12 +176,12 @@ class Builder:
             visit.after = self._gradient_out(unit)
         return visit
 
-    def _backward_visits(self) -> list[Visit]:
+    def _backward_visits(self, micros: range) -> list[Visit]:
         """From the top down, each behind the visits that compute dropped inputs again."""
         visits = []
         for unit in reversed(self.units[self.lowest : -1]):
-            visits += [self._visit_again(steps) for steps in self.alive.again(unit, self.micros)]
-            visits.append(self._backward_visit(unit))
+            visits += [self._visit_again(steps) for steps in self.alive.again(unit, micros)]
+            visits.append(self._backward_visit(unit, micros))
         return visits
 
     def _visit_again(self, steps: Sequence[Again]) -> Visit:
@@ -177,10 +195,11 @@ class Builder:
             visit.compute.append(Op("FORWARD", "compute", unit, step.micro, reads=tuple(reads), writes=writes))
         return visit
 
-    def _backward_visit(self, unit: int) -> Visit:
+    def _backward_visit(self, unit: int, micros: range) -> Visit:
         visit, kind = Visit(unit, reads=self._backward_reads(unit)), self.model.units[unit].kind
+        visit.before = self._taken_up(unit, micros)
         nbytes = cache(partial(backward_nbytes, self.model, self.numerics, self.policy, self.work, unit))
-        for micro in reversed(self.micros):
+        for micro in reversed(micros):
             reads = [self.alive.dhidden(unit + 1, micro), *([self._weights(unit)] if visit.reads else [])]
             writes = []
             if unit > 0:
@@ -195,7 +214,7 @@ class Builder:
                 self.gradients.add(unit, reads, writes)
             visit.compute.append(Op("BACKWARD", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))
         visit.after = self._gradient_out(unit)
-        visit.last_first = unit > 0 and self.alive.keeps_graph(unit, self.micros[-1])
+        visit.last_first = unit > 0 and self.alive.keeps_graph(unit, micros[-1])
         return visit
 
     def _backward_reads(self, unit: int) -> bool:
@@ -214,11 +233,17 @@ class Builder:
 
     # Gradients and updates ------------------------------------------------------------------------------------------
 
+    def _taken_up(self, unit: int, micros: range) -> list[Op]:
+        """The sum that the rounds before have begun."""
+        return [] if micros == self.rounds[0] else self.gradients.take_up(unit)
+
     def _gradient_out(self, unit: int) -> list[Op]:
-        """What follows a complete gradient: its way out, its norm, and its update where that does not wait for the
-        norm of all."""
+        """What follows the sum of a round, which is set aside, or a complete gradient: its way out, its norm, and its
+        update where that does not wait for the norm of all."""
         if not self.trained[unit].size:
             return []
+        if not self.gradients.is_whole(unit):
+            return self.gradients.set_aside(unit)
         stream: Stream = "grad" if self.placements[unit].on_device else "host"
         norm = Op("NORM", stream, unit, reads=(self.gradients.landed(unit),), writes=(self.state.norm(unit),))
         updates = [self._update(unit)] if self.policy.update == "during_backward" else []
@@ -242,3 +267,12 @@ class Builder:
         writes = [Access(name, 0, nbytes, what(unit, after)) for name, nbytes, what in parts]
         writes.append(Access(gradient.buffer, gradient.start, gradient.stop, USED))
         return Op("UPDATE", "compute" if on_device else "host", unit, reads=tuple(reads), writes=tuple(writes))
+
+
+def _take_up(before: Visit, visit: Visit) -> None:
+    """Put the copies of a sum back to its slot in front of the visit before, unless something leaves the slot then."""
+    into = [op.writes[0] for op in visit.before]
+    leaves = [op.reads[0] for op in before.after]
+    at = visit if any(one.overlaps(other) for one in into for other in leaves) else before
+    fetched = sum(behind == 0 for behind, _ in at.fetches)
+    at.fetches[fetched:fetched] = [(0, op) for op in visit.before]

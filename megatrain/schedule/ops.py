@@ -37,6 +37,7 @@ class Use(StrEnum):
     WEIGHTS = "weights"
     OPTIMIZER_STATE = "optimizer state"
     GRADIENTS = "gradients"
+    GRADIENT_SUMS = "gradients between rounds"
     RESIDENT_COPY = "resident weights"
     """Weights on the device whose truth is in host memory."""
     NORMS = "norms"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -13,9 +14,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import megatrain.commands.plan
 import megatrain.run.this_machine
 from bench.shapes import llama_shape
 from megatrain.commands.plan import find_hardware, find_model, run_plan
+from megatrain.config import load_config
 from megatrain.errors import ConfigError, DoesNotFit, MegaTrainError, ModelError, PlanError
 from megatrain.plan import machine, save_hardware
 from megatrain.plan.byte_amounts import parse_nbytes
@@ -60,8 +63,8 @@ def test_a_config_is_planned_for_and_every_part_is_shown(config: str, tmp_path: 
     html, content = tmp_path / "plan.html", tmp_path / "plan.json"
     text = shown(config, attention="eager", length=512, sweeps=True, html=str(html), json_file=str(content))
     for words in (
-        *("tiny-llama", "NVIDIA RTX 4090", "optimizer state", "tokens/s", "MFU", "what limits", "one upgrade"),
-        *("tokens per second by memory", "hide from", "nothing is written to disk"),
+        *("tiny-llama", "NVIDIA RTX 4090", "optimizer state", "tokens/s", "MFU", "what limits", "10% more"),
+        *("tokens per second by memory", "hide from", "planned, not measured", "no change", "less than 1% each: "),
         "eager",
     ):
         assert words in text, words
@@ -231,8 +234,15 @@ def test_what_is_no_amount_of_memory_is_refused(text: str) -> None:
             DoesNotFit,
             "of host memory at the least",
         ),
-        ({"tokens_per_step": 100, "length": 200}, PlanError, "100 tokens per step of sequences of 200"),
-        ({"length": 0}, PlanError, "sequences of 0"),
+        (
+            {"tokens_per_step": 100, "length": 200},
+            ConfigError,
+            "--tokens-per-step: 100 tokens per step of sequences of",
+        ),
+        ({"tokens_per_step": 0}, ConfigError, "--tokens-per-step: 0 tokens per step"),
+        ({"tokens_per_step": 1 << 27}, ConfigError, "--tokens-per-step: 134,217,728 tokens per step are more than"),
+        ({"length": 1 << 27}, ConfigError, "--sequence-length: 134,217,728 tokens per step are more than"),
+        ({"length": 0}, ConfigError, "--sequence-length: sequences of 0"),
         ({"token_budget": 0.0}, ConfigError, "--token-budget: 0 tokens"),
         ({"token_budget": float("nan")}, ConfigError, "--token-budget"),
         ({"precision": "fp8"}, ConfigError, "'fp8' is no precision; use bf16 or fp32"),
@@ -245,6 +255,74 @@ def test_mistakes_are_one_line(saved: str, options: dict[str, Any], kind: type, 
         shown(saved, **options)
     assert isinstance(caught.value, MegaTrainError)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"hardware": "h20"},
+        {"host_memory": "24 gigs"},
+        {"device_memory": "24 gigs", "hardware": None},
+        {"tokens_per_step": 100, "length": 200},
+        {"precision": "fp8"},
+        {"html": "/no/folder/x.html"},
+        {"json_file": "/"},
+        {"token_budget": 0.0},
+    ],
+    ids=str,
+)
+def test_an_option_is_refused_before_the_model_is_read(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unread(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the model was read")
+
+    monkeypatch.setattr(megatrain.commands.plan, "find_model", unread)
+    monkeypatch.setattr(megatrain.commands.plan, "_unprobed_machine", unread)
+    with pytest.raises(MegaTrainError):
+        shown("no model", **options)
+
+
+def test_more_memory_than_a_described_machine_has_is_said_and_than_this_one_refused(
+    saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = shown(saved, hardware="h200", host_memory="4TB", tokens_per_step=4096, length=512)
+    assert "4.00 TB as asked; the described machine has 1.65 TB" in told
+    assert "total of 4.00 TB" in told
+    assert "as asked" not in shown(saved, hardware="h200", host_memory="1TB", tokens_per_step=4096, length=512)
+    monkeypatch.setattr(megatrain.run.this_machine, "PROBED", tmp_path / "hardware.json")
+    save_hardware(machine("laptop"), tmp_path / "hardware.json")
+    with pytest.raises(ConfigError, match=r"--host-memory: 4.00 TB of host memory, and this machine has 34.4 GB; "):
+        shown(saved, hardware=None, host_memory="4TB")
+
+
+def test_a_drive_that_dies_within_a_year_is_the_first_line(saved: str) -> None:
+    told = shown(saved, tokens_per_step=4096, length=512, host_memory="12GB", device_memory="6GB")
+    assert re.match(r"warning +\S+ TB written to disk per day: the drive's endurance lasts \S+ days", told)
+
+
+@pytest.mark.parametrize("kind", ["folder", "config", "saved"])
+def test_what_is_shown_last_is_a_configuration_and_the_next_command(
+    kind: str, config: str, saved: str, tmp_path: Path
+) -> None:
+    model = {"folder": str(Path(config).parent), "config": config, "saved": saved}[kind]
+    told = shown(model, tokens_per_step=4096, length=512, clips=False, host_memory="64GB", attention="auto")
+    lines = told.split("in a configuration:\n")[1].splitlines()
+    needed = ["train.steps=3", "output.folder=runs/x", "data.sources=[x.txt]"]
+    needed += ["data.tokenizer=bytes"] if kind == "config" else []
+    (tmp_path / "run.yaml").write_text("\n".join(lines[:-1]))
+    found = load_config(str(tmp_path / "run.yaml"), needed)
+    assert (found.model.path, found.model.config) == {
+        "folder": (model, None),
+        "config": (None, model),
+        "saved": ("MODEL", None),
+    }[kind]
+    assert (found.train.sequences, found.data.sequence_length, found.train.max_grad_norm) == (8, 512, None)
+    assert found.memory.host == "64GB"
+    name = "MODEL" if kind == "saved" else model
+    fresh = " --from-scratch" if kind == "config" else ""
+    command = f"megatrain init config.yaml --model {name} --data FILE --sequence-length 512{fresh}"
+    assert lines[-1] == f"next: {command}, then megatrain train config.yaml"
 
 
 @pytest.mark.parametrize("kind", ENDLESS)
@@ -267,7 +345,7 @@ def test_what_does_not_fit_names_the_upgrade_that_would_help(saved: str) -> None
         DoesNotFit, match=r"\(disk.folders\) would fit; twice the host memory would make it fit \(\S+ tokens/s\)"
     ):
         shown(saved, device_memory="6GB", host_memory="12GB", disk_memory="0")
-    with pytest.raises(DoesNotFit, match=r"32 GiB of device memory would make it fit \(\S+ tokens/s\)"):
+    with pytest.raises(DoesNotFit, match=r"all 24 GiB of device memory would make it fit \(\S+ tokens/s\)"):
         shown(saved, device_memory="6GB", host_memory="5GB", disk_memory="0")
     with pytest.raises(DoesNotFit, match="no single upgrade makes it fit"):
         shown(saved, device_memory="3GB", host_memory="5GB", disk_memory="0", tokens_per_step=1 << 20)

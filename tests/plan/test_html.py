@@ -99,7 +99,7 @@ def test_the_data_in_the_page_is_that_of_the_plan() -> None:
 def test_the_page_says_what_the_terminal_says() -> None:
     text = read(full_page()).text
     plan = outlook().plan
-    for words in ("optimizer state", "twice the bus", f"{plan.tokens_per_second:,.0f}"):
+    for words in ("optimizer state", "twice the bus", "10% more", "decides: ", f"{plan.tokens_per_second:,.0f}"):
         assert words in text
     bars = [value for tag, name, value in read(full_page()).attributes if tag == "span" and name == "style"]
     widths = [float(match[1]) for each in bars if (match := re.match(r"width:([\d.]+)%", each))]

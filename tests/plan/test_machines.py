@@ -188,7 +188,12 @@ def test_an_absurd_figure_is_refused_by_name(tmp_path: Path, key: str, value: An
         ({"fetch_bytes_per_second": 12}, "fetch_bytes_per_second: 12 is beyond reason"),
         ({"host_bytes": 3e9 + 0.5}, "host_bytes: 3000000000.5 is not a whole number"),
         ({"grad_bytes_per_second": None}, "grad_bytes_per_second: is missing"),
-        ({"name": None}, "name: is missing"),
+        ({"name": None}, "name: is missing; run `megatrain probe`, or add it"),
+        (
+            {"host_bytes": None, "grad_bytes_per_second": None},
+            "here.json: host_bytes, grad_bytes_per_second: are missing; run `megatrain probe`, or add them",
+        ),
+        ({"products": [{"precision": "bf16", "m": 1}]}, r"products\[0\].k, n, flops_per_second: are missing"),
         ({"name": " "}, "name: ' ' is no name"),
         ({"shares_memory": 1}, "shares_memory: 1 is not valid"),
         ({"host_byte": 300}, "no key is called 'host_byte'; did you mean 'host_bytes'?"),

@@ -53,11 +53,13 @@ def seconds(op: Op) -> float:
     layers=st.integers(1, 6),
     tied=st.booleans(),
     pending=st.booleans(),
+    in_round=st.integers(0, 3),
 )
 def test_every_schedule_that_is_built_is_proven(
-    numerics: Numerics, policy: Policy, work: Work, layers: int, tied: bool, pending: bool
+    numerics: Numerics, policy: Policy, work: Work, layers: int, tied: bool, pending: bool, in_round: int
 ) -> None:
     of = small_spec(layers, tied)
+    policy = replace(policy, round_micro_batches=0 if tied else in_round)
     waiting = pending and policy.update == "next_forward"
     check(build_step(of, numerics, policy, work, "all" if waiting else "none"))
     check(build_forward(of, numerics, policy, work))
@@ -90,10 +92,11 @@ def test_layers_around_the_turn_are_not_fetched_again() -> None:
     )
 
 
-def test_backward_takes_the_micro_batches_in_reverse() -> None:
+def test_loss_and_backward_take_the_micro_batches_in_reverse() -> None:
     ops = build_step(small_spec(), Numerics(), Policy(), Work((4, 4, 4))).ops
     assert [op.micro for op in ops if op.kind == "FORWARD" and op.unit == 2] == [0, 1, 2]
     assert [op.micro for op in ops if op.kind == "BACKWARD" and op.unit == 2] == [2, 1, 0]
+    assert [op.micro for op in ops if op.kind == "LOSS"] == [2, 1, 0]
 
 
 def test_every_fetch_hides_behind_compute_when_compute_is_slow() -> None:

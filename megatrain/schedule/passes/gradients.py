@@ -7,15 +7,18 @@ first. Where the head is tied to the prologue, its share waits for the prologue'
 own. On a device that computes in host memory, a gradient of the right dtype is summed where it stays.
 
 A gradient leaves shard by shard. It waits for the norm in a buffer of its own (`state_buffers`); one that is used as it
-lands passes through a few that units take turns in. Left out: updates (`build`).
+lands passes through a few that units take turns in. Where a step has rounds, the sum of a round is set aside, and
+taken up again in the next, which adds to it: terms are summed in the same order as in one round. Left out: updates
+(`build`).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from megatrain.schedule.contents import USED, Gradient
-from megatrain.schedule.ops import Access, Buffer, Op, Use, declare
+from megatrain.schedule.ops import Access, Buffer, Op, Stream, Use, declare
 from megatrain.schedule.passes.pinned_staging import PinnedStaging
 from megatrain.schedule.passes.state_buffers import state_name
 from megatrain.spec import ModelSpec, Numerics, Part, Policy, Tier, Work
@@ -49,15 +52,18 @@ class Gradients:
         self._layers = max((self._nbytes[layer] for layer in model.layers), default=0)
         self._terms = [0] * len(model.units)
 
+    def is_whole(self, unit: int) -> bool:
+        """Whether all terms of its gradient have been added."""
+        return self._terms[unit] == self._work.micro_batches * (2 if unit == 0 and self._model.tied else 1)
+
     def add(self, unit: int, reads: list[Access], writes: list[Access]) -> None:
         """One more call adds to the gradient of `unit`: it reads the sum so far, and writes the next."""
-        total = self._work.micro_batches * (2 if unit == 0 and self._model.tied else 1)
         place = self.sum(unit)
         if self._terms[unit]:
             reads.append(replace(place, content=Gradient(unit, terms=self._terms[unit])))
         self._terms[unit] += 1
-        done = self._terms[unit] == total
-        writes.append(replace(place, content=Gradient(unit, terms=None if done else self._terms[unit])))
+        terms = None if self.is_whole(unit) else self._terms[unit]
+        writes.append(replace(place, content=Gradient(unit, terms=terms)))
 
     def sum(self, unit: int) -> Access:
         """Where the gradient of a unit is summed: in a slot, or where it stays."""
@@ -80,6 +86,34 @@ class Gradients:
         waits = self._policy.update != "during_backward"
         name = state_name(tier, Part.GRADIENTS, unit) if waits else self._in_turns(unit, tier)
         return Access(name, 0, nbytes, Gradient(unit, version))
+
+    def set_aside(self, unit: int) -> list[Op]:
+        """The copies of a sum, as far as it has come in this round, to where it waits for the next."""
+        return self._between_rounds(unit, "GRAD")
+
+    def take_up(self, unit: int) -> list[Op]:
+        """The copies back of a sum that an earlier round has begun."""
+        return self._between_rounds(unit, "RELOAD")
+
+    def _between_rounds(self, unit: int, kind: Literal["GRAD", "RELOAD"]) -> list[Op]:
+        stays = self._at_home(unit) and self._policy.update != "during_backward"
+        if stays or not self._trained[unit].size:
+            return []
+        content = Gradient(unit, terms=self._terms[unit])
+        total, each = replace(self.sum(unit), content=content), self._each[unit]
+        tier: Tier = "device" if self._policy.placement(unit).on_device else "host"
+        size = total.stop - total.start
+        own = Buffer(f"{tier}/gradient_sums/{unit}", tier, size, Use.GRADIENT_SUMS, part=Part.GRADIENTS, unit=unit)
+        name = declare(self._buffers, own)
+        stream: Stream = "grad" if kind == "GRAD" else "fetch"
+        ops = []
+        for shard in self._trained[unit].shards(max(1, self._policy.shard_nbytes // each)):
+            start, stop = shard.start * each, shard.stop * each
+            inside = replace(total, start=total.start + start, stop=total.start + stop)
+            outside = self._pinned_staging.at(stream, unit, shard.index, Access(name, start, stop, content))
+            read, write = (inside, outside) if kind == "GRAD" else (outside, inside)
+            ops.append(Op(kind, stream, unit, shard=shard.index, reads=(read,), writes=(write,)))
+        return ops
 
     def leave(self, unit: int) -> list[Op]:
         """The copies of a complete gradient to where the update finds it: none where it is there already."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from megatrain.schedule.contents import Gradient
 from megatrain.schedule.ops import Access, Buffer, Use, declare
 from megatrain.schedule.passes.disk_staging import Route, Staged
 from megatrain.spec import Part, Policy, Transfer
@@ -51,6 +52,8 @@ class PinnedStaging:
         for slot in slots:
             declare(self._buffers, Buffer(slot, "host", nbytes, Use.PINNED_STAGING))
         name = f"{home.buffer}/shard{shard}"
+        if isinstance(home.content, Gradient) and home.content.terms is not None:
+            name += f"~{home.content.terms}"  # of each round another
         self.staged[name] = Staged(
             unit, home.buffer, nbytes, home.content, slots, route=PACKING, start=home.start, shard=shard
         )

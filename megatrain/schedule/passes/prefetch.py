@@ -45,6 +45,8 @@ class Visit:
     unit: int
     compute: list[Op] = field(default_factory=list)
     after: list[Op] = field(default_factory=list)
+    before: list[Op] = field(default_factory=list)
+    """Copies that bring back what its compute adds to."""
     reads: bool = True
     """Whether it needs the unit's weights."""
     last_first: bool = False

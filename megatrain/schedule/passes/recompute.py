@@ -50,6 +50,9 @@ THROUGH_THE_BUS = Route(("RELOAD", "fetch"), ("OFFLOAD", "grad"))
 STORES: tuple[SavedOutputs, ...] = get_args(SavedOutputs)
 """What keeps outputs of single ops beside a layer's input."""
 
+WORKSPACES = (Use.FORWARD_WORKSPACE, Use.LOSS_WORKSPACE, Use.BACKWARD_WORKSPACE)
+"""What single ops take, under one name for all of a kind."""
+
 Pass = tuple[int, int]
 """(start, stop): layers computed again from boundary `start`, which is there, to `stop`, which is held from then on."""
 
@@ -125,6 +128,8 @@ class Activations:
         self._keeps = {
             (layer, micro): self._keep(layer, micro) for layer in layers for micro in range(work.micro_batches)
         }
+        self.round = 0
+        """Of the ops that are being made."""
         self._held: dict[tuple[int, int], Access] = {}
         """Where a dropped input is that has been computed again."""
         self._arguments: dict[int, Access] = {}
@@ -272,6 +277,8 @@ class Activations:
 
     def transient(self, use: Use, which: str, nbytes: int, content: Content) -> Access:
         """Device memory that exists while ops need it."""
+        if self.round and use in WORKSPACES:  # no memory from one round to the next
+            which = f"{which}.{self.round}"
         buffer = Buffer(f"device/{use.name.lower()}/{which}", "device", nbytes, use, arena=False)
         return Access(declare(self._buffers, buffer), 0, nbytes, content)
 
@@ -295,10 +302,12 @@ class Activations:
             declare(self._buffers, Buffer(slot, "device", largest, Use.OFFLOAD_SLOTS))
         staged = {}
         for layer, micro in away:
-            inside, outside = self._offloaded(layer, micro), f"host/{Use.OFFLOADED_INPUTS.name.lower()}/{layer}.{micro}"
+            place = micro % (self._policy.round_micro_batches or self._work.micro_batches)
+            inside, outside = self._offloaded(layer, micro), f"host/{Use.OFFLOADED_INPUTS.name.lower()}/{layer}.{place}"
             staged[inside.buffer] = Staged(layer, outside, inside.stop, USED, slots, micro, THROUGH_THE_BUS)
         placed = stage(ops, staged)
-        returning = {op.reads[0].buffer: op.nbytes for op in placed if op.kind == "RELOAD"}
-        for name, nbytes in returning.items():
-            declare(self._buffers, Buffer(name, "host", nbytes, Use.OFFLOADED_INPUTS))
-        return [op for op in placed if op.kind != "OFFLOAD" or op.writes[0].buffer in returning]
+        back = [op for op in placed if op.kind == "RELOAD" and isinstance(op.reads[0].content, Hidden)]
+        for op in back:
+            declare(self._buffers, Buffer(op.reads[0].buffer, "host", op.nbytes, Use.OFFLOADED_INPUTS))
+        returning = {op.reads[0].content for op in back}
+        return [op for op in placed if op.kind != "OFFLOAD" or op.writes[0].content in returning]

@@ -1,0 +1,135 @@
+"""A step in rounds: the same bits, and the memory of a round's activations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatrain import AdamW, Engine, Policy
+from megatrain.errors import PlanError
+from megatrain.schedule import Schedule, Use, build_step, check
+from megatrain.spec import IN_HOST, Numerics, Placement, Precision, Transfer, WaitFor, Work
+from megatrain.spec.layout import layout_of
+from tests.integration.test_phased_calls import SMALL, engine, plainest, results
+from tests.integration.test_ring import KEPT
+from tests.small import small_spec
+from tests.tiny import batch, equal, tiny_model
+
+ON_DEVICE, ON_DISK = Placement("device", "device", "device"), Placement("disk", "disk", "disk", "disk")
+
+
+@settings(max_examples=max(1, settings.default.max_examples // 8))
+@given(
+    family=st.sampled_from(["llama", "mixtral-balanced"]),
+    precision=st.sampled_from(["bf16", "fp32"]),
+    rows=st.sampled_from(sorted(KEPT)),
+    wait_for=st.sampled_from(["unit", "shard"]),
+    shard=st.sampled_from([SMALL, 2048, 10**9]),
+    ahead=st.sampled_from([0, 700, 4096]),
+    grad_slots=st.integers(1, 3),
+    update=st.sampled_from(["next_forward", "during_backward"]),
+    transfer=st.sampled_from(["pinned", "staged", "pageable"]),
+    resident=st.sampled_from([IN_HOST, Placement("device"), ON_DEVICE]),
+    in_round=st.integers(1, 2),
+    seed=st.integers(0, 10**6),
+)
+def test_rounds_change_no_bit(
+    family: str,
+    precision: Precision,
+    rows: str,
+    wait_for: WaitFor,
+    shard: int,
+    ahead: int,
+    grad_slots: int,
+    update: str,
+    transfer: Transfer,
+    resident: Placement,
+    in_round: int,
+    seed: int,
+) -> None:
+    policy = Policy(
+        shard_nbytes=shard,
+        read_ahead_nbytes=ahead,
+        grad_slots=grad_slots,
+        wait_for=wait_for,
+        activations_by_layer=KEPT[rows],
+        update=update,  # type: ignore[arg-type]
+        transfer=transfer,
+        placements=(IN_HOST, IN_HOST, resident, *[IN_HOST] * 3) if resident != IN_HOST else (),
+        round_micro_batches=in_round,
+    )
+    numerics = Numerics(precision, loss_chunk_tokens=5)
+    with engine(f"sim:{seed}", policy, family, numerics=numerics) as made:
+        assert equal(results(made, 3), plainest(precision, update, family, 3))
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim:3"])
+@pytest.mark.parametrize("in_round", [1, 2])
+def test_rounds_change_no_bit_where_state_is_on_the_disk(device: str, in_round: int, tmp_path: Path) -> None:
+    batches = [batch(1, 6 + number, number) for number in range(5)]
+    found = []
+    for number, size in enumerate((0, in_round)):
+        policy = Policy(placements=(ON_DISK,) * 5, round_micro_batches=size, shares_memory=device == "cpu")
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with Engine.from_model(
+            tiny_model(), device, "bf16", AdamW(lr=1e-2), 0.5, policy, seed=3, verify=False, disk=[folder]
+        ) as made:
+            losses = [made.step(batches).loss for _ in range(2)]
+            found.append((losses, made.master_weights()))
+    assert found[0][0] == found[1][0]
+    assert equal(found[0][1], found[1][1])
+
+
+def use_nbytes(schedule: Schedule, use: Use) -> int:
+    """The most bytes for one use at one time."""
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for index, op in enumerate(schedule.ops):
+        for access in (*op.reads, *op.writes):
+            if schedule.buffers[access.buffer].use is use:
+                first.setdefault(access.buffer, index)
+                last[access.buffer] = index
+    return max(
+        sum(schedule.buffers[name].nbytes for name in first if first[name] <= index <= last[name])
+        for index in range(len(schedule.ops))
+    )
+
+
+def test_the_device_holds_the_activations_of_one_round_and_the_host_sums_in_float32() -> None:
+    of, work = small_spec(6), Work((8,) * 6)
+    plain, rounds = (
+        build_step(of, Numerics(), Policy(activations="keep", round_micro_batches=size), work) for size in (0, 2)
+    )
+    kept = [sum(use_nbytes(each, use) for use in (Use.GRAPHS, Use.INPUTS)) for each in (plain, rounds)]
+    assert kept[1] < 0.4 * kept[0]
+    assert use_nbytes(rounds, Use.BACKWARD_WORKSPACE) == use_nbytes(plain, Use.BACKWARD_WORKSPACE)
+    trained = sum(layout_of(unit).trained.size for unit in of.units)
+    sums = sum(buffer.nbytes for buffer in rounds.buffers.values() if buffer.use is Use.GRADIENT_SUMS)
+    assert sums == rounds.arena_nbytes("host") - plain.arena_nbytes("host") == 4 * trained
+    each = {kind: sum(op.nbytes for op in rounds.ops if op.kind == kind) for kind in ("FETCH", "RELOAD", "GRAD")}
+    assert each["FETCH"] > 2 * sum(op.nbytes for op in plain.ops if op.kind == "FETCH")
+    assert each["RELOAD"] == 2 * 4 * trained
+    assert each["GRAD"] == 2 * 4 * trained + 2 * trained
+
+
+def test_a_tied_head_has_no_rounds() -> None:
+    policy = Policy(round_micro_batches=1)
+    with pytest.raises(PlanError, match=r"policy.round_micro_batches: a tied head .*; use 0"):
+        build_step(small_spec(2, tied=True), Numerics(), policy, Work((4, 4)))
+    check(build_step(small_spec(2, tied=True), Numerics(), policy, Work((4,))))
+
+
+def test_offloaded_inputs_of_one_round_are_in_host_memory_at_one_time() -> None:
+    of, away = small_spec(6), Policy(activations_by_layer=(("offload",),))
+    nbytes = []
+    for policy in (away, replace(away, round_micro_batches=2)):
+        schedule = build_step(of, Numerics(), policy, Work((8,) * 6))
+        check(schedule)
+        table = [each for each in schedule.buffers.values() if each.use is Use.OFFLOADED_INPUTS]
+        nbytes.append(sum(each.nbytes for each in table))
+    assert nbytes[1] <= nbytes[0] / 2.5
