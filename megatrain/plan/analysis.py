@@ -240,14 +240,9 @@ class Outlook:
         return None if endurance is None or not per_day else endurance / per_day
 
 
-def written_nbytes(plan: Plan) -> int:
-    """Bytes that a step writes to the disk."""
-    return sum(op.nbytes for op in plan.timeline.schedule.ops if op.kind in DISK_KINDS[1:])
-
-
 def written_nbytes_per_day(plan: Plan) -> float:
     """Bytes that a day of steps writes to the disk."""
-    return written_nbytes(plan) / plan.seconds * SECONDS_PER_DAY
+    return plan.written_nbytes / plan.seconds * SECONDS_PER_DAY
 
 
 def look(plan: Plan, token_budget: float | None = None) -> Outlook:

@@ -168,6 +168,11 @@ class Plan:
         return sum(self.work.tokens) / self.seconds
 
     @property
+    def written_nbytes(self) -> int:
+        """Bytes that a step writes to the disk."""
+        return sum(op.nbytes for op in self.timeline.schedule.ops if op.kind == "WRITE")
+
+    @property
     def save_nbytes(self) -> int:
         """Part of the host's bytes that checkpoints take beside steps."""
         return save_nbytes(self.question.model, self.numerics, self.policy) if self.question.saves else 0

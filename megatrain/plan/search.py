@@ -30,6 +30,7 @@ from megatrain.plan.search_space import (
     ATTENTION,
     COARSE,
     COMPUTES,
+    FEWER_WRITES,
     KNOBS,
     LEAN,
     MLP_CHUNK_TOKENS,
@@ -106,7 +107,8 @@ class Search:
             self.within({**budgets, "disk": 0})
             other = find() if self._fits(*self.leanest()) else None
             self.within(budgets)
-            found = min(found, other or found, key=lambda each: each.seconds)
+            if other and other.seconds < FEWER_WRITES * found.seconds:
+                found = other
         return found
 
     def _answer(self) -> Plan | None:
@@ -123,7 +125,7 @@ class Search:
             if bool(now) == bool(found):  # a winner that fits, or nothing that does
                 break
             self._correct_estimates(candidate, plans[0])
-        return min(fitting, key=lambda plan: float(f"{plan.seconds:.4g}"), default=None)
+        return _sparing(fitting)
 
     def best(self) -> Candidate | None:
         """The quickest candidate that fits, or `None`.
@@ -519,6 +521,13 @@ class Search:
             fitted = place_state(model, numerics, policy, room, self.budgets["disk"], most, saves=saves)
             self._placements[key] = fitted.placements
         return choice if self._placements[key] == policy.placements else choice.change(placements=self._placements[key])
+
+
+def _sparing(plans: list[Plan]) -> Plan | None:
+    """The quickest; of those that are nearly as quick, the one that writes least to the disk, which wears out."""
+    quickest = min((plan.seconds for plan in plans), default=inf)
+    near = [plan for plan in plans if plan.seconds <= FEWER_WRITES * quickest]
+    return min(near, key=lambda plan: (plan.written_nbytes, float(f"{plan.seconds:.4g}")), default=None)
 
 
 def _kind(choice: Choice, micro_batch: int) -> Hashable:
