@@ -120,6 +120,8 @@ def describe_policy(numerics: Numerics, policy: Policy) -> list[str]:
         *(["compute waits for the shard of weights that it comes to"] if policy.wait_for == "shard" else []),
         "1 host thread" if policy.host_threads == 1 else f"{policy.host_threads or 'all'} host threads",
     ]
+    if policy.round_micro_batches:
+        phrases.append(f"rounds of {policy.round_micro_batches} micro-batches")
     if policy.offload_slots != 2 or policy.offloads:
         phrases.append(f"inputs pass to the host through {policy.offload_slots} slots")
     if policy.recompute_slots is not None:
