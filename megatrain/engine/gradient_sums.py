@@ -36,11 +36,15 @@ class GradSink(Protocol):
 
 
 class UnitSum:
-    """The gradient of what trains in one unit, under construction in `flat` [layout.size] of the trained layout."""
+    """The gradient of what trains in one unit, under construction in `flat` [layout.size] of the trained layout.
 
-    def __init__(self, layout: Layout, flat: Tensor) -> None:
+    before: the sum so far, which has been copied here.
+    """
+
+    def __init__(self, layout: Layout, flat: Tensor, before: UnitSum | None = None) -> None:
+        self._place = flat.data_ptr()
         self._views = {field.name: flat[field.start : field.stop].view(field.shape) for field in layout.fields}
-        self._reached: set[str] = set()
+        self._reached: set[str] = set(before._reached) if before else set()
         self._claimed: set[str] = set()
         """Parameters of which the backward pass under way has written into its view, and hands in the view itself."""
         for start, stop in layout.gaps:
@@ -58,6 +62,10 @@ class UnitSum:
         else:
             view.copy_(gradient)
         self._reached.add(name)
+
+    def lies_in(self, flat: Tensor) -> bool:
+        """Whether that is where it is under construction."""
+        return self._place == flat.data_ptr()
 
     def writable(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """Where a term of this dtype may be written or added by whoever claims it: a view of its own, which autograd

@@ -422,11 +422,13 @@ class Streamer:
 
     def _sum(self, now: Current, op: Op, held: Held, unit: int) -> UnitSum:
         """The gradient of `unit` under construction, begun where the schedule says that the first term is written."""
-        if unit not in now.sums:
+        known = now.sums.get(unit)
+        if known is None or self.policy.shares_memory:  # where a sum comes back from the disk, to another place
             access = access_of(op.writes, Gradient(unit))
             layout = self._layouts[unit].trained
             flat = part_of(held, access).view(DTYPE_OF_NBYTES[(access.stop - access.start) // layout.size])
-            now.sums[unit] = UnitSum(layout, flat)
+            if known is None or not known.lies_in(flat):
+                now.sums[unit] = UnitSum(layout, flat, known)
         return now.sums[unit]
 
     def _close_finished(self, now: Current, op: Op) -> None:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from math import isqrt, lcm, log2
+from math import ceil, inf, isqrt, lcm, log2
 
 from megatrain.plan.activation_plan import Counts, Option, mixed, rounds_of, rows_of
 from megatrain.plan.cost import DRAM, contention, op_seconds, placement_seconds, shape_of
@@ -27,6 +27,7 @@ from megatrain.schedule.passes.state_buffers import Pending, save_nbytes, state_
 from megatrain.schedule.replay import DISK_STREAMS
 from megatrain.spec import ModelSpec, Numerics, Policy, Work
 from megatrain.spec.contention import ALONE, Contention
+from megatrain.spec.layout import layout_of
 
 SHALLOW, MORE = 6, 2
 """Layers of the shallowest version that candidates are replayed on, and how many of one kind are added to price it."""
@@ -116,6 +117,7 @@ def _passes(timeline: Timeline) -> Callable[[float], bool]:
         elif op.kind == "FORWARD" and op.unit == 0:
             turns.append((start, False))
     turns.sort()
+    turns = [turn for turn, (_, late) in zip(turns, [*turns[1:], (inf, False)], strict=True) if not (turn[1] and late)]
     times = [when for when, _ in turns]
 
     def is_late(start: float) -> bool:
@@ -186,7 +188,11 @@ def with_placements(question: Question, choice: Choice, micro_batch: int, found:
     nbytes = {tier: count + after[tier] - before[tier] for tier, count in found.nbytes.items()}
     if question.saves:
         nbytes["host"] += save_nbytes(model, numerics, policy) - save_nbytes(model, numerics, plain)
-    rounds = rounds_of(policy, question.sequences / micro_batch)
+    rounds = ceil(rounds_of(policy, question.sequences / micro_batch))
+    if rounds > 1:  # sums of what is on the device wait there
+        placed = zip(model.units, policy.placements_of(model), strict=True)
+        sums = sum(4 * layout_of(unit).trained.size for unit, placement in placed if placement.on_device)
+        nbytes |= {"device": nbytes["device"] + sums, "host": nbytes["host"] - sums}
     change, behind = placement_seconds(model, numerics, policy, question.hardware, rounds)
     busy = {stream: found.busy.get(stream, 0.0) + change.get(stream, 0.0) for stream in {**found.busy, **change}}
     late = {stream: max(0.0, found.late.get(stream, 0.0) + behind.get(stream, 0.0)) for stream in busy}
@@ -221,14 +227,14 @@ def _works(question: Question, choice: Choice, micro_batch: int) -> list[tuple[f
     """Steps with few micro-batches, and weights: the weighted sum of what they take is what the step takes. Of many
     rounds, one is replayed, and two for what each more takes; bytes are those of two."""
     size = choice.policy.round_micro_batches
-    rounds = question.sequences / micro_batch / size if size else 1.0
-    if rounds <= 2:
-        return [(1.0, cut(question, micro_batch) if size else coarse(question, micro_batch))]
+    rounds = ceil(question.sequences / micro_batch / size) if size else 1
+    if rounds == 1:
+        return [(1.0, coarse(question, micro_batch))]
     one, two = (
         Work((micro_batch * question.length,) * (size * count), question.length, batching=question.batching)
         for count in (1, 2)
     )
-    return [(2 - rounds, one), (rounds - 1, two)]
+    return [(2.0 - rounds, one), (rounds - 1.0, two)]
 
 
 def cut(question: Question, micro_batch: int) -> Work:

@@ -11,7 +11,7 @@ import difflib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -23,6 +23,8 @@ from megatrain.spec.rates import AttentionRate, DiskRate, ElementwiseRate, Produ
 from megatrain.system.paths import read_text, usable_path, written_whole
 
 _LIBRARY = "machines.json"
+_SYSTEM_NBYTES = 4 << 30
+"""Of the memory that is installed in a machine of the library: what its system and other programs keep; assumed."""
 _DEVICE_NAMES = "device_names"
 """Key of the library alone: what drivers call the device."""
 
@@ -309,13 +311,12 @@ def _keys_with_sources() -> dict[str, str]:
 def _library() -> dict[str, tuple[tuple[str, ...], Hardware]]:
     """Name -> what drivers call its device, and the machine."""
     entries = _parsed(resources.files("megatrain.plan").joinpath(_LIBRARY).read_text(encoding="utf-8"), _LIBRARY)
-    return {
-        name: (
-            tuple(entry.get(_DEVICE_NAMES, ())),
-            _read({key: value for key, value in entry.items() if key != _DEVICE_NAMES}, f"{_LIBRARY}: {name}"),
-        )
-        for name, entry in entries.items()
-    }
+    found = {}
+    for name, entry in entries.items():
+        devices = tuple(entry.pop(_DEVICE_NAMES, ()))
+        installed = _read(entry, f"{_LIBRARY}: {name}")
+        found[name] = devices, replace(installed, host_nbytes=installed.host_nbytes - _SYSTEM_NBYTES)
+    return found
 
 
 def _named(name: str) -> Hardware | None:

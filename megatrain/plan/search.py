@@ -532,7 +532,11 @@ def _sparing(plans: list[Plan]) -> Plan | None:
 
 def _kind(choice: Choice, micro_batch: int) -> Hashable:
     """What decides by how much an estimate from a few layers and micro-batches is off."""
-    return micro_batch, (choice.policy.activations, *choice.policy.activations_by_layer)
+    return (
+        micro_batch,
+        choice.policy.round_micro_batches,
+        (choice.policy.activations, *choice.policy.activations_by_layer),
+    )
 
 
 def find_plan(question: Question) -> Plan:

@@ -1,10 +1,10 @@
 """(ModelSpec, Numerics, Policy, Work) -> Schedule. The training algorithm, written once, as data.
 
-Layer-major: for each unit all micro-batches run before the next unit; loss and backward pass take them in reverse. With
-*rounds* (`Policy.round_micro_batches`) those of one go through all units before those of the next, the last round
-first, so that the terms of each sum come in the same order. A *visit* is one unit's turn on the compute stream. Copies
-are placed as early in program order as their slot allows, so that a stream that runs ahead of the others finds them;
-what must wait for what is derived later from the declared ranges (`deps`).
+Layer-major: for each unit all micro-batches run before the next unit, in reverse in a step's forward pass, and in their
+order in loss and backward pass. With *rounds* (`Policy.round_micro_batches`) those of one go through all units before
+those of the next, so that the terms of each sum come in the same order. A *visit* is one unit's turn on the compute
+stream. Copies are placed as early in program order as their slot allows, so that a stream that runs ahead of the others
+finds them; what must wait for what is derived later from the declared ranges (`deps`).
 
 Contents name versions: `w3` are the weights that this step computes with. When updates of the last step are pending,
 the step starts from `w3.old` and `UPDATE u3` makes `w3` of it; when a unit is updated during the backward pass it
@@ -76,13 +76,13 @@ class Builder:
         self.state = StateBuffers(model, numerics, policy, pending, self.buffers, self.staged)
 
     def _rounds(self) -> list[range]:
-        """The micro-batches of each round, in the order of rounds."""
+        """The micro-batches of each round."""
         count = self.work.micro_batches
         size = self.policy.round_micro_batches or count
         if size < count and self.model.tied:
             what = "a tied head and its embedding have one gradient, which rounds would sum in another order"
             raise PlanError(what, where="policy.round_micro_batches", fix="use 0")
-        return [range(start, min(count, start + size)) for start in reversed(range(0, count, size))]
+        return [range(start, min(count, start + size)) for start in range(0, count, size)]
 
     # Whole schedules ------------------------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class Builder:
 
     def _forward_visit(self, unit: int, micros: range) -> Visit:
         visit = Visit(unit)
-        for micro in micros:
+        for micro in reversed(micros) if self.trains else micros:  # what was left last is needed first
             reads = [self._weights(unit)] if self.layouts[unit].size else []
             writes = [self.alive.hidden(unit + 1, micro)]
             if unit == 0:
@@ -156,7 +156,7 @@ class Builder:
     def _loss_visit(self, micros: range) -> Visit:
         unit = self.model.epilogue
         visit = Visit(unit, before=self._taken_up(unit, micros))
-        for micro in reversed(micros):
+        for micro in micros:
             owners = [owner for owner in (unit, *((0,) if self.model.tied else ())) if self.layouts[owner].size]
             reads = [self.alive.hidden(unit, micro), *(self._weights(owner) for owner in owners)]
             nbytes = loss_nbytes(self.model, self.numerics, self.policy, self.work, micro, trains=self.trains)
@@ -199,7 +199,7 @@ class Builder:
         visit, kind = Visit(unit, reads=self._backward_reads(unit)), self.model.units[unit].kind
         visit.before = self._taken_up(unit, micros)
         nbytes = cache(partial(backward_nbytes, self.model, self.numerics, self.policy, self.work, unit))
-        for micro in reversed(micros):
+        for micro in micros:
             reads = [self.alive.dhidden(unit + 1, micro), *([self._weights(unit)] if visit.reads else [])]
             writes = []
             if unit > 0:
@@ -214,7 +214,7 @@ class Builder:
                 self.gradients.add(unit, reads, writes)
             visit.compute.append(Op("BACKWARD", "compute", unit, micro, reads=tuple(reads), writes=tuple(writes)))
         visit.after = self._gradient_out(unit)
-        visit.last_first = unit > 0 and self.alive.keeps_graph(unit, micros[-1])
+        visit.last_first = unit > 0 and self.alive.keeps_graph(unit, micros[0])
         return visit
 
     def _backward_reads(self, unit: int) -> bool:

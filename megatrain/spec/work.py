@@ -33,6 +33,11 @@ class Work:
         if not self.tokens:
             raise PlanError("a step needs micro-batches of at least one token", where="work.tokens")
 
+    @classmethod
+    def of_two_rounds(cls, round_micro_batches: int) -> Work:
+        """As few tokens as have more than one micro-batch, and more than one round where there are rounds."""
+        return cls((1,) * (1 + max(1, round_micro_batches)))
+
     @property
     def micro_batches(self) -> int:
         return len(self.tokens)

@@ -9,10 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.shapes import llama_shape
 from megatrain import AdamW, Engine, Policy
 from megatrain.errors import PlanError
+from megatrain.plan import Choice, Question, estimate, examine, machine
+from megatrain.plan.placement import residents
 from megatrain.schedule import Schedule, Use, build_step, check
-from megatrain.spec import IN_HOST, Numerics, Placement, Precision, Transfer, WaitFor, Work
+from megatrain.spec import IN_HOST, Limits, Numerics, Placement, Precision, Transfer, WaitFor, Work
 from megatrain.spec.layout import layout_of
 from tests.integration.test_phased_calls import SMALL, engine, plainest, results
 from tests.integration.test_ring import KEPT
@@ -67,9 +70,11 @@ def test_rounds_change_no_bit(
         assert equal(results(made, 3), plainest(precision, update, family, 3))
 
 
-@pytest.mark.parametrize("device", ["cpu", "sim:3"])
+@pytest.mark.parametrize(("device", "precision"), [("cpu", "bf16"), ("cpu", "fp32"), ("sim:3", "bf16")])
 @pytest.mark.parametrize("in_round", [1, 2])
-def test_rounds_change_no_bit_where_state_is_on_the_disk(device: str, in_round: int, tmp_path: Path) -> None:
+def test_rounds_change_no_bit_where_state_is_on_the_disk(
+    device: str, precision: Precision, in_round: int, tmp_path: Path
+) -> None:
     batches = [batch(1, 6 + number, number) for number in range(5)]
     found = []
     for number, size in enumerate((0, in_round)):
@@ -77,7 +82,7 @@ def test_rounds_change_no_bit_where_state_is_on_the_disk(device: str, in_round: 
         folder = tmp_path / str(number)
         folder.mkdir()
         with Engine.from_model(
-            tiny_model(), device, "bf16", AdamW(lr=1e-2), 0.5, policy, seed=3, verify=False, disk=[folder]
+            tiny_model(), device, precision, AdamW(lr=1e-2), 0.5, policy, seed=3, verify=False, disk=[folder]
         ) as made:
             losses = [made.step(batches).loss for _ in range(2)]
             found.append((losses, made.master_weights()))
@@ -133,3 +138,32 @@ def test_offloaded_inputs_of_one_round_are_in_host_memory_at_one_time() -> None:
         table = [each for each in schedule.buffers.values() if each.use is Use.OFFLOADED_INPUTS]
         nbytes.append(sum(each.nbytes for each in table))
     assert nbytes[1] <= nbytes[0] / 2.5
+
+
+@pytest.mark.parametrize("in_round", [1, 2, 3])
+def test_a_budget_of_the_host_leaves_room_for_the_sums_between_rounds(in_round: int, tmp_path: Path) -> None:
+    policy, limits = Policy(round_micro_batches=in_round), Limits(host_nbytes=520_000)
+    with Engine.from_model(tiny_model(), "sim:1", "bf16", policy=policy, disk=[tmp_path], limits=limits) as made:
+        made.step([batch(1, 6, number) for number in range(4)])
+        held = sum(nbytes for (tier, _), nbytes in made.memory_table().items() if tier == "host")
+    assert held <= 520_000
+
+
+def test_what_rounds_take_is_estimated_with_a_part_of_the_layers_on_the_device() -> None:
+    question = Question(llama_shape("small", 24, 1024, vocabulary=8000), machine("h200"), 16 * 1024, 1024)
+    for whole, kept in ((8, 0), (4, 4)):
+        policy = Policy(round_micro_batches=1, placements=residents(question.model, whole, kept))
+        choice = Choice(Numerics(), policy)
+        guessed, found = estimate(question, choice, 2), examine(question, choice, 2)
+        for tier in ("device", "host"):
+            assert guessed.nbytes[tier] == pytest.approx(found.nbytes[tier], rel=0.02)
+
+
+@pytest.mark.parametrize(("sequences", "micro_batch", "in_round"), [(13, 4, 1), (16, 1, 5)])
+def test_rounds_that_do_not_divide_a_step_are_not_taken_to_be_quicker_than_they_are(
+    sequences: int, micro_batch: int, in_round: int
+) -> None:
+    question = Question(llama_shape("small", 12, 1024, vocabulary=8000), machine("h100"), sequences * 1024, 1024)
+    choice = Choice(Numerics(), Policy(round_micro_batches=in_round))
+    guessed, found = estimate(question, choice, micro_batch), examine(question, choice, micro_batch)
+    assert 0.98 * found.seconds < guessed.seconds < 1.3 * found.seconds

@@ -100,7 +100,7 @@ def test_a_named_machine_has_this_ones_memory(cpu: CpuDevice) -> None:
         ("{", "is not JSON"),
         ("[]", "is not a table"),
         ("\x00\xff", "is not JSON"),
-        ('{"name": "x"}', "device_bytes: is missing"),
+        ('{"name": "x"}', "device_bytes, host_bytes, .*: are missing"),
         ('{"name": "x", "of_another_version": 1}', "no key is called 'of_another_version'"),
         (None, "cannot be read"),
     ],

@@ -181,7 +181,7 @@ def test_host_memory_holds_what_has_left_and_no_more() -> None:
     copies = Counter(op.kind for op in away.ops)
     assert copies["OFFLOAD"] == copies["RELOAD"] == len(table)
     assert [op.name for op in away.ops if op.kind == "RELOAD"] == [
-        f"RELOAD u{unit} m{micro}" for unit in range(12, 0, -1) for micro in (1, 0)
+        f"RELOAD u{unit} m{micro}" for unit in range(12, 0, -1) for micro in (0, 1)
     ][2:]
 
 

@@ -92,11 +92,14 @@ def test_layers_around_the_turn_are_not_fetched_again() -> None:
     )
 
 
-def test_loss_and_backward_take_the_micro_batches_in_reverse() -> None:
+def test_the_forward_takes_the_micro_batches_in_reverse() -> None:
+    """So that what was left last is needed first, and a loss function is called in their order."""
     ops = build_step(small_spec(), Numerics(), Policy(), Work((4, 4, 4))).ops
-    assert [op.micro for op in ops if op.kind == "FORWARD" and op.unit == 2] == [0, 1, 2]
-    assert [op.micro for op in ops if op.kind == "BACKWARD" and op.unit == 2] == [2, 1, 0]
-    assert [op.micro for op in ops if op.kind == "LOSS"] == [2, 1, 0]
+    for kind, order in (("FORWARD", [2, 1, 0]), ("BACKWARD", [0, 1, 2])):
+        assert [op.micro for op in ops if op.kind == kind and op.unit == 2] == order
+    assert [op.micro for op in ops if op.kind == "LOSS"] == [0, 1, 2]
+    seen = build_forward(small_spec(), Numerics(), Policy(), Work((4, 4))).ops
+    assert [op.micro for op in seen if op.kind == "LOSS"] == [0, 1]
 
 
 def test_every_fetch_hides_behind_compute_when_compute_is_slow() -> None:
@@ -166,7 +169,7 @@ def test_a_slot_overwritten_too_early_is_refused_with_the_culprit_marked() -> No
     fetch = max(i for i, op in enumerate(schedule.ops) if op.kind == "FETCH" and op.unit == 3 and op.shard == 0)
     early = [*schedule.ops[:fetch], *schedule.ops[fetch + 1 :]]
     early.insert(next(i for i, op in enumerate(early) if op.kind == "FORWARD" and op.unit == 1), schedule.ops[fetch])
-    with pytest.raises(ScheduleError, match=r"FORWARD u1 m0\): reads w1 .* but finds w3") as caught:
+    with pytest.raises(ScheduleError, match=r"FORWARD u1 m1\): reads w1 .* but finds w3") as caught:
         check(changed(schedule, early))
     assert "^^^^" in str(caught.value)
 

@@ -96,7 +96,8 @@ class Gradients:
         return self._between_rounds(unit, "RELOAD")
 
     def _between_rounds(self, unit: int, kind: Literal["GRAD", "RELOAD"]) -> list[Op]:
-        stays = self._at_home(unit) and self._policy.update != "during_backward"
+        waits = self._policy.update != "during_backward" and self._policy.placement(unit).gradients != "disk"
+        stays = self._at_home(unit) and waits
         if stays or not self._trained[unit].size:
             return []
         content = Gradient(unit, terms=self._terms[unit])
@@ -110,7 +111,7 @@ class Gradients:
         for shard in self._trained[unit].shards(max(1, self._policy.shard_nbytes // each)):
             start, stop = shard.start * each, shard.stop * each
             inside = replace(total, start=total.start + start, stop=total.start + stop)
-            outside = self._pinned_staging.at(stream, unit, shard.index, Access(name, start, stop, content))
+            outside = self._pinned_staging.at("sums", unit, shard.index, Access(name, start, stop, content))
             read, write = (inside, outside) if kind == "GRAD" else (outside, inside)
             ops.append(Op(kind, stream, unit, shard=shard.index, reads=(read,), writes=(write,)))
         return ops
