@@ -439,7 +439,7 @@ def hiding(plan: Plan) -> Hiding | None:
     """The smallest step, in whole sequences, that hides every transfer and the optimizer behind compute.
 
     `None` where none of up to `MOST_TOKENS` does, and on a device that shares memory, where nothing overlaps. The
-    policy is the plan's; where kept graphs no longer fit, it recomputes.
+    policy is the plan's, in one round; where kept graphs no longer fit, it recomputes.
     """
     question = plan.question
     if question.hardware.shares_memory:
@@ -450,7 +450,7 @@ def hiding(plan: Plan) -> Hiding | None:
         tokens = rows * question.length
         asked = replace(question, tokens_per_step=tokens)
         micro_batch = min(plan.micro_batch, rows)
-        choice, found = _fitting(asked, plan.choice, micro_batch)
+        choice, found = _fitting(asked, plan.choice.change(round_micro_batches=0), micro_batch)
         instant = estimate(replace(asked, hardware=_instant(question.hardware)), choice, micro_batch)
         return Hiding(tokens, max(0.0, 1.0 - instant.seconds / found.seconds), found.fits(asked.budgets()))
 

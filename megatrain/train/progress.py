@@ -121,7 +121,8 @@ def describe_policy(numerics: Numerics, policy: Policy) -> list[str]:
         "1 host thread" if policy.host_threads == 1 else f"{policy.host_threads or 'all'} host threads",
     ]
     if policy.round_micro_batches:
-        phrases.append(f"rounds of {policy.round_micro_batches} micro-batches")
+        count = policy.round_micro_batches
+        phrases.append(f"{'one micro-batch' if count == 1 else f'{count} micro-batches'} in each round")
     if policy.offload_slots != 2 or policy.offloads:
         phrases.append(f"inputs pass to the host through {policy.offload_slots} slots")
     if policy.recompute_slots is not None:

@@ -42,7 +42,14 @@ class Bus:
 
 def planned(engine: Engine, hardware: Hardware, **overrides: Any) -> Plan:
     """Within as much memory as leaves no room for all inputs."""
-    fixed = {"micro_batch": 2, "placements": (), "loss_chunk_tokens": 64, "weight_slots": 2, "grad_slots": 2}
+    fixed = {
+        "micro_batch": 2,
+        "round_micro_batches": 0,
+        "placements": (),
+        "loss_chunk_tokens": 64,
+        "weight_slots": 2,
+        "grad_slots": 2,
+    }
     asked = Question(engine.spec, hardware, ROWS * LENGTH, LENGTH, "fp32", overrides={**fixed, "shard_nbytes": 1 << 16})
     lean = find_plan(replace(asked, overrides={**asked.overrides, "activations_by_layer": (("offload",),)})).nbytes[
         "device"

@@ -152,7 +152,7 @@ def test_a_failure_in_a_layer_names_the_op_and_returns_every_lease(
             raise RuntimeError("no such kernel")
 
         monkeypatch.setattr(type(engine._ported), "layer", failing)
-        with pytest.raises(StreamFailed, match="op FORWARD u1 m0 on stream compute: RuntimeError: no such kernel"):
+        with pytest.raises(StreamFailed, match="op FORWARD u1 m1 on stream compute: RuntimeError: no such kernel"):
             engine.step(unequal_batches())
         assert engine._pool.leases == 0
         monkeypatch.undo()

@@ -230,7 +230,7 @@ def test_a_gradient_that_is_let_go_of_before_it_is_complete_is_found(monkeypatch
         made.gradients(unequal_batches(1))
 
 
-@pytest.mark.parametrize("at", ["FETCH u2 s3", "FETCH u4 s1", "GRAD u1 s2", "BACKWARD u2 m0 s4", "FORWARD u1 m0 s1"])
+@pytest.mark.parametrize("at", ["FETCH u2 s3", "FETCH u4 s1", "GRAD u1 s2", "BACKWARD u2 m0 s4", "FORWARD u1 m1 s1"])
 def test_a_failure_in_the_middle_of_a_call_surfaces_and_leaves_nothing_behind(at: str) -> None:
     a_step_fails_and_is_done_again(PHASED, at)
 

@@ -109,7 +109,7 @@ def test_a_shard_comes_into_a_place_that_the_layer_before_has_given_up_while_it_
     device._starved = "compute"
     with engine(device, replace(RING, activations_by_layer=(("input",),)), "llama") as made:
         made.gradients(unequal_batches(2))
-    for last, following in (("FORWARD u1 m1", "FETCH u2"), ("BACKWARD u2 m0", "FETCH u1")):
+    for last, following in (("FORWARD u1 m0", "FETCH u2"), ("BACKWARD u2 m1", "FETCH u1")):
         turns = [i for i, name in enumerate(device.order) if name.startswith(last)]
         first, end = next(i for i in turns if i > turns[0]), turns[-1]
         came = [name for name in device.order[first:end] if name.startswith(following)]
@@ -151,7 +151,7 @@ def test_a_weight_that_is_read_once_more_after_it_was_given_up_is_named(
         assert not calls_under_way()
 
 
-@pytest.mark.parametrize("at", ["PLACE u2 s0", "FETCH u2 s3", "FORWARD u1 m1 s3", "BACKWARD u2 m0 s2"])
+@pytest.mark.parametrize("at", ["PLACE u2 s0", "FETCH u2 s3", "FORWARD u1 m0 s3", "BACKWARD u2 m1 s2"])
 def test_a_failure_surfaces_and_leaves_nothing_behind(at: str) -> None:
     a_step_fails_and_is_done_again(RING, at)
 

@@ -17,7 +17,7 @@ from megatrain.device.sim import SimDevice
 from megatrain.errors import CorruptRegion, DiskError, DoesNotFit
 from megatrain.memory import Disk
 from megatrain.memory.disk_faults import DiskFault
-from megatrain.plan import Question, find_plan, op_seconds
+from megatrain.plan import Question, contention, find_plan, op_seconds
 from megatrain.schedule import Op, Schedule
 from megatrain.spec import Hardware, Limits, Numerics, Part, Placement, Precision, Work
 from tests.tiny import batch, equal, tiny_model, unequal_batches
@@ -203,7 +203,15 @@ def test_more_device_memory_never_makes_an_executed_step_slower(halves: Iterable
     for budget in (half * least // 2 for half in halves):
         plan = find_plan(replace(question, limits=Limits(device_nbytes=budget)))
         price = op_seconds(spec, plan.numerics, plan.policy, plan.work, machine)
-        device = SimDevice(3, cost=lambda task, price=price: price(task) if isinstance(task, Op) else 0.0)
+        shared = contention(spec, plan.numerics, machine)
+        device = SimDevice(
+            3,
+            cost=lambda task, price=price: price(task) if isinstance(task, Op) else 0.0,
+            contention=replace(
+                shared,
+                dram_nbytes=lambda task, nbytes=shared.dram_nbytes: nbytes(task) if isinstance(task, Op) else 0.0,
+            ),
+        )
         limits = plan.question.limits
         batches = [batch(plan.micro_batch, 8, number) for number in range(plan.work.micro_batches)]
         with Engine.from_model(model, device, policy=plan.policy, limits=limits, verify=False) as made:
