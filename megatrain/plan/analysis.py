@@ -9,7 +9,7 @@ leaves out how any of it is shown (`report`, `html`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -35,6 +35,9 @@ from megatrain.spec import Hardware, Precision
 
 HIDDEN_STALL = 0.02
 """Share of a step that compute may wait while transfers still count as hidden."""
+
+NEARLY_ALL = 0.8
+"""Of a tier's budget; a plan that takes less does not get quicker by more of it."""
 
 WORTH_A_SEARCH = 0.99
 """Promised seconds, to those that are estimated of the plan, from which on a better machine is planned for anew."""
@@ -549,7 +552,7 @@ def upgrades(question: Question, plan: Plan | None) -> tuple[Upgrade, ...]:
     for name, change in _changes(question, _uses_disk(plan)).items():
         asked = change(question)
         seconds = [] if plan is None else [seconds_on(plan, asked)]  # what fits, fits a better machine
-        more_memory = asked.budgets() != question.budgets()
+        more_memory = plan is None or _is_short(plan, asked.budgets())
         (promised,) = survey(asked, [asked.budgets()]) if more_memory else [None]
         if promised is not None and (today is None or promised.seconds < WORTH_A_SEARCH * today):
             with suppress(DoesNotFit):
@@ -558,6 +561,12 @@ def upgrades(question: Question, plan: Plan | None) -> tuple[Upgrade, ...]:
         rate = None if best is None else question.sequences * question.length / best
         found.append(Upgrade(name, rate, None if plan is None or best is None else plan.seconds / best))
     return tuple(found)
+
+
+def _is_short(plan: Plan, budgets: Mapping[str, int]) -> bool:
+    """Whether the plan takes nearly all of a tier that would have more."""
+    now = plan.question.budgets()
+    return any(more > now[tier] and plan.nbytes[tier] > NEARLY_ALL * now[tier] for tier, more in budgets.items())
 
 
 def _uses_disk(plan: Plan | None) -> bool:
