@@ -36,6 +36,7 @@ from megatrain.plan.search_space import (
     MLP_CHUNK_TOKENS,
     MOST_ROUNDS,
     MOST_SHARDS,
+    MUCH_LESS,
     NEAR,
     NEARLY,
     OFFLOAD,
@@ -524,10 +525,13 @@ class Search:
 
 
 def _sparing(plans: list[Plan]) -> Plan | None:
-    """The quickest; of those that are nearly as quick, the one that writes least to the disk, which wears out."""
-    quickest = min((plan.seconds for plan in plans), default=inf)
-    near = [plan for plan in plans if plan.seconds <= FEWER_WRITES * quickest]
-    return min(near, key=lambda plan: (plan.written_nbytes, float(f"{plan.seconds:.4g}")), default=None)
+    """The quickest; or one that is nearly as quick and writes much less to the disk, which wears out."""
+    quickest = min(plans, key=lambda plan: float(f"{plan.seconds:.4g}"), default=None)
+    if quickest is None:
+        return None
+    most = FEWER_WRITES * quickest.seconds, MUCH_LESS * quickest.written_nbytes
+    spared = [plan for plan in plans if plan.seconds <= most[0] and plan.written_nbytes < most[1]]
+    return min(spared, key=lambda plan: plan.written_nbytes, default=quickest)
 
 
 def _kind(choice: Choice, micro_batch: int) -> Hashable:

@@ -76,8 +76,8 @@ NEARLY = 1.02
 COMPUTES = 0.97
 """Of the step; where compute is busy for longer, a mixture is found without placements."""
 
-FEWER_WRITES = 1.03
-"""Of the seconds of the quickest plan, up to which one that writes less to the disk is preferred."""
+FEWER_WRITES, MUCH_LESS = 1.03, 0.8
+"""Of the seconds of the quickest plan, up to which one is preferred that writes less than such a share to the disk."""
 
 MOST_ROUNDS = 12
 """Winners of the search that are replayed and do not fit, until nothing is taken to."""

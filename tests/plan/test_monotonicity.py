@@ -33,7 +33,12 @@ def times(*names: str) -> Callable[[Hardware, float], Hardware]:
 
 def with_faster_host(hardware: Hardware, factor: float) -> Hardware:
     by_threads = tuple((threads, rate * factor) for threads, rate in hardware.optimizer_bandwidth)
-    return replace(hardware, host_bandwidth=hardware.host_bandwidth * factor, optimizer_bandwidth=by_threads)
+    return replace(
+        hardware,
+        host_bandwidth=hardware.host_bandwidth * factor,
+        dram_bandwidth=(hardware.dram_bandwidth or hardware.host_bandwidth) * factor,
+        optimizer_bandwidth=by_threads,
+    )
 
 
 def with_more_flops(hardware: Hardware, factor: float) -> Hardware:
