@@ -1,4 +1,4 @@
-"""What `megatrain plan` takes of this machine, for built-in models: processor seconds and peak memory.
+"""Measures the CPU time and the peak memory that running `megatrain plan` itself takes, for a few built-in models.
 
     python -m bench.planner_cost [MODEL ...]
 

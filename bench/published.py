@@ -1,4 +1,4 @@
-"""Published measurements of other systems beside replays of their own schedules, and the efficiencies between.
+"""Compares published measurements of other systems with replays of their own schedules, and fits what lies between.
 
     python -m bench.published [--json FILE]
 
@@ -342,10 +342,10 @@ def described(point: Point, taken: Way, at: Efficiencies) -> Hardware:
     found = machine(MACHINES[point.gpu])
     if point.system.startswith("DeepSpeed"):
         server = machine(SERVER)
-        found = replace(found, dram_bandwidth=server.dram_bandwidth, host_bandwidth=server.host_bandwidth)
+        found = replace(found, host_dram_bandwidth=server.host_dram_bandwidth, host_bandwidth=server.host_bandwidth)
         found = replace(found, optimizer_bandwidth=server.optimizer_bandwidth)
     if stated := re.search(r"([\d.]+) GB/s", point.host):
-        found = replace(found, dram_bandwidth=STREAM_SHARE * 1e9 * float(stated[1]))
+        found = replace(found, host_dram_bandwidth=STREAM_SHARE * 1e9 * float(stated[1]))
     forward, backward = FLASH_3 if taken.flash_3 and found.name.startswith(("NVIDIA H", "NVIDIA GH")) else (1.0, 1.0)
     attention = tuple(
         replace(row, forward_flops=forward * row.forward_flops, backward_flops=backward * row.backward_flops)
@@ -439,7 +439,9 @@ class Replayed:
                     return self._sum_nbytes(op)
             return shared.dram_nbytes(op)
 
-        return replay(part.schedule, seconds, Contention(shared.dram_bandwidth, dram_nbytes, shared.duplex)).seconds
+        return replay(
+            part.schedule, seconds, Contention(shared.host_dram_bandwidth, dram_nbytes, shared.duplex)
+        ).seconds
 
     def _sum_nbytes(self, op: Op) -> float:
         moved = sum(access.stop - access.start for access in (*op.reads, *op.writes))

@@ -1,4 +1,4 @@
-"""Planned speed of an 8B over sequences a step, in rounds where that is quicker, and all in one round.
+"""Planned tokens per second of an 8B model against sequences per step: in rounds where those are quicker, and without.
 
 python -m bench.rounds
 """
@@ -23,7 +23,7 @@ def rate(question: Question) -> str:
         plan = find_plan(question)
     except DoesNotFit:
         return "does not fit"
-    size = plan.policy.round_micro_batches * plan.micro_batch
+    size = plan.policy.micro_batches_per_round * plan.micro_batch
     return f"{plan.tokens_per_second:,.0f}" + (f" (rounds of {size})" if 0 < size < question.sequences else "")
 
 
@@ -34,7 +34,7 @@ def main() -> None:
     for words, (name, gigabytes) in DEVICES.items():
         limits = Limits(device_nbytes=gigabytes << 30 if gigabytes else None)
         asked = [Question(model, machine(name), count * LENGTH, LENGTH, limits=limits) for count in SEQUENCES]
-        one = [replace(question, overrides={"round_micro_batches": 0}) for question in asked]
+        one = [replace(question, overrides={"micro_batches_per_round": 0}) for question in asked]
         print(f"| {words} | " + " | ".join(map(rate, asked)) + " |", flush=True)
         print(f"| {words}, one round | " + " | ".join(map(rate, one)) + " |", flush=True)
 

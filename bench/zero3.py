@@ -167,7 +167,7 @@ class EachMicroBatch(Gradients):
         """That of a micro-batch leaves."""
         return True
 
-    def take_up(self, unit: int) -> list[Op]:
+    def restore_partial(self, unit: int) -> list[Op]:
         return []
 
     def leave(self, unit: int) -> list[Op]:

@@ -16,7 +16,7 @@ from megatrain.engine import Executor
 from megatrain.errors import RaceDetected
 from megatrain.memory import Held, Ledger, Pool
 from megatrain.schedule import Op, Schedule, Timeline
-from megatrain.spec.contention import ALONE, Contention
+from megatrain.spec.contention import NO_CONTENTION, Contention
 
 __all__ = [
     "KINDS",
@@ -41,7 +41,7 @@ def _nothing(op: Op, held: Held) -> None:
 
 
 def executed_timeline(
-    schedule: Schedule, cost: Callable[[Op], float], seed: int = 0, contention: Contention = ALONE
+    schedule: Schedule, cost: Callable[[Op], float], seed: int = 0, contention: Contention = NO_CONTENTION
 ) -> Timeline:
     """When each op ran on the virtual clock of the simulator, at `cost` seconds an op alone."""
     timeline = run_idle(schedule, SimDevice(seed, cost=cost, contention=contention))  # type: ignore[arg-type]  # its tasks are ops

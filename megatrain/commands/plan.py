@@ -43,8 +43,8 @@ from megatrain.plan.report import (
     amount,
     as_content,
     configuration,
-    figure_lines,
     free_rows,
+    rate_lines,
     sensitivity_rows,
     summary_rows,
     upgrade_rows,
@@ -337,7 +337,7 @@ def show(
     console.print(_memory(outlook.plan))
     heads = ("resource", "busy", "step with 10% more of it")
     console.print(_table("what limits", heads, sensitivity_rows(outlook)))
-    console.print(Text("\n".join(figure_lines(outlook))), end="\n\n" if outlook.figures else "")
+    console.print(Text("\n".join(rate_lines(outlook))), end="\n\n" if outlook.decisive_rates else "")
     for title, rows in (("changes that cost nothing", free_rows(outlook)), ("one upgrade", upgrade_rows(outlook))):
         if rows:
             console.print(_table(title, ("change", "tokens/s", "gain"), rows))

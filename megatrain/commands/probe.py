@@ -293,7 +293,7 @@ def _host(results: Mapping[str, Any], numel: int, shares_memory: bool, found: _F
     by_threads = ", ".join(f"{rate / 1e9:.1f} on {count}" for count, rate in rows)
     found.say(f"optimizer pass: {by_threads} threads, in GB/s; norm: {norm / 1e9:.1f} GB/s")
     found.note("measured: numpy, one thread", host_copy_bandwidth=copied)
-    found.note("measured: the most of a copy, AdamW and norms, on all threads", dram_bandwidth=dram)
+    found.note("measured: the most of a copy, AdamW and norms, on all threads", host_dram_bandwidth=dram)
     found.note("measured: pages of new memory, each touched once", fresh_bandwidth=fresh)
     if shares_memory:
         origin = "nothing crosses a bus: a copy within host memory"

@@ -302,7 +302,7 @@ class PolicySection(Section):
     """Device buffers that offloaded inputs pass through."""
     recompute_slots: PositiveInt | None = None
     """Device buffers per micro-batch for inputs that are computed again; null takes as many as they are."""
-    round_micro_batches: NonNegativeInt | None = None
+    micro_batches_per_round: NonNegativeInt | None = None
     """Micro-batches that go through all layers, forward and back, before the next ones do; 0 is all of a step's. Not
     for models whose head is tied to the embedding."""
     grad_precision: Literal["bf16", "fp32"] | None = None

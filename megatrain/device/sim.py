@@ -35,7 +35,7 @@ from megatrain.device.base import Event, Interval, OnTheHost, Stream, Task, Work
 from megatrain.device.race_check import Clock, RaceDetector, joined
 from megatrain.device.worker import as_foreground_error, raise_first
 from megatrain.errors import BrokenPromise, Deadlock, DeviceError, MegaTrainError, OutOfDeviceMemory
-from megatrain.spec.contention import ALONE, Contention, Piece, StreamClock
+from megatrain.spec.contention import NO_CONTENTION, Contention, StreamClock, TimedTask
 
 POISON = 0xFF
 """Every byte of device memory that nobody holds: NaN in bfloat16 and in float32."""
@@ -56,7 +56,7 @@ class SimEvent:
     done: bool = False
     failure: MegaTrainError | None = None
     clock: Clock = field(default_factory=dict)
-    piece: Piece = field(default_factory=lambda: Piece("", 0.0, began=0.0, ended=0.0))
+    piece: TimedTask = field(default_factory=lambda: TimedTask("", 0.0, began=0.0, ended=0.0))
     """Of work on the virtual clock."""
 
     def wait(self) -> None:
@@ -137,7 +137,7 @@ class SimDevice(OnTheHost):
         temperament: Temperament | None = None,
         faults: Sequence[Fault] = (),
         cost: Callable[[Task], float] | None = None,
-        contention: Contention = ALONE,
+        contention: Contention = NO_CONTENTION,
     ) -> None:
         self.name = f"sim:{seed}"
         self.capacity, self.faults, self.cost = capacity, list(faults), cost
@@ -153,7 +153,7 @@ class SimDevice(OnTheHost):
         """The foreground's time on the virtual clock, in seconds."""
         self.virtual = StreamClock(contention)
         self._contention = contention
-        self._timed: list[Piece] = []
+        self._timed: list[TimedTask] = []
         """Pieces of work on the compute stream since they were last asked for."""
         self._random = random.Random(seed)
         self._starved = self._random.choice(("compute", "host", *COPIES))
@@ -283,11 +283,11 @@ class SimDevice(OnTheHost):
             self.virtual.run(piece)
         return sum(piece.stalled for piece in done)
 
-    def timed_piece(self, stream: str, task: Task, waits: Sequence[SimEvent]) -> Piece:
+    def timed_piece(self, stream: str, task: Task, waits: Sequence[SimEvent]) -> TimedTask:
         """A task on the virtual clock, from now on."""
         seconds = self.cost(task) if self.cost else 0.0
         before = [event.piece for event in waits]
-        piece = Piece(stream, seconds, self._contention.dram_nbytes(task), before, self.now)
+        piece = TimedTask(stream, seconds, self._contention.dram_nbytes(task), before, self.now)
         self.virtual.submit(piece)
         if stream == "compute":
             self._timed.append(piece)

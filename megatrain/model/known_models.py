@@ -1,4 +1,4 @@
-"""The shapes of the most used models, built in, so that one can be planned for by its name and without a network.
+"""Built-in dimensions of widely used models, so that you can plan for one by its name, offline.
 
 `known_models.json` has a model on each line: its id on the Hugging Face hub, its `model_type`, and what of its config
 decides sizes and work, where that is not the default of its type. `parameters` is how many were published, less what is

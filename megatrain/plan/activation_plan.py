@@ -20,7 +20,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from megatrain.plan.cost import DRAM, Calibration, dram_bandwidth, forward_seconds, shape_of
+from megatrain.plan.cost import DRAM, Calibration, forward_seconds, host_dram_bandwidth, shape_of
 from megatrain.plan.placement import PARTS, spread
 from megatrain.plan.question import Choice, Estimate, Question
 from megatrain.spec import Keep, Policy, Work
@@ -80,18 +80,18 @@ def changes(question: Question, choice: Choice, work: Work) -> Changes:
         found["host"]["offload"] += boundary
         found["inward"]["offload"] += boundary / hardware.fetch_bandwidth * inward
         found["outward"]["offload"] += boundary / hardware.grad_bandwidth * outward
-        found["crossing"]["offload"] += 0.0 if hardware.shares_memory else boundary / dram_bandwidth(hardware)
+        found["crossing"]["offload"] += 0.0 if hardware.shares_memory else boundary / host_dram_bandwidth(hardware)
         found["device"]["drop"] -= boundary
         found["compute"]["drop"] += again
-    rounds = rounds_of(choice.policy, work.micro_batches * work.repeats)
+    rounds = round_count(choice.policy, work.micro_batches * work.repeats)
     for tier in ("device", "host"):  # what a round keeps is gone in the next
         found[tier] = {kind: nbytes / rounds for kind, nbytes in found[tier].items()}
     return Changes(**{name: tuple(each[kind] for kind in KINDS) for name, each in found.items()})
 
 
-def rounds_of(policy: Policy, micro_batches: float) -> float:
+def round_count(policy: Policy, micro_batches: float) -> float:
     """How many rounds a step of so many micro-batches has."""
-    return max(1.0, micro_batches / (policy.round_micro_batches or micro_batches))
+    return max(1.0, micro_batches / (policy.micro_batches_per_round or micro_batches))
 
 
 class Mixtures:

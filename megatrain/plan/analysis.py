@@ -9,7 +9,7 @@ leaves out how any of it is shown (`report`, `html`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -21,7 +21,7 @@ from megatrain.errors import DoesNotFit
 from megatrain.plan.cost import (
     attention_seconds,
     disk_bandwidths,
-    dram_bandwidth,
+    host_dram_bandwidth,
     packing_bandwidth,
     product_flops,
     step_flops,
@@ -36,19 +36,16 @@ from megatrain.spec import Hardware, Precision
 HIDDEN_STALL = 0.02
 """Share of a step that compute may wait while transfers still count as hidden."""
 
-NEARLY_ALL = 0.8
-"""Of a tier's budget; a plan that takes less does not get quicker by more of it."""
-
 WORTH_A_SEARCH = 0.99
 """Promised seconds, to those that are estimated of the plan, from which on a better machine is planned for anew."""
 
-MORE = 1.1
+MORE_BY = 1.1
 """Times as much of a resource, in what is said of how the step depends on it."""
 
-DECISIVE = 0.02
-"""Of the step: a figure of the machine decides where `MORE` of it saves more."""
+MIN_DECISIVE_SAVING = 0.02
+"""Of the step: a figure of the machine decides where `MORE_BY` of it saves more."""
 
-WORTH_SAYING = 0.01
+MIN_GAIN_SHOWN = 0.01
 """Gain of a change that costs nothing, below which it is not named."""
 
 BILLION = 1_000_000_000
@@ -95,7 +92,7 @@ RESOURCES: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
     "host memory": (
         ("host", "pack", "unpack"),
         {
-            "host memory": ("dram_bandwidth",),
+            "host memory": ("host_dram_bandwidth",),
             "optimizer": ("host_bandwidth", "optimizer_bandwidth"),
             "gradient norm": ("norm_bandwidth",),
             "copies of one thread": ("host_copy_bandwidth",),
@@ -109,8 +106,8 @@ RESOURCES: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
         },
     ),
 }
-"""Resource of a machine -> the streams that are busy with it, and its figures: each by the fields that it stands for,
-the first of them the one that is shown."""
+"""Resource of a machine -> the streams that are busy with it, and its rates: the fields of each, the first of them the
+one that is shown."""
 
 GB, GIB = 1_000_000_000, 1 << 30
 DEVICE_SIZES = tuple(size * GB for size in (8, 12, 16, 24, 32, 48, 80, 96, 141, 192))
@@ -144,7 +141,7 @@ class Hiding:
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """What the plan's own step gains from a machine with `MORE` of one resource."""
+    """What the plan's own step gains from a machine with `MORE_BY` of one resource."""
 
     resource: str
     busy: tuple[tuple[str, float], ...]
@@ -154,8 +151,8 @@ class Sensitivity:
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
-    """One rate of the machine, what the step gains from `MORE` of it, and where it is from."""
+class HardwareRate:
+    """One rate of the machine, what the step gains from `MORE_BY` of it, and where it is from."""
 
     name: str
     per_second: float
@@ -199,8 +196,8 @@ class Outlook:
     free_changes: tuple[Upgrade, ...] = ()
     """Of the run, not of the machine."""
     sensitivities: tuple[Sensitivity, ...] = ()
-    """What `MORE` of it saves most of first."""
-    figures: tuple[Figure, ...] = ()
+    """What `MORE_BY` of it saves most of first."""
+    decisive_rates: tuple[HardwareRate, ...] = ()
     """Those that decide, in the same order."""
 
     @property
@@ -258,7 +255,7 @@ def look(plan: Plan, token_budget: float | None = None) -> Outlook:
         upgrades=upgrades(question, plan),
         free_changes=free_changes(plan),
         sensitivities=found,
-        figures=figures(plan, found),
+        decisive_rates=decisive_rates(plan, found),
     )
 
 
@@ -346,7 +343,7 @@ class _Causes:
 
 
 def sensitivities(plan: Plan) -> tuple[Sensitivity, ...]:
-    """What the plan's own step gains from `MORE` of each resource, replayed whole; of the disk, where it is used."""
+    """What the plan's own step gains from `MORE_BY` of each resource, replayed whole; of the disk, where it is used."""
     busy = {load.stream: load.busy_seconds / plan.seconds for load in loads(plan)}
     found = []
     for resource, (streams, parts) in _resources(plan).items():
@@ -355,18 +352,18 @@ def sensitivities(plan: Plan) -> tuple[Sensitivity, ...]:
     return tuple(sorted(found, key=lambda each: -round(each.saved, 4)))
 
 
-def figures(plan: Plan, found: tuple[Sensitivity, ...]) -> tuple[Figure, ...]:
-    """The figures of the machine that decide how long the step takes."""
+def decisive_rates(plan: Plan, found: tuple[Sensitivity, ...]) -> tuple[HardwareRate, ...]:
+    """The rates of the machine that decide how long the step takes."""
     hardware, resources = _complete(plan.question.hardware), _resources(plan)
     decisive = []
-    for resource in (each.resource for each in found if each.saved > DECISIVE):
+    for resource in (each.resource for each in found if each.saved > MIN_DECISIVE_SAVING):
         for name, fields in resources[resource][1].items():
-            if (saved := _saved(plan, fields)) > DECISIVE:
+            if (saved := _saved(plan, fields)) > MIN_DECISIVE_SAVING:
                 field, per_second, unit = _rate(plan, hardware, fields)
                 source = dict(hardware.sources).get(field, "")
                 if not source and not getattr(plan.question.hardware, field):
                     source = "assumed: nobody has measured it"
-                decisive.append(Figure(name, per_second, unit, source or "no source is given", saved))
+                decisive.append(HardwareRate(name, per_second, unit, source or "no source is given", saved))
     return tuple(decisive)
 
 
@@ -383,8 +380,8 @@ def _resources(plan: Plan) -> dict[str, tuple[tuple[str, ...], dict[str, tuple[s
 
 
 def _saved(plan: Plan, fields: Iterable[str]) -> float:
-    """Share of the step's time that `MORE` of these rates saves."""
-    hardware = _faster(plan.question.hardware, fields, MORE)
+    """Share of the step's time that `MORE_BY` of these rates saves."""
+    hardware = _faster(plan.question.hardware, fields, MORE_BY)
     return 1.0 - seconds_on(plan, replace(plan.question, hardware=hardware)) / plan.seconds
 
 
@@ -408,7 +405,7 @@ def _complete(hardware: Hardware) -> Hardware:
     read, write = disk_bandwidths(hardware)
     return replace(
         hardware,
-        dram_bandwidth=dram_bandwidth(hardware),
+        host_dram_bandwidth=host_dram_bandwidth(hardware),
         host_copy_bandwidth=packing_bandwidth(hardware),
         disk_read_bandwidth=read,
         disk_write_bandwidth=write,
@@ -453,7 +450,7 @@ def hiding(plan: Plan) -> Hiding | None:
         tokens = rows * question.length
         asked = replace(question, tokens_per_step=tokens)
         micro_batch = min(plan.micro_batch, rows)
-        choice, found = _fitting(asked, plan.choice.change(round_micro_batches=0), micro_batch)
+        choice, found = _fitting(asked, plan.choice.change(micro_batches_per_round=0), micro_batch)
         instant = estimate(replace(asked, hardware=_instant(question.hardware)), choice, micro_batch)
         return Hiding(tokens, max(0.0, 1.0 - instant.seconds / found.seconds), found.fits(asked.budgets()))
 
@@ -525,7 +522,7 @@ def free_changes(plan: Plan) -> tuple[Upgrade, ...]:
         if asked.sequences > question.sequences:
             gained = min(gained, 1.0)  # a step of more sequences is no shorter
         ratio = gained * asked.sequences / question.sequences
-        if ratio > 1 + WORTH_SAYING:
+        if ratio > 1 + MIN_GAIN_SHOWN:
             found.append(Upgrade(name, plan.tokens_per_second * ratio, ratio))
     return tuple(found)
 
@@ -552,7 +549,7 @@ def upgrades(question: Question, plan: Plan | None) -> tuple[Upgrade, ...]:
     for name, change in _changes(question, _uses_disk(plan)).items():
         asked = change(question)
         seconds = [] if plan is None else [seconds_on(plan, asked)]  # what fits, fits a better machine
-        more_memory = plan is None or _is_short(plan, asked.budgets())
+        more_memory = asked.budgets() != question.budgets()
         (promised,) = survey(asked, [asked.budgets()]) if more_memory else [None]
         if promised is not None and (today is None or promised.seconds < WORTH_A_SEARCH * today):
             with suppress(DoesNotFit):
@@ -561,12 +558,6 @@ def upgrades(question: Question, plan: Plan | None) -> tuple[Upgrade, ...]:
         rate = None if best is None else question.sequences * question.length / best
         found.append(Upgrade(name, rate, None if plan is None or best is None else plan.seconds / best))
     return tuple(found)
-
-
-def _is_short(plan: Plan, budgets: Mapping[str, int]) -> bool:
-    """Whether the plan takes nearly all of a tier that would have more."""
-    now = plan.question.budgets()
-    return any(more > now[tier] and plan.nbytes[tier] > NEARLY_ALL * now[tier] for tier, more in budgets.items())
 
 
 def _uses_disk(plan: Plan | None) -> bool:
@@ -605,10 +596,14 @@ def _with_device_memory(question: Question, nbytes: int) -> Question:
     return replace(question, hardware=hardware, limits=replace(question.limits, device_nbytes=None))
 
 
+def with_more(hardware: Hardware, resource: str, factor: float) -> Hardware:
+    """The machine with `factor` times the rates of a resource (a key of `RESOURCES`)."""
+    return _faster(hardware, chain.from_iterable(RESOURCES[resource][1].values()), factor)
+
+
 def _twice(resource: str) -> Callable[[Question], Question]:
     """The question on a machine with twice the rates of a resource."""
-    fields = tuple(chain.from_iterable(RESOURCES[resource][1].values()))
-    return lambda question: replace(question, hardware=_faster(question.hardware, fields, 2.0))
+    return lambda question: replace(question, hardware=with_more(question.hardware, resource, 2.0))
 
 
 def _next_device_size(nbytes: int) -> int:

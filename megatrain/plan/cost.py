@@ -28,7 +28,7 @@ from megatrain.spec import (
     UnitSpec,
     Work,
 )
-from megatrain.spec.contention import ALONE, Contention
+from megatrain.spec.contention import NO_CONTENTION, Contention
 from megatrain.spec.layout import Layout, layout_of
 from megatrain.spec.rates import AttentionRate
 
@@ -64,7 +64,7 @@ eagerly, beside the rate of products, which came out as the library of machines 
 ELEMENTWISE_BACKWARD = 2
 """Elementwise time backward over forward, where it has not been measured; assumed, also in that fit."""
 
-RANGE = 0.91, 1.11
+MEASURED_OVER_PLANNED = 0.91, 1.11
 """Measured over planned speed, on a described machine: between these lie four fifths of the published points that were
 kept out of the fit (`python -m bench.published`: 15 of them, other systems' schedules replayed as a plan is)."""
 
@@ -173,10 +173,10 @@ def duplex_disk_bandwidths(hardware: Hardware) -> tuple[float, float]:
     return hardware.disk_duplex_read_bandwidth or read, hardware.disk_duplex_write_bandwidth or write
 
 
-def dram_bandwidth(hardware: Hardware) -> float:
+def host_dram_bandwidth(hardware: Hardware) -> float:
     """Bytes per second of host memory that all streams share: at the least what any of them was measured to reach."""
     known = hardware.host_bandwidth, hardware.norm_bandwidth or 0.0, sum(duplex_bandwidths(hardware))
-    return hardware.dram_bandwidth or max(known)
+    return hardware.host_dram_bandwidth or max(known)
 
 
 def _estimated_seconds(hardware: Hardware, precision: Precision, m: int, k: int, n: int) -> float:
@@ -303,7 +303,7 @@ def calibrate(
     model: ModelSpec,
     timeline: Timeline | Sequence[Timeline],
     price: Callable[[Op], float],
-    contention: Contention = ALONE,
+    contention: Contention = NO_CONTENTION,
     *,
     one_processor: bool = False,
 ) -> Calibration:
@@ -372,7 +372,7 @@ def contention(model: ModelSpec, numerics: Numerics, hardware: Hardware) -> Cont
     """What the streams of a step share on `hardware`. Where the device computes in host memory, they run on the same
     cores instead (`replay`'s `one_processor`)."""
     if hardware.shares_memory:
-        return ALONE
+        return NO_CONTENTION
     alone = (hardware.fetch_bandwidth, hardware.grad_bandwidth, *disk_bandwidths(hardware))
     both = (*duplex_bandwidths(hardware), *duplex_disk_bandwidths(hardware))
     streams = ("fetch", "grad", *DISK_STREAMS)
@@ -387,7 +387,7 @@ def contention(model: ModelSpec, numerics: Numerics, hardware: Hardware) -> Cont
             return sum(access.stop - access.start for access in op.reads)
         return DRAM_PASSES.get(op.kind, 0) * op.nbytes
 
-    return Contention(dram_bandwidth(hardware), dram_nbytes, duplex)
+    return Contention(host_dram_bandwidth(hardware), dram_nbytes, duplex)
 
 
 def forward_seconds(
@@ -661,7 +661,7 @@ def _with_dram(added: Mapping[str, float], hardware: Hardware, policy: Policy) -
     rates = {"fetch": fetching, "grad": leaving, "pack": packing, "unpack": packing, "host": optimizer}
     rates |= {"read": 2 * reading, "write": 2 * writing}
     moved = sum(seconds * rates.get(stream, 0.0) for stream, seconds in added.items() if seconds)
-    return {**added, DRAM: moved / dram_bandwidth(hardware)}
+    return {**added, DRAM: moved / host_dram_bandwidth(hardware)}
 
 
 def _of_unit(

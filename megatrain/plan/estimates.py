@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import product
 from math import ceil, inf, isqrt, lcm, log2
 
-from megatrain.plan.activation_plan import Counts, Option, mixed, rounds_of, rows_of
+from megatrain.plan.activation_plan import Counts, Option, mixed, round_count, rows_of
 from megatrain.plan.cost import DRAM, contention, op_seconds, placement_seconds, shape_of
 from megatrain.plan.placement import ON_DEVICE
 from megatrain.plan.question import Choice, Estimate, Plan, Question
@@ -26,7 +26,7 @@ from megatrain.schedule import Op, Schedule, Timeline, build_step, nbytes_by_use
 from megatrain.schedule.passes.state_buffers import Pending, save_nbytes, state_nbytes
 from megatrain.schedule.replay import DISK_STREAMS
 from megatrain.spec import ModelSpec, Numerics, Policy, Work
-from megatrain.spec.contention import ALONE, Contention
+from megatrain.spec.contention import NO_CONTENTION, Contention
 from megatrain.spec.layout import layout_of
 
 SHALLOW, MORE = 6, 2
@@ -85,7 +85,7 @@ _remembered = lru_cache(maxsize=256)(_built)
 
 
 @dataclass(frozen=True, slots=True)
-class Prices:
+class StepPrices:
     """Of the ops of one step on a question's machine: seconds of each alone, and what streams share."""
 
     seconds: Callable[[Op], float]
@@ -101,8 +101,11 @@ class Prices:
         busy, late = Counter[str](), Counter[str]()
         is_late = _passes(timeline)
         for op, start, end in zip(timeline.schedule.ops, timeline.starts, timeline.ends, strict=True):
-            alone = self.seconds(op) if self.shared is not ALONE else end - start
-            for stream, spent in ((op.stream, alone), (DRAM, self.shared.dram_nbytes(op) / self.shared.dram_bandwidth)):
+            alone = self.seconds(op) if self.shared is not NO_CONTENTION else end - start
+            for stream, spent in (
+                (op.stream, alone),
+                (DRAM, self.shared.dram_nbytes(op) / self.shared.host_dram_bandwidth),
+            ):
                 busy[stream] += spent  # type: ignore[assignment]
                 late[stream] += spent if is_late(start) else 0.0  # type: ignore[assignment]
         return busy, late
@@ -126,15 +129,15 @@ def _passes(timeline: Timeline) -> Callable[[float], bool]:
     return is_late
 
 
-def prices(question: Question, choice: Choice, work: Work) -> Prices:
+def prices(question: Question, choice: Choice, work: Work) -> StepPrices:
     """Of a step of the question's model."""
     model, hardware = question.model, question.hardware
     seconds = op_seconds(model, choice.numerics, choice.policy, work, hardware, question.calibration)
-    return Prices(seconds, contention(model, choice.numerics, hardware), hardware.shares_memory)
+    return StepPrices(seconds, contention(model, choice.numerics, hardware), hardware.shares_memory)
 
 
 def _replayed(
-    question: Question, choice: Choice, work: Work, of: Prices, schedule: Schedule, peaks: dict[str, int]
+    question: Question, choice: Choice, work: Work, of: StepPrices, schedule: Schedule, peaks: dict[str, int]
 ) -> Plan:
     nbytes = dict(peaks)
     if question.hardware.shares_memory:
@@ -188,7 +191,7 @@ def with_placements(question: Question, choice: Choice, micro_batch: int, found:
     nbytes = {tier: count + after[tier] - before[tier] for tier, count in found.nbytes.items()}
     if question.saves:
         nbytes["host"] += save_nbytes(model, numerics, policy) - save_nbytes(model, numerics, plain)
-    rounds = ceil(rounds_of(policy, question.sequences / micro_batch))
+    rounds = ceil(round_count(policy, question.sequences / micro_batch))
     if rounds > 1:  # sums of what is on the device wait there
         placed = zip(model.units, policy.placements_of(model), strict=True)
         sums = sum(4 * layout_of(unit).trained.size for unit, placement in placed if placement.on_device)
@@ -226,8 +229,8 @@ def _lost(busy: Mapping[str, float]) -> float:
 def _works(question: Question, choice: Choice, micro_batch: int) -> list[tuple[float, Work]]:
     """Steps with few micro-batches, and weights: the weighted sum of what they take is what the step takes. Of many
     rounds, one is replayed, and two for what each more takes; bytes are those of two."""
-    size = choice.policy.round_micro_batches
-    rounds = ceil(question.sequences / micro_batch / size) if size else 1
+    size = choice.policy.micro_batches_per_round
+    rounds = ceil(round_count(choice.policy, question.sequences / micro_batch))
     if rounds == 1:
         return [(1.0, coarse(question, micro_batch))]
     one, two = (

@@ -14,8 +14,8 @@ from megatrain.plan.analysis import STREAM_WORDS, Outlook, Sweep
 from megatrain.plan.report import (
     amount,
     as_content,
-    figure_lines,
     free_rows,
+    rate_lines,
     sensitivity_rows,
     summary_rows,
     upgrade_rows,
@@ -73,7 +73,7 @@ def _memory(outlook: Outlook) -> str:
 
 def _limits(outlook: Outlook) -> str:
     found = table(("resource", "busy", "step with 10% more of it"), sensitivity_rows(outlook))
-    return found + "".join(f"<p>{escape(line)}</p>" for line in figure_lines(outlook))
+    return found + "".join(f"<p>{escape(line)}</p>" for line in rate_lines(outlook))
 
 
 def _changes(outlook: Outlook) -> str:

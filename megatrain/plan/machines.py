@@ -76,7 +76,7 @@ _NUMBERS: dict[str, tuple[str, _Number]] = {  # key in a file -> field, and what
     "pageable_fetch_bytes_per_second": ("pageable_fetch_bandwidth", _BANDWIDTH),
     "pageable_grad_bytes_per_second": ("pageable_grad_bandwidth", _BANDWIDTH),
     "optimizer_bytes_per_second": ("host_bandwidth", _BANDWIDTH),
-    "dram_bytes_per_second": ("dram_bandwidth", _BANDWIDTH),
+    "host_dram_bytes_per_second": ("host_dram_bandwidth", _BANDWIDTH),
     "norm_bytes_per_second": ("norm_bandwidth", _BANDWIDTH),
     "host_copy_bytes_per_second": ("host_copy_bandwidth", _BANDWIDTH),
     "disk_bytes": ("disk_nbytes", _Number(0, 1e18, whole=True)),

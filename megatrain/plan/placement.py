@@ -34,7 +34,7 @@ def state_policy(policy: Policy) -> Policy:
         shard_nbytes=1 << 40,
         activations="recompute",
         activations_by_layer=(),
-        round_micro_batches=0,
+        micro_batches_per_round=0,
         grad_slots=1,
         host_threads=0,
     )

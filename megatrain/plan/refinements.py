@@ -221,7 +221,7 @@ def fit_lock_limit(model: ModelSpec, numerics: Numerics, policy: Policy, limit: 
         return policy
     shard = min(policy.shard_nbytes, _shard_nbytes(model, policy.pinned_staging_slots, limit))
     for each in (policy, replace(policy, transfer="staged", shard_nbytes=shard)):
-        schedule = build_step(model, numerics, each, Work.of_two_rounds(each.round_micro_batches))
+        schedule = build_step(model, numerics, each, Work.of_two_rounds(each.micro_batches_per_round))
         if pinned_nbytes(schedule.buffers.values(), each.transfer) <= limit:
             return each
     return replace(policy, transfer="pageable")

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatrain.plan.analysis import BILLION, GB, Outlook, Sweep, Upgrade
-from megatrain.plan.cost import RANGE
+from megatrain.plan.cost import MEASURED_OVER_PLANNED
 from megatrain.plan.question import Plan
 from megatrain.schedule import Schedule, Use
 from megatrain.spec import Hardware
@@ -170,10 +170,10 @@ def summary_rows(outlook: Outlook) -> list[tuple[str, str]]:
 
 
 def _doubt(plan: Plan) -> str:
-    """That a speed is planned on figures that nobody has measured on this machine, and how far off it may be."""
+    """That a speed is planned on rates that nobody has measured on this machine, and how far off it may be."""
     if is_measured(plan.question.hardware):
         return ""
-    low, high = (_two_digits(factor * plan.tokens_per_second) for factor in RANGE)
+    low, high = (_two_digits(factor * plan.tokens_per_second) for factor in MEASURED_OVER_PLANNED)
     return f" planned, not measured ({low} to {high} likely)"
 
 
@@ -233,12 +233,12 @@ def sensitivity_rows(outlook: Outlook) -> list[tuple[str, str, str]]:
     return rows
 
 
-def figure_lines(outlook: Outlook) -> list[str]:
-    """Each figure that decides, with its value and where it is from: the first words of its source."""
+def rate_lines(outlook: Outlook) -> list[str]:
+    """Each rate that decides, with its value and where it is from: the first words of its source."""
     lines = []
-    for figure in outlook.figures:
-        told = flops(figure.per_second) if figure.unit == "FLOP" else f"{amount(figure.per_second)}/s"
-        lines.append(f"decides: {figure.name}, {told} ({_CLAUSE.split(figure.source, maxsplit=1)[0]})")
+    for rate in outlook.decisive_rates:
+        told = flops(rate.per_second) if rate.unit == "FLOP" else f"{amount(rate.per_second)}/s"
+        lines.append(f"decides: {rate.name}, {told} ({_CLAUSE.split(rate.source, maxsplit=1)[0]})")
     return lines
 
 
@@ -324,7 +324,7 @@ def as_content(outlook: Outlook, swept: Sweep | None = None) -> dict[str, Any]:
         "nbytes": dict(plan.nbytes),
         "memory": [{"tier": tier, "use": use, "nbytes": nbytes} for (tier, use), nbytes in peak_table(plan).items()],
         "sensitivities": [asdict(each) for each in outlook.sensitivities],
-        "figures": [asdict(each) for each in outlook.figures],
+        "decisive_rates": [asdict(each) for each in outlook.decisive_rates],
         "loads": [{"name": load.name, **asdict(load)} for load in outlook.loads],
         "hiding": None if outlook.hiding is None else asdict(outlook.hiding),
         "run": {

@@ -36,11 +36,11 @@ from megatrain.plan.search_space import (
     MLP_CHUNK_TOKENS,
     MOST_ROUNDS,
     MOST_SHARDS,
-    MUCH_LESS,
     NEAR,
     NEARLY,
     OFFLOAD,
-    ROUNDS,
+    ROUND_SIZES,
+    SLOWER_FOR_FEWER_WRITES,
     STAGE_SLOTS,
     TRIES,
     WORTH_A_CLIMB,
@@ -108,7 +108,7 @@ class Search:
             self.within({**budgets, "disk": 0})
             other = find() if self._fits(*self.leanest()) else None
             self.within(budgets)
-            if other and other.seconds < FEWER_WRITES * found.seconds:
+            if other and other.seconds < SLOWER_FOR_FEWER_WRITES * found.seconds:
                 found = other
         return found
 
@@ -126,7 +126,7 @@ class Search:
             if bool(now) == bool(found):  # a winner that fits, or nothing that does
                 break
             self._correct_estimates(candidate, plans[0])
-        return _sparing(fitting)
+        return _with_fewer_writes(fitting)
 
     def best(self) -> Candidate | None:
         """The quickest candidate that fits, or `None`.
@@ -449,11 +449,15 @@ class Search:
 
     def _in_rounds(self, choice: Choice) -> Iterator[Candidate]:
         """The policy with the step in rounds, of which each leaves memory for what layers keep."""
-        if self.question.model.tied or self.question.hardware.shares_memory or "round_micro_batches" in self._overrides:
+        if (
+            self.question.model.tied
+            or self.question.hardware.shares_memory
+            or "micro_batches_per_round" in self._overrides
+        ):
             return
-        for size, micro_batches in product(self._micro_batches(), ROUNDS):
+        for size, micro_batches in product(self._micro_batches(), ROUND_SIZES):
             if size * micro_batches <= self.question.sequences // 2:
-                yield choice.change(round_micro_batches=micro_batches), size
+                yield choice.change(micro_batches_per_round=micro_batches), size
 
     def _gains_by_placement(self, choice: Choice, micro_batch: int) -> bool:
         """Whether there is a choice, and anything but compute that takes as long as the step."""
@@ -524,12 +528,12 @@ class Search:
         return choice if self._placements[key] == policy.placements else choice.change(placements=self._placements[key])
 
 
-def _sparing(plans: list[Plan]) -> Plan | None:
+def _with_fewer_writes(plans: list[Plan]) -> Plan | None:
     """The quickest; or one that is nearly as quick and writes much less to the disk, which wears out."""
     quickest = min(plans, key=lambda plan: float(f"{plan.seconds:.4g}"), default=None)
     if quickest is None:
         return None
-    most = FEWER_WRITES * quickest.seconds, MUCH_LESS * quickest.written_nbytes
+    most = SLOWER_FOR_FEWER_WRITES * quickest.seconds, FEWER_WRITES * quickest.written_nbytes
     spared = [plan for plan in plans if plan.seconds <= most[0] and plan.written_nbytes < most[1]]
     return min(spared, key=lambda plan: plan.written_nbytes, default=quickest)
 
@@ -538,7 +542,7 @@ def _kind(choice: Choice, micro_batch: int) -> Hashable:
     """What decides by how much an estimate from a few layers and micro-batches is off."""
     return (
         micro_batch,
-        choice.policy.round_micro_batches,
+        choice.policy.micro_batches_per_round,
         (choice.policy.activations, *choice.policy.activations_by_layer),
     )
 

@@ -27,7 +27,7 @@ to store."""
 MLP_CHUNK_TOKENS = 4096
 """Where token-wise parts have to run in chunks: products of so many tokens are as quick as larger ones."""
 
-ROUNDS = (1, 4)
+ROUND_SIZES = (1, 4)
 """Micro-batches of a round that are tried."""
 
 STAGE_SLOTS = (3, 4, 6)
@@ -76,7 +76,7 @@ NEARLY = 1.02
 COMPUTES = 0.97
 """Of the step; where compute is busy for longer, a mixture is found without placements."""
 
-FEWER_WRITES, MUCH_LESS = 1.03, 0.8
+SLOWER_FOR_FEWER_WRITES, FEWER_WRITES = 1.03, 0.8
 """Of the seconds of the quickest plan, up to which one is preferred that writes less than such a share to the disk."""
 
 MOST_ROUNDS = 12

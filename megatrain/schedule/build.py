@@ -1,10 +1,10 @@
 """(ModelSpec, Numerics, Policy, Work) -> Schedule. The training algorithm, written once, as data.
 
 Layer-major: for each unit all micro-batches run before the next unit, in reverse in a step's forward pass, and in their
-order in loss and backward pass. With *rounds* (`Policy.round_micro_batches`) those of one go through all units before
-those of the next, so that the terms of each sum come in the same order. A *visit* is one unit's turn on the compute
-stream. Copies are placed as early in program order as their slot allows, so that a stream that runs ahead of the others
-finds them; what must wait for what is derived later from the declared ranges (`deps`).
+order in loss and backward pass. With *rounds* (`Policy.micro_batches_per_round`) those of one go through all units
+before those of the next, so that the terms of each sum come in the same order. A *visit* is one unit's turn on the
+compute stream. Copies are placed as early in program order as their slot allows, so that a stream that runs ahead of
+the others finds them; what must wait for what is derived later from the declared ranges (`deps`).
 
 Contents name versions: `w3` are the weights that this step computes with. When updates of the last step are pending,
 the step starts from `w3.old` and `UPDATE u3` makes `w3` of it; when a unit is updated during the backward pass it
@@ -78,10 +78,10 @@ class Builder:
     def _rounds(self) -> list[range]:
         """The micro-batches of each round."""
         count = self.work.micro_batches
-        size = self.policy.round_micro_batches or count
+        size = self.policy.micro_batches_per_round or count
         if size < count and self.model.tied:
             what = "a tied head and its embedding have one gradient, which rounds would sum in another order"
-            raise PlanError(what, where="policy.round_micro_batches", fix="use 0")
+            raise PlanError(what, where="policy.micro_batches_per_round", fix="use 0")
         return [range(start, min(count, start + size)) for start in range(0, count, size)]
 
     # Whole schedules ------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ class Builder:
             ready = self._updated_at if self.pending == "all" else lambda unit: 0
             Prefetch(self.slots, self.pinned_staging, ready).place(visits)
         for index, visit in enumerate(visits):
-            _take_up(visits[index - 1] if index else visit, visit)
+            _restore_early(visits[index - 1] if index else visit, visit)
         updates = [unit for unit in self.units if self.trained[unit].size] if self.pending == "all" else []
         ops: list[Op] = []
         for index, visit in enumerate(visits):
@@ -155,7 +155,7 @@ class Builder:
 
     def _loss_visit(self, micros: range) -> Visit:
         unit = self.model.epilogue
-        visit = Visit(unit, before=self._taken_up(unit, micros))
+        visit = Visit(unit, before=self._restored(unit, micros))
         for micro in micros:
             owners = [owner for owner in (unit, *((0,) if self.model.tied else ())) if self.layouts[owner].size]
             reads = [self.alive.hidden(unit, micro), *(self._weights(owner) for owner in owners)]
@@ -197,7 +197,7 @@ class Builder:
 
     def _backward_visit(self, unit: int, micros: range) -> Visit:
         visit, kind = Visit(unit, reads=self._backward_reads(unit)), self.model.units[unit].kind
-        visit.before = self._taken_up(unit, micros)
+        visit.before = self._restored(unit, micros)
         nbytes = cache(partial(backward_nbytes, self.model, self.numerics, self.policy, self.work, unit))
         for micro in micros:
             reads = [self.alive.dhidden(unit + 1, micro), *([self._weights(unit)] if visit.reads else [])]
@@ -233,9 +233,9 @@ class Builder:
 
     # Gradients and updates ------------------------------------------------------------------------------------------
 
-    def _taken_up(self, unit: int, micros: range) -> list[Op]:
+    def _restored(self, unit: int, micros: range) -> list[Op]:
         """The sum that the rounds before have begun."""
-        return [] if micros == self.rounds[0] else self.gradients.take_up(unit)
+        return [] if micros == self.rounds[0] else self.gradients.restore_partial(unit)
 
     def _gradient_out(self, unit: int) -> list[Op]:
         """What follows the sum of a round, which is set aside, or a complete gradient: its way out, its norm, and its
@@ -243,7 +243,7 @@ class Builder:
         if not self.trained[unit].size:
             return []
         if not self.gradients.is_whole(unit):
-            return self.gradients.set_aside(unit)
+            return self.gradients.save_partial(unit)
         stream: Stream = "grad" if self.placements[unit].on_device else "host"
         norm = Op("NORM", stream, unit, reads=(self.gradients.landed(unit),), writes=(self.state.norm(unit),))
         updates = [self._update(unit)] if self.policy.update == "during_backward" else []
@@ -269,7 +269,7 @@ class Builder:
         return Op("UPDATE", "compute" if on_device else "host", unit, reads=tuple(reads), writes=tuple(writes))
 
 
-def _take_up(before: Visit, visit: Visit) -> None:
+def _restore_early(before: Visit, visit: Visit) -> None:
     """Put the copies of a sum back to its slot in front of the visit before, unless something leaves the slot then."""
     into = [op.writes[0] for op in visit.before]
     leaves = [op.reads[0] for op in before.after]

@@ -125,7 +125,7 @@ def _check_gradients(schedule: Schedule) -> None:
                 raise _refusal(schedule, _last(ops, kind, unit), f"{kind} of unit {unit} happens {count} times")
     for unit in sorted(trained):
         grads = [(i, op) for i, op in enumerate(ops) if op.kind in ("GRAD", "UNPACK") and op.unit == unit]
-        aside = (Use.PINNED_STAGING, Use.GRADIENT_SUMS)
+        aside = (Use.PINNED_STAGING, Use.PARTIAL_GRADIENTS)
         grads = [(i, op) for i, op in grads if schedule.buffers[op.writes[0].buffer].use not in aside]
         copied = sorted((op.writes[0].start, op.writes[0].stop, i) for i, op in grads)
         for (_, stop, _), (start, _, index) in pairwise(copied):

@@ -37,7 +37,7 @@ class Use(StrEnum):
     WEIGHTS = "weights"
     OPTIMIZER_STATE = "optimizer state"
     GRADIENTS = "gradients"
-    GRADIENT_SUMS = "gradients between rounds"
+    PARTIAL_GRADIENTS = "partial gradients"
     RESIDENT_COPY = "resident weights"
     """Weights on the device whose truth is in host memory."""
     NORMS = "norms"

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatrain.schedule.ops import STREAMS, Op, Schedule, Stream
 from megatrain.spec import Tier
-from megatrain.spec.contention import ALONE, Contention, Piece, StreamClock
+from megatrain.spec.contention import NO_CONTENTION, Contention, StreamClock, TimedTask
 
 DISK_STREAMS: tuple[Stream, ...] = ("read", "write")
 """They have a processor of their own."""
@@ -126,18 +126,22 @@ def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
 
 
 def replay(
-    schedule: Schedule, cost: Callable[[Op], float], contention: Contention = ALONE, *, one_processor: bool = False
+    schedule: Schedule,
+    cost: Callable[[Op], float],
+    contention: Contention = NO_CONTENTION,
+    *,
+    one_processor: bool = False,
 ) -> Timeline:
     """Price each op with `cost` (seconds that it takes alone) and walk the schedule.
 
     `one_processor`: all streams but the disk's run on the same cores, so that what overlaps gains nothing, as on a cpu.
     """
-    if one_processor or contention is ALONE:
+    if one_processor or contention is NO_CONTENTION:
         return _undisturbed(schedule, cost, one_processor)
-    clock, pieces = StreamClock(contention), list[Piece]()
+    clock, pieces = StreamClock(contention), list[TimedTask]()
     for op, waits in zip(schedule.ops, schedule.waits, strict=True):
         before = [pieces[wait] for wait in waits]
-        pieces.append(Piece(op.stream, cost(op), contention.dram_nbytes(op), before))
+        pieces.append(TimedTask(op.stream, cost(op), contention.dram_nbytes(op), before))
         clock.submit(pieces[-1])
     clock.run()
     return Timeline(schedule, tuple(piece.began for piece in pieces), tuple(piece.ended for piece in pieces))

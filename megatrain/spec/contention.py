@@ -1,9 +1,10 @@
-"""What streams share: host memory's bandwidth, the two ways of the bus, and a drive; and a clock that shares it out.
+"""How streams that run at once slow each other down: they share host memory's bandwidth, the bus and the drive.
 
-Streams are first in, first out. A piece of work starts when its stream is free and its waits are over; while others use
-what it uses, it is slowed down. Host memory: where the bytes per second of all pieces under way add up to more than it
-has, all of them run slower by the same factor. Bus and drive: a way has its own share of its speed while the other way
-is in use. `replay` prices schedules by this clock, and the simulated device runs by it.
+Streams are first in, first out. A task starts when its stream is free and its waits are over. Where the tasks under way
+want more bytes per second than host memory has, all of those that use it run slower by the same factor. Each direction
+of the bus, and reading and writing a drive, has a share of its own speed while the other is in use.
+`StreamClock` keeps the time: `schedule.replay` prices schedules by it and the simulated device runs by it; it is here
+because neither of their rooms may import the other.
 """
 
 from __future__ import annotations
@@ -14,32 +15,32 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-OTHER_WAY = {"fetch": "grad", "grad": "fetch", "read": "write", "write": "read"}
+OPPOSITE = {"fetch": "grad", "grad": "fetch", "read": "write", "write": "read"}
 """Streams that share a bus or a drive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """dram_bandwidth: bytes per second of host memory, read plus written; dram_nbytes: those that a task reads and
+    """host_dram_bandwidth: bytes per second of host memory, read plus written; dram_nbytes: those that a task reads and
     writes. duplex: stream -> share of its own speed that it has while the other way is in use."""
 
-    dram_bandwidth: float = inf
+    host_dram_bandwidth: float = inf
     dram_nbytes: Callable[[Any], float] = lambda task: 0.0
     duplex: Mapping[str, float] = field(default_factory=dict)
 
 
-ALONE = Contention()
+NO_CONTENTION = Contention()
 """Streams that share nothing."""
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
+class TimedTask:
     """One piece of work of a stream. seconds, dram_nbytes: what it takes alone, and reads and writes of host memory."""
 
     stream: str
     seconds: float
     dram_nbytes: float = 0.0
-    waits: Sequence[Piece] = ()
+    waits: Sequence[TimedTask] = ()
     submitted: float = 0.0
     began: float = inf
     ended: float = inf
@@ -56,8 +57,8 @@ class StreamClock:
     """Virtual time of pieces of work on streams that share resources."""
 
     def __init__(self, contention: Contention, now: float = 0.0) -> None:
-        self._dram, self._duplex = contention.dram_bandwidth, contention.duplex
-        self._queues: dict[str, deque[Piece]] = defaultdict(deque)
+        self._dram, self._duplex = contention.host_dram_bandwidth, contention.duplex
+        self._queues: dict[str, deque[TimedTask]] = defaultdict(deque)
         self._under_way: dict[str, _UnderWay] = {}
         """Of each busy stream."""
         self._free: dict[str, float] = {}
@@ -67,14 +68,14 @@ class StreamClock:
         """Streams that may have something to start."""
         self._now = now
 
-    def submit(self, piece: Piece) -> None:
+    def submit(self, piece: TimedTask) -> None:
         """Add it behind the others of its stream. What it waits for has been submitted."""
         queue = self._queues[piece.stream]
         queue.append(piece)
         if len(queue) == 1:
             self._idle.add(piece.stream)
 
-    def run(self, until: Piece | None = None) -> float:
+    def run(self, until: TimedTask | None = None) -> float:
         """Go on until that piece has ended, or all have; the time then, in seconds."""
         while until is None or until.ended == inf:
             later = self._start()
@@ -114,7 +115,7 @@ class StreamClock:
             if each.ends <= self._now:
                 self._end(stream, each.piece)
 
-    def _end(self, stream: str, piece: Piece) -> None:
+    def _end(self, stream: str, piece: TimedTask) -> None:
         piece.ended = self._free[stream] = self._now
         piece.waits = ()  # so that what is over is forgotten
         del self._under_way[stream]
@@ -127,7 +128,7 @@ class StreamClock:
     def _speeds(self) -> dict[str, float]:
         """Of each stream with work under way, over what it has alone."""
         busy = self._under_way
-        speeds = {stream: self._duplex.get(stream, 1.0) if OTHER_WAY.get(stream) in busy else 1.0 for stream in busy}
+        speeds = {stream: self._duplex.get(stream, 1.0) if OPPOSITE.get(stream) in busy else 1.0 for stream in busy}
         wanted = sum(busy[stream].piece.dram_rate * speed for stream, speed in speeds.items())
         if wanted > self._dram:
             for stream in busy:
@@ -139,7 +140,7 @@ class StreamClock:
 class _UnderWay:
     """A piece since its speed last changed: how many of its seconds were left then."""
 
-    piece: Piece
+    piece: TimedTask
     since: float
     left: float
     speed: float = 1.0

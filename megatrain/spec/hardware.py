@@ -28,7 +28,7 @@ class Hardware:
     """Floating-point operations per second of a large matrix product in bf16; in fp32 too, if no other is known."""
     host_bandwidth: float
     """Bytes per second, read plus written, of the optimizer pass in host memory, on all threads."""
-    dram_bandwidth: float | None = None
+    host_dram_bandwidth: float | None = None
     """Bytes per second, read plus written, of host memory, which copies, the optimizer and the disk share."""
     shares_memory: bool = False
     """The device computes in host memory; the fetch and grad bandwidths are then those of a copy within it."""

@@ -131,10 +131,11 @@ class Policy:
     recompute_slots: Slots | None = None
     """Dropped inputs, computed again, that a micro-batch may hold at one time: with fewer, layers are computed more
     often. `None` is as many as are dropped in a row, so that each layer is computed again once."""
-    round_micro_batches: Annotated[int, Bounds(0, 1 << 20)] = 0
-    """Micro-batches of a round: so many go through all layers, forward and back, before the next ones do, and weights
-    are fetched anew. Between rounds sums of gradients wait in host memory, in float32. 0 is all in one round. Not for
-    models whose head is tied to the prologue: the two shares of that gradient would be summed in another order."""
+    micro_batches_per_round: Annotated[int, Bounds(0, 1 << 20)] = 0
+    """Cut a step into rounds: so many micro-batches go through all layers, forward and back, before the next ones do,
+    and weights are fetched anew. Partial gradients wait in host memory from one round to the next, in float32. 0 is all
+    in one round. Not for models whose head is tied to the prologue: the two shares of that gradient would be summed in
+    another order."""
     update: UpdateTime = "next_forward"
     """Apply each unit's update during the next forward (needed for an exact global norm), or as its gradient lands."""
     shares_memory: bool = False

@@ -34,9 +34,9 @@ class Work:
             raise PlanError("a step needs micro-batches of at least one token", where="work.tokens")
 
     @classmethod
-    def of_two_rounds(cls, round_micro_batches: int) -> Work:
+    def of_two_rounds(cls, micro_batches_per_round: int) -> Work:
         """As few tokens as have more than one micro-batch, and more than one round where there are rounds."""
-        return cls((1,) * (1 + max(1, round_micro_batches)))
+        return cls((1,) * (1 + max(1, micro_batches_per_round)))
 
     @property
     def micro_batches(self) -> int:

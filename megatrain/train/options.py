@@ -158,7 +158,7 @@ def _placed(options: EngineOptions, device: Device, spec: ModelSpec) -> Policy:
 
 def _beside_state(spec: ModelSpec, numerics: Numerics, policy: Policy) -> int:
     """Host memory of the slots that gradients and, where memory is shared, weights pass through."""
-    work = Work.of_two_rounds(policy.round_micro_batches)  # sums of several micro-batches are the wider ones
+    work = Work.of_two_rounds(policy.micro_batches_per_round)  # sums of several micro-batches are the wider ones
     table = memory_table(spec, numerics, policy, work)
     tiers = ("host", "device") if policy.shares_memory else ("host",)
     state = state_nbytes(spec, numerics, policy)

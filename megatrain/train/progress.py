@@ -120,8 +120,8 @@ def describe_policy(numerics: Numerics, policy: Policy) -> list[str]:
         *(["compute waits for the shard of weights that it comes to"] if policy.wait_for == "shard" else []),
         "1 host thread" if policy.host_threads == 1 else f"{policy.host_threads or 'all'} host threads",
     ]
-    if policy.round_micro_batches:
-        count = policy.round_micro_batches
+    if policy.micro_batches_per_round:
+        count = policy.micro_batches_per_round
         phrases.append(f"{'one micro-batch' if count == 1 else f'{count} micro-batches'} in each round")
     if policy.offload_slots != 2 or policy.offloads:
         phrases.append(f"inputs pass to the host through {policy.offload_slots} slots")

@@ -14,7 +14,7 @@ import pytest
 from bench import published
 from bench.published import BEFORE, LEAST, MOST, Efficiencies, Found, Point, Replayed, points, stays_out, way, why_not
 from megatrain.plan import machine
-from megatrain.plan.cost import ELEMENTWISE_PASSES, RANGE
+from megatrain.plan.cost import ELEMENTWISE_PASSES, MEASURED_OVER_PLANNED
 
 
 @cache
@@ -97,7 +97,7 @@ def test_the_planners_constants_are_what_the_fit_finds() -> None:
     efficiencies = found().efficiencies
     assert efficiencies.eager == pytest.approx(ELEMENTWISE_PASSES, abs=0.1)
     assert efficiencies.products == pytest.approx(1, abs=0.03)  # so that the library's rates need no share
-    assert found().range(False) == pytest.approx(RANGE, abs=0.01)
+    assert found().range(False) == pytest.approx(MEASURED_OVER_PLANNED, abs=0.01)
     for field in fields(Efficiencies):
         assert getattr(LEAST, field.name) <= getattr(efficiencies, field.name) <= getattr(MOST, field.name)
 

@@ -46,9 +46,9 @@ POLICIES: dict[str, dict[str, Any]] = {
     },
     "on disk": {"placements": (ON_DISK,) * 5},
     "parts in chunks": {"mlp_chunk_tokens": 3},
-    "in rounds": {"round_micro_batches": 1, "activations": "keep"},
+    "in rounds": {"micro_batches_per_round": 1, "activations": "keep"},
     "in rounds, some of it resident": {
-        "round_micro_batches": 2,
+        "micro_batches_per_round": 2,
         "placements": (Placement(), ON_DEVICE, *[Placement()] * 3),
     },
 }

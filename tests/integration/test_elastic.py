@@ -44,7 +44,7 @@ def planned(engine: Engine, hardware: Hardware, **overrides: Any) -> Plan:
     """Within as much memory as leaves no room for all inputs."""
     fixed = {
         "micro_batch": 2,
-        "round_micro_batches": 0,
+        "micro_batches_per_round": 0,
         "placements": (),
         "loss_chunk_tokens": 64,
         "weight_slots": 2,

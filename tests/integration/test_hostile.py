@@ -436,8 +436,10 @@ MACHINES = [
     Hardware("balanced", 1 << 40, 1 << 40, 1e6, 1e6, 1e8, 1e7),
     Hardware("slow bus", 1 << 40, 1 << 40, 1e4, 2e4, 1e8, 1e7),
     Hardware("slow host", 1 << 40, 1 << 40, 1e6, 1e6, 1e8, 1e5),
-    Hardware(
-        "shared memory and bus", 1 << 40, 1 << 40, 1e5, 1e5, 1e8, 3e5, dram_bandwidth=2e5, duplex_grad_bandwidth=6e4
+    replace(
+        Hardware("all is shared", 1 << 40, 1 << 40, 1e5, 1e5, 1e8, 3e5),
+        host_dram_bandwidth=2e5,
+        duplex_grad_bandwidth=6e4,
     ),
 ]
 
@@ -452,7 +454,7 @@ def test_the_executed_timeline_is_the_replayed_one_whatever_the_adversary(case: 
     shared = contention(small_spec(tied=tied), Numerics(), hardware)
     predicted = replay(schedule, price, shared)
     assert 0 < predicted.stall_seconds() < predicted.seconds
-    assert hardware.dram_bandwidth is None or predicted.seconds > 1.01 * replay(schedule, price).seconds
+    assert hardware.host_dram_bandwidth is None or predicted.seconds > 1.01 * replay(schedule, price).seconds
     for seed in range(4):
         executed = executed_timeline(schedule, price, seed, shared)
         assert executed.seconds == pytest.approx(predicted.seconds, rel=0.01)

@@ -1,4 +1,4 @@
-"""A step in rounds: the same bits, and the memory of a round's activations."""
+"""A step split into rounds gives the same bits as an unsplit one, and holds one round's activations at a time."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_rounds_change_no_bit(
         update=update,  # type: ignore[arg-type]
         transfer=transfer,
         placements=(IN_HOST, IN_HOST, resident, *[IN_HOST] * 3) if resident != IN_HOST else (),
-        round_micro_batches=in_round,
+        micro_batches_per_round=in_round,
     )
     numerics = Numerics(precision, loss_chunk_tokens=5)
     with engine(f"sim:{seed}", policy, family, numerics=numerics) as made:
@@ -78,7 +78,7 @@ def test_rounds_change_no_bit_where_state_is_on_the_disk(
     batches = [batch(1, 6 + number, number) for number in range(5)]
     found = []
     for number, size in enumerate((0, in_round)):
-        policy = Policy(placements=(ON_DISK,) * 5, round_micro_batches=size, shares_memory=device == "cpu")
+        policy = Policy(placements=(ON_DISK,) * 5, micro_batches_per_round=size, shares_memory=device == "cpu")
         folder = tmp_path / str(number)
         folder.mkdir()
         with Engine.from_model(
@@ -108,13 +108,13 @@ def use_nbytes(schedule: Schedule, use: Use) -> int:
 def test_the_device_holds_the_activations_of_one_round_and_the_host_sums_in_float32() -> None:
     of, work = small_spec(6), Work((8,) * 6)
     plain, rounds = (
-        build_step(of, Numerics(), Policy(activations="keep", round_micro_batches=size), work) for size in (0, 2)
+        build_step(of, Numerics(), Policy(activations="keep", micro_batches_per_round=size), work) for size in (0, 2)
     )
     kept = [sum(use_nbytes(each, use) for use in (Use.GRAPHS, Use.INPUTS)) for each in (plain, rounds)]
     assert kept[1] < 0.4 * kept[0]
     assert use_nbytes(rounds, Use.BACKWARD_WORKSPACE) == use_nbytes(plain, Use.BACKWARD_WORKSPACE)
     trained = sum(layout_of(unit).trained.size for unit in of.units)
-    sums = sum(buffer.nbytes for buffer in rounds.buffers.values() if buffer.use is Use.GRADIENT_SUMS)
+    sums = sum(buffer.nbytes for buffer in rounds.buffers.values() if buffer.use is Use.PARTIAL_GRADIENTS)
     assert sums == rounds.arena_nbytes("host") - plain.arena_nbytes("host") == 4 * trained
     each = {kind: sum(op.nbytes for op in rounds.ops if op.kind == kind) for kind in ("FETCH", "RELOAD", "GRAD")}
     assert each["FETCH"] > 2 * sum(op.nbytes for op in plain.ops if op.kind == "FETCH")
@@ -123,8 +123,8 @@ def test_the_device_holds_the_activations_of_one_round_and_the_host_sums_in_floa
 
 
 def test_a_tied_head_has_no_rounds() -> None:
-    policy = Policy(round_micro_batches=1)
-    with pytest.raises(PlanError, match=r"policy.round_micro_batches: a tied head .*; use 0"):
+    policy = Policy(micro_batches_per_round=1)
+    with pytest.raises(PlanError, match=r"policy.micro_batches_per_round: a tied head .*; use 0"):
         build_step(small_spec(2, tied=True), Numerics(), policy, Work((4, 4)))
     check(build_step(small_spec(2, tied=True), Numerics(), policy, Work((4,))))
 
@@ -132,7 +132,7 @@ def test_a_tied_head_has_no_rounds() -> None:
 def test_offloaded_inputs_of_one_round_are_in_host_memory_at_one_time() -> None:
     of, away = small_spec(6), Policy(activations_by_layer=(("offload",),))
     nbytes = []
-    for policy in (away, replace(away, round_micro_batches=2)):
+    for policy in (away, replace(away, micro_batches_per_round=2)):
         schedule = build_step(of, Numerics(), policy, Work((8,) * 6))
         check(schedule)
         table = [each for each in schedule.buffers.values() if each.use is Use.OFFLOADED_INPUTS]
@@ -142,7 +142,7 @@ def test_offloaded_inputs_of_one_round_are_in_host_memory_at_one_time() -> None:
 
 @pytest.mark.parametrize("in_round", [1, 2, 3])
 def test_a_budget_of_the_host_leaves_room_for_the_sums_between_rounds(in_round: int, tmp_path: Path) -> None:
-    policy, limits = Policy(round_micro_batches=in_round), Limits(host_nbytes=520_000)
+    policy, limits = Policy(micro_batches_per_round=in_round), Limits(host_nbytes=520_000)
     with Engine.from_model(tiny_model(), "sim:1", "bf16", policy=policy, disk=[tmp_path], limits=limits) as made:
         made.step([batch(1, 6, number) for number in range(4)])
         held = sum(nbytes for (tier, _), nbytes in made.memory_table().items() if tier == "host")
@@ -152,7 +152,7 @@ def test_a_budget_of_the_host_leaves_room_for_the_sums_between_rounds(in_round: 
 def test_what_rounds_take_is_estimated_with_a_part_of_the_layers_on_the_device() -> None:
     question = Question(llama_shape("small", 24, 1024, vocabulary=8000), machine("h200"), 16 * 1024, 1024)
     for whole, kept in ((8, 0), (4, 4)):
-        policy = Policy(round_micro_batches=1, placements=residents(question.model, whole, kept))
+        policy = Policy(micro_batches_per_round=1, placements=residents(question.model, whole, kept))
         choice = Choice(Numerics(), policy)
         guessed, found = estimate(question, choice, 2), examine(question, choice, 2)
         for tier in ("device", "host"):
@@ -164,6 +164,6 @@ def test_rounds_that_do_not_divide_a_step_are_not_taken_to_be_quicker_than_they_
     sequences: int, micro_batch: int, in_round: int
 ) -> None:
     question = Question(llama_shape("small", 12, 1024, vocabulary=8000), machine("h100"), sequences * 1024, 1024)
-    choice = Choice(Numerics(), Policy(round_micro_batches=in_round))
+    choice = Choice(Numerics(), Policy(micro_batches_per_round=in_round))
     guessed, found = estimate(question, choice, micro_batch), examine(question, choice, micro_batch)
     assert 0.98 * found.seconds < guessed.seconds < 1.3 * found.seconds

@@ -114,7 +114,7 @@ def test_any_policy_gives_the_same_bits(
         shard_nbytes=shard,
         activations=activations,  # type: ignore[arg-type]
         update=update,
-        round_micro_batches=0 if family == "llama-tied" else in_round,
+        micro_batches_per_round=0 if family == "llama-tied" else in_round,
     )
     expected = reference(precision, update, family)
     assert equal(run(f"sim:{seed}", precision, policy, family), expected)

@@ -29,15 +29,15 @@ from megatrain.plan import (
     upgrades,
 )
 from megatrain.plan.advice import nearest_that_fits
-from megatrain.plan.analysis import RESOURCES, Upgrade, figures, free_changes, sensitivities
-from megatrain.plan.cost import RANGE
+from megatrain.plan.analysis import RESOURCES, Upgrade, decisive_rates, free_changes, sensitivities
+from megatrain.plan.cost import MEASURED_OVER_PLANNED
 from megatrain.plan.report import (
     amount,
     as_content,
     configuration,
     duration,
-    figure_lines,
     free_rows,
+    rate_lines,
     sensitivity_rows,
     summary_rows,
     tokens,
@@ -154,7 +154,7 @@ def test_ten_percent_more_of_what_limits_saves_an_eleventh_of_the_step(
     assert next(iter(found)) == resource
     assert found.pop(resource) == pytest.approx(1 / 11, rel=0.06)
     assert all(abs(share) < 0.01 for share in found.values())
-    (decisive,) = figures(plan, sensitivities(plan))
+    (decisive,) = decisive_rates(plan, sensitivities(plan))
     assert (decisive.name, decisive.source) == (figure, "no source is given")
     assert decisive.per_second == next(iter(change.values()), FLOPS)
     rows = {row[0]: row for row in sensitivity_rows(look(plan))}
@@ -187,7 +187,7 @@ def test_every_figure_of_a_resource_is_a_field_of_the_machine() -> None:
 
 def test_the_figures_that_decide_are_told_with_the_first_words_of_their_source() -> None:
     question = Question(llama_shape("1B", 16, 2048, vocabulary=32_000), machine("rtx-4090"), 65_536, 32_768)
-    lines = figure_lines(look(find_plan(question)))
+    lines = rate_lines(look(find_plan(question)))
     assert lines[0] == "decides: large products, 153 TFLOP/s (assumed: 0.93 of 164.8 TFLOP/s)"
     assert any(line.startswith("decides: attention, ") for line in lines)
 
@@ -198,7 +198,7 @@ def test_a_disk_that_nobody_has_measured_decides_and_is_assumed() -> None:
     everything = find_plan(replace(question, overrides={"placements": ()})).nbytes["host"]
     plan = find_plan(replace(question, limits=Limits(host_nbytes=everything // 2, device_nbytes=10**7)))
     assert saved(plan)["disk"] > 0.05
-    found = figures(plan, sensitivities(plan))
+    found = decisive_rates(plan, sensitivities(plan))
     assert {figure.source for figure in found if figure.name.startswith("disk")} == {"assumed: nobody has measured it"}
 
 
@@ -311,7 +311,7 @@ def test_writes_to_disk_count_against_the_drive() -> None:
 def test_a_speed_is_called_planned_unless_the_machine_was_probed() -> None:
     plan = planned(4 * LENGTH)
     speed = told(plan)["speed"]
-    low, high = (round(factor * plan.tokens_per_second, -2) for factor in RANGE)
+    low, high = (round(factor * plan.tokens_per_second, -2) for factor in MEASURED_OVER_PLANNED)
     assert speed == f"{plan.tokens_per_second:,.0f} tokens/s planned, not measured ({low:,.0f} to {high:,.0f} likely)"
     probed = tuple((field, "measured: here") for field in ("flops", "fetch_bandwidth", "host_bandwidth"))
     hardware = replace(plan.question.hardware, sources=probed)

@@ -6,13 +6,16 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from operator import attrgetter
 
 import pytest
 
+from bench.elastic import executed_seconds
 from bench.shapes import llama_shape
 from megatrain.errors import DoesNotFit
-from megatrain.plan import Question, find_plan, machine
-from megatrain.plan.search_space import FEWER_WRITES
+from megatrain.plan import Plan, Question, find_plan, machine
+from megatrain.plan.analysis import RESOURCES, with_more
+from megatrain.plan.search_space import SLOWER_FOR_FEWER_WRITES
 from megatrain.spec import Hardware, Limits
 
 MACHINES = ("h200", "h100", "a100-pcie", "rtx-3090", "rtx-4090", "rtx-5090", "gh200", "a6000")
@@ -21,46 +24,14 @@ SLOWER = 1.001
 """Seconds with more over those with less that count as slower."""
 
 
-def times(*names: str) -> Callable[[Hardware, float], Hardware]:
-    """The machine with so many times as much of these."""
-
-    def more(hardware: Hardware, factor: float) -> Hardware:
-        known = {name: getattr(hardware, name) for name in names}
-        return replace(hardware, **{name: type(value)(value * factor) for name, value in known.items() if value})
-
-    return more
+MEMORIES = ("device_nbytes", "host_nbytes")
 
 
-def with_faster_host(hardware: Hardware, factor: float) -> Hardware:
-    by_threads = tuple((threads, rate * factor) for threads, rate in hardware.optimizer_bandwidth)
-    return replace(
-        hardware,
-        host_bandwidth=hardware.host_bandwidth * factor,
-        dram_bandwidth=(hardware.dram_bandwidth or hardware.host_bandwidth) * factor,
-        optimizer_bandwidth=by_threads,
-    )
-
-
-def with_more_flops(hardware: Hardware, factor: float) -> Hardware:
-    products = tuple(replace(row, flops=row.flops * factor) for row in hardware.products)
-    attention = tuple(
-        replace(row, forward_flops=row.forward_flops * factor, backward_flops=row.backward_flops * factor)
-        for row in hardware.attention
-    )
-    faster = times("flops", "peak_flops", "flops_fp32", "peak_flops_fp32")(hardware, factor)
-    return replace(faster, products=products, attention=attention)
-
-
-RESOURCES: dict[str, Callable[[Hardware, float], Hardware]] = {
-    "the host's bandwidth": with_faster_host,
-    "the bus": times("fetch_bandwidth", "grad_bandwidth", "duplex_fetch_bandwidth", "duplex_grad_bandwidth"),
-    "flops": with_more_flops,
-    "device memory": times("device_nbytes"),
-    "host memory": times("host_nbytes"),
-    "the disk's bandwidth": times(
-        "disk_read_bandwidth", "disk_write_bandwidth", "disk_duplex_read_bandwidth", "disk_duplex_write_bandwidth"
-    ),
-}
+def with_more_of(hardware: Hardware, name: str, factor: float) -> Hardware:
+    """The machine with `factor` times the rates of a resource, or as many bytes of a memory."""
+    if name in MEMORIES:
+        return replace(hardware, **{name: int(factor * getattr(hardware, name))})
+    return with_more(hardware, name, factor)
 
 
 def drawn(draw: random.Random) -> Question:
@@ -76,17 +47,17 @@ def drawn(draw: random.Random) -> Question:
     return Question(model, hardware, draw.choice([1, 2, 4, 8, 16]) * length, length, clips=draw.random() < 0.7)
 
 
-def slower_with_more(seed: int) -> str:
+def slower_with_more(seed: int, seconds: Callable[[Plan], float] = attrgetter("seconds")) -> str:
     """What made a drawn plan slower, and by how much; empty where nothing did, or nothing fits."""
     draw = random.Random(seed)
-    question, name, factor = drawn(draw), draw.choice([*RESOURCES]), draw.choice([1.1, 1.3, 1.6, 2, 3])
+    question, name, factor = drawn(draw), draw.choice([*RESOURCES, *MEMORIES]), draw.choice([1.1, 1.3, 1.6, 2, 3])
     try:
         before = find_plan(question)
     except DoesNotFit:
         return ""
-    after = find_plan(replace(question, hardware=RESOURCES[name](question.hardware, factor)))
-    ratio = after.seconds / before.seconds
-    may = FEWER_WRITES if after.written_nbytes < before.written_nbytes else SLOWER
+    after = find_plan(replace(question, hardware=with_more_of(question.hardware, name, factor)))
+    ratio = seconds(after) / seconds(before)
+    may = SLOWER_FOR_FEWER_WRITES if after.written_nbytes < before.written_nbytes else SLOWER
     return f"seed {seed}: {ratio:.3f} with {factor} x {name}" if ratio > may else ""
 
 
@@ -101,6 +72,12 @@ def test_a_clipped_step_is_never_slower_with_more_bandwidth_of_the_host(name: st
 
 def test_no_drawn_plan_is_slower_with_more() -> None:
     assert not [*filter(None, map(slower_with_more, range(2)))]
+
+
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 20), marks=pytest.mark.slow)])
+def test_no_drawn_step_is_slower_with_more_when_it_is_executed(seeds: range) -> None:
+    """On the simulator's clock, whose streams run in any order that their events allow."""
+    assert not [*filter(None, (slower_with_more(seed, executed_seconds) for seed in seeds))]
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_every_schedule_that_is_built_is_proven(
     numerics: Numerics, policy: Policy, work: Work, layers: int, tied: bool, pending: bool, in_round: int
 ) -> None:
     of = small_spec(layers, tied)
-    policy = replace(policy, round_micro_batches=0 if tied else in_round)
+    policy = replace(policy, micro_batches_per_round=0 if tied else in_round)
     waiting = pending and policy.update == "next_forward"
     check(build_step(of, numerics, policy, work, "all" if waiting else "none"))
     check(build_forward(of, numerics, policy, work))

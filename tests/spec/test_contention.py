@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.spec.contention import Contention, Piece, StreamClock
+from megatrain.spec.contention import Contention, StreamClock, TimedTask
 
 
-def ran(contention: Contention, *pieces: Piece) -> float:
+def ran(contention: Contention, *pieces: TimedTask) -> float:
     """Seconds until all have ended."""
     clock = StreamClock(contention)
     for piece in pieces:
@@ -21,39 +21,39 @@ def ran(contention: Contention, *pieces: Piece) -> float:
 
 
 def test_what_wants_more_of_host_memory_than_there_is_is_slowed_down_by_the_same_factor() -> None:
-    fetch, update = Piece("fetch", 1.0, 100.0), Piece("host", 2.0, 600.0)
-    compute = Piece("compute", 3.0)
+    fetch, update = TimedTask("fetch", 1.0, 100.0), TimedTask("host", 2.0, 600.0)
+    compute = TimedTask("compute", 3.0)
     # 100 + 300 a second of the 200 there are: half as fast until the fetch has ended, and then 200 of 300
-    assert ran(Contention(dram_bandwidth=200.0), fetch, update, compute) == pytest.approx(3.5)
+    assert ran(Contention(host_dram_bandwidth=200.0), fetch, update, compute) == pytest.approx(3.5)
     assert (fetch.ended, update.ended, compute.ended) == pytest.approx((2.0, 3.5, 3.0))
 
 
 def test_a_way_of_the_bus_has_its_share_while_the_other_is_in_use() -> None:
-    fetch, grad = Piece("fetch", 1.0), Piece("grad", 3.0)
+    fetch, grad = TimedTask("fetch", 1.0), TimedTask("grad", 3.0)
     ran(Contention(duplex={"fetch": 0.5, "grad": 0.8}), fetch, grad)
     assert (fetch.ended, grad.ended) == pytest.approx((2.0, 3.4))
-    alone = Piece("fetch", 1.0)
-    assert ran(Contention(duplex={"fetch": 0.5}), alone, Piece("read", 1.0)) == pytest.approx(1.0)
+    alone = TimedTask("fetch", 1.0)
+    assert ran(Contention(duplex={"fetch": 0.5}), alone, TimedTask("read", 1.0)) == pytest.approx(1.0)
 
 
 def test_a_stream_is_first_in_first_out_and_waits_for_others() -> None:
-    first = Piece("fetch", 2.0)
-    product = Piece("compute", 1.0, waits=(first,))
-    behind = Piece("compute", 1.0)
+    first = TimedTask("fetch", 2.0)
+    product = TimedTask("compute", 1.0, waits=(first,))
+    behind = TimedTask("compute", 1.0)
     assert ran(Contention(), first, product, behind) == 4.0
     assert (product.began, behind.began) == (2.0, 3.0)
     assert (product.stalled, behind.stalled) == (2.0, 0.0)
 
 
 def test_time_goes_on_to_a_piece_that_is_asked_for_and_later_work_begins_where_it_was_submitted() -> None:
-    clock = StreamClock(Contention(dram_bandwidth=100.0))
-    fetch, update = Piece("fetch", 1.0, 80.0), Piece("host", 4.0, 320.0)
+    clock = StreamClock(Contention(host_dram_bandwidth=100.0))
+    fetch, update = TimedTask("fetch", 1.0, 80.0), TimedTask("host", 4.0, 320.0)
     clock.submit(fetch)
     clock.submit(update)
     now = clock.run(fetch)
     assert now == pytest.approx(1.6)
     assert update.ended == inf
-    later = Piece("grad", 1.0, submitted=3.0)
+    later = TimedTask("grad", 1.0, submitted=3.0)
     clock.submit(later)
     assert clock.run(later) == pytest.approx(4.0)
     assert clock.run() == pytest.approx(1.6 + 3.0)
@@ -69,7 +69,7 @@ WORK = st.lists(
 def test_all_is_done_no_sooner_than_memory_allows_and_no_later_than_one_after_the_other(
     work: list[tuple[str, float, float]], dram: float
 ) -> None:
-    pieces = [Piece(stream, seconds, seconds * rate) for stream, seconds, rate in work]
+    pieces = [TimedTask(stream, seconds, seconds * rate) for stream, seconds, rate in work]
     moved = sum(piece.dram_nbytes for piece in pieces)
     seconds = ran(Contention(dram), *pieces)
     assert seconds >= 0.999999 * moved / dram

@@ -144,7 +144,7 @@ OTHER: dict[str, Any] = {
     "activations": "keep",
     "activations_by_layer": (("graph",), ("drop", "offload")),
     "offload_slots": 3,
-    "round_micro_batches": 2,
+    "micro_batches_per_round": 2,
     "recompute_slots": 1,
     "grad_precision": "fp32",
     "update": "during_backward",

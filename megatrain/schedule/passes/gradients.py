@@ -87,11 +87,11 @@ class Gradients:
         name = state_name(tier, Part.GRADIENTS, unit) if waits else self._in_turns(unit, tier)
         return Access(name, 0, nbytes, Gradient(unit, version))
 
-    def set_aside(self, unit: int) -> list[Op]:
+    def save_partial(self, unit: int) -> list[Op]:
         """The copies of a sum, as far as it has come in this round, to where it waits for the next."""
         return self._between_rounds(unit, "GRAD")
 
-    def take_up(self, unit: int) -> list[Op]:
+    def restore_partial(self, unit: int) -> list[Op]:
         """The copies back of a sum that an earlier round has begun."""
         return self._between_rounds(unit, "RELOAD")
 
@@ -104,7 +104,7 @@ class Gradients:
         total, each = replace(self.sum(unit), content=content), self._each[unit]
         tier: Tier = "device" if self._policy.placement(unit).on_device else "host"
         size = total.stop - total.start
-        own = Buffer(f"{tier}/gradient_sums/{unit}", tier, size, Use.GRADIENT_SUMS, part=Part.GRADIENTS, unit=unit)
+        own = Buffer(f"{tier}/gradient_sums/{unit}", tier, size, Use.PARTIAL_GRADIENTS, part=Part.GRADIENTS, unit=unit)
         name = declare(self._buffers, own)
         stream: Stream = "grad" if kind == "GRAD" else "fetch"
         ops = []

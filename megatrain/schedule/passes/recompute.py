@@ -302,7 +302,7 @@ class Activations:
             declare(self._buffers, Buffer(slot, "device", largest, Use.OFFLOAD_SLOTS))
         staged = {}
         for layer, micro in away:
-            place = micro % (self._policy.round_micro_batches or self._work.micro_batches)
+            place = micro % (self._policy.micro_batches_per_round or self._work.micro_batches)
             inside, outside = self._offloaded(layer, micro), f"host/{Use.OFFLOADED_INPUTS.name.lower()}/{layer}.{place}"
             staged[inside.buffer] = Staged(layer, outside, inside.stop, USED, slots, micro, THROUGH_THE_BUS)
         placed = stage(ops, staged)
