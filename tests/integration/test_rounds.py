@@ -54,6 +54,7 @@ def test_rounds_change_no_bit(
     in_round: int,
     seed: int,
 ) -> None:
+    layers = tiny_model(family).config.num_hidden_layers
     policy = Policy(
         shard_nbytes=shard,
         read_ahead_nbytes=ahead,
@@ -62,7 +63,7 @@ def test_rounds_change_no_bit(
         activations_by_layer=KEPT[rows],
         update=update,  # type: ignore[arg-type]
         transfer=transfer,
-        placements=(IN_HOST, IN_HOST, resident, *[IN_HOST] * 3) if resident != IN_HOST else (),
+        placements=(IN_HOST, IN_HOST, resident, *[IN_HOST] * (layers - 1)) if resident != IN_HOST else (),
         micro_batches_per_round=in_round,
     )
     numerics = Numerics(precision, loss_chunk_tokens=5)
