@@ -25,7 +25,7 @@ from megatrain.engine import ops
 from megatrain.model.peak import Living
 from megatrain.model.tiny import ordinary_tokens, shrink, twin_from, with_dropout
 from megatrain.schedule import Op
-from megatrain.spec import Numerics
+from megatrain.spec import Keep, Numerics
 from megatrain.testing import SimDevice
 from megatrain.train.parity import micro_batch, packed
 
@@ -61,7 +61,7 @@ def followed() -> Iterator[list[Row]]:
         ops.ACTIONS.update(honest)
 
 
-def shares(kind: str, precision: str, rows: str) -> dict[str, float]:
+def shares(kind: str, precision: str, rows: str, keep: Keep = "input") -> dict[str, float]:
     """Kind of op, with the kind of unit -> the worst share of what is said; and of the peak."""
     model = twin_from(with_dropout(shrink(AutoConfig.for_model(kind)), 0.0), 0)
     tokens = ordinary_tokens(model.config)
@@ -70,7 +70,7 @@ def shares(kind: str, precision: str, rows: str) -> dict[str, float]:
         "padded": lambda seed: micro_batch(tokens, 2, LENGTH, seed, right=PADDING),
         "packed": lambda seed: packed(tokens, (LENGTH // 2, LENGTH // 4, LENGTH // 4), seed),
     }
-    numerics, policy = Numerics(precision, loss_chunk_tokens=CHUNK), Policy(activations_by_layer=(("input",),))  # type: ignore[arg-type]
+    numerics, policy = Numerics(precision, loss_chunk_tokens=CHUNK), Policy(activations_by_layer=((keep,),))  # type: ignore[arg-type]
     with (
         followed() as ops,
         Engine.from_model(model, SimDevice(1), numerics=numerics, policy=policy, verify=False) as engine,

@@ -8,6 +8,8 @@ weight. It leaves out experts, windows and biases, and what a cpu takes for prod
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatrain.spec import LayerProfile, ModelSpec, ParamSpec, UnitSpec
 from megatrain.spec.layer_profile import Growth, Outputs, Peak
 
@@ -37,9 +39,11 @@ def llama_shape(
     left, wide = KEPT_NBYTES_PER_WIDTH * width, 2.0 * inner
     largest, numel, in_chunks = 2.0 * inner * width, 3 * inner * width, KEPT_IN_CHUNKS_NBYTES_PER_WIDTH * width
     chunk = CHUNK_NBYTES_PER_WIDTH * width
+    shared = 2.0 * (narrow + 2 * inner) + attention  # the value's, both halves of the gate's
+    peak = _peak(Growth(largest, left + wide + 2 * width), Growth(0.0, left + 2 * wide + 2 * width))
     profile = LayerProfile(
         attention_flops=4.0 * width,
-        backward=_peak(Growth(largest, left + wide + 2 * width), Growth(0.0, left + 2 * wide + 2 * width)),
+        backward=peak,
         backward_in_chunks=_peak(
             Growth(4.0 * numel + largest, in_chunks + 2 * width, per_chunk_token=chunk + wide),
             Growth(4.0 * numel, in_chunks + 2 * width, per_chunk_token=chunk + 2 * wide),
@@ -51,8 +55,10 @@ def llama_shape(
         chunk_numel=numel,
         outputs=Outputs(
             chosen_nbytes=products + attention,
-            shared_nbytes=2.0 * (narrow + 2 * inner) + attention,  # the value's, both halves of the gate's
+            shared_nbytes=shared,
             attention_nbytes=attention,
+            chosen_offloaded=_less(peak, shared),
+            attention_offloaded=_less(peak, attention),
             chosen_share=1.0,
             spared_share=inner / (2 * width + 2 * narrow + 3 * inner),
         ),
@@ -91,3 +97,7 @@ def llama_shape(
 
 def _peak(*growths: Growth) -> Peak:
     return Peak(growths, growths)
+
+
+def _less(peak: Peak, per_token: float) -> Peak:
+    return _peak(*(replace(each, per_token=each.per_token - per_token) for each in peak.device))

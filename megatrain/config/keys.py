@@ -296,10 +296,10 @@ class PolicySection(Section):
     activations: Literal["keep", "recompute"] | None = None
     """Keep each layer's graph until its backward, or keep its input and compute the layer again."""
     activations_by_layer: KeepRows | None = None
-    """In place of `activations`, a row per layer of an entry per micro-batch: graph, chosen, attention, input, offload
-    or drop; both start over at their end."""
+    """In place of `activations`, a row per layer of an entry per micro-batch: graph, chosen, attention, input,
+    offload_chosen, offload_attention, offload or drop; both start over at their end."""
     offload_slots: PositiveInt | None = None
-    """Device buffers that offloaded inputs pass through."""
+    """Device buffers that offloaded inputs pass through, and as many for offloaded outputs."""
     recompute_slots: PositiveInt | None = None
     """Device buffers per micro-batch for inputs that are computed again; null takes as many as they are."""
     micro_batches_per_round: NonNegativeInt | None = None

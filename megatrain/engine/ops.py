@@ -165,7 +165,8 @@ class Streamer:
 
     def _copy(self, now: Current, op: Op, held: Held) -> None:
         """FETCH: a shard of weights to its slot, or ahead of it; PLACE: from there. GRAD: a shard of gradients home, in
-        the dtype that crosses the bus, by way of a cast on the device. OFFLOAD and RELOAD: a layer's input, as it is.
+        the dtype that crosses the bus, by way of a cast on the device. OFFLOAD and RELOAD: what a layer keeps,
+        as it is.
         """
         (read,), (write, *cast) = op.reads, op.writes
         source, target = part_of(held, read), part_of(held, write)
@@ -195,11 +196,12 @@ class Streamer:
                 alive.inputs[output], alive.calls[micro] = self.ported.prologue(weights, inputs)
             return
         hidden = self._input(now, op, held)
+        saved = next((content for content in written if isinstance(content, Saved)), None)
         if LayerGraph(unit, micro) in written:
             alive.graphs[unit, micro], found, sides = self._grown(now, op, held, hidden)
             alive.inputs[output] = found.detach()
             alive.sides[unit, micro] = tuple(side.detach() for side in sides)
-        elif saved := next((content for content in written if isinstance(content, Saved)), None):
+        elif saved:
             keeping = Keeping(saved.keep, self.spec.hidden_size)
             leaves = self._binders[unit].leaves(self._weights(op, held, unit))
             leaf = hidden.detach().requires_grad_()
@@ -213,7 +215,9 @@ class Streamer:
                 found, sides = self.ported.layer(unit - 1, weights, hidden, alive.calls[micro][unit - 1], self.numerics)
             alive.inputs[output] = found
             alive.sides.setdefault((unit, micro), sides)  # once only: after the loss they are gradients
-        now.phases.end()
+        now.phases.end()  # slots are declared with the last phase
+        if saved and saved.offloaded:
+            alive.stored[unit, micro].pack(part_of(held, written[saved]))
         if offloaded := written.get(Hidden(unit, micro)):
             alive.forms[unit, micro] = pack(hidden, part_of(held, offloaded), self.spec.units[unit].name)
 
@@ -247,6 +251,9 @@ class Streamer:
         leaf = hidden.detach().requires_grad_()
         call = now.activations.calls[op.micro][op.unit - 1]
         stored = now.activations.stored.pop((op.unit, op.micro), None)
+        for access in op.reads:
+            if stored and isinstance(access.content, Saved) and access.content.offloaded:
+                stored.unpack(part_of(held, access).data)
         answering = Answering(stored) if stored else nullcontext()
         target = GradientDestination()
         in_place = self._gradients_in_place(self._binders[op.unit].trained(leaves), target)

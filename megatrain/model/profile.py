@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -223,11 +223,15 @@ def profile_layer(layer: nn.Module, run_of: RunOf, parts: Sequence[str], short: 
         run(short[1])
     with SkipLargeProducts():  # type: ignore[no-untyped-call]  # below the modes that look at ops
         profile = replace(
-            profile, attention_flops=attention.flops, window=window_of(layer), outputs=_outputs(run, short[1])
+            profile, attention_flops=attention.flops, window=window_of(layer), outputs=_outputs(run, short, lengths)
         )
     if _off(profile, _further(run_of(ROWS), ROWS, most)) > max(off, ROUNDED):
         of_two = _Runs(layer, run_of(ROWS), parts, lengths).profile(profile.block, ROWS)
         several = replace(profile, **{name: getattr(of_two, name) for name in MEASURED})
+        if profile.outputs.chosen_nbytes:
+            chosen, attended = (_offloaded_peak(run_of(ROWS), lengths, level, ROWS) for level in LEVELS)
+            outputs = replace(profile.outputs, chosen_offloaded=chosen, attention_offloaded=attended)
+            several = replace(several, outputs=outputs)
         profile = replace(profile, others=(("several", several),))
     return profile
 
@@ -270,6 +274,8 @@ class _Runs:
 def _backward_peak(run: Run, lengths: Lengths, *, is_head: bool) -> Peak:
     return peak_of([recorded_backward(run, tokens, is_head=is_head) for tokens in lengths], lengths)
 
+
+LEVELS: tuple[Level, ...] = get_args(Level)
 
 Taken = tuple[int, int, tuple[int, int, int]]
 """Rows, their tokens, and what a run of them took: backward, forward, and kept in between."""
@@ -331,10 +337,12 @@ class _Attention(TorchFunctionMode):
 # Outputs of single ops ------------------------------------------------------------------------------------------------
 
 
-def _outputs(run: Run, length: int) -> Outputs:
-    """What they take and save; nothing where a layer does not run like that."""
+def _outputs(run: Run, short: Lengths, lengths: Lengths) -> Outputs:
+    """What they take and save; nothing where a layer does not run like that. lengths: at which peaks are measured."""
+    length = short[1]
     try:
-        found = {level: _keeping(run, length, level) for level in ("chosen", "attention")}
+        found = {level: _keeping(run, length, level) for level in LEVELS}
+        offloaded = {level: _offloaded_peak(run, lengths, level) for level in LEVELS}
     except (RuntimeError, NotImplementedError):  # an op that no dispatch mode can look at
         return Outputs()
     nbytes = {level: sum(_storages(stored.tensors()).values()) / length for level, (stored, _) in found.items()}
@@ -342,8 +350,15 @@ def _outputs(run: Run, length: int) -> Outputs:
     spared = sum(flops[key] for key in stored.spared if key in flops)
     answered = spared + sum(flops[key] for key in stored.outputs if key in flops)
     total = max(1.0, sum(flops.values()))
-    shared = _shared_nbytes(run, length, stored) / length
-    return Outputs(nbytes["chosen"], shared, nbytes["attention"], answered / total, spared / total)
+    return Outputs(
+        chosen_nbytes=nbytes["chosen"],
+        shared_nbytes=_shared_nbytes(run, length, stored) / length,
+        attention_nbytes=nbytes["attention"],
+        chosen_offloaded=offloaded["chosen"],
+        attention_offloaded=offloaded["attention"],
+        chosen_share=answered / total,
+        spared_share=spared / total,
+    )
 
 
 def _keeping(run: Run, length: int, level: Level) -> tuple[Stored, dict[Key, float]]:
@@ -368,6 +383,24 @@ def _shared_nbytes(run: Run, length: int, stored: Stored) -> int:
     with torch.enable_grad(), hooks(pack, lambda tensor: tensor), answering:
         run(length)
     return sum(nbytes for place, nbytes in there.items() if place in held)
+
+
+def _offloaded_peak(run: Run, lengths: Lengths, level: Level, rows: int = 1) -> Peak:
+    """Of a backward pass that is answered with outputs which lie somewhere else. rows: of the run."""
+
+    def recorded(tokens: int) -> Recording:
+        stored, _ = _keeping(run, tokens, level)
+
+        def answered(tokens: int) -> Any:
+            with Answering(stored):
+                return run(tokens)
+
+        held = stored.tensors()  # else the graph would let go of them
+        record = recorded_backward(answered, tokens)
+        del held
+        return record
+
+    return _of_a_row(peak_of([recorded(tokens) for tokens in lengths], lengths), rows)
 
 
 def _storages(tensors: Sequence[Tensor]) -> dict[int, int]:

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -33,6 +34,9 @@ from megatrain.errors import ModelError
 
 Level = Literal["chosen", "attention"]
 """Products and attention, or attention alone; the words of `spec.Keep`."""
+
+ALIGNMENT = 16
+"""Bytes of the widest load that kernels use."""
 
 PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::_grouped_mm": 0}
 """Name of an op -> which of its arguments has rows as long as the sums that make each value."""
@@ -59,6 +63,16 @@ def _draws(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return any(value for name, value in given.items() if name in ("dropout_p", "p_dropout"))
 
 
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A tensor in memory that is not its own."""
+
+    start: int
+    """Byte at which it begins."""
+    form: Tensor
+    """Its shape, strides and dtype, without memory."""
+
+
 @dataclass(slots=True)
 class Stored:
     """What is left of one run of a layer, to answer the next with: outputs, and the forms of those that are spared."""
@@ -66,8 +80,40 @@ class Stored:
     outputs: dict[Key, Any] = field(default_factory=dict)
     spared: dict[Key, Any] = field(default_factory=dict)
 
+    packed: dict[Key, Any] = field(default_factory=dict)
+    """Outputs that lie in memory which is not theirs: each tensor as its first byte there and a form without memory."""
+
     def tensors(self) -> list[Tensor]:
         return [tensor for output in self.outputs.values() for tensor in _tensors(output)]
+
+    def pack(self, memory: Tensor) -> None:
+        """Copy all outputs on its device to `memory`, uint8[bytes], one behind the other, and let go of them.
+
+        What it has no room for is let go of as well, and computed again.
+        """
+        free = 0
+        for key, output in self.outputs.items():
+            leaves = [leaf for leaf in _tensors(output) if leaf.device == memory.device]
+            places = [free + start for start in accumulate((_aligned(leaf.nbytes) for leaf in leaves), initial=0)]
+            if places[-1] > memory.nbytes:
+                continue
+            free, begins = places[-1], iter(places)
+
+            def moved(leaf: Tensor, begins: Iterator[int] = begins) -> Tensor | Packed:
+                if leaf.device != memory.device:
+                    return leaf
+                form, begin = torch.empty_like(leaf, device="meta"), next(begins)
+                _seen(memory, begin, form).copy_(leaf)
+                return Packed(begin, form)
+
+            self.packed[key] = tree_map_only(Tensor, moved, output)
+        self.outputs = {}
+
+    def unpack(self, memory: Tensor) -> None:
+        """The outputs again, as views of `memory`, which holds what `pack` has left in it."""
+        for key, output in self.packed.items():
+            self.outputs[key] = tree_map_only(Packed, lambda part: _seen(memory, part.start, part.form), output)
+        self.packed = {}
 
     def finish(self, where: str) -> None:
         """Raises `ModelError` where the layer has not asked for all that was stored: it ran in another way."""
@@ -190,6 +236,15 @@ class Answering(_Watching):
 
 def _tensors(output: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _seen(memory: Tensor, start: int, form: Tensor) -> Tensor:
+    """What lies in memory from `start` on, in the shape and the strides of `form`."""
+    return torch.as_strided(memory[start : start + form.nbytes].view(form.dtype), form.shape, form.stride())
 
 
 def _places(output: Any) -> set[int]:

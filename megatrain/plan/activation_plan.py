@@ -1,18 +1,19 @@
 """What each layer keeps of its forward, mixed: by what that saves and costs beside keeping inputs.
 
 Against keeping inputs alone, a graph, chosen outputs or attention's save compute of the backward pass and cost device
-memory; an offloaded input saves memory and costs bus time, out in the forward pass and back in the backward; a dropped
-one saves memory and costs compute. All of these are sums over layers, so a mixture is priced without a replay: each
-pass takes as long as its busiest stream, and what the step takes beyond that is taken to stay. So memory that is spare
-goes to what saves most per byte, then a way of the bus that has time is filled, and the rest is computed again; where
-that pays is decided by no rule, but by pricing every mixture of up to `MOST_KINDS` kinds by sixteenths of the layers.
+memory; what is offloaded takes slots instead, and costs bus time, out in the forward pass and back in the backward; a
+dropped input saves memory and costs compute. All of these are sums over layers, so a mixture is priced without a
+replay: each pass takes as long as its busiest stream, and what the step takes beyond that is taken to stay. So memory
+that is spare goes to what saves most per byte, then a way of the bus that has time is filled, and the rest is computed
+again; where that pays is decided by no rule, but by pricing every mixture of up to `MOST_KINDS` kinds by sixteenths of
+the layers.
 Left out: whether it fits and how long it takes (`search` replays the best).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import combinations, product
@@ -23,12 +24,18 @@ import numpy as np
 from megatrain.plan.cost import DRAM, Calibration, forward_seconds, host_dram_bandwidth, shape_of
 from megatrain.plan.placement import PARTS, spread
 from megatrain.plan.question import Choice, Estimate, Question
-from megatrain.spec import Keep, Policy, Work
+from megatrain.spec import NOT_OFFLOADED, SAVED_BY, Keep, Policy, Work
 
 KINDS: tuple[Keep, ...] = get_args(Keep)
 
 MOST_KINDS = 3
 """Kinds in one mixture: one to fill memory, one to fill the bus, and one for the rest."""
+
+BY_LAYER: tuple[Keep, ...] = ("drop", "graph")
+"""Kinds that all micro-batches of a layer share."""
+
+OFFLOADED_OUTPUTS = [KINDS.index(kind) for kind in NOT_OFFLOADED if kind in SAVED_BY]
+"""Places in `KINDS`."""
 
 MOST_DROPPED = PARTS // 2
 """Of the inputs, so that each that is dropped has one beneath it to be computed from."""
@@ -45,6 +52,8 @@ class Changes:
 
     device: tuple[float, ...]
     """Bytes."""
+    slots: tuple[float, ...]
+    """Bytes on the device where there is any of the kind; as many never leave, since what came last is needed first."""
     host: tuple[float, ...]
     compute: tuple[float, ...]
     """Seconds of the backward pass."""
@@ -73,14 +82,19 @@ def changes(question: Question, choice: Choice, work: Work) -> Changes:
         found["device"]["graph"] += times * work.repeats * profile.kept(tokens // length, length)
         again = times * price(layer, tokens, "")
         found["compute"]["graph"] -= again
-        for keep in ("chosen", "attention"):
-            found["device"][keep] += times * work.repeats * profile.stored(keep, tokens)
-            found["compute"][keep] -= again - times * price(layer, tokens, keep)
-        found["device"]["offload"] -= boundary
-        found["host"]["offload"] += boundary
-        found["inward"]["offload"] += boundary / hardware.fetch_bandwidth * inward
-        found["outward"]["offload"] += boundary / hardware.grad_bandwidth * outward
-        found["crossing"]["offload"] += 0.0 if hardware.shares_memory else boundary / host_dram_bandwidth(hardware)
+        for keep, saved in SAVED_BY.items():
+            found["compute"][keep] -= again - times * price(layer, tokens, saved)
+        for keep, like in NOT_OFFLOADED.items():
+            stored = profile.stored(SAVED_BY[keep], tokens) if keep in SAVED_BY else 0
+            crosses = boundary + times * work.repeats * stored
+            found["device"][like] += times * work.repeats * stored
+            found["device"][keep] -= boundary
+            inputs = tokens * model.hidden_size * choice.numerics.weight_nbytes
+            found["slots"][keep] = max(found["slots"][keep], choice.policy.offload_slots * (inputs + stored))
+            found["host"][keep] += crosses
+            found["inward"][keep] += crosses / hardware.fetch_bandwidth * inward
+            found["outward"][keep] += crosses / hardware.grad_bandwidth * outward
+            found["crossing"][keep] += 0.0 if hardware.shares_memory else crosses / host_dram_bandwidth(hardware)
         found["device"]["drop"] -= boundary
         found["compute"]["drop"] += again
     rounds = round_count(choice.policy, work.micro_batches * work.repeats)
@@ -104,9 +118,12 @@ class Mixtures:
         self._each = changes(question, choice, work)
         self.device, self.host, self.seconds = _taken(self._each, self._table / PARTS, found, shares)
 
-    def best(self, budgets: Mapping[str, float], most: int) -> list[tuple[float, Counts]]:
-        """The `most` quickest of those that fit beside the rest, with the seconds that they promise."""
-        fit = np.ones(len(self._table), dtype=bool)
+    def best(
+        self, budgets: Mapping[str, float], most: int, *, outputs_stay: bool = False
+    ) -> list[tuple[float, Counts]]:
+        """The `most` quickest of those that fit beside the rest, with the seconds that they promise; outputs_stay: of
+        those by which no outputs are offloaded."""
+        fit = ~self._table[:, OFFLOADED_OUTPUTS].any(axis=1) if outputs_stay else np.ones(len(self._table), dtype=bool)
         for tier, grown in (("device", self.device), ("host", self.host)):
             if tier in budgets:
                 fit &= self._found.nbytes[tier] + grown <= budgets[tier]
@@ -130,6 +147,10 @@ class Option:
     counts: Counts
     mixtures: Mixtures
     choice: Choice
+
+    @property
+    def offloads_outputs(self) -> bool:
+        return any(self.counts[place] for place in OFFLOADED_OUTPUTS)
 
 
 def mixed(question: Question, choice: Choice, work: Work, found: Estimate) -> Estimate:
@@ -162,8 +183,8 @@ def _with(busy: Mapping[str, float], more: Mapping[str, float]) -> dict[str, flo
 
 def _taken(each: Changes, parts: Any, found: Estimate, shares: bool) -> tuple[Any, Any, Any]:
     """Bytes that mixtures add on the device and in the host, and seconds of the step. parts: a row of shares each."""
-    device = parts @ np.array(each.device)
-    host = parts @ np.array(each.host) + (device if shares else 0.0)
+    device = parts @ np.array(each.device) + (parts > 0) @ np.array(each.slots)
+    host = parts @ np.array(each.host) - (parts > 0) @ np.array(each.slots) + (device if shares else 0.0)
     late = {stream: found.late.get(stream, 0.0) for stream in found.busy}
     early = {stream: spent - late[stream] for stream, spent in found.busy.items()}
     forward, backward = _added(each, parts)
@@ -185,7 +206,7 @@ def _busiest(busy: Mapping[str, float], added: Mapping[str, Any], shares: bool) 
 @lru_cache(maxsize=4)
 def _grid(stores: bool, shares: bool) -> Any:
     """Every mixture: int[mixtures, kinds]; without stored outputs or offloading where there is none."""
-    absent = {*(() if stores else ("chosen", "attention")), *(("offload",) if shares else ())}
+    absent = {*(() if stores else SAVED_BY), *(NOT_OFFLOADED if shares else ())}
     usable = [place for place, kind in enumerate(KINDS) if kind not in absent]
     rows: list[list[int]] = []
     for number in range(1, MOST_KINDS + 1):
@@ -199,15 +220,27 @@ def _grid(stores: bool, shares: bool) -> Any:
     return np.array(rows)
 
 
-def rows_of(counts: Counts, layers: int) -> Batching:
-    """A row for each layer; each kind is spread over the depth, so that streams are as busy at its ends as between."""
-    kept: dict[int, Keep] = {}
-    free, done = list(range(layers)), 0
-    for kind in ("drop", "offload", "graph", "chosen", "attention", "input"):
-        before = done
-        done += counts[KINDS.index(kind)]
-        number = -(-done * layers // PARTS) - -(-before * layers // PARTS)
-        chosen = spread(free, number) if number else []
-        kept |= dict.fromkeys(chosen, kind)
-        free = [layer for layer in free if layer not in kept]
-    return tuple((kept[layer],) for layer in range(layers))
+def rows_of(counts: Counts, layers: int, entries: int = 1) -> Batching:
+    """A row for each layer, of so many entries. Each kind is spread over the depth and the entries, so that streams are
+    as busy at the ends as between; but all micro-batches of a layer drop its input, so that a pass fetches each weight
+    once, and all keep its graph."""
+    whole = range(layers)
+    alone = _dealt({kind: counts[KINDS.index(kind)] for kind in BY_LAYER}, whole, PARTS)
+    rest = PARTS - sum(counts[KINDS.index(kind)] for kind in BY_LAYER)
+    cells = [(layer, entry) for layer in whole if layer not in alone for entry in range(entries)]
+    each = {kind: counts[KINDS.index(kind)] for kind in (*NOT_OFFLOADED, "chosen", "attention", "input")}
+    dealt = _dealt(each, cells, rest)
+    return tuple(tuple(alone.get(layer) or dealt[layer, entry] for entry in range(entries)) for layer in whole)
+
+
+def _dealt(counts: Mapping[Keep, int], places: Sequence[Any], parts: int) -> dict[Any, Keep]:
+    """Place -> kind, for as many of the places as the counts are of `parts`."""
+    kept: dict[Any, Keep] = {}
+    free, done = list(places), 0
+    for kind, count in counts.items():
+        if count:
+            number = -(-(done + count) * len(places) // parts) - -(-done * len(places) // parts)
+            kept |= dict.fromkeys(spread(free, number) if number else [], kind)
+            free = [place for place in free if place not in kept]
+            done += count
+    return kept

@@ -398,8 +398,8 @@ def forward_seconds(
     hardware: Hardware,
     calibration: Calibration | None = None,
 ) -> Callable[[int, int, str], float]:
-    """(layer, tokens of a micro-batch, what its forward has stored: a word of `STORES` or none) -> seconds in which its
-    backward computes it again."""
+    """(layer, tokens of a micro-batch, a word of `SavedOutputs` or none) -> seconds that the layer's backward takes to
+    compute it again, where its forward has saved that."""
     prices, known = _Prices(model, numerics, policy, work, hardware), {}
     factor = 1.0 if calibration is None else calibration.of("BACKWARD", "layer")
 
@@ -460,7 +460,14 @@ class _Prices:
         if key not in self._known:
             self._known[key] = self.work.repeats * self._compute(op, unit, tokens, kept)
             self._known[key] += self._fresh_nbytes(op, tokens) / self._fresh
-        return self._known[key] * op.share + self._turning(op)
+        return self._known[key] * op.share + self._turning(op) + self._packing_seconds(op)
+
+    def _packing_seconds(self, op: Op) -> float:
+        """Of the outputs that a forward copies to the slot by which they leave the device."""
+        if op.kind != "FORWARD":
+            return 0.0
+        packed = [each for each in op.writes if isinstance(each.content, Saved) and each.content.offloaded]
+        return sum(2 * (each.stop - each.start) / self._copies for each in packed)
 
     def _cast(self, op: Op) -> float:
         """What a gradient takes to get the dtype that crosses the bus: read in one, written in the other."""
@@ -599,7 +606,7 @@ class _Prices:
 
 
 def _kept_for(op: Op) -> str:
-    """What a backward finds of its layer beside the input, `graph` or one of `STORES`; empty for nothing."""
+    """What a backward finds of its layer beside the input, `graph` or one of `SavedOutputs`; empty for nothing."""
     for access in op.reads if op.kind == "BACKWARD" else ():
         match access.content:
             case LayerGraph():

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from math import ceil, inf, isqrt, lcm, log2
+from math import ceil, gcd, inf, isqrt, lcm, log2
 
 from megatrain.plan.activation_plan import Counts, Option, mixed, round_count, rows_of
 from megatrain.plan.cost import DRAM, contention, op_seconds, placement_seconds, shape_of
@@ -61,15 +61,24 @@ def fitted(question: Question, budgets: Mapping[str, int], option: Option) -> li
     """A mixture replayed, and then the best one beside what the replay has taken more or less than it promised."""
     plans: list[Plan] = []
     counts, layers, tried = option.counts, len(question.model.layers), set[Counts]()
+    entries = _entries(question, option)
     while counts not in tried and len(tried) < FITS:
         tried.add(counts)
-        mixture = option.choice.change(activations_by_layer=rows_of(counts, layers))
+        mixture = option.choice.change(activations_by_layer=rows_of(counts, layers, entries))
+        if not mixture.policy.offloads and "offload_slots" not in question.overrides:
+            mixture = mixture.change(offload_slots=Policy().offload_slots)
         plans.append(examine(question, mixture, option.micro_batch))
         promised, fits = option.mixtures.promised(counts), plans[-1].taken.fits(budgets)
         left = {tier: budget - plans[-1].nbytes[tier] + promised.nbytes[tier] for tier, budget in budgets.items()}
-        for seconds, better in option.mixtures.best(left, 1):
+        for seconds, better in option.mixtures.best(left, 1, outputs_stay=not option.offloads_outputs):
             counts = better if not fits or seconds < WORTH_A_REPLAY * promised.seconds else counts
     return plans
+
+
+def _entries(question: Question, option: Option) -> int:
+    """Micro-batches after which rows start over: so many that the shares hold for all of them."""
+    count = len(cut(question, option.micro_batch).tokens)
+    return gcd(option.choice.policy.micro_batches_per_round or count, MOST_MICRO_BATCHES)
 
 
 def _built(model: ModelSpec, choice: Choice, work: Work) -> tuple[Schedule, dict[str, int]]:
@@ -80,7 +89,7 @@ def _built(model: ModelSpec, choice: Choice, work: Work) -> tuple[Schedule, dict
     return schedule, {**peaks, "disk": schedule.arena_nbytes("disk")}
 
 
-_remembered = lru_cache(maxsize=256)(_built)
+_remembered = lru_cache(maxsize=1024)(_built)
 """For shallow models: what changes between two questions is often the machine or a budget, and no schedule."""
 
 

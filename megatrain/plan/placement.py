@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 
 from megatrain.schedule.passes.state_buffers import save_nbytes, state_nbytes
@@ -170,6 +170,7 @@ def _fields(numerics: Numerics, policy: Policy) -> tuple[str, ...]:
     return tuple(field for field in FIELDS if field not in absent)
 
 
+@cache
 def _on_disk(placement: Placement, field: str) -> Placement:
     """Weights that stay on the device keep their copy in host memory, from which they are updated."""
     if field == "weights" and placement.weights == "device":

@@ -38,7 +38,9 @@ from megatrain.plan.search_space import (
     MOST_SHARDS,
     NEAR,
     NEARLY,
+    OF_LAST_RESORT,
     OFFLOAD,
+    OFFLOAD_SLOTS,
     ROUND_SIZES,
     SLOWER_FOR_FEWER_WRITES,
     STAGE_SLOTS,
@@ -70,6 +72,8 @@ class Search:
         self._alikes: dict[Batching, Search] = {}
         self._placements: dict[tuple[Policy, int, int, int], tuple[Placement, ...]] = {}
         self._resident: dict[tuple[int, int], int] = {}
+        self._begins_on_disk = False
+        """Whether the best candidate before mixtures has state on the disk."""
         overrides = dict(question.overrides)
         self._micro_batch: int | None = overrides.pop("micro_batch", None)
         self._overrides = overrides
@@ -100,11 +104,11 @@ class Search:
         return self._by_tiers(dict(budgets or self.question.budgets()), self._answer)
 
     def _by_tiers(self, budgets: dict[str, int], find: Callable[[], Found | None]) -> Found | None:
-        """The quickest within these budgets; without the disk, too: it is slow, and what is too much for the host may
-        fit the device."""
+        """The quickest within these budgets; without the disk, too, where the search began with state there: it is
+        slow, and what is too much for the host may fit the device."""
         self.within(budgets)
         found = find()
-        if found and found.nbytes.get("disk"):
+        if found and self._begins_on_disk:
             self.within({**budgets, "disk": 0})
             other = find() if self._fits(*self.leanest()) else None
             self.within(budgets)
@@ -115,7 +119,7 @@ class Search:
     def _answer(self) -> Plan | None:
         fitting: list[Plan] = []
         for _ in range(MOST_ROUNDS):
-            found = self.best()
+            found = self._best_noted()
             candidate = found or self.leanest()
             plans = [examine(self.question, *each) for each in self.usual(*candidate)]
             usual = min(plan.seconds for plan in plans)
@@ -127,6 +131,11 @@ class Search:
                 break
             self._correct_estimates(candidate, plans[0])
         return _with_fewer_writes(fitting)
+
+    def _best_noted(self) -> Candidate | None:
+        found = self.best()
+        self._begins_on_disk = found is not None and bool(self.price(*found).nbytes.get("disk"))
+        return found
 
     def best(self) -> Candidate | None:
         """The quickest candidate that fits, or `None`.
@@ -144,8 +153,10 @@ class Search:
             if found and self._fits(*start) and self.price(*bound).seconds < WORTH_A_CLIMB * self.price(*found).seconds:
                 found = self._least([found, *filter(None, [self._climb([start], self._knobs)])])
         for start in self._offloading(lean):
-            told = {name: start[0].get(name) for name in ("activations_by_layer", "mlp_chunk_tokens")}
+            told = {name: start[0].get(name) for name in OF_LAST_RESORT}
             bound = self._rich.change(**told), start[1]
+            if found and start[0].policy.micro_batches_per_round and self._may_have_rounds:
+                continue  # mixtures in rounds are priced beside those of what is found
             if found is None or self.price(*bound).seconds < WORTH_A_CLIMB * self.price(*found).seconds:
                 found = self._least([*filter(None, [found, self._climb([start], self._knobs)])])
         return found
@@ -179,7 +190,7 @@ class Search:
         return self._by_tiers(dict(budgets), self._promised)
 
     def _promised(self) -> Estimate | None:
-        candidate = self.best()
+        candidate = self._best_noted()
         return None if candidate is None else self.outcome(*candidate)
 
     @cached_property
@@ -237,7 +248,8 @@ class Search:
 
     def _offloading(self, candidates: list[Candidate]) -> list[Candidate]:
         """For sizes that do not fit in any other way: token-wise parts run in chunks, inputs of layers wait in host
-        memory, or both."""
+        memory, or both; and where that does not fit the device, the smallest in rounds of one micro-batch: the others
+        then have nothing there."""
         offloads = not self._keeps_as_told and not self.question.hardware.shares_memory
         chunks = "mlp_chunk_tokens" not in self._overrides
         fit = {micro_batch for choice, micro_batch in candidates if self._fits(choice, micro_batch)}
@@ -249,7 +261,11 @@ class Search:
             found += [(plain.change(mlp_chunk_tokens=MLP_CHUNK_TOKENS), micro_batch)] if chunks else []
             found += [(away, micro_batch)] if offloads else []
             found += [(away.change(mlp_chunk_tokens=MLP_CHUNK_TOKENS), micro_batch)] if chunks and offloads else []
-        return found
+        smallest = min(self._micro_batches())
+        several = self._may_have_rounds and 2 * smallest <= self.question.sequences
+        small = [each for each in found if several and each[1] == smallest]
+        large = [each for each in small if self.price(*each).short(self.budgets).get("device", 0) > 0]
+        return found + [(choice.change(micro_batches_per_round=1), smallest) for choice, _ in large]
 
     def _moves(self, choice: Choice, micro_batch: int) -> Iterator[Candidate]:
         """Candidates that differ in one knob, or in the size of a micro-batch."""
@@ -372,7 +388,9 @@ class Search:
     def _mixed(self, choice: Choice, micro_batch: int, usual: float) -> list[Plan]:
         """Replays of the mixtures of what layers keep that promise most, and more than `usual` seconds of a replay."""
         plans: list[Plan] = []
-        for option in self._options(choice, micro_batch)[:TRIES]:
+        options = self._options(choice, micro_batch)
+        tried = options[:TRIES] + [option for option in options[TRIES:] if not option.offloads_outputs][:TRIES]
+        for option in tried:
             best = min(plans, key=lambda plan: plan.seconds, default=None)
             waits = best is None or best.timeline.busy_seconds("compute") < COMPUTES * best.seconds
             if option.seconds < (NEARLY if waits else 1.0) * min(usual, best.seconds if best else inf):
@@ -386,8 +404,8 @@ class Search:
         return plans
 
     def _options(self, choice: Choice, micro_batch: int) -> list[Option]:
-        """The mixture of each base that promises most, the quickest first. Of several that promise the same and differ
-        only in where state is, there is one."""
+        """The mixtures of each base that promise most, with outputs in host memory and without, the quickest first. Of
+        several that promise the same and differ only in where state is, there is one."""
         options: list[Option] = []
         for base, size in () if self._keeps_as_told else self._bases(choice, micro_batch):
             found = self._placed_estimates.get((base, size)) or self.price(base, size)
@@ -395,7 +413,8 @@ class Search:
             if (placed, size) not in self._mixtures:
                 self._mixtures[placed, size] = Mixtures(self.question, placed, coarse(self.question, size), found)
             mixtures = self._mixtures[placed, size]
-            options += [Option(each, size, of, mixtures, placed) for each, of in mixtures.best(self.budgets, 1)]
+            best = [*mixtures.best(self.budgets, 1), *mixtures.best(self.budgets, 1, outputs_stay=True)]
+            options += [Option(each, size, of, mixtures, placed) for each, of in dict.fromkeys(best)]
         options.sort(key=lambda each: (float(f"{each.seconds:.4g}"), each.micro_batch, each.counts))
         alike: dict[Hashable, Option] = {}
         for each in options:
@@ -415,7 +434,8 @@ class Search:
         waits, stores = busy < COMPUTES * seconds, self.question.model.units[1].profile.outputs.chosen_nbytes > 0
         begin = 2 if self.question.hardware.shares_memory else 0
         for kept in ALIKE[begin : None if stores else 2] if waits and not self._keeps_as_told else ():
-            asked = replace(self.question, overrides={**self.question.overrides, "activations_by_layer": kept})
+            told = {"micro_batches_per_round": 0, **self.question.overrides, "activations_by_layer": kept}
+            asked = replace(self.question, overrides=told)
             other = self._alikes.setdefault(kept, Search(asked))
             other.within(self.budgets)
             if found := other.best():
@@ -425,37 +445,40 @@ class Search:
         """Policies that keep inputs, to be mixed from: as this one and lean, for sizes around it; and with state placed
         otherwise."""
         plain: dict[str, Any] = {"activations": "recompute", "activations_by_layer": ()}
-        like, lean = choice.change(**plain), self._lean.change(**plain)
+        slots = {} if "offload_slots" in self._overrides else {"offload_slots": OFFLOAD_SLOTS}
+        like, lean = choice.change(**plain, **slots), self._lean.change(**plain)
         near = [size for size in self._micro_batches() if micro_batch / NEAR <= size <= NEAR * micro_batch]
         bases = [(base, size) for size in near for base in (like, lean)]
         chunks = KNOBS["loss_chunk_tokens"] if "loss_chunk_tokens" not in self._overrides else ()
         bases += self._in_rounds(like)
         yield from dict.fromkeys([*bases, *((like.change(loss_chunk_tokens=few), micro_batch) for few in chunks)])
+        for size in near:
+            for placed, found in self._bases_placed(like, size):
+                self._placed_estimates.setdefault((placed, size), with_placements(self.question, placed, size, found))
+                yield placed, size
+
+    def _bases_placed(self, like: Choice, micro_batch: int) -> Iterator[tuple[Choice, Estimate]]:
+        """A policy with more state on the disk than must be there, and with some on the device; with its estimate
+        without placements."""
         found, model = self._plain(like, micro_batch), self.question.model
         steps = 0 if "placements" in self._overrides else PARTS
         placed = self._placed(like, found)
         more = with_more_on_disk(model, placed.numerics, placed.policy, steps, saves=self.question.saves)
-        placements = [Choice(placed.numerics, each) for each in more]
+        yield from ((Choice(placed.numerics, each), found) for each in more)
         if self._gains_by_placement(like, micro_batch):
             room = self.budgets["device"] - found.nbytes["device"]
             for whole, kept in product(range(0, PARTS + 1, COARSE), repeat=2):
                 if (whole or kept) and self._resident_nbytes(whole, kept) < room:
-                    placements.append(self._placed(like.change(placements=residents(model, whole, kept)), found))
-        for placed in placements:
-            self._placed_estimates.setdefault(
-                (placed, micro_batch), with_placements(self.question, placed, micro_batch, found)
-            )
-            yield placed, micro_batch
+                    yield self._placed(like.change(placements=residents(model, whole, kept)), found), found
+
+    @property
+    def _may_have_rounds(self) -> bool:
+        shared = self.question.hardware.shares_memory
+        return not (self.question.model.tied or shared or "micro_batches_per_round" in self._overrides)
 
     def _in_rounds(self, choice: Choice) -> Iterator[Candidate]:
         """The policy with the step in rounds, of which each leaves memory for what layers keep."""
-        if (
-            self.question.model.tied
-            or self.question.hardware.shares_memory
-            or "micro_batches_per_round" in self._overrides
-        ):
-            return
-        for size, micro_batches in product(self._micro_batches(), ROUND_SIZES):
+        for size, micro_batches in product(self._micro_batches(), ROUND_SIZES) if self._may_have_rounds else ():
             if size * micro_batches <= self.question.sequences // 2:
                 yield choice.change(micro_batches_per_round=micro_batches), size
 

@@ -9,6 +9,12 @@ from megatrain.spec import Keep
 LEAN: dict[str, Any] = {"weight_slots": 1, "grad_slots": 1, "loss_chunk_tokens": 64}
 """What takes least memory."""
 
+OF_LAST_RESORT = ("activations_by_layer", "mlp_chunk_tokens", "micro_batches_per_round")
+"""Fields by which a size fits that fits in no other way."""
+
+OFFLOAD_SLOTS = 3
+"""For mixtures that are not lean: one fills while another leaves and a third is in use."""
+
 KNOBS: dict[str, tuple[Any, ...]] = {
     "weight_slots": (1, 2, 3, 4),
     "grad_slots": (1, 2, 3),

@@ -69,17 +69,29 @@ def _profile(given: Any, depth: int = 0) -> LayerProfile:
     peaks = ("forward", "backward", "backward_in_chunks", "balance")
     told: dict[str, Any] = {name: _number(given[name]) for name in ("attention_flops", "sides_nbytes")}
     told |= {name: _growth(given[name]) for name in ("graph", "arguments", "row_arguments")}
-    told |= {name: Peak(*(tuple(map(_growth, given[name][on])) for on in ("device", "host"))) for name in peaks}
-    shares = ("chosen_share", "spared_share")
+    told |= {name: _peak(given[name]) for name in peaks}
     return LayerProfile(
         window=None if window is None else _count(window),
         graph_in_chunks=None if graph is None else _growth(graph),
         block=_count(given["block"]),
         chunk_numel=int(_number(given["chunk_numel"])),
-        outputs=Outputs(**{name: _number(each, 1.0 if name in shares else MOST) for name, each in outputs.items()}),
+        outputs=_outputs(outputs),
         others=tuple((_text(name), _profile(other, depth + 1)) for name, other in given["others"]),
         **told,
     )
+
+
+def _outputs(given: Any) -> Outputs:
+    peaks, shares = ("chosen_offloaded", "attention_offloaded"), ("chosen_share", "spared_share")
+    found: dict[str, Any] = {name: _peak(given[name]) for name in peaks if name in given}
+    amounts = {name: each for name, each in given.items() if name not in peaks}
+    found |= {name: _number(each, 1.0 if name in shares else MOST) for name, each in amounts.items()}
+    return Outputs(**found)
+
+
+def _peak(given: Any) -> Peak:
+    device, host = (tuple(map(_growth, given[on])) for on in ("device", "host"))
+    return Peak(device, host)
 
 
 def _growth(given: Any) -> Growth:

@@ -125,6 +125,8 @@ class Saved:
     micro: int
     keep: SavedOutputs
     """Which of them."""
+    offloaded: bool = False
+    """Whether they pass through a slot, one behind the other, and not as tensors of their own."""
 
     def __str__(self) -> str:
         return f"c{self.unit}.{self.micro}"

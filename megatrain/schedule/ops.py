@@ -52,6 +52,7 @@ class Use(StrEnum):
     """Gradients that are used as they land."""
     OFFLOAD_SLOTS = "offload slots"
     OFFLOADED_INPUTS = "offloaded inputs"
+    OFFLOADED_OUTPUTS = "offloaded outputs"
     ARGUMENTS = "arguments of layers"
     INPUTS = "inputs of layers"
     RECOMPUTED_INPUTS = "recomputed inputs"

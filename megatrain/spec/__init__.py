@@ -7,6 +7,8 @@ from megatrain.spec.model import ModelSpec, ParamSpec, UnitKind, UnitSpec
 from megatrain.spec.numerics import WEIGHT_NBYTES, Kernels, Numerics
 from megatrain.spec.policy import (
     IN_HOST,
+    NOT_OFFLOADED,
+    SAVED_BY,
     ActivationPlan,
     Keep,
     Part,
@@ -24,6 +26,8 @@ from megatrain.spec.work import Batching, Tokens, Work
 
 __all__ = [
     "IN_HOST",
+    "NOT_OFFLOADED",
+    "SAVED_BY",
     "WEIGHT_NBYTES",
     "ActivationPlan",
     "Batching",

@@ -57,6 +57,11 @@ class Outputs:
     """Of those, what a graph that grows from them holds too."""
     attention_nbytes: float = 0.0
     """Bytes per token of what `attention` keeps beside the input; a graph holds all of it."""
+    chosen_offloaded: Peak = Peak()
+    """Forward and backward, with what `chosen` keeps somewhere else. It may be more than `backward` less
+    `shared_nbytes`, since the graph would let go of some of that before the most is alive."""
+    attention_offloaded: Peak = Peak()
+    """Likewise, with what `attention` keeps."""
     chosen_share: float = 0.0
     """Share of the operations of the forward's products that `chosen` does not do again."""
     spared_share: float = 0.0
@@ -96,6 +101,10 @@ class LayerProfile:
     """And of each row its own."""
     others: tuple[tuple[str, LayerProfile], ...] = ()
     """For other rows, where it differs: `padded`, `packed`; `masked`, where attention is told by a mask; `several`."""
+
+    def __hash__(self) -> int:
+        """Of what is short; equality looks at all. A search asks for it some hundred thousand times."""
+        return hash((self.attention_flops, self.window, self.graph, self.block, self.chunk_numel))
 
     def of(self, *rows: str) -> LayerProfile:
         """The profile for such rows: the first that differs, or this one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Literal
@@ -15,12 +16,24 @@ from megatrain.spec.model import ModelSpec
 from megatrain.spec.numerics import Numerics
 
 ActivationPlan = Literal["keep", "recompute"]
-Keep = Literal["graph", "chosen", "attention", "input", "offload", "drop"]
+Keep = Literal["graph", "chosen", "attention", "input", "offload_chosen", "offload_attention", "offload", "drop"]
 """What is left of a layer's forward for its backward: its autograd graph; its input and what its large products and its
-attention have given; its input and what attention has; its input; its input in host memory, brought back in time; or
-nothing, and the input is computed again from the nearest one below that was not dropped."""
+attention have given; its input and what attention has; its input; the same three in host memory, brought back in time;
+or nothing, and the input is computed again from the nearest one below that was not dropped."""
 SavedOutputs = Literal["chosen", "attention"]
-"""Of `Keep`, what stores outputs of ops."""
+SAVED_BY: Mapping[Keep, SavedOutputs] = {
+    "chosen": "chosen",
+    "attention": "attention",
+    "offload_chosen": "chosen",
+    "offload_attention": "attention",
+}
+"""Which outputs of ops each kind saves, of those that save any."""
+NOT_OFFLOADED: Mapping[Keep, Keep] = {
+    "offload": "input",
+    "offload_chosen": "chosen",
+    "offload_attention": "attention",
+}
+"""What is kept in host memory -> the same, kept on the device."""
 UpdateTime = Literal["next_forward", "during_backward"]
 WaitFor = Literal["unit", "shard"]
 Tier = Literal["device", "host", "disk"]
@@ -125,9 +138,9 @@ class Policy:
     activations_by_layer: tuple[Annotated[tuple[Keep, ...], Bounds(1)], ...] = ()
     """In place of `activations`, for each layer and micro-batch: a row per layer, an entry per micro-batch. Rows and
     entries start over at their end, so `(("input",), ("drop",))` keeps every other input. The lowest layer that has a
-    backward pass keeps its input where it says `drop`; where memory is shared, `offload` is `input`."""
+    backward pass keeps its input where it says `drop`; where memory is shared, nothing is offloaded."""
     offload_slots: Slots = 2
-    """Device buffers that offloaded inputs pass through, out and back."""
+    """Device buffers that offloaded inputs pass through, out and back, and as many for offloaded outputs."""
     recompute_slots: Slots | None = None
     """Dropped inputs, computed again, that a micro-batch may hold at one time: with fewer, layers are computed more
     often. `None` is as many as are dropped in a row, so that each layer is computed again once."""
@@ -188,7 +201,12 @@ class Policy:
     @property
     def offloads(self) -> bool:
         """Whether inputs of layers leave the device."""
-        return not self.shares_memory and any("offload" in row for row in self.activations_by_layer)
+        return not self.shares_memory and not NOT_OFFLOADED.keys().isdisjoint(self.kept_shares)
+
+    @property
+    def offloads_outputs(self) -> bool:
+        """Whether outputs of single ops do."""
+        return self.offloads and any(keep in NOT_OFFLOADED and keep in SAVED_BY for keep in self.kept_shares)
 
     @property
     def layer_slots(self) -> int:

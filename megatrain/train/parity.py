@@ -50,6 +50,7 @@ SIM = "sim:7"
 ACTIVATION_PLANS: tuple[ActivationPlan, ...] = get_args(ActivationPlan)
 MIXTURE: tuple[tuple[Keep, ...], ...] = (("offload", "graph"), ("drop",))
 STORED: tuple[tuple[Keep, ...], ...] = (("chosen", "attention"),)
+OFFLOADED: tuple[tuple[Keep, ...], ...] = (("offload_chosen", "attention"),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +149,10 @@ def full_settings() -> list[Setting]:
     chunks = replace(CHUNKS, mlp_chunk_tokens=4)
     each.append(_setting(SIM, "recompute", chunks, shard_nbytes=1 << 14, weight_slots=1, grad_slots=1))
     mixed = replace(each[-1].policy, activations_by_layer=MIXTURE, offload_slots=1, recompute_slots=1)
-    stored = replace(each[-1].policy, activations_by_layer=STORED)
+    stored = replace(each[-1].policy, activations_by_layer=OFFLOADED)
     return [
         *each,
-        Setting(f"{SIM}, chosen outputs, 1 slot", SIM, chunks, stored),
+        Setting(f"{SIM}, chosen outputs, offloaded, 1 slot", SIM, chunks, stored),
         Setting(f"{SIM}, a mixture of plans, 1 slot", SIM, chunks, mixed),
     ]
 

@@ -124,7 +124,7 @@ def describe_policy(numerics: Numerics, policy: Policy) -> list[str]:
         count = policy.micro_batches_per_round
         phrases.append(f"{'one micro-batch' if count == 1 else f'{count} micro-batches'} in each round")
     if policy.offload_slots != 2 or policy.offloads:
-        phrases.append(f"inputs pass to the host through {policy.offload_slots} slots")
+        phrases.append(f"offloaded inputs and outputs pass through {policy.offload_slots} slots each")
     if policy.recompute_slots is not None:
         phrases.append(f"inputs are computed again into {policy.recompute_slots} slots")
     if policy.transfer != "pinned":
@@ -149,6 +149,7 @@ def describe_activations(policy: Policy) -> str:
     counts = Counter(keep for row in policy.activations_by_layer for keep in row)
     words = {"graph": "the graph", "chosen": "products and attention", "attention": "attention", "input": "the input"}
     words |= {"offload": "the input in the host", "drop": "nothing"}
+    words |= {"offload_chosen": "products and attention in the host", "offload_attention": "attention in the host"}
     shares = [f"{words[keep]} of {_share(count, counts.total())}" for keep, count in counts.most_common()]
     return f"keeps {', '.join(shares)}"
 

@@ -66,7 +66,9 @@ class Schedules:
         if self.policy.offloads:
             wanted = _larger(wanted, work)
         if wanted != built:
-            schedule = _build(kind, self._ported.known, self._numerics, self.policy, wanted)
+            # Slots of outputs have the size that is measured; where nothing was, they would hold none.
+            spec = self._ported.spec if self.policy.offloads_outputs else self._ported.known
+            schedule = _build(kind, spec, self._numerics, self.policy, wanted)
             check(schedule)
             self.known[key], self._work[key] = schedule, wanted
         try:

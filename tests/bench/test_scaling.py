@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ElementTree
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from bench.shapes import llama_shape
 from megatrain.model import port_model
 from megatrain.model.architecture import read_config
 from megatrain.model.skeleton import blueprint
-from megatrain.schedule.passes.workspace import backward_nbytes
+from megatrain.schedule.passes.workspace import answered_nbytes, backward_nbytes
 from megatrain.spec import Numerics, Policy, Work
 
 DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
@@ -50,6 +51,10 @@ def test_a_shape_on_paper_is_that_of_the_real_model() -> None:
     assert profile.chunk_numel == paper.units[1].profile.chunk_numel
     for field in ("chosen_nbytes", "shared_nbytes", "attention_nbytes", "chosen_share", "spared_share"):
         assert getattr(paper.units[1].profile.outputs, field) == pytest.approx(getattr(profile.outputs, field)), field
+    for tokens, keep in product((1000, 10_000), ("offload_chosen", "offload_attention")):
+        work = Work((tokens,))
+        said, measured = (answered_nbytes(each, Numerics(), Policy(), work, 1, tokens, keep) for each in (paper, real))  # type: ignore[arg-type]
+        assert said == pytest.approx(measured, rel=0.05), keep
 
 
 def test_a_plot_places_its_points() -> None:

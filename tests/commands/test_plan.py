@@ -156,10 +156,13 @@ def test_the_specification_of_each_family_is_found_from_its_config(family: str, 
 
 
 def test_without_a_number_of_tokens_fewer_are_taken_until_they_fit(saved: str) -> None:
+    """With more host memory they would fit in rounds, whose sums wait there."""
+    small = {"device_memory": "2.9GB", "host_memory": "19GB", "disk_memory": "0"}
     assert "65,536 tokens in" in shown(saved, hardware="h200")
-    assert "32,768 tokens in" in shown(saved, device_memory="2.9GB")
+    assert "65,536 tokens in" in shown(saved, **small | {"host_memory": "40GB"})
+    assert "32,768 tokens in" in shown(saved, **small)
     with pytest.raises(DoesNotFit):
-        shown(saved, device_memory="2.9GB", tokens_per_step=65_536)
+        shown(saved, **small, tokens_per_step=65_536)
 
 
 def test_options_reach_the_plan(saved: str) -> None:
@@ -348,7 +351,7 @@ def test_what_does_not_fit_names_the_upgrade_that_would_help(saved: str) -> None
     with pytest.raises(DoesNotFit, match=r"all 24 GiB of device memory would make it fit \(\S+ tokens/s\)"):
         shown(saved, device_memory="6GB", host_memory="5GB", disk_memory="0")
     with pytest.raises(DoesNotFit, match="no single upgrade makes it fit"):
-        shown(saved, device_memory="3GB", host_memory="5GB", disk_memory="0", tokens_per_step=1 << 20)
+        shown(saved, device_memory="3GB", host_memory="2GB", disk_memory="0", tokens_per_step=1 << 20)
 
 
 def test_an_unknown_model_is_answered_with_the_nearest(config: str) -> None:

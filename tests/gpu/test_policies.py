@@ -35,6 +35,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "many slots, graphs kept": {"weight_slots": 4, "grad_slots": 3, "activations": "keep"},
     "offloaded, kept and dropped": {"activations_by_layer": MIXED, "recompute_slots": 1},
     "chosen outputs": {"activations_by_layer": STORED},
+    "chosen outputs, offloaded": {"activations_by_layer": (("offload_chosen", "offload_attention"),)},
     "gates by shards": {"wait_for": "shard", "weight_slots": 1, "activations_by_layer": MIXED},
     "a ring": {"wait_for": "shard", "read_ahead_nbytes": 8192, "activations": "recompute"},
     "through slabs": {"transfer": "staged", "pinned_staging_slots": 1},

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import cycle
-from typing import Any
+from typing import Any, get_args
 from weakref import ReferenceType, ref
 
 import pytest
@@ -25,7 +25,7 @@ from megatrain.spec import Keep, Numerics, Precision, Work
 from megatrain.testing import KINDS, SimDevice, random_fault
 from tests.tiny import batch, equal, tiny_model, unequal_batches
 
-KEEPS: tuple[Keep, ...] = ("graph", "chosen", "attention", "input", "offload", "drop")
+KEEPS: tuple[Keep, ...] = get_args(Keep)
 FAMILIES = ("llama", "llama-tied", "mixtral-balanced", "gpt2")
 """The last with dropout; the second with a tied head; the third with experts and a router loss."""
 DROPOUT = {"resid_pdrop": 0.3, "embd_pdrop": 0.2, "attn_pdrop": 0.1}

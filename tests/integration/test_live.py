@@ -14,7 +14,7 @@ import torch
 from bench.held import followed, shares
 from megatrain import Engine
 from megatrain.device.sim import SimDevice
-from megatrain.spec import Numerics, Policy
+from megatrain.spec import Keep, Numerics, Policy
 from tests.tiny import batch, tiny_model
 
 WIDER: dict[str, Any] = {
@@ -35,12 +35,16 @@ QUICK = [
     ("llama", "bf16", 0, "attention"),
     ("gemma2", "bf16", 0, "input"),  # scores and masks of its own
     ("gpt2", "fp32", 48, "offload"),
+    ("llama", "bf16", 0, "offload_chosen"),
     ("mixtral-balanced", "bf16", 0, "input"),
 ]
 SLOW = [
     ("llama", "bf16", 0, "graph"),
     ("llama", "fp32", 0, "chosen"),
     ("llama", "fp32", 0, "drop"),
+    ("mixtral", "bf16", 0, "offload_chosen"),
+    ("qwen3-moe", "fp32", 0, "offload_attention"),
+    ("gpt2", "fp32", 0, "offload_chosen"),
     ("qwen3", "fp32", 48, "input"),
     ("gemma2", "fp32", 48, "graph"),
     ("mixtral", "fp32", 48, "graph"),
@@ -65,7 +69,7 @@ def test_no_more_exists_in_a_backward_than_the_schedule_says(
         assert engine.spec  # measured: so schedules know what they hold
         engine.gradients(micro_batches)
     for op, live, declared in rows:
-        if op.kind == "BACKWARD":
+        if op.kind == "BACKWARD" or keep.startswith("offload_"):
             assert live <= declared + SCALARS, op.name
     peak = max(live for _, live, _ in rows)
     assert peak <= max(declared for _, _, declared in rows) <= 1.12 * peak
@@ -115,8 +119,22 @@ def test_no_more_exists_in_any_op_than_the_schedule_says(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("keep", ["input", "offload_chosen", "offload_attention"])
 @pytest.mark.parametrize("kind", ["axk2", "bloom", "deepseek_v3", "falcon"])
-def test_of_two_rows_no_layer_holds_more_than_twice_what_one_does_unseen(kind: str) -> None:
+def test_of_two_rows_no_layer_holds_more_than_twice_what_one_does_unseen(kind: str, keep: Keep) -> None:
     """Keys that heads share, and biases of positions, are copied where there is more than one row."""
-    found = shares(kind, "bf16", "uniform")
+    found = shares(kind, "bf16", "uniform", keep)
     assert max(found.values()) <= 1.005, found
+
+
+def test_outputs_are_offloaded_by_an_engine_that_nobody_has_asked_for_a_plan() -> None:
+    """The slots have the size of what is saved, which is measured for them."""
+    policy = Policy(activations_by_layer=(("offload_chosen",),))
+    model = tiny_model("llama", **{**WIDER, "num_hidden_layers": 6})
+    with Engine.from_model(model, SimDevice(1), policy=policy, verify=False) as engine:
+        engine.gradients([batch(1, 192, 0)])
+        assert engine.timeline is not None
+        moved = [op.nbytes for op in engine.timeline.schedule.ops if op.kind == "RELOAD"]
+        each = engine.spec.units[1].profile.outputs.chosen_nbytes * 192
+    assert len(moved) == 2 * (6 - policy.offload_slots)
+    assert max(moved) >= each > 100_000

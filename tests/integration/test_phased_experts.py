@@ -14,7 +14,7 @@ from megatrain import AdamW, Engine, Policy
 from megatrain.engine.phased_call import _Meeting
 from megatrain.spec import Numerics, WaitFor
 from megatrain.testing import SimDevice
-from tests.tiny import FAMILIES, tiny_model, unequal_batches
+from tests.tiny import FAMILIES, batch, equal, tiny_model, unequal_batches
 
 OLMOE = {
     **FAMILIES["mixtral"],
@@ -67,6 +67,19 @@ def test_gates_by_shards_change_no_bit(kind: str, experts: str, keeps: str) -> N
     with engine("sim:3", kind, experts, "shard", keeps) as made:
         found = results(made)
     assert all(torch.equal(found[name], each) for name, each in expected.items())
+
+
+@pytest.mark.parametrize("keeps", ["chosen", "offload_chosen", "offload_attention", "offload"])
+def test_shards_that_no_token_asks_for_delay_nothing(keeps: str) -> None:
+    """The last phases of a forward are those of experts that nobody reads; what it keeps is declared with the last."""
+    found = []
+    for device, wait_for in (("cpu", "unit"), ("sim:3", "shard")):
+        model = tiny_model("mixtral", num_local_experts=16)
+        model.set_experts_implementation("eager")
+        policy = Policy(wait_for=wait_for, activations_by_layer=((keeps,),), shard_nbytes=600)  # type: ignore[arg-type]
+        with Engine.from_model(model, device, "fp32", policy=policy, seed=4, verify=False) as made:
+            found.append(made.gradients([batch(1, 2, 0), batch(1, 2, 3)]))
+    assert equal(*found)
 
 
 def come_by(device: SimDevice) -> int:

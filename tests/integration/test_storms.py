@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from torch import Tensor
@@ -38,7 +39,7 @@ HOMES = (
     ),
     *(Placement(moments="disk"), Placement(gradients="disk"), Placement("disk"), Placement("device", "host", "disk")),
 )
-ROWS: tuple[Keep, ...] = ("graph", "chosen", "attention", "input", "offload", "drop")
+ROWS: tuple[Keep, ...] = get_args(Keep)
 
 
 def engine(

@@ -68,8 +68,9 @@ def a_sum_behind(hidden: Tensor, w: nn.ParameterDict) -> Tensor:
     return (plain(hidden, w) @ w["q"]).pow(2)
 
 
-def gradients(layer: Layer, level: Level | None) -> tuple[list[Tensor], Counter[str]]:
-    """Output and gradients, and the ops that ran for the gradients."""
+def gradients(layer: Layer, level: Level | None, memory_nbytes: int = 0) -> tuple[list[Tensor], Counter[str]]:
+    """Output and gradients, and the ops that ran for the gradients. memory_nbytes: of that which outputs are packed to
+    and, elsewhere, read from again; 0 for none."""
     w, hidden = weights(), torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(1))
     leaf, found, answers = hidden.clone().requires_grad_(), [], Stored()
     if level is not None:
@@ -79,6 +80,11 @@ def gradients(layer: Layer, level: Level | None) -> tuple[list[Tensor], Counter[
             found.append(layer(leaf, w).detach())
         answers = keeping.stored()
         assert all(not tensor.requires_grad for tensor in answers.tensors())
+        if memory_nbytes:
+            memory = torch.full((memory_nbytes,), 0xFF, dtype=torch.uint8)
+            answers.pack(memory)
+            assert not answers.tensors(), "nothing is held but the memory"
+            answers.unpack(memory.clone())
     torch.manual_seed(7)
     with Counting() as counting, Answering(answers):
         output = layer(leaf, w)
@@ -97,6 +103,22 @@ def test_gradients_are_the_same_bits(layer: Layer, level: Level) -> None:
     expected, _ = gradients(layer, None)
     found, _ = gradients(layer, level)
     assert all(torch.equal(left, right) for left, right in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("layer", [plain, in_place, with_dropout, a_sum_behind])
+@pytest.mark.parametrize("memory_nbytes", [1 << 16, 3000, 16])
+def test_packed_outputs_give_the_same_bits_and_what_has_no_room_is_computed_again(
+    layer: Layer, memory_nbytes: int
+) -> None:
+    expected, everything = gradients(layer, None)
+    _, stored = gradients(layer, "chosen")
+    found, seen = gradients(layer, "chosen", memory_nbytes)
+    assert all(torch.equal(left, right) for left, right in zip(found, expected, strict=True))
+    assert stored["mm"] <= seen["mm"] <= everything["mm"]
+    if memory_nbytes == 1 << 16:
+        assert seen == stored
+    if layer is plain and memory_nbytes < 1 << 16:
+        assert seen["mm"] > stored["mm"]
 
 
 def test_what_is_stored_is_not_computed_again_nor_what_nothing_is_saved_behind() -> None:

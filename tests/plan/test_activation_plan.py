@@ -8,10 +8,10 @@ import pytest
 
 from bench.shapes import llama_shape
 from megatrain.plan import Choice, Question, estimate, examine
-from megatrain.plan.activation_plan import KINDS, Mixtures, rows_of
+from megatrain.plan.activation_plan import BY_LAYER, KINDS, OFFLOADED_OUTPUTS, Mixtures, rows_of
 from megatrain.plan.estimates import coarse
 from megatrain.plan.placement import PARTS
-from megatrain.spec import Hardware, Numerics, Policy
+from megatrain.spec import NOT_OFFLOADED, Hardware, Keep, Numerics, Policy
 
 MACHINE = Hardware("m", 1 << 40, 1 << 40, 1e9, 1e9, 2e10, 1e10, device_bandwidth=1e12, launch_seconds=1e-6)
 
@@ -44,21 +44,31 @@ def test_the_quickest_that_fits_comes_first() -> None:
     budget = 0.5 * found.promised(everything[1]).nbytes["device"] + 0.5 * min(found.device)
     fitting = found.best({"device": budget}, 50)
     assert all(found.promised(counts).nbytes["device"] <= budget for _, counts in fitting)
-    assert [seconds for seconds, _ in fitting] == sorted(seconds for seconds, _ in fitting)
+    rounded = [round(seconds, 12) for seconds, _ in fitting]
+    assert rounded == sorted(rounded)
+    staying = found.best({"device": budget}, 50, outputs_stay=True)
+    assert staying
+    assert not any(counts[place] for _, counts in staying for place in OFFLOADED_OUTPUTS)
     assert not found.best({"device": 0.0}, 1)
 
 
+@pytest.mark.parametrize("kinds", [("graph", "offload", "input", "drop"), ("offload_chosen", "attention")])
+@pytest.mark.parametrize("entries", [1, 4])
 @pytest.mark.parametrize("layers", [1, 5, 16, 90])
-def test_rows_are_as_many_as_layers_in_the_shares_of_the_counts(layers: int) -> None:
-    counts = tuple(4 if kind in ("graph", "offload", "input", "drop") else 0 for kind in KINDS)
-    rows = rows_of(counts, layers)
+def test_rows_are_as_many_as_layers_in_the_shares_of_the_counts(
+    layers: int, entries: int, kinds: tuple[Keep, ...]
+) -> None:
+    counts = tuple(PARTS // len(kinds) if kind in kinds else 0 for kind in KINDS)
+    rows = rows_of(counts, layers, entries)
     assert len(rows) == layers
+    assert all(len(row) == entries for row in rows)
     for kind in KINDS:
-        share = counts[KINDS.index(kind)] / PARTS
-        assert abs(rows.count((kind,)) - share * layers) <= 1
+        share, found = counts[KINDS.index(kind)] / PARTS, [row.count(kind) for row in rows]
+        assert abs(sum(found) - share * layers * entries) <= entries
+        assert kind not in BY_LAYER or {0, entries}.issuperset(found), "all micro-batches or none"
 
 
 def test_where_memory_is_shared_nothing_is_offloaded() -> None:
     _, found = mixtures(replace(MACHINE, shares_memory=True))
-    offload = KINDS.index("offload")
-    assert all(not counts[offload] for _, counts in found.best({}, 10**6))
+    away = [KINDS.index(kind) for kind in NOT_OFFLOADED]
+    assert not any(counts[place] for _, counts in found.best({}, 10**6) for place in away)

@@ -14,7 +14,7 @@ from bench.shapes import llama_shape
 from megatrain.errors import DoesNotFit, PlanError
 from megatrain.plan import Choice, Plan, Question, examine, find_plan, machine, search
 from megatrain.plan.search import KNOBS
-from megatrain.spec import Hardware, Limits, ModelSpec, Numerics, Policy
+from megatrain.spec import SAVED_BY, Hardware, Limits, ModelSpec, Numerics, Policy
 
 
 def llama(layers: int = 4) -> ModelSpec:
@@ -147,7 +147,7 @@ def test_every_further_part_of_device_memory_never_makes_the_step_slower(tokens:
     ]
     budgets = [round(1.01 * least) + part * (least // 2) for part in parts]
     seconds = [find_plan(replace(asked, limits=Limits(device_nbytes=budget))).seconds for budget in budgets]
-    assert all(after <= 1.0001 * before for before, after in pairwise(seconds)), seconds
+    assert all(after <= 1.005 * before for before, after in pairwise(seconds)), seconds  # mixtures come in sixteenths
     assert seconds[-1] < 0.8 * seconds[0]
 
 
@@ -197,7 +197,8 @@ def test_what_a_replay_takes_beyond_the_estimate_is_learnt_for_all_candidates_li
     honest = search.examine
     monkeypatch.setattr(search, "examine", lambda *arguments: replays.append(honest(*arguments)) or replays[-1])
     small = replace(machine("rtx-4090"), device_nbytes=4 << 30, host_nbytes=12_000_000_000)
-    plan = find_plan(Question(llama_shape("8 layers", 8, 2048, vocabulary=32_000), small, 192 * 1024, 1024))
+    model, one_round = llama_shape("8 layers", 8, 2048, vocabulary=32_000), {"micro_batches_per_round": 0}
+    plan = find_plan(Question(model, small, 192 * 1024, 1024, overrides=one_round))
     assert not replays[0].taken.fits(plan.question.budgets())
     assert plan.nbytes["disk"] > 0
     assert len(replays) < 40
@@ -316,7 +317,7 @@ def test_as_much_is_kept_as_fits() -> None:
         budget = round((1 - share) * none.nbytes["device"] + share * every.nbytes["device"])
         plan = find_plan(replace(asked, limits=Limits(device_nbytes=budget)))
         assert fits(plan)
-        assert {keep for row in plan.policy.activations_by_layer for keep in row} & {"graph", "chosen", "attention"}
+        assert plan.policy.kept_shares.keys() & {"graph", *SAVED_BY}
         seconds.append(plan.seconds)
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[3] < none.seconds - 0.7 * (none.seconds - every.seconds), "chosen outputs save more per byte"
@@ -361,3 +362,10 @@ def test_inputs_wait_in_the_host_where_nothing_else_fits() -> None:
     plan = find_plan(replace(asked, limits=Limits(device_nbytes=round(0.8 * least))))
     assert plan.policy.offloads
     assert fits(plan)
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_slots_for_what_is_offloaded_are_those_that_were_asked_for(slots: int) -> None:
+    """Also where nothing is offloaded."""
+    asked = question(DRIVE, model=llama(layers=12), tokens_per_step=128, overrides={"offload_slots": slots})
+    assert find_plan(asked).policy.offload_slots == slots

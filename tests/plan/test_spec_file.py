@@ -24,7 +24,7 @@ PARAMS = st.builds(
 AMOUNTS = st.floats(0, 1e6)
 GROWTHS = st.builds(Growth, AMOUNTS, AMOUNTS, AMOUNTS, AMOUNTS, st.booleans())
 PEAKS = st.builds(lambda *growths: Peak(growths, growths[1:]), GROWTHS, GROWTHS)
-OUTPUTS = st.builds(Outputs, AMOUNTS, AMOUNTS, AMOUNTS, st.floats(0, 1), st.floats(0, 1))
+OUTPUTS = st.builds(Outputs, AMOUNTS, AMOUNTS, AMOUNTS, PEAKS, PEAKS, st.floats(0, 1), st.floats(0, 1))
 PLAIN = st.builds(
     LayerProfile, AMOUNTS, st.none() | COUNTS, backward=PEAKS, graph_in_chunks=st.none() | GROWTHS, outputs=OUTPUTS
 )

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from math import comb
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -15,13 +16,14 @@ from hypothesis import strategies as st
 from megatrain.errors import PlanError, ScheduleError
 from megatrain.plan import op_seconds
 from megatrain.schedule import Op, Schedule, Use, build_step, check, derive_waits, replay
-from megatrain.schedule.passes.recompute import passes
-from megatrain.spec import Hardware, Keep, ModelSpec, Numerics, Policy, Work
+from megatrain.schedule.passes.recompute import ALIGNMENT_NBYTES, passes
+from megatrain.spec import Hardware, Keep, ModelSpec, Numerics, Policy, UnitSpec, Work
+from megatrain.spec.layer_profile import Outputs
 from megatrain.testing import SimDevice, run_idle, surviving_waits
 from tests.schedule.test_disk_staging import random_case, schedules
 from tests.small import small_spec
 
-KEEPS: tuple[Keep, ...] = ("graph", "chosen", "attention", "input", "offload", "drop")
+KEEPS: tuple[Keep, ...] = get_args(Keep)
 MIXED: tuple[tuple[Keep, ...], ...] = (("offload",), ("drop", "input"), ("drop", "offload", "graph"), ("input", "drop"))
 INTERVAL = (("input",), ("drop",), ("drop",), ("drop",))
 
@@ -183,6 +185,31 @@ def test_host_memory_holds_what_has_left_and_no_more() -> None:
     assert [op.name for op in away.ops if op.kind == "RELOAD"] == [
         f"RELOAD u{unit} m{micro}" for unit in range(12, 0, -1) for micro in (0, 1)
     ][2:]
+
+
+def test_offloaded_outputs_pass_through_slots_of_their_own() -> None:
+    """They go and come back with the inputs; those that are in their slot when they are needed stay."""
+    of = replace(small_spec(12), units=tuple(_with_outputs(unit) for unit in small_spec(12).units))
+    work, slots = Work((16, 16)), 3
+    rows = (("offload_chosen",), ("offload_attention", "input"))
+    away = build_step(of, Numerics(), Policy(activations_by_layer=rows, offload_slots=slots), work)
+    check(away)
+    for use, each in (
+        (Use.OFFLOADED_INPUTS, [BOUNDARY] * 18),
+        (Use.OFFLOADED_OUTPUTS, [100 * 16] * 12 + [10 * 16] * 6),
+    ):
+        table = [buffer for buffer in away.buffers.values() if buffer.use is use]
+        assert len(table) == len(each) - slots
+        assert sum(buffer.nbytes for buffer in table) <= sum(each) + ALIGNMENT_NBYTES * len(each)
+    copies = Counter(op.kind for op in away.ops)
+    assert copies["OFFLOAD"] == copies["RELOAD"] == 2 * (18 - slots)
+    own = [buffer.nbytes for buffer in away.buffers.values() if buffer.use is Use.OFFLOAD_SLOTS]
+    assert sorted(own) == [BOUNDARY] * slots + [1600 + ALIGNMENT_NBYTES] * slots
+
+
+def _with_outputs(unit: UnitSpec) -> UnitSpec:
+    outputs = Outputs(chosen_nbytes=100.0, attention_nbytes=10.0)
+    return replace(unit, profile=replace(unit.profile, outputs=outputs)) if unit.kind == "layer" else unit
 
 
 # Time -----------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ The policy says what is left of each forward (`spec.Keep`). A graph, an input an
 input are transient buffers on the device.
 An *offloaded* input goes through slots to host memory and comes back: ops name it as if it stayed on the device, and
 `disk_staging` puts OFFLOAD and RELOAD ops around them. What is still in its slot when it is needed again never leaves.
+So do offloaded outputs, which the forward copies to their slot one behind the other.
 
 *Dropped* inputs lie in stretches, above one that was not dropped, from which FORWARD ops compute them again. With as
 many slots as the stretch is long one pass makes them all (Chen et al. 2016); with fewer, passes start from inputs that
@@ -20,7 +21,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import get_args
 
 from megatrain.errors import PlanError
 from megatrain.schedule.contents import (
@@ -37,18 +37,19 @@ from megatrain.schedule.contents import (
 from megatrain.schedule.ops import Access, Buffer, Op, Use, declare
 from megatrain.schedule.passes.disk_staging import Route, Staged, stage
 from megatrain.schedule.passes.workspace import (
+    answered_nbytes,
     arguments_nbytes,
     beside_nbytes,
     forward_nbytes,
     profile_of,
     runs_in_chunks,
 )
-from megatrain.spec import Keep, ModelSpec, Numerics, Policy, SavedOutputs, Work
+from megatrain.spec import NOT_OFFLOADED, SAVED_BY, Keep, ModelSpec, Numerics, Policy, Work
 
 THROUGH_THE_BUS = Route(("RELOAD", "fetch"), ("OFFLOAD", "grad"))
 
-STORES: tuple[SavedOutputs, ...] = get_args(SavedOutputs)
-"""What keeps outputs of single ops beside a layer's input."""
+ALIGNMENT_NBYTES = 4096
+"""Beside offloaded outputs, so that each can begin where kernels read fast."""
 
 WORKSPACES = (Use.FORWARD_WORKSPACE, Use.LOSS_WORKSPACE, Use.BACKWARD_WORKSPACE)
 """What single ops take, under one name for all of a kind."""
@@ -138,34 +139,32 @@ class Activations:
 
     def _keep(self, layer: int, micro: int) -> Keep:
         keep = self._policy.keep(layer - 1, micro)
-        stays = (keep == "offload" and self._policy.shares_memory) or (keep == "drop" and layer == self._lowest)
-        return "input" if stays else keep
+        if keep == "drop" and layer == self._lowest:
+            return "input"
+        return NOT_OFFLOADED.get(keep, keep) if self._policy.shares_memory else keep
 
     # One op's part --------------------------------------------------------------------------------------------------
 
     def left_by(self, layer: int, micro: int) -> list[Access]:
         """What the forward of a layer writes for the backward alone."""
-        match self._keeps.get((layer, micro)):
-            case "graph":
-                return [self.graph(layer, micro)]
-            case "chosen" | "attention":
-                return [self.stored(layer, micro)]
-            case "offload":
-                return [self._offloaded(layer, micro)]
-        return []
+        keep = self._keeps.get((layer, micro))
+        left = [self.graph(layer, micro)] if keep == "graph" else []
+        left += [self._offloaded(layer, micro)] if keep in NOT_OFFLOADED else []
+        return [*left, self.stored(layer, micro)] if keep in SAVED_BY else left
 
     def taken_up_by(self, layer: int, micro: int) -> list[Access]:
         """All that the backward of a layer reads of what its forward has left."""
-        also = [self.stored(layer, micro)] if self._keeps[layer, micro] in STORES else []
+        also = [self.stored(layer, micro)] if self._keeps[layer, micro] in SAVED_BY else []
         return [self.found_by(layer, micro), *also]
 
     def found_by(self, layer: int, micro: int) -> Access:
         """The graph or the input that the backward of a layer starts from."""
-        match self._keeps[layer, micro]:
+        keep = self._keeps[layer, micro]
+        if keep in NOT_OFFLOADED:
+            return self._offloaded(layer, micro)
+        match keep:
             case "graph":
                 return self.graph(layer, micro)
-            case "offload":
-                return self._offloaded(layer, micro)
             case "drop":
                 return self._held[layer, micro]
         return self.hidden(layer, micro)
@@ -222,12 +221,11 @@ class Activations:
         length = min(self._work.length or tokens, tokens)
         alike = self._work.repeats if self.keeps_graph(layer, micro) else 1  # one at a time where recomputed
         profile, keep = profile_of(self._model, layer, self._work, length), self._keeps[layer, micro]
-        outputs = profile.outputs
-        there = {"chosen": outputs.shared_nbytes, "attention": outputs.attention_nbytes}.get(keep, 0.0)
-        if keep == "chosen" and runs_in_chunks(self._model.units[layer], self._numerics, tokens):
-            there = 0.0  # products within chunks are not stored
-        kept = profile.kept(tokens // length, length, self._numerics.mlp_chunk_tokens)
-        nbytes = max(1, round(alike * kept - tokens * there))
+        kept = alike * profile.kept(tokens // length, length, self._numerics.mlp_chunk_tokens)
+        in_chunks = runs_in_chunks(self._model.units[layer], self._numerics, tokens)
+        if keep in SAVED_BY and not (in_chunks and SAVED_BY[keep] == "chosen"):  # those within chunks are not stored
+            kept -= answered_nbytes(self._model, self._numerics, self._policy, self._work, layer, tokens, keep)
+        nbytes = max(1, round(kept))
         if self.keeps_graph(layer, micro):
             nbytes += self._boundary_nbytes(micro)  # the input
         return self.transient(Use.GRAPHS, f"{layer}.{micro}", nbytes, LayerGraph(layer, micro))
@@ -245,6 +243,9 @@ class Activations:
         if unit and not again and (unit, micro) in self._keeps and self.keeps_graph(unit, micro):
             return []
         nbytes = forward_nbytes(self._model, self._numerics, self._policy, self._work, unit, self._work.tokens[micro])
+        keep = self._keeps.get((unit, micro))
+        if keep in NOT_OFFLOADED and keep in SAVED_BY and not again:  # until they are in their slot
+            nbytes += round(self._saved_nbytes(unit, micro) / self._work.repeats)
         if not nbytes:
             return []
         return [
@@ -257,11 +258,18 @@ class Activations:
         ]
 
     def stored(self, layer: int, micro: int) -> Access:
-        """What a layer's forward has stored of its ops' outputs."""
-        keep, tokens = self._keeps[layer, micro], self._work.tokens[micro]
-        assert keep == "chosen" or keep == "attention"
-        nbytes = max(1, round(self._work.repeats * self._model.units[layer].profile.stored(keep, tokens)))
-        return self.transient(Use.SAVED_OUTPUTS, f"{layer}.{micro}", nbytes, Saved(layer, micro, keep))
+        """What a layer's forward has stored of its ops' outputs; offloaded ones under a name that `offloaded` replaces
+        by a slot."""
+        keep, nbytes = self._keeps[layer, micro], max(1, self._saved_nbytes(layer, micro))
+        if keep not in NOT_OFFLOADED:
+            return self.transient(Use.SAVED_OUTPUTS, f"{layer}.{micro}", nbytes, Saved(layer, micro, SAVED_BY[keep]))
+        name = f"device/{Use.SAVED_OUTPUTS.name.lower()}/{layer}.{micro}"
+        nbytes += round(self._work.repeats * ALIGNMENT_NBYTES)
+        return Access(name, 0, nbytes, Saved(layer, micro, SAVED_BY[keep], offloaded=True))
+
+    def _saved_nbytes(self, layer: int, micro: int) -> int:
+        saved = SAVED_BY[self._keeps[layer, micro]]
+        return round(self._work.repeats * self._model.units[layer].profile.stored(saved, self._work.tokens[micro]))
 
     def _computed_again(self, unit: int, micro: int) -> Access:
         """A boundary that is computed once more; each time it is another buffer, with a lifetime of its own."""
@@ -289,25 +297,34 @@ class Activations:
     # Offloading -----------------------------------------------------------------------------------------------------
 
     def offloaded(self, ops: Sequence[Op]) -> list[Op]:
-        """`ops` with offloaded inputs in slots, and with the OFFLOAD and RELOAD ops that this takes."""
-        away = [key for key, keep in self._keeps.items() if keep == "offload"]
-        if not away:
-            return list(ops)
-        slots = tuple(
-            f"device/{Use.OFFLOAD_SLOTS.name.lower()}/{k}" for k in range(min(self._policy.offload_slots, len(away)))
-        )
+        """`ops` with offloaded inputs and outputs in slots, and with the OFFLOAD and RELOAD ops that this takes."""
+        away = [key for key, keep in self._keeps.items() if keep in NOT_OFFLOADED]
+        saved = [key for key in away if self._keeps[key] in SAVED_BY]
+        staged = self._staged("offload_slots", Use.OFFLOADED_INPUTS, [self._offloaded(*key) for key in away])
+        staged |= self._staged("offload_slots/outputs", Use.OFFLOADED_OUTPUTS, [self.stored(*key) for key in saved])
+        placed = stage(ops, staged)
+        own = [op for op in placed if op.kind == "RELOAD" and isinstance(op.reads[0].content, Hidden | Saved)]
+        for op in own:
+            use = Use.OFFLOADED_INPUTS if isinstance(op.reads[0].content, Hidden) else Use.OFFLOADED_OUTPUTS
+            declare(self._buffers, Buffer(op.reads[0].buffer, "host", op.nbytes, use))
+        returning = {op.reads[0].content for op in own}
+        return [op for op in placed if op.kind != "OFFLOAD" or op.writes[0].content in returning]
+
+    def _staged(self, slots_name: str, use: Use, inside: Sequence[Access]) -> dict[str, Staged]:
+        """Names on the device -> where in host memory they wait, and the slots that they pass through."""
+        count = min(self._policy.offload_slots, len(inside))
+        slots = tuple(f"device/{slots_name}/{k}" for k in range(count))
         # Where a micro-batch stands for several, one at a time is in a slot.
-        largest = round(max(self._boundary_nbytes(micro) for _, micro in away) / self._work.repeats)
+        largest = max((round(access.stop / self._work.repeats) for access in inside), default=0)
         for slot in slots:
             declare(self._buffers, Buffer(slot, "device", largest, Use.OFFLOAD_SLOTS))
         staged = {}
-        for layer, micro in away:
-            place = micro % (self._policy.micro_batches_per_round or self._work.micro_batches)
-            inside, outside = self._offloaded(layer, micro), f"host/{Use.OFFLOADED_INPUTS.name.lower()}/{layer}.{place}"
-            staged[inside.buffer] = Staged(layer, outside, inside.stop, USED, slots, micro, THROUGH_THE_BUS)
-        placed = stage(ops, staged)
-        back = [op for op in placed if op.kind == "RELOAD" and isinstance(op.reads[0].content, Hidden)]
-        for op in back:
-            declare(self._buffers, Buffer(op.reads[0].buffer, "host", op.nbytes, Use.OFFLOADED_INPUTS))
-        returning = {op.reads[0].content for op in back}
-        return [op for op in placed if op.kind != "OFFLOAD" or op.writes[0].content in returning]
+        for access in inside:
+            content = access.content
+            assert isinstance(content, Hidden | Saved)
+            place = content.micro % (self._policy.micro_batches_per_round or self._work.micro_batches)
+            outside = f"host/{use.name.lower()}/{content.unit}.{place}"
+            staged[access.buffer] = Staged(
+                content.unit, outside, access.stop, USED, slots, content.micro, THROUGH_THE_BUS
+            )
+        return staged

@@ -102,11 +102,12 @@ def state_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> dict[s
 
 
 def _alike(model: ModelSpec, policy: Policy) -> Iterable[list[int]]:
-    """The units, by what they are, how large, and where their state is."""
-    found: dict[tuple[str, int, int, Placement], list[int]] = {}
+    """The units, by what they are, how large, and where their state is: equal placements that are two objects may give
+    two groups."""
+    found: dict[tuple[str, int, int, int], list[int]] = {}
     for unit, (spec, placement) in enumerate(zip(model.units, policy.placements_of(model), strict=True)):
         layout = layout_of(spec)
-        found.setdefault((spec.kind, layout.size, layout.trained.size, placement), []).append(unit)
+        found.setdefault((spec.kind, layout.size, layout.trained.size, id(placement)), []).append(unit)
     return found.values()
 
 

@@ -12,7 +12,19 @@ from __future__ import annotations
 from functools import lru_cache
 from math import ceil
 
-from megatrain.spec import Batching, Growth, LayerProfile, ModelSpec, Numerics, Policy, UnitSpec, Work
+from megatrain.spec import (
+    NOT_OFFLOADED,
+    SAVED_BY,
+    Batching,
+    Growth,
+    Keep,
+    LayerProfile,
+    ModelSpec,
+    Numerics,
+    Policy,
+    UnitSpec,
+    Work,
+)
 
 LOSS_BLOCK_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Logits that exist in float32 at one time, by device type: a share of the cache on a cpu, few launches on a GPU."""
@@ -140,6 +152,25 @@ def backward_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy, work: 
     padded = profile.padded(length)
     widest = peak.nbytes(policy.shares_memory, tokens // length * padded, padded, chunk, kernel)
     return max(1, ceil(widest) - profile.kept(tokens // length, length, chunk))
+
+
+def answered_nbytes(
+    model: ModelSpec, numerics: Numerics, policy: Policy, work: Work, unit: int, tokens: int, keep: Keep
+) -> int:
+    """By how much the peak of a layer's backward is lower where outputs that its forward has saved answer for it: as
+    tensors that the graph holds as well, or in a slot."""
+    length = min(work.length or tokens, tokens)
+    profile = profile_of(model, unit, work, length)
+    outputs = profile.outputs
+    if keep not in NOT_OFFLOADED:
+        return int(tokens * (outputs.shared_nbytes if keep == "chosen" else outputs.attention_nbytes))
+    peak = outputs.chosen_offloaded if SAVED_BY[keep] == "chosen" else outputs.attention_offloaded
+    kernel, padded = _attention_nbytes(model.units[unit], numerics, policy, tokens, length), profile.padded(length)
+    whole, less = (
+        each.nbytes(policy.shares_memory, tokens // length * padded, padded, kernel=kernel)
+        for each in (profile.backward, peak)
+    )
+    return max(0, int(whole - less)) if peak.device else 0
 
 
 def _attention_nbytes(unit: UnitSpec, numerics: Numerics, policy: Policy, tokens: int, length: int) -> int:

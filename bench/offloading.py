@@ -1,0 +1,75 @@
+"""Planned speed of an 8B model in 24 GiB of device memory, with and without outputs of layers in host memory.
+
+    python -m bench.offloading
+
+Sequences of 8,192 tokens, 4 and 16 per step. "In memory" is the same step with weights, gradients and optimizer state
+on the device and all graphs kept, whether that fits or not (`bench.zero3`). Every number is planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from unittest.mock import patch
+
+from bench.shapes import llama_shape
+from bench.zero3 import in_memory
+from megatrain.plan import Plan, Question, activation_plan, find_plan, machine
+from megatrain.spec import NOT_OFFLOADED, SAVED_BY, Limits
+
+LENGTH, SEQUENCES = 8192, (4, 16)
+DEVICE_NBYTES = 24 << 30
+MACHINES = ("h200", "h100", "a100-sxm")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tokens per second of one machine and number of sequences."""
+
+    machine: str
+    sequences: int
+    planned: float
+    inputs_only: float
+    """Where nothing but inputs of layers is offloaded."""
+    in_memory: float
+    kept: Mapping[str, float]
+    """Kind -> share of the layers and micro-batches that keep it."""
+
+    def share(self, speed: float) -> float:
+        """Of the speed in memory."""
+        return speed / self.in_memory
+
+
+def compared(name: str, sequences: int) -> Row:
+    limits = Limits(device_nbytes=DEVICE_NBYTES)
+    question = Question(llama_shape("8B", 32, 4096), machine(name), sequences * LENGTH, LENGTH, limits=limits)
+    plan, plain = find_plan(question), inputs_only(question)
+    speed = question.tokens_per_step / in_memory(plan).seconds
+    kept = dict(sorted(plan.policy.kept_shares.items(), key=lambda item: -item[1]))
+    return Row(name, sequences, plan.tokens_per_second, plain.tokens_per_second, speed, kept)
+
+
+def inputs_only(question: Question) -> Plan:
+    """The plan where outputs stay on the device or are computed again."""
+    best = activation_plan.Mixtures.best
+    with patch.object(
+        activation_plan.Mixtures, "best", lambda *given, **how: best(*given, **how | {"outputs_stay": True})
+    ):
+        plan = find_plan(question)
+    assert not {keep for keep in NOT_OFFLOADED if keep in SAVED_BY} & plan.policy.kept_shares.keys()
+    return plan
+
+
+def main() -> None:
+    print("| planned tokens/s | sequences | outputs offloaded too | inputs only | in memory | kept |")
+    print("|---|---|---|---|---|---|")
+    for name in MACHINES:
+        for sequences in SEQUENCES:
+            row = compared(name, sequences)
+            speeds = (f"{each:,.0f} ({row.share(each):.2f})" for each in (row.planned, row.inputs_only))
+            kept = ", ".join(f"{share:.0%} {kind}" for kind, share in row.kept.items())
+            print(f"| {name} | {sequences} | {' | '.join(speeds)} | {row.in_memory:,.0f} | {kept} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
