@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from copy import copy
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import combinations, product
 from typing import Any, get_args
@@ -115,8 +116,21 @@ class Mixtures:
         self._question, self._found = question, found
         shares = question.hardware.shares_memory
         self._table = _grid(question.model.units[1].profile.outputs.chosen_nbytes > 0, shares)
-        self._each = changes(question, choice, work)
-        self.device, self.host, self.seconds = _taken(self._each, self._table / PARTS, found, shares)
+        self._price(changes(question, choice, work))
+
+    def _price(self, each: Changes) -> None:
+        self._each = each
+        shares = self._question.hardware.shares_memory
+        self.device, self.host, self.seconds = _taken(each, self._table / PARTS, self._found, shares)
+
+    def slowed(self, counts: Counts, seconds: float) -> Mixtures:
+        """The same with a slower way out: by as much as the mixture of these counts has taken longer than promised. It
+        offloads something."""
+        spent = float(np.array(counts) / PARTS @ np.array(self._each.outward))
+        factor = 1.0 + max(0.0, seconds - self.promised(counts).seconds) / spent
+        other = copy(self)
+        other._price(replace(self._each, outward=tuple(factor * each for each in self._each.outward)))
+        return other
 
     def best(
         self, budgets: Mapping[str, float], most: int, *, outputs_stay: bool = False
@@ -138,6 +152,10 @@ class Mixtures:
         return _estimate(self._each, np.array([counts]) / PARTS, self._found, shares)
 
 
+def offloads_outputs(counts: Counts) -> bool:
+    return any(counts[place] for place in OFFLOADED_OUTPUTS)
+
+
 @dataclass(frozen=True)
 class Option:
     """The mixture of a policy that promises most, and how many seconds."""
@@ -150,7 +168,7 @@ class Option:
 
     @property
     def offloads_outputs(self) -> bool:
-        return any(self.counts[place] for place in OFFLOADED_OUTPUTS)
+        return offloads_outputs(self.counts)
 
 
 def mixed(question: Question, choice: Choice, work: Work, found: Estimate) -> Estimate:

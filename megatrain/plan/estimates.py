@@ -17,11 +17,11 @@ from functools import lru_cache
 from itertools import product
 from math import ceil, gcd, inf, isqrt, lcm, log2
 
-from megatrain.plan.activation_plan import Counts, Option, mixed, round_count, rows_of
+from megatrain.plan.activation_plan import Counts, Option, mixed, offloads_outputs, round_count, rows_of
 from megatrain.plan.cost import DRAM, contention, op_seconds, placement_seconds, shape_of
 from megatrain.plan.placement import ON_DEVICE
 from megatrain.plan.question import Choice, Estimate, Plan, Question
-from megatrain.plan.search_space import FITS, WORTH_A_REPLAY
+from megatrain.plan.search_space import FITS, LATE, WORTH_A_REPLAY
 from megatrain.schedule import Op, Schedule, Timeline, build_step, nbytes_by_use, replay
 from megatrain.schedule.passes.state_buffers import Pending, save_nbytes, state_nbytes
 from megatrain.schedule.replay import DISK_STREAMS
@@ -58,8 +58,11 @@ def examine(question: Question, choice: Choice, micro_batch: int) -> Plan:
 
 
 def fitted(question: Question, budgets: Mapping[str, int], option: Option) -> list[Plan]:
-    """A mixture replayed, and then the best one beside what the replay has taken more or less than it promised."""
+    """A mixture replayed, and then the best one beside what the replay has taken more or less than it promised. Where
+    outputs that leave have made it slower than promised, their way is taken to be slower: other streams use host memory
+    at some times and not at others, which no sum says."""
     plans: list[Plan] = []
+    mixtures = option.mixtures
     counts, layers, tried = option.counts, len(question.model.layers), set[Counts]()
     entries = _entries(question, option)
     while counts not in tried and len(tried) < FITS:
@@ -68,9 +71,12 @@ def fitted(question: Question, budgets: Mapping[str, int], option: Option) -> li
         if not mixture.policy.offloads and "offload_slots" not in question.overrides:
             mixture = mixture.change(offload_slots=Policy().offload_slots)
         plans.append(examine(question, mixture, option.micro_batch))
-        promised, fits = option.mixtures.promised(counts), plans[-1].taken.fits(budgets)
+        promised, fits = mixtures.promised(counts), plans[-1].taken.fits(budgets)
+        if offloads_outputs(counts) and plans[-1].seconds > LATE * promised.seconds:
+            mixtures = mixtures.slowed(counts, plans[-1].seconds)
+            promised = mixtures.promised(counts)
         left = {tier: budget - plans[-1].nbytes[tier] + promised.nbytes[tier] for tier, budget in budgets.items()}
-        for seconds, better in option.mixtures.best(left, 1, outputs_stay=not option.offloads_outputs):
+        for seconds, better in mixtures.best(left, 1, outputs_stay=not option.offloads_outputs):
             counts = better if not fits or seconds < WORTH_A_REPLAY * promised.seconds else counts
     return plans
 

@@ -67,6 +67,9 @@ MOST_SHARDS = 4
 TRIES = 4
 """Mixtures that are replayed whole."""
 
+LATE = 1.01
+"""Times what it promised that a mixture takes, from which on its way out is taken to be slower."""
+
 FITS = 3
 """Replays of one, to use what the replay before has left or lacked."""
 

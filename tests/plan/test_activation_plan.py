@@ -52,6 +52,19 @@ def test_the_quickest_that_fits_comes_first() -> None:
     assert not found.best({"device": 0.0}, 1)
 
 
+def test_a_way_out_that_was_slower_than_promised_is_used_less() -> None:
+    _, found = mixtures(replace(MACHINE, fetch_bandwidth=1e10, grad_bandwidth=1e9))
+    out = [KINDS.index(kind) for kind in NOT_OFFLOADED]
+    budget = {"device": min(found.device) + 0.3 * (max(found.device) - min(found.device))}
+    (seconds, counts), *_ = found.best(budget, 1)
+    assert sum(counts[place] for place in out) > 2
+    slowed = found.slowed(counts, 1.5 * seconds)
+    (_, fewer), *_ = slowed.best(budget, 1)
+    assert sum(fewer[place] for place in out) < sum(counts[place] for place in out)
+    staying = tuple(PARTS if kind == "attention" else 0 for kind in KINDS)
+    assert slowed.promised(staying) == found.promised(staying)
+
+
 @pytest.mark.parametrize("kinds", [("graph", "offload", "input", "drop"), ("offload_chosen", "attention")])
 @pytest.mark.parametrize("entries", [1, 4])
 @pytest.mark.parametrize("layers", [1, 5, 16, 90])
