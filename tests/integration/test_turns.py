@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,19 +142,22 @@ def test_a_loss_that_calls_its_engine_is_told_and_not_waited_for(device: str) ->
 # Forked children ------------------------------------------------------------------------------------------------------
 
 
-def in_a_child(work: Callable[[], object]) -> str:
-    """What a forked child says of `work`, in a line; one that hangs is killed, and says so."""
+def outcome_of(work: Callable[[], object]) -> str:
+    try:
+        return f"returned {work()!r}"
+    except BaseException as failure:
+        return f"{type(failure).__name__}: {failure}"
+
+
+def in_a_child(*works: Callable[[], object]) -> str:
+    """What a forked child says of each of `works`, in a line; one that hangs is killed, and says so."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # that this process has threads is the point
         child = os.fork()
     if child == 0:
         try:
-            try:
-                said = f"returned {work()!r}"
-            except BaseException as failure:
-                said = f"{type(failure).__name__}: {failure}"
-            os.write(writing, said.encode())
+            os.write(writing, "\n".join(map(outcome_of, works)).encode())
         finally:
             os._exit(0)
     os.close(writing)
@@ -187,8 +191,7 @@ def parent(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @fork
-@pytest.mark.parametrize("name", PUBLIC)
-def test_a_forked_child_is_told_that_the_engine_is_not_its_own(parent: Engine, name: str, tmp_path: Path) -> None:
+def test_a_forked_child_is_told_that_the_engine_is_not_its_own(parent: Engine, tmp_path: Path) -> None:
     """In one line and at once; the parent's engine goes on, with the numbers of one that has not been forked."""
     arguments: dict[str, tuple[Any, ...]] = {
         "master": ("lm_head.weight",),
@@ -202,9 +205,10 @@ def test_a_forked_child_is_told_that_the_engine_is_not_its_own(parent: Engine, n
         "logits": (batch(1, 4, 0),),
         **dict.fromkeys(("step", "gradients", "evaluate", "measure", "log_probs"), (unequal_batches(),)),
     }
-    said = in_a_child(lambda: getattr(parent, name)(*arguments.get(name, ())))
-    assert re.match(REFUSED.format(os.getpid()), said), said
-    assert "\n" not in said
+
+    calls = [partial(getattr(parent, name), *arguments.get(name, ())) for name in PUBLIC]
+    for name, said in zip(PUBLIC, in_a_child(*calls).split("\n"), strict=True):
+        assert re.match(REFUSED.format(os.getpid()), said), f"{name}: {said}"
 
 
 @fork
