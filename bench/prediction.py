@@ -33,7 +33,7 @@ from megatrain.commands.probe import PRECISIONS, probe
 from megatrain.plan import Choice, Question, calibrate, examine, op_seconds
 from megatrain.schedule import Timeline
 from megatrain.spec import Hardware, Policy, Precision
-from megatrain.spec.rates import ElementwiseRate
+from megatrain.spec.hardware import ElementwiseRate
 
 
 @dataclass(frozen=True)

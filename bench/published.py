@@ -40,8 +40,8 @@ from megatrain.plan.placement import ON_DEVICE
 from megatrain.schedule import Op, Schedule, replay
 from megatrain.spec import Hardware, ModelSpec, Numerics, Policy, Work
 from megatrain.spec.contention import Contention
+from megatrain.spec.hardware import ElementwiseRate
 from megatrain.spec.layout import layout_of
-from megatrain.spec.rates import ElementwiseRate
 
 FILE = Path(__file__).with_suffix(".json")
 

@@ -31,12 +31,12 @@ from megatrain.device.cpu import CpuDevice
 from megatrain.memory import Disk
 from megatrain.model import FreshSource, port_model
 from megatrain.plan import Plan, Question, available_threads, find_plan, loads
-from megatrain.plan.byte_amounts import parse_nbytes
 from megatrain.plan.host_resources import available_disk_nbytes
 from megatrain.plan.question import RESERVE_NBYTES
 from megatrain.plan.report import amount, duration
 from megatrain.run.this_machine import this_machine
 from megatrain.spec import Limits, ModelSpec
+from megatrain.spec.limits import parse_nbytes
 
 LENGTH, VOCABULARY = 64, 32_000
 REGION_NBYTES = 256 << 20

@@ -37,7 +37,6 @@ from megatrain.plan import (
     sweep,
     upgrades,
 )
-from megatrain.plan.byte_amounts import parse_nbytes
 from megatrain.plan.question import MOST_TOKENS
 from megatrain.plan.report import (
     amount,
@@ -54,6 +53,7 @@ from megatrain.plan.report import (
 )
 from megatrain.run.this_machine import described_machine, probed_machine, this_machine
 from megatrain.spec import Hardware, Limits, ModelSpec, Precision
+from megatrain.spec.limits import parse_nbytes
 from megatrain.system.paths import read_json, usable_path, written_whole
 
 LENGTH, TOKENS_PER_STEP = 4096, 65_536

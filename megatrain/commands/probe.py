@@ -45,7 +45,7 @@ from megatrain.plan.host_resources import (
 )
 from megatrain.plan.machines import machine_of_device
 from megatrain.spec import Hardware, Precision
-from megatrain.spec.rates import AttentionRate, ProductRate
+from megatrain.spec.hardware import AttentionRate, ProductRate
 from megatrain.system.paths import usable_path
 
 SECONDS = 45.0

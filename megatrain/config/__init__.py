@@ -4,30 +4,24 @@ A key that does not exist is an error that names the nearest one that does; a ke
 type are errors too, each with its line. The environment is read here too: how many processes a launcher has started.
 """
 
-from megatrain.config.describe import describe_keys
 from megatrain.config.environment import let_idle_threads_sleep, refuse_several_processes
 from megatrain.config.keys import (
-    CheckpointSection,
     Config,
     DataSection,
     DiskSection,
     MemorySection,
-    ModelSection,
-    OutputSection,
     PolicySection,
     Section,
     TrainSection,
+    describe_keys,
 )
 from megatrain.config.load import load_config, save_config
 
 __all__ = [
-    "CheckpointSection",
     "Config",
     "DataSection",
     "DiskSection",
     "MemorySection",
-    "ModelSection",
-    "OutputSection",
     "PolicySection",
     "Section",
     "TrainSection",

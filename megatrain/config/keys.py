@@ -1,14 +1,16 @@
 """The keys of a run: one frozen tree of sections.
 
 The tree is the reference: every key has a type, a default where there is a sensible one, and a docstring, which is
-what `megatrain train --keys` prints. Left out: files (`load`), and what is said about a wrong value (`errors`).
+what `megatrain train --keys` prints (`describe_keys`). Left out: files, and what is said about a wrong value (`load`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -468,3 +470,28 @@ class Config(Section):
     def tokenizer(self) -> str:
         """Name of the tokenizer, the model's own unless one was named."""
         return self.data.tokenizer or self.model.path or "bytes"
+
+
+def describe_keys() -> list[tuple[str, str, str]]:
+    """(dotted key, default, meaning) of every key, in order; the default of a required key is empty."""
+    return list(_keys(Config, ""))
+
+
+def _keys(section: type[Section], prefix: str) -> Iterator[tuple[str, str, str]]:
+    for name, field in section.model_fields.items():
+        nested = section_of(field.annotation)
+        if nested is None:
+            default = "" if field.is_required() else _flow(field.default)
+            yield f"{prefix}{name}", default, " ".join((field.description or "").split())
+        else:
+            yield from _keys(nested, f"{prefix}{name}.")
+
+
+def _flow(value: object) -> str:
+    """A default on one line, as YAML."""
+    plain = list(value) if isinstance(value, tuple) else value
+    return str(yaml.safe_dump(plain, default_flow_style=True, width=1000)).removesuffix("\n").removesuffix("\n...")
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None

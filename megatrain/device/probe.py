@@ -26,7 +26,7 @@ from torch.nn import functional
 from megatrain.device.base import Device, Errand, Interval, Work, timed
 from megatrain.errors import OutOfDeviceMemory
 from megatrain.spec import Precision
-from megatrain.spec.rates import AttentionRate, ElementwiseRate, ProductRate
+from megatrain.spec.hardware import AttentionRate, ElementwiseRate, ProductRate
 
 Made = TypeVar("Made")
 Job = Callable[[], object]

@@ -22,7 +22,7 @@ from itertools import cycle, product
 from pathlib import Path
 
 from megatrain.errors import DeviceError
-from megatrain.spec.rates import DiskRate
+from megatrain.spec.hardware import DiskRate
 
 BLOCKS = (128 << 10, 512 << 10, 2 << 20, 8 << 20)
 DEPTHS = (1, 2, 4, 8)

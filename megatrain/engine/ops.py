@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from megatrain.device import Device
-from megatrain.engine.activations import Graph, pack, unpack
 from megatrain.engine.autograd import GradientDestination, GradientsInPlace
 from megatrain.engine.batch import MicroBatch, count_targets, for_model, model_inputs, targets_of
 from megatrain.engine.chunked_loss import (
@@ -36,7 +35,7 @@ from megatrain.engine.chunked_loss import (
 from megatrain.engine.executor import Executor
 from megatrain.engine.gradient_sums import GradSink, UnitSum, send_to_sum
 from megatrain.engine.phased_call import OPEN, Phases, calls_of, undisturbed, unwinding
-from megatrain.engine.step_state import DTYPE_OF_NBYTES, Current, access_of, part_of
+from megatrain.engine.step_state import DTYPE_OF_NBYTES, Current, Graph, access_of, pack, part_of, unpack
 from megatrain.engine.sync_free_inputs import HostAnswers
 from megatrain.engine.weights import Bound, UnitBinder, names_weights, place_of
 from megatrain.errors import LossError, NonFinite

@@ -13,7 +13,7 @@ from megatrain.model.ports import Call, PortedModel, Sides
 from megatrain.model.pretrained import PretrainedSource, non_finite_weights
 from megatrain.model.saved_activations import Answering, Keeping, Stored
 from megatrain.model.split_into_units import buffer_dtypes, port_model, refuse_other_kinds
-from megatrain.model.weight_reads import Uses, is_wrapped, tensors_in
+from megatrain.model.weight_reads import Uses, is_wrapped
 from megatrain.model.weight_sources import (
     Masters,
     ModelSource,
@@ -56,6 +56,5 @@ __all__ = [
     "require_compiler",
     "speak",
     "spent",
-    "tensors_in",
     "why_not_packable",
 ]

@@ -57,17 +57,18 @@ class Call:
         return self.args, dict(self.kwargs), self.by_keyword
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor among the arguments, through tuples, lists and dicts."""
-        return _tensors_in((self.args, dict(self.kwargs)))
+        """Every tensor among the arguments."""
+        return tensors_in((self.args, dict(self.kwargs)))
 
 
-def _tensors_in(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
+    """Every tensor, through tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in _tensors_in(item)]
+        return [tensor for item in value for tensor in tensors_in(item)]
     return []
 
 

@@ -1,18 +1,24 @@
-"""Watching what a model's code does with tensors: which of them each torch function is about to read.
+"""Which weights a model's code reads: of a layer in which order, and of the prologue whether its backward reads any.
 
 Where a layer first reads a weight is found without touching the model's code, by a function mode around the call.
 Asking a tensor for its shape reads nothing, and neither does making a view of it: the view is seen where it is used, so
 an expert's slice of a tensor of all experts counts as that slice. Anything else counts as reading all of a tensor.
+
+The gradient of most prologues does not depend on their weights (`only_looks_up`): an embedding, some with positions
+added, with a constant factor or with dropout, is linear in them, and what autograd keeps of it is ids, masks and
+constants. So none are brought back for the backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from megatrain.model.ports import PortedModel, tensors_in
 
 Reading = Callable[[Any, Sequence[Tensor]], None]
 """Told of a function and the tensors among its arguments, before it runs."""
@@ -106,18 +112,6 @@ def in_memory(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor, through tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-        return
-    items: Iterable[Any] = value.values() if isinstance(value, Mapping) else ()
-    if isinstance(value, list | tuple):
-        items = value
-    for item in items:
-        yield from tensors_in(item)
-
-
 TO_THE_END = -1
 """Of a parameter that a layer may come back to at any time."""
 
@@ -146,3 +140,69 @@ def in_order_of_use(names: Iterable[str], used: Sequence[str]) -> list[str]:
     """`names`, those that have been `used` first, in that order, then the others as they are."""
     places = {name: place for place, name in enumerate(used)}
     return sorted(names, key=lambda name: places.get(name, len(places)))
+
+
+# In the backward pass of the prologue ---------------------------------------------------------------------------------
+#
+# It is read off the graph of a tiny run. Only operations that are known to be linear in their inputs count, and a
+# product only if no more than one of its factors depends on a weight; anything else, a norm say, is taken to need the
+# values. And since a factor may depend on weights where autograd does not see it, three runs with weights that are all
+# the same number must show that the output is linear in it.
+
+
+LINEAR = frozenset(
+    (
+        *("AccumulateGrad", "EmbeddingBackward0", "AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0"),
+        *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0", "SqueezeBackward1"),
+        *("ExpandBackward0", "SliceBackward0", "SelectBackward0", "TransposeBackward0", "TBackward0", "CloneBackward0"),
+        *("PermuteBackward0", "NativeDropoutBackward0", "AliasBackward0", "IndexBackward0", "IndexSelectBackward0"),
+        *("CatBackward0", "StackBackward0"),
+    )
+)
+"""Names of autograd's nodes whose gradient reads none of their inputs."""
+
+PRODUCTS = {"MulBackward0": ([0], [1]), "DivBackward0": ([0],)}
+"""Nodes -> which inputs may depend on weights, and no others."""
+
+TOLERANCE = 1e-2
+"""By which a sum with constants may be rounded."""
+
+
+def only_looks_up(ported: PortedModel, hidden: Tensor, inputs: Mapping[str, Tensor]) -> bool:
+    """Whether the prologue's output `hidden`, with its graph down to the weights, is linear in them.
+
+    inputs: what it has been run on. Tables that are changed when they are looked up (`max_norm`) do not count.
+    """
+    changes = any(getattr(each, "max_norm", None) is not None for each in ported.skeleton.modules())
+    return not changes and _is_linear(hidden) and _grows_as_weights(ported, inputs)
+
+
+def _grows_as_weights(ported: PortedModel, inputs: Mapping[str, Tensor]) -> bool:
+    found = []
+    with torch.no_grad(), ported.evaluation_mode():
+        for number in (0.0, 1.0, 2.0):
+            told = ported.placeholders.items()
+            weights = {name: torch.full((), number, dtype=zero.dtype).expand(zero.shape) for name, zero in told}
+            found.append(ported.prologue(weights, inputs)[0].float())
+    none, once, twice = found
+    return torch.allclose(twice - none, 2 * (once - none), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def _is_linear(hidden: Tensor) -> bool:
+    """Whether each node of a graph is linear in what depends on weights."""
+    if hidden.grad_fn is None:
+        return False
+    seen: set[Any] = set()
+    left: list[Any] = [hidden.grad_fn]
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        inputs = [each for each, _ in node.next_functions]
+        depend = [place for place, each in enumerate(inputs) if each is not None]
+        name = node.name().removeprefix("torch::autograd::")
+        if name not in LINEAR and depend not in PRODUCTS.get(name, ()):
+            return False
+        left += [inputs[place] for place in depend]
+    return True

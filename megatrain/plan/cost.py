@@ -29,8 +29,8 @@ from megatrain.spec import (
     Work,
 )
 from megatrain.spec.contention import NO_CONTENTION, Contention
+from megatrain.spec.hardware import AttentionRate
 from megatrain.spec.layout import Layout, layout_of
-from megatrain.spec.rates import AttentionRate
 
 # Rates ----------------------------------------------------------------------------------------------------------------
 #

@@ -19,7 +19,7 @@ from typing import Any
 
 from megatrain.errors import PlanError
 from megatrain.spec import WEIGHT_NBYTES, Hardware
-from megatrain.spec.rates import AttentionRate, DiskRate, ElementwiseRate, ProductRate
+from megatrain.spec.hardware import AttentionRate, DiskRate, ElementwiseRate, ProductRate
 from megatrain.system.paths import read_text, usable_path, written_whole
 
 _LIBRARY = "machines.json"

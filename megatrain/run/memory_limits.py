@@ -14,10 +14,10 @@ from megatrain.device.probe_disk import disk_speed
 from megatrain.errors import ConfigError, DeviceError, DiskError
 from megatrain.memory import Disk
 from megatrain.plan import Plan, written_nbytes_per_day
-from megatrain.plan.byte_amounts import parse_nbytes
 from megatrain.plan.host_resources import available_disk_nbytes, lies_in_memory
 from megatrain.plan.report import amount
 from megatrain.spec import Hardware, Limits
+from megatrain.spec.limits import parse_nbytes
 
 SAMPLE_NBYTES, SAMPLE_SECONDS = 64 << 20, 1.0
 """What is written to and read from each of several folders to find their shares."""

@@ -13,11 +13,14 @@ once and kept), the model; the engine is built last. The run folder then holds
     model/            Hugging Face folder with the tokenizer; it appears whole, at the end
 
 A run that is told to stop writes a checkpoint, or the model if there are to be no checkpoints. A run that fails writes
-no model, and one that stood there stays. One that could not save its last state ends as failed, with its model.
+no model, and one that stood there stays. One that could not save its last state ends as failed, with its model. Files
+of an earlier run in the same folder are replaced, or gone on with where the run goes on. Only what cannot be opened
+ends a run; what fails to be reported later is told.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -29,7 +32,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megatrain.checkpoint import Checkpoint, Retention
-from megatrain.config import Config, TrainSection
+from megatrain.config import Config, TrainSection, save_config
 from megatrain.data import (
     Tokenizer,
     load_tokenizer,
@@ -56,10 +59,11 @@ from megatrain.plan import Plan, Question, available_threads, find_plan
 from megatrain.run import resume
 from megatrain.run.data import Corpus, open_corpus, shortened
 from megatrain.run.finish import save_trained, say_where, verify_trained
+from megatrain.run.history import CONFIG, METRICS
 from megatrain.run.memory_limits import describe_disk, describe_memory, limits_of, open_disk, refuse_wear, with_disk
 from megatrain.run.objective import loss_of, take_up_reference, without_reference
 from megatrain.run.replan import Replanner, foreseen
-from megatrain.run.reporters import open_watchers
+from megatrain.run.report import write_report
 from megatrain.run.sampling import sample_of
 from megatrain.run.this_machine import this_machine
 from megatrain.spec import Batching, ModelSpec
@@ -69,9 +73,9 @@ from megatrain.train.checkpoints import Checkpoints
 from megatrain.train.engine import Engine
 from megatrain.train.events import Compiled, Ended, Evaluated, Event, Resumed, Watcher
 from megatrain.train.loop import Task, train
-from megatrain.train.metrics import refuse_missing
+from megatrain.train.metrics import OPTIONAL, JsonLines, Tracked, identity_of, open_tracker, refuse_missing
 from megatrain.train.options import EngineOptions
-from megatrain.train.progress import describe_model, loading, printable, show_plan, warn
+from megatrain.train.progress import Progress, describe_model, loading, printable, show_plan, warn
 from megatrain.train.restore import NewMoments
 from megatrain.train.status import STATUS, Health
 from megatrain.train.stop import StopSignals
@@ -353,7 +357,7 @@ def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack
     stop = stack.enter_context(StopSignals(config.checkpoint.deadline_seconds, checkpoints.expected_seconds))
     if config.checkpoint.every:
         run.claim.make(config.checkpoints)
-    watchers: list[Watcher] = [*open_watchers(config, taken, stack, console), checkpoints]
+    watchers: list[Watcher] = [*_open_watchers(config, taken, stack, console), checkpoints]
     health = Health(
         config.folder / STATUS,
         engine,
@@ -440,3 +444,29 @@ def _nonfinite_limit(train: TrainSection, engine: Engine) -> int:
     """A step that updates as it goes may have been applied in part, so it cannot be skipped, only gone back from."""
     torn = engine.policy.update == "during_backward" and train.on_nonfinite != "rollback"
     return 1 if torn or train.on_nonfinite == "stop" else train.nonfinite_limit
+
+
+def _open_watchers(config: Config, taken: Checkpoint | None, stack: ExitStack, console: Console) -> list[Watcher]:
+    """Everything that reports, opened for as long as `stack`. The run folder is there, and claimed."""
+    folder, say = config.folder, partial(warn, console)
+    goes_on = taken is not None and resume.is_own(config, taken)
+    step = resume.facts_of(taken)["step"] if taken is not None and goes_on else None
+    resume.remove_others(config, taken if goes_on else None)
+    stack.callback(_report, folder, say)  # once all others have closed, however the run ends
+    once = config.output.model_copy(update={"overwrite": False})  # a consent, and no part of what the run is
+    save_config(config.model_copy(update={"output": once}), folder / CONFIG)
+    watchers: list[Watcher] = [stack.enter_context(JsonLines(folder / METRICS, step, say))]
+    if not goes_on:
+        shutil.rmtree(folder / "tensorboard", ignore_errors=True)
+    output = config.output
+    identity = identity_of(folder, goes_on) if set(output.trackers) & set(OPTIONAL) else ""
+    tracked = Tracked(folder, output.project, output.trackers_online, config.model_dump(mode="json"), identity, step)
+    watchers += [stack.enter_context(open_tracker(name, tracked, say)) for name in output.trackers]
+    return [*watchers, stack.enter_context(Progress(console, config.train.log_every))]
+
+
+def _report(folder: Path, say: Callable[[str], None]) -> None:
+    try:
+        write_report(folder)
+    except MegaTrainError as error:
+        say(f"no report: {error}")

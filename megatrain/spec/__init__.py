@@ -2,9 +2,9 @@
 
 from megatrain.spec.hardware import Hardware
 from megatrain.spec.layer_profile import Growth, LayerProfile
-from megatrain.spec.limits import Limits, Nbytes
-from megatrain.spec.model import ModelSpec, ParamSpec, UnitKind, UnitSpec
-from megatrain.spec.numerics import WEIGHT_NBYTES, Kernels, Numerics
+from megatrain.spec.limits import Limits
+from megatrain.spec.model import ModelSpec, ParamSpec, UnitSpec
+from megatrain.spec.numerics import WEIGHT_NBYTES, Numerics, Precision
 from megatrain.spec.policy import (
     IN_HOST,
     NOT_OFFLOADED,
@@ -15,14 +15,12 @@ from megatrain.spec.policy import (
     Placement,
     Policy,
     SavedOutputs,
-    Slots,
     Tier,
     Transfer,
     UpdateTime,
     WaitFor,
 )
-from megatrain.spec.rates import Precision
-from megatrain.spec.work import Batching, Tokens, Work
+from megatrain.spec.work import Batching, Work
 
 __all__ = [
     "IN_HOST",
@@ -34,11 +32,9 @@ __all__ = [
     "Growth",
     "Hardware",
     "Keep",
-    "Kernels",
     "LayerProfile",
     "Limits",
     "ModelSpec",
-    "Nbytes",
     "Numerics",
     "ParamSpec",
     "Part",
@@ -46,11 +42,8 @@ __all__ = [
     "Policy",
     "Precision",
     "SavedOutputs",
-    "Slots",
     "Tier",
-    "Tokens",
     "Transfer",
-    "UnitKind",
     "UnitSpec",
     "UpdateTime",
     "WaitFor",

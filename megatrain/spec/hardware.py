@@ -1,13 +1,57 @@
-"""`Hardware`: what a machine holds and how fast it moves and computes."""
+"""`Hardware`: what a machine holds and how fast it moves and computes, with the rates that were measured on it.
+
+Rates are rows that files hold and the planner interpolates between (`plan.cost`).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatrain.spec.layer_profile import Growth as Growth
-from megatrain.spec.layer_profile import LayerProfile as LayerProfile
-from megatrain.spec.rates import AttentionRate, DiskRate, ElementwiseRate, ProductRate
-from megatrain.spec.rates import Precision as Precision
+from megatrain.spec.numerics import Precision
+
+
+@dataclass(frozen=True, slots=True)
+class ProductRate:
+    """How fast a product [m, k] x [k, n] runs: its 2 m k n floating-point operations per second."""
+
+    precision: Precision
+    m: int
+    k: int
+    n: int
+    flops: float
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRate:
+    """How fast causal attention over sequences of `length` runs, in the operations that it needs, per second.
+
+    Forward 2 x length x head size for each token and head (half of the full square), backward twice that.
+    """
+
+    precision: Precision
+    length: int
+    head_size: int
+    forward_flops: float
+    backward_flops: float
+
+
+@dataclass(frozen=True, slots=True)
+class ElementwiseRate:
+    """How fast a layer goes besides products and attention: bytes that autograd keeps of it, per second of each way."""
+
+    precision: Precision
+    forward_bandwidth: float
+    backward_bandwidth: float
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRate:
+    """Bytes per second of reads and writes of `block_nbytes` each, `depth` of them under way at any time."""
+
+    block_nbytes: int
+    depth: int
+    read_bandwidth: float
+    write_bandwidth: float
 
 
 @dataclass(frozen=True, slots=True)

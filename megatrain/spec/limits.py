@@ -1,12 +1,17 @@
-"""`Limits`: what a run may take of each tier. It decides what is refused and where state lies, and no number."""
+"""`Limits`: what a run may take of each tier. It decides what is refused and where state lies, and no number.
+
+Amounts are read as people write them: `24GB`, `1.5 TB`, `80GiB`, or a share of what there is, `80%`. Left out: the
+other way round (`plan.report.amount`).
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from megatrain.errors import PlanError
-from megatrain.spec.fields import Bounds, check_fields
+from megatrain.errors import ConfigError, PlanError
+from megatrain.spec.fields import Bounds, check_fields, shown
 
 Nbytes = Annotated[int, Bounds(0, 1 << 60)]
 
@@ -26,3 +31,24 @@ class Limits:
     def of(self, tier: str) -> int | None:
         """The bytes of a tier by its name."""
         return {"device": self.device_nbytes, "host": self.host_nbytes, "disk": self.disk_nbytes}[tier]
+
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
+    f"{letter}I": 1 << 10 * power for power, letter in enumerate("KMGT", 1)
+}
+_LEAST, _MOST = 10**6, 1e18
+
+
+def parse_nbytes(text: str, where: str, there: int | None = None) -> int:
+    """The text in bytes; a percentage is one of `there` bytes. Raises `ConfigError` for anything else."""
+    written = text.strip().upper()
+    if there is not None and (share := re.fullmatch(r"(\d+(?:\.\d*)?)\s*%", written)) and 0 < float(share[1]) <= 100:
+        return int(float(share[1]) / 100 * there)
+    match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([KMGT]?I?)B?", written)
+    unit = _UNITS.get(match[2]) if match else None
+    if match is None or unit is None or not _LEAST <= (nbytes := float(match[1]) * unit) <= _MOST:
+        share_too = "" if there is None else " or 80%"
+        raise ConfigError(
+            f"{shown(text)} is no amount of memory", where=where, fix=f"give one such as 24GB{share_too} or 1.5TB"
+        )
+    return int(nbytes)

@@ -7,10 +7,7 @@ from math import prod
 from typing import Literal
 
 from megatrain.errors import PlanError
-from megatrain.spec.layer_profile import NOTHING_KNOWN
-from megatrain.spec.layer_profile import Growth as Growth
-from megatrain.spec.layer_profile import LayerProfile as LayerProfile
-from megatrain.spec.rates import Precision as Precision
+from megatrain.spec.layer_profile import NOTHING_KNOWN, LayerProfile
 
 UnitKind = Literal["prologue", "layer", "epilogue"]
 

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from megatrain.errors import PlanError
 from megatrain.spec.fields import Bounds, check_fields
-from megatrain.spec.rates import Precision as Precision
 from megatrain.spec.work import Tokens
 
+Precision = Literal["bf16", "fp32"]
 Kernels = Literal["stock", "compile", "liger"]
 WEIGHT_NBYTES: dict[Precision, int] = {"bf16": 2, "fp32": 4}
 """Bytes per parameter of what the device streams, and of a gradient that crosses the bus in the compute dtype."""

@@ -9,8 +9,6 @@ from typing import Annotated, Literal
 
 from megatrain.errors import PlanError
 from megatrain.spec.fields import Bounds, check_fields
-from megatrain.spec.layer_profile import Growth as Growth
-from megatrain.spec.layer_profile import LayerProfile as LayerProfile
 from megatrain.spec.limits import Nbytes
 from megatrain.spec.model import ModelSpec
 from megatrain.spec.numerics import Numerics

@@ -7,9 +7,6 @@ from typing import Annotated, Literal
 
 from megatrain.errors import PlanError
 from megatrain.spec.fields import Bounds, check_fields
-from megatrain.spec.layer_profile import Growth as Growth
-from megatrain.spec.layer_profile import LayerProfile as LayerProfile
-from megatrain.spec.rates import Precision as Precision
 
 Batching = Literal["uniform", "padded", "packed"]
 """Sequences of one length without a mask; padded ones with theirs; several samples in one, with their positions."""

@@ -21,7 +21,7 @@ from megatrain.commands.plan import find_hardware, find_model, run_plan
 from megatrain.config import load_config
 from megatrain.errors import ConfigError, DoesNotFit, MegaTrainError, ModelError, PlanError
 from megatrain.plan import machine, save_hardware
-from megatrain.plan.byte_amounts import parse_nbytes
+from megatrain.spec.limits import parse_nbytes
 from tests.bad_paths import ENDLESS, endless_file
 from tests.tiny import FAMILIES, tiny_model
 

@@ -16,7 +16,7 @@ from megatrain.device import Device, open_device, probe, probe_disk
 from megatrain.device.cpu import CpuDevice
 from megatrain.device.worker import WorkerStream
 from megatrain.errors import DeviceError, OutOfDeviceMemory
-from megatrain.spec.rates import DiskRate
+from megatrain.spec.hardware import DiskRate
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatrain import AdamW, Engine, Policy
-from megatrain.engine.activations import pack, unpack
 from megatrain.engine.executor import Act
+from megatrain.engine.step_state import pack, unpack
 from megatrain.errors import MegaTrainError, ModelError
 from megatrain.memory import Held
 from megatrain.schedule import Op, Schedule, Use

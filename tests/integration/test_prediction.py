@@ -17,7 +17,7 @@ from megatrain.plan import Choice, Plan, Question, examine, op_seconds
 from megatrain.schedule import Op
 from megatrain.schedule.passes.workspace import beside_nbytes
 from megatrain.spec import Hardware, Numerics, Policy
-from megatrain.spec.rates import AttentionRate, ElementwiseRate, ProductRate
+from megatrain.spec.hardware import AttentionRate, ElementwiseRate, ProductRate
 
 CASES = (
     Case(64, 3, "fp32", length=64, vocabulary=512),

@@ -24,7 +24,7 @@ from megatrain.plan import (
 from megatrain.plan.cost import ATTENTION_BACKWARD, ELEMENTWISE_PASSES, MEASURED_OVER_PLANNED, elementwise_seconds
 from megatrain.schedule import build_step
 from megatrain.spec import Hardware, ModelSpec, Numerics, ParamSpec, Policy, Work
-from megatrain.spec.rates import AttentionRate, ElementwiseRate, ProductRate
+from megatrain.spec.hardware import AttentionRate, ElementwiseRate, ProductRate
 
 PLAIN = Hardware("plain", 1 << 40, 1 << 40, 1e10, 2e10, 1e15, 3e11, device_bandwidth=3e12, launch_seconds=5e-6)
 SIZES = st.integers(5, 15).map(lambda power: 1 << power)

@@ -18,7 +18,7 @@ from megatrain.errors import PlanError
 from megatrain.plan import load_hardware, machine, machine_names, save_hardware
 from megatrain.plan.machines import machine_of_device
 from megatrain.spec import Hardware
-from megatrain.spec.rates import AttentionRate, DiskRate, ElementwiseRate, ProductRate
+from megatrain.spec.hardware import AttentionRate, DiskRate, ElementwiseRate, ProductRate
 
 PLAIN = Hardware("plain", 8 << 30, 32 << 30, 1e10, 1e10, 1e13, 4e10)
 KEYS = {
