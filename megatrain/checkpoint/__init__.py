@@ -1,22 +1,17 @@
 """Folders that hold a model: exports, and the checkpoints that a run goes on from."""
 
-from megatrain.checkpoint.export import SHARD_NBYTES, ExportOptions, export_model, export_units
-from megatrain.checkpoint.folder import Newest, Retention, checkpoints, newest_sound, prune, step_of
+from megatrain.checkpoint.export import ExportOptions, export_model, export_units
+from megatrain.checkpoint.folder import Retention, checkpoints, newest_sound, prune, step_of
 from megatrain.checkpoint.hard_links import Earlier
 from megatrain.checkpoint.load import Checkpoint, open_checkpoint
-from megatrain.checkpoint.manifest import Check, Damage, Manifest, full_check, quick_check
+from megatrain.checkpoint.manifest import full_check, quick_check
 from megatrain.checkpoint.save import ParamState, PlannedCheckpoint, step_folder, write_checkpoint
 from megatrain.system.atomic import put_all_right
 
 __all__ = [
-    "SHARD_NBYTES",
-    "Check",
     "Checkpoint",
-    "Damage",
     "Earlier",
     "ExportOptions",
-    "Manifest",
-    "Newest",
     "ParamState",
     "PlannedCheckpoint",
     "Retention",

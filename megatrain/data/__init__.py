@@ -19,14 +19,10 @@ from megatrain.data.encode import (
     EncodedSample,
     EncodeOptions,
     Encoder,
-    Statistics,
-    encode_sample,
     encode_samples,
-    render_example,
 )
 from megatrain.data.loader import Batch, Loader, batch_of, evaluation_batches
-from megatrain.data.packing import Batching, PackedRows, Reference, Row, SampleRows, collate, split_samples
-from megatrain.data.read_rows import LeftOut
+from megatrain.data.packing import Batching, PackedRows, Reference, SampleRows, collate, split_samples
 from megatrain.data.sample_cache import (
     SampleFile,
     example_of,
@@ -36,11 +32,11 @@ from megatrain.data.sample_cache import (
     prepare_samples,
     statistics_of,
 )
-from megatrain.data.sample_formats import Sample, Schema
+from megatrain.data.sample_formats import Schema
 from megatrain.data.sample_sources import Source, read_samples
 from megatrain.data.text_sources import describe_tokens, prepare_tokens
-from megatrain.data.token_files import TokenFile, open_tokens, write_tokens
-from megatrain.data.token_windows import Windows, pack, split_windows, unused_tokens
+from megatrain.data.token_files import TokenFile, write_tokens
+from megatrain.data.token_windows import pack, split_windows, unused_tokens
 from megatrain.data.tokenizer import Tokenizer, load_tokenizer, vocabulary_size
 
 __all__ = [
@@ -49,25 +45,19 @@ __all__ = [
     "EncodeOptions",
     "EncodedSample",
     "Encoder",
-    "LeftOut",
     "Loader",
     "PackedRows",
     "Reference",
-    "Row",
-    "Sample",
     "SampleFile",
     "SampleRows",
     "Schema",
     "Source",
-    "Statistics",
     "TokenFile",
     "Tokenizer",
-    "Windows",
     "batch_of",
     "begins_with_text",
     "collate",
     "describe_tokens",
-    "encode_sample",
     "encode_samples",
     "evaluation_batches",
     "example_of",
@@ -79,12 +69,10 @@ __all__ = [
     "is_described",
     "is_of_hub",
     "load_tokenizer",
-    "open_tokens",
     "pack",
     "prepare_samples",
     "prepare_tokens",
     "read_samples",
-    "render_example",
     "source_called",
     "split_samples",
     "split_windows",

@@ -168,11 +168,6 @@ class _Tokens:
     leading: int = 0  # tokens before the text
 
 
-def encode_sample(sample: Sample, encoder: Encoder, statistics: Statistics) -> EncodedSample | None:
-    """`sample` as tokens, or None where it is left out, which `statistics` counts; see `encode_samples`."""
-    return next(encode_samples([sample], encoder, statistics), None)
-
-
 def encode_samples(samples: Iterable[Sample], encoder: Encoder, statistics: Statistics) -> Iterator[EncodedSample]:
     """The samples as tokens, in order, batch by batch; what becomes of them is added to `statistics`.
 

@@ -89,11 +89,6 @@ class Loader:
         """Rows handed out since the beginning, of all sources."""
         return sum(self.positions)
 
-    @property
-    def epochs(self) -> float:
-        """How many times the data has been seen; of several sources the one that has been seen least."""
-        return min(position / len(source) for position, source in zip(self.positions, self.sources, strict=True))
-
     def __iter__(self) -> Iterator[list[Batch]]:
         return self
 

@@ -11,7 +11,7 @@ on the compute stream.
 
 Host memory is an exact-size anonymous mapping. What crosses the bus is page-locked with `cudaHostRegister`: PyTorch's
 pinned allocator rounds up to powers of two. What only the host uses is not. Where locking is refused the mapping is
-used pageable, and `unpinned_nbytes` says how much.
+used pageable.
 """
 
 from __future__ import annotations
@@ -212,10 +212,6 @@ class CudaDevice:
         """What the driver calls it."""
         self.node = _node(self.torch_device)
         """The memory node that it is at, on a machine with several: host memory comes from there."""
-        self.unpinned_nbytes = 0
-        """Host memory that could not be page-locked; copies from it are slower and hold up their stream's thread."""
-        self._refused: dict[int, int] = {}
-        """Address -> bytes that should have been page-locked."""
         self._events = EventPool()
         self._compute = ComputeStream(torch.cuda.Stream(self.torch_device), self._events)
         streams = {name: torch.cuda.Stream(self.torch_device) for name in COPIES}
@@ -276,9 +272,6 @@ class CudaDevice:
         pinned = nbytes > 0 and self._pin(memory)
         if pinned:
             keep_from_children(mapping)
-        else:
-            self.unpinned_nbytes += nbytes
-            self._refused[memory.data_ptr()] = nbytes
         self._mappings[memory.data_ptr()] = mapping, memory, pinned
         return memory
 
@@ -292,7 +285,6 @@ class CudaDevice:
         mapping = self._mappings.pop(memory.data_ptr(), None)
         if mapping is not None:
             _unpin(memory, mapping[2])
-            self.unpinned_nbytes -= self._refused.pop(memory.data_ptr(), 0)
 
     def _pin(self, memory: torch.Tensor) -> bool:
         """Page-lock; where that is refused (a limit on locked memory, say) the memory is used as it is.

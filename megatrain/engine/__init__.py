@@ -10,13 +10,11 @@ from megatrain.engine.batch import (
 )
 from megatrain.engine.chunked_loss import KeepLogProbs, LogitsLoss, LogProbLoss, LossFn, StepResult
 from megatrain.engine.executor import Executor
-from megatrain.engine.gradient_sums import GradSink
 from megatrain.engine.ops import DTYPES, Streamer
 
 __all__ = [
     "DTYPES",
     "Executor",
-    "GradSink",
     "KeepLogProbs",
     "LogProbLoss",
     "LogitsLoss",

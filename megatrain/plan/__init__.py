@@ -2,11 +2,8 @@
 
 from megatrain.plan.advice import nearest_that_fits
 from megatrain.plan.analysis import (
-    Hiding,
-    Load,
     Outlook,
     Sweep,
-    Upgrade,
     hiding,
     loads,
     look,
@@ -27,11 +24,11 @@ from megatrain.plan.cost import (
     step_flops,
 )
 from megatrain.plan.defaults import choose_policy, fit_activations
-from megatrain.plan.estimates import cut, estimate, examine, memory_table
+from megatrain.plan.estimates import estimate, examine, memory_table
 from megatrain.plan.host_resources import available_host_nbytes, available_threads
 from megatrain.plan.html import render_page
 from megatrain.plan.machines import load_hardware, machine, machine_names, save_hardware
-from megatrain.plan.question import Choice, Estimate, Plan, Question
+from megatrain.plan.question import Choice, Plan, Question
 from megatrain.plan.report import peak_table
 from megatrain.plan.search import find_plan, survey
 from megatrain.plan.spec_file import read_model
@@ -39,21 +36,16 @@ from megatrain.plan.spec_file import read_model
 __all__ = [
     "Calibration",
     "Choice",
-    "Estimate",
-    "Hiding",
-    "Load",
     "Outlook",
     "Plan",
     "Question",
     "Sweep",
-    "Upgrade",
     "attention_seconds",
     "available_host_nbytes",
     "available_threads",
     "calibrate",
     "choose_policy",
     "contention",
-    "cut",
     "duplex_bandwidths",
     "estimate",
     "examine",

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from megatrain.data import chat as chats
 from megatrain.data.assistant_turns import Span
 from megatrain.data.chat import MarkedText, choose_template, mark_chat
-from megatrain.data.encode import EncodeOptions, Encoder, Statistics, encode_sample, trained_tokens
+from megatrain.data.encode import EncodeOptions, Encoder, Statistics, encode_samples, trained_tokens
 from megatrain.data.sample_formats import Sample
 from megatrain.data.tokenizer import Tokenizer, encode_with_offsets
 from megatrain.errors import DataError, SampleError
@@ -130,7 +130,7 @@ def expected(name: str, sample: Sample) -> tuple[list[int], list[bool]]:
 
 
 def encoded(name: str, sample: Sample, **options: Any) -> tuple[list[int], list[bool]]:
-    result = encode_sample(sample, Encoder(TOKENIZERS[name], EncodeOptions(**options)), Statistics())
+    result = next(encode_samples([sample], Encoder(TOKENIZERS[name], EncodeOptions(**options)), Statistics()), None)
     assert result is not None
     return result.ids.tolist(), result.trained.tolist()
 
@@ -270,7 +270,7 @@ def test_tokens_that_join_words_are_trained_where_they_reach_into_a_turn(name: s
         tokenizer_object=rules, bos_token="<s>", eos_token="</s>", chat_template=text
     )
     sample = chat(user("the user\n"), assistant(" the  words\n\n 🎉é "), user("of"), assistant("turn"))
-    result = encode_sample(sample, Encoder(tokenizer), Statistics())
+    result = next(encode_samples([sample], Encoder(tokenizer), Statistics()), None)
     assert result is not None
     assert result.ids.tolist() == tokenizer.apply_chat_template(list(sample.messages), return_dict=False)
     assert len(result) < len(marked(name, sample).text.encode()) / 1.5  # it does merge

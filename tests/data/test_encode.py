@@ -15,7 +15,6 @@ from megatrain.data.encode import (
     EncodeOptions,
     Encoder,
     Statistics,
-    encode_sample,
     encode_samples,
     render_example,
 )
@@ -32,7 +31,7 @@ EOS = 256
 
 def encode(sample: Sample, tokenizer: Any = CHATML, **options: Any) -> tuple[EncodedSample | None, Statistics]:
     statistics = Statistics()
-    return encode_sample(sample, Encoder(tokenizer, EncodeOptions(**options)), statistics), statistics
+    return next(encode_samples([sample], Encoder(tokenizer, EncodeOptions(**options)), statistics), None), statistics
 
 
 def tokens(sample: Sample, tokenizer: Any = CHATML, **options: Any) -> tuple[list[int], list[bool]]:

@@ -59,7 +59,6 @@ def test_the_stream_is_the_epochs_one_after_another(
     assert found == list(itertools.islice(epochs_slowly(seed, count), steps * size * number))
     whole = len(found) // count * count
     assert all(sorted(found[i : i + count]) == list(range(count)) for i in range(0, whole, count))
-    assert loader.epochs == len(found) / count
 
 
 @given(count=st.integers(1, 30), seed=st.integers(0, 99), shape=shapes, after=shapes, steps=st.integers(0, 8))
