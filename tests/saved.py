@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,15 @@ from tests.tiny import tiny_model
 
 State = dict[str, ParamState]
 """Parameter name -> its state, of one unit or of a whole model."""
+
+
+def refuse(*_: object, **__: object) -> Any:
+    """Stands for a call that finds the disk full."""
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def refuse_as_tokenizers_do(_: Path) -> None:
+    raise Exception("No space left on device (os error 28)")
 
 
 class MasterDict(dict[str, Tensor]):

@@ -63,6 +63,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
+BYTE_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 257,
+    "max_position_embeddings": 64,
+}
+"""Two layers over bytes, as the key `model.config` of a run."""
+
 
 def tiny_model(family: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A fresh float32 model in training mode; `changes` go into its config."""

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatrain.errors import DataError
+from megatrain.system.atomic import sync
 from megatrain.system.paths import missing, read_json, usable_path
 
 DTYPES: dict[str, np.dtype[np.unsignedinteger[Any]]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -174,7 +175,7 @@ def _write_pair(path: Path, arrays: Iterable[TokenArray], vocab_size: int, detai
             old.unlink()  # it must never describe the new ids; an equal one does, and may be in use
         ids.replace(path)
         note.replace(old)
-        _flush_folder(path.parent)
+        sync(path.parent)
     finally:
         ids.unlink(missing_ok=True)
         note.unlink(missing_ok=True)
@@ -196,11 +197,3 @@ def _write_arrays(
 def _flush(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

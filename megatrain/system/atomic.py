@@ -43,7 +43,7 @@ def appearing(target: Path) -> Iterator[Path]:
         staging.rename(target)
         try:
             for parent in (target.parent, *(parent.parent for parent in missing)):
-                _sync(parent)  # what names the folder
+                sync(parent)  # what names the folder
         except OSError:
             target.rename(staging)
             raise
@@ -66,7 +66,7 @@ def vanish(target: Path) -> None:
     """
     going = target.with_name(f".{target.name}.{os.getpid()}.gone")
     target.rename(going)
-    _sync(target.parent)
+    sync(target.parent)
     if going.is_symlink():
         going.unlink()
     else:
@@ -137,10 +137,11 @@ def _runs_elsewhere(process: int) -> bool:
 def _force_to_disk(folder: Path) -> None:
     """Force every file, and the folder itself, to the disk before a rename makes them visible."""
     for path in (*folder.rglob("*"), folder):
-        _sync(path)
+        sync(path)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Force a file, or what a folder names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -27,6 +27,7 @@ from megatrain.checkpoint.export import model_card
 from megatrain.checkpoint.safetensors_writer import ShardWriter
 from megatrain.errors import ExportError
 from megatrain.model import PortedModel, WrittenModel, port_model
+from tests.saved import refuse, refuse_as_tokenizers_do
 from tests.tiny import FAMILIES, batch, equal, tiny_model, unequal_batches
 
 DEEPSEEK: dict[str, Any] = {
@@ -262,14 +263,6 @@ def test_what_the_caller_adds_appears_with_the_model(llama: Any, tmp_path: Path)
 
 
 # Whole or not at all -----------------------------------------------------------------------------------------------
-
-
-def refuse(*_: object, **__: object) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def refuse_as_tokenizers_do(_: Path) -> None:
-    raise Exception("No space left on device (os error 28)")
 
 
 def fail_in(place: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -35,7 +34,7 @@ from megatrain.checkpoint import manifest as sums_module
 from megatrain.checkpoint import save as save_module
 from megatrain.errors import CheckpointError, DamagedCheckpoint
 from megatrain.model import freeze_parameters, port_model
-from tests.saved import State, any_bits, bits, expected, loaded, ported, save, units_of
+from tests.saved import State, any_bits, bits, expected, loaded, ported, refuse, refuse_as_tokenizers_do, save, units_of
 from tests.tiny import batch, tiny_model
 
 
@@ -234,14 +233,6 @@ def test_no_buffer_and_no_thread_is_left(llama: PlannedCheckpoint, tmp_path: Pat
 
 
 # Whole or not at all -------------------------------------------------------------------------------------------------
-
-
-def refuse(*_: object, **__: object) -> Any:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def refuse_as_tokenizers_do(_: Path) -> None:
-    raise Exception("No space left on device (os error 28)")
 
 
 def fail_in(place: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from megatrain import Policy
 from megatrain.plan import available_threads
 from megatrain.schedule.passes.workspace import beside_nbytes
 from megatrain.spec import Numerics
+from tests.tiny import BYTE_LLAMA
 
 STEPS = 8
 TEXT = "def answer(question):\n    return 42 if question else None\n" * 60
@@ -68,17 +69,7 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 
 def configuration(folder: Path, name: str, host: int | None, **changed: Any) -> dict[str, Any]:
     (folder / "corpus.txt").write_text(TEXT)
-    fields = {
-        "model_type": "llama",
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "vocab_size": 257,
-        "max_position_embeddings": 64,
-        "attention_dropout": 0.2,
-    }
+    fields = BYTE_LLAMA | {"attention_dropout": 0.2}
     tree: dict[str, Any] = {
         "model": {"config": fields, "verify": False},
         "data": {

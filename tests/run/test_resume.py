@@ -30,7 +30,7 @@ from megatrain.train.batch_feed import Feed
 from megatrain.train.engine import Engine, StepOutput
 from megatrain.train.metrics import JsonLines
 from tests.run.test_training import configuration, lines, losses, train
-from tests.tiny import equal
+from tests.tiny import BYTE_LLAMA, equal
 
 STEPS = 6
 
@@ -38,17 +38,7 @@ STEPS = 6
 def config_of(tmp_path: Path, name: str = "run", resume: str | None = None, **changed: Any) -> Any:
     """A run of six steps with dropout; a keyword `resume` as the top-level key."""
     model = {
-        "config": {
-            "model_type": "llama",
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "vocab_size": 257,
-            "max_position_embeddings": 64,
-            "attention_dropout": 0.2,
-        },
+        "config": BYTE_LLAMA | {"attention_dropout": 0.2},
         "verify": False,
     }
     top = {key: changed.pop(key) for key in ("accept_changes",) if key in changed}

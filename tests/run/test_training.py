@@ -19,6 +19,7 @@ from megatrain.errors import ConfigError, DeviceError, ExportError, ModelError, 
 from megatrain.model import load_causal_lm, split_into_units
 from megatrain.run.training import run_training
 from megatrain.train.engine import Engine, StepOutput
+from tests.tiny import BYTE_LLAMA
 
 TEXT = "def answer(question):\n    return 42 if question else None\n" * 120
 
@@ -26,18 +27,7 @@ TEXT = "def answer(question):\n    return 42 if question else None\n" * 120
 def configuration(tmp_path: Path, **changed: dict[str, Any]) -> Config:
     (tmp_path / "corpus.txt").write_text(TEXT)
     tree: dict[str, dict[str, Any]] = {
-        "model": {
-            "config": {
-                "model_type": "llama",
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1,
-                "vocab_size": 257,
-                "max_position_embeddings": 64,
-            }
-        },
+        "model": {"config": {**BYTE_LLAMA}},
         "data": {
             "sources": [str(tmp_path / "corpus.txt")],
             "tokenizer": "bytes",
