@@ -69,12 +69,14 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     it, and no test asks how quick the machine is.
     """
     from megatrain.device import probe
+    from megatrain.plan import measured_models
     from megatrain.run import this_machine
     from megatrain.train import parity
 
     probe.SIZES = {**probe.SIZES, "cpu": 64}
     folder = tmp_path_factory.mktemp("verified")
     this_machine.PROBED = folder / "hardware.json"
+    measured_models.FOLDER = folder
     beside = "PYTEST_XDIST_WORKER" in os.environ  # one folder for all workers, above their own
     parity.CACHE = tmp_path_factory.getbasetemp().parent / "verified" if beside else folder
 

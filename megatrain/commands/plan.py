@@ -2,8 +2,9 @@
 
 Wires what reads models (`model`), what describes machines (`plan.machines`) and what plans (`plan`), and prints. The
 model's structure is read without its weights, on the meta device, and not at all where a saved plan brings its
-specification; so a laptop can plan for a machine it has never seen. A probed machine, where there is a file of one, is
-the default. It leaves out the arithmetic (`plan`) and the arguments (`cli`).
+specification or an earlier call has measured it (`plan.measured_models`); so a laptop can plan for a machine it has
+never seen. A probed machine, where there is a file of one, is the default. It leaves out the arithmetic (`plan`) and
+the arguments (`cli`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ from megatrain.plan import (
     sweep,
     upgrades,
 )
+from megatrain.plan.measured_models import measured_file, recall, remember
 from megatrain.plan.question import MOST_TOKENS
 from megatrain.plan.report import (
     amount,
@@ -54,7 +57,7 @@ from megatrain.plan.report import (
 from megatrain.run.this_machine import described_machine, probed_machine, this_machine
 from megatrain.spec import Hardware, Limits, ModelSpec, Precision
 from megatrain.spec.limits import parse_nbytes
-from megatrain.system.paths import read_json, usable_path, written_whole
+from megatrain.system.paths import read_json, read_text, usable_path, written_whole
 
 LENGTH, TOKENS_PER_STEP = 4096, 65_536
 """What is taken where the user says nothing; fewer tokens where so many do not fit."""
@@ -125,7 +128,8 @@ def find_model(
 ) -> ModelSpec:
     """The specification of a model, by hub name, folder, config.json, or saved plan; no weight is read.
 
-    A hub name is looked up in the hub's cache, then among the shapes that are built in, then on the hub.
+    A hub name is looked up in the hub's cache, then among the shapes that are built in, then on the hub. What is
+    measured is remembered, unless it is from the hub or of code that comes with the model.
     """
     path, where = usable_path(source, where="model", error=ModelError), f"model {source}"
     exists = path.exists()
@@ -135,17 +139,55 @@ def find_model(
             if "data" in content or "train" in content:
                 raise _is_configuration(where, content["model"])
             return read_model(content, where)
+    place = path.resolve() if exists else path
+    name = place.parent.name if place.is_file() else place.name
+    config = None if trust_remote_code else _config_text(source, path)
+    file = measured_file([config or f"built in: {source}", precision, attention])
+    if not trust_remote_code and (spec := recall(file)):
+        return replace(spec, name=name)
+    spec, is_built_in = _measured(source, path, precision, attention, trust_remote_code=trust_remote_code)
+    if config or is_built_in:
+        remember(file, spec)
+    return replace(spec, name=name)
+
+
+def _config_text(source: str, path: Path) -> str | None:
+    """The config.json of a model that is on this machine, if it is."""
+    with suppress(OSError, UnicodeDecodeError):
+        if path.exists():
+            return read_text(path if path.is_file() else path / "config.json")
+        if cached := _cached_config(source):
+            return read_text(cached)
+    return None
+
+
+def _cached_config(name: str) -> Path | None:
+    """In the hub's cache."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    if f"models--{name.replace('/', '--')}" not in _names_in(HF_HUB_CACHE):
+        return None  # before the library is asked, which takes a while to import
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, "config.json")
+    return Path(found) if isinstance(found, str) else None
+
+
+def _measured(
+    source: str, path: Path, precision: Precision, attention: str, *, trust_remote_code: bool
+) -> tuple[ModelSpec, bool]:
+    """The specification of a model, and whether its shape is built in."""
     import torch
 
     from megatrain.model import model_named, port_model
     from megatrain.model.architecture import read_config
-    from megatrain.model.hub import cached_folder
     from megatrain.model.known_models import known_config
     from megatrain.model.skeleton import blueprint
 
+    exists, where = path.exists(), f"model {source}"
     try:
         built_in = None if exists or trust_remote_code else known_config(source)
-        if built_in and cached_folder(source):
+        if built_in and _cached_config(source):
             built_in = None
         named = model_named(str(path)) if exists else source
         config = built_in or read_config(named, where=where, trust_remote_code=trust_remote_code)
@@ -155,8 +197,7 @@ def find_model(
         raise ModelError(error.what, where=where, fix=f"did you mean {' or '.join(near)}?") from error
     structure = blueprint(config, attention=attention, trust_remote_code=trust_remote_code)
     spec = port_model(structure, torch.bfloat16 if precision == "bf16" else torch.float32).spec
-    place = path.resolve() if exists else path
-    return replace(spec, name=place.parent.name if place.is_file() else place.name)
+    return spec, built_in is not None
 
 
 def find_hardware(source: str | None, precision: Precision = "bf16") -> Hardware:

@@ -68,6 +68,7 @@ EXPAND_HOME = (
     "config.keys",
     "run.this_machine",
     "train.parity",
+    "plan.measured_models",
 )  # keys that were checked, and folders of our own
 VAGUE_NAMES = ("utils", "util", "common", "core", "helpers", "misc")
 MAX_FUNCTION_LINES = 70

@@ -20,7 +20,7 @@ from bench.shapes import llama_shape
 from megatrain.commands.plan import find_hardware, find_model, run_plan
 from megatrain.config import load_config
 from megatrain.errors import ConfigError, DoesNotFit, MegaTrainError, ModelError, PlanError
-from megatrain.plan import machine, save_hardware
+from megatrain.plan import machine, measured_models, save_hardware
 from megatrain.spec.limits import parse_nbytes
 from tests.bad_paths import ENDLESS, endless_file
 from tests.tiny import FAMILIES, tiny_model
@@ -125,6 +125,33 @@ def test_a_model_whose_shape_is_built_in_needs_no_network_and_no_file() -> None:
     assert find_model("HuggingFaceTB/SmolLM2-135M-Instruct", "bf16").numel == 134_515_008
     with pytest.raises(ModelError, match=r"did you mean .*SmolLM2-135M"):
         find_model("HuggingFaceTB/SmolLM-135M", "bf16")
+
+
+def test_a_model_is_measured_once(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another config, of another precision or by another kernel it is another model."""
+    measure, measured = megatrain.commands.plan._measured, list[object]()
+    monkeypatch.setattr("megatrain.commands.plan._measured", lambda *a, **k: measured.append(a) or measure(*a, **k))
+    Path(config).write_text(Path(config).read_text() + "\n")  # what no other test has asked for
+    first = find_model(config, "bf16")
+    assert first == find_model(config, "bf16")
+    assert len(measured) == 1
+    find_model(config, "fp32")
+    find_model(config, "bf16", attention="eager")
+    Path(config).write_text(Path(config).read_text() + "\n")
+    find_model(config, "bf16")
+    assert len(measured) == 4
+    find_model(config, "bf16", trust_remote_code=True)
+    assert len(measured) == 5
+
+
+def test_what_is_remembered_of_a_model_and_cannot_be_read_is_measured_again(tmp_path: Path) -> None:
+    model = tiny_model("gpt2")
+    model.config.save_pretrained(tmp_path)
+    first = find_model(str(tmp_path), "bf16")
+    for file in measured_models.FOLDER.glob("*.json"):
+        file.write_text(file.read_text()[:-9])
+    assert find_model(str(tmp_path), "bf16") == first
+    assert find_model(str(tmp_path), "bf16") == first
 
 
 @pytest.mark.slow
