@@ -5,14 +5,17 @@ bits, and float32 m and v: 12 bytes per parameter. In `fp32` the weight is the m
 bytes again. Frozen parameters have no m and v. Each part (`spec.Part`) has a buffer of its own, since each may live
 elsewhere; that of the moments has m, then v.
 
+With several ranks the buffers hold what this rank owns of each unit (`spec.layout`), and a whole parameter is put
+together from all of them: then every rank must ask for it.
+
 During a step, ops find state in the memory that they lease (`unit_state`). Between steps the store brings the parts of
 one unit at a time to where the host can read and write them, and `settle` puts back what has changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,7 +25,7 @@ from megatrain.memory.pool import Pool
 from megatrain.optim.split_master import join, join_into, split_into
 from megatrain.schedule.passes.state_buffers import spare_nbytes, staging_name, state_name
 from megatrain.spec import ModelSpec, Numerics, Part, Policy, Precision
-from megatrain.spec.layout import Field, Layout, layout_of
+from megatrain.spec.layout import Field, Layout, Ownership, layout_of
 
 PARTS = (Part.WEIGHTS, Part.LOW_BITS, Part.MOMENTS)
 """What a unit has between steps, but for gradients that wait."""
@@ -31,7 +34,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 @dataclass(frozen=True, slots=True)
 class UnitState:
-    """Views of one unit's arrays: `hi` and `lo` of `layout.size` elements, `m` and `v` of what trains, a prefix.
+    """Views of one unit's arrays: `hi` and `lo` of `layout.own_size` elements, `m` and `v` of what trains, a prefix.
 
     `lo` is absent in fp32.
     """
@@ -45,7 +48,7 @@ class UnitState:
 
 def unit_state(parts: Mapping[Part, Tensor], layout: Layout, precision: Precision) -> UnitState:
     """The arrays of a unit inside `parts`, each uint8 host memory of at least its size."""
-    size, trained = layout.size, layout.trained.size
+    size, trained = layout.own_size, layout.trained.own_size
     hi = parts[Part.WEIGHTS].numpy()
     moments = parts.get(Part.MOMENTS, _NOTHING).numpy()
     m, v = moments[: 4 * trained].view(np.float32), moments[4 * trained : 8 * trained].view(np.float32)
@@ -55,11 +58,27 @@ def unit_state(parts: Mapping[Part, Tensor], layout: Layout, precision: Precisio
     return UnitState(hi[: 2 * size].view(np.uint16), low[: 2 * size].view(np.uint16), m, v)
 
 
-class Store:
-    """The state of all units, in the tiers of `policy`, reached through the pool."""
+Gather = Callable[[Tensor], Tensor]
+"""Of several ranks: float32[n], of this one, to float32[ranks, n], in host memory. All of them call it."""
 
-    def __init__(self, model: ModelSpec, numerics: Numerics, policy: Policy, pool: Pool) -> None:
+
+class Store:
+    """The state of all units, in the tiers of `policy`, reached through the pool.
+
+    owned: what of each unit is this rank's; gather: brings the ranks' together.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        numerics: Numerics,
+        policy: Policy,
+        pool: Pool,
+        owned: Ownership = Ownership(),  # noqa: B008  # a frozen value
+        gather: Gather = lambda own: own[None],
+    ) -> None:
         self.model, self.precision, self.pool = model, numerics.precision, pool
+        self.owned, self._gather = owned, gather
         self._units = range(len(model.units))
         self.layouts: list[Layout] = [layout_of(unit) for unit in model.units]
         self._owner = {field.name: (unit, field) for unit, layout in enumerate(self.layouts) for field in layout.fields}
@@ -69,6 +88,8 @@ class Store:
         """The unit whose parts have been brought to the host, in `_brought`."""
         self._brought: dict[Part, Tensor] = {}
         self._changed = False
+        self._whole: np.ndarray | None = None
+        """The masters of the unit that is open, put together from all ranks."""
 
     def unit(self, unit: int) -> UnitState:
         """The arrays of one unit, to read; until the next unit is asked for, or the store settles."""
@@ -77,12 +98,12 @@ class Store:
     def change(self, unit: int) -> UnitState:
         """As `unit`, to write too; what is elsewhere than in host memory is put back when the store settles."""
         state = self.unit(unit)
-        self._changed = True
+        self._changed, self._whole = True, None
         return state
 
     def non_finite(self) -> list[str]:
-        """Names of parameters whose masters hold values that are not finite. It looks at every one."""
-        found = [name for name in self.names() if not bool(self.master(name).isfinite().all())]
+        """Names of parameters of whose masters this rank owns values that are not finite. It looks at every one."""
+        found = [name for name in self.names() if not all(np.isfinite(each).all() for each in self._own(name))]
         self.settle()
         return found
 
@@ -96,7 +117,7 @@ class Store:
             for part, memory in self._brought.items():
                 self.pool.put(self._buffer(self._open, part), memory)
         self._open, self._changed = None, False
-        self._brought = {}
+        self._brought, self._whole = {}, None
 
     # Beside a step --------------------------------------------------------------------------------------------------
 
@@ -151,7 +172,7 @@ class Store:
     def _made_nbytes(self, unit: int) -> int:
         """Bytes of the float32 masters, where they do not lie in host memory as such."""
         at_hand = self.precision == "fp32" and self._in_host(unit, Part.WEIGHTS)
-        return 0 if at_hand else 4 * self.layouts[unit].size
+        return 0 if at_hand else 4 * self.layouts[unit].own_size
 
     # Names ----------------------------------------------------------------------------------------------------------
 
@@ -160,30 +181,62 @@ class Store:
         return iter(self._owner)
 
     def write_master(self, name: str, value: Tensor) -> None:
-        """Set the float32 master of one parameter, exactly. `value` has the parameter's shape, on the host."""
+        """Set what this rank owns of the float32 master of one parameter, exactly. `value` has the parameter's shape,
+        on the host."""
         unit, field = self._owner[name]
-        flat = value.detach().to(device="cpu", dtype=torch.float32).reshape(-1).contiguous().numpy()
-        state = self.change(unit)
-        if state.lo is None:
-            state.hi[field.start : field.stop] = flat
-        else:
-            split_into(flat, state.hi[field.start : field.stop], state.lo[field.start : field.stop])
+        flat, state = value.detach().reshape(-1), self.change(unit)
+        for piece in self.owned.within(self.layouts[unit], field.start, field.stop):
+            part = flat[piece.start - field.start : piece.stop - field.start]
+            own = part.to(device="cpu", dtype=torch.float32).contiguous().numpy()
+            if state.lo is None:
+                state.hi[piece.own] = own
+            else:
+                split_into(own, state.hi[piece.own], state.lo[piece.own])
 
     def master(self, name: str) -> Tensor:
-        """A copy of the float32 master of one parameter, in its shape."""
+        """A copy of the float32 master of one parameter, in its shape. Of several ranks all must ask for it."""
         unit, field = self._owner[name]
-        state = self.unit(unit)
+        if self.model.ranks > 1:
+            return _tensor(self._masters(unit)[field.start : field.stop].copy(), field)
+        (found,) = self._own(name)
+        return _tensor(found, field)
+
+    def _own(self, name: str) -> list[np.ndarray]:
+        """Copies of the float32 masters that this rank owns of one parameter, in order."""
+        unit, field = self._owner[name]
+        state, pieces = self.unit(unit), self.owned.within(self.layouts[unit], field.start, field.stop)
         if state.lo is None:
-            return _tensor(state.hi[field.start : field.stop].copy(), field)
-        return _tensor(join(state.hi[field.start : field.stop], state.lo[field.start : field.stop]), field)
+            return [state.hi[piece.own].copy() for piece in pieces]
+        return [join(state.hi[piece.own], state.lo[piece.own]) for piece in pieces]
+
+    def _masters(self, unit: int) -> np.ndarray:
+        """The float32 masters of a unit, from all ranks."""
+        state = self.unit(unit)
+        if self._whole is None:
+            own = state.hi if state.lo is None else join(state.hi, state.lo)
+            self._whole = self.together(self._gather(torch.from_numpy(own)).numpy(), self.layouts[unit])
+        return self._whole
+
+    def together(self, parts: np.ndarray, layout: Layout) -> np.ndarray:
+        """An array over a unit, or over what trains of one, of what each rank owns of it, [ranks, layout.own_size]."""
+        whole = np.empty(layout.size, parts.dtype)
+        for rank, own in enumerate(parts):
+            for piece in replace(self.owned, rank=rank).pieces(layout):
+                whole[piece.start : piece.stop] = own[piece.own]
+        return whole
 
     def view(self, name: str) -> Tensor | None:
         """One parameter where it lies in host memory, float32 or (the nearest to its master) bfloat16, in its shape.
 
-        `None` where it lies elsewhere, or where a device has a copy, which would not follow what is written here.
+        `None` where it lies elsewhere, or where a device has a copy, which would not follow what is written here, and
+        where other ranks have some of it.
         """
         unit, field = self._owner[name]
-        if not self._in_host(unit, Part.WEIGHTS) or self.pool.has(state_name("device", Part.WEIGHTS, unit)):
+        if (
+            self.model.ranks > 1
+            or not self._in_host(unit, Part.WEIGHTS)
+            or self.pool.has(state_name("device", Part.WEIGHTS, unit))
+        ):
             return None
         dtype = torch.float32 if self.precision == "fp32" else torch.bfloat16
         flat = self.pool.memory(self._buffer(unit, Part.WEIGHTS)).view(dtype)

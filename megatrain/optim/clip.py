@@ -4,20 +4,25 @@ The total norm is the root of the sum of `sum_of_squares` over every unit and ra
 goes into `AdamW.scalars` as (part of) `grad_scale`: gradients are never rewritten in memory to clip them.
 Squares are added in float64, which neither overflows nor loses a small gradient beside a large one. Blocks
 and the order within them are fixed and the sums of blocks are added exactly (`math.fsum`), so the result
-depends neither on the thread count nor on the width of the machine's vectors. Left out: norms other than the
-2-norm, and sums across ranks.
+depends neither on the thread count nor on the width of the machine's vectors. Where several ranks own parts of a
+gradient, blocks are smaller ones that no ownership cuts, and what a rank gives the others is the exact sum of its own
+(`expansion`): so the norm does not depend on their number either. Left out: norms other than the 2-norm.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatrain.errors import ConfigError, NonFinite
 from megatrain.optim import kernels
 from megatrain.optim.kernels import F32, U16, check_arrays, cut, run, whole
 from megatrain.optim.split_master import bf16_to_f32
+
+F64 = NDArray[np.float64]
 
 
 def sum_of_squares(grad: U16 | F32, threads: int = 1) -> float:
@@ -26,11 +31,35 @@ def sum_of_squares(grad: U16 | F32, threads: int = 1) -> float:
     It is inf or nan if an element is. Relative error below 1e-13. All n elements count: what pads them must
     be zero.
     """
+    return math.fsum(_block_sums(grad, cut(whole(grad.size), grad.size), threads))
+
+
+def own_square_sums(grad: U16 | F32, block: int, threads: int = 1) -> list[float]:
+    """Numbers whose exact sum is that of the sums of squares of each `block` elements of `grad`, a multiple of them.
+
+    With those of the other ranks they give the same norm (`math.fsum`) whatever a rank owns. A single inf or nan where
+    an element is not finite.
+    """
+    stops = np.arange(block, grad.size + 1, block)
+    return expansion(_block_sums(grad, np.stack((stops - block, stops, np.ones_like(stops)), 1), threads).tolist())
+
+
+def expansion(values: Sequence[float]) -> list[float]:
+    """A few numbers with the same exact sum as `values` (Shewchuk 1997): each the rounded sum of what those before it
+    leave. The sum itself where that is not finite."""
+    found: list[float] = []
+    while (left := math.fsum([*values, *(-each for each in found)])) != 0.0:
+        if not math.isfinite(left):
+            return [left]
+        found.append(left)
+    return found
+
+
+def _block_sums(grad: U16 | F32, blocks: NDArray[np.int64], threads: int) -> F64:
     check_arrays({}, {"grad": grad}, {"grad": (np.uint16, np.float32)})
-    blocks = cut(whole(grad.size), grad.size)
     sums = np.empty(len(blocks), np.float64)
     run(kernels.block_sums, grad, sums, blocks=blocks, threads=threads)
-    return math.fsum(sums)
+    return sums
 
 
 def reference_sum_of_squares(grad: U16 | F32) -> float:

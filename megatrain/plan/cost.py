@@ -10,6 +10,7 @@ from itertools import pairwise
 from math import exp, inf, log, log2, prod
 from statistics import median
 
+from megatrain.errors import PlanError
 from megatrain.schedule import Op, Timeline, replay
 from megatrain.schedule.contents import LayerGraph, Saved
 from megatrain.schedule.passes.gradients import accumulator_nbytes
@@ -450,6 +451,9 @@ class _Prices:
                 if op.stream == "compute":  # where the whole state is on the device
                     return touched / self._copies
                 return touched / optimizer_bandwidth(self.hardware, self.policy.host_threads)
+            case "GATHER" | "REDUCE":
+                what = "has no figure for the link between the devices of several ranks"
+                raise PlanError(what, where=f"hardware {self.hardware.name}", fix="plan for one rank")
         kept = _kept_for(op)
         unit, tokens = self.model.units[op.unit], self.work.tokens[op.micro]
         first = op.kind == "LOSS" and op.micro == 0
@@ -619,7 +623,7 @@ def _kept_for(op: Op) -> str:
 def update_nbytes(layout: Layout, numerics: Numerics) -> int:
     """Read and written by the optimizer pass over what trains in a unit: gradient, weights, low bits, m and v."""
     low = 0 if numerics.precision == "fp32" else 2
-    return layout.trained.size * (numerics.grad_nbytes + 2 * (numerics.weight_nbytes + low + 8))
+    return layout.trained.own_size * (numerics.grad_nbytes + 2 * (numerics.weight_nbytes + low + 8))
 
 
 @lru_cache(maxsize=4096)

@@ -1,11 +1,13 @@
 """One training step as a value: ops with their reads and writes, and what can be said of them without a device.
 
 `build` makes the ops, `deps` derives the waits between streams, `check` proves a schedule, `replay` prices it, `show`
-prints it. The room imports no torch and knows no model code: units are numbers here.
+prints it; `check_world` proves those of several ranks together. The room imports no torch and knows no model code:
+units are numbers here.
 """
 
 from megatrain.schedule.build import build_flush, build_forward, build_step
 from megatrain.schedule.check import check
+from megatrain.schedule.check_world import check_world, digest_of
 from megatrain.schedule.contents import USED
 from megatrain.schedule.deps import derive_waits
 from megatrain.schedule.ops import (
@@ -35,8 +37,10 @@ __all__ = [
     "build_step",
     "calls_in",
     "check",
+    "check_world",
     "chrome_trace",
     "derive_waits",
+    "digest_of",
     "nbytes_by_use",
     "replay",
     "show_op",

@@ -22,6 +22,7 @@ from megatrain.errors import PlanError
 from megatrain.schedule.contents import CONTENT_OF, USED, Scratch, Weights
 from megatrain.schedule.deps import derive_waits
 from megatrain.schedule.ops import Access, Buffer, Op, Schedule, Stream, Use
+from megatrain.schedule.passes.collectives import Collectives, refuse_what_ranks_lack
 from megatrain.schedule.passes.disk_staging import Staged, stage
 from megatrain.schedule.passes.gradients import Gradients
 from megatrain.schedule.passes.pinned_staging import PinnedStaging
@@ -34,14 +35,19 @@ from megatrain.spec import ModelSpec, Numerics, Part, Policy, Tier, Work
 from megatrain.spec.layout import Layout, layout_of
 
 
-def build_step(model: ModelSpec, numerics: Numerics, policy: Policy, work: Work, pending: Pending = "none") -> Schedule:
-    """A whole training step: forward, loss, backward, gradients out, and updates where the policy puts them."""
-    return Builder(model, numerics, policy, work, pending, trains=True).step()
+def build_step(
+    model: ModelSpec, numerics: Numerics, policy: Policy, work: Work, pending: Pending = "none", *, rank: int = 0
+) -> Schedule:
+    """A whole training step: forward, loss, backward, gradients out, and updates where the policy puts them.
+
+    rank: of which of the model's ranks; `work` is its own micro-batches.
+    """
+    return Builder(model, numerics, policy, work, pending, trains=True, rank=rank).step()
 
 
-def build_forward(model: ModelSpec, numerics: Numerics, policy: Policy, work: Work) -> Schedule:
+def build_forward(model: ModelSpec, numerics: Numerics, policy: Policy, work: Work, *, rank: int = 0) -> Schedule:
     """The loss alone, for evaluation: no gradient, no kept activation. Updates must have been flushed."""
-    return Builder(model, numerics, policy, work, "none", trains=False).forward()
+    return Builder(model, numerics, policy, work, "none", trains=False, rank=rank).forward()
 
 
 def build_flush(model: ModelSpec, numerics: Numerics, policy: Policy) -> Schedule:
@@ -53,9 +59,18 @@ class Builder:
     """Collects visits and the buffers they mention."""
 
     def __init__(
-        self, model: ModelSpec, numerics: Numerics, policy: Policy, work: Work, pending: Pending, *, trains: bool
+        self,
+        model: ModelSpec,
+        numerics: Numerics,
+        policy: Policy,
+        work: Work,
+        pending: Pending,
+        *,
+        trains: bool,
+        rank: int = 0,
     ) -> None:
         policy.refuse_contradictions(numerics)
+        refuse_what_ranks_lack(policy, model.ranks)
         self.model, self.numerics, self.policy, self.work = model, numerics, policy, work
         self.pending, self.trains = pending, trains
         self.layouts: list[Layout] = [layout_of(unit) for unit in model.units]
@@ -65,6 +80,7 @@ class Builder:
         self.placements = policy.placements_of(model)
         self._weights_on_disk = any(placement.weights == "disk" for placement in self.placements)
         self.buffers: dict[str, Buffer] = {}
+        self.collectives = Collectives(model.ranks, rank, self.buffers)
         self.alive = Activations(model, numerics, policy, work, self.buffers, trains=trains)
         self.staged: dict[str, Staged] = {}
         """Names of host memory that stand for state on the disk."""
@@ -120,7 +136,8 @@ class Builder:
 
     def _finished(self, ops: Sequence[Op]) -> Schedule:
         names = tuple(unit.name for unit in self.model.units)
-        placed = stage(stage(self.alive.offloaded(ops), self.staged), self.pinned_staging.staged)
+        whole = self.collectives.among(self.alive.offloaded(ops))
+        placed = stage(stage(whole, self.staged), self.pinned_staging.staged)
         return derive_waits(Schedule(tuple(placed), self.buffers, names))
 
     def _updated_at(self, unit: int) -> int:

@@ -22,6 +22,16 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnWeights:
+    """A rank's part of a shard of a unit's weights, which the other ranks' parts make whole."""
+
+    unit: int
+
+    def __str__(self) -> str:
+        return f"w{self.unit}/"
+
+
+@dataclass(frozen=True, slots=True)
 class LowBits:
     """The 16 bits that bfloat16 weights lack of their float32 masters."""
 
@@ -62,6 +72,17 @@ class Gradient:
     def __str__(self) -> str:
         terms = "" if self.terms is None else f"~{self.terms}"
         return f"{_versioned(f'g{self.unit}', self.version)}{terms}{'+' if self.changing else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class OwnGradient:
+    """A rank's part of a shard of a unit's gradient, summed over all ranks."""
+
+    unit: int
+    shard: int
+
+    def __str__(self) -> str:
+        return f"g{self.unit}/{self.shard}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +186,9 @@ CONTENT_OF: dict[Part, type[State]] = {
     Part.GRADIENTS: Gradient,
 }
 PART_OF: dict[type, Part] = {content: part for part, content in CONTENT_OF.items()}
-Content = State | Norm | Hidden | HiddenGradient | Arguments | LayerGraph | Saved | Side | Scratch
+Content = (
+    State | OwnWeights | OwnGradient | Norm | Hidden | HiddenGradient | Arguments | LayerGraph | Saved | Side | Scratch
+)
 
 
 def _versioned(text: str, version: str) -> str:

@@ -20,15 +20,19 @@ from megatrain.spec import Part, Tier
 
 Copy = Literal["READ", "WRITE", "FETCH", "GRAD", "OFFLOAD", "RELOAD", "PACK", "UNPACK"]
 Call = Literal["FORWARD", "LOSS", "BACKWARD"]
-Kind = Copy | Call | Literal["PLACE", "NORM", "UPDATE"]
-Stream = Literal["compute", "fetch", "grad", "host", "read", "write", "pack", "unpack"]
+Collective = Literal["GATHER", "REDUCE"]
+Kind = Copy | Call | Collective | Literal["PLACE", "NORM", "UPDATE"]
+Stream = Literal["compute", "fetch", "grad", "host", "read", "write", "pack", "unpack", "link"]
 """`fetch` is the bus to the device and `grad` the bus from it, whatever is copied: each direction moves one thing at a
-time, in the order of the schedule."""
+time, in the order of the schedule. `link` is what joins the devices of several ranks: one stream, so that their
+collectives come in one order."""
 
 STREAMS: tuple[Stream, ...] = get_args(Stream)
 COPIES: tuple[Kind, ...] = (*get_args(Copy), "PLACE")
 CALLS: tuple[Call, ...] = get_args(Call)
 """What runs code of the model, on the compute stream."""
+COLLECTIVES: tuple[Kind, ...] = get_args(Collective)
+"""What all ranks do together."""
 
 
 class Use(StrEnum):
@@ -48,6 +52,10 @@ class Use(StrEnum):
     READ_AHEAD = "read-ahead"
     GRADIENT_SLOTS = "gradient slots"
     GRADIENT_CASTS = "gradient casts"
+    REDUCED_GRADIENTS = "reduced gradients"
+    """Own parts of gradients, on their way from the link to the bus."""
+    LINK_STAGING = "link staging"
+    """What other ranks have sent of a gradient."""
     LANDED_GRADIENTS = "landed gradients"
     """Gradients that are used as they land."""
     OFFLOAD_SLOTS = "offload slots"

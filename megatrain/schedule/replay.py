@@ -18,7 +18,7 @@ from megatrain.spec.contention import NO_CONTENTION, Contention, StreamClock, Ti
 
 DISK_STREAMS: tuple[Stream, ...] = ("read", "write")
 """They have a processor of their own."""
-RARE_STREAMS: tuple[Stream, ...] = (*DISK_STREAMS, "pack", "unpack")
+RARE_STREAMS: tuple[Stream, ...] = (*DISK_STREAMS, "pack", "unpack", "link")
 """Of which a trace has a row only where they have work."""
 
 

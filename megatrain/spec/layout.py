@@ -4,6 +4,11 @@ Offsets count *elements*, so that one layout serves every array of the unit (bfl
 moments, gradients in either dtype). Each parameter starts on a multiple of `ALIGNMENT` elements, which is 64 bytes or
 more for every dtype in use: vector loads are aligned and two parameters never share a cache line. The gaps hold zeros
 and are never read. A tied parameter has one place, in the unit that uses it first.
+
+Where several ranks share a unit's state, each owns an equal part of every shard: rank r the r-th, so that all links
+carry the same at any time. What trains and what is frozen are then padded and cut apart, so that each shard's parts are
+equal and begin at a multiple of `OWNED`. In a rank's own buffers its parts lie one behind the other (`Ownership`). With
+one rank the layout has no trace of this.
 """
 
 from __future__ import annotations
@@ -11,11 +16,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from megatrain.spec import ParamSpec, UnitSpec
 
 ALIGNMENT = 32
 """Elements; 64 bytes of bfloat16, 128 bytes of float32."""
+
+OWNED = 1 << 10
+"""Elements: what several ranks own begins and ends at multiples of it, and the norm is summed by blocks of it, which no
+ownership cuts."""
 
 
 def align(count: int) -> int:
@@ -35,7 +45,8 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A contiguous range of elements [start, stop) of a unit, cut at a parameter or a row of one."""
+    """A contiguous range of elements [start, stop) of a unit, cut at a parameter or a row of one; with several ranks
+    anywhere."""
 
     index: int
     start: int
@@ -46,18 +57,24 @@ class Shard:
 class Layout:
     """All fields of one unit, in order; `size` is the length of the flat buffer in elements.
 
-    The first `trained_fields` of them train; see `trained`.
+    The first `trained_fields` of them train; see `trained`. `ranks` share its state.
     """
 
     fields: tuple[Field, ...]
     size: int
     trained_fields: int
+    ranks: int = 1
 
     @cached_property
     def trained(self) -> Layout:
         """The layout of what trains, a prefix of this one: that of gradients and moments."""
         fields = self.fields[: self.trained_fields]
-        return Layout(fields, align(fields[-1].stop) if fields else 0, len(fields))
+        return Layout(fields, _end(fields[-1].stop, self.ranks) if fields else 0, len(fields), self.ranks)
+
+    @property
+    def own_size(self) -> int:
+        """Elements of the unit that one rank owns: the length of the buffers of its state."""
+        return self.size // self.ranks
 
     @cached_property
     def by_name(self) -> dict[str, Field]:
@@ -66,11 +83,13 @@ class Layout:
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """Element ranges that belong to no parameter."""
-        ends = [(field.stop, align(field.stop)) for field in self.fields]
+        following = [*(field.start for field in self.fields[1:]), self.size]
+        ends = [(field.stop, start) for field, start in zip(self.fields, following, strict=True)]
         return tuple((start, stop) for start, stop in ends if start < stop)
 
     def shards(self, most: int) -> tuple[Shard, ...]:
-        """Cut the unit into shards of at most `most` elements (or one row, where a row is longer)."""
+        """Cut the unit into shards of at most `most` elements (or one row, where a row is longer; with several ranks,
+        `OWNED` for each)."""
         if most not in self._known_shards:
             self._known_shards[most] = self._cut(most)
         return self._known_shards[most]
@@ -80,6 +99,11 @@ class Layout:
         return {}
 
     def _cut(self, most: int) -> tuple[Shard, ...]:
+        if self.ranks > 1:
+            spans = (0, self.trained.size), (self.trained.size, self.size)
+            step = max(1, most // (OWNED * self.ranks)) * OWNED * self.ranks
+            cuts = [(at, min(at + step, stop)) for start, stop in spans for at in range(start, stop, step)]
+            return tuple(Shard(index, start, stop) for index, (start, stop) in enumerate(cuts))
         shards: list[Shard] = []
         start = stop = 0
         for piece_stop in self._cuts(most):
@@ -104,10 +128,10 @@ class Layout:
 def layout_of(unit: UnitSpec) -> Layout:
     """The layout of a unit's own parameters (borrowed ones live in their owner's)."""
     known = _KNOWN.get(id(unit.params))
-    if known is None or known[0] is not unit.params:
+    if known is None or known[0] is not unit.params or known[1].ranks != unit.ranks:
         if len(_KNOWN) >= MOST_KNOWN:
             _KNOWN.clear()
-        known = _KNOWN[id(unit.params)] = unit.params, _layout_of_params(unit.params)
+        known = _KNOWN[id(unit.params)] = unit.params, _layout_of_params(unit.params, unit.ranks)
     return known[1]
 
 
@@ -118,10 +142,63 @@ hundred thousand times, and to hash a tuple of parameters takes longer than all 
 
 
 @lru_cache(maxsize=4096)
-def _layout_of_params(params: tuple[ParamSpec, ...]) -> Layout:
+def _layout_of_params(params: tuple[ParamSpec, ...], ranks: int) -> Layout:
     fields: list[Field] = []
-    offset = 0
-    for param in params:
+    offset, trained = 0, sum(param.trainable for param in params)
+    for index, param in enumerate(params):
         fields.append(Field(param.name, param.shape, offset, offset + param.numel))
-        offset = align(offset + param.numel)
-    return Layout(tuple(fields), offset, sum(param.trainable for param in params))
+        ends = index + 1 in (trained, len(params))
+        offset = _end(offset + param.numel, ranks) if ends else align(offset + param.numel)
+    return Layout(tuple(fields), offset, trained, ranks)
+
+
+def _end(count: int, ranks: int) -> int:
+    """Where what trains, or all, ends behind `count` elements: with several ranks each owns a multiple of `OWNED`."""
+    return align(count) if ranks == 1 else -(-count // (ranks * OWNED)) * ranks * OWNED
+
+
+# Ownership ------------------------------------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """Elements [start, stop) of a unit that a rank owns. In its own buffers they begin at element `at`."""
+
+    start: int
+    stop: int
+    at: int
+
+    @property
+    def own(self) -> slice:
+        """Where they lie in the rank's own buffers."""
+        return slice(self.at, self.at + self.stop - self.start)
+
+
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    """Which part of every unit is `rank`'s own: of shards of at most `most` elements, the `rank`-th."""
+
+    rank: int = 0
+    most: int = 1
+
+    def pieces(self, layout: Layout) -> tuple[Piece, ...]:
+        """What it owns of a unit, in order; with one rank everything."""
+        return _pieces(layout, self.rank, self.most)
+
+    def within(self, layout: Layout, start: int, stop: int) -> Iterator[Piece]:
+        """What it owns of the elements [start, stop) of a unit."""
+        for piece in self.pieces(layout):
+            first, last = max(start, piece.start), min(stop, piece.stop)
+            if first < last:
+                yield Piece(first, last, piece.at + first - piece.start)
+
+
+@lru_cache(maxsize=4096)
+def _pieces(layout: Layout, rank: int, most: int) -> tuple[Piece, ...]:
+    if layout.ranks == 1:
+        return (Piece(0, layout.size, 0),)
+    found = []
+    for shard in layout.shards(most):
+        each = (shard.stop - shard.start) // layout.ranks
+        begin = shard.start + rank * each
+        found.append(Piece(begin, begin + each, shard.start // layout.ranks))
+    return tuple(found)

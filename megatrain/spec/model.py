@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -46,6 +46,8 @@ class UnitSpec:
     profile: LayerProfile = NOTHING_KNOWN
     looks_up: bool = False
     """Of a prologue: its gradient depends on ids alone, so its backward pass needs no weights."""
+    ranks: int = 1
+    """How many ranks share its state, each owning an equal part of every shard (`layout`)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "params", tuple(sorted(self.params, key=lambda param: not param.trainable)))
@@ -82,6 +84,17 @@ class ModelSpec:
     def __hash__(self) -> int:
         """Of what is short; equality looks at all. A search asks for it some hundred times."""
         return hash((self.name, len(self.units), self.hidden_size, self.vocab_size, self.max_positions, self.attention))
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks train it together."""
+        return self.units[0].ranks
+
+    def over(self, ranks: int) -> ModelSpec:
+        """The same model, its state shared by so many ranks."""
+        if ranks == self.ranks:
+            return self
+        return replace(self, units=tuple(replace(unit, ranks=ranks) for unit in self.units))
 
     @property
     def layers(self) -> range:

@@ -21,7 +21,7 @@ from megatrain.errors import NonFinite
 from megatrain.memory import unit_state
 from megatrain.optim import AdamW, StepScalars, clip_scale, sum_of_squares, update_fp32, update_split
 from megatrain.spec import ModelSpec, Numerics, Part, Policy, UnitSpec
-from megatrain.spec.layout import layout_of
+from megatrain.spec.layout import Ownership, layout_of
 from megatrain.train.device_adamw import kernels_for, sum_of_squares_on_device, update_on_device
 
 
@@ -37,6 +37,7 @@ class OptimizerSink:
         max_grad_norm: float | None,
         threads: int,
         device: Device,
+        owned: Ownership = Ownership(),  # noqa: B008  # a frozen value
     ) -> None:
         self.optimizer, self.max_grad_norm, self.threads = optimizer, max_grad_norm, threads
         self.updates = 0
@@ -49,8 +50,8 @@ class OptimizerSink:
         self._deferred = policy.update == "next_forward"
         self._names = [unit.name for unit in model.units]
         self._layouts = [layout_of(unit) for unit in model.units]
-        self._segments = [self._cut(unit) for unit in model.units]
-        self.trained = [unit for unit, ranges in enumerate(self._segments) if ranges]
+        self._segments = [self._cut(unit, owned) for unit in model.units]
+        self.trained = [unit for unit, spec in enumerate(model.units) if spec.trains]
         """Units with anything to update."""
         self.applied = [0] * len(model.units)
         """Updates that each unit has had."""
@@ -142,7 +143,7 @@ class OptimizerSink:
         """The state is that after so many updates, of each unit that trains; nothing is pending."""
         self.updates, self._scalars = updates, None
         self.pending.clear()
-        self.applied = [updates if ranges else 0 for ranges in self._segments]
+        self.applied = [updates if unit in self.trained else 0 for unit in range(len(self._names))]
 
     def at_rest(self) -> None:
         """The device has come to rest, whether the step has succeeded or not: what it has decided is known."""
@@ -197,10 +198,14 @@ class OptimizerSink:
             fix="set max_grad_norm, which makes a step apply whole or not at all",
         )
 
-    def _cut(self, unit: UnitSpec) -> list[tuple[int, int, bool]]:
-        """Element ranges that train, and whether they decay."""
-        fields = zip(layout_of(unit).fields, unit.params, strict=True)
-        return [(f.start, f.stop, self.optimizer.decays(f.name)) for f, param in fields if param.trainable]
+    def _cut(self, unit: UnitSpec, owned: Ownership) -> list[tuple[int, int, bool]]:
+        """Element ranges of the buffers of a unit's state that train, and whether they decay."""
+        layout = layout_of(unit)
+        return [
+            (piece.own.start, piece.own.stop, self.optimizer.decays(f.name))
+            for f in layout.trained.fields
+            for piece in owned.within(layout, f.start, f.stop)
+        ]
 
 
 class GradientCollector:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,8 +10,11 @@ from megatrain.device.cpu import CpuDevice
 from megatrain.device.sim import SimDevice
 from megatrain.errors import DeviceError, DoesNotFit, OutOfDeviceMemory
 from megatrain.memory import Ledger, Pool, Store
+from megatrain.optim import join
 from megatrain.schedule import Buffer, Use, build_step
+from megatrain.schedule.passes.state_buffers import state_nbytes
 from megatrain.spec import ModelSpec, Numerics, ParamSpec, Policy, Precision, UnitSpec, Work
+from megatrain.spec.layout import Ownership
 
 MODEL = ModelSpec(
     "m",
@@ -128,3 +132,41 @@ def test_a_buffer_whose_growth_fails_is_made_again_by_the_next_call() -> None:
     assert pool.ledger.nbytes("device") == 0 == 100 - device.free_nbytes()
     pool.provide([small])
     assert pool.ledger.nbytes("device") == 60 == 100 - device.free_nbytes()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_hold_a_part_each_hold_all_bit_for_bit(precision: Precision, ranks: int) -> None:
+    """Of a unit with several shards, the last of them frozen."""
+    wide = ParamSpec("l.w", (90, 77)), ParamSpec("l.b", (3,)), ParamSpec("l.f", (70, 30), trainable=False)
+    units = MODEL.units[0], UnitSpec("l", "layer", wide), MODEL.units[2]
+    model, numerics, policy = ModelSpec("m", units, 8, 9).over(ranks), Numerics(precision), Policy(shard_nbytes=7000)
+    stores: list[Store] = []
+
+    def gather(own: torch.Tensor) -> torch.Tensor:
+        (unit,) = {unit for unit in range(3) for store in stores if store._open == unit}
+        states = [store.unit(unit) for store in stores]
+        parts = [state.hi if state.lo is None else join(state.hi, state.lo) for state in states]
+        assert any(np.array_equal(own.numpy(), part, equal_nan=True) for part in parts)
+        return torch.from_numpy(np.stack(parts))
+
+    for rank in range(ranks):
+        pool = Pool(CpuDevice(), Ledger())
+        pool.provide(build_step(model, numerics, policy, Work((1,)), rank=rank).buffers.values())
+        held = pool.ledger.table()
+        state = sum(held.get(("host", use), 0) for use in ("weights", "optimizer state", "gradients", "norms"))
+        assert state == state_nbytes(model, numerics, policy)["host"]
+        owned = Ownership(rank, policy.shard_nbytes // numerics.weight_nbytes)
+        stores.append(Store(model, numerics, policy, pool, owned, gather))
+    values = {p.name: torch.randn(p.shape) for unit in units for p in unit.params}
+    for store in stores:
+        store.load(values)
+    for name, value in values.items():
+        for store in stores:
+            for other in stores:
+                other.unit(store.field(name)[0])
+            assert torch.equal(store.master(name).view(torch.int32), value.view(torch.int32))
+            assert store.view(name) is None
+    stores[0].write_master("l.w", torch.full((90, 77), torch.nan))
+    assert stores[0].non_finite() == ["l.w"]
+    assert stores[1].non_finite() == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 
 from megatrain.errors import ConfigError, NonFinite
 from megatrain.optim import clip_scale, kernels, sum_of_squares
-from megatrain.optim.clip import reference_sum_of_squares
+from megatrain.optim.clip import expansion, own_square_sums, reference_sum_of_squares
 from megatrain.optim.split_master import f32_to_bf16
+from megatrain.spec.layout import OWNED
 
 SIZES = [0, 1, 63, 64, 255, 256, 257, kernels.BLOCK - 1, kernels.BLOCK, 3 * kernels.BLOCK + 300]
 
@@ -93,3 +95,30 @@ def test_a_norm_that_is_not_finite_gives_no_factor(norm: float) -> None:
 def test_a_maximum_that_is_not_positive_is_refused(max_norm: float) -> None:
     with pytest.raises(ConfigError, match="max_norm"):
         clip_scale(1.0, max_norm)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.uint16])
+def test_the_norm_over_several_ranks_does_not_depend_on_how_many_and_who_owns_what(dtype: type) -> None:
+    gradient = np.random.default_rng(0).standard_normal(12 * OWNED).astype(np.float32)
+    gradient *= np.exp2(np.random.default_rng(1).integers(-40, 40, gradient.size)).astype(np.float32)
+    grad = gradient if dtype is np.float32 else f32_to_bf16(gradient)
+    totals = []
+    for ranks in (2, 3, 4, 6, 12):
+        parts = [np.concatenate(np.split(grad, 12)[rank::ranks]) for rank in range(ranks)]
+        totals.append(math.fsum(term for part in reversed(parts) for term in own_square_sums(part, OWNED, threads=2)))
+    assert len(set(totals)) == 1
+    assert totals[0] == pytest.approx(sum_of_squares(grad), rel=1e-13)
+
+
+@given(st.lists(st.floats(-1e200, 1e200), max_size=50))
+def test_an_expansion_is_the_exact_sum_in_a_few_numbers(values: list[float]) -> None:
+    found = expansion(values)
+    assert sum(map(Fraction, found), Fraction()) == sum(map(Fraction, values), Fraction())
+    assert len(found) <= len(values)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_own_sums_show_an_element_that_is_not_finite(bad: float) -> None:
+    grad = np.ones(2 * OWNED, np.float32)
+    grad[-1] = bad
+    assert not math.isfinite(math.fsum(own_square_sums(grad, OWNED)))

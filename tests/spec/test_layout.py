@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.spec import ParamSpec, UnitSpec
-from megatrain.spec.layout import ALIGNMENT, layout_of
+from megatrain.spec.layout import ALIGNMENT, OWNED, Ownership, layout_of
 
 shapes = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple), min_size=1, max_size=8)
 
@@ -41,3 +42,39 @@ def test_shards_tile_the_unit_and_cut_only_at_parameters_and_rows(sizes: list[tu
         assert all((cut - f.start) % ((f.stop - f.start) // f.shape[0]) == 0 for f in inside)
     longest_row = max((f.stop - f.start) // (f.shape[0] if len(f.shape) > 1 else 1) for f in layout.fields)
     assert all(shard.stop - shard.start <= max(most, longest_row + ALIGNMENT) for shard in shards)
+
+
+@given(shapes, st.integers(0, 8), st.integers(2, 5), st.integers(1, 9000))
+def test_ranks_own_equal_parts_of_every_shard_that_tile_the_unit(
+    sizes: list[tuple[int, ...]], trained: int, ranks: int, most: int
+) -> None:
+    params = tuple(replace(param, trainable=i < trained) for i, param in enumerate(unit(sizes).params))
+    alone = layout_of(replace(unit(sizes), params=params))
+    layout = layout_of(replace(unit(sizes), params=params, ranks=ranks))
+    pieces = [Ownership(rank, most).pieces(layout) for rank in range(ranks)]
+    for shard, parts in zip(layout.shards(most), zip(*pieces, strict=True), strict=True):
+        assert len({part.stop - part.start for part in parts}) == 1
+        assert parts[0].start == shard.start
+        assert parts[-1].stop == shard.stop
+        assert all(left.stop == right.start for left, right in pairwise(parts))
+        assert {part.at for part in parts} == {shard.start // ranks}
+    for own in pieces:
+        assert sum(piece.stop - piece.start for piece in own) == layout.own_size
+        assert all(left.own.stop == right.at for left, right in pairwise(own))
+        assert all(piece.start % OWNED == piece.stop % OWNED == 0 for piece in own)
+        inside = [piece for piece in own if piece.start < layout.trained.size]
+        assert sum(piece.stop - piece.start for piece in inside) == layout.trained.own_size
+    assert layout.trained.shards(most) == layout.shards(most)[: len(layout.trained.shards(most))]
+    assert alone.trained.fields == layout.trained.fields  # what is summed up for the norm lies where it did
+    covered = sum(field.stop - field.start for field in layout.fields) + sum(b - a for a, b in layout.gaps)
+    assert covered == layout.size
+
+
+@given(shapes, st.integers(1, 4), st.integers(1, 9000))
+def test_what_ranks_own_of_a_range_is_all_of_it_once(sizes: list[tuple[int, ...]], ranks: int, most: int) -> None:
+    layout = layout_of(replace(unit(sizes), ranks=ranks))
+    for field in layout.fields:
+        found = [p for rank in range(ranks) for p in Ownership(rank, most).within(layout, field.start, field.stop)]
+        ends = sorted((piece.start, piece.stop) for piece in found)
+        assert (ends[0][0], ends[-1][1]) == (field.start, field.stop)
+        assert all(left[1] == right[0] for left, right in pairwise(ends))

@@ -14,6 +14,7 @@ taken up again in the next, which adds to it: terms are summed in the same order
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -22,7 +23,7 @@ from megatrain.schedule.ops import Access, Buffer, Op, Stream, Use, declare
 from megatrain.schedule.passes.pinned_staging import PinnedStaging
 from megatrain.schedule.passes.state_buffers import state_name
 from megatrain.spec import ModelSpec, Numerics, Part, Policy, Tier, Work
-from megatrain.spec.layout import layout_of
+from megatrain.spec.layout import Shard, layout_of
 
 LOSS_PARTIAL_SUMS = 2
 """The head's gradient is summed over token chunks, so it always counts as more than one term."""
@@ -81,7 +82,7 @@ class Gradients:
 
     def landed(self, unit: int, version: str = "") -> Access:
         """Where the update finds the gradient of a unit."""
-        nbytes = self._trained[unit].size * self._numerics.grad_nbytes
+        nbytes = self._trained[unit].own_size * self._numerics.grad_nbytes
         tier: Tier = "device" if self._policy.placement(unit).on_device else "host"
         waits = self._policy.update != "during_backward"
         name = state_name(tier, Part.GRADIENTS, unit) if waits else self._in_turns(unit, tier)
@@ -108,7 +109,7 @@ class Gradients:
         name = declare(self._buffers, own)
         stream: Stream = "grad" if kind == "GRAD" else "fetch"
         ops = []
-        for shard in self._trained[unit].shards(max(1, self._policy.shard_nbytes // each)):
+        for shard in self._shards(unit):
             start, stop = shard.start * each, shard.stop * each
             inside = replace(total, start=total.start + start, stop=total.start + stop)
             outside = self._pinned_staging.at("sums", unit, shard.index, Access(name, start, stop, content))
@@ -118,20 +119,26 @@ class Gradients:
 
     def leave(self, unit: int) -> list[Op]:
         """The copies of a complete gradient to where the update finds it: none where it is there already."""
-        total, landed, trained = self.sum(unit), self.landed(unit), self._trained[unit]
+        total, landed, ranks = self.sum(unit), self.landed(unit), self._trained[unit].ranks
         if total.buffer == landed.buffer:
             return []
         each, out = self._each[unit], self._numerics.grad_nbytes
         crosses = not (self._policy.shares_memory or self._policy.placement(unit).on_device)
         ops = []
-        for shard in trained.shards(max(1, self._policy.shard_nbytes // each)):
+        for shard in self._shards(unit):
             read = replace(total, start=total.start + shard.start * each, stop=total.start + shard.stop * each)
-            write = replace(landed, start=shard.start * out, stop=shard.stop * out)
+            write = replace(landed, start=shard.start * out // ranks, stop=shard.stop * out // ranks)  # the own part
             writes = [self._pinned_staging.at("grad", unit, shard.index, write)]
-            if each != out and crosses:
+            if each != out and crosses and ranks == 1:
                 writes.append(self._cast(write.stop - write.start))
             ops.append(Op("GRAD", "grad", unit, shard=shard.index, reads=(read,), writes=tuple(writes)))
         return ops
+
+    def _shards(self, unit: int) -> Sequence[Shard]:
+        """How its gradient is cut; with several ranks as its weights are, since what is owned of both is the same."""
+        ranks, weight = self._trained[unit].ranks, self._numerics.weight_nbytes
+        nbytes = self._each[unit] if ranks == 1 else weight
+        return self._trained[unit].shards(max(1, self._policy.shard_nbytes // nbytes))
 
     def _at_home(self, unit: int) -> bool:
         """Whether the sum is formed where the gradient stays: in shared memory, where the dtypes agree."""
@@ -142,7 +149,7 @@ class Gradients:
         is_layer, tied, kind = self._model.units[unit].kind == "layer", self._model.tied, self._model.units[unit].kind
         users = self._model.layers if is_layer else [unit] if tied else [0, self._model.epilogue]
         number = unit % min(self._policy.grad_slots, len(users)) if is_layer else ""
-        nbytes = max(self._trained[user].size for user in users) * self._numerics.grad_nbytes
+        nbytes = max(self._trained[user].own_size for user in users) * self._numerics.grad_nbytes
         name = f"{tier}/landed_gradients/{kind if is_layer or tied else 'ends'}{number}"
         return declare(self._buffers, Buffer(name, tier, nbytes, Use.LANDED_GRADIENTS, part=Part.GRADIENTS))
 
@@ -153,7 +160,7 @@ class Gradients:
 
 
 def accumulator_nbytes(model: ModelSpec, numerics: Numerics, work: Work, unit: int) -> int:
-    """Bytes per parameter of the device-side gradient sum of a unit."""
+    """Bytes per parameter of the device-side gradient sum of a unit. Several ranks send each other float32."""
     through_head = unit == model.epilogue or (unit == 0 and model.tied)
     terms = round(work.micro_batches * work.repeats)
-    return numerics.accumulator_nbytes(max(terms, LOSS_PARTIAL_SUMS if through_head else 1))
+    return numerics.accumulator_nbytes(max(terms, LOSS_PARTIAL_SUMS if through_head else 1, model.ranks))

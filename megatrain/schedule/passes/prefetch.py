@@ -181,7 +181,8 @@ class Prefetch:
 
     def _put(self, visit: Visit, shard: Shard, target: Access, earliest: Position) -> None:
         self._earliest = max(self._earliest, earliest)
-        start, size = shard.start * self._numerics.weight_nbytes, target.stop - target.start
+        ranks, each = self._layouts[visit.unit].ranks, self._numerics.weight_nbytes
+        start, size = shard.start * each // ranks, (target.stop - target.start) // ranks  # of the own part
         home = Access(state_name("host", Part.WEIGHTS, visit.unit), start, start + size, Weights(visit.unit))
         read = self._pinned_staging.at("fetch", visit.unit, shard.index, home)
         op = Op("FETCH", "fetch", visit.unit, shard=shard.index, reads=(read,), writes=(target,))

@@ -45,10 +45,10 @@ class SizedPart(NamedTuple):
 
 
 def parts_of(layout: Layout, numerics: Numerics, policy: Policy, placement: Placement) -> Iterator[SizedPart]:
-    """What a unit has between steps, less what is empty."""
-    trained = layout.trained.size
+    """What a unit has between steps, less what is empty; with several ranks what one of them has."""
+    trained = layout.trained.own_size
     sizes = {
-        Part.WEIGHTS: layout.size * numerics.weight_nbytes,
+        Part.WEIGHTS: layout.own_size * numerics.weight_nbytes,
         Part.LOW_BITS: low_nbytes(layout, numerics),
         Part.MOMENTS: MOMENTS_NBYTES * trained,
         Part.GRADIENTS: 0 if policy.update == "during_backward" else trained * numerics.grad_nbytes,
@@ -66,7 +66,7 @@ def state_name(tier: Tier, part: Part, unit: int) -> str:
 
 def low_nbytes(layout: Layout, numerics: Numerics) -> int:
     """Bytes of a unit's low bits, which complete bf16 weights to their masters."""
-    return layout.size * (0 if numerics.precision == "fp32" else 2)
+    return layout.own_size * (0 if numerics.precision == "fp32" else 2)
 
 
 def staging_name(model: ModelSpec, unit: int, part: Part, number: int = 0) -> str:
@@ -117,9 +117,9 @@ def spare_nbytes(layout: Layout, precision: Precision, away: Collection[Part]) -
     away: its parts that do not lie in host memory. Float32 masters take room, unless they lie there as such; behind
     them what is fetched: both halves of the masters, and in their place, once they have been joined, the moments.
     """
-    masters = 0 if precision == "fp32" and Part.WEIGHTS not in away else 4 * layout.size
-    halves = 0 if precision == "fp32" else 2 * layout.size * len({Part.WEIGHTS, Part.LOW_BITS} & {*away})
-    moments = MOMENTS_NBYTES * layout.trained.size if Part.MOMENTS in away else 0
+    masters = 0 if precision == "fp32" and Part.WEIGHTS not in away else 4 * layout.own_size
+    halves = 0 if precision == "fp32" else 2 * layout.own_size * len({Part.WEIGHTS, Part.LOW_BITS} & {*away})
+    moments = MOMENTS_NBYTES * layout.trained.own_size if Part.MOMENTS in away else 0
     return masters + max(halves, moments)
 
 

@@ -1,0 +1,191 @@
+"""Schedules of several ranks: proven together, and every change that would hang or mix them up is found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.errors import PlanError, ScheduleError
+from megatrain.schedule import (
+    Schedule,
+    build_flush,
+    build_forward,
+    build_step,
+    check,
+    check_world,
+    derive_waits,
+    digest_of,
+)
+from megatrain.schedule.check_world import collectives_of
+from megatrain.schedule.ops import COLLECTIVES
+from megatrain.spec import ModelSpec, Numerics, ParamSpec, Placement, Policy, UnitSpec, Work
+from megatrain.spec.layout import layout_of
+from megatrain.testing import without_each_wait
+from tests.small import small_spec
+
+DISK = Placement(weights="disk", low_bits="disk", moments="disk", gradients="disk")
+policies = st.builds(
+    Policy,
+    weight_slots=st.integers(1, 4),
+    grad_slots=st.integers(1, 3),
+    shard_nbytes=st.sampled_from([1, 5000, 1 << 20]),
+    wait_for=st.sampled_from(["unit", "shard"]),
+    activations=st.sampled_from(["keep", "recompute"]),
+    transfer=st.sampled_from(["pinned", "staged"]),
+    placements=st.sampled_from([(), (DISK,) * 5]),
+)
+
+
+def world(ranks: int, numerics: Numerics, policy: Policy, *, tied: bool = False, more: int = 0) -> list[Schedule]:
+    """Schedules of a step; the first `more` ranks have one micro-batch more than the others' two."""
+    spec = spec_in_shards(tied).over(ranks)
+    works = [Work((4,) * (2 + (rank < more))) for rank in range(ranks)]
+    return [build_step(spec, numerics, policy, work, "all", rank=rank) for rank, work in enumerate(works)]
+
+
+def spec_in_shards(tied: bool = False) -> ModelSpec:
+    """A model of which each layer has several shards, the last of them frozen."""
+    spec = small_spec(3, tied)
+    more = ParamSpec("rows", (300, 32)), ParamSpec("frozen", (100, 32), trainable=False)
+    units = [
+        replace(unit, params=(*unit.params, *(replace(each, name=f"{unit.name}.{each.name}") for each in more)))
+        if unit.kind == "layer"
+        else unit
+        for unit in spec.units
+    ]
+    return replace(spec, units=tuple(units))
+
+
+@given(
+    ranks=st.integers(2, 5),
+    precision=st.sampled_from(["bf16", "fp32"]),
+    policy=policies,
+    tied=st.booleans(),
+    more=st.integers(0, 1),
+)
+def test_the_schedules_of_all_ranks_are_proven_together(
+    ranks: int, precision: str, policy: Policy, tied: bool, more: int
+) -> None:
+    numerics = Numerics(precision)  # type: ignore[arg-type]  # drawn from its values
+    found = world(ranks, numerics, policy, tied=tied, more=more)
+    check_world(found)
+    assert len({digest_of(schedule) for schedule in found}) == 1
+    spec = spec_in_shards(tied).over(ranks)
+    check_world([build_forward(spec, numerics, policy, Work((4, 4)), rank=rank) for rank in range(ranks)])
+    check(build_flush(spec, numerics, policy))
+
+
+@given(ranks=st.integers(2, 5), policy=policies)
+def test_each_byte_crosses_the_bus_of_one_rank_and_no_rank_holds_anothers_state(ranks: int, policy: Policy) -> None:
+    spec, (schedule, *_) = spec_in_shards().over(ranks), world(ranks, Numerics("bf16"), policy)
+    for unit, each in enumerate(spec.units):
+        layout = layout_of(each)
+        whole = {kind: [op for op in schedule.ops if op.kind == kind and op.unit == unit] for kind in ("FETCH", "GRAD")}
+        assert sum(op.nbytes for op in whole["GRAD"]) == 2 * layout.trained.size // ranks
+        assert sum(op.nbytes for op in whole["FETCH"]) % (2 * layout.size // ranks) == 0
+        state = [buffer for buffer in schedule.buffers.values() if buffer.unit == unit and buffer.is_state]
+        assert sum(buffer.nbytes for buffer in state) == (4 * layout.size + 8 * layout.trained.size) // ranks
+
+
+def test_one_rank_has_the_schedule_that_it_always_had() -> None:
+    spec, work = spec_in_shards(), Work((4, 4))
+    alone = build_step(spec, Numerics("bf16"), Policy(), work)
+    assert spec.over(1) is spec
+    assert not collectives_of(alone)
+    assert spec.over(3).over(1) == spec
+
+
+def refused(schedules: list[Schedule]) -> bool:
+    try:
+        check_world(schedules)
+    except ScheduleError:
+        return True
+    return False
+
+
+@pytest.fixture(scope="module")
+def three() -> list[Schedule]:
+    return world(3, Numerics("bf16"), Policy(shard_nbytes=6 << 10), more=1)
+
+
+def test_every_removed_wait_is_found(three: list[Schedule]) -> None:
+    mutants = [mutant for _, _, mutant in without_each_wait(three[1])]
+    assert len(mutants) > 50
+    assert all(refused([three[0], mutant, three[2]]) for mutant in mutants)
+
+
+def test_every_missing_collective_is_found(three: list[Schedule]) -> None:
+    gone = [index for index, op in enumerate(three[1].ops) if op.kind in COLLECTIVES]
+    for index in gone:
+        ops = [op for at, op in enumerate(three[1].ops) if at != index]
+        mutant = derive_waits(replace(three[1], ops=tuple(ops)))
+        assert refused([three[0], mutant, three[2]])
+        assert refused([derive_waits(replace(each, ops=tuple(ops))) for each in three])
+
+
+def test_every_swapped_pair_of_collectives_is_found(three: list[Schedule]) -> None:
+    """Also one that is right for its own rank."""
+    places = [index for index, op in enumerate(three[1].ops) if op.kind in COLLECTIVES]
+    right_alone = 0
+    for left, right in pairwise(places):
+        ops = list(three[1].ops)
+        begin, end = (at - (ops[at].kind == "GATHER") for at in (left, right))  # with the FETCH of what is gathered
+        ops[begin:begin] = ops[end : right + 1]
+        size = right + 1 - end
+        del ops[end + size : right + 1 + size]
+        mutant = derive_waits(replace(three[1], ops=tuple(ops)))
+        assert sorted(op.name for op in mutant.ops) == sorted(op.name for op in three[1].ops)
+        right_alone += not refused_alone(mutant)
+        assert refused([three[0], mutant, three[2]])
+        assert digest_of(mutant) != digest_of(three[0])
+    assert right_alone
+
+
+def refused_alone(schedule: Schedule) -> bool:
+    try:
+        check(schedule)
+    except ScheduleError:
+        return True
+    return False
+
+
+def test_ranks_that_have_other_shards_or_the_same_part_are_told_apart(three: list[Schedule]) -> None:
+    larger = world(3, Numerics("bf16"), Policy(shard_nbytes=12 << 10))
+    with pytest.raises(ScheduleError, match=r"on rank 0 and .* on rank 1"):
+        check_world([three[0], larger[1], three[2]])
+    with pytest.raises(ScheduleError, match="rank 1 brings another's part"):
+        check_world([three[0], three[2], three[1]])
+    with pytest.raises(ScheduleError, match=r"none on rank 0 and .* on rank 1"):
+        check_world([build_flush(spec_in_shards().over(3), Numerics("bf16"), Policy()), three[1]])
+
+
+def test_a_wait_for_what_comes_later_is_a_deadlock(three: list[Schedule]) -> None:
+    waits = list(three[0].waits)
+    waits[3] = (len(waits) - 1,)
+    with pytest.raises(ScheduleError, match="which comes later"):
+        check_world([replace(three[0], waits=tuple(waits)), *three[1:]])
+
+
+@pytest.mark.parametrize(
+    ("policy", "what"),
+    [
+        (Policy(shares_memory=True), "slots"),
+        (Policy(read_ahead_nbytes=1 << 20), "read-ahead"),
+        (Policy(placements=(Placement(weights="device"),) * 5), "on the device"),
+        (Policy(update="during_backward"), "at its end"),
+    ],
+)
+def test_what_several_ranks_lack_is_refused_with_the_setting_to_change(policy: Policy, what: str) -> None:
+    with pytest.raises(PlanError, match=what):
+        build_step(small_spec(3).over(2), Numerics("bf16"), policy, Work((4, 4)))
+    build_step(small_spec(3), Numerics("bf16"), policy, Work((4, 4)))
+
+
+def test_units_of_one_rank_and_of_several_are_never_taken_for_each_other() -> None:
+    unit = UnitSpec("u", "layer", (ParamSpec("p", (70, 64)),))
+    many = replace(unit, ranks=2)
+    assert [layout_of(each).ranks for each in (unit, many, unit, many)] == [1, 2, 1, 2]
