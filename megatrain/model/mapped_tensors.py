@@ -36,7 +36,10 @@ def give_back(mapping: mmap.mmap, start: int, nbytes: int) -> None:
         mapping.madvise(_GIVE_BACK, start, whole_pages(nbytes))
 
 
-def float32_pages(shape: Sequence[int]) -> Tensor:
-    """A float32 tensor of zeros, one element or more, whose memory goes back when it dies."""
-    numbers = torch.Size(shape).numel()
-    return torch.frombuffer(map_private(4 * numbers), dtype=torch.float32, count=numbers).view(*shape)
+def lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros whose memory goes back when they die, and that take none unless they are written, however many: on Linux,
+    pages that were never written are read as one page of zeros. `torch.zeros` writes every byte."""
+    numel = torch.Size(shape).numel()
+    if not numel:
+        return torch.zeros(tuple(shape), dtype=dtype)
+    return torch.frombuffer(map_private(numel * dtype.itemsize), dtype=dtype, count=numel).view(tuple(shape))

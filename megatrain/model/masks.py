@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.model.peak import Lengths, Recording, growth_of, peak_of
+from megatrain.model.peak import Lengths, Recording, growth_of, measured
 from megatrain.model.ports import Capture, PortedModel
 from megatrain.spec import LayerProfile
 
@@ -81,17 +81,19 @@ def profile_prologue(ported: PortedModel, lengths: Lengths) -> LayerProfile:
 
 
 def _profile(ported: PortedModel, rows: Batching, lengths: Lengths) -> LayerProfile:
-    records, shared, apart = [], [], []
-    for tokens in lengths:
-        inputs = rows(1, tokens)
-        records.append(record := Recording())
+    shared, apart = list[int](), list[int]()
+
+    def recorded(tokens: int) -> Recording:
+        inputs, record = rows(1, tokens), Recording()
         with record:
             one = captured(ported, inputs)
         nbytes, of_two = _arguments_nbytes(one), _arguments_nbytes(captured(ported, rows(2, tokens)))
         shared.append(2 * nbytes - of_two)
         apart.append(of_two - nbytes)
+        return record
+
     return LayerProfile(
-        forward=peak_of(records, lengths),
+        forward=measured(recorded, lengths)[0],
         arguments=growth_of(shared, lengths),
         row_arguments=growth_of(apart, lengths),
     )

@@ -11,8 +11,6 @@ Left out: what kernels take for themselves, but for the float32 result of a prod
 
 from __future__ import annotations
 
-import mmap
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -27,15 +25,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from megatrain.model.mapped_tensors import lazy_zeros
 from megatrain.spec.layer_profile import Growth, Peak
 
 LARGE_NUMEL = 1 << 20
-"""Elements from which a result is not computed."""
+"""Elements from which nothing is computed that reads or makes so many."""
 APART_NBYTES = 128
 """By which the float32 result of a product that a cpu multiplies in bfloat16 keeps apart from what lies beside it."""
-
-NORESERVE = 0x4000 if sys.platform == "linux" else 0
-"""mmap's MAP_NORESERVE: what is not written does not count against the system's memory."""
 
 ADDING = ("aten::addmm", "aten::baddbmm")
 PRODUCTS = (*ADDING, "aten::mm", "aten::bmm", "aten::_grouped_mm")
@@ -174,31 +170,41 @@ def _let_go(gradient: Tensor | None) -> Tensor | None:
 # Fitting --------------------------------------------------------------------------------------------------------------
 
 
-def peak_of(records: Sequence[Recording], lengths: Lengths) -> Peak:
-    """Of one run at three lengths; chunks, where there are any, of half of them."""
-    rows = [np.array(record.rows, dtype=float).reshape(-1, 2, 2) for record in records]
+def measured(
+    record: Callable[[int], Recording], lengths: Lengths, block: int = 1, rows: int = 1
+) -> tuple[Peak, Growth]:
+    """What runs at three lengths took, and what was alive between their forwards and backwards.
+
+    record: of a run of so many tokens, in chunks of half of them where it has chunks. rows: sequences of each run.
+    block: tokens to whose multiples each sequence is padded.
+    """
+    records = [record(tokens) for tokens in lengths]
+    short, long, further = (-(-tokens // block) * block for tokens in lengths)
+    padded = short, long, further
+    found = [np.array(record.rows, dtype=float).reshape(-1, 2, 2) for record in records]
     if all(record.ops == records[0].ops for record in records):
         kernel = np.array([each for _, each in records[0].ops])
-        device, host = np.stack(rows).transpose(2, 0, 1, 3)  # lengths x ops x (outside, in chunks)
+        device, host = np.stack(found).transpose(2, 0, 1, 3)  # lengths x ops x (outside, in chunks)
     else:
         kernel = np.array([any(each for _, each in records[0].ops)])
-        device, host = (np.array([[(row[:, on].sum(-1).max(), 0.0)] for row in rows]) for on in (0, 1))
-    return Peak(_largest(device, kernel, lengths), _largest(host, kernel, lengths))
+        device, host = (np.array([[(each[:, on].sum(-1).max(), 0.0)] for each in found]) for on in (0, 1))
+    peak = Peak(_largest(device, kernel, padded, rows), _largest(host, kernel, padded, rows))
+    return peak, growth_of([sum(record.kept) for record in records], padded, rows)
 
 
-def growth_of(sizes: Sequence[int], lengths: Lengths) -> Growth:
-    """Of something that had such sizes at three lengths."""
+def growth_of(sizes: Sequence[int], lengths: Lengths, rows: int = 1) -> Growth:
+    """Of something that had such sizes at three lengths of so many rows."""
     fixed, each, pair = _through(np.array(sizes, dtype=float), lengths)
-    return Growth(float(fixed), float(each), float(pair))
+    return Growth(float(fixed), float(each) / rows, float(pair) / rows)
 
 
-def _largest(rows: Any, kernel: Any, lengths: Lengths) -> tuple[Growth, ...]:
-    """Of all ops those that no other exceeds in every part."""
-    fixed, each, pair = _through(rows[..., 0], lengths)
-    beside, inside, _ = _through(rows[..., 1], [length / 2 for length in lengths])
+def _largest(sizes: Any, kernel: Any, lengths: Lengths, rows: int) -> tuple[Growth, ...]:
+    """Of all ops those that no other exceeds in every part. Chunks are of the tokens of all rows already."""
+    fixed, each, pair = _through(sizes[..., 0], lengths)
+    beside, inside, _ = _through(sizes[..., 1], [length / 2 for length in lengths])
     parts = np.unique(np.column_stack([fixed + beside, each, pair, inside, kernel]).round(3), axis=0)[::-1]
     return tuple(
-        Growth(float(part[0]), float(part[1]), float(part[2]), float(part[3]), bool(part[4]))
+        Growth(float(part[0]), float(part[1]) / rows, float(part[2]) / rows, float(part[3]), bool(part[4]))
         for part in parts
         if not ((parts >= part).all(1) & (parts > part).any(1)).any()
     )
@@ -218,26 +224,14 @@ def _through(sizes: Any, lengths: Sequence[float]) -> tuple[Any, Any, Any]:
 # Runs on zeros --------------------------------------------------------------------------------------------------------
 
 
-def lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros with strides of their own that take no memory unless they are written, however many: on Linux, pages that
-    were never written are read as one page of zeros. `torch.zeros` writes every byte."""
-    nbytes = prod(shape) * dtype.itemsize
-    if not nbytes:
-        return torch.zeros(tuple(shape), dtype=dtype)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
-    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=dtype).view(tuple(shape))
-
-
 class SkipLargeProducts(TorchDispatchMode):
     """In the block, products with large weights are zero without being multiplied. For runs on zeros alone."""
 
     supports_higher_order_operators = True
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        schema = getattr(op, "_schema", None)
-        if schema is None or schema.name not in PRODUCTS:
-            return op(*args, **(kwargs or {}))
-        return _multiplied(op, args, kwargs or {})
+        schema, kwargs = getattr(op, "_schema", None), kwargs or {}
+        return _spared(op, args, kwargs) if schema is not None and schema.name in PRODUCTS else op(*args, **kwargs)
 
 
 class TooLarge(RuntimeError):
@@ -255,10 +249,8 @@ class LimitNumel(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         schema = getattr(op, "_schema", None)
-        if schema is not None and not _is_view(schema):
-            read = max((each.numel() for each in _tensors(args)), default=0)
-            if max(read, _result_numel(schema.name, args)) > self._most:
-                raise TooLarge
+        if schema is not None and not _is_view(schema) and _largest_numel(schema.name, args) > self._most:
+            raise TooLarge
         return op(*args, **(kwargs or {}))
 
 
@@ -269,35 +261,24 @@ def _is_view(schema: Any) -> bool:
 def _spared(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What an op gives; computed where that takes little."""
     schema = getattr(op, "_schema", None)
-    if schema is None:
+    if schema is None or _largest_numel(schema.name, args) < LARGE_NUMEL:
         return op(*args, **kwargs)
-    if _result_numel(schema.name, args) >= LARGE_NUMEL:
-        if schema.is_mutable:
-            return args[0]
-        if _is_view(schema):
-            return op(*args, **kwargs)
-        return _not_computed(op, args, kwargs)
-    return _multiplied(op, args, kwargs) if schema.name in PRODUCTS else op(*args, **kwargs)
+    if schema.is_mutable:
+        return args[0]
+    return op(*args, **kwargs) if _is_view(schema) else _not_computed(op, args, kwargs)
 
 
-def _multiplied(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """A product; of a large weight, which is zero, zeros."""
-    if max(each.numel() for each in args if isinstance(each, Tensor)) < LARGE_NUMEL:
-        return op(*args, **kwargs)  # type: ignore[no-any-return]
-    return _not_computed(op, args, kwargs)  # type: ignore[no-any-return]
-
-
-def _result_numel(name: str, args: Sequence[Any]) -> int:
-    """Elements that the result of an op could have."""
-    tensors = list(_tensors(args))
+def _largest_numel(name: str, args: Sequence[Any]) -> int:
+    """Elements of the largest tensor that an op reads, or that a product or a factory makes."""
+    tensors, made = list(_tensors(args)), 0
     if name in PRODUCTS:
         left, right = tensors[1:3] if name in ADDING else tensors[:2]
-        groups = tensors[2].numel() if len(tensors) > 2 and left.dim() == right.dim() == 2 and name not in ADDING else 1
-        return groups * left.numel() // max(1, left.shape[-1]) * int(right.shape[-1])
+        groups = tensors[2].numel() if name == "aten::_grouped_mm" and left.dim() == right.dim() == 2 else 1
+        made = groups * left.numel() // max(1, left.shape[-1]) * int(right.shape[-1])
     if not tensors or name in FACTORIES:
         sizes = next((each for each in args if isinstance(each, list | tuple)), ())
         return prod(each for each in sizes if isinstance(each, int))
-    return max(each.numel() for each in tensors)
+    return max(made, *(each.numel() for each in tensors))
 
 
 def _not_computed(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

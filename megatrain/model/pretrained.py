@@ -41,7 +41,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 from megatrain.errors import ModelError, first_line
 from megatrain.model.architecture import plain_errors, read_config, set_fields
 from megatrain.model.hub import cached_folder, is_local, located, model_named
-from megatrain.model.mapped_tensors import float32_pages
+from megatrain.model.mapped_tensors import lazy_zeros
 from megatrain.model.skeleton import blueprint
 from megatrain.model.weight_sources import Masters, Progress, Report, listed, quiet, require_all
 from megatrain.system.paths import lies_within, read_json
@@ -415,7 +415,7 @@ class _InBlocks:
     def __getitem__(self, everything: Any) -> torch.Tensor:
         assert everything is Ellipsis
         shape = self.header.shape
-        value = float32_pages(shape)
+        value = lazy_zeros(shape, torch.float32)
         rows = max(1, BLOCK_NBYTES * shape[0] // (2 * value.numel()))
         for start in range(0, shape[0], rows):
             with safe_open(self.header.file, framework="pt") as opened:

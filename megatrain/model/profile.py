@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
 from megatrain.model.chunked_layers import in_chunks, token_wise
+from megatrain.model.mapped_tensors import lazy_zeros
 from megatrain.model.masks import (
     LARGE,
     Batching,
@@ -39,16 +40,14 @@ from megatrain.model.peak import (
     Recording,
     Run,
     SkipLargeProducts,
-    growth_of,
-    lazy_zeros,
-    peak_of,
+    measured,
     recorded_backward,
     recorded_forward,
 )
 from megatrain.model.ports import Capture, PortedModel, Sides, hidden_of
 from megatrain.model.saved_activations import Answering, Keeping, Key, Level, Stored
 from megatrain.spec import LayerProfile, ModelSpec
-from megatrain.spec.layer_profile import Growth, Outputs, Peak
+from megatrain.spec.layer_profile import Outputs
 
 SHORT, BLOCKS = 8, (64, 128, 256)
 """Tokens of the shortest of three runs, of which each is twice as long as the one before; and of others, where a layer
@@ -58,12 +57,12 @@ FURTHER, ROUNDED = 300, 0.01
 TOO_LITTLE = 10
 """How much more it weighs to say too little."""
 ROWS = 2
-MEASURED = ("forward", "backward", "backward_in_chunks", "graph", "graph_in_chunks")
 
 MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 RunOf = Callable[[int], Run]
 """The run of a layer on so many rows."""
+Record = Callable[[int], Recording]
 
 
 class Measurement:
@@ -158,11 +157,11 @@ class Measurement:
             loss = (ported.balance_coefficient or 0.0) * ported.balance(leaves, inputs, sides)
             return loss, [], [each for of_layer in sides for each in of_layer]
 
-        profile = LayerProfile(backward=_backward_peak(head, lengths, is_head=True))
+        profile = LayerProfile(backward=measured(partial(recorded_backward, head, is_head=True), lengths)[0])
         told = all(self._seen in side.shape for of_layer in self._sides for side in of_layer)
         if ported.balance_coefficient is None or not told:  # to be counted is no condition for being trained
             return profile
-        return replace(profile, balance=_backward_peak(balance, lengths, is_head=True))
+        return replace(profile, balance=measured(partial(recorded_backward, balance, is_head=True), lengths)[0])
 
 
 def _as_long(side: Tensor, seen: int, tokens: int) -> Tensor:
@@ -207,14 +206,15 @@ def portable_attention(skeleton: PreTrainedModel) -> Iterator[None]:
 
 def profile_layer(layer: nn.Module, run_of: RunOf, parts: Sequence[str], short: Lengths, most: int) -> LayerProfile:
     """parts: names of its token-wise ones; most: tokens that the model takes for certain."""
-    run, lengths = run_of(1), short
-    further = _further(run, 1, most)
-    profile = _Runs(layer, run, parts, short).profile()
+    numel = max((sum(p.numel() for p in layer.get_submodule(part).parameters()) for part in parts), default=0)
+    run, runs, lengths = run_of(1), _runs(layer, run_of(1), parts), short
+    further = _further(runs, 1, most)
+    profile = LayerProfile(**_taken(runs, short), chunk_numel=numel)
     off = _off(profile, further)
     for block in BLOCKS if off > ROUNDED else ():
         at = block - 1, 2 * block - 1, 4 * block - 1  # so that it pads
-        runs = _Runs(layer, run, parts, at)
-        for other in (runs.profile(), runs.profile(block)):
+        for multiple in (1, block):
+            other = replace(profile, **_taken(runs, at, multiple), block=multiple)
             if (nearer := _off(other, further)) < off:
                 off, lengths, profile = nearer, at, other
         if off <= ROUNDED:
@@ -225,54 +225,41 @@ def profile_layer(layer: nn.Module, run_of: RunOf, parts: Sequence[str], short: 
         profile = replace(
             profile, attention_flops=attention.flops, window=window_of(layer), outputs=_outputs(run, short, lengths)
         )
-    if _off(profile, _further(run_of(ROWS), ROWS, most)) > max(off, ROUNDED):
-        of_two = _Runs(layer, run_of(ROWS), parts, lengths).profile(profile.block, ROWS)
-        several = replace(profile, **{name: getattr(of_two, name) for name in MEASURED})
+    of_two = _runs(layer, run_of(ROWS), parts)
+    if _off(profile, _further(of_two, ROWS, most)) > max(off, ROUNDED):
+        several = replace(profile, **_taken(of_two, lengths, profile.block, ROWS))
         if profile.outputs.chosen_nbytes:
-            chosen, attended = (_offloaded_peak(run_of(ROWS), lengths, level, ROWS) for level in LEVELS)
-            outputs = replace(profile.outputs, chosen_offloaded=chosen, attention_offloaded=attended)
-            several = replace(several, outputs=outputs)
+            several = replace(several, outputs=replace(profile.outputs, **_offloaded(run_of(ROWS), lengths, ROWS)))
         profile = replace(profile, others=(("several", several),))
     return profile
 
 
-class _Runs:
-    """A layer's runs at three lengths: forward, and forward and backward, whole and with `parts` in chunks."""
+class _Runs(NamedTuple):
+    """Recordings of a layer by tokens, each made once."""
 
-    def __init__(self, layer: nn.Module, run: Run, parts: Sequence[str], lengths: Lengths) -> None:
-        self._lengths = lengths
-        self._forward = [recorded_forward(run, tokens) for tokens in lengths]
-        self._backward = [recorded_backward(run, tokens) for tokens in lengths]
-        self._in_chunks: list[Recording] = []
-        self._numel = max((sum(p.numel() for p in layer.get_submodule(part).parameters()) for part in parts), default=0)
-        for tokens in lengths if parts else ():
-            with in_chunks(layer, parts, tokens // 2):
-                self._in_chunks.append(recorded_backward(run, tokens))
-
-    def profile(self, block: int = 1, rows: int = 1) -> LayerProfile:
-        """rows: of the runs. block: tokens to whose multiples the layer pads."""
-        short, long, further = (-(-tokens // block) * block for tokens in self._lengths)
-        lengths = short, long, further
-
-        def peak(records: Sequence[Recording]) -> Peak:
-            return _of_a_row(peak_of(records, lengths), rows)
-
-        def kept(records: Sequence[Recording]) -> Growth:
-            return _by_rows(growth_of([sum(record.kept) for record in records], lengths), rows)
-
-        return LayerProfile(
-            forward=peak(self._forward),
-            backward=peak(self._backward),
-            backward_in_chunks=peak(self._in_chunks) if self._in_chunks else Peak(),
-            graph=kept(self._backward),
-            graph_in_chunks=kept(self._in_chunks) if self._in_chunks else None,
-            chunk_numel=self._numel,
-            block=block,
-        )
+    forward: Record
+    backward: Record
+    in_chunks: Record | None
+    """Backward with token-wise parts in chunks of half of the tokens, where there are such parts."""
 
 
-def _backward_peak(run: Run, lengths: Lengths, *, is_head: bool) -> Peak:
-    return peak_of([recorded_backward(run, tokens, is_head=is_head) for tokens in lengths], lengths)
+def _runs(layer: nn.Module, run: Run, parts: Sequence[str]) -> _Runs:
+    def chunked(tokens: int) -> Recording:
+        with in_chunks(layer, parts, tokens // 2):
+            return recorded_backward(run, tokens)
+
+    forward, backward = cache(partial(recorded_forward, run)), cache(partial(recorded_backward, run))
+    return _Runs(forward, backward, cache(chunked) if parts else None)
+
+
+def _taken(runs: _Runs, lengths: Lengths, block: int = 1, rows: int = 1) -> dict[str, Any]:
+    """Fields of a `LayerProfile`. block, rows: as `measured` has them."""
+    forward, _ = measured(runs.forward, lengths, block, rows)
+    backward, graph = measured(runs.backward, lengths, block, rows)
+    found: dict[str, Any] = {"forward": forward, "backward": backward, "graph": graph}
+    if runs.in_chunks is not None:
+        found["backward_in_chunks"], found["graph_in_chunks"] = measured(runs.in_chunks, lengths, block, rows)
+    return found
 
 
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -281,12 +268,12 @@ Taken = tuple[int, int, tuple[int, int, int]]
 """Rows, their tokens, and what a run of them took: backward, forward, and kept in between."""
 
 
-def _further(run: Run, rows: int, most: int) -> Taken | None:
+def _further(runs: _Runs, rows: int, most: int) -> Taken | None:
     """A further run, if it takes so many positions, or rows."""
     for tokens in (FURTHER // rows, min(FURTHER, most) // rows):
         with suppress(RuntimeError, IndexError, ValueError, NotTaken):
-            record = recorded_backward(run, tokens)
-            return rows, tokens, (record.peak, recorded_forward(run, tokens).peak, sum(record.kept))
+            record = runs.backward(tokens)
+            return rows, tokens, (record.peak, runs.forward(tokens).peak, sum(record.kept))
     return None
 
 
@@ -299,16 +286,6 @@ def _off(profile: LayerProfile, further: Taken | None) -> float:
     said = (each.nbytes(False, rows * length, length) for each in (profile.backward, profile.forward))
     over = [a / b - 1 for a, b in zip((*said, profile.kept(rows, tokens)), taken, strict=True) if b]
     return sum(each if each > 0 else -TOO_LITTLE * each for each in over)
-
-
-def _of_a_row(peak: Peak, rows: int) -> Peak:
-    device, host = (tuple(_by_rows(each, rows) for each in growths) for growths in (peak.device, peak.host))
-    return Peak(device, host)
-
-
-def _by_rows(growth: Growth, rows: int) -> Growth:
-    """What grew with the tokens of each row, by tokens of all rows; chunks are of tokens of all rows already."""
-    return replace(growth, per_token=growth.per_token / rows, per_pair=growth.per_pair / rows)
 
 
 def window_of(layer: nn.Module) -> int | None:
@@ -342,7 +319,7 @@ def _outputs(run: Run, short: Lengths, lengths: Lengths) -> Outputs:
     length = short[1]
     try:
         found = {level: _keeping(run, length, level) for level in LEVELS}
-        offloaded = {level: _offloaded_peak(run, lengths, level) for level in LEVELS}
+        offloaded = _offloaded(run, lengths)
     except (RuntimeError, NotImplementedError):  # an op that no dispatch mode can look at
         return Outputs()
     nbytes = {level: sum(_storages(stored.tensors()).values()) / length for level, (stored, _) in found.items()}
@@ -354,10 +331,9 @@ def _outputs(run: Run, short: Lengths, lengths: Lengths) -> Outputs:
         chosen_nbytes=nbytes["chosen"],
         shared_nbytes=_shared_nbytes(run, length, stored) / length,
         attention_nbytes=nbytes["attention"],
-        chosen_offloaded=offloaded["chosen"],
-        attention_offloaded=offloaded["attention"],
         chosen_share=answered / total,
         spared_share=spared / total,
+        **offloaded,
     )
 
 
@@ -385,10 +361,10 @@ def _shared_nbytes(run: Run, length: int, stored: Stored) -> int:
     return sum(nbytes for place, nbytes in there.items() if place in held)
 
 
-def _offloaded_peak(run: Run, lengths: Lengths, level: Level, rows: int = 1) -> Peak:
-    """Of a backward pass that is answered with outputs which lie somewhere else. rows: of the run."""
+def _offloaded(run: Run, lengths: Lengths, rows: int = 1) -> dict[str, Any]:
+    """Fields of `Outputs`: peaks of backward passes that are answered with outputs which lie somewhere else."""
 
-    def recorded(tokens: int) -> Recording:
+    def recorded(tokens: int, level: Level) -> Recording:
         stored, _ = _keeping(run, tokens, level)
 
         def answered(tokens: int) -> Any:
@@ -400,7 +376,7 @@ def _offloaded_peak(run: Run, lengths: Lengths, level: Level, rows: int = 1) -> 
         del held
         return record
 
-    return _of_a_row(peak_of([recorded(tokens) for tokens in lengths], lengths), rows)
+    return {f"{level}_offloaded": measured(partial(recorded, level=level), lengths, rows=rows)[0] for level in LEVELS}
 
 
 def _storages(tensors: Sequence[Tensor]) -> dict[int, int]:

@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 
 from megatrain.errors import MegaTrainError, ModelError, typed_line
 from megatrain.model.forward_arguments import arguments_of
-from megatrain.model.peak import SkipLargeProducts, lazy_zeros
+from megatrain.model.mapped_tensors import lazy_zeros
+from megatrain.model.peak import SkipLargeProducts
 from megatrain.model.ports import (
     ROUTED,
     Capture,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from megatrain.model import peak, port_model
-from megatrain.model.peak import Living, Run, growth_of, peak_of, recorded_backward
+from megatrain.model.mapped_tensors import lazy_zeros
+from megatrain.model.peak import Living, Run, growth_of, measured, recorded_backward
 from megatrain.model.skeleton import blueprint
 from megatrain.spec.layer_profile import Peak
 from tests.tiny import FAMILIES, tiny_model
@@ -22,7 +24,7 @@ LENGTHS = (8, 16, 32)
 
 
 def fitted(run: Run) -> Peak:
-    return peak_of([recorded_backward(run, tokens) for tokens in LENGTHS], LENGTHS)
+    return measured(partial(recorded_backward, run), LENGTHS)[0]
 
 
 def test_two_products_meet_as_they_must() -> None:
@@ -78,11 +80,11 @@ def test_what_is_not_computed_is_counted_all_the_same(
 
 def test_zeros_that_nothing_has_written_take_no_memory() -> None:
     before = resident_nbytes()
-    zeros = peak.lazy_zeros([1 << 20, 1 << 14], torch.float32)
+    zeros = lazy_zeros([1 << 20, 1 << 14], torch.float32)
     assert float(zeros[::4096].abs().sum()) == 0.0
     assert zeros.is_contiguous()
     for shape in ((), (0, 3), (2, 0)):
-        assert peak.lazy_zeros(shape, torch.bfloat16).shape == shape
+        assert lazy_zeros(shape, torch.bfloat16).shape == shape
     assert resident_nbytes() - before < 64 << 20, "of 64 GiB"
 
 
