@@ -200,6 +200,7 @@ class Keeping(_Watching):
         if terms:
             self.flops[key] = 2.0 * output.numel() * terms
         alone = tree_map_only(Tensor, torch.Tensor.detach, output)  # its graph would hold our hook, and we the graph
+        self._written -= _places(alone)  # what was changed there before has died, and its memory is used again
         if not terms or terms >= self._least:
             self._stored[key] = alone
         self._unsaved[key] = alone

@@ -153,6 +153,23 @@ def test_short_sums_are_not_worth_their_bytes() -> None:
     assert [tuple(tensor.shape) for tensor in keeping.stored().tensors()] == [(6, 4)]
 
 
+def test_an_output_in_memory_that_was_changed_before_it_was_made_is_stored() -> None:
+    """Where something lies is no name: another tensor may have been changed there, and have died."""
+    square = torch.randn(64, 64, requires_grad=True)
+    for _ in range(100):
+        keeping = Keeping("chosen", 64)
+        with keeping.running():
+            changed = torch.zeros(64, 64).add_(1.0)
+            place = changed.data_ptr()
+            del changed
+            product = square @ square
+            product.pow(2)
+        assert len(keeping.stored().outputs) == 1
+        if product.data_ptr() == place:
+            return
+    pytest.skip("no memory was used again")
+
+
 def test_a_layer_that_runs_otherwise_the_second_time_is_refused() -> None:
     w, hidden = weights(), torch.randn(2, 6, WIDTH)
     keeping = Keeping("chosen", WIDTH)
