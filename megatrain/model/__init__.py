@@ -1,6 +1,7 @@
 """Hugging Face causal language models as units that can stream. The only home of `transformers` (tokenizers:
 `data`)."""
 
+from megatrain.model.adapters import Adapter, base_of
 from megatrain.model.checkpoint_names import WrittenModel, WrittenTensor
 from megatrain.model.compiled import require_compiler, spent
 from megatrain.model.forward_arguments import Arguments
@@ -25,6 +26,7 @@ from megatrain.model.weight_sources import (
 )
 
 __all__ = [
+    "Adapter",
     "Answering",
     "Arguments",
     "Call",
@@ -42,6 +44,7 @@ __all__ = [
     "Uses",
     "WrittenModel",
     "WrittenTensor",
+    "base_of",
     "buffer_dtypes",
     "causal_lm_from_config",
     "freeze_parameters",

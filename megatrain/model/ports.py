@@ -26,6 +26,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from megatrain.errors import ModelError
+from megatrain.model.adapters import Adapter
 from megatrain.model.chunked_layers import in_chunks
 from megatrain.model.compiled import compiled_call
 from megatrain.model.forward_arguments import Arguments
@@ -241,6 +242,8 @@ class PortedModel:
     """What its forward takes."""
     measured: Measured | None = None
     """How to find out more."""
+    adapter: Adapter | None = None
+    """What trains, over a base that is frozen; `None` where the model has no adapter."""
 
     @cached_property
     def spec(self) -> ModelSpec:

@@ -22,6 +22,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from megatrain.errors import MegaTrainError, ModelError, typed_line
+from megatrain.model.adapters import FULL_PRECISION, adapter_of, without_parametrize
 from megatrain.model.forward_arguments import arguments_of
 from megatrain.model.mapped_tensors import lazy_zeros
 from megatrain.model.peak import SkipLargeProducts
@@ -67,6 +68,7 @@ def port_model(model: nn.Module, dtype: torch.dtype) -> PortedModel:
     """
     refuse_other_kinds(model)
     assert isinstance(model, PreTrainedModel)
+    adapter = adapter_of(model)
     refuse_shared_and_hooked(model)
     refusal: ModelError | None = None
     for stack in _stacks(model):
@@ -76,7 +78,9 @@ def port_model(model: nn.Module, dtype: torch.dtype) -> PortedModel:
                 torch.inference_mode(False),
                 _foreign_errors(type(model).__name__, dtype),
             ):
-                return _ported(model, stack, dtype)
+                ported = _ported(model, stack, dtype)
+                ported.adapter = adapter
+                return ported
         except ModelError as error:
             refusal = refusal or error  # about the largest stack, which is nearly always the right one
     assert refusal is not None
@@ -159,7 +163,8 @@ def _take_apart(model: PreTrainedModel, stack: str, dtype: torch.dtype) -> Porte
     dtypes = buffer_dtypes(model, dtype)
     for parameter in model.parameters():
         if not parameter.is_floating_point():
-            raise ModelError("has parameters that are not floating point (quantized?)", where=type(model).__name__)
+            what = "has parameters that are not floating point (quantized?)"
+            raise ModelError(what, where=type(model).__name__, fix=FULL_PRECISION)
         meta = torch.empty(parameter.shape, dtype=dtype, device="meta")
         memo[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
     for name, buffer in model.named_buffers():
@@ -170,6 +175,7 @@ def _take_apart(model: PreTrainedModel, stack: str, dtype: torch.dtype) -> Porte
     for module in skeleton.modules():
         if getattr(module, "gradient_checkpointing", False):
             module.__dict__["gradient_checkpointing"] = False  # what to recompute is the policy's choice
+    without_parametrize(skeleton)
     skeleton.config.return_dict = True
     routers_off = {}
     if getattr(model.config, "output_router_logits", False):

@@ -22,7 +22,7 @@ from megatrain.model.chunked_layers import ExpandedRowLinear
 from megatrain.model.ports import HandOut, PortedModel
 from megatrain.model.weight_reads import Uses
 
-LIBRARIES = ("torch", "transformers")
+LIBRARIES = ("torch", "transformers", "peft")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OF_EVERY_MODULE = vars(nn.Module())
 

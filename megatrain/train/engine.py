@@ -42,6 +42,7 @@ from megatrain.model import (
     PretrainedSource,
     Progress,
     Source,
+    base_of,
     freeze_parameters,
     port_model,
     refuse_other_kinds,
@@ -141,6 +142,7 @@ class Engine:
         srun, mpirun) where anything trains, `DoesNotFit` before anything is allocated, `DeviceError` for an absent
         device.
         """
+        model = base_of(model)
         refuse_other_kinds(model)
         options: EngineOptions = {"device": device, "precision": precision, "numerics": numerics, "policy": policy}
         options |= {"optimizer": optimizer, "max_grad_norm": max_grad_norm, "limits": limits, "disk": disk}

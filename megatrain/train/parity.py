@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from megatrain.engine import MicroBatch
 from megatrain.errors import ModelError, typed_line
+from megatrain.model.adapters import Adapter, adapter_of
 from megatrain.model.forward_arguments import arguments_of
 from megatrain.model.ports import takes
 from megatrain.model.skeleton import refuse_attention, where_of
@@ -31,6 +32,7 @@ from megatrain.model.tiny import (
     StockModel,
     dropout_rates,
     ordinary_tokens,
+    perturb,
     shrink,
     twin_from,
     with_dropout,
@@ -555,17 +557,17 @@ def short_check(model: nn.Module, make_engine: MakeEngine, cache_folder: Path | 
     if not isinstance(model, StockModel):
         return Checked("unchecked", "not a transformers model")
     folder = Path(os.path.expanduser(cache_folder or CACHE))
-    ordinary = not customised(model)
-    at_sight = folder, _digest(type(model), model.config, _kernel(model))
+    ordinary, adapter = not customised(model), adapter_of(model)
+    at_sight = folder, _digest(type(model), model.config, _kernel(model), adapter)
     if ordinary and at_sight in _SEEN:
         return Checked("remembered")
     try:
         small = shrink(model.config, type(model))
     except ModelError as error:
         return Checked("unchecked", error.what)
-    path = folder / f"{_digest(type(model), small, _kernel(model))}.json"
+    path = folder / f"{_digest(type(model), small, _kernel(model), adapter)}.json"
     remembered = ordinary and os.path.isfile(path)  # false where its folder may not be entered
-    answer = Checked("remembered") if remembered else _check(model, small, make_engine)
+    answer = Checked("remembered") if remembered else _check(model, small, adapter, make_engine)
     if answer.state == "unchecked":
         return answer
     if not ordinary:
@@ -575,18 +577,24 @@ def short_check(model: nn.Module, make_engine: MakeEngine, cache_folder: Path | 
     return answer
 
 
-def _check(model: StockModel, small: StockConfig, make_engine: MakeEngine) -> Checked:
+def _check(model: StockModel, small: StockConfig, adapter: Adapter | None, make_engine: MakeEngine) -> Checked:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # whatever the caller's default device is
-        return _compared(model, small, make_engine)
+        return _compared(model, small, adapter, make_engine)
 
 
-def _compared(model: StockModel, small: StockConfig, make_engine: MakeEngine) -> Checked:
+def _compared(model: StockModel, small: StockConfig, adapter: Adapter | None, make_engine: MakeEngine) -> Checked:
     kind, kernel = type(model), _kernel(model)
     twin = twin_from(with_dropout(small, 0.0), 0, kernel, kind)
     try:
+        if adapter is not None:
+            adapter.put_into(twin, drops=False)
+            perturb(twin, 0)  # or what an adapter adds would be zero
         report = compare(twin, make_engine, short_cases(twin), short_settings(), enough=1)
-        if any(dropout_rates(small)):
+        if any(dropout_rates(small)) or (adapter is not None and adapter.drops):
             moving = twin_from(small, 0, kernel, kind)
+            if adapter is not None:
+                adapter.put_into(moving)
+                perturb(moving, 0)
             replayed = replay_finding(moving, make_engine, short_cases(moving)[-1], short_settings())
             report = replace(report, findings=(*report.findings, replayed))
     except ModelError as refusal:
@@ -606,14 +614,14 @@ def customised(model: nn.Module) -> bool:
     """Whether a model may act otherwise than its class and config say.
 
     That is so with hooks, a `forward` of an instance's own or put into a class from outside, or modules that are
-    neither torch's nor of the package that the model's class is from (adapters, replaced layers).
+    neither torch's, nor `peft`'s, nor of the package that the model's class is from (replaced layers).
     """
     home = type(model).__module__.partition(".")[0]
     for module in model.modules():
         if "forward" in vars(module) or any(vars(module)[hooks] for hooks in HOOKS):
             return True
         for part in (type(module), type(module).forward):
-            if part.__module__.partition(".")[0] not in ("torch", "transformers", home):
+            if part.__module__.partition(".")[0] not in ("torch", "transformers", "peft", home):
                 return True
     return False
 
@@ -622,9 +630,10 @@ def _kernel(model: StockModel) -> str:
     return str(model.config._attn_implementation)
 
 
-def _digest(kind: type, config: StockConfig, kernel: str) -> str:
+def _digest(kind: type, config: StockConfig, kernel: str, adapter: Adapter | None) -> str:
     """SHA-256 of all that an answer depends on."""
     parts = [
+        "" if adapter is None else adapter.facts,
         f"{kind.__module__}.{kind.__qualname__}",
         json.dumps(config.to_dict(), sort_keys=True, default=str),
         kernel,

@@ -1,0 +1,173 @@
+"""Adapters of `peft` train as they do in plain PyTorch, over a base that streams and stays as it is."""
+
+from __future__ import annotations
+
+import copy
+
+import peft
+import pytest
+import torch
+
+from megatrain import AdamW, Engine, Policy
+from megatrain.errors import ModelError
+from megatrain.model import port_model
+from megatrain.spec import Numerics
+from tests.adapted import METHODS, adapted, config_of, true_gradients
+from tests.kinds import stock_model, tiny_config
+from tests.tiny import equal, relative_error, tiny_model, unequal_batches
+
+TOLERANCE = 1e-6
+FLOOR = 1e-2
+"""The scale of an error is at least this share of the largest gradient: some are small sums of large terms."""
+
+NUMERICS = Numerics("fp32", loss_chunk_tokens=7)
+FAMILIES = ("llama", "llama-tied", "gemma2", "qwen3-moe", "mixtral-balanced")
+DEVICES = (("cpu", "recompute"), ("sim:5", "keep"))
+CASES = [
+    *((family, "lora", *how) for family in (*FAMILIES, "gpt2") for how in DEVICES),
+    *(("llama", method, *DEVICES[place % 2]) for place, method in enumerate(METHODS) if method != "lora"),
+    *((family, method, *DEVICES[1]) for family in FAMILIES for method in ("of the ends", "whole ends", "ia3", "loha")),
+]
+
+
+def policy_for(device: str, **changes: object) -> Policy:
+    small = {"shares_memory": device == "cpu", "shard_nbytes": 4096}
+    return Policy(**{**small, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("family", "method", "device", "activations"), CASES)
+def test_loss_and_every_gradient_equal_pefts(family: str, method: str, device: str, activations: str) -> None:
+    model = adapted(family, method)
+    assert_true(model, device, activations)
+
+
+def assert_true(model: peft.PeftModel, device: str, activations: str, tolerance: float = TOLERANCE) -> None:
+    loss, expected = true_gradients(model)
+    assert expected
+    policy = policy_for(device, activations=activations)
+    with Engine.from_model(model, device, numerics=NUMERICS, policy=policy, verify=False) as engine:
+        found = engine.gradients(unequal_batches())
+        assert engine.evaluate(unequal_batches()) == pytest.approx(loss, rel=1e-6)
+    assert found.keys() == expected.keys()
+    floor = FLOOR * max(float(value.norm()) for value in expected.values())
+    errors = {n: float((found[n] - value).norm()) / max(float(value.norm()), floor) for n, value in expected.items()}
+    worst = max(errors, key=lambda name: errors[name])
+    assert errors[worst] < tolerance, worst
+
+
+@pytest.mark.parametrize("kind", ["bamba", "deepseek_v3", "gpt_oss"])
+def test_hybrids_and_latent_attention_too(kind: str) -> None:
+    model = stock_model(tiny_config(kind), 0)
+    for device, activations in DEVICES:
+        assert_true(adapted(copy.deepcopy(model)), device, activations, 1e-5)
+
+
+def test_in_bfloat16_gradients_are_those_of_peft_in_bfloat16() -> None:
+    model = adapted("llama")
+    _, exact = true_gradients(model)
+    with Engine.from_model(model, precision="bf16", verify=False) as engine:
+        found = engine.gradients(unequal_batches())
+    _, rounded = true_gradients(model.to(torch.bfloat16))
+    assert found.keys() == exact.keys()
+    for name, value in exact.items():
+        assert relative_error(found[name], value) < max(0.02, 2 * relative_error(rounded[name].float(), value)), name
+
+
+def test_the_base_stays_as_it_is_and_the_adapter_becomes_what_plain_pytorch_makes_of_it() -> None:
+    model = adapted("qwen3-moe")
+    base = model.get_base_model()
+    plain = torch.optim.AdamW([p for p in base.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.0, eps=1e-6)
+    before = {name: each.detach().clone() for name, each in base.named_parameters()}
+    optimizer = AdamW(lr=1e-2, weight_decay=0.0, eps=1e-6, betas=(0.9, 0.999))
+    with Engine.from_model(model, numerics=NUMERICS, optimizer=optimizer, max_grad_norm=None, verify=False) as engine:
+        for _ in range(5):
+            engine.step(unequal_batches())
+            _, gradients = true_gradients(model)
+            for name, each in base.named_parameters():
+                each.grad = gradients.get(name)
+            plain.step()
+        after = engine.master_weights()
+    for name, each in base.named_parameters():
+        if each.requires_grad:
+            assert relative_error(after[name], each.detach()) < 1e-4, name
+            assert not torch.equal(after[name], before[name])
+        else:
+            assert torch.equal(after[name], before[name])
+
+
+@pytest.mark.parametrize("method", ["lora", "dora", "loha"])
+def test_dropout_is_drawn_again_as_it_was(method: str) -> None:
+    drops = {"module_dropout": 0.5} if method == "loha" else {"lora_dropout": 0.3}
+    model, found = adapted("llama", method, **drops), []
+    for device, activations in (("cpu", "keep"), ("cpu", "recompute"), ("sim:3", "recompute"), ("sim:4", "keep")):
+        policy = policy_for(device, activations=activations)
+        with Engine.from_model(model, device, numerics=NUMERICS, policy=policy, verify=False) as engine:
+            found.append(engine.gradients(unequal_batches()))
+    assert all(equal(found[0], each) for each in found[1:])
+    _, without = true_gradients(adapted("llama", method))
+    assert any(relative_error(found[0][name], without[name]) > 0.01 for name in without), "nothing has been dropped"
+
+
+def test_an_architecture_is_checked_with_the_adapter_and_remembered_with_it(tmp_path: object) -> None:
+    model = adapted("llama", "lora", lora_dropout=0.1)
+    with Engine.from_model(model) as engine:
+        assert engine.checked.state in ("checked", "remembered")
+    with Engine.from_model(adapted("llama", "lora", lora_dropout=0.1)) as engine:
+        assert engine.checked.state == "remembered"
+
+
+def test_a_model_with_an_adapter_that_transformers_has_put_in_trains_too() -> None:
+    model = tiny_model()
+    model.add_adapter(config_of("lora"))
+    with Engine.from_model(model, verify=False) as engine:
+        assert engine.structure.trained_numel == sum(p.numel() for p in model.parameters() if p.requires_grad)
+        engine.step(unequal_batches())
+
+
+def test_one_adapter_trains_and_others_are_refused_by_name() -> None:
+    model = adapted()
+    model.add_adapter("other", config_of("lora"))
+    with pytest.raises(ModelError, match=r"has 2 adapters \(default, other\); leave one in it"):
+        Engine.from_model(model)
+
+
+def test_an_adapter_that_is_merged_or_disabled_is_refused() -> None:
+    model = adapted()
+    model.merge_adapter()
+    with pytest.raises(ModelError, match="its adapter is merged into the base; call unmerge_adapter"):
+        Engine.from_model(model)
+    model.unmerge_adapter()
+    model.base_model.disable_adapter_layers()
+    with pytest.raises(ModelError, match="its adapter is disabled; call enable_adapter_layers"):
+        Engine.from_model(model)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "PROMPT_TUNING puts learned"),
+        (lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "PREFIX_TUNING puts learned"),
+        (lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "P_TUNING puts learned"),
+        (lambda: peft.AdaLoraConfig(total_step=9, target_modules=["q_proj"]), "ADALORA changes its ranks"),
+        (lambda: peft.ShiraConfig(r=4, target_modules=["q_proj"]), "SHIRA has not been compared"),
+    ],
+)
+def test_a_method_that_does_not_stream_is_refused_by_its_name(config: object, message: str) -> None:
+    model = peft.get_peft_model(tiny_model(), config())  # type: ignore[operator]
+    with pytest.raises(ModelError, match=f"adapter: {message}.*cannot be streamed; use LoRA"):
+        Engine.from_model(model)
+
+
+def test_a_quantized_base_is_refused_and_told_what_to_use() -> None:
+    model = adapted()
+    model.get_base_model().quantization_method = "bitsandbytes"
+    with pytest.raises(ModelError, match=r"its base is quantized \(QLoRA\); load it in bfloat16: .* 2 bytes"):
+        Engine.from_model(model)
+
+
+def test_units_hold_the_adapter_first_and_the_base_behind_it() -> None:
+    ported = port_model(adapted().get_base_model(), torch.bfloat16)
+    for unit in ported.structure.units[1:-1]:
+        kinds = [param.trainable for param in unit.params]
+        assert kinds == sorted(kinds, reverse=True)
+        assert all(param.trainable == ("lora_" in param.name) for param in unit.params)
