@@ -2,8 +2,8 @@
 
 In `bf16` a unit holds the upper half of each float32 master, which is the bfloat16 weight that streams, the other 16
 bits, and float32 m and v: 12 bytes per parameter. In `fp32` the weight is the master and there are no low bits: 12
-bytes again. Frozen parameters have no m and v. Each part (`spec.Part`) has a buffer of its own, since each may live
-elsewhere; that of the moments has m, then v.
+bytes again. Frozen parameters have the weight alone, in `bf16` 2 bytes: the master is what is computed with. Each part
+(`spec.Part`) has a buffer of its own, since each may live elsewhere; that of the moments has m, then v.
 
 With several ranks the buffers hold what this rank owns of each unit (`spec.layout`), and a whole parameter is put
 together from all of them: then every rank must ask for it.
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatrain.memory.pool import Pool
-from megatrain.optim.split_master import join, join_into, split_into
+from megatrain.optim.split_master import join_into, split_into
 from megatrain.schedule.passes.state_buffers import spare_nbytes, staging_name, state_name
 from megatrain.spec import ModelSpec, Numerics, Part, Policy, Precision
 from megatrain.spec.layout import Field, Layout, Ownership, layout_of
@@ -31,10 +31,13 @@ PARTS = (Part.WEIGHTS, Part.LOW_BITS, Part.MOMENTS)
 """What a unit has between steps, but for gradients that wait."""
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
+AT_ONCE = 1 << 22
+"""Elements of a frozen parameter that are rounded at one time."""
+
 
 @dataclass(frozen=True, slots=True)
 class UnitState:
-    """Views of one unit's arrays: `hi` and `lo` of `layout.own_size` elements, `m` and `v` of what trains, a prefix.
+    """Views of one unit's arrays: `hi` of `layout.own_size` elements, `lo`, `m` and `v` of what trains, a prefix.
 
     `lo` is absent in fp32.
     """
@@ -54,8 +57,8 @@ def unit_state(parts: Mapping[Part, Tensor], layout: Layout, precision: Precisio
     m, v = moments[: 4 * trained].view(np.float32), moments[4 * trained : 8 * trained].view(np.float32)
     if precision == "fp32":
         return UnitState(hi[: 4 * size].view(np.float32), None, m, v)
-    low = parts[Part.LOW_BITS].numpy()
-    return UnitState(hi[: 2 * size].view(np.uint16), low[: 2 * size].view(np.uint16), m, v)
+    low = parts.get(Part.LOW_BITS, _NOTHING).numpy()
+    return UnitState(hi[: 2 * size].view(np.uint16), low[: 2 * trained].view(np.uint16), m, v)
 
 
 Gather = Callable[[Tensor], Tensor]
@@ -90,6 +93,8 @@ class Store:
         self._changed = False
         self._whole: np.ndarray | None = None
         """The masters of the unit that is open, put together from all ranks."""
+        self.rounded: set[str] = set()
+        """Frozen parameters whose value was no bfloat16 and has been rounded to one."""
 
     def unit(self, unit: int) -> UnitState:
         """The arrays of one unit, to read; until the next unit is asked for, or the store settles."""
@@ -145,10 +150,10 @@ class Store:
         else:
             high = self._at_hand(unit, Part.WEIGHTS, behind[: sizes[Part.WEIGHTS]])
             rest = behind if self._in_host(unit, Part.WEIGHTS) else behind[sizes[Part.WEIGHTS] :]
-            low = self._at_hand(unit, Part.LOW_BITS, rest[: sizes[Part.LOW_BITS]])
+            low_nbytes = sizes.get(Part.LOW_BITS, 0)
+            low = self._at_hand(unit, Part.LOW_BITS, rest[:low_nbytes]) if low_nbytes else _NOTHING
             halves = unit_state({Part.WEIGHTS: high, Part.LOW_BITS: low}, self.layouts[unit], "bf16")
-            assert halves.lo is not None
-            join_into(halves.hi, halves.lo, masters.numpy().view(np.float32))
+            _join(halves, masters.numpy().view(np.float32))
         parts = {Part.WEIGHTS: masters}
         if Part.MOMENTS in sizes:  # in the place of the halves, which have been joined
             parts[Part.MOMENTS] = self._at_hand(unit, Part.MOMENTS, behind[: sizes[Part.MOMENTS]])
@@ -181,17 +186,20 @@ class Store:
         return iter(self._owner)
 
     def write_master(self, name: str, value: Tensor) -> None:
-        """Set what this rank owns of the float32 master of one parameter, exactly. `value` has the parameter's shape,
-        on the host."""
+        """Set what this rank owns of the float32 master of one parameter, exactly, or rounded where it is frozen in
+        `bf16` (`rounded`). `value` has the parameter's shape, on the host."""
         unit, field = self._owner[name]
         flat, state = value.detach().reshape(-1), self.change(unit)
+        self.rounded.discard(name)
         for piece in self.owned.within(self.layouts[unit], field.start, field.stop):
             part = flat[piece.start - field.start : piece.stop - field.start]
             own = part.to(device="cpu", dtype=torch.float32).contiguous().numpy()
             if state.lo is None:
                 state.hi[piece.own] = own
-            else:
+            elif piece.at < state.lo.size:
                 split_into(own, state.hi[piece.own], state.lo[piece.own])
+            elif _round_into(own, state.hi[piece.own]):
+                self.rounded.add(name)
 
     def master(self, name: str) -> Tensor:
         """A copy of the float32 master of one parameter, in its shape. Of several ranks all must ask for it."""
@@ -205,15 +213,13 @@ class Store:
         """Copies of the float32 masters that this rank owns of one parameter, in order."""
         unit, field = self._owner[name]
         state, pieces = self.unit(unit), self.owned.within(self.layouts[unit], field.start, field.stop)
-        if state.lo is None:
-            return [state.hi[piece.own].copy() for piece in pieces]
-        return [join(state.hi[piece.own], state.lo[piece.own]) for piece in pieces]
+        return [_joined(state, piece.own) for piece in pieces]
 
     def _masters(self, unit: int) -> np.ndarray:
         """The float32 masters of a unit, from all ranks."""
         state = self.unit(unit)
         if self._whole is None:
-            own = state.hi if state.lo is None else join(state.hi, state.lo)
+            own = _joined(state, slice(0, state.hi.size))
             self._whole = self.together(self._gather(torch.from_numpy(own)).numpy(), self.layouts[unit])
         return self._whole
 
@@ -299,3 +305,31 @@ class Store:
 
 def _tensor(flat: np.ndarray, field: Field) -> Tensor:
     return torch.from_numpy(flat).view(field.shape)
+
+
+def _join(halves: UnitState, masters: np.ndarray) -> None:
+    """Write the masters, float32[n], of a unit in `bf16`: of both halves where it trains, of its weights behind."""
+    assert halves.lo is not None
+    trained = halves.lo.size
+    join_into(halves.hi[:trained], halves.lo, masters[:trained])
+    np.left_shift(halves.hi[trained:], 16, out=masters[trained:].view(np.uint32), dtype=np.uint32)
+
+
+def _joined(state: UnitState, at: slice) -> np.ndarray:
+    """A copy of the masters, float32, of these elements of a unit."""
+    if state.lo is None:
+        return state.hi[at].copy()
+    masters = np.empty(at.stop - at.start, np.float32)
+    _join(replace(state, hi=state.hi[at], lo=state.lo[at]), masters)
+    return masters
+
+
+def _round_into(masters: np.ndarray, hi: np.ndarray) -> bool:
+    """Write the bfloat16 nearest to each of the masters into `hi`; whether any was none itself."""
+    lost = False
+    for start in range(0, masters.size, AT_ONCE):
+        some = masters[start : start + AT_ONCE]
+        low = np.empty(some.size, np.uint16)
+        split_into(some, hi[start : start + AT_ONCE], low)
+        lost = lost or bool(low.any())
+    return lost

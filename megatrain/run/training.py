@@ -48,6 +48,7 @@ from megatrain.model import (
     PretrainedSource,
     Source,
     freeze_parameters,
+    listed,
     model_named,
     port_model,
     spent,
@@ -330,6 +331,11 @@ def _show(config: Config, engine: Engine, source: Source, corpus: Corpus, plan: 
     facts = [
         ("model", describe_model(engine.structure)),
         *([("left out", printable(left_out))] if left_out else []),
+        *(
+            [("rounded", printable(f"to bfloat16, as it is frozen: {listed(engine.rounded)}"))]
+            if engine.rounded
+            else []
+        ),
         ("attention", engine.structure.attention),
         ("verified", "no: " + engine.checked.why if engine.checked.state == "unchecked" else "against the stock code"),
         *corpus.facts,

@@ -648,6 +648,12 @@ class Engine:
         return self._ported.balance_coefficient
 
     @property
+    def rounded(self) -> list[str]:
+        """Frozen parameters that were no bfloat16 numbers where they came from: in bf16 they are held, and written, as
+        the bfloat16 that they are computed with. In fp32 there are none."""
+        return sorted(self._store.rounded)
+
+    @property
     def disk(self) -> Disk | None:
         """The files for state on the disk, if there are folders for them."""
         return self._disk

@@ -171,3 +171,14 @@ def test_units_hold_the_adapter_first_and_the_base_behind_it() -> None:
         kinds = [param.trainable for param in unit.params]
         assert kinds == sorted(kinds, reverse=True)
         assert all(param.trainable == ("lora_" in param.name) for param in unit.params)
+
+
+def test_a_base_costs_two_bytes_a_parameter_and_its_adapter_the_rest() -> None:
+    model = tiny_model(hidden_size=256, intermediate_size=512, num_attention_heads=8, num_hidden_layers=4)
+    with Engine.from_model(adapted(model, r=1, target_modules=["q_proj"]), precision="bf16", verify=False) as engine:
+        base = engine.structure.numel - engine.structure.trained_numel
+        engine.step(unequal_batches())
+        uses = ("weights", "optimizer state", "gradients")
+        held = {use: nbytes for (tier, use), nbytes in engine.memory_table().items() if tier == "host" and use in uses}
+        assert held.keys() == {*uses}
+        assert sum(held.values()) < 2.05 * base

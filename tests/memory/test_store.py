@@ -9,11 +9,12 @@ import torch
 from megatrain.device.cpu import CpuDevice
 from megatrain.device.sim import SimDevice
 from megatrain.errors import DeviceError, DoesNotFit, OutOfDeviceMemory
-from megatrain.memory import Ledger, Pool, Store
+from megatrain.memory import Ledger, Pool, Store, UnitState
 from megatrain.optim import join
+from megatrain.optim.split_master import bf16_to_f32
 from megatrain.schedule import Buffer, Use, build_step
-from megatrain.schedule.passes.state_buffers import state_nbytes
-from megatrain.spec import ModelSpec, Numerics, ParamSpec, Policy, Precision, UnitSpec, Work
+from megatrain.schedule.passes.state_buffers import state_name, state_nbytes
+from megatrain.spec import ModelSpec, Numerics, ParamSpec, Part, Policy, Precision, UnitSpec, Work
 from megatrain.spec.layout import Ownership
 
 MODEL = ModelSpec(
@@ -28,11 +29,11 @@ MODEL = ModelSpec(
 )
 
 
-def store(precision: Precision) -> Store:
+def store(precision: Precision, model: ModelSpec = MODEL) -> Store:
     numerics, policy = Numerics(precision), Policy()
     pool = Pool(CpuDevice(), Ledger())
-    pool.provide(build_step(MODEL, numerics, policy, Work((1,))).buffers.values())
-    return Store(MODEL, numerics, policy, pool)
+    pool.provide(build_step(model, numerics, policy, Work((1,))).buffers.values())
+    return Store(model, numerics, policy, pool)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -58,6 +59,43 @@ def test_a_view_is_the_memory_of_the_weight(precision: Precision) -> None:
         assert torch.equal(view, value if precision == "fp32" else value.to(torch.bfloat16))
         view.fill_(0.5)
         assert torch.equal(state.master(name).to(view.dtype), view)
+
+
+PARTLY = ModelSpec(
+    "m",
+    (
+        UnitSpec("p", "prologue", (ParamSpec("e", (9, 8), trainable=False),)),
+        UnitSpec("l", "layer", (ParamSpec("l.w", (4, 8), trainable=False), ParamSpec("l.b", (3,)))),
+        UnitSpec("h", "epilogue", (ParamSpec("h", (9, 8)),)),
+    ),
+    hidden_size=8,
+    vocab_size=9,
+)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_what_is_frozen_is_held_as_it_is_computed_with_and_what_was_rounded_is_told(precision: Precision) -> None:
+    state = store(precision, PARTLY)
+    values = {p.name: torch.randn(p.shape) for unit in PARTLY.units for p in unit.params}
+    values["l.w"] = values["l.w"].to(torch.bfloat16).float()
+    state.load(values)
+    assert state.rounded == ({"e"} if precision == "bf16" else set())
+    spare = torch.empty(max(state.spare_nbytes(unit) for unit in range(3)), dtype=torch.uint8)
+    for unit, layout in enumerate(state.layouts):
+        whole = state.float32_state(unit, spare)
+        for field in layout.fields:
+            exact = values[field.name].to(torch.bfloat16).float() if field.name in state.rounded else values[field.name]
+            assert torch.equal(state.master(field.name), exact)
+            assert torch.equal(torch.from_numpy(whole.hi[field.start : field.stop].copy()).view(field.shape), exact)
+    state.write_master("e", torch.ones(9, 8))
+    assert not state.rounded
+
+
+def test_a_frozen_parameter_takes_two_bytes_in_bf16_and_four_in_fp32() -> None:
+    for precision, each in (("bf16", 2), ("fp32", 4)):
+        state = store(precision, PARTLY)  # type: ignore[arg-type]
+        parts = [state_name("host", part, 0) for part in Part if state.pool.has(state_name("host", part, 0))]
+        assert sum(state.pool.nbytes(name) for name in parts) == each * 96
 
 
 def test_the_streamed_weight_is_the_master_rounded() -> None:
@@ -134,6 +172,14 @@ def test_a_buffer_whose_growth_fails_is_made_again_by_the_next_call() -> None:
     assert pool.ledger.nbytes("device") == 60 == 100 - device.free_nbytes()
 
 
+def masters_of(state: UnitState) -> np.ndarray:
+    """Of what a rank owns: both halves where it trains, and the weights alone behind."""
+    if state.lo is None:
+        return state.hi
+    trained = state.lo.size
+    return np.concatenate([join(state.hi[:trained], state.lo), bf16_to_f32(state.hi[trained:])])
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_that_hold_a_part_each_hold_all_bit_for_bit(precision: Precision, ranks: int) -> None:
@@ -146,7 +192,7 @@ def test_ranks_that_hold_a_part_each_hold_all_bit_for_bit(precision: Precision, 
     def gather(own: torch.Tensor) -> torch.Tensor:
         (unit,) = {unit for unit in range(3) for store in stores if store._open == unit}
         states = [store.unit(unit) for store in stores]
-        parts = [state.hi if state.lo is None else join(state.hi, state.lo) for state in states]
+        parts = [masters_of(state) for state in states]
         assert any(np.array_equal(own.numpy(), part, equal_nan=True) for part in parts)
         return torch.from_numpy(np.stack(parts))
 
@@ -159,6 +205,7 @@ def test_ranks_that_hold_a_part_each_hold_all_bit_for_bit(precision: Precision, 
         owned = Ownership(rank, policy.shard_nbytes // numerics.weight_nbytes)
         stores.append(Store(model, numerics, policy, pool, owned, gather))
     values = {p.name: torch.randn(p.shape) for unit in units for p in unit.params}
+    values["l.f"] = values["l.f"].to(torch.bfloat16).float()  # frozen: held as the bfloat16 that is computed with
     for store in stores:
         store.load(values)
     for name, value in values.items():

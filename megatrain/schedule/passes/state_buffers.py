@@ -65,8 +65,8 @@ def state_name(tier: Tier, part: Part, unit: int) -> str:
 
 
 def low_nbytes(layout: Layout, numerics: Numerics) -> int:
-    """Bytes of a unit's low bits, which complete bf16 weights to their masters."""
-    return layout.own_size * (0 if numerics.precision == "fp32" else 2)
+    """Bytes of a unit's low bits, which complete bf16 weights to their masters; what is frozen has none."""
+    return layout.trained.own_size * (0 if numerics.precision == "fp32" else 2)
 
 
 def staging_name(model: ModelSpec, unit: int, part: Part, number: int = 0) -> str:
@@ -118,7 +118,8 @@ def spare_nbytes(layout: Layout, precision: Precision, away: Collection[Part]) -
     them what is fetched: both halves of the masters, and in their place, once they have been joined, the moments.
     """
     masters = 0 if precision == "fp32" and Part.WEIGHTS not in away else 4 * layout.own_size
-    halves = 0 if precision == "fp32" else 2 * layout.own_size * len({Part.WEIGHTS, Part.LOW_BITS} & {*away})
+    sizes = {Part.WEIGHTS: layout.own_size, Part.LOW_BITS: layout.trained.own_size}
+    halves = 0 if precision == "fp32" else 2 * sum(size for part, size in sizes.items() if part in away)
     moments = MOMENTS_NBYTES * layout.trained.own_size if Part.MOMENTS in away else 0
     return masters + max(halves, moments)
 
