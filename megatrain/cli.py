@@ -307,6 +307,9 @@ def _export(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="Folder to write.", callback=_path("folder"))],
     precision: PrecisionName = "bf16",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model in TARGET.")] = False,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="SOURCE is an adapter: write its base with it merged.")
+    ] = False,
     trust_remote_code: Remote = False,
 ) -> None:
     """Write a model as a Hugging Face folder, unit by unit; it appears whole or not at all."""
@@ -322,6 +325,7 @@ def _export(
             target,
             precision=_precision(precision),
             overwrite=overwrite,
+            merge=merge,
             trust_remote_code=trust_remote_code,
             progress=progress,
             notice=_tell,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatrain.checkpoint.safetensors_writer import Shard, ShardWriter, plan_shards, write_index
 from megatrain.errors import ExportError
-from megatrain.model import PortedModel, WrittenModel
+from megatrain.model import PortedModel, Written, written_of
 from megatrain.spec import Precision
 from megatrain.system.atomic import appearing
 from megatrain.system.paths import usable_path
@@ -57,7 +57,12 @@ def model_card(title: str, summary: str, classes: Mapping[str, str], arguments: 
     arguments: what `from_pretrained` takes after the folder, with a leading comma. facts: rows of the table of
     training facts, none if empty.
     """
-    loading = [f"from transformers import {', '.join(classes.values())}", ""]
+    homes = {kind: "peft" if "Peft" in kind else "transformers" for kind in classes.values()}
+    loading = [
+        f"from {home} import {', '.join(kind for kind in homes if homes[kind] == home)}"
+        for home in dict.fromkeys(homes.values())
+    ]
+    loading.append("")
     loading += [
         f'{variable} = {kind}.from_pretrained("path/to/this/folder"{arguments})' for variable, kind in classes.items()
     ]
@@ -121,7 +126,11 @@ def export_model(
     Returns the folder, absolute and with symbolic links resolved. Raises `ExportError` when it cannot be written, has
     too little space, or holds anything that does not belong to a model; what was there is then there as before.
     """
-    units = ({param.name: masters(param.name) for param in unit.params} for unit in ported.structure.units)
+    wanted = written_of(ported, torch.float32).writes
+    units = (
+        {param.name: masters(param.name) for param in unit.params if wanted(param.name)}
+        for unit in ported.structure.units
+    )
     return export_units(ported, units, folder, **options)
 
 
@@ -141,8 +150,9 @@ def export_units(
     """
     target = usable_path(folder, error=ExportError, to_write="folder").resolve()
     _refuse_foreign(target)
-    written = WrittenModel(ported, _WRITTEN_DTYPES[precision])
-    shards = plan_shards((tensor for unit in written.units for tensor in unit), shard_nbytes)
+    written = written_of(ported, _WRITTEN_DTYPES[precision])
+    nbytes = shard_nbytes if ported.adapter is None else 1 << 62  # `peft` reads one file
+    shards = plan_shards((tensor for unit in written.units for tensor in unit), nbytes, written.stem)
     try:
         with appearing(target) as staging:
             _refuse_too_little_space(target, shards)
@@ -161,7 +171,7 @@ def export_units(
 
 
 def _write_weights(
-    written: WrittenModel,
+    written: Written,
     units: Iterable[Mapping[str, Tensor]],
     folder: Path,
     shards: list[Shard],
@@ -193,12 +203,13 @@ def add_files(write_more: Callable[[Path], object], folder: Path) -> None:
         raise OSError(int(match[2]), match[1]) from error
 
 
-def _card(written: WrittenModel, title: str, folder: Path, precision: Precision, facts: Mapping[str, str]) -> str:
-    classes = {"model": "AutoModelForCausalLM"}
+def _card(written: Written, title: str, folder: Path, precision: Precision, facts: Mapping[str, str]) -> str:
+    classes = {"model": "AutoModelForCausalLM" if written.stem == "model" else "AutoPeftModelForCausalLM"}
     if (folder / "tokenizer_config.json").exists():
         classes["tokenizer"] = "AutoTokenizer"
     dtype = {"bf16": "bfloat16", "fp32": "float32"}[precision]
-    summary = f"A `{written.spec.name}` of {written.numel:,} parameters in {dtype}."
+    what = f"A `{written.spec.name}`" if written.stem == "model" else f"An adapter of a `{written.spec.name}`,"
+    summary = f"{what} of {written.numel:,} parameters in {dtype}."
     return model_card(title, summary, classes, ", trust_remote_code=True" if written.needs_remote_code else "", facts)
 
 
@@ -220,7 +231,7 @@ def _refuse_foreign(target: Path) -> None:
     for path in inside:
         if path.name not in MODEL_FOLDERS and (path.is_dir() or path.suffix not in MODEL_SUFFIXES):
             raise ExportError(f"holds {path.name!r}, which is not part of a model", where=where, fix=fix)
-    if inside and not (target / "config.json").exists():
+    if inside and not any((target / name).exists() for name in ("config.json", "adapter_config.json")):
         raise ExportError("is not a model folder", where=where, fix=fix)
 
 

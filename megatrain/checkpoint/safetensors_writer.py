@@ -53,12 +53,12 @@ class Shard:
     nbytes: int
 
 
-def plan_shards(tensors: Iterable[WrittenTensor], shard_nbytes: int) -> list[Shard]:
+def plan_shards(tensors: Iterable[WrittenTensor], shard_nbytes: int, stem: str = "model") -> list[Shard]:
     """Deal tensors out, in order, to as few files of at most `shard_nbytes` of tensors as that allows.
 
     A tensor larger than that has a file of its own. Raises `ExportError` for a dtype that the format lacks.
     """
-    return _named([sorted(each, key=_place) for each in _dealt(tensors, shard_nbytes)], "model")
+    return _named([sorted(each, key=_place) for each in _dealt(tensors, shard_nbytes)], stem)
 
 
 def plan_front_to_back(

@@ -1,7 +1,8 @@
 """Checkpoints written unit by unit: a Hugging Face folder with float32 masters, and what else it takes to go on.
 
     step-00001200/
-      config.json, model.safetensors ...      a model that `from_pretrained` loads, tokenizer and all
+      config.json, model.safetensors ...      a model that `from_pretrained` loads, tokenizer and all; of a model with
+                                              an adapter that alone, as `peft` writes it
       optimizer/moments.safetensors ...       m and v of each trained parameter, `NAME.m` and `NAME.v`, in its shape
       training.json                           everything that is not a tensor (`run_state`)
       manifest.json                           sizes and checksums (`manifest`)
@@ -34,7 +35,7 @@ from megatrain.checkpoint.manifest import MANIFEST, FileSum, Manifest, sum_of
 from megatrain.checkpoint.run_state import TRAINING, write_training
 from megatrain.checkpoint.safetensors_writer import Shard, ShardFile, ShardWriter, plan_front_to_back, write_index
 from megatrain.errors import CheckpointError
-from megatrain.model import PortedModel, WrittenModel, WrittenTensor
+from megatrain.model import PortedModel, Written, WrittenTensor, written_of
 from megatrain.spec import ModelSpec, ParamSpec
 from megatrain.system.atomic import appearing
 from megatrain.system.paths import usable_path
@@ -68,10 +69,11 @@ class PlannedCheckpoint:
         self.spec = ported.structure
         self.order = tuple(range(len(self.spec.units)) if order is None else order)
         """Units in the order in which they are written, every one once; as in the specification if not given."""
-        self.written = WrittenModel(ported, torch.float32)
+        self.written = written_of(ported, torch.float32)
         self.frozen = _frozen(self.spec, self.written)
         """Tensors that nothing trains. They have files of their own, which checkpoints share (`hard_links`)."""
-        self.weights = plan_front_to_back(self.tensors, shard_nbytes, "model", self.frozen)
+        nbytes = shard_nbytes if ported.adapter is None else 1 << 62  # `peft` reads one file
+        self.weights = plan_front_to_back(self.tensors, nbytes, self.written.stem, self.frozen)
         self.moments = plan_front_to_back(self.moment_tensors, shard_nbytes, f"{OPTIMIZER}/moments")
         self.small_files = _small_files(self.written)
 
@@ -201,7 +203,7 @@ def _write_arrays(
     return files.sums
 
 
-def _frozen(spec: ModelSpec, written: WrittenModel) -> frozenset[str]:
+def _frozen(spec: ModelSpec, written: Written) -> frozenset[str]:
     """Names of tensors that nothing trains, as far as names tell; one too many or too few only costs space."""
     names: set[str] = set()
     for unit, tensors in zip(spec.units, written.units, strict=True):
@@ -289,7 +291,7 @@ def _refuse_inexact(params: Iterable[ParamSpec], state: Mapping[str, ParamState]
                 raise CheckpointError(f"its {name} is {found}, not torch.float32 {list(param.shape)}", where=where)
 
 
-def _small_files(written: WrittenModel) -> dict[str, bytes]:
+def _small_files(written: Written) -> dict[str, bytes]:
     """Config, generation config and custom code: name -> content. A checkpoint has no model card."""
     try:
         with tempfile.TemporaryDirectory() as folder:

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatrain.checkpoint import export_units
 from megatrain.data import load_tokenizer
 from megatrain.errors import DataError, ExportError
-from megatrain.model import PretrainedSource, Progress, listed, model_named, port_model
+from megatrain.model import AdaptedSource, Progress, Source, listed, model_named, port_model, pretrained_source
 from megatrain.spec import Precision, UnitSpec
 from megatrain.system.paths import usable_path
 from megatrain.train.progress import printable
@@ -23,15 +23,19 @@ def run_export(
     *,
     precision: Precision = "bf16",
     overwrite: bool = False,
+    merge: bool = False,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
     notice: Callable[[str], object] = lambda line: None,
 ) -> Path:
     """Write the model of `source` (model folder, run folder or hub name) to `target`, its tokenizer with it.
 
-    precision: of the weights. overwrite: replace a model that is there. progress: called with (done, total) bytes.
-    notice: told, in a line each, what a person should know about the source, and a model that is replaced. Raises
-    `ModelError` for a model that cannot be read, `ExportError` for a folder that cannot be written, or holds a model.
+    precision: of the weights. overwrite: replace a model that is there. merge: of an adapter, its base with it merged
+    in, in float32 and rounded once. progress: called with (done, total) bytes. notice: told, in a line each, what a
+    person should know about the source, and a model that is replaced.
+
+    Raises `ModelError` for a model that cannot be read, `ExportError` for a folder that cannot be written, or holds a
+    model, and where there is nothing to merge, or something that is not to be.
     """
     there = usable_path(target, where="TARGET", error=ExportError, to_write="folder")
     if (there / "config.json").exists():
@@ -39,14 +43,19 @@ def run_export(
             raise ExportError("holds a model", where=str(there), fix="choose another folder, or give --overwrite")
         notice(f"replaces the model in {there}")
     name = model_named(source)
-    pretrained = PretrainedSource(name, trust_remote_code=trust_remote_code, attention="auto")
+    pretrained = pretrained_source(name, trust_remote_code=trust_remote_code)
     if left_out := pretrained.left_out():
         notice(f"left out: {printable(left_out)}")
-    ported = port_model(pretrained.model, torch.float32)
+    adapted = pretrained if isinstance(pretrained, AdaptedSource) else None
+    if merge == (adapted is None):
+        what = "is no adapter, and has nothing to merge" if merge else "is an adapter, which is written merged alone"
+        raise ExportError(what, where=f"model {source}", fix="leave --merge out" if merge else "give --merge")
+    base = pretrained if adapted is None else adapted.base
+    ported = port_model(base.model, torch.float32)
     not_finite: list[str] = []
 
     def masters(unit: UnitSpec) -> dict[str, Tensor]:
-        values = _masters(pretrained, unit)
+        values = _masters(base, unit) if adapted is None else adapted.merged(_masters(base, unit))
         not_finite.extend(name for name, value in values.items() if not bool(value.isfinite().all()))
         return values
 
@@ -56,7 +65,7 @@ def run_export(
         there,
         precision=precision,
         facts={"made from": source},
-        write_more=_tokenizer(name),
+        write_more=_tokenizer(name) or (None if adapted is None else _tokenizer(adapted.base_name)),
         progress=progress,
     )
     if not_finite:
@@ -77,7 +86,7 @@ class _OneUnit:
         self.values[name] = value.detach().to(torch.float32, copy=True)
 
 
-def _masters(source: PretrainedSource, unit: UnitSpec) -> dict[str, Tensor]:
+def _masters(source: Source, unit: UnitSpec) -> dict[str, Tensor]:
     held = _OneUnit()
     source.fill(held, [[param.name for param in unit.params]])
     return held.values

@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatrain.memory.checksum import checksum
 from megatrain.memory.pool import Pool
-from megatrain.optim.split_master import join_into, split_into
+from megatrain.optim.split_master import bf16_to_f32, join_into, split_into
 from megatrain.schedule.passes.state_buffers import spare_nbytes, staging_name, state_name
 from megatrain.spec import ModelSpec, Numerics, Part, Policy, Precision
 from megatrain.spec.layout import Field, Layout, Ownership, layout_of
@@ -95,6 +96,7 @@ class Store:
         """The masters of the unit that is open, put together from all ranks."""
         self.rounded: set[str] = set()
         """Frozen parameters whose value was no bfloat16 and has been rounded to one."""
+        self._frozen_sum: str | None = None
 
     def unit(self, unit: int) -> UnitState:
         """The arrays of one unit, to read; until the next unit is asked for, or the store settles."""
@@ -111,6 +113,21 @@ class Store:
         found = [name for name in self.names() if not all(np.isfinite(each).all() for each in self._own(name))]
         self.settle()
         return found
+
+    def frozen_checksum(self) -> str:
+        """Of the values of all that is frozen, as float32, in 16 digits: the same in every tier, and in every precision
+        that holds the same values. It looks at every one, once."""
+        if self._frozen_sum is None:
+            self._frozen_sum = f"{checksum(self._frozen_words()):016x}"
+            self.settle()
+        return self._frozen_sum
+
+    def _frozen_words(self) -> Iterator[np.ndarray]:
+        for unit, layout in enumerate(self.layouts):
+            frozen = self.unit(unit).hi[layout.trained.own_size :]
+            for start in range(0, frozen.size, AT_ONCE):
+                some = frozen[start : start + AT_ONCE]
+                yield (some if some.dtype == np.float32 else bf16_to_f32(some)).view(np.uint8)
 
     def settle(self) -> None:
         """Put back what has been changed, and hold nothing open. Before ops run, and when reading has ended.
@@ -191,6 +208,8 @@ class Store:
         unit, field = self._owner[name]
         flat, state = value.detach().reshape(-1), self.change(unit)
         self.rounded.discard(name)
+        if field.start >= self.layouts[unit].trained.size:
+            self._frozen_sum = None
         for piece in self.owned.within(self.layouts[unit], field.start, field.stop):
             part = flat[piece.start - field.start : piece.stop - field.start]
             own = part.to(device="cpu", dtype=torch.float32).contiguous().numpy()

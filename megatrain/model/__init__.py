@@ -1,8 +1,8 @@
 """Hugging Face causal language models as units that can stream. The only home of `transformers` (tokenizers:
 `data`)."""
 
-from megatrain.model.adapters import Adapter, base_of
-from megatrain.model.checkpoint_names import WrittenModel, WrittenTensor
+from megatrain.model.adapters import AdaptedSource, Adapter, base_named_in, base_of, pretrained_source
+from megatrain.model.checkpoint_names import Written, WrittenModel, WrittenTensor, written_of
 from megatrain.model.compiled import require_compiler, spent
 from megatrain.model.forward_arguments import Arguments
 from megatrain.model.freeze import freeze_parameters
@@ -16,6 +16,7 @@ from megatrain.model.saved_activations import Answering, Keeping, Stored
 from megatrain.model.split_into_units import buffer_dtypes, port_model, refuse_other_kinds
 from megatrain.model.weight_reads import Uses, is_wrapped
 from megatrain.model.weight_sources import (
+    Fills,
     Masters,
     ModelSource,
     Progress,
@@ -26,10 +27,12 @@ from megatrain.model.weight_sources import (
 )
 
 __all__ = [
+    "AdaptedSource",
     "Adapter",
     "Answering",
     "Arguments",
     "Call",
+    "Fills",
     "FreshSource",
     "Keeping",
     "Masters",
@@ -42,8 +45,10 @@ __all__ = [
     "Stored",
     "TextStream",
     "Uses",
+    "Written",
     "WrittenModel",
     "WrittenTensor",
+    "base_named_in",
     "base_of",
     "buffer_dtypes",
     "causal_lm_from_config",
@@ -55,9 +60,11 @@ __all__ = [
     "non_finite_weights",
     "only_single_rows",
     "port_model",
+    "pretrained_source",
     "refuse_other_kinds",
     "require_compiler",
     "speak",
     "spent",
     "why_not_packable",
+    "written_of",
 ]

@@ -4,6 +4,10 @@
 leaves the model's own forward as it was. So an adapted model is a model, and ports know nothing of it: the base is what
 is frozen, the adapter what trains. Here is told which adapters that holds for (`adapter_of`), and what a layer of
 `peft` does otherwise than by its parameters alone is put right in the copy that streams (`without_parametrize`).
+
+`AdaptedSource` puts an adapter over a base that nobody holds: into the structure, in which `peft` finds zeros without
+memory in place of weights, or the weight of one module at a time where it begins from their values. What an adapter is
+saved as, names, files and configuration, `peft` says too (`Adapter.file_names`, `Adapter.config_json`).
 """
 
 from __future__ import annotations
@@ -12,27 +16,35 @@ import copy
 import json
 import re
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from megatrain.errors import ModelError
+from megatrain.errors import ConfigError, ModelError, first_line
 from megatrain.model.architecture import plain_errors
+from megatrain.model.hub import ADAPTER, located, model_named
+from megatrain.model.pretrained import PretrainedSource
+from megatrain.model.weight_sources import Masters, Progress, Source, listed, quiet
+from megatrain.system.paths import read_json, usable_path
 
 METHODS = (
     *("LORA", "IA3", "LOHA", "LOKR", "OFT", "BOFT", "HRA", "MISS", "LN_TUNING"),
-    *("FOURIERFT", "VERA", "C3A", "ROAD", "DELORA", "WAVEFT"),
+    *("FOURIERFT", "C3A", "ROAD", "DELORA", "WAVEFT"),
 )
 """Methods of `peft` that leave a layer's forward a function of its input, each compared with plain PyTorch in tests."""
 
 WHY_NOT = {
     "ADALORA": "changes its ranks between steps, by a loss of its own",
+    "VERA": "keeps projections outside of the layers",
     "XLORA": "runs the model twice for each batch",
     "ADAPTION_PROMPT": "puts learned tokens into the attention of the last layers alone",
 }
@@ -41,6 +53,15 @@ WHY_NOT = {
 FULL_PRECISION = "load it in bfloat16: frozen, it costs 2 bytes a parameter of host memory, none of the device's"
 """In place of a quantized base (QLoRA)."""
 
+
+PREFIX = "base_model.model."
+"""Before every name in an adapter's file: where the model lies in a `PeftModel`."""
+
+NEEDS_NO_VALUES = ("LORA", "IA3", "LOHA", "LOKR")
+"""Methods whose first weights do not follow from those of the base."""
+
+OF_THE_BASE = ("pissa", "olora", "corda", "loftq", "eva", "lora_ga", "mica")
+"""Values of `init_lora_weights` that are made from the base or from data, and may change the base."""
 
 DROPOUT = re.compile(r"\w*dropout")
 """Fields of a `PeftConfig` that hold a rate."""
@@ -63,6 +84,28 @@ class Adapter:
         """All that its code depends on, as text."""
         fields = {name: sorted(each) if isinstance(each, set) else each for name, each in vars(self.config).items()}
         return f"peft {version('peft')} {json.dumps(fields, sort_keys=True, default=str)}"
+
+    def file_names(self, whole: PreTrainedModel) -> dict[str, str]:
+        """Name in the model -> name in a file of `peft`, of every tensor that is saved; `whole` may be on meta."""
+        from peft import get_peft_model_state_dict
+
+        state = whole.state_dict()
+        names = {id(value): name for name, value in state.items()}
+        saved = get_peft_model_state_dict(whole, state, self.name, save_embedding_layers=False)
+        return {names[id(value)]: f"{PREFIX}{name}" for name, value in saved.items()}
+
+    @property
+    def config_json(self) -> bytes:
+        """The adapter_config.json that `peft` would write, for an adapter that is to be used."""
+        config = copy.deepcopy(self.config)
+        config.inference_mode = True
+        with tempfile.TemporaryDirectory() as folder:
+            config.save_pretrained(folder)
+            return (Path(folder) / ADAPTER).read_bytes()
+
+    def file_in(self, folder: Path, whole: PreTrainedModel) -> AdapterFile:
+        """The weights of such an adapter, as a source. Raises `ModelError` for those of another."""
+        return AdapterFile(folder, self.file_names(whole))
 
     def put_into(self, model: nn.Module, *, drops: bool = True) -> None:
         """Another one like it into a model that has none, to train; without dropout if that is not wanted.
@@ -171,3 +214,283 @@ def _adapted(self: Any, active_adapters: list[str]) -> Iterator[None]:
         yield
     finally:
         layer._parameters[name] = weight
+
+
+# An adapter over a base that nobody holds -----------------------------------------------------------------------------
+
+
+class AdaptedSource:
+    """A source with an adapter put into its structure. What trains is in memory, the base stays where it is."""
+
+    def __init__(self, base: Source, adapter: Any, seed: int = 0, *, name: str = "", trains: bool = True) -> None:
+        """adapter: a `PeftConfig`, for a fresh adapter as `get_peft_model` makes it after `torch.manual_seed(seed)`, or
+        the folder of one that `peft` has saved. name: of the base, for who reads what is saved.
+
+        Raises `ModelError` for a method that does not stream, for a start that needs more of the base than one module
+        at a time, and for a folder that is no adapter's of this model; `ConfigError` without `peft`.
+        """
+        require_peft()
+        from peft import PeftConfig
+
+        self.base, self.base_name = base, name
+        self.model: PreTrainedModel = copy.deepcopy(base.model)
+        named = {id(parameter): name for name, parameter in base_names(base.model, self.model)}
+        folder = None if isinstance(adapter, PeftConfig) else usable_path(adapter, where="adapter", error=ModelError)
+        config = copy.deepcopy(adapter) if folder is None else read_adapter_config(folder)
+        refuse_method(config)
+        config.inference_mode = not trains
+        config.task_type = config.task_type or "CAUSAL_LM"
+        config.base_model_name_or_path = config.base_model_name_or_path or name or None
+        values = None if folder is not None or not _begins_from_values(config) else _reader(base)
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), quiet(), _pefts_errors():
+            torch.manual_seed(seed)
+            _inject(self.model, config, named, values)
+            self._biases = {} if folder is None else _load(self.model, folder, named)
+        self._named = named
+        self._names = {key: named[id(each)] for key, each in self.model.named_parameters() if id(each) in named}
+        self._copies = dict(_copied(self.model))
+
+    def fill(self, masters: Masters, units: Sequence[Sequence[str]], progress: Progress | None = None) -> None:
+        """Write every parameter of every unit (see `Source`)."""
+        of_base = [[self._names[name] for name in unit if name in self._names] for unit in units]
+        ours = {theirs: name for name, theirs in self._names.items()}
+        self.base.fill(_Under(masters, ours), of_base, progress)
+        parameters = dict(self.model.named_parameters())
+        for name in (name for unit in units for name in unit if name not in self._names):
+            original = self._copies.get(name) if parameters[name].is_meta else None
+            masters.write_master(name, parameters[name].detach() if original is None else masters.master(original))
+
+    def left_out(self) -> str:
+        """A phrase that names what of the base's files the model does not use."""
+        return self.base.left_out() if isinstance(self.base, PretrainedSource) else ""
+
+    def merged(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Some parameters of the base, by their names there, float32, with the adapter merged into them as `peft` does.
+
+        values: all of a layer's, or of what is around the layers; they may be written to. Raises `ModelError` where
+        the merged model is none of its class: a head that is tied and has been trained apart.
+        """
+        found = dict(values)
+        for module in _tuned(self.model):
+            if not hasattr(module, "merge"):
+                continue
+            parameters = dict(module.get_base_layer().named_parameters())
+            names = {key: self._named[id(each)] for key, each in parameters.items() if id(each) in self._named}
+            if names and all(name in found for name in names.values()):
+                with _lent(module, self._named, lambda name, _: found[name]), torch.no_grad(), _pefts_errors():
+                    module.merge()
+                    for key, name in names.items():
+                        found[name] = module.get_base_layer().get_parameter(key).data
+        parameters = dict(self.model.named_parameters())
+        found.update({theirs: parameters[name].detach() for name, theirs in self._biases.items() if theirs in found})
+        for name, original in self._copies.items():
+            if (theirs := self._names[original]) in found:
+                self._refuse_tied(theirs)
+                found[theirs] = parameters[name].detach()
+        return found
+
+    def _refuse_tied(self, name: str) -> None:
+        parameter = self.base.model.get_parameter(name)
+        every = [key for key, each in self.base.model.named_parameters(remove_duplicate=False) if each is parameter]
+        if len(every) > 1:
+            what = f"{every[0]} and {every[1]} are one, and the adapter has trained one of them apart"
+            raise ModelError(what, where="adapter", fix="use it with its base, unmerged")
+
+
+def pretrained_source(
+    source: str | Path,
+    adapter: Any = None,
+    seed: int = 0,
+    *,
+    trains: bool = True,
+    attention: str = "auto",
+    trust_remote_code: bool = False,
+) -> PretrainedSource | AdaptedSource:
+    """The weights of a folder or hub name, with an adapter over them if one is given (see `AdaptedSource`).
+
+    A source that is the folder of an adapter itself is the base that it names, with the adapter over it.
+    """
+    folder, where = Path(model_named(source)), f"adapter {source}"
+    if (folder / ADAPTER).is_file() and not (folder / "config.json").exists():
+        if adapter is not None:
+            fix = "merge it first (megatrain export --merge), or give the base and one adapter"
+            raise ModelError("is an adapter itself, and takes no other", where=where, fix=fix)
+        source, adapter = base_named_in(folder, where), folder
+    base = PretrainedSource(source, attention=attention, trust_remote_code=trust_remote_code)
+    name = str(Path(source).resolve()) if Path(source).exists() else str(source)
+    return base if adapter is None else AdaptedSource(base, adapter, seed, name=name, trains=trains)
+
+
+class AdapterFile:
+    """The weights of a saved adapter, for an engine that has the base and such an adapter."""
+
+    def __init__(self, folder: Path, names: Mapping[str, str]) -> None:
+        """names: as of `Adapter.file_names`. Raises `ModelError` for a file that holds other tensors."""
+        from peft import load_peft_weights
+
+        with _pefts_errors():
+            held = load_peft_weights(str(folder), device="cpu")
+        if held.keys() != {*names.values()}:
+            odd = sorted(held.keys() ^ {*names.values()})
+            raise ModelError(f"is another adapter's: {odd[0]} is in one of the two alone", where=f"adapter {folder}")
+        self.values = {name: held[file] for name, file in names.items()}
+
+    def fill(self, masters: Masters, units: Sequence[Sequence[str]], progress: Progress | None = None) -> None:
+        """Write what the file holds of the units; the base stays as it is."""
+        for name in (name for unit in units for name in unit if name in self.values):
+            masters.write_master(name, self.values[name])
+
+
+def require_peft() -> None:
+    """Raise `ConfigError` where `peft` is not installed."""
+    try:
+        import peft  # noqa: F401
+    except ImportError as error:
+        what, fix = "adapters need the library peft", 'pip install "megatrain[adapters]"'
+        raise ConfigError(what, where="adapter", fix=fix) from error
+
+
+def read_adapter_config(folder: Path) -> Any:
+    """The `PeftConfig` in a folder that `peft`, or an engine, has written. Raises `ModelError` where there is none."""
+    from peft import PeftConfig
+
+    if not (folder / ADAPTER).is_file():
+        fix = "give a folder with adapter_config.json and adapter_model.safetensors"
+        raise ModelError("holds no adapter", where=f"adapter {folder}", fix=fix)
+    with _pefts_errors():
+        return PeftConfig.from_pretrained(str(folder))
+
+
+def base_named_in(folder: Path, where: str) -> str:
+    """The model that an adapter's folder names as its base. Raises `ModelError` where it names none that is there."""
+    try:
+        name = read_json(folder / ADAPTER).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(f"its {ADAPTER} cannot be read", where=where, fix="copy or download it again") from error
+    if not name:
+        raise ModelError(
+            f"its {ADAPTER} names no base", where=where, fix="give the base, and the folder as its adapter"
+        )
+    return located(str(name), where=f"base of {where}")
+
+
+def base_names(before: nn.Module, after: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Name in the first, and parameter of the second, of two models of which one is a copy of the other."""
+    return zip((name for name, _ in before.named_parameters()), after.parameters(), strict=True)
+
+
+def _begins_from_values(config: Any) -> bool:
+    """Whether an adapter's first weights follow from the base's. Raises `ModelError` where they change the base."""
+    start = getattr(config, "init_lora_weights", True)
+    if isinstance(start, str) and start.lower().startswith(OF_THE_BASE):
+        what = f"init_lora_weights={start!r} needs, or changes, the weights of the whole base"
+        fix = "leave it out, or make the model in memory (peft.get_peft_model) and give it to Engine.from_model"
+        raise ModelError(what, where="adapter", fix=fix)
+    return config.peft_type.value not in NEEDS_NO_VALUES or bool(getattr(config, "use_dora", False))
+
+
+def _reader(base: Source) -> Any:
+    """What reads one parameter of the base. Raises `ModelError` for a base that has no values yet."""
+    read = getattr(base, "read", None)
+    if read is None:
+        what = "it begins from the weights of the base, and a fresh model has none yet"
+        raise ModelError(what, where="adapter", fix="use plain LoRA, or start from a folder of weights")
+    return read
+
+
+def _inject(model: PreTrainedModel, config: Any, named: Mapping[int, str], read: Any) -> None:
+    """Let `peft` put its layers into a model on the meta device: what it looks at has values for as long as it does."""
+    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+
+    tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type]
+
+    class Lending(tuner):  # type: ignore[misc]
+        def _create_and_replace(self, config: Any, name: str, target: nn.Module, *args: Any, **kwargs: Any) -> None:
+            with _lent(target, named, read):
+                super()._create_and_replace(config, name, target, *args, **kwargs)
+
+    Lending(model, config, adapter_name="default")
+
+
+@contextmanager
+def _lent(target: nn.Module, named: Mapping[int, str], read: Any) -> Iterator[None]:
+    """In the block, parameters of a module on the meta device are in memory: their values, or zeros that take none."""
+    before = [(module, dict(module._parameters)) for module in target.modules()]
+    for module, parameters in before:
+        for key, parameter in parameters.items():
+            if parameter is not None and parameter.is_meta and id(parameter) in named:
+                zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                value = zeros if read is None else read(named[id(parameter)], torch.float32)
+                module._parameters[key] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    try:
+        yield
+    finally:
+        for module, parameters in before:
+            module._parameters.update(parameters)
+
+
+def _load(model: PreTrainedModel, folder: Path, named: Mapping[int, str]) -> dict[str, str]:
+    """The weights of a saved adapter, into the layers that are there. Raises `ModelError` where they do not fit.
+
+    Returns name -> name without the adapter, of parameters of the base that are saved with it: biases.
+    """
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta and id(parameter) not in named:
+                module._parameters[key] = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
+    read = load_peft_weights(str(folder), device="cpu")
+    values = {name.removeprefix(PREFIX): value for name, value in read.items()}
+    biases: dict[str, str] = {}
+    for name, parameter in list(model.named_parameters()):
+        if name in values:
+            biases[name] = named[id(parameter)]
+            owner, _, key = name.rpartition(".")
+            trained = nn.Parameter(values[name].to(parameter.dtype), requires_grad=parameter.requires_grad)
+            model.get_submodule(owner)._parameters[key] = trained
+    ours = {name for name, parameter in model.named_parameters() if id(parameter) not in named}
+    found = set_peft_model_state_dict(model, values, "default")
+    where = f"adapter {folder}"
+    if missing := sorted(ours & {*found.missing_keys}):
+        raise ModelError(f"its file lacks {listed(missing)}", where=where, fix="use files that belong together")
+    if found.unexpected_keys:
+        what = f"the model has no place for its {listed(sorted(found.unexpected_keys))}"
+        raise ModelError(what, where=where, fix="use it with the base that it was trained on")
+    return biases
+
+
+def _copied(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Parameters of modules that train whole (`modules_to_save`), and those of the base that they begin as."""
+    from peft.utils.other import ModulesToSaveWrapper
+
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for module in model.modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            for copied in module.modules_to_save.values():
+                for key, parameter in copied.named_parameters():
+                    yield names[id(parameter)], names[id(module.original_module.get_parameter(key))]
+
+
+@contextmanager
+def _pefts_errors() -> Iterator[None]:
+    """What `peft` raises about a configuration or a file, as a `ModelError` of one line."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, RuntimeError, OSError, AttributeError) as error:
+        fix = "set target_modules to names of the model's linear layers, or all-linear, and see the docs of peft"
+        raise ModelError(first_line(error), where="adapter", fix=fix) from error
+
+
+class _Under:
+    """The masters under the names that the base's parameters have without the adapter."""
+
+    def __init__(self, masters: Masters, ours: Mapping[str, str]) -> None:
+        self._masters, self._ours = masters, ours
+
+    def master(self, name: str) -> Tensor:
+        return self._masters.master(self._ours[name])
+
+    def write_master(self, name: str, value: Tensor) -> None:
+        if name in self._ours:  # else the adapter has a value for it
+            self._masters.write_master(self._ours[name], value)

@@ -9,10 +9,11 @@ The model that the conversion consults has no storage at any time. It leaves out
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,8 +21,11 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from megatrain.errors import ExportError, first_line
+from megatrain.model.adapters import Adapter
+from megatrain.model.hub import ADAPTER
 from megatrain.model.ports import PortedModel, Weights
 from megatrain.model.weight_sources import quiet
+from megatrain.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +41,94 @@ class WrittenTensor:
         return prod(self.shape) * self.dtype.itemsize
 
 
+class Written(Protocol):
+    """What is written of a model: the whole of it, or its adapter alone."""
+
+    stem: str
+    """What files of weights are called, before their number."""
+    units: list[list[WrittenTensor]]
+    """The tensors of each unit, in the order in which `tensors` gives them."""
+    needs_remote_code: bool
+    """Whether `from_pretrained` will have to be told to trust the code in the folder."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def numel(self) -> int:
+        """Parameters as the library counts them: tied ones once, buffers not at all."""
+        ...
+
+    def writes(self, name: str) -> bool:
+        """Whether the master of that parameter is wanted by `tensors`."""
+        ...
+
+    def tensors(self, unit: int, masters: Weights) -> dict[str, Tensor]:
+        """What a unit is written as: name in the file -> value, parameters not yet rounded to the written dtype."""
+        ...
+
+    def write_small_files(self, folder: Path) -> None:
+        """Write what is no tensor: configuration and custom code."""
+        ...
+
+
+def written_of(ported: PortedModel, dtype: torch.dtype) -> Written:
+    """What a ported model is written as: its adapter where it has one, else all of it."""
+    return WrittenModel(ported, dtype) if ported.adapter is None else WrittenAdapter(ported, ported.adapter, dtype)
+
+
+class WrittenAdapter:
+    """The adapter of a model, as `peft` writes it: the base is not among it."""
+
+    stem = "adapter_model"
+    needs_remote_code = False
+
+    def __init__(self, ported: PortedModel, adapter: Adapter, dtype: torch.dtype) -> None:
+        self.spec, self._config = ported.structure, adapter.config_json
+        whole = ported.whole()
+        self._names = adapter.file_names(whole)
+        params = [[param for param in unit.params if param.name in self._names] for unit in self.spec.units]
+        self._params = [[param.name for param in each] for each in params]
+        self.units = [[WrittenTensor(self._names[each.name], each.shape, dtype) for each in unit] for unit in params]
+        known = {name for unit in self._params for name in unit}
+        self._buffers = {self._names[name]: value for name, value in whole.state_dict().items() if name in self._names}
+        self._buffers = {name: each.cpu() for name, each in self._buffers.items() if name not in self._files(known)}
+        self.units[0] += [WrittenTensor(name, tuple(each.shape), each.dtype) for name, each in self._buffers.items()]
+
+    @property
+    def numel(self) -> int:
+        return sum(prod(tensor.shape) for unit in self.units for tensor in unit)
+
+    def writes(self, name: str) -> bool:
+        return name in self._names
+
+    def tensors(self, unit: int, masters: Weights) -> dict[str, Tensor]:
+        """See `Written`."""
+        found = {self._names[name]: masters[name] for name in self._params[unit]}
+        return {**found, **(self._buffers if unit == 0 else {})}
+
+    def write_small_files(self, folder: Path) -> None:
+        """See `Written`."""
+        (folder / ADAPTER).write_bytes(self._config)
+
+    def _files(self, names: Iterable[str]) -> set[str]:
+        return {self._names[name] for name in names}
+
+
 class WrittenModel:
     """The checkpoint of a ported model whose parameters are written as `dtype`; buffers keep the dtype they have.
 
     Raises `ExportError` when the model's checkpoint cannot be made from one unit at a time.
     """
 
+    stem = "model"
+
     def __init__(self, ported: PortedModel, dtype: torch.dtype) -> None:
         self.spec = ported.structure
         self._whole: PreTrainedModel = ported.whole()
         for parameter in self._whole.parameters():
             parameter.data = parameter.data.to(dtype)
+        self.needs_remote_code = bool(self._whole.is_remote_code())
         self._written_as = _names_to_write(self._whole)
         self._buffers = self._saved_buffers(ported)
         ours = [self._in_memory(unit, dtype) for unit in range(len(self.spec.units))]
@@ -65,10 +146,9 @@ class WrittenModel:
         """Parameters as the library counts them: tied ones once, buffers not at all."""
         return self.spec.numel
 
-    @property
-    def needs_remote_code(self) -> bool:
-        """Whether `from_pretrained` will have to be told to trust the code in the folder."""
-        return bool(self._whole.is_remote_code())
+    def writes(self, name: str) -> bool:
+        """Whether a parameter is written: every one is."""
+        return True
 
     def tensors(self, unit: int, masters: Weights) -> dict[str, Tensor]:
         """What the unit is written as: checkpoint name -> value, parameters not yet rounded to the written dtype.

@@ -39,10 +39,10 @@ def model_named(source: str | Path) -> str:
     within = folder / "model"
     if (folder / "config.json").exists() or not folder.is_dir():
         return str(source)
-    if (within / "config.json").exists():
+    if any((within / name).exists() for name in ("config.json", ADAPTER)):
         return str(within)
     if (folder / "metrics.jsonl").exists():
-        newest = max(folder.glob("checkpoints/step-*/config.json"), default=None)
+        newest = max(folder.glob("checkpoints/step-*/*config.json"), default=None)
         fix = f"name its newest checkpoint, {newest.parent}" if newest else "name it when it has ended"
         raise ModelError("is a run that has left no model yet", where=f"model {source}", fix=fix)
     return str(source)
@@ -90,7 +90,7 @@ def _no_model(folder: Path, where: str) -> ModelError:
             base = f" for {read_json(folder / ADAPTER)['base_model_name_or_path']}"
         except (OSError, ValueError, LookupError, TypeError):
             base = ""
-        fix = "merge it into that model (peft: merge_and_unload, then save_pretrained) and name the merged folder"
+        fix = "name that model, and this folder as its adapter; or merge them: megatrain export FOLDER OUT --merge"
         return ModelError(f"holds a LoRA adapter{base}, not a whole model", where=where, fix=fix)
     return ModelError("holds no config.json", where=where, fix="name the folder of a Hugging Face model, or of a run")
 

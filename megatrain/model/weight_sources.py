@@ -34,13 +34,8 @@ class Masters(Protocol):
         ...
 
 
-class Source(Protocol):
-    """A model's structure and its weights, which need not exist in one place."""
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """What `port_model` takes: parameters may be on the meta device, buffers have their values."""
-        ...
+class Fills(Protocol):
+    """Weights of a model, which need not exist in one place."""
 
     def fill(self, masters: Masters, units: Sequence[Sequence[str]], progress: Progress | None = None) -> None:
         """Write every parameter of every unit.
@@ -48,6 +43,15 @@ class Source(Protocol):
         `units` are lists of names as in `model.named_parameters()` (tied ones once), in streaming order; together they
         name every parameter. Raises `ModelError` when one cannot be written; the masters are then worthless.
         """
+        ...
+
+
+class Source(Fills, Protocol):
+    """A model's structure and its weights."""
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """What `port_model` takes: parameters may be on the meta device, buffers have their values."""
         ...
 
 

@@ -7,8 +7,8 @@ kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -33,18 +33,19 @@ from megatrain.engine import (
 )
 from megatrain.engine.batch import check_arguments, check_mapping, for_model, listed, staged
 from megatrain.engine.chunked_loss import check_loss, own_entries
-from megatrain.errors import BatchError, CheckpointError, ConfigError, DoesNotFit, ModelError, NonFinite, PlanError
+from megatrain.errors import BatchError, CheckpointError, ConfigError, DoesNotFit, ModelError, PlanError
 from megatrain.memory import Disk, Ledger, Pool, Store
 from megatrain.model import (
+    Fills,
     FreshSource,
     ModelSource,
     PortedModel,
-    PretrainedSource,
     Progress,
     Source,
     base_of,
     freeze_parameters,
     port_model,
+    pretrained_source,
     refuse_other_kinds,
     speak,
 )
@@ -56,6 +57,7 @@ from megatrain.spec import Limits, ModelSpec, Numerics, Policy, Precision, Work
 from megatrain.spec.fields import checked
 from megatrain.train.async_save import Save, Saver
 from megatrain.train.events import StepOutput
+from megatrain.train.non_finite import Blame
 from megatrain.train.one_call_at_a_time import Turn, one_at_a_time
 from megatrain.train.optimizer_sink import GradientCollector, OptimizerSink
 from megatrain.train.options import EngineOptions, Seed, checked_options, disk_of, limits_of, numerics_of, policy_of
@@ -67,13 +69,11 @@ from megatrain.train.restore import (
     frozen_in,
     optimizer_in,
     read_moments,
-    refuse_other_model,
+    refuse_other_base,
+    weights_in,
 )
 from megatrain.train.schedule_cache import Kind, Schedules, budgets
 from megatrain.train.timeline_file import Trace
-
-MOST_NAMED = 3
-"""Weights that are not finite, of which a message names so many."""
 
 
 class Engine:
@@ -100,10 +100,9 @@ class Engine:
         except BaseException:
             self._pool.release()
             raise
-        self._saver = Saver(ported, self._store)
+        self._saver, self._blame = Saver(ported, self._store), Blame(self._store)
         self._sink.before_update = self._saver.before_update
         self._steps = 0
-        self._sound_at: int | None = None  # steps that had been done when the weights were last found to be finite
         self._turn = Turn()
         self.checked = NOT_ASKED  # whether this architecture is known to be computed right
         self._trace: Trace | None = None
@@ -158,17 +157,21 @@ class Engine:
         attention: str = "auto",
         trust_remote_code: bool = False,
         freeze: Sequence[str] = (),
+        adapter: Any = None,
         progress: Progress | None = None,
         **options: Unpack[EngineOptions],
     ) -> Engine:
         """An engine over a local folder or a hub name, whose files stream straight into the store, unit by unit.
 
         attention: kernel by its Hugging Face name, or `auto`, the library's choice for the model. freeze: glob
-        patterns of parameter names. progress: called with (done, total). options: as for `from_model`.
-        Raises what `from_model` raises, and `ModelError` for files that are missing, torn or of another model.
+        patterns of parameter names. adapter: a `PeftConfig`, or the folder of an adapter to go on from; then it alone
+        trains. A source that is such a folder is its base with it. progress: called with (done, total). options: as for
+        `from_model`. Raises what `from_model` raises, and `ModelError` for files that are missing, torn or of another
+        model.
         """
         options = checked_options(options)
-        pretrained = PretrainedSource(source, attention=attention, trust_remote_code=trust_remote_code)
+        seed = options.get("seed", 0)
+        pretrained = pretrained_source(source, adapter, seed, attention=attention, trust_remote_code=trust_remote_code)
         freeze_parameters(pretrained.model, freeze)
         return cls.from_source(pretrained, progress=progress, **options)
 
@@ -254,7 +257,7 @@ class Engine:
         opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
         options.setdefault("optimizer", optimizer_in(opened))
         if source is None:
-            source = PretrainedSource(opened.folder, attention=attention, trust_remote_code=trust_remote_code)
+            source = pretrained_source(opened.folder, attention=attention, trust_remote_code=trust_remote_code)
             freeze_parameters(source.model, frozen_in(opened, (name for name, _ in source.model.named_parameters())))
         engine = cls.from_source(source, ported=ported, progress=progress, **options)
         try:
@@ -296,7 +299,7 @@ class Engine:
         self._device.stalled_seconds()
         before = self._written_nbytes
         wants_times = self.record_timeline or self._trace is not None
-        with self._weights_blamed(), timed(self._device) if wants_times else nullcontext():
+        with self._blame.weights(self._steps), timed(self._device) if wants_times else nullcontext():
             try:
                 result = self._streamer.run_schedule(
                     schedule, batches, self._sink, self._steps, loss_fn, router_weights
@@ -336,7 +339,7 @@ class Engine:
         self._settle()
         collector = GradientCollector(self.structure, self._sink.before_update)
         schedule = self._schedules.get("step", work)
-        with self._weights_blamed():
+        with self._blame.weights(self._steps):
             self._streamer.run_schedule(schedule, batches, collector, self._steps, loss_fn, router_weights)
         return collector.gradients
 
@@ -404,7 +407,7 @@ class Engine:
 
         # The library's own work runs on the stream that fills the cache, so neither frees what the other still reads.
         with (
-            self._weights_blamed(),
+            self._blame.weights(self._steps),
             self._ported.evaluation_mode(),
             self._device.preserved_random_state(),
             self._device.alongside(),
@@ -490,6 +493,13 @@ class Engine:
         finally:
             self._store.settle()
 
+    def save_adapter(self, folder: str | Path, **options: Unpack[ExportOptions]) -> Path:
+        """Write the adapter as `peft` does, so that `PeftModel.from_pretrained` loads it; where there is one,
+        `save_pretrained` does the same. Raises `ModelError` where there is none."""
+        if self._ported.adapter is None:
+            raise ModelError("has no adapter", where=self.structure.name, fix="call save_pretrained")
+        return self.save_pretrained(folder, **options)
+
     @one_at_a_time
     def save(
         self,
@@ -513,7 +523,8 @@ class Engine:
         """
         self._settle()
         names = [unit.name for unit in self.structure.units]
-        kept = as_saved(self._sink, self.numerics, self.policy, self._steps, self._streamer.seed, names, training or {})
+        seed, base = self._streamer.seed, None if self._ported.adapter is None else self._store.frozen_checksum()
+        kept = as_saved(self._sink, self.numerics, self.policy, self._steps, seed, names, training or {}, base)
         number = self._steps if step is None else step
         return self._saver.begin(folder, number, self.policy, kept, score, write_more, then)
 
@@ -527,9 +538,7 @@ class Engine:
         """
         checkpoint = checked(checkpoint, Checkpoint | str | Path, CheckpointError, "restore")
         checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
-        source = PretrainedSource(checkpoint.folder, trust_remote_code=trust_remote_code)
-        shapes = {name: tuple(parameter.shape) for name, parameter in source.model.named_parameters()}
-        refuse_other_model(checkpoint, self.structure, shapes)
+        source = weights_in(checkpoint, self._ported, trust_remote_code)
         self._saver.wait()
         self._sink.restore(0)
         self._fill(source)
@@ -719,25 +728,6 @@ class Engine:
         """What runs over and over: steps, or forward passes where every parameter is frozen."""
         return "step" if self.structure.trained_numel else "forward"
 
-    @contextmanager
-    def _weights_blamed(self) -> Iterator[None]:
-        """`NonFinite` out of the block names the weights that are not finite themselves, if that is what it is about.
-
-        They are looked through once for each step that has been done: one that fails changes none of them.
-        """
-        try:
-            yield
-        except NonFinite as error:
-            if self._sound_at == self._steps:
-                raise
-            if not (bad := self._store.non_finite()):
-                self._sound_at = self._steps
-                raise
-            named = ", ".join(bad[:MOST_NAMED]) + (f" and {len(bad) - MOST_NAMED:,} more" if bad[MOST_NAMED:] else "")
-            fix = "start from other weights: these were damaged, or are of a run that had diverged"
-            what = f"{error.what}, as are values of the weights themselves: {named}"
-            raise NonFinite(what, where=error.where, fix=fix, parameters=bad) from error
-
     @property
     def _written_nbytes(self) -> int:
         return 0 if self._disk is None else self._disk.written_nbytes
@@ -773,7 +763,7 @@ class Engine:
         batches, work = self._checked(micro_batches, loss_fn, router_weights)
         self._settle()
         schedule = self._schedules.get("forward", work)
-        with self._weights_blamed(), self._ported.evaluation_mode():
+        with self._blame.weights(self._steps), self._ported.evaluation_mode():
             return self._streamer.run_schedule(schedule, batches, None, 0, loss_fn, router_weights)
 
     def _flush(self) -> None:
@@ -785,15 +775,16 @@ class Engine:
         self._flush()
         self._sink.refuse_torn()
 
-    def _fill(self, source: Source, progress: Progress | None = None) -> None:
+    def _fill(self, source: Fills, progress: Progress | None = None) -> None:
         self._saver.wait()
-        self._sound_at = None
+        self._blame.forget()
         source.fill(self._store, [[param.name for param in unit.params] for unit in self.structure.units], progress)
         self._store.settle()
 
     def _take_up(self, checkpoint: Checkpoint, new: NewMoments) -> None:
         """Moments and counters of a checkpoint whose masters are there already."""
         facts = facts_in(checkpoint)
+        refuse_other_base(checkpoint, self._store.frozen_checksum)
         read_moments(checkpoint, self._store, new)
         self._sink.restore(facts["updates"])
         self._steps, self._streamer.seed = facts["steps"], facts["seed"]

@@ -8,7 +8,7 @@ whether it is right to go on with what has changed since (`megatrain.run.resume`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from megatrain.checkpoint import Checkpoint
 from megatrain.errors import CheckpointError
 from megatrain.memory import Store
+from megatrain.model import Fills, PortedModel, PretrainedSource
 from megatrain.optim import AdamW
 from megatrain.spec import ModelSpec, Numerics, Policy
 from megatrain.train.async_save import as_json, tensors_of, versions
@@ -36,8 +37,12 @@ def as_saved(
     seed: int,
     names: list[str],
     training: Mapping[str, Any],
+    base: str | None = None,
 ) -> dict[str, Any]:
-    """What of a state is no tensor, and how it came about; beside it a copy of what the caller gave (`training`)."""
+    """What of a state is no tensor, and how it came about; beside it a copy of what the caller gave (`training`).
+
+    base: checksum of the frozen base where the checkpoint holds an adapter alone.
+    """
     optimizer = sink.optimizer
     facts = {
         "steps": steps,
@@ -57,7 +62,7 @@ def as_saved(
         "policy": as_json(policy),
         "versions": versions(),
     }
-    return {ENGINE: facts, CALLER: _as_now(dict(training))}
+    return {ENGINE: facts | ({"base": base} if base else {}), CALLER: _as_now(dict(training))}
 
 
 def facts_in(checkpoint: Checkpoint) -> Mapping[str, Any]:
@@ -115,9 +120,31 @@ def _as_now(value: Any) -> Any:
     return [_as_now(each) for each in value] if type(value) is list else value
 
 
+def refuse_other_base(checkpoint: Checkpoint, base: Callable[[], str]) -> None:
+    """Raise `CheckpointError` where a checkpoint of an adapter was written over another base than this checksum's."""
+    then = facts_in(checkpoint).get("base")
+    if then is not None and then != (now := base()):
+        what = f"is of an adapter over another base: its weights sum to {now}, and then it was {then}"
+        fix = "go on with the very base that it was trained on, in the precision that it was held in"
+        raise CheckpointError(what, where=str(checkpoint.folder), fix=fix)
+
+
 def refuse_other_model(checkpoint: Checkpoint, spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise `CheckpointError` for a checkpoint of a model with these parameters, if they are not those of `spec`."""
     ours = {param.name: param.shape for unit in spec.units for param in unit.params}
     if odd := sorted({*ours.items()} ^ {*shapes.items()}):
         what = f"is of another model: {odd[0][0]} of shape {list(odd[0][1])} is in one of the two alone"
         raise CheckpointError(what, where=str(checkpoint.folder), fix="make an engine with Engine.from_checkpoint")
+
+
+def weights_in(checkpoint: Checkpoint, ported: PortedModel, trust_remote_code: bool) -> Fills:
+    """The masters in a checkpoint of this model: all of them, or where it has an adapter those of that alone.
+
+    Raises `CheckpointError` for a checkpoint of another model, and `ModelError` for that of another adapter.
+    """
+    if ported.adapter is not None:
+        return ported.adapter.file_in(checkpoint.folder, ported.whole())
+    source = PretrainedSource(checkpoint.folder, trust_remote_code=trust_remote_code)
+    shapes = {name: tuple(parameter.shape) for name, parameter in source.model.named_parameters()}
+    refuse_other_model(checkpoint, ported.structure, shapes)
+    return source

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from megatrain import Engine, Policy
 from tests.adapted import adapted, true_gradients
 from tests.tiny import equal, relative_error, unequal_batches
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(find_spec("peft") is None, reason="no peft here")]
 
 
 @pytest.mark.parametrize(("family", "method"), [("llama", "dora"), ("qwen3-moe", "lora"), ("llama-tied", "whole ends")])
