@@ -117,6 +117,11 @@ def _train(
     run_training(checked, Console(highlight=False))
 
 
+AdapterName = Annotated[
+    str | None, typer.Option(help="What trains over a frozen model: lora, lora:16 or lora:16:all-linear.")
+]
+
+
 @app.command("init")
 def _init(
     file: Annotated[
@@ -139,6 +144,7 @@ def _init(
         list[str] | None,
         typer.Option(help="Folder on a fast drive for what memory cannot hold.", callback=_path("folder")),
     ] = None,
+    adapter: AdapterName = None,
     precision: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
 ) -> None:
@@ -162,6 +168,7 @@ def _init(
         steps=steps,
         folder=folder,
         disk=tuple(disk or ()),
+        adapter=adapter,
         precision=_precision(precision),
         trust_remote_code=trust_remote_code,
     )
@@ -210,6 +217,7 @@ def _plan(
         str | None, typer.Option(help="Page to write, with the timeline of a step.", callback=_path("file"))
     ] = None,
     json: Annotated[str | None, typer.Option(help="File to write the numbers to.", callback=_path("file"))] = None,
+    adapter: AdapterName = None,
     attention: Attention = "auto",
     trust_remote_code: Remote = False,
 ) -> None:
@@ -234,6 +242,7 @@ def _plan(
         sweeps=sweep,
         html=html,
         json_file=json,
+        adapter=adapter,
         attention=attention,
         trust_remote_code=trust_remote_code,
     )

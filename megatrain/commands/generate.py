@@ -11,11 +11,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatrain.config.keys import LEAST, MOST
 from megatrain.data import load_tokenizer
 from megatrain.errors import BatchError, ConfigError
-from megatrain.model import PretrainedSource, Progress, TextStream, freeze_parameters, model_named
+from megatrain.model import Progress, TextStream, freeze_parameters, model_behind, model_named, pretrained_source
 from megatrain.model.architecture import read_config
 from megatrain.run.sampling import WHERE, draw_ids, prompt_ids
 from megatrain.spec import Precision
@@ -69,9 +70,10 @@ def run_generation(
     """
     _refuse_settings(temperature, seed)
     folder = model_named(folder)
-    config = read_config(folder, where=f"model {folder}", trust_remote_code=trust_remote_code)
+    base = model_behind(folder)
+    config = read_config(base, where=f"model {base}", trust_remote_code=trust_remote_code)
     positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder if (Path(folder) / "tokenizer_config.json").exists() else base)
     ids = prompt_ids(tokenizer, prompt)
     tokens = _new_tokens(len(ids), max_new_tokens, positions)
     pieces: list[str] = []
@@ -80,7 +82,7 @@ def run_generation(
         pieces.append(printable(text))
         heard(pieces[-1])
 
-    source = PretrainedSource(folder, trust_remote_code=trust_remote_code)
+    source = pretrained_source(folder, trains=False, trust_remote_code=trust_remote_code)
     freeze_parameters(source.model, ("*",))
     if left_out := source.left_out():
         notice(f"left out: {printable(left_out)}")

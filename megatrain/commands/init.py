@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from megatrain.commands.plan import find_hardware, find_model
+from megatrain.commands.plan import adapter_keys, find_hardware, find_model
 from megatrain.config import load_config
 from megatrain.data import begins_with_text, holds_samples, source_called
 from megatrain.data.sample_formats import Schema
@@ -38,6 +39,7 @@ class Answers:
     steps: int = 1000
     folder: str = "runs/new"
     disk: tuple[str, ...] = ()
+    adapter: str | None = None
     precision: Precision = "bf16"
     trust_remote_code: bool = False
 
@@ -100,7 +102,19 @@ def recipe_text(answers: Answers, plan: Plan, *, is_chat: bool) -> str:
         ]
     if answers.from_scratch:
         lines.append("  tokenizer: bytes  # built in; name a folder or a hub name for another")
-    rate, decay = ("1e-5", "0.0") if is_chat else ("6e-4", "0.1") if answers.from_scratch else ("2e-5", "0.1")
+    if answers.adapter is not None:
+        keys = adapter_keys(answers.adapter)
+        adapter = [f"  {key}: {value if key == 'type' else json.dumps(value)}" for key, value in keys.items()]
+        lines[lines.index("data:") : lines.index("data:")] = ["adapter:", *adapter, ""]
+    rate, decay = (
+        ("2e-4", "0.0")
+        if answers.adapter is not None
+        else ("1e-5", "0.0")
+        if is_chat
+        else ("6e-4", "0.1")
+        if answers.from_scratch
+        else ("2e-5", "0.1")
+    )
     lines += [
         f"  sequence_length: {question.length}",
         "",
@@ -122,7 +136,8 @@ def recipe_text(answers: Answers, plan: Plan, *, is_chat: bool) -> str:
 
 def _planned(answers: Answers) -> Plan:
     """The plan for as many tokens a step as fit, `TOKENS_PER_STEP` at most."""
-    spec = find_model(answers.model, answers.precision, trust_remote_code=answers.trust_remote_code)
+    how: dict[str, Any] = {"adapter": answers.adapter, "trust_remote_code": answers.trust_remote_code}
+    spec = find_model(answers.model, answers.precision, **how)
     most = spec.max_positions or SEQUENCE_LENGTH
     length = min(answers.sequence_length or SEQUENCE_LENGTH, most)
     hardware = find_hardware(answers.hardware, answers.precision)

@@ -82,14 +82,17 @@ def run_plan(
     html: str | None = None,
     json_file: str | None = None,
     attention: str = "auto",
+    adapter: str | None = None,
     trust_remote_code: bool = False,
 ) -> Outlook:
     """Plan, print, and write what was asked for.
 
     model: hub name, folder, config.json, or a file that `json_file` of an earlier plan names. hardware: a machine of
     the library or a hardware file; `None` is this machine. Memories are texts such as `24GB` or `80%`; `0` of the disk
-    leaves it alone. Raises a `MegaTrainError` for whatever is wrong, before the model is read where that tells nothing:
-    `DoesNotFit` with the nearest change that fits.
+    leaves it alone. adapter: what trains over the model, `lora:16` say; `None` is the model itself.
+
+    Raises a `MegaTrainError` for whatever is wrong, before the model is read where that tells nothing: `DoesNotFit`
+    with the nearest change that fits.
     """
     if precision not in ("bf16", "fp32"):
         raise ConfigError(f"{precision!r} is no precision", where="--precision", fix="use bf16 or fp32")
@@ -103,7 +106,7 @@ def run_plan(
         _nbytes(tier, text, 10**12)  # before a machine is measured
     machine = find_hardware(hardware, precision)
     limits = _limits(machine, memories, is_this_one=hardware is None)
-    spec = find_model(model, precision, attention=attention, trust_remote_code=trust_remote_code)
+    spec = find_model(model, precision, attention=attention, adapter=adapter, trust_remote_code=trust_remote_code)
     length = _length(spec, length, tokens_per_step)
     tokens = max(length, TOKENS_PER_STEP) if tokens_per_step is None else tokens_per_step
     question = Question(spec, machine, tokens, length, precision, clips, saves=True, limits=limits)
@@ -112,7 +115,7 @@ def run_plan(
     swept = sweep(plan) if sweeps else None
     facts = _facts(plan)
     show(console, outlook, facts, swept)
-    _show_next(console, plan, _model_keys(model, attention, trust_remote_code=trust_remote_code))
+    _show_next(console, plan, _model_keys(model, attention, trust_remote_code=trust_remote_code), adapter)
     if "--html" in targets:
         _write(targets["--html"], render_page(outlook, facts, swept))
     if "--json" in targets:
@@ -124,9 +127,16 @@ def run_plan(
 
 
 def find_model(
-    source: str, precision: Precision, *, attention: str = "auto", trust_remote_code: bool = False
+    source: str,
+    precision: Precision,
+    *,
+    attention: str = "auto",
+    adapter: str | None = None,
+    trust_remote_code: bool = False,
 ) -> ModelSpec:
     """The specification of a model, by hub name, folder, config.json, or saved plan; no weight is read.
+
+    adapter: what trains over it, `lora:16` say; `None` is the model itself.
 
     A hub name is looked up in the hub's cache, then among the shapes that are built in, then on the hub. What is
     measured is remembered, unless it is from the hub or of code that comes with the model.
@@ -138,14 +148,18 @@ def find_model(
         if isinstance(content, dict) and "model" in content:
             if "data" in content or "train" in content:
                 raise _is_configuration(where, content["model"])
+            if adapter is not None:
+                raise ModelError(
+                    "is a saved plan, which says itself what trains", where=where, fix="leave --adapter out"
+                )
             return read_model(content, where)
     place = path.resolve() if exists else path
     name = place.parent.name if place.is_file() else place.name
     config = None if trust_remote_code else _config_text(source, path)
-    file = measured_file([config or f"built in: {source}", precision, attention])
+    file = measured_file([config or f"built in: {source}", precision, attention, *_adapter_facts(adapter)])
     if not trust_remote_code and (spec := recall(file)):
         return replace(spec, name=name)
-    spec, is_built_in = _measured(source, path, precision, attention, trust_remote_code=trust_remote_code)
+    spec, is_built_in = _measured(source, path, precision, attention, adapter, trust_remote_code=trust_remote_code)
     if config or is_built_in:
         remember(file, spec)
     return replace(spec, name=name)
@@ -174,12 +188,13 @@ def _cached_config(name: str) -> Path | None:
 
 
 def _measured(
-    source: str, path: Path, precision: Precision, attention: str, *, trust_remote_code: bool
+    source: str, path: Path, precision: Precision, attention: str, adapter: str | None, *, trust_remote_code: bool
 ) -> tuple[ModelSpec, bool]:
     """The specification of a model, and whether its shape is built in."""
     import torch
 
-    from megatrain.model import model_named, port_model
+    from megatrain.model import lora_config, lora_named, model_named, port_model
+    from megatrain.model.adapters import with_adapter
     from megatrain.model.architecture import read_config
     from megatrain.model.known_models import known_config
     from megatrain.model.skeleton import blueprint
@@ -196,6 +211,8 @@ def _measured(
             raise
         raise ModelError(error.what, where=where, fix=f"did you mean {' or '.join(near)}?") from error
     structure = blueprint(config, attention=attention, trust_remote_code=trust_remote_code)
+    if adapter is not None:
+        structure = with_adapter(structure, lora_config(**lora_named(adapter)))
     spec = port_model(structure, torch.bfloat16 if precision == "bf16" else torch.float32).spec
     return spec, built_in is not None
 
@@ -388,20 +405,41 @@ def show(
         console.print(_heat_map(swept))
 
 
-def _show_next(console: Console, plan: Plan, model: Mapping[str, Any]) -> None:
+def _show_next(console: Console, plan: Plan, model: Mapping[str, Any], adapter: str | None) -> None:
     """What asks for this plan in the configuration of a run, and the commands that write one and train."""
     question = plan.question
-    lines = [_yaml(name, section) for name, section in ({"model": model} | configuration(plan)).items()]
+    tree = {"model": model} | ({} if adapter is None else {"adapter": adapter_keys(adapter)}) | configuration(plan)
+    lines = [_yaml(name, section) for name, section in tree.items()]
     init = ["megatrain", "init", "config.yaml", "--model", str(model.get("path") or model["config"]), "--data", "FILE"]
     init += ["--sequence-length", str(question.length)]
     init += ["--precision", question.precision] if question.precision != "bf16" else []
     init += ["--disk", "FOLDER"] if plan.nbytes.get("disk") else []
     init += ["--from-scratch"] if "config" in model else []
+    init += ["--adapter", adapter] if adapter is not None else []
     init += ["--trust-remote-code"] if "trust_remote_code" in model else []
     console.print(Text.assemble(("in a configuration:\n", "bold"), "\n".join(lines)), soft_wrap=True)
     console.print(
         Text.assemble(("next: ", "bold"), f"{shlex.join(init)}, then megatrain train config.yaml"), soft_wrap=True
     )
+
+
+def _adapter_facts(adapter: str | None) -> list[str]:
+    """What the specification of a model with an adapter depends on besides."""
+    from importlib.metadata import version
+
+    return [] if adapter is None else [json.dumps(adapter_keys(adapter)), version("peft")]
+
+
+def adapter_keys(adapter: str) -> dict[str, Any]:
+    """The section of a configuration that `lora:16` stands for."""
+    from megatrain.model import lora_named
+
+    keys = lora_named(adapter)
+    return {
+        "type": "lora",
+        **keys,
+        **({"target_modules": list(keys["target_modules"])} if adapter.count(":") > 1 else {}),
+    }
 
 
 def _model_keys(source: str, attention: str, *, trust_remote_code: bool) -> dict[str, Any]:

@@ -6,6 +6,7 @@ type are errors too, each with its line. The environment is read here too: how m
 
 from megatrain.config.environment import let_idle_threads_sleep, refuse_several_processes
 from megatrain.config.keys import (
+    AdapterSection,
     Config,
     DataSection,
     DiskSection,
@@ -18,6 +19,7 @@ from megatrain.config.keys import (
 from megatrain.config.load import load_config, save_config
 
 __all__ = [
+    "AdapterSection",
     "Config",
     "DataSection",
     "DiskSection",

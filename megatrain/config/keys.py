@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import (
@@ -118,6 +118,34 @@ class ModelSection(Section):
     def _one_source(self) -> ModelSection:
         if (self.path is None) == (self.config is None):
             raise ValueError("needs exactly one of `path` (a trained model) and `config` (a fresh one)")
+        return self
+
+
+class AdapterSection(Section):
+    type: Literal["lora"] = "lora"
+    """Low-rank adapters by `peft`: two small matrices beside each linear layer. Other methods are for Python."""
+    path: PathOrName | None = None
+    """Folder of an adapter to go on from, as `peft` saves them, with its own settings; null begins a fresh one."""
+    r: PositiveInt = 16
+    """Rank: columns of the one matrix and rows of the other."""
+    alpha: PositiveFloat = 32.0
+    """What the adapter adds is multiplied by alpha / r."""
+    dropout: Fraction = 0.0
+    """Share of an adapter's inputs that is dropped while it trains."""
+    target_modules: Annotated[tuple[str, ...], Strict(False), BeforeValidator(_as_list)] = ("auto",)
+    """Layers that have one: all-linear, names such as [q_proj, v_proj], or auto: all but fused experts."""
+    modules_to_save: Names = ()
+    """Modules that train whole and are saved with the adapter: [embed_tokens, lm_head] where tokens are new."""
+    use_rslora: bool = False
+    """Whether to multiply by alpha / sqrt(r) instead."""
+    use_dora: bool = False
+    """Whether the size of each weight's rows is learned apart from their direction (DoRA)."""
+
+    @model_validator(mode="after")
+    def _its_own(self) -> AdapterSection:
+        given = sorted(self.model_fields_set - {"type", "path"})
+        if self.path is not None and any(getattr(self, key) != type(self).model_fields[key].default for key in given):
+            raise ValueError(f"path names an adapter, whose own settings hold; leave {', '.join(given)} out")
         return self
 
 
@@ -415,6 +443,8 @@ class Config(Section):
     model: ModelSection
     data: DataSection
     train: TrainSection
+    adapter: AdapterSection | None = None
+    """Train an adapter over the model, which is frozen and costs 2 bytes a parameter; null trains the model itself."""
     policy: Annotated[PolicySection, BeforeValidator(_as_section)] = PolicySection()
     memory: MemorySection = MemorySection()
     disk: DiskSection = DiskSection()
@@ -427,6 +457,12 @@ class Config(Section):
     """Whether to go on although model, data or precision have changed since in a way that a resumed run refuses."""
     trace: Annotated[str, _checked_path("file")] | None = None
     """File for a trace of three early steps, op by op, which Perfetto and chrome://tracing open."""
+
+    @model_validator(mode="after")
+    def _one_thing_trains(self) -> Config:
+        if self.adapter is not None and self.train.freeze:
+            raise ValueError("an adapter alone trains; leave train.freeze out")
+        return self
 
     @model_validator(mode="after")
     def _can_go_back(self) -> Config:
@@ -494,4 +530,8 @@ def _flow(value: object) -> str:
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
+    """The section that a key holds, or may hold where it may be null."""
+    kinds = [
+        kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type) and issubclass(kind, Section)
+    ]
+    return kinds[0] if kinds else None

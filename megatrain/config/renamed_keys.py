@@ -31,7 +31,28 @@ REPLACED = {
 }
 """Keys of earlier versions whose values were others."""
 
+_NO_LOW_BITS = "nothing: a frozen base is held in bfloat16, in host memory, and takes none of the device's"
+
 OTHER_TRAINERS = {
+    "additional_target": "adapter.modules_to_save",
+    "adapter_name_or_path": "adapter.path",
+    "load_in_4bit": _NO_LOW_BITS,
+    "load_in_8bit": _NO_LOW_BITS,
+    "lora_alpha": "adapter.alpha",
+    "lora_dropout": "adapter.dropout",
+    "lora_model_dir": "adapter.path",
+    "lora_modules_to_save": "adapter.modules_to_save",
+    "lora_r": "adapter.r",
+    "lora_rank": "adapter.r",
+    "lora_target": "adapter.target_modules",
+    "lora_target_linear": "adapter.target_modules=all-linear",
+    "lora_target_modules": "adapter.target_modules",
+    "peft_use_dora": "adapter.use_dora",
+    "peft_use_rslora": "adapter.use_rslora",
+    "quantization_bit": _NO_LOW_BITS,
+    "use_dora": "adapter.use_dora",
+    "use_peft": "adapter.type",
+    "use_rslora": "adapter.use_rslora",
     "batch_size": "train.global_batch_size",
     "block_size": "data.sequence_length",
     "cutoff_len": "data.sequence_length",

@@ -68,7 +68,7 @@ def refuse_keywords(given: dict[str, Any]) -> None:
         ("optimizer_cls_and_kwargs", "set optim and learning_rate of the arguments"),
         ("compute_loss_func", "it wants whole logits: give loss_fn, see megatrain.losses"),
         ("model_init", "give the model"),
-        ("peft_config", "every parameter is trained; merge adapters first"),
+        ("peft_config", "train the adapter by `megatrain train`, key adapter, or Engine.from_pretrained(adapter=...)"),
         ("quantization_config", "weights are trained in full precision"),
     ):
         if given.get(name) is not None:
@@ -95,7 +95,8 @@ def refuse_dtypes(dtypes: Iterable[torch.dtype]) -> None:
 def refuse_model(model: Any) -> None:
     """Raise `ModelError` for adapters and for quantized weights, `ConfigError` for those of half precision."""
     if getattr(model, "peft_config", None) is not None:
-        raise ModelError("has adapters", where=type(model).__name__, fix="merge them first: merge_and_unload()")
+        fix = "merge them first: merge_and_unload(), or train the adapter with Engine.from_model(model)"
+        raise ModelError("has adapters", where=type(model).__name__, fix=fix)
     if getattr(model, "quantization_method", None) is not None:
         raise ModelError("is quantized", where=type(model).__name__, fix="load it in full precision")
     refuse_dtypes(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())

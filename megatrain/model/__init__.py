@@ -1,7 +1,16 @@
 """Hugging Face causal language models as units that can stream. The only home of `transformers` (tokenizers:
 `data`)."""
 
-from megatrain.model.adapters import AdaptedSource, Adapter, base_named_in, base_of, pretrained_source
+from megatrain.model.adapters import (
+    AdaptedSource,
+    Adapter,
+    base_of,
+    load_trained,
+    lora_config,
+    lora_named,
+    model_behind,
+    pretrained_source,
+)
 from megatrain.model.checkpoint_names import Written, WrittenModel, WrittenTensor, written_of
 from megatrain.model.compiled import require_compiler, spent
 from megatrain.model.forward_arguments import Arguments
@@ -48,7 +57,6 @@ __all__ = [
     "Written",
     "WrittenModel",
     "WrittenTensor",
-    "base_named_in",
     "base_of",
     "buffer_dtypes",
     "causal_lm_from_config",
@@ -56,6 +64,10 @@ __all__ = [
     "is_wrapped",
     "listed",
     "load_causal_lm",
+    "load_trained",
+    "lora_config",
+    "lora_named",
+    "model_behind",
     "model_named",
     "non_finite_weights",
     "only_single_rows",

@@ -28,12 +28,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from megatrain.errors import ConfigError, ModelError, first_line
 from megatrain.model.architecture import plain_errors
 from megatrain.model.hub import ADAPTER, located, model_named
 from megatrain.model.pretrained import PretrainedSource
-from megatrain.model.weight_sources import Masters, Progress, Source, listed, quiet
+from megatrain.model.weight_sources import Masters, Progress, Source, listed, load_causal_lm, quiet
 from megatrain.system.paths import read_json, usable_path
 
 METHODS = (
@@ -238,6 +239,8 @@ class AdaptedSource:
         folder = None if isinstance(adapter, PeftConfig) else usable_path(adapter, where="adapter", error=ModelError)
         config = copy.deepcopy(adapter) if folder is None else read_adapter_config(folder)
         refuse_method(config)
+        if getattr(config, "target_modules", None) == "auto":
+            config.target_modules = _linear(base.model)
         config.inference_mode = not trains
         config.task_type = config.task_type or "CAUSAL_LM"
         config.base_model_name_or_path = config.base_model_name_or_path or name or None
@@ -310,12 +313,12 @@ def pretrained_source(
 
     A source that is the folder of an adapter itself is the base that it names, with the adapter over it.
     """
-    folder, where = Path(model_named(source)), f"adapter {source}"
-    if (folder / ADAPTER).is_file() and not (folder / "config.json").exists():
+    folder, where = model_named(source), f"adapter {source}"
+    if (behind := model_behind(folder)) != folder:
         if adapter is not None:
             fix = "merge it first (megatrain export --merge), or give the base and one adapter"
             raise ModelError("is an adapter itself, and takes no other", where=where, fix=fix)
-        source, adapter = base_named_in(folder, where), folder
+        source, adapter = behind, folder
     base = PretrainedSource(source, attention=attention, trust_remote_code=trust_remote_code)
     name = str(Path(source).resolve()) if Path(source).exists() else str(source)
     return base if adapter is None else AdaptedSource(base, adapter, seed, name=name, trains=trains)
@@ -339,6 +342,79 @@ class AdapterFile:
         """Write what the file holds of the units; the base stays as it is."""
         for name in (name for unit in units for name in unit if name in self.values):
             masters.write_master(name, self.values[name])
+
+
+def lora_config(
+    r: int = 16,
+    alpha: float = 32.0,
+    dropout: float = 0.0,
+    target_modules: Sequence[str] = ("auto",),
+    modules_to_save: Sequence[str] = (),
+    **more: Any,
+) -> Any:
+    """`peft`'s configuration of LoRA, from the keys of a run. Raises `ConfigError` without `peft`.
+
+    target_modules: names, or one of `all-linear`, which is with fused experts and routers, and `auto`, without.
+    """
+    require_peft()
+    from peft import LoraConfig
+
+    targets: Any = list(target_modules)
+    if len(targets) == 1 and targets[0] in ("auto", "all-linear"):
+        targets = targets[0]
+    whole = int(alpha) if alpha == int(alpha) else alpha
+    made = LoraConfig(
+        r=r, lora_alpha=whole, lora_dropout=dropout, target_modules=targets, task_type="CAUSAL_LM", **more
+    )
+    made.modules_to_save = list(modules_to_save) or None
+    return made
+
+
+def lora_named(text: str) -> dict[str, Any]:
+    """The keys that `lora`, `lora:16` or `lora:16:all-linear` stands for on a command line. Raises `ConfigError`."""
+    method, _, rest = text.partition(":")
+    rank, _, targets = rest.partition(":")
+    if method != "lora" or not (rank or "16").isdecimal() or not 0 < int(rank or 16) <= 1 << 16:
+        raise ConfigError(
+            f"{text[:40]!r} is no adapter", where="--adapter", fix="give lora, lora:16 or lora:16:all-linear"
+        )
+    named = {"target_modules": tuple(targets.split(","))} if targets else {}
+    return {"r": int(rank or 16), "alpha": 2.0 * int(rank or 16), **named}
+
+
+def model_behind(source: str) -> str:
+    """The model that a folder of an adapter names as its base; any other source as it is."""
+    folder = Path(source)
+    is_adapter = (folder / ADAPTER).is_file() and not (folder / "config.json").exists()
+    return base_named_in(folder, f"adapter {source}") if is_adapter else source
+
+
+def load_trained(folder: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+    """A saved model as any user of it would load it: with `from_pretrained`, and of an adapter with `PeftModel` too."""
+    base = load_causal_lm(model_behind(folder), dtype=dtype, trust_remote_code=trust_remote_code)
+    if model_behind(folder) == folder:
+        return base
+    from peft import PeftModel
+
+    with quiet(), _pefts_errors():
+        whole = PeftModel.from_pretrained(base, folder, autocast_adapter_dtype=False).get_base_model()
+        loaded: PreTrainedModel = whole.to(dtype)
+    return loaded
+
+
+def with_adapter(structure: PreTrainedModel, config: Any) -> PreTrainedModel:
+    """A structure on the meta device with a fresh adapter in it, for a plan: nothing of it has values that count."""
+    return AdaptedSource(_Structure(structure), config).model
+
+
+@dataclass(frozen=True, slots=True)
+class _Structure:
+    """A source that has no weights."""
+
+    model: PreTrainedModel
+
+    def fill(self, masters: Masters, units: Sequence[Sequence[str]], progress: Progress | None = None) -> None:
+        raise NotImplementedError
 
 
 def require_peft() -> None:
@@ -377,6 +453,13 @@ def base_named_in(folder: Path, where: str) -> str:
 def base_names(before: nn.Module, after: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Name in the first, and parameter of the second, of two models of which one is a copy of the other."""
     return zip((name for name, _ in before.named_parameters()), after.parameters(), strict=True)
+
+
+def _linear(model: PreTrainedModel) -> set[str]:
+    """Last names of the linear layers of a model, without its head and without experts that are fused."""
+    kinds, head = (nn.Linear, Conv1D), model.get_output_embeddings()
+    found = {name for name, module in model.named_modules() if isinstance(module, kinds) and module is not head}
+    return {name.rpartition(".")[2] for name in found}
 
 
 def _begins_from_values(config: Any) -> bool:

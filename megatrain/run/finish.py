@@ -13,7 +13,7 @@ from megatrain.config import Config
 from megatrain.data import Batch, Tokenizer
 from megatrain.engine import DTYPES
 from megatrain.errors import ExportError
-from megatrain.model import load_causal_lm
+from megatrain.model import load_trained
 from megatrain.plan.report import amount
 from megatrain.spec import Precision
 from megatrain.train.engine import Engine
@@ -71,9 +71,7 @@ def verify_trained(config: Config, engine: Engine, batch: Batch, saved: Path, co
 
 def _stock_loss(config: Config, batch: Batch, saved: Path, precision: Precision) -> float:
     """The loss of `batch` by the stock model that `from_pretrained` makes of the saved folder."""
-    loaded = load_causal_lm(
-        str(saved), dtype=DTYPES[precision], trust_remote_code=config.model.trust_remote_code
-    ).eval()
+    loaded = load_trained(str(saved), dtype=DTYPES[precision], trust_remote_code=config.model.trust_remote_code).eval()
     with torch.set_grad_enabled(adds_for_routers(loaded)):
         return float(stock_loss(loaded, batch).detach())
 

@@ -50,7 +50,16 @@ FREE = (
 )
 """Keys, or sections, that no number of the training depends on."""
 
-REFUSED = ("model.path", "model.config", "data", "train.seed", "train.freeze", "train.precision", "train.objective")
+REFUSED = (
+    "model.path",
+    "model.config",
+    "adapter",
+    "data",
+    "train.seed",
+    "train.freeze",
+    "train.precision",
+    "train.objective",
+)
 """Keys, or sections, whose change means another model or other data, which a run is not to go on with by mistake."""
 
 COMPARED = ("data.sources",)
@@ -199,7 +208,12 @@ def as_begun(config: Config, taken: Checkpoint) -> Config:
 
 def refuse_changes(config: Config, taken: Checkpoint, say: Say) -> None:
     """Tell in a line what has changed since the checkpoint. Raises `ConfigError` for what must not, unless accepted."""
-    changes = changes_between(facts_of(taken)["config"], config.model_dump(mode="json"))
+    then = facts_of(taken)["config"]
+    if (then.get("adapter") is None) != (config.adapter is None):
+        kinds = ("an adapter", "a whole model") if config.adapter is None else ("a whole model", "an adapter")
+        what = f"was written by a run that trained {kinds[0]}, and this one trains {kinds[1]}"
+        raise ConfigError(what, where=str(taken.folder), fix="set `adapter` as it was, or start a new run")
+    changes = changes_between(then, config.model_dump(mode="json"))
     if not changes:
         return
     told = {key: f"{key} {_short(before)} -> {_short(now)}" for key, (before, now) in changes.items()}

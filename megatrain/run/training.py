@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megatrain.checkpoint import Checkpoint, Retention
-from megatrain.config import Config, TrainSection, save_config
+from megatrain.config import AdapterSection, Config, TrainSection, save_config
 from megatrain.data import (
     Tokenizer,
     load_tokenizer,
@@ -43,14 +43,17 @@ from megatrain.engine import DTYPES
 from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.losses import LossFn
 from megatrain.model import (
+    AdaptedSource,
     FreshSource,
     PortedModel,
     PretrainedSource,
     Source,
     freeze_parameters,
     listed,
+    lora_config,
     model_named,
     port_model,
+    pretrained_source,
     spent,
 )
 from megatrain.model import Progress as LoadingProgress
@@ -210,6 +213,8 @@ def _source(config: Config, taken: Checkpoint | None) -> Source:
     model = config.model
     how: dict[str, Any] = {"attention": model.attention, "trust_remote_code": model.trust_remote_code}
     source: Source
+    if config.adapter is not None:
+        return _adapted_source(config, config.adapter, taken, how)
     if taken is not None:
         source = PretrainedSource(taken.folder, **how)
     elif model.path is not None:
@@ -219,6 +224,20 @@ def _source(config: Config, taken: Checkpoint | None) -> Source:
         source = FreshSource(model.config, config.train.seed, **how)
     freeze_parameters(source.model, config.train.freeze)
     return source
+
+
+def _adapted_source(
+    config: Config, adapter: AdapterSection, taken: Checkpoint | None, how: Mapping[str, Any]
+) -> Source:
+    """The model, frozen, with the adapter that begins, or goes on, over it."""
+    model, seed = config.model, config.train.seed
+    fresh = adapter.model_dump(exclude={"type", "path"})
+    begins: Any = lora_config(**fresh) if adapter.path is None else adapter.path
+    given: Any = begins if taken is None else taken.folder
+    if model.path is not None:
+        return pretrained_source(model.path, given, seed, **how)
+    assert model.config is not None  # `Config` has seen to it
+    return AdaptedSource(FreshSource(model.config, seed, **how), given, seed)
 
 
 def _check_limits(config: Config, tokenizer: Tokenizer, model: Any) -> int:
@@ -327,7 +346,7 @@ def _show(config: Config, engine: Engine, source: Source, corpus: Corpus, plan: 
     train, count = config.train, plan.work.micro_batches
     batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
     speed = f"{plan.seconds:.3g} s a step, {plan.tokens_per_second:,.0f} tokens/s"
-    left_out = source.left_out() if isinstance(source, PretrainedSource) else ""
+    left_out = source.left_out() if isinstance(source, PretrainedSource | AdaptedSource) else ""
     facts = [
         ("model", describe_model(engine.structure)),
         *([("left out", printable(left_out))] if left_out else []),

@@ -95,7 +95,8 @@ def loading(console: Console, what: str) -> Iterator[Callable[[int, int], None]]
 def describe_model(spec: ModelSpec) -> str:
     tied = ", embedding and head tied" if spec.tied else ""
     layers = f"{len(spec.layers)} layers of width {spec.hidden_size:,}"
-    return f"{spec.name}, {metric(spec.numel)} parameters: {layers}, vocabulary {spec.vocab_size:,}{tied}"
+    trained = "" if spec.trained_numel == spec.numel else f", {metric(spec.trained_numel)} of them trained"
+    return f"{spec.name}, {metric(spec.numel)} parameters{trained}: {layers}, vocabulary {spec.vocab_size:,}{tied}"
 
 
 def describe_policy(numerics: Numerics, policy: Policy) -> list[str]:

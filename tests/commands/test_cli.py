@@ -100,7 +100,17 @@ WITH_PATHS: list[tuple[tuple[str, ...], str, dict[str, str]]] = [
     (("probe", "--path", PATH), "--path", FOR_A_FOLDER),
     (("probe", "--output", PATH), "--output", FOR_A_FILE),
 ]
-NO_PATHS = ("overrides", "prompt", "precision", "device", "attention", "device_memory", "host_memory", "disk_memory")
+NO_PATHS = (
+    "overrides",
+    "prompt",
+    "adapter",
+    "precision",
+    "device",
+    "attention",
+    "device_memory",
+    "host_memory",
+    "disk_memory",
+)
 
 
 @pytest.mark.parametrize(("arguments", "where", "kinds"), WITH_PATHS, ids=lambda value: str(value)[:40])

@@ -72,3 +72,27 @@ def test_the_verb_asks_for_what_is_missing(tmp_path: Path, capsys: pytest.Captur
         cli.main(["init", str(tmp_path / "new.yaml"), "--data", "x.jsonl"])
     assert caught.value.code == 2
     assert "error: megatrain init: --model is missing; give it as --model VALUE" in capsys.readouterr().err
+
+
+def test_an_adapter_is_asked_for_by_a_word(tmp_path: Path) -> None:
+    data = (str(chats(tmp_path / "chats.jsonl")),)
+    plans = {}
+    for adapter in (None, "lora", "lora:4:all-linear"):
+        answers = Answers(sizes(tmp_path), data, hardware="rtx-4090", adapter=adapter)
+        plans[adapter] = write_recipe(answers, tmp_path / f"{adapter}.yaml".replace(":", "-"))
+    config = load_config(tmp_path / "lora.yaml")
+    assert config.adapter is not None
+    assert (config.adapter.r, config.adapter.alpha, config.adapter.target_modules) == (16, 32.0, ("auto",))
+    assert config.train.learning_rate == 2e-4
+    small = load_config(tmp_path / "lora-4-all-linear.yaml").adapter
+    assert small is not None
+    assert (small.r, small.alpha, small.target_modules) == (4, 8.0, ("all-linear",))
+    base = plans[None].question.model
+    for adapter, each in (("lora", 16), ("lora:4:all-linear", 4)):
+        model = plans[adapter].question.model
+        assert model.numel - model.trained_numel == base.numel
+        widths = (32 + 32) * 2 + (32 + 16) * 2 + (32 + 48) * 3
+        assert model.trained_numel == each * widths * len(base.layers)
+    for wrong in ("qlora", "lora:x", "lora:0"):
+        with pytest.raises(ConfigError, match="is no adapter; give lora, lora:16 or lora:16:all-linear"):
+            write_recipe(Answers(sizes(tmp_path), data, adapter=wrong), tmp_path / "wrong.yaml")

@@ -163,6 +163,13 @@ def test_a_saved_configuration_loads_back_equal(
          "train: global_batch_size=5 is no multiple of micro_batch_size=2"),
         (MINIMAL, ("train.energy=1",), "unknown key train.energy; the keys of train are steps"),
         (MINIMAL, ("train.grad_clip=1",), "unknown key train.grad_clip; here it is train.max_grad_norm"),
+        (MINIMAL, ("adapter.lora_r=8",), "unknown key adapter.lora_r; here it is adapter.r"),
+        (MINIMAL, ("lora_target_modules=[q_proj]",), "here it is adapter.target_modules"),
+        (MINIMAL, ("model.load_in_4bit=true",), "here it is nothing: a frozen base is held in bf"),
+        (MINIMAL, ("adapter.type=prefix",), "adapter.type: should be 'lora', not 'prefix'"),
+        (MINIMAL, ("adapter.r=0",), "adapter.r: should be greater than 0, not 0"),
+        (MINIMAL, ("adapter.path=x", "adapter.r=8"), "adapter: path names an adapter, whose own settings hold"),
+        (MINIMAL, ("adapter.r=8", "train.freeze=['*']"), "an adapter alone trains; leave train.freeze out"),
         (MINIMAL, ("policy.homes=x",), "unknown key policy.homes; the planner decides where state lives, within mem"),
         (MINIMAL + "a: *.md", (), "run.yaml:10: malformed YAML (expected alphabetic or numeric character, but found "
          "'.'); put a text that begins with *, & or ! in quotes"),
@@ -199,6 +206,7 @@ READ = (
     "data.chat_template",
     "data.tokenizer",
     "train.hardware",
+    "adapter.path",
     "resume",
 )
 FOLDERS = ("data.cache", "disk.folders", "checkpoint.folder", "output.folder")
@@ -260,8 +268,8 @@ def test_every_key_that_may_hold_a_path_is_among_those_tried() -> None:
 def numbers_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(key, type) of every key that may be a number or a list of numbers."""
     for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            yield from numbers_of(field.annotation, f"{prefix}{name}.")
+        if (inside := keys.section_of(field.annotation)) is not None:
+            yield from numbers_of(inside, f"{prefix}{name}.")
         elif re.search(r"\b(int|float)\b", str(field.annotation)):
             yield f"{prefix}{name}", field.annotation
 

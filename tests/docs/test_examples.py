@@ -15,11 +15,14 @@ from megatrain.config import describe_keys, load_config
 ROOT = Path(__file__).parents[2]
 
 
+EXAMPLES = ("README.md", "docs/index.md", "docs/guides/python.md", "docs/guides/adapters.md", "docs/testing.md")
+
+
 def blocks(document: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/index.md", "docs/guides/python.md", "docs/testing.md"])
+@pytest.mark.parametrize("document", EXAMPLES)
 def test_python_in_the_documents_runs(document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = blocks(document, "python")

@@ -105,7 +105,8 @@ def made_tiny(name: str, tmp_path: Path, model: Path) -> Config:
 def test_a_recipe_trains_at_tiny_size(name: str, tmp_path: Path, model: Path) -> None:
     said = train(made_tiny(name, tmp_path, model))
     assert len(losses(tmp_path / "run")) == 3
-    assert (tmp_path / "run" / "model" / "config.json").is_file()
+    config = "adapter_config.json" if name.startswith("lora") else "config.json"
+    assert (tmp_path / "run" / "model" / config).is_file()
     assert ("of them trained" in said) == (name not in ("pretrain.yaml", "continue.yaml"))
 
 
@@ -117,7 +118,7 @@ def planned(name: str, fields: dict[str, Any], tmp_path: Path) -> Plan:
     if recipe.train.micro_batch_override is not None:
         overrides["micro_batch"] = recipe.train.micro_batch_override
     question = Question(
-        find_model(str(tmp_path / "config.json"), recipe.train.precision),
+        find_model(str(tmp_path / "config.json"), recipe.train.precision, adapter="lora" if recipe.adapter else None),
         load_hardware(recipe.train.hardware),
         tokens_per_step=recipe.train.sequences * recipe.data.sequence_length,
         length=recipe.data.sequence_length,
@@ -136,6 +137,8 @@ def planned(name: str, fields: dict[str, Any], tmp_path: Path) -> Plan:
         ("sft-70b.yaml", LLAMA_70B),
         ("long-context.yaml", LLAMA_8B),
         ("disk.yaml", QWEN_32B),
+        ("lora-8b.yaml", LLAMA_8B),
+        ("lora-70b.yaml", LLAMA_70B),
     ],
 )
 def test_a_large_recipe_fits_the_machine_that_it_names(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
