@@ -240,8 +240,9 @@ def _nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device | str =
 class StandIn:
     """The model of a trainer, and where its weights are."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, saves: nn.Module | None = None) -> None:
+        """saves: what a trainer saves by `save_pretrained`, where that is another: a `PeftModel` around the model."""
+        self.model, self._saves = model, saves or model
         self._engine: Engine | None = None
         self._lent: dict[str, tuple[int, int | None]] = {}
         """Parameters that have been read: address, and a sum over a copy's bytes; none for the engine's own memory."""
@@ -298,11 +299,11 @@ class StandIn:
             if is_main_process:
                 export(Path(save_directory))
 
-        self.model.__dict__["save_pretrained"] = save
+        self._saves.__dict__["save_pretrained"] = save
         try:
             yield
         finally:
-            del self.model.__dict__["save_pretrained"]
+            del self._saves.__dict__["save_pretrained"]
 
 
 AROUND_A_FORWARD = ("trl.", "accelerate.", "torch.amp.")

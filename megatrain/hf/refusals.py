@@ -13,6 +13,8 @@ import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from megatrain.errors import ConfigError, ModelError
+from megatrain.model import base_of
+from megatrain.model.adapters import adapter_of
 
 ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
 """Values of `optim` that mean AdamW in full precision."""
@@ -68,7 +70,6 @@ def refuse_keywords(given: dict[str, Any]) -> None:
         ("optimizer_cls_and_kwargs", "set optim and learning_rate of the arguments"),
         ("compute_loss_func", "it wants whole logits: give loss_fn, see megatrain.losses"),
         ("model_init", "give the model"),
-        ("peft_config", "train the adapter by `megatrain train`, key adapter, or Engine.from_pretrained(adapter=...)"),
         ("quantization_config", "weights are trained in full precision"),
     ):
         if given.get(name) is not None:
@@ -92,13 +93,14 @@ def refuse_dtypes(dtypes: Iterable[torch.dtype]) -> None:
         raise ConfigError(what, where="StreamedTrainer", fix="load them with dtype=torch.float32 or torch.bfloat16")
 
 
-def refuse_model(model: Any) -> None:
-    """Raise `ModelError` for adapters and for quantized weights, `ConfigError` for those of half precision."""
-    if getattr(model, "peft_config", None) is not None:
-        fix = "merge them first: merge_and_unload(), or train the adapter with Engine.from_model(model)"
-        raise ModelError("has adapters", where=type(model).__name__, fix=fix)
+def refuse_model(model: Any, args: Any) -> None:
+    """Raise `ModelError` for quantized weights and for adapters that do not stream, `ConfigError` for those of half
+    precision, and for what of the training arguments does not go with an adapter."""
     if getattr(model, "quantization_method", None) is not None:
         raise ModelError("is quantized", where=type(model).__name__, fix="load it in full precision")
+    if adapter_of(base_of(model)) is not None and args.load_best_model_at_end:
+        fix = "leave it out, and use the best checkpoint, which is the folder of an adapter"
+        raise ConfigError("load_best_model_at_end is not for adapters", where="StreamedTrainer", fix=fix)
     refuse_dtypes(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
 
 

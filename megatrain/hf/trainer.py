@@ -36,7 +36,7 @@ from megatrain.hf.optimizer import EngineOptimizer
 from megatrain.hf.refusals import refuse_arguments, refuse_class, refuse_keywords, refuse_loss, refuse_model
 from megatrain.hf.trainer_losses import router_coefficient, router_weights, stock_loss
 from megatrain.losses import LossFn
-from megatrain.model import PretrainedSource
+from megatrain.model import PretrainedSource, base_of
 from megatrain.optim import AdamW
 from megatrain.spec import Precision
 from megatrain.train.engine import Engine
@@ -94,12 +94,17 @@ class Streamed:
         with _without_init_arguments(args if self._by_name else None):
             super().__init__(model=model, args=args, **keywords)  # type: ignore[call-arg]  # the trainer's
         refuse_arguments(self.args)
-        refuse_model(self.model)
+        refuse_model(self.model, self.args)
         if not self.model_accepts_loss_kwargs:
             what = f"{type(self.model).__name__} takes no num_items_in_batch, so its loss is a mean of means"
             raise ConfigError(what, where="StreamedTrainer", fix="give loss_fn, see megatrain.losses")
-        self._standin = StandIn(self.model)
+        self._standin = StandIn(self._base, self.model)
         self.accelerator.device_placement = False  # nothing goes to the device but through the engine
+
+    @property
+    def _base(self) -> Any:
+        """The model, or that with the layers of an adapter in it where the trainer's is a `PeftModel`."""
+        return base_of(self.model)
 
     def _with_processor(self, name: str, args: Any, keywords: dict[str, Any]) -> dict[str, Any]:
         """TRL reads a processor beside a model by name, of the same revision; it is not told the name here."""
@@ -118,25 +123,25 @@ class Streamed:
         if self._engine is None:
             engine = self._make_engine()
             self._engine = engine
-            self._facts = facts_of(self.model)
-            both = ((kind, getattr(self.model, kind, None)) for kind in ("config", "generation_config"))
+            self._facts = facts_of(self._base)
+            both = ((kind, getattr(self._base, kind, None)) for kind in ("config", "generation_config"))
             self._harmless = {kind: found.to_dict() for kind, found in both if found is not None}
             self._standin.lend(engine)
         return self._engine
 
     def _make_engine(self) -> Engine:
         if self.loss_fn is None:
-            refuse_loss(self.model)
+            refuse_loss(self._base)
         options, mode, coefficient = self._engine_options(), self.model.training, router_coefficient(self)
-        if coefficient is not None and hasattr(self.model, "router_aux_loss_coef"):
-            self.model.router_aux_loss_coef = coefficient  # taken from the config when the model was made
+        if coefficient is not None and hasattr(self._base, "router_aux_loss_coef"):
+            self._base.router_aux_loss_coef = coefficient  # taken from the config when the model was made
         self.model.train()  # its dropout works in training, and never in evaluation
         try:
-            with own_forward(self.model):
+            with own_forward(self._base):
                 if self._by_name:
-                    engine = Engine.from_source(NamedSource(self.model), **options)
+                    engine = Engine.from_source(NamedSource(self._base), **options)
                 else:
-                    engine = Engine.from_model(self.model, **options)
+                    engine = Engine.from_model(self._base, **options)
         finally:
             self.model.train(mode)
         if coefficient is not None:
@@ -151,9 +156,9 @@ class Streamed:
     def _catch_up(self) -> None:
         """Honour what has been changed in the model since the engine was made, or raise `ConfigError`."""
         engine = self.engine
-        refuse_changes(self._facts, facts_of(self.model))
+        refuse_changes(self._facts, facts_of(self._base))
         for kind, before in self._harmless.items():
-            of_model, of_engine = getattr(self.model, kind), getattr(engine, kind)
+            of_model, of_engine = getattr(self._base, kind), getattr(engine, kind)
             for name, value in of_model.to_dict().items():
                 if name not in before or value != before[name]:
                     setattr(of_engine, name, copy.deepcopy(getattr(of_model, name, value)))
@@ -184,8 +189,8 @@ class Streamed:
         given = self._options.get("optimizer")
         if isinstance(given, AdamW):
             return given
-        args, decaying = self.args, set(self.get_decay_parameter_names(self.model))  # type: ignore[attr-defined]
-        others = tuple(name for name, _ in self.model.named_parameters() if name not in decaying)
+        args, decaying = self.args, set(self.get_decay_parameter_names(self._base))  # type: ignore[attr-defined]
+        others = tuple(name for name, _ in self._base.named_parameters() if name not in decaying)
         betas = (args.adam_beta1, args.adam_beta2)
         return AdamW(args.learning_rate, betas, args.adam_epsilon, args.weight_decay, others)
 
@@ -230,7 +235,7 @@ class Streamed:
         """Groups of parameters for the scheduler; the engine updates."""
         if self.optimizer is None:
             lr = self.args.learning_rate
-            self.optimizer = EngineOptimizer(self.model, self._adamw(), lr, self._has_stepped)
+            self.optimizer = EngineOptimizer(self._base, self._adamw(), lr, self._has_stepped)
         return self.optimizer
 
     def _has_stepped(self) -> None:

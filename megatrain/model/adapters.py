@@ -64,6 +64,9 @@ NEEDS_NO_VALUES = ("LORA", "IA3", "LOHA", "LOKR")
 OF_THE_BASE = ("pissa", "olora", "corda", "loftq", "eva", "lora_ga", "mica")
 """Values of `init_lora_weights` that are made from the base or from data, and may change the base."""
 
+SAYS_NOTHING = ("base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping")
+"""Fields of a `PeftConfig` that its code does not depend on."""
+
 DROPOUT = re.compile(r"\w*dropout")
 """Fields of a `PeftConfig` that hold a rate."""
 
@@ -84,6 +87,8 @@ class Adapter:
     def facts(self) -> str:
         """All that its code depends on, as text."""
         fields = {name: sorted(each) if isinstance(each, set) else each for name, each in vars(self.config).items()}
+        for name in SAYS_NOTHING:
+            fields.pop(name, None)
         return f"peft {version('peft')} {json.dumps(fields, sort_keys=True, default=str)}"
 
     def file_names(self, whole: PreTrainedModel) -> dict[str, str]:

@@ -40,7 +40,7 @@ def model(family: str) -> Any:
 
 
 def script(tmp_path: Path, streams: bool, family: str = "llama", by_name: bool = False, **changes: Any) -> Any:
-    """The script. Two lines tell the runs apart: the import and the class."""
+    """The script. Two lines tell the runs apart: the import and the class. Changes may hold `peft_config`, `resume`."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -54,6 +54,8 @@ def script(tmp_path: Path, streams: bool, family: str = "llama", by_name: bool =
         "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 5, "save_strategy": "no", "report_to": "none",
         "disable_tqdm": True, "use_cpu": True, "bf16": False, "max_length": 48,
     }  # fmt: skip
+    more = {"peft_config": changes.pop("peft_config")} if "peft_config" in changes else {}
+    resume = changes.pop("resume", None)
     made = model(family)
     if by_name:
         made.save_pretrained(tmp_path / "model")
@@ -64,9 +66,10 @@ def script(tmp_path: Path, streams: bool, family: str = "llama", by_name: bool =
         train_dataset=Dataset.from_list(rows[:20]),
         eval_dataset=Dataset.from_list(rows[20:]),
         processing_class=load_tokenizer("bytes"),
+        **more,
         **({"engine_options": {"verify": False}} if streams else {}),
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(tmp_path / "final"))
     return trainer
 
