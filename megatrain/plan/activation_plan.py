@@ -24,8 +24,8 @@ import numpy as np
 
 from megatrain.plan.cost import DRAM, Calibration, forward_seconds, host_dram_bandwidth, shape_of
 from megatrain.plan.placement import PARTS, spread
-from megatrain.plan.question import Choice, Estimate, Question
-from megatrain.spec import NOT_OFFLOADED, SAVED_BY, Keep, Policy, Work
+from megatrain.plan.question import Choice, Estimate, PricedAlike, Question
+from megatrain.spec import NOT_OFFLOADED, SAVED_BY, Keep, Numerics, Policy, Work
 
 KINDS: tuple[Keep, ...] = get_args(Keep)
 
@@ -68,17 +68,28 @@ class Changes:
 
 def changes(question: Question, choice: Choice, work: Work) -> Changes:
     """Of a policy that keeps inputs. Where memory is shared, what is on the device is in the host's."""
+    policy = choice.policy
+    numerics = replace(choice.numerics, loss_chunk_tokens=1)  # it is no layer's
+    return _changes(question.priced_alike, numerics, policy.offload_slots, policy.micro_batches_per_round, work)
+
+
+@lru_cache(maxsize=1024)
+def _changes(
+    alike: PricedAlike, numerics: Numerics, offload_slots: int, micro_batches_per_round: int, work: Work
+) -> Changes:
+    question = alike.question
     model, hardware = question.model, question.hardware
     found = {each.name: dict.fromkeys(KINDS, 0.0) for each in fields(Changes)}
     measured = question.calibration or Calibration()
     inward, outward = measured.of("RELOAD", "layer"), measured.of("OFFLOAD", "layer")
-    price = forward_seconds(model, choice.numerics, choice.policy, work, hardware, question.calibration)
+    policy = Policy(offload_slots=offload_slots, micro_batches_per_round=micro_batches_per_round)
+    price = forward_seconds(model, numerics, policy, work, hardware, question.calibration)
     trained = [layer for layer in model.layers if layer >= model.lowest_trained]
     kinds = {shape_of(model.units[layer]): layer for layer in trained}
     numbers = Counter(shape_of(model.units[layer]) for layer in trained)
     for (shape, layer), (tokens, micros) in product(kinds.items(), Counter(work.tokens).items()):
         times = numbers[shape] * micros
-        boundary = times * work.repeats * tokens * model.hidden_size * choice.numerics.weight_nbytes
+        boundary = times * work.repeats * tokens * model.hidden_size * numerics.weight_nbytes
         profile, length = model.units[layer].profile, min(work.length or tokens, tokens)
         found["device"]["graph"] += times * work.repeats * profile.kept(tokens // length, length)
         again = times * price(layer, tokens, "")
@@ -90,15 +101,15 @@ def changes(question: Question, choice: Choice, work: Work) -> Changes:
             crosses = boundary + times * work.repeats * stored
             found["device"][like] += times * work.repeats * stored
             found["device"][keep] -= boundary
-            inputs = tokens * model.hidden_size * choice.numerics.weight_nbytes
-            found["slots"][keep] = max(found["slots"][keep], choice.policy.offload_slots * (inputs + stored))
+            inputs = tokens * model.hidden_size * numerics.weight_nbytes
+            found["slots"][keep] = max(found["slots"][keep], offload_slots * (inputs + stored))
             found["host"][keep] += crosses
             found["inward"][keep] += crosses / hardware.fetch_bandwidth * inward
             found["outward"][keep] += crosses / hardware.grad_bandwidth * outward
             found["crossing"][keep] += 0.0 if hardware.shares_memory else crosses / host_dram_bandwidth(hardware)
         found["device"]["drop"] -= boundary
         found["compute"]["drop"] += again
-    rounds = round_count(choice.policy, work.micro_batches * work.repeats)
+    rounds = round_count(policy, work.micro_batches * work.repeats)
     for tier in ("device", "host"):  # what a round keeps is gone in the next
         found[tier] = {kind: nbytes / rounds for kind, nbytes in found[tier].items()}
     return Changes(**{name: tuple(each[kind] for kind in KINDS) for name, each in found.items()})

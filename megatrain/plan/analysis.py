@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import chain
-from math import inf
+from itertools import chain, count
+from math import ceil, inf
 from typing import Any
 
-from megatrain.errors import DoesNotFit
 from megatrain.plan.cost import (
     attention_seconds,
     disk_bandwidths,
@@ -29,12 +27,16 @@ from megatrain.plan.cost import (
 from megatrain.plan.estimates import estimate, seconds_on
 from megatrain.plan.machines import machine, machine_names
 from megatrain.plan.question import MOST_TOKENS, Choice, Estimate, Plan, Question, usable_nbytes
-from megatrain.plan.search import find_plan, survey
+from megatrain.plan.search import quicker_plan, survey
 from megatrain.schedule import Timeline
 from megatrain.spec import Hardware, Precision
 
 HIDDEN_STALL = 0.02
 """Share of a step that compute may wait while transfers still count as hidden."""
+
+MOST_GUESSES = 6
+"""At the step from which on transfers hide, ahead of halving what is left between one that is too small and one that is
+not."""
 
 WORTH_A_SEARCH = 0.99
 """Promised seconds, to those that are estimated of the plan, from which on a better machine is planned for anew."""
@@ -454,18 +456,28 @@ def hiding(plan: Plan) -> Hiding | None:
         instant = estimate(replace(asked, hardware=_instant(question.hardware)), choice, micro_batch)
         return Hiding(tokens, max(0.0, 1.0 - instant.seconds / found.seconds), found.fits(asked.budgets()))
 
-    rows = 1
+    low, rows = 0, question.sequences  # not hidden, or no step at all; and hidden
     while at(rows).stall_share >= HIDDEN_STALL:
         if 2 * rows * question.length > MOST_TOKENS:
             return None
-        rows *= 2
-    low = rows // 2  # not hidden, or no step at all
-    while rows - low > 1:
-        middle = (low + rows) // 2
+        low, rows = rows, 2 * rows
+    for guesses in count():
+        if rows - low <= 1:
+            break
+        middle = _between(low, rows, at) if guesses < MOST_GUESSES else (low + rows) // 2
         low, rows = (low, middle) if at(middle).stall_share < HIDDEN_STALL else (middle, rows)
     found = at(rows)
     asked = replace(question, tokens_per_step=found.tokens_per_step)
     return found if found.fits else replace(found, fits=survey(asked, [asked.budgets()]) != [None])
+
+
+def _between(low: int, rows: int, at: Callable[[int], Hiding]) -> int:
+    """Where between two steps transfers should begin to hide: seconds of waiting hardly depend on sequences, so the
+    share is about inverse to them."""
+    if low == 0:
+        return max(1, min(rows // 2, round(rows * at(rows).stall_share / HIDDEN_STALL)))
+    first, last = (each * (at(each).stall_share - HIDDEN_STALL) for each in (low, rows))
+    return min(rows - 1, max(low + 1, ceil(low + (rows - low) * first / (first - last))))
 
 
 def _fitting(question: Question, choice: Choice, micro_batch: int) -> tuple[Choice, Estimate]:
@@ -512,13 +524,12 @@ def free_changes(plan: Plan) -> tuple[Upgrade, ...]:
     today = estimate(question, plan.choice, plan.micro_batch).seconds
     for name, change in _free(question).items():
         asked = replace(change, overrides={**change.overrides, "micro_batch": plan.micro_batch})
-        (promised,) = survey(asked, [asked.budgets()])
-        if promised is None:
-            continue
-        gained = min(today, plan.seconds) / promised.seconds
         if _uses_disk(plan):
-            with suppress(DoesNotFit):
-                gained = plan.seconds / find_plan(asked).seconds
+            better = quicker_plan(asked, inf)
+            gained = plan.seconds / better.seconds if better else 0.0
+        else:
+            (promised,) = survey(asked, [asked.budgets()])
+            gained = min(today, plan.seconds) / promised.seconds if promised else 0.0
         if asked.sequences > question.sequences:
             gained = min(gained, 1.0)  # a step of more sequences is no shorter
         ratio = gained * asked.sequences / question.sequences
@@ -550,10 +561,8 @@ def upgrades(question: Question, plan: Plan | None) -> tuple[Upgrade, ...]:
         asked = change(question)
         seconds = [] if plan is None else [seconds_on(plan, asked)]  # what fits, fits a better machine
         more_memory = asked.budgets() != question.budgets()
-        (promised,) = survey(asked, [asked.budgets()]) if more_memory else [None]
-        if promised is not None and (today is None or promised.seconds < WORTH_A_SEARCH * today):
-            with suppress(DoesNotFit):
-                seconds.append(find_plan(asked).seconds)
+        better = quicker_plan(asked, inf if today is None else WORTH_A_SEARCH * today) if more_memory else None
+        seconds += [] if better is None else [better.seconds]
         best = min(seconds, default=None)
         rate = None if best is None else question.sequences * question.length / best
         found.append(Upgrade(name, rate, None if plan is None or best is None else plan.seconds / best))

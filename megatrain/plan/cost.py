@@ -14,15 +14,17 @@ from megatrain.errors import PlanError
 from megatrain.schedule import Op, Timeline, replay
 from megatrain.schedule.contents import LayerGraph, Saved
 from megatrain.schedule.passes.gradients import accumulator_nbytes
-from megatrain.schedule.passes.state_buffers import MOMENTS_NBYTES
+from megatrain.schedule.passes.state_buffers import MOMENTS_NBYTES, units_alike
 from megatrain.schedule.passes.workspace import runs_in_chunks
 from megatrain.schedule.replay import DISK_STREAMS
 from megatrain.spec import (
+    IN_HOST,
     WEIGHT_NBYTES,
     Hardware,
     ModelSpec,
     Numerics,
     ParamSpec,
+    Placement,
     Policy,
     Precision,
     Transfer,
@@ -650,11 +652,13 @@ def placement_seconds(
     """Stream -> seconds that the policy's placements add, negative where they save some; those behind the forward.
     rounds: of a step."""
     found, late = Counter[str](), Counter[str]()
-    for index in range(len(model.units)):
-        for stream, seconds in _of_unit(model, numerics, policy, hardware, index, rounds).items():
-            found[stream] += seconds  # type: ignore[assignment]
-        for stream, seconds in _of_disk_late(model, numerics, policy, hardware, index, rounds).items():
-            late[stream] += seconds  # type: ignore[assignment]
+    for index, placement, count in units_alike(model, policy):
+        if placement == IN_HOST:
+            continue
+        for stream, seconds in _of_unit(model, numerics, policy, hardware, index, placement, rounds).items():
+            found[stream] += count * seconds  # type: ignore[assignment]
+        for stream, seconds in _of_disk_late(model, numerics, policy, hardware, index, placement, rounds).items():
+            late[stream] += count * seconds  # type: ignore[assignment]
     half = {"fetch": 0.5, "grad": 1.0, **({} if policy.update == "next_forward" else {"host": 1.0, "compute": 1.0})}
     behind = {**late, **{stream: share * found.get(stream, 0.0) for stream, share in half.items()}}
     return _with_dram(found, hardware, policy), _with_dram(behind, hardware, policy)
@@ -676,9 +680,15 @@ def _with_dram(added: Mapping[str, float], hardware: Hardware, policy: Policy) -
 
 
 def _of_unit(
-    model: ModelSpec, numerics: Numerics, policy: Policy, hardware: Hardware, index: int, rounds: float
+    model: ModelSpec,
+    numerics: Numerics,
+    policy: Policy,
+    hardware: Hardware,
+    index: int,
+    placement: Placement,
+    rounds: float,
 ) -> dict[str, float]:
-    placement, layout = policy.placement(index), layout_of(model.units[index])
+    layout = layout_of(model.units[index])
     weights, trained = layout.size * numerics.weight_nbytes, layout.trained.size
     visits = rounds * (2 if index in model.layers and index >= model.lowest_trained else 1)
     sums = 4 * trained * (rounds - 1)  # that wait between rounds
@@ -718,15 +728,21 @@ def _of_unit(
 
 
 def _of_disk_late(
-    model: ModelSpec, numerics: Numerics, policy: Policy, hardware: Hardware, index: int, rounds: float
+    model: ModelSpec,
+    numerics: Numerics,
+    policy: Policy,
+    hardware: Hardware,
+    index: int,
+    placement: Placement,
+    rounds: float,
 ) -> dict[str, float]:
     """Of what a unit's placement has the disk do, what it does from the loss on."""
-    placement, layout = policy.placement(index), layout_of(model.units[index])
+    layout = layout_of(model.units[index])
     again = index in model.layers and index >= model.lowest_trained and placement.weights == "disk"
     reading, writing = duplex_disk_bandwidths(hardware)
     weights = rounds * layout.size * numerics.weight_nbytes / reading if again else 0.0
     if policy.update == "during_backward":
-        all_of_it = _of_unit(model, numerics, policy, hardware, index, rounds)
+        all_of_it = _of_unit(model, numerics, policy, hardware, index, placement, rounds)
         once = rounds * layout.size * numerics.weight_nbytes / reading if placement.weights == "disk" else 0.0
         return {"read": all_of_it.get("read", 0.0) - once, "write": all_of_it.get("write", 0.0)}
     gradients = layout.trained.size * numerics.grad_nbytes / writing if placement.gradients == "disk" else 0.0

@@ -20,7 +20,7 @@ from math import ceil, gcd, inf, isqrt, lcm, log2
 from megatrain.plan.activation_plan import Counts, Option, mixed, offloads_outputs, round_count, rows_of
 from megatrain.plan.cost import DRAM, contention, op_seconds, placement_seconds, shape_of
 from megatrain.plan.placement import ON_DEVICE
-from megatrain.plan.question import Choice, Estimate, Plan, Question
+from megatrain.plan.question import Choice, Estimate, Plan, PricedAlike, Question
 from megatrain.plan.search_space import FITS, LATE, WORTH_A_REPLAY
 from megatrain.schedule import Op, Schedule, Timeline, build_step, nbytes_by_use, replay
 from megatrain.schedule.passes.state_buffers import Pending, save_nbytes, state_nbytes
@@ -53,6 +53,12 @@ def undisturbed() -> Iterator[None]:
 
 def examine(question: Question, choice: Choice, micro_batch: int) -> Plan:
     """The plan of this very policy, replayed whole, whether or not it fits or is the best."""
+    return replace(_examined(question.priced_alike, choice, micro_batch), question=question)
+
+
+@lru_cache(maxsize=32)
+def _examined(alike: PricedAlike, choice: Choice, micro_batch: int) -> Plan:
+    question = alike.question
     work = cut(question, micro_batch)
     return _replayed(question, choice, work, prices(question, choice, work), *_built(question.model, choice, work))
 
@@ -169,6 +175,12 @@ def seconds_on(plan: Plan, question: Question) -> float:
 
 def estimate(question: Question, choice: Choice, micro_batch: int) -> Estimate:
     """What `examine` would find, extrapolated from shallow versions of the model."""
+    return _estimated(question.priced_alike, choice, micro_batch)
+
+
+@lru_cache(maxsize=4096)
+def _estimated(alike: PricedAlike, choice: Choice, micro_batch: int) -> Estimate:
+    question = alike.question
     if len(choice.policy.activations_by_layer) > 1:
         inputs = choice.change(activations="recompute", activations_by_layer=())
         return mixed(question, choice, coarse(question, micro_batch), estimate(question, inputs, micro_batch))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 from megatrain.errors import PlanError
@@ -87,6 +88,10 @@ class Question:
         if not isinstance(size, int) or size < 1:
             raise PlanError(f"{size!r} is no number of sequences", where="overrides.micro_batch", fix="give 1 or more")
 
+    @cached_property
+    def priced_alike(self) -> PricedAlike:
+        return PricedAlike(self)
+
     @property
     def sequences(self) -> int:
         """Sequences of a step."""
@@ -108,6 +113,26 @@ class Question:
         hardware = self.hardware
         there = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
         return [(tier, self.limits.of(tier), nbytes) for tier, nbytes in there.items()][hardware.shares_memory :]
+
+
+class PricedAlike:
+    """A question as far as it decides what a candidate takes: how much memory there is and what else may be chosen do
+    not count, so that what one question has found out is known to the next."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        machine = replace(question.hardware, name="", device_nbytes=0, host_nbytes=0, disk_nbytes=None, sources=())
+        machine = replace(machine, disk_endurance_nbytes=None, pinnable_nbytes=None)
+        measured = question.calibration and tuple(question.calibration.factors.items())
+        steps = question.sequences, question.length, question.batching, question.saves
+        self._key = question.model, machine, measured, steps
+        self._hash = hash(self._key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PricedAlike) and self._key == other._key
 
 
 @dataclass(frozen=True)

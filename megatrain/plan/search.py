@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
@@ -573,11 +574,11 @@ def _kind(choice: Choice, micro_batch: int) -> Hashable:
 def find_plan(question: Question) -> Plan:
     """The quickest plan that fits. Raises `DoesNotFit` naming what is short, by how much, and the nearest that fits."""
     with undisturbed():
-        return within_lock_limit(question, _quickest)
+        return within_lock_limit(question, lambda asked: _quickest(Search(asked)))
 
 
-def _quickest(question: Question) -> Plan:
-    search, budgets = Search(question), question.budgets()
+def _quickest(search: Search) -> Plan:
+    question, budgets = search.question, search.question.budgets()
     if plan := search.answer():
         return with_ring(waiting_for_shards(plan), search.promised, search.answer)
     plain, ring = search.least
@@ -589,6 +590,18 @@ def _quickest(question: Question) -> Plan:
     return plan
 
 
+def quicker_plan(question: Question, seconds: float) -> Plan | None:
+    """The quickest plan that fits, if there is one and it promises to take less than so many seconds."""
+    search = Search(question)
+    with undisturbed():
+        promised = _promised_within(search, question.budgets()) if seconds < inf else None
+        if seconds < inf and (promised is None or promised.seconds >= seconds):
+            return None
+        with suppress(DoesNotFit):
+            return within_lock_limit(question, lambda asked: _quickest(search if asked is question else Search(asked)))
+    return None
+
+
 def survey(question: Question, budgets: Iterable[Mapping[str, int]]) -> list[Estimate | None]:
     """What the quickest plan within each of several budgets (tier -> bytes) takes; `None` where nothing fits. Compute
     waits for units, and a ring is tried only where nothing else fits. Prices with all state in host memory are found
@@ -597,9 +610,12 @@ def survey(question: Question, budgets: Iterable[Mapping[str, int]]) -> list[Est
     found: list[Estimate | None] = []
     with undisturbed():
         for each in budgets:
-            within = {**question.budgets(), **each}
-            found.append(search.promised(within) or _leanest(search, within))
+            found.append(_promised_within(search, {**question.budgets(), **each}))
     return found
+
+
+def _promised_within(search: Search, budgets: Mapping[str, int]) -> Estimate | None:
+    return search.promised(budgets) or _leanest(search, budgets)
 
 
 def _leanest(search: Search, budgets: Mapping[str, int]) -> Estimate | None:

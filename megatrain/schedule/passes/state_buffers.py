@@ -9,13 +9,15 @@ is summed, and where one lands that is used at once (`gradients`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from megatrain.schedule.contents import CONTENT_OF, USED, Content, Norm
 from megatrain.schedule.ops import Access, Buffer, Use, declare
 from megatrain.schedule.passes.disk_staging import Staged
-from megatrain.spec import ModelSpec, Numerics, Part, Placement, Policy, Precision, Tier
+from megatrain.spec import IN_HOST, ModelSpec, Numerics, Part, Placement, Policy, Precision, Tier, UpdateTime
 from megatrain.spec.layout import Layout, layout_of
 
 MOMENTS_NBYTES = 8
@@ -44,29 +46,32 @@ class SizedPart(NamedTuple):
     copied: bool = False
 
 
-def parts_of(layout: Layout, numerics: Numerics, policy: Policy, placement: Placement) -> Iterator[SizedPart]:
+def parts_of(layout: Layout, numerics: Numerics, policy: Policy, placement: Placement) -> tuple[SizedPart, ...]:
     """What a unit has between steps, less what is empty; with several ranks what one of them has."""
-    trained = layout.trained.own_size
+    return _parts_of(layout.own_size, layout.trained.own_size, numerics, policy.update, placement)
+
+
+@lru_cache(maxsize=4096)
+def _parts_of(
+    numel: int, trained: int, numerics: Numerics, update: UpdateTime, placement: Placement
+) -> tuple[SizedPart, ...]:
     sizes = {
-        Part.WEIGHTS: layout.own_size * numerics.weight_nbytes,
-        Part.LOW_BITS: low_nbytes(layout, numerics),
+        Part.WEIGHTS: numel * numerics.weight_nbytes,
+        Part.LOW_BITS: trained * (0 if numerics.precision == "fp32" else 2),  # what is frozen has none
         Part.MOMENTS: MOMENTS_NBYTES * trained,
-        Part.GRADIENTS: 0 if policy.update == "during_backward" else trained * numerics.grad_nbytes,
+        Part.GRADIENTS: 0 if update == "during_backward" else trained * numerics.grad_nbytes,
     }
-    for part, nbytes in sizes.items():
-        if nbytes:
-            tier = placement.tier(part)
-            yield SizedPart(part, nbytes, tier, copied=part is Part.WEIGHTS and tier != placement.weights)
+    tiers = {part: placement.tier(part) for part in sizes}
+    return tuple(
+        SizedPart(part, nbytes, tiers[part], copied=part is Part.WEIGHTS and tiers[part] != placement.weights)
+        for part, nbytes in sizes.items()
+        if nbytes
+    )
 
 
 def state_name(tier: Tier, part: Part, unit: int) -> str:
     """The buffer of a part of a unit's state, in a tier where it may be."""
     return f"{tier}/{part}/{unit}"
-
-
-def low_nbytes(layout: Layout, numerics: Numerics) -> int:
-    """Bytes of a unit's low bits, which complete bf16 weights to their masters; what is frozen has none."""
-    return layout.trained.own_size * (0 if numerics.precision == "fp32" else 2)
 
 
 def staging_name(model: ModelSpec, unit: int, part: Part, number: int = 0) -> str:
@@ -90,9 +95,8 @@ def state_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> dict[s
     """Tier -> bytes of all units' state between steps, with the buffers that it passes through."""
     totals: dict[str, int] = {"device": 0, "host": 8 * len(model.units), "disk": 0}
     stages: dict[str, int] = {}
-    for units in _alike(model, policy):
-        first, count = units[0], len(units)
-        for part in parts_of(layout_of(model.units[first]), numerics, policy, policy.placement(first)):
+    for first, placement, count in units_alike(model, policy):
+        for part in _parts_of(*_sizes(model, first), numerics, policy.update, placement):
             totals[part.tier] += count * part.nbytes
             totals["device"] += count * part.nbytes * part.copied
             for name in staging_names(model, policy, first, part.part) if part.tier == "disk" else ():
@@ -101,14 +105,33 @@ def state_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> dict[s
     return totals
 
 
-def _alike(model: ModelSpec, policy: Policy) -> Iterable[list[int]]:
-    """The units, by what they are, how large, and where their state is: equal placements that are two objects may give
-    two groups."""
-    found: dict[tuple[str, int, int, int], list[int]] = {}
-    for unit, (spec, placement) in enumerate(zip(model.units, policy.placements_of(model), strict=True)):
+def units_alike(model: ModelSpec, policy: Policy) -> list[tuple[int, Placement, int]]:
+    """Of the units that are of one kind and one size, and have their state in one place: one of them, the place, and
+    how many there are. Equal placements that are two objects may give two groups."""
+    kinds = _kinds(model)
+    if not policy.placements:
+        return [(unit, IN_HOST, count) for unit, count in Counter(kinds).items()]
+    placements = policy.placements_of(model)
+    of = {id(placement): placement for placement in placements}
+    found = Counter(zip(kinds, map(id, placements), strict=True))
+    return [(unit, of[place], count) for (unit, place), count in found.items()]
+
+
+@lru_cache(maxsize=64)
+def _kinds(model: ModelSpec) -> tuple[int, ...]:
+    """For each unit, the first that is like it: of the same kind and size, and with a backward pass if it has one."""
+    first: dict[tuple[str, int, int, bool], int] = {}
+    kinds = []
+    for unit, spec in enumerate(model.units):
         layout = layout_of(spec)
-        found.setdefault((spec.kind, layout.size, layout.trained.size, id(placement)), []).append(unit)
-    return found.values()
+        key = spec.kind, layout.size, layout.trained.size, unit >= model.lowest_trained
+        kinds.append(first.setdefault(key, unit))
+    return tuple(kinds)
+
+
+def _sizes(model: ModelSpec, unit: int) -> tuple[int, int]:
+    layout = layout_of(model.units[unit])
+    return layout.own_size, layout.trained.own_size
 
 
 def spare_nbytes(layout: Layout, precision: Precision, away: Collection[Part]) -> int:
@@ -127,10 +150,9 @@ def spare_nbytes(layout: Layout, precision: Precision, away: Collection[Part]) -
 def save_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> int:
     """Host memory that checkpoints written beside steps take: that of the unit which needs most (`spare_nbytes`)."""
     found = []
-    for unit, *_ in _alike(model, policy):
+    for unit, placement, _ in units_alike(model, policy):
         layout = layout_of(model.units[unit])
-        parts = parts_of(layout, numerics, policy, policy.placement(unit))
-        away = [part.part for part in parts if part.tier != "host"]
+        away = [part.part for part in parts_of(layout, numerics, policy, placement) if part.tier != "host"]
         found.append(spare_nbytes(layout, numerics.precision, away))
     return max(found)
 
@@ -164,7 +186,7 @@ class StateBuffers:
         layout, placement = layout_of(self._model.units[unit]), self._policy.placement(unit)
         key = id(layout), placement
         if key not in self._parts:
-            self._parts[key] = tuple(parts_of(layout, self._numerics, self._policy, placement))
+            self._parts[key] = parts_of(layout, self._numerics, self._policy, placement)
         return self._parts[key]
 
     def norm(self, unit: int) -> Access:
