@@ -28,10 +28,14 @@ class GradSink(Protocol):
         Raises `NonFinite`, of a unit on the device perhaps later.
         """
 
-    def update(self, unit: int, gradient: Tensor, parts: Mapping[Part, Tensor]) -> None:
+    def update(
+        self, unit: int, gradient: Tensor, parts: Mapping[Part, Tensor], elements: tuple[int, int] | None = None
+    ) -> None:
         """The time to use a unit's gradient, which may be that of the last step.
 
-        `parts` are masters and moments of the unit, uint8, where the gradient is: on host or device.
+        `parts` are masters and moments of the unit, uint8, where the gradient is: on host or device. elements: where a
+        unit is updated in pieces, on the device, those [start, stop) that gradient and parts are of; each piece comes
+        behind those before it.
         """
 
 

@@ -43,6 +43,7 @@ from megatrain.memory import Held, Pool
 from megatrain.model import Answering, Keeping, PortedModel, Sides
 from megatrain.schedule import CALLS, Op, Schedule, Timeline
 from megatrain.schedule.contents import PART_OF, Gradient, Hidden, LayerGraph, Saved, Weights
+from megatrain.schedule.passes.streamed_updates import piece_of
 from megatrain.spec import Numerics, Policy, Precision
 from megatrain.spec.layout import layout_of
 
@@ -151,6 +152,7 @@ class Streamer:
         exact = self.device.exact_float32() if self.numerics.precision == "fp32" else nullcontext()
         with exact, self.device.preserved_random_state(), self.region(), unwinding(calls):
             self.timeline = self._executor.walk(schedule, act)
+        self._executor.pool.owes_nothing()
 
     # Disk -----------------------------------------------------------------------------------------------------------
 
@@ -164,9 +166,14 @@ class Streamer:
 
     def _copy(self, now: Current, op: Op, held: Held) -> None:
         """FETCH: a shard of weights to its slot, or ahead of it; PLACE: from there. GRAD: a shard of gradients home, in
-        the dtype that crosses the bus, by way of a cast on the device. OFFLOAD and RELOAD: what a layer keeps,
-        as it is.
+        the dtype that crosses the bus, by way of a cast on the device. OFFLOAD and RELOAD: what a layer keeps, or a
+        piece of its state, as it is.
         """
+        if len(op.reads) > 1:
+            self._executor.pool.overwrites(op)
+            for read, write in zip(op.reads, op.writes, strict=True):
+                part_of(held, write).copy_(part_of(held, read), non_blocking=True)
+            return
         (read,), (write, *cast) = op.reads, op.writes
         source, target = part_of(held, read), part_of(held, write)
         if source.numel() > target.numel():
@@ -457,9 +464,15 @@ class Streamer:
         for access in op.writes:
             if part := PART_OF.get(type(access.content)):
                 parts[part] = part_of(held, access)
+        assert self._running is not None
+        if op.shard >= 0:
+            size = self._layouts[op.unit].trained.size
+            elements = piece_of(size, self.numerics, self.policy, op.shard)
+            now.sink.update(op.unit, self._landed(op, held), parts, elements)
+            self._executor.pool.owes(self._running.takes_home[op.unit, op.shard])
+            return
         now.sink.update(op.unit, self._landed(op, held), parts)
         self._executor.pool.changed(op, held)
-        assert self._running is not None
         gradient = self._running.buffers[op.reads[0].buffer]
         if gradient.tier == "host" and gradient.unit == op.unit:  # others take turns, and the next may be on its way
             self._executor.pool.discard(gradient.name)

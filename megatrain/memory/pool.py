@@ -5,7 +5,7 @@ number that is not zero. Buffers only ever change between steps, when a new sche
 
 Buffers of the disk are regions of its files. READ and WRITE move them to and from staging buffers, and what an update
 has left in a staging buffer is *unsaved* until its WRITE has succeeded: a failure in between loses nothing, since
-`save` writes it again.
+`save` writes it again. So is what an update on the device has left in a slot, until that has been copied home.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class Pool:
         self._buffers: dict[str, Buffer] = {}
         self._unsaved: dict[str, Tensor] = {}
         """Region of the disk -> the bytes that belong there, in a staging buffer."""
+        self._owed: dict[str, Op] = {}
+        """Slot on the device -> the copy home of the state in it that an update has changed."""
         self._absent: set[str] = set()
         """Buffers whose memory has been freed until something is written there again."""
         self._leases = 0
@@ -60,15 +62,27 @@ class Pool:
     def provide(self, buffers: Iterable[Buffer]) -> None:
         """Make sure that all arena buffers exist and are large enough. Raises `DoesNotFit` before allocating any.
 
-        A buffer that grows loses its content, so only slots may; the state's size never changes. When an allocation
-        fails, what has been allocated stays, and the next call tries again.
+        A buffer that grows loses its content, so only slots may; the state's size never changes. State that is to be
+        page-locked from now on is copied to where it is. When an allocation fails, what has been allocated stays, and
+        the next call tries again.
         """
-        missing = [b for b in buffers if b.arena and self._size(b.name) < b.nbytes]
+        buffers = [buffer for buffer in buffers if buffer.arena]
+        missing = [b for b in buffers if self._size(b.name) < b.nbytes]
         if missing and self._leases:
             raise DeviceError(f"{self._leases} leases are out while buffers change", where="memory pool")
         self.ledger.require(missing)
         for buffer in missing:
             self._allocate(buffer)
+        for buffer in buffers:
+            if is_pinned(buffer, self._transit) and not is_pinned(self._buffers[buffer.name], self._transit):
+                self._pin(buffer)
+
+    def _pin(self, buffer: Buffer) -> None:
+        """Bring a host buffer to page-locked memory. There is room for it twice until then."""
+        memory = self.device.allocate_host(buffer.nbytes, buffer.use)
+        memory.copy_(self._memory[buffer.name])
+        self.device.free_host(self._memory[buffer.name], buffer.use)
+        self._memory[buffer.name], self._buffers[buffer.name] = memory, buffer
 
     def _allocate(self, buffer: Buffer) -> None:
         self._give_back(buffer.name)
@@ -148,6 +162,19 @@ class Pool:
                 region = state_name("disk", buffer.part, op.unit)
                 self._unsaved[region] = held[access.buffer][access.start : access.stop]
 
+    def owes(self, op: Op) -> None:
+        """UPDATE of a piece on the device: what it has left there is not at home yet, where `op` takes it."""
+        self._owed[op.reads[0].buffer] = op
+
+    def overwrites(self, op: Op) -> None:
+        """What is in the slots that the op writes has come home, since it has waited for that."""
+        for access in op.writes:
+            self._owed.pop(access.buffer, None)
+
+    def owes_nothing(self) -> None:
+        """All ops of a schedule have succeeded."""
+        self._owed.clear()
+
     def discard(self, name: str) -> None:
         """What a host buffer holds is not needed any more. Where its memory had better be free until something is
         written there again, it is from the end of the leases on that hold it; the ledger goes on counting it."""
@@ -163,9 +190,23 @@ class Pool:
 
     def save(self) -> None:
         """Write what a step that failed has left unsaved. Raises `DiskError`; what is still unsaved stays so."""
+        for slot, op in list(self._owed.items()):
+            self._take_home(op)
+            del self._owed[slot]
         for region, memory in list(self._unsaved.items()):
             self._disk.write(region, memory)
             del self._unsaved[region]
+
+    def _take_home(self, op: Op) -> None:
+        """Repeat the copy of a piece of state from its slot."""
+
+        def run() -> None:
+            with self.device.lend(op, self._memory) as held:
+                for read, write in zip(op.reads, op.writes, strict=True):
+                    held[write.buffer][write.start : write.stop].copy_(held[read.buffer][read.start : read.stop])
+
+        self.device.stream(op.stream).submit(op, run)
+        self.device.synchronize()
 
     # State, between steps -------------------------------------------------------------------------------------------
 

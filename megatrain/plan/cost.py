@@ -384,7 +384,9 @@ def contention(model: ModelSpec, numerics: Numerics, hardware: Hardware) -> Cont
     }
 
     def dram_nbytes(op: Op) -> float:
-        if op.kind == "UPDATE" and op.stream != "compute":
+        if op.kind in ("UPDATE", "NORM") and op.stream != "host":
+            return 0.0
+        if op.kind == "UPDATE":
             return update_nbytes(layout_of(model.units[op.unit]), numerics)
         if op.kind == "NORM":
             return sum(access.stop - access.start for access in op.reads)
@@ -436,7 +438,7 @@ class _Prices:
             case "FETCH" | "RELOAD" | "GRAD" | "OFFLOAD":
                 if op.reads[0].buffer.startswith("device/") and op.writes[0].buffer.startswith("device/"):
                     return self._launch + 2 * op.nbytes / self._copies
-                return self._launch + op.nbytes / self._bus[op.stream == "grad"] + self._cast(op)
+                return len(op.reads) * self._launch + op.nbytes / self._bus[op.stream == "grad"] + self._cast(op)
             case "PLACE":
                 return self._launch + 2 * op.nbytes / self._copies
             case "PACK" | "UNPACK":
@@ -447,11 +449,12 @@ class _Prices:
                 return self._launch + op.nbytes / self._disk[1]
             case "NORM":
                 read = sum(access.stop - access.start for access in op.reads)
-                return read / (self.hardware.norm_bandwidth or self.hardware.host_bandwidth)
+                on_host = self.hardware.norm_bandwidth or self.hardware.host_bandwidth
+                return read / (on_host if op.stream == "host" else self._copies)
             case "UPDATE":
                 touched = update_nbytes(layout_of(self.model.units[op.unit]), self.numerics)
-                if op.stream == "compute":  # where the whole state is on the device
-                    return touched / self._copies
+                if op.stream != "host":
+                    return op.share * touched / self._copies
                 return touched / optimizer_bandwidth(self.hardware, self.policy.host_threads)
             case "GATHER" | "REDUCE":
                 what = "has no figure for the link between the devices of several ranks"
@@ -477,7 +480,7 @@ class _Prices:
 
     def _cast(self, op: Op) -> float:
         """What a gradient takes to get the dtype that crosses the bus: read in one, written in the other."""
-        (read,), casts = op.reads, op.writes[1:]
+        read, casts = op.reads[0], op.writes[len(op.reads) :]
         moved = sum(read.stop - read.start + cast.stop - cast.start for cast in casts)
         return len(casts) * self._launch + moved / self._copies
 

@@ -29,6 +29,7 @@ from megatrain.schedule.passes.pinned_staging import PinnedStaging
 from megatrain.schedule.passes.prefetch import Prefetch, Visit
 from megatrain.schedule.passes.recompute import Activations, Again
 from megatrain.schedule.passes.state_buffers import Pending, StateBuffers, state_name
+from megatrain.schedule.passes.streamed_updates import StreamedUpdates
 from megatrain.schedule.passes.weight_slots import WeightSlots
 from megatrain.schedule.passes.workspace import backward_nbytes, beside_nbytes, loss_nbytes
 from megatrain.spec import ModelSpec, Numerics, Part, Policy, Tier, Work
@@ -90,6 +91,7 @@ class Builder:
         self.lowest = model.lowest_trained
         """What lies below has no backward pass: nothing in it trains."""
         self.state = StateBuffers(model, numerics, policy, pending, self.buffers, self.staged)
+        self.streamed = StreamedUpdates(model, numerics, policy, self.buffers, self.gradients, self.state)
 
     def _rounds(self) -> list[range]:
         """The micro-batches of each round."""
@@ -122,13 +124,16 @@ class Builder:
                 visit.body = [*visit.compute, *visit.after]
         else:
             ready = self._updated_at if self.pending == "all" else lambda unit: 0
-            Prefetch(self.slots, self.pinned_staging, ready).place(visits)
+            streamed = self.streamed.units if self.pending == "all" else ()
+            update = partial(self.streamed.ops, before="old", after="")
+            Prefetch(self.slots, self.pinned_staging, ready, streamed, update).place(visits)
         for index, visit in enumerate(visits):
             _restore_early(visits[index - 1] if index else visit, visit)
         updates = [unit for unit in self.units if self.trained[unit].size] if self.pending == "all" else []
         ops: list[Op] = []
         for index, visit in enumerate(visits):
-            ops += [self._update(unit) for unit in updates if self._updated_at(unit) == index]
+            there = (unit for unit in updates if unit not in self.streamed.units)
+            ops += [self._update(unit) for unit in there if self._updated_at(unit) == index]
             ops += visit.ops()
         if not visits:
             ops = [self._update(unit) for unit in updates]
@@ -261,9 +266,12 @@ class Builder:
             return []
         if not self.gradients.is_whole(unit):
             return self.gradients.save_partial(unit)
-        stream: Stream = "grad" if self.placements[unit].on_device else "host"
+        stream: Stream = "grad" if self.gradients.on_device[unit] else "host"
         norm = Op("NORM", stream, unit, reads=(self.gradients.landed(unit),), writes=(self.state.norm(unit),))
-        updates = [self._update(unit)] if self.policy.update == "during_backward" else []
+        updates = []
+        if self.policy.update == "during_backward":
+            streamed = unit in self.streamed.units
+            updates = self.streamed.ops(unit, "", "new") if streamed else [self._update(unit)]
         return [*self.gradients.leave(unit), norm, *updates]
 
     def _update(self, unit: int) -> Op:

@@ -4,6 +4,7 @@
 
 * every read finds the content it expects: it has been written, and nothing has overwritten it since;
 * every gradient leaves once: each byte of a unit's gradient reaches its home once, and is used by one `UPDATE` at most;
+* every update is whole: a step leaves no part of a unit's state in two versions;
 * the waits order every conflicting pair of ops, whatever the streams do;
 * nothing goes backward between the phases of another backward pass: on a GPU autograd has one thread for the device,
   which is inside that pass and would never come to this one;
@@ -87,6 +88,10 @@ class _Contents:
             covered = max(covered, region.stop)
         return None if covered >= read.stop else "bytes never written"
 
+    def of(self, buffer: str) -> set[Content]:
+        """All that a buffer holds."""
+        return {region.content for region in self._regions[buffer]}
+
     def write(self, access: Access) -> None:
         kept = []
         for region in self._regions[access.buffer]:
@@ -112,6 +117,11 @@ def _check_contents(schedule: Schedule) -> None:
                 raise _refusal(schedule, index, f"reads {read.content} from {read.buffer} but finds {found}")
         for write in op.writes:
             contents.write(write)
+    for buffer in schedule.buffers.values():
+        left = contents.of(buffer.name) if buffer.is_state else set()
+        if len(left) > 1:
+            what = f"{buffer.name} is left with {' and '.join(sorted(map(str, left)))}"
+            raise ScheduleError(what, where="schedule")
 
 
 def _check_gradients(schedule: Schedule) -> None:
@@ -120,9 +130,10 @@ def _check_gradients(schedule: Schedule) -> None:
     summed = [access for op in ops if op.stream == "compute" for access in op.writes]
     trained = {each.content.unit for each in summed if isinstance(each.content, Gradient) and each.content.is_whole}
     for kind in ("NORM", "UPDATE"):
-        for unit, count in Counter(op.unit for op in ops if op.kind == kind).items():
+        for (unit, piece), count in Counter((op.unit, op.shard) for op in ops if op.kind == kind).items():
             if count > 1:
-                raise _refusal(schedule, _last(ops, kind, unit), f"{kind} of unit {unit} happens {count} times")
+                what = f"{kind} of unit {unit}{f', piece {piece}' if piece >= 0 else ''}"
+                raise _refusal(schedule, _last(ops, kind, unit), f"{what} happens {count} times")
     for unit in sorted(trained):
         grads = [(i, op) for i, op in enumerate(ops) if op.kind in ("GRAD", "UNPACK") and op.unit == unit]
         aside = (Use.PINNED_STAGING, Use.PARTIAL_GRADIENTS)

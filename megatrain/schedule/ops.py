@@ -15,7 +15,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Literal, get_args
 
-from megatrain.schedule.contents import Content, Gradient
+from megatrain.schedule.contents import Content, Gradient, Weights
 from megatrain.spec import Part, Tier
 
 Copy = Literal["READ", "WRITE", "FETCH", "GRAD", "OFFLOAD", "RELOAD", "PACK", "UNPACK"]
@@ -56,6 +56,8 @@ class Use(StrEnum):
     """Own parts of gradients, on their way from the link to the bus."""
     LINK_STAGING = "link staging"
     """What other ranks have sent of a gradient."""
+    UPDATE_SLOTS = "update slots"
+    UPDATE_WORKSPACE = "update workspace"
     LANDED_GRADIENTS = "landed gradients"
     """Gradients that are used as they land."""
     OFFLOAD_SLOTS = "offload slots"
@@ -89,6 +91,8 @@ class Buffer:
     """The part of units' state that lies there or passes through."""
     unit: int | None = None
     """The unit whose own it is; `None` where units take turns."""
+    crosses: bool = True
+    """Of host memory: whether anything is copied from it to the device, or back."""
 
     @property
     def is_state(self) -> bool:
@@ -153,8 +157,9 @@ class Op:
 
     @property
     def nbytes(self) -> int:
-        """Of a copy, what crosses the bus or reaches the disk, which is the first that it writes; 0 of any other op."""
-        return self.writes[0].stop - self.writes[0].start if self.kind in COPIES else 0
+        """Of a copy, what crosses the bus or reaches the disk, which is what it writes first; 0 of any other op."""
+        copied = self.writes[: len(self.reads)] if self.kind in COPIES else ()
+        return sum(access.stop - access.start for access in copied)
 
 
 @dataclass(frozen=True)
@@ -195,6 +200,13 @@ class Schedule:
             op = self.ops[last]
             found[id(op)].append(next(access for access in (*op.reads, *op.writes) if access.buffer == name))
         return found
+
+    @cached_property
+    def takes_home(self) -> dict[tuple[int, int], Op]:
+        """Unit that is updated on the device, piece by piece, and number of a piece -> the copy home of what its update
+        has left."""
+        leaving = (op for op in self.ops if op.kind == "OFFLOAD" and isinstance(op.reads[0].content, Weights))
+        return {(op.unit, op.shard): op for op in leaving}
 
     def extent(self, buffer: str, content: Content) -> tuple[int, int]:
         """Where accesses of this content begin and end in a buffer; partial sums count as the sum."""

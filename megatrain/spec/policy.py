@@ -149,6 +149,9 @@ class Policy:
     another order."""
     update: UpdateTime = "next_forward"
     """Apply each unit's update during the next forward (needed for an exact global norm), or as its gradient lands."""
+    streamed_updates: Annotated[float, Bounds(0, 1)] = 0.0
+    """Share of the layers whose state waits in host memory that are updated on the device: their state passes through
+    it in pieces. It is copied from pinned memory."""
     shares_memory: bool = False
     """The device computes in host memory: weights need no fetch, and gradients of the right dtype are summed where they
     stay."""
@@ -169,6 +172,9 @@ class Policy:
             raise PlanError("nothing crosses a bus where memory is shared", where="policy.transfer", fix="use pinned")
         if self.shares_memory and any(placement.weights == "device" for placement in self.placements):
             raise PlanError("the device has no memory of its own", where="policy.placements", fix="use host or disk")
+        if self.streamed_updates and (self.shares_memory or self.transfer != "pinned"):
+            what = "nothing crosses a bus where memory is shared" if self.shares_memory else "state is not all pinned"
+            raise PlanError(what, where="policy.streamed_updates", fix="use 0")
 
     def placements_of(self, model: ModelSpec) -> tuple[Placement, ...]:
         """Where the state of each unit of a model lives. Raises `PlanError` for another number of them."""
@@ -182,6 +188,20 @@ class Policy:
     def placement(self, unit: int) -> Placement:
         """Where the state of a unit lives."""
         return self.placements[unit] if self.placements else IN_HOST
+
+    def updates_streamed(self, model: ModelSpec) -> frozenset[int]:
+        """The units that are updated on the device while their state is in host memory: layers, evenly spread."""
+        if not self.streamed_updates:
+            return frozenset()
+        placements = self.placements_of(model)
+        layers = [
+            unit
+            for unit in model.layers
+            if any(param.trainable for param in model.units[unit].params)
+            and not (placements[unit].on_device or placements[unit].uses_disk)
+        ]
+        count = round(self.streamed_updates * len(layers))
+        return frozenset(layers[(2 * number + 1) * len(layers) // (2 * count)] for number in range(count))
 
     def keep(self, layer: int, micro: int) -> Keep:
         """What is left of the forward of a layer, counted from 0, and a micro-batch."""

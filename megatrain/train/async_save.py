@@ -118,7 +118,7 @@ class Saver:
     def reserve(self) -> None:
         """Take the memory that saves need. Raises `DoesNotFit`."""
         nbytes = max(self._store.spare_nbytes(unit) for unit in range(len(self._store.layouts)))
-        self._store.pool.provide([Buffer(SPARE, "host", nbytes, Use.CHECKPOINT)])
+        self._store.pool.provide([Buffer(SPARE, "host", nbytes, Use.CHECKPOINT, crosses=False)])
 
     @property
     def is_reserved(self) -> bool:

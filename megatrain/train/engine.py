@@ -292,7 +292,7 @@ class Engine:
         everything that reads the weights applies them first.
         """
         batches, work = self._checked(micro_batches, loss_fn, router_weights, trains=True)
-        if self._sink.pending and len(self._sink.pending) < len(self._sink.trained):
+        if self._sink.is_interrupted:
             self._flush()  # what an interrupted step has left
         schedule = self._schedules.get("pending step" if self._sink.pending else "step", work)
         self._sink.begin(self.optimizer.lr if lr is None else lr)

@@ -48,6 +48,7 @@ class OptimizerSink:
         self._device = device
         self._kernels: Any = None
         self._deferred = policy.update == "next_forward"
+        self._model = model
         self._names = [unit.name for unit in model.units]
         self._layouts = [layout_of(unit) for unit in model.units]
         self._segments = [self._cut(unit, owned) for unit in model.units]
@@ -65,6 +66,8 @@ class OptimizerSink:
         self._let_through: set[int] = set()
         """Those of them whose update has run, and has changed them if their gradient was finite."""
         self._updated: set[int] = set()
+        self._reached: dict[int, int] = {}
+        """Unit that is updated in pieces -> elements that have been, where not all have."""
         self._scalars: StepScalars | None = None
         self._next_lr = optimizer.lr
         self.adopt(policy)
@@ -88,7 +91,7 @@ class OptimizerSink:
 
     def norm(self, unit: int, gradient: Tensor, loss: Tensor | None) -> None:
         """Sum the squares of a unit's gradient. Raises `NonFinite`; of a unit on the device `finish` does."""
-        if self._on_device[unit]:
+        if self._normed_there[unit]:
             squares = sum_of_squares_on_device(gradient, self._kernels)
             if loss is not None:
                 squares += 0 * loss  # of a loss that is not finite no gradient is used either
@@ -100,7 +103,9 @@ class OptimizerSink:
         if not math.isfinite(self._squares[unit]):
             raise self._refusal(unit)
 
-    def update(self, unit: int, gradient: Tensor, parts: Mapping[Part, Tensor]) -> None:
+    def update(
+        self, unit: int, gradient: Tensor, parts: Mapping[Part, Tensor], elements: tuple[int, int] | None = None
+    ) -> None:
         """Apply AdamW to a unit, where its state is, with the scalars of the step that the gradient belongs to.
 
         A deferred update that an interrupted step has applied already is not applied again.
@@ -109,22 +114,29 @@ class OptimizerSink:
             return
         assert self._scalars is not None
         self.before_update(unit)
-        if self._on_device[unit]:
-            sound = self._sound.get(unit)
-            segments, kernels = self._segments[unit], self._kernels
+        if elements is not None or self._on_device[unit]:
+            sound, kernels = self._sound.get(unit), self._kernels
+            start, stop = elements or (0, self._layouts[unit].trained.own_size)
+            segments = [(a - start, b - start, decays) for a, b, decays in self._inside(unit, start, stop)]
             update_on_device(parts, gradient, self._precision, self._scalars, segments, sound, kernels)
+            self._reached[unit] = stop
+            if stop < self._layouts[unit].trained.own_size:
+                return
+            del self._reached[unit]
             if sound is not None:
                 self._let_through.add(unit)
                 return
         else:
             self._update_on_host(unit, gradient, parts)
+            self._reached.pop(unit, None)
         self.pending.discard(unit)
         self._updated.add(unit)
         self.applied[unit] += 1
 
     def _update_on_host(self, unit: int, gradient: Tensor, parts: Mapping[Part, Tensor]) -> None:
         assert self._scalars is not None
-        state, segments = unit_state(parts, self._layouts[unit], self._precision), self._segments[unit]
+        state, trained = unit_state(parts, self._layouts[unit], self._precision), self._layouts[unit].trained.own_size
+        segments = self._inside(unit, self._reached.get(unit, 0), trained)
         grad = _as_numpy(gradient)
         hi = state.hi[: state.m.size]  # what is frozen comes after
         if state.lo is None:
@@ -133,21 +145,37 @@ class OptimizerSink:
             lo = state.lo[: state.m.size]
             update_split(hi, lo, state.m, state.v, grad, self._scalars, segments, self.threads)
 
+    def _inside(self, unit: int, start: int, stop: int) -> list[tuple[int, int, bool]]:
+        """The segments of a unit, as far as they are among its elements [start, stop)."""
+        cut = [(max(start, a), min(stop, b), decays) for a, b, decays in self._segments[unit]]
+        return [segment for segment in cut if segment[0] < segment[1]]
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether some of what was pending has been applied, by a step that was broken off."""
+        return bool(self.pending and (self._reached or len(self.pending) < len(self.trained)))
+
     def adopt(self, policy: Policy) -> None:
         """Units live where this policy has them from now on. Nothing may be pending, and the device is at rest."""
         self._on_device = [policy.placement(unit).on_device for unit in range(len(self._names))]
-        if any(self._on_device):
+        self._normed_there, streamed = list(self._on_device), policy.updates_streamed(self._model)
+        for unit in () if self._deferred else streamed:
+            self._normed_there[unit] = True
+        if any(self._on_device) or streamed:
             self._kernels = kernels_for(self._device)
 
     def restore(self, updates: int) -> None:
         """The state is that after so many updates, of each unit that trains; nothing is pending."""
         self.updates, self._scalars = updates, None
         self.pending.clear()
+        self._reached.clear()
         self.applied = [updates if unit in self.trained else 0 for unit in range(len(self._names))]
 
     def at_rest(self) -> None:
         """The device has come to rest, whether the step has succeeded or not: what it has decided is known."""
         self._squares |= {unit: float(squares) for unit, squares in self._on_their_way.items()}
+        for unit in [unit for unit in self._reached if unit in self._sound and not math.isfinite(self._squares[unit])]:
+            del self._reached[unit]  # nothing has changed
         for unit in sorted(self._let_through):
             if math.isfinite(self._squares[unit]):
                 self._updated.add(unit)
@@ -173,12 +201,13 @@ class OptimizerSink:
 
     def refuse_torn(self) -> None:
         """Raise `NonFinite` where an interrupted step has left some units ahead of others, naming them."""
-        if self.pending or len({self.applied[unit] for unit in self.trained}) <= 1:
+        counts = {self.applied[unit] for unit in self.trained}
+        if self.pending or (len(counts) <= 1 and not self._reached):
             return
-        newest = max(self.applied)
-        ahead = ", ".join(name for name, count in zip(self._names, self.applied, strict=True) if count == newest)
+        ahead = [unit for unit in self.trained if len(counts) > 1 and self.applied[unit] == max(counts)]
+        named = ", ".join(self._names[unit] for unit in sorted({*ahead, *self._reached}))
         raise NonFinite(
-            f"an interrupted step has updated only these units: {ahead}",
+            f"an interrupted step has updated only these units: {named}",
             where="optimizer",
             fix="start again from a saved model; with max_grad_norm a step applies whole or not at all",
         )
@@ -227,7 +256,9 @@ class GradientCollector:
             part = gradient[field.start : field.stop].to("cpu", torch.float32, copy=True)
             self.gradients[field.name] = part.view(field.shape)
 
-    def update(self, unit: int, gradient: Tensor, parts: Mapping[Part, Tensor]) -> None:
+    def update(
+        self, unit: int, gradient: Tensor, parts: Mapping[Part, Tensor], elements: tuple[int, int] | None = None
+    ) -> None:
         """The weights stay as they are; but what lives on the disk is written back, so nobody may be reading it."""
         self._before_update(unit)
 

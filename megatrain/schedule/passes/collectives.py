@@ -82,6 +82,7 @@ def refuse_what_ranks_lack(policy: Policy, ranks: int) -> None:
         "shares_memory": (policy.shares_memory, "weights that are gathered pass through slots", "false"),
         "read_ahead_nbytes": (policy.read_ahead_nbytes > 0, "there is no read-ahead of gathered weights yet", "0"),
         "placements": (placed, "state on the device is not shared by ranks yet", "host or disk"),
+        "streamed_updates": (policy.streamed_updates > 0, "updates of own parts are not streamed yet", "0"),
         "update": (
             policy.update == "during_backward",
             "whether a step is applied is decided by all ranks at its end",

@@ -50,6 +50,10 @@ class Gradients:
         """Of each unit, the bytes per parameter of its sum."""
         self._nbytes = [0 if self._at_home(unit) else self._trained[unit].size * self._each[unit] for unit in units]
         """Of each unit that passes through."""
+        self.on_device = [policy.placement(unit).on_device for unit in units]
+        """Of each unit, whether its update finds the gradient on the device."""
+        for unit in policy.updates_streamed(model) if policy.update == "during_backward" else ():
+            self.on_device[unit] = True
         self._layers = max((self._nbytes[layer] for layer in model.layers), default=0)
         self._terms = [0] * len(model.units)
 
@@ -83,7 +87,9 @@ class Gradients:
     def landed(self, unit: int, version: str = "") -> Access:
         """Where the update finds the gradient of a unit."""
         nbytes = self._trained[unit].own_size * self._numerics.grad_nbytes
-        tier: Tier = "device" if self._policy.placement(unit).on_device else "host"
+        if self._used_in_slot(unit):
+            return replace(self.sum(unit), content=Gradient(unit, version))
+        tier: Tier = "device" if self.on_device[unit] else "host"
         waits = self._policy.update != "during_backward"
         name = state_name(tier, Part.GRADIENTS, unit) if waits else self._in_turns(unit, tier)
         return Access(name, 0, nbytes, Gradient(unit, version))
@@ -123,7 +129,7 @@ class Gradients:
         if total.buffer == landed.buffer:
             return []
         each, out = self._each[unit], self._numerics.grad_nbytes
-        crosses = not (self._policy.shares_memory or self._policy.placement(unit).on_device)
+        crosses = not (self._policy.shares_memory or self.on_device[unit])
         ops = []
         for shard in self._shards(unit):
             read = replace(total, start=total.start + shard.start * each, stop=total.start + shard.stop * each)
@@ -143,6 +149,11 @@ class Gradients:
     def _at_home(self, unit: int) -> bool:
         """Whether the sum is formed where the gradient stays: in shared memory, where the dtypes agree."""
         return self._policy.shares_memory and self._each[unit] == self._numerics.grad_nbytes
+
+    def _used_in_slot(self, unit: int) -> bool:
+        """Whether a streamed update finds the gradient in the slot where it was summed."""
+        streamed = self.on_device[unit] and not self._policy.placement(unit).on_device
+        return streamed and self._each[unit] == self._numerics.grad_nbytes
 
     def _in_turns(self, unit: int, tier: Tier) -> str:
         """The buffer of a gradient that is used as it lands: layers have a few, the ends one."""

@@ -15,16 +15,14 @@ from collections.abc import Iterable, Mapping
 from megatrain.schedule.contents import Gradient
 from megatrain.schedule.ops import Access, Buffer, Use, declare
 from megatrain.schedule.passes.disk_staging import Route, Staged
-from megatrain.spec import Part, Policy, Transfer
+from megatrain.spec import Policy, Transfer
 
 PACKING = Route(("PACK", "pack"), ("UNPACK", "unpack"))
-HOST_ONLY = (Part.LOW_BITS, Part.MOMENTS)
-"""Parts of state that never cross the bus from host memory."""
 
 
 def is_pinned(buffer: Buffer, transfer: Transfer) -> bool:
     """Whether a buffer is page-locked: host memory that copies to or from the device touch."""
-    crosses = buffer.tier == "host" and buffer.part not in HOST_ONLY and buffer.use not in (Use.NORMS, Use.CHECKPOINT)
+    crosses = buffer.tier == "host" and buffer.crosses
     return crosses and (transfer == "pinned" or (transfer == "staged" and buffer.unit is None))
 
 

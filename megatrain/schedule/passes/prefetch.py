@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatrain.schedule.contents import Weights
@@ -70,12 +70,22 @@ class Prefetch:
     """Gives the visits of one schedule their slots, their fetches and their phases.
 
     ready: unit -> the visit in front of which the last step's update of it stands, and behind which it may be fetched.
+    streamed: units whose update of the last step is made in front of their first fetch instead, by the ops that
+    `update` gives (`streamed_updates`).
     """
 
-    def __init__(self, slots: WeightSlots, pinned_staging: PinnedStaging, ready: Callable[[int], int]) -> None:
+    def __init__(
+        self,
+        slots: WeightSlots,
+        pinned_staging: PinnedStaging,
+        ready: Callable[[int], int],
+        streamed: Iterable[int] = (),
+        update: Callable[..., list[Op]] = lambda unit, place: [],
+    ) -> None:
         self._model, self._layouts = slots.model, slots.layouts
         self._numerics, self._policy = slots.numerics, slots.policy
         self._slots, self._pinned_staging, self._ready = slots, pinned_staging, ready
+        self._streamed, self._update = {*streamed}, update
         self._visits: list[Visit] = []
         self._uses: dict[int, list[int]] = defaultdict(list)
         """Unit -> the visits that use its weights."""
@@ -123,7 +133,8 @@ class Prefetch:
         placed: dict[int, Op] = {}
         if not held:
             self._earliest = max(self._earliest, (self._ready(visit.unit), 0))
-            placed = self._fetch(visit)
+            there = visit.unit in self._streamed and self._updated(visit)
+            placed = {} if there else self._fetch(visit)
             for slot in self._slots.over(visit.slot):
                 self._holds.pop(slot, None)
             self._holds[visit.slot] = visit.unit
@@ -153,6 +164,23 @@ class Prefetch:
         return self._slots.access(slot, access.start, access.stop, access.content)
 
     # Fetches --------------------------------------------------------------------------------------------------------
+
+    def _updated(self, visit: Visit) -> bool:
+        """Put the streamed update of a unit in front of its first visit. Whether it leaves all weights in the slot.
+
+        It does where there is more than one slot: it begins when the slot is free then, and with one that would be
+        when nothing computes.
+        """
+        self._streamed.discard(visit.unit)
+        layout, size = self._layouts[visit.unit], self._numerics.weight_nbytes
+        waits = self._policy.layer_slots == 1 and not self._slots.stays(visit.unit)
+        place = None
+        if not waits and layout.trained.size == layout.size:
+            place = self._slots.access(visit.slot, 0, layout.size * size, Weights(visit.unit))
+            self._earliest = max([self._earliest, *((index + 1, 0) for index in self._before(visit))])
+        index, behind = self._earliest
+        self._visits[index].fetches += [(behind, op) for op in self._update(visit.unit, place=place)]
+        return place is not None
 
     def _fetch(self, visit: Visit) -> dict[int, Op]:
         """Put the fetches of a visit where they belong, in the order in which it uses its shards as far as places are

@@ -308,7 +308,9 @@ class Activations:
             use = Use.OFFLOADED_INPUTS if isinstance(op.reads[0].content, Hidden) else Use.OFFLOADED_OUTPUTS
             declare(self._buffers, Buffer(op.reads[0].buffer, "host", op.nbytes, use))
         returning = {op.reads[0].content for op in own}
-        return [op for op in placed if op.kind != "OFFLOAD" or op.writes[0].content in returning]
+        leaving = {op.writes[0].content for op in placed if op.kind == "OFFLOAD"}
+        stays = {content for content in leaving - returning if isinstance(content, Hidden | Saved)}
+        return [op for op in placed if op.kind != "OFFLOAD" or op.writes[0].content not in stays]
 
     def _staged(self, slots_name: str, use: Use, inside: Sequence[Access]) -> dict[str, Staged]:
         """Names on the device -> where in host memory they wait, and the slots that they pass through."""

@@ -23,6 +23,9 @@ from megatrain.spec.layout import Layout, layout_of
 MOMENTS_NBYTES = 8
 """Per trained parameter: float32 m and v."""
 
+HOST_ONLY = (Part.LOW_BITS, Part.MOMENTS)
+"""Parts of state that only updates use, which never cross the bus where the host computes those."""
+
 NORMS = "host/norms"
 """Float64 sums of squares, one for each unit."""
 
@@ -172,6 +175,7 @@ class StateBuffers:
     ) -> None:
         self._model, self._numerics, self._policy = model, numerics, policy
         self._buffers, self._staged = buffers, staged
+        self._streamed = policy.updates_streamed(model)
         old = "old" if pending == "all" else ""
         self._parts: dict[tuple[int, Placement], Sequence[SizedPart]] = {}
         for unit, spec in enumerate(model.units):
@@ -179,7 +183,7 @@ class StateBuffers:
             for part in self.of(unit):
                 waits = part.part is not Part.GRADIENTS or pending == "all"
                 self._declare(unit, part, CONTENT_OF[part.part](unit, version) if waits else None)
-        declare(buffers, Buffer(NORMS, "host", 8 * len(model.units), Use.NORMS))
+        declare(buffers, Buffer(NORMS, "host", 8 * len(model.units), Use.NORMS, crosses=False))
 
     def of(self, unit: int) -> Sequence[SizedPart]:
         """The parts of a unit. Units that are alike share their sizes."""
@@ -196,7 +200,9 @@ class StateBuffers:
     def _declare(self, unit: int, sized: SizedPart, content: Content | None) -> None:
         """The memory of a part, in its tier."""
         part, nbytes, tier, copied = sized
-        own = Buffer(state_name(tier, part, unit), tier, nbytes, USE_OF[part], content, part=part, unit=unit)
+        crosses = part not in HOST_ONLY or unit in self._streamed
+        name = state_name(tier, part, unit)
+        own = Buffer(name, tier, nbytes, USE_OF[part], content, part=part, unit=unit, crosses=crosses)
         declare(self._buffers, own)
         if copied:
             name = state_name("device", part, unit)
@@ -204,5 +210,5 @@ class StateBuffers:
         if tier == "disk":
             slots = tuple(staging_names(self._model, self._policy, unit, part))
             for slot in slots:
-                declare(self._buffers, Buffer(slot, "host", nbytes, Use.DISK_STAGING, part=part))
+                declare(self._buffers, Buffer(slot, "host", nbytes, Use.DISK_STAGING, part=part, crosses=crosses))
             self._staged[state_name("host", part, unit)] = Staged(unit, own.name, nbytes, content or USED, slots)

@@ -1,0 +1,139 @@
+"""Streamed updates: layers whose state waits in host memory are updated on the device, through which it passes.
+
+A host updates at the speed that its threads reach in host memory. Copies reach more of it, and both at once more still,
+so some of the layers (`Policy.streamed_updates`) are updated on the device, in pieces: RELOAD brings weights, low bits
+and moments into a slot, UPDATE changes them there, OFFLOAD takes them home. A few pieces are under way at a time.
+UPDATE runs on the stream of the way out, which it holds for a small part of the time that the copy takes: so neither
+compute nor another stream has to wait for it.
+
+Where updates wait for the norm, gradients do so in host memory, and each piece brings its own part along. PLACE then
+puts the fresh weights into the slot from which the layer's forward reads them, which saves a fetch. Where updates come
+during the backward pass, the gradient is used where it was summed, and never leaves. What an UPDATE has left in a slot
+is not lost where its way home fails (`memory.pool`). Left out: which layers these are (`spec.Policy`), and when it is
+their turn (`build`, `prefetch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatrain.schedule.contents import USED, Content, LowBits, Moments, Scratch, Weights
+from megatrain.schedule.ops import Access, Buffer, Op, Use, declare
+from megatrain.schedule.passes.gradients import Gradients
+from megatrain.schedule.passes.state_buffers import MOMENTS_NBYTES, StateBuffers, state_name
+from megatrain.spec import ModelSpec, Numerics, Part, Policy
+from megatrain.spec.layout import ALIGNMENT, layout_of
+
+PIECE_NBYTES = 64 << 20
+"""That a RELOAD brings, at the most: large enough for a bus to be quick, and as large is a slot."""
+
+LEAST_NUMEL = 1 << 10
+"""Of a piece, however small shards are; a multiple of `ALIGNMENT`."""
+
+SLOTS = 3
+"""One is filled while a second is updated or leaves; a third is for whatever is late."""
+
+CHUNK, CHUNK_NBYTES = 1 << 20, 32
+"""Elements of a piece that single operations update at a time, where there is no kernel for all of them, and bytes that
+they take for each (`train.device_adamw`)."""
+
+LOW_BITS_NBYTES = 2
+HALF_OF_MOMENTS_NBYTES = MOMENTS_NBYTES // 2
+
+
+def piece_of(size: int, numerics: Numerics, policy: Policy, number: int) -> tuple[int, int]:
+    """The elements [start, stop) of a piece, of `size` that train in a unit."""
+    each = numerics.weight_nbytes + MOMENTS_NBYTES
+    each += 0 if numerics.precision == "fp32" else LOW_BITS_NBYTES
+    each += numerics.grad_nbytes if policy.update == "next_forward" else 0
+    numel = max(LEAST_NUMEL, min(PIECE_NBYTES, policy.shard_nbytes) // each // ALIGNMENT * ALIGNMENT)
+    return number * numel, min(size, (number + 1) * numel)
+
+
+class StreamedUpdates:
+    """Makes the streamed updates of one schedule. Enters their slots into `buffers`."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        numerics: Numerics,
+        policy: Policy,
+        buffers: dict[str, Buffer],
+        gradients: Gradients,
+        state: StateBuffers,
+    ) -> None:
+        self.units = policy.updates_streamed(model)
+        self._model, self._numerics, self._policy = model, numerics, policy
+        self._buffers, self._gradients, self._state = buffers, gradients, state
+        self._pieces = 0
+        """So far; they take the slots in turn."""
+
+    def ops(self, unit: int, before: str, after: str, place: Access | None = None) -> list[Op]:
+        """The update of a unit, whose state is of version `before` and becomes `after`. place: where the fresh weights
+        are wanted on the device, if anywhere."""
+        size = layout_of(self._model.units[unit]).trained.size
+        found: list[Op] = []
+        stop = number = 0
+        while stop < size:
+            start, stop = piece_of(size, self._numerics, self._policy, number)
+            slot = f"device/update_slots/{self._pieces % SLOTS}"
+            old, new = (self._homes(unit, start, stop, version) for version in (before, after))
+            gradient = self._gradient(unit, start, stop, before)
+            if not self._gradients.on_device[unit]:
+                old.append(gradient)
+            here, fresh = _one_behind_the_other(slot, old), _one_behind_the_other(slot, new)
+            declare(self._buffers, Buffer(slot, "device", here[-1].stop, Use.UPDATE_SLOTS))
+            found.append(Op("RELOAD", "fetch", unit, shard=number, reads=tuple(old), writes=tuple(here)))
+            gradient = gradient if self._gradients.on_device[unit] else here[-1]
+            found.append(self._update(unit, number, gradient, here[: len(new)], fresh, (stop - start) / size))
+            if place is not None:
+                each = self._numerics.weight_nbytes
+                there = replace(place, start=place.start + start * each, stop=place.start + stop * each)
+                found.append(Op("PLACE", "grad", unit, shard=number, reads=(fresh[0],), writes=(there,)))
+            found.append(Op("OFFLOAD", "grad", unit, shard=number, reads=tuple(fresh), writes=tuple(new)))
+            self._pieces, number = self._pieces + 1, number + 1
+        return found
+
+    def _update(
+        self, unit: int, number: int, gradient: Access, here: Sequence[Access], fresh: Sequence[Access], share: float
+    ) -> Op:
+        """Of one piece, in place; at its share of the price of the whole update."""
+        reads, writes = ([*state[:-2], replace(state[-2], stop=state[-1].stop)] for state in (here, fresh))
+        elements = (gradient.stop - gradient.start) // self._numerics.grad_nbytes
+        workspace = CHUNK_NBYTES * min(CHUNK, elements)
+        beside = Buffer("device/update_workspace", "device", workspace, Use.UPDATE_WORKSPACE, arena=False)
+        writes += [replace(gradient, content=USED)]
+        writes += [Access(declare(self._buffers, beside), 0, workspace, Scratch("update"))]
+        norm = [] if here[0].content == Weights(unit, "old") else [self._state.norm(unit)]
+        return Op(
+            "UPDATE", "grad", unit, shard=number, reads=(gradient, *reads, *norm), writes=tuple(writes), share=share
+        )
+
+    def _homes(self, unit: int, start: int, stop: int, version: str) -> list[Access]:
+        """Where elements [start, stop) of the parts of a unit's state lie in host memory: m and v apart."""
+        size, half = layout_of(self._model.units[unit]).trained.size, HALF_OF_MOMENTS_NBYTES
+        places: list[tuple[Part, Content, int, int]] = [
+            (Part.WEIGHTS, Weights(unit, version), self._numerics.weight_nbytes, 0)
+        ]
+        if self._numerics.precision != "fp32":
+            places.append((Part.LOW_BITS, LowBits(unit, version), LOW_BITS_NBYTES, 0))
+        places += [(Part.MOMENTS, Moments(unit, version), half, at) for at in (0, half * size)]
+        return [
+            Access(state_name("host", part, unit), at + start * each, at + stop * each, content)
+            for part, content, each, at in places
+        ]
+
+    def _gradient(self, unit: int, start: int, stop: int, version: str) -> Access:
+        """Where elements [start, stop) of a unit's gradient wait for its update."""
+        whole, each = self._gradients.landed(unit, version), self._numerics.grad_nbytes
+        return replace(whole, start=whole.start + start * each, stop=whole.start + stop * each)
+
+
+def _one_behind_the_other(slot: str, homes: Sequence[Access]) -> list[Access]:
+    """What lies in these homes, in a slot."""
+    found: list[Access] = []
+    for home in homes:
+        start = found[-1].stop if found else 0
+        found.append(replace(home, buffer=slot, start=start, stop=start + home.stop - home.start))
+    return found
