@@ -190,14 +190,15 @@ class Policy:
         return self.placements[unit] if self.placements else IN_HOST
 
     def updates_streamed(self, model: ModelSpec) -> frozenset[int]:
-        """The units that are updated on the device while their state is in host memory: layers, evenly spread."""
+        """The units that are updated on the device while their state is in host memory: evenly spread layers, of those
+        that train whole."""
         if not self.streamed_updates:
             return frozenset()
         placements = self.placements_of(model)
         layers = [
             unit
             for unit in model.layers
-            if any(param.trainable for param in model.units[unit].params)
+            if all(param.trainable for param in model.units[unit].params)
             and not (placements[unit].on_device or placements[unit].uses_disk)
         ]
         count = round(self.streamed_updates * len(layers))

@@ -47,11 +47,20 @@ POLICIES: dict[str, dict[str, Any]] = {
     },
     "on disk": {"placements": (ON_DISK,) * 5},
     "parts in chunks": {"mlp_chunk_tokens": 3},
+    "updates streamed": {"streamed_updates": 1.0, "shard_nbytes": 30_000},
+    "updates streamed, beside residents": {
+        "streamed_updates": 0.7,
+        "wait_for": "shard",
+        "weight_slots": 3,
+        "activations_by_layer": (("offload",),),
+        "placements": (Placement(), CACHED, ON_DEVICE, Placement(), Placement()),
+    },
     "in rounds": {"micro_batches_per_round": 1, "activations": "keep"},
     "in rounds, some of it resident": {
         "micro_batches_per_round": 2,
         "placements": (Placement(), ON_DEVICE, *[Placement()] * 3),
     },
+    "in rounds, updates streamed": {"micro_batches_per_round": 1, "streamed_updates": 1.0, "weight_slots": 1},
 }
 
 

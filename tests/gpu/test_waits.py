@@ -25,6 +25,8 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "resident": ("llama", {"placements": ON_DEVICE}),
     "resident, updated at once": ("llama", {"placements": ON_DEVICE, "update": "during_backward"}),
     "updated at once": ("llama", {"update": "during_backward"}),
+    "updates streamed": ("llama", {"streamed_updates": 1.0, "shard_nbytes": 60_000}),
+    "updates streamed, at once": ("llama", {"streamed_updates": 1.0, "update": "during_backward"}),
 }
 
 

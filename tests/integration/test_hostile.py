@@ -66,6 +66,8 @@ def varied_schedule(seed: int) -> Schedule:
         update=draw.choice(["next_forward", "during_backward"]),
         shares_memory=draw.random() < 0.2,
     )
+    if not policy.shares_memory:
+        policy = replace(policy, streamed_updates=draw.choice([0.0, 0.5, 1.0]))
     of, work = small_spec(draw.randint(1, 5), tied=draw.random() < 0.5), Work((4,) * draw.randint(1, 3))
     if draw.random() < 0.1:
         return build_forward(of, Numerics(), policy, work)

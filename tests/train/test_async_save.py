@@ -101,6 +101,8 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
             chosen("bf16", "during_backward", placements=(DEVICE, Placement(), DEVICE, Placement(), Placement())),
             "sim:3",
         ),
+        (chosen(streamed_updates=1.0, shard_nbytes=60_000), "sim:4"),
+        (chosen("bf16", "during_backward", streamed_updates=1.0, shard_nbytes=60_000), "cpu"),
     ],
 )
 def test_what_is_written_while_training_goes_on_is_the_state_of_its_step(

@@ -166,17 +166,16 @@ class Prefetch:
     # Fetches --------------------------------------------------------------------------------------------------------
 
     def _updated(self, visit: Visit) -> bool:
-        """Put the streamed update of a unit in front of its first visit. Whether it leaves all weights in the slot.
+        """Put the streamed update of a unit in front of its first visit. Whether it leaves fresh weights in the slot.
 
         It does where there is more than one slot: it begins when the slot is free then, and with one that would be
         when nothing computes.
         """
         self._streamed.discard(visit.unit)
-        layout, size = self._layouts[visit.unit], self._numerics.weight_nbytes
-        waits = self._policy.layer_slots == 1 and not self._slots.stays(visit.unit)
         place = None
-        if not waits and layout.trained.size == layout.size:
-            place = self._slots.access(visit.slot, 0, layout.size * size, Weights(visit.unit))
+        if self._policy.layer_slots > 1 or self._slots.stays(visit.unit):
+            nbytes = self._layouts[visit.unit].size * self._numerics.weight_nbytes
+            place = self._slots.access(visit.slot, 0, nbytes, Weights(visit.unit))
             self._earliest = max([self._earliest, *((index + 1, 0) for index in self._before(visit))])
         index, behind = self._earliest
         self._visits[index].fetches += [(behind, op) for op in self._update(visit.unit, place=place)]
