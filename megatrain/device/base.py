@@ -102,6 +102,9 @@ class Device(Protocol):
     def allocate_pageable(self, nbytes: int, owner: str) -> torch.Tensor:
         """Zeroed host memory, uint8[nbytes], that nothing is copied to or from the device, but now and then."""
 
+    def page_lock(self, memory: torch.Tensor, owner: str) -> None:
+        """Pageable host memory is copied to and from the device from now on: as `allocate_host`, with its content."""
+
     def free_host(self, memory: torch.Tensor, owner: str) -> None:
         """Host memory that one of the two has returned is given back."""
 
@@ -162,6 +165,9 @@ class OnTheHost:
 
     def landing(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
+
+    def page_lock(self, memory: torch.Tensor, owner: str) -> None:
+        return
 
     def alongside(self) -> AbstractContextManager[object]:
         return nullcontext()

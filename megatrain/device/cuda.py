@@ -268,12 +268,17 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)  # then nothing uses it, and the caching allocator may have it back
 
     def allocate_host(self, nbytes: int, owner: str) -> torch.Tensor:
-        mapping, memory = mapped(nbytes, self.node)
-        pinned = nbytes > 0 and self._pin(memory)
+        memory = self.allocate_pageable(nbytes, owner)
+        memory.zero_()  # by all threads: the driver makes pages one by one, of hundreds of gigabytes in minutes
+        self.page_lock(memory, owner)
+        return memory
+
+    def page_lock(self, memory: torch.Tensor, owner: str) -> None:
+        mapping, _, _ = self._mappings[memory.data_ptr()]
+        pinned = memory.numel() > 0 and self._pin(memory)
         if pinned:
             keep_from_children(mapping)
         self._mappings[memory.data_ptr()] = mapping, memory, pinned
-        return memory
 
     def allocate_pageable(self, nbytes: int, owner: str) -> torch.Tensor:
         mapping, memory = mapped(nbytes, self.node)
@@ -287,11 +292,7 @@ class CudaDevice:
             _unpin(memory, mapping[2])
 
     def _pin(self, memory: torch.Tensor) -> bool:
-        """Page-lock; where that is refused (a limit on locked memory, say) the memory is used as it is.
-
-        The driver makes pages one by one, of hundreds of gigabytes in minutes, so all threads write zeros first.
-        """
-        memory.zero_()
+        """Page-lock; where that is refused (a limit on locked memory, say) the memory is used as it is."""
         runtime = torch.cuda.cudart()
         if int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
             return True

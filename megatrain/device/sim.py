@@ -197,13 +197,17 @@ class SimDevice(OnTheHost):
         self._owners[owner] -= visible.numel()
 
     def allocate_host(self, nbytes: int, owner: str) -> Tensor:
+        memory = self.allocate_pageable(nbytes, owner)
+        self.page_lock(memory, owner)
+        return memory
+
+    def page_lock(self, memory: Tensor, owner: str) -> None:
+        nbytes = memory.numel()
         after = sum(self.locked.values()) + nbytes
         if self.lockable_nbytes is not None and after > self.lockable_nbytes:
             what = f"{nbytes:,} bytes for {owner} would make {after:,} page-locked, of {self.lockable_nbytes:,} allowed"
             raise DeviceError(what, where=self.name, fix="use a policy with transfer='staged' or 'pageable'")
-        memory = self.allocate_pageable(nbytes, owner)
         self.locked[memory.data_ptr()] = nbytes
-        return memory
 
     def allocate_pageable(self, nbytes: int, owner: str) -> Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)

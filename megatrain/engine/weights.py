@@ -133,6 +133,10 @@ def names_weights(bound: Bound) -> AbstractContextManager[object]:
 # They know bytes and contents only.
 
 
+IN_PARTS = (Use.PINNED_STAGING, Use.READ_AHEAD, Use.UPDATE_SLOTS)
+"""Buffers that hold parts of units."""
+
+
 def place_of(
     spec: ModelSpec,
     layouts: Sequence[Layout],
@@ -147,7 +151,7 @@ def place_of(
     unit: int | None = getattr(content, "unit", None)
     if unit is None:
         return buffer
-    whole = running is not None and running.buffers[buffer].use not in (Use.PINNED_STAGING, Use.READ_AHEAD)
+    whole = running is not None and running.buffers[buffer].use not in IN_PARTS
     if not isinstance(content, Weights | Gradient) or running is None or not whole:
         return spec.units[unit].name
     layout = layouts[unit] if isinstance(content, Weights) else layouts[unit].trained

@@ -62,8 +62,8 @@ class Pool:
     def provide(self, buffers: Iterable[Buffer]) -> None:
         """Make sure that all arena buffers exist and are large enough. Raises `DoesNotFit` before allocating any.
 
-        A buffer that grows loses its content, so only slots may; the state's size never changes. State that is to be
-        page-locked from now on is copied to where it is. When an allocation fails, what has been allocated stays, and
+        A buffer that grows loses its content, so only slots may; the state's size never changes. State that will pass
+        through the device is page-locked where it lies. When an allocation fails, what has been allocated stays, and
         the next call tries again.
         """
         buffers = [buffer for buffer in buffers if buffer.arena]
@@ -75,14 +75,8 @@ class Pool:
             self._allocate(buffer)
         for buffer in buffers:
             if is_pinned(buffer, self._transit) and not is_pinned(self._buffers[buffer.name], self._transit):
-                self._pin(buffer)
-
-    def _pin(self, buffer: Buffer) -> None:
-        """Bring a host buffer to page-locked memory. There is room for it twice until then."""
-        memory = self.device.allocate_host(buffer.nbytes, buffer.use)
-        memory.copy_(self._memory[buffer.name])
-        self.device.free_host(self._memory[buffer.name], buffer.use)
-        self._memory[buffer.name], self._buffers[buffer.name] = memory, buffer
+                self.device.page_lock(self._memory[buffer.name], buffer.use)
+                self._buffers[buffer.name] = buffer
 
     def _allocate(self, buffer: Buffer) -> None:
         self._give_back(buffer.name)

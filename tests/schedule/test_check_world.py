@@ -177,6 +177,7 @@ def test_a_wait_for_what_comes_later_is_a_deadlock(three: list[Schedule]) -> Non
         (Policy(read_ahead_nbytes=1 << 20), "read-ahead"),
         (Policy(placements=(Placement(weights="device"),) * 5), "on the device"),
         (Policy(update="during_backward"), "at its end"),
+        (Policy(streamed_updates=1.0), "not streamed yet"),
     ],
 )
 def test_what_several_ranks_lack_is_refused_with_the_setting_to_change(policy: Policy, what: str) -> None:
