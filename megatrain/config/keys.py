@@ -339,6 +339,8 @@ class PolicySection(Section):
     """What gradients cross the bus in."""
     update: UpdateTime | None = None
     """Update each unit during the next forward (needed to clip by the global norm), or as its gradient lands."""
+    streamed_updates: Share | None = None
+    """Share of the layers that are updated on the device while their state stays in host memory, all of it pinned."""
     loss_chunk_tokens: PositiveInt | None = None
     """Target tokens whose logits exist at one time."""
     mlp_chunk_tokens: NonNegativeInt | None = None

@@ -220,11 +220,12 @@ def fit_lock_limit(model: ModelSpec, numerics: Numerics, policy: Policy, limit: 
     if policy.shares_memory:
         return policy
     shard = min(policy.shard_nbytes, _shard_nbytes(model, policy.pinned_staging_slots, limit))
-    for each in (policy, replace(policy, transfer="staged", shard_nbytes=shard)):
+    at_home = replace(policy, streamed_updates=0.0)
+    for each in (policy, at_home, replace(at_home, transfer="staged", shard_nbytes=shard)):
         schedule = build_step(model, numerics, each, Work.of_two_rounds(each.micro_batches_per_round))
         if pinned_nbytes(schedule.buffers.values(), each.transfer) <= limit:
             return each
-    return replace(policy, transfer="pageable")
+    return replace(at_home, transfer="pageable")
 
 
 def _shard_nbytes(model: ModelSpec, slots: int, limit: int) -> int:

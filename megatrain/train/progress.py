@@ -121,6 +121,9 @@ def describe_policy(numerics: Numerics, policy: Policy) -> list[str]:
         *(["compute waits for the shard of weights that it comes to"] if policy.wait_for == "shard" else []),
         "1 host thread" if policy.host_threads == 1 else f"{policy.host_threads or 'all'} host threads",
     ]
+    if policy.streamed_updates:
+        share = f"{policy.streamed_updates:.0%} of the layers whose state is in host memory"
+        phrases.append(f"{share} are updated on the device, through which it passes")
     if policy.micro_batches_per_round:
         count = policy.micro_batches_per_round
         phrases.append(f"{'one micro-batch' if count == 1 else f'{count} micro-batches'} in each round")
