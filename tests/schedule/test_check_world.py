@@ -88,7 +88,7 @@ def test_each_byte_crosses_the_bus_of_one_rank_and_no_rank_holds_anothers_state(
         assert sum(op.nbytes for op in whole["GRAD"]) == 2 * layout.trained.size // ranks
         assert sum(op.nbytes for op in whole["FETCH"]) % (2 * layout.size // ranks) == 0
         state = [buffer for buffer in schedule.buffers.values() if buffer.unit == unit and buffer.is_state]
-        assert sum(buffer.nbytes for buffer in state) == (4 * layout.size + 8 * layout.trained.size) // ranks
+        assert sum(buffer.nbytes for buffer in state) == (2 * layout.size + 10 * layout.trained.size) // ranks
 
 
 def test_one_rank_has_the_schedule_that_it_always_had() -> None:
