@@ -156,6 +156,10 @@ class BrokenPromise(DeviceError):
     """An op read or wrote memory outside what it declares."""
 
 
+class RankError(MegaTrainError):
+    """Another of several ranks has failed, is gone, or was called otherwise than this one."""
+
+
 class DiskError(DeviceError):
     """A folder for scratch files is missing or refused, or a drive failed to read or write."""
 

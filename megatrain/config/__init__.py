@@ -1,10 +1,10 @@
 """What steers a run: a YAML file and `key=value` overrides, checked into one frozen tree.
 
 A key that does not exist is an error that names the nearest one that does; a key given twice and a value of the wrong
-type are errors too, each with its line. The environment is read here too: how many processes a launcher has started.
+type are errors too, each with its line. The environment is read here too: which of several processes this is.
 """
 
-from megatrain.config.environment import let_idle_threads_sleep, refuse_several_processes
+from megatrain.config.environment import Launch, find_launch, let_idle_threads_sleep, refuse_several_processes
 from megatrain.config.keys import (
     AdapterSection,
     Config,
@@ -23,11 +23,13 @@ __all__ = [
     "Config",
     "DataSection",
     "DiskSection",
+    "Launch",
     "MemorySection",
     "PolicySection",
     "Section",
     "TrainSection",
     "describe_keys",
+    "find_launch",
     "let_idle_threads_sleep",
     "load_config",
     "refuse_several_processes",

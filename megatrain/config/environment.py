@@ -1,4 +1,5 @@
-"""What the environment says: how many processes a launcher has started, and one default that is set here."""
+"""What the environment says: which of several processes a launcher has started this is, and where they meet; and one
+default that is set here."""
 
 from __future__ import annotations
 
@@ -6,17 +7,29 @@ import json
 import os
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.errors import ConfigError
 
 LAUNCHERS = {
-    "torchrun": ("WORLD_SIZE", "RANK"),
-    "mpirun": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    "mpiexec": ("PMI_SIZE", "PMI_RANK"),
-    "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),  # of the step; SLURM_NTASKS is set in a batch script too
+    "torchrun": ("WORLD_SIZE", "RANK", "LOCAL_RANK"),
+    "mpirun": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "mpiexec": ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),
+    # of the step; SLURM_NTASKS is set in a batch script too
+    "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
 }
-"""What starts several processes -> the variables in which each finds how many they are, and its own number."""
+"""What starts several processes -> the variables in which each finds how many they are, its own number, and that on its
+machine. `accelerate launch`, Kubeflow and Ray set those of torchrun."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One of several processes: its rank of `size`, and that among those of its machine."""
+
+    rank: int
+    size: int
+    local_rank: int
 
 
 def let_idle_threads_sleep() -> None:
@@ -31,18 +44,45 @@ def let_idle_threads_sleep() -> None:
 def refuse_several_processes(where: str) -> None:
     """Raise `ConfigError` in each of several processes that a launcher has started: every one would do all of the work
     alone, and none would hear of the others."""
-    for launcher, (size, rank) in LAUNCHERS.items():
-        count = os.environ.get(size, "")
-        if count.isdecimal() and int(count) > 1:
-            number = os.environ.get(rank)
-            told = f"{size}={count}" + (f", {rank}={number}" if number is not None else "")
-            error = ConfigError(
-                f"one of {int(count):,} processes ({told}), and MegaTrain trains with one",
-                where=where,
-                fix=f"start a single one, without {launcher}, or unset {size}",
-            )
-            _tell_torchrun(str(error))
-            raise error
+    if (launcher := _launcher()) is not None:
+        size, told = LAUNCHERS[launcher][0], _told(launcher)
+        fix = f"start a single one, without {launcher}, or unset {size}"
+        what = f"one of {int(os.environ[size]):,} processes ({told}), and MegaTrain trains with one"
+        raise _told_to_torchrun(ConfigError(what, where=where, fix=fix))
+
+
+def find_launch() -> Launch | None:
+    """Which of several processes this is; `None` where there is one. Raises `ConfigError` where a variable that tells
+    it, or where they meet, is missing or is no number."""
+    if (launcher := _launcher()) is None:
+        return None
+    size_name, rank_name, local_name = LAUNCHERS[launcher]
+    needed = {name: os.environ.get(name, "") for name in (rank_name, "MASTER_ADDR", "MASTER_PORT")}
+    numbers = {**needed, local_name: os.environ.get(local_name, "0")}
+    size = int(os.environ[size_name])
+    for name, value in numbers.items():
+        fits = bool(value) if name == "MASTER_ADDR" else value.isdecimal()
+        if not fits or (name == rank_name and int(value) >= size):
+            what = f"one of {size:,} processes ({_told(launcher)}), but {name} is {value!r}"
+            fix = "start them with torchrun, which sets it, or set it"
+            raise _told_to_torchrun(ConfigError(what, where="environment", fix=fix))
+    return Launch(int(needed[rank_name]), size, int(numbers[local_name]))
+
+
+def _launcher() -> str | None:
+    """What has started several processes, of which this is one."""
+    counts = {launcher: os.environ.get(names[0], "") for launcher, names in LAUNCHERS.items()}
+    return next((name for name, count in counts.items() if count.isdecimal() and int(count) > 1), None)
+
+
+def _told(launcher: str) -> str:
+    """What the variables say, as far as they are set."""
+    return ", ".join(f"{name}={os.environ[name]}" for name in LAUNCHERS[launcher][:2] if name in os.environ)
+
+
+def _told_to_torchrun(error: ConfigError) -> ConfigError:
+    _tell_torchrun(str(error))
+    return error
 
 
 def _tell_torchrun(line: str) -> None:

@@ -96,15 +96,18 @@ def check_mapping(batch: object, where: str) -> None:
         raise BatchError(f"is {_kind(batch)}, not a mapping of names to tensors", where=where, fix=fix)
 
 
-def check_micro_batches(model: ModelSpec, micro_batches: Sequence[MicroBatch]) -> Work:
-    """The work of a step. Raises `BatchError` naming the micro-batch, the key and the value that is wrong."""
+def check_micro_batches(model: ModelSpec, micro_batches: Sequence[MicroBatch], *, alone: bool = True) -> Work:
+    """The work of a step. Raises `BatchError` naming the micro-batch, the key and the value that is wrong.
+
+    alone: whether no other rank may have what these lack of target tokens.
+    """
     if not micro_batches:
         raise BatchError("a step needs at least one micro-batch", where="step")
     targets = 0
     for index, batch in enumerate(micro_batches):
         check_inputs(model, batch, f"micro-batch {index}")
         targets += count_targets(batch)
-    if targets == 0:
+    if targets == 0 and alone:
         raise BatchError(
             "no target token in the whole step (every label but the first of each row is -100)",
             where="labels",

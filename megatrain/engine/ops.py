@@ -12,14 +12,16 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
-from typing import Any
+from functools import partial, reduce
+from operator import add
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from megatrain.device import Device
+from megatrain.dist import ALONE, World
 from megatrain.engine.autograd import GradientDestination, GradientsInPlace
 from megatrain.engine.batch import MicroBatch, count_targets, for_model, model_inputs, targets_of
 from megatrain.engine.chunked_loss import (
@@ -38,7 +40,7 @@ from megatrain.engine.phased_call import OPEN, Phases, calls_of, undisturbed, un
 from megatrain.engine.step_state import DTYPE_OF_NBYTES, Current, Graph, access_of, pack, part_of, unpack
 from megatrain.engine.sync_free_inputs import HostAnswers
 from megatrain.engine.weights import Bound, UnitBinder, names_weights, place_of
-from megatrain.errors import LossError, NonFinite
+from megatrain.errors import LossError, NonFinite, RankError
 from megatrain.memory import Held, Pool
 from megatrain.model import Answering, Keeping, PortedModel, Sides
 from megatrain.schedule import CALLS, Op, Schedule, Timeline
@@ -51,12 +53,20 @@ DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.fl
 
 
 class Streamer:
-    """Runs schedules of one model on one device. `seed` decides everything random inside layers."""
+    """Runs schedules of one model on one device, as one rank of `world`. `seed` decides everything random inside
+    layers."""
 
     def __init__(
-        self, ported: PortedModel, device: Device, pool: Pool, numerics: Numerics, policy: Policy, seed: int = 0
+        self,
+        ported: PortedModel,
+        device: Device,
+        pool: Pool,
+        numerics: Numerics,
+        policy: Policy,
+        seed: int = 0,
+        world: World = ALONE,
     ) -> None:
-        self.ported, self.device, self.seed = ported, device, seed
+        self.ported, self.device, self.seed, self.world = ported, device, seed, world
         self.numerics, self.policy = numerics, policy
         self.spec = ported.structure
         self.dtype = DTYPES[numerics.precision]
@@ -86,14 +96,16 @@ class Streamer:
     ) -> StepResult:
         """Execute a schedule; `number` is the step's, for randomness. Leaves the caller's random state as it was.
 
-        loss_fn: cross-entropy if not given. router_weights: per micro-batch, what its router auxiliary loss counts for
-        in the step's loss, if not by its share of the divisor. Raises `NonFinite` when the loss is not finite,
-        `LossError` for what is no loss, and whatever an op, the sink or the loss function raises.
+        micro_batches: this rank's; what is returned is of all ranks'. loss_fn: cross-entropy if not given.
+        router_weights: per micro-batch, what its router auxiliary loss counts for in the step's loss, if not by its
+        share of the divisor. Raises `NonFinite` when the loss is not finite, `LossError` for what is no loss, and
+        whatever an op, the sink or the loss function raises.
         """
         labels = [batch["labels"].cpu() for batch in micro_batches]
-        tokens = sum(count_targets(batch) for batch in micro_batches)
-        divisors = [divisor_of(loss_fn, batch) for batch in micro_batches]
-        total = sum(divisors)
+        counts = self._counts(schedule, micro_batches, loss_fn)
+        divisors, tokens = counts[self.world.rank].divisors, sum(each.targets for each in counts)
+        all_divisors = self.world.dealt([each.divisors for each in counts])
+        total = sum(all_divisors)
         if micro_batches and not total > 0:
             raise LossError("every micro-batch counts for nothing", where="divisor", fix="divide by more than 0")
         own = own_entries(loss_fn)
@@ -105,7 +117,59 @@ class Streamer:
             staged = iter(self.device.staged([each for found in map(targets_of, labels) for each in found]))
             now.targets = list(zip(staged, staged, strict=True))
         self._execute(schedule, now)
-        return StepResult(_finite_loss(now) / (total or 1.0), tokens, *_reports(now))
+        if self.world.size > 1:
+            micros = self._of_all_ranks(now)
+            loss = _finite_sum([term for micro in micros for term in micro.terms], now)
+        else:
+            micros, loss = _micros(now), _finite_loss(now)
+        return StepResult(loss / (total or 1.0), tokens, *_reports(micros, all_divisors, scale))
+
+    # Other ranks ----------------------------------------------------------------------------------------------------
+
+    def _counts(self, schedule: Schedule, micro_batches: Sequence[MicroBatch], loss_fn: LossFn | None) -> list[Counts]:
+        """Of each rank. Raises `RankError` where their schedules would not meet."""
+
+        def own() -> Counts:
+            targets = sum(count_targets(batch) for batch in micro_batches)
+            divisors = [divisor_of(loss_fn, batch) for batch in micro_batches]
+            return Counts(targets, divisors, schedule.digest if self.world.size > 1 else "")
+
+        found = [Counts(*each) for each in self.world.agree("a schedule", own)]
+        if odd := [rank for rank, each in enumerate(found) if each.digest != found[0].digest]:
+            what = f"the schedules of ranks 0 and {odd[0]} do not meet: their policies or their rounds differ"
+            fix = "give all ranks one policy, and every round as many micro-batches of each"
+            raise RankError(what, where="schedule", fix=fix)
+        return found
+
+    def _of_all_ranks(self, now: Current) -> list[Micro]:
+        """What is known of the micro-batches of all ranks, in their order. Raises `NonFinite`, the same on each."""
+        largest = {unit: found.tolist() for unit, found in now.largest.items()}
+        mine: Any = ([tuple(each) for each in _micros(now)], list(largest.items()))
+        told = self.world.exchange("losses", mine)
+        micros = [[Micro(*each) for each in own] for own, _ in told]
+        for rank, own in enumerate(micros):
+            _finite_sum([term for micro in own for term in micro.terms], now, f" on rank {rank}")
+        heard = {unit: [dict(each)[unit] for _, each in told] for unit in largest}
+        for unit, by_owner in sorted(heard.items(), reverse=True):
+            for rank, sent in enumerate(zip(*by_owner, strict=True)):
+                if not all(map(math.isfinite, sent)):
+                    what, where = f"the gradient of rank {rank} is not finite", self.spec.units[unit].name
+                    raise NonFinite(what, where=where, fix="nothing was updated; lower the learning rate")
+        return self.world.dealt(micros)
+
+    def _gather(self, now: Current, op: Op, held: Held) -> None:
+        """GATHER: a shard of weights, of what each rank has brought of it."""
+        (own,), (whole,) = op.reads, op.writes
+        self.world.gather(part_of(held, whole), part_of(held, own))
+
+    def _reduce(self, now: Current, op: Op, held: Held) -> None:
+        """REDUCE: this rank's part of a shard of a gradient, summed over ranks, in the dtype that crosses the bus."""
+        (terms,), (own, staging) = op.reads, op.writes
+        target = part_of(held, own).view(DTYPE_OF_NBYTES[self.numerics.grad_nbytes])
+        received, sent = part_of(held, staging).view(torch.float32), part_of(held, terms).view(torch.float32)
+        largest = self.device.landing(self.world.reduce(target, received, sent))
+        before = now.largest.get(op.unit)
+        now.largest[op.unit] = largest if before is None else torch.maximum(before, largest)
 
     def under_way(self) -> tuple[list[tuple[str, str, float]], float]:
         """(op, stream, seconds) of each stream that is at one, and the seconds since any began or ended."""
@@ -322,8 +386,14 @@ class Streamer:
     def _count(self, now: Current, micro: int, found: Found) -> None:
         """Add what a LOSS has found to what the step's have so far."""
         now.loss = found.loss if now.loss is None else now.loss + found.loss
+        self._note_term(now, micro, found.loss)
         if found.sums:
             now.reported[micro] = tuple(found.sums), self.device.landing(torch.stack(list(found.sums.values())))
+
+    def _note_term(self, now: Current, micro: int, term: Tensor) -> None:
+        """The losses of several ranks are added up in the order of one."""
+        if self.world.size > 1:
+            now.terms.setdefault(micro, []).append(self.device.landing(term))
 
     def _chunks(self, now: Current, op: Op, weights: dict[str, Tensor], trained: list[Tensor], flat: Tensor) -> Chunks:
         """The head over a micro-batch, whose hidden states are `flat` [tokens, hidden size]."""
@@ -361,7 +431,9 @@ class Streamer:
                     for unit, of_layer in zip(layers, sides, strict=True)
                 }
         assert now.loss is not None
-        now.loss = now.loss + loss.detach().double()
+        term = loss.detach().double()
+        now.loss = now.loss + term
+        self._note_term(now, micro, term)
         now.router_losses[micro] = self.device.landing(plain.detach().double())
 
     def _loss_only(self, now: Current, op: Op, weights: dict[str, Tensor], hidden: Tensor) -> None:
@@ -453,7 +525,7 @@ class Streamer:
     def _norm(self, now: Current, op: Op, held: Held) -> None:
         assert now.sink is not None
         gradient = self._landed(op, held)
-        if op.stream == "host" and not now.loss_is_finite:
+        if op.stream == "host" and not now.loss_is_finite and self.world.size == 1:  # else all decide, at the end
             _finite_loss(now)  # before any gradient of this step is used
             now.loss_is_finite = True
         now.sink.norm(op.unit, gradient, now.loss)
@@ -500,7 +572,7 @@ class Streamer:
         return place_of(self.spec, self._layouts, self._running, buffer, start, content, self.dtype.itemsize)
 
     def _reseed(self, now: Current, unit: int, micro: int) -> None:
-        self.device.seed(call_seed(self.seed, now.number, unit, micro))
+        self.device.seed(call_seed(self.seed, now.number, unit, self.world.number(micro)))
 
 
 def call_seed(seed: int, step: int, unit: int, micro: int) -> int:
@@ -512,26 +584,64 @@ def call_seed(seed: int, step: int, unit: int, micro: int) -> int:
 
 def _finite_loss(now: Current) -> float:
     """The loss of a step whose last LOSS is done. Raises `NonFinite`."""
-    loss = 0.0 if now.landed is None else now.landed.item()
+    return _finite_sum([] if now.landed is None else [now.landed.item()], now)
+
+
+def _finite_sum(terms: Sequence[float], now: Current, on: str = "") -> float:
+    """The sum in that order, as LOSS ops form it. Raises `NonFinite`."""
+    loss = reduce(add, terms) if terms else 0.0
     if not math.isfinite(loss):
-        what = f"the loss is {loss}"
+        what = f"the loss is {loss}{on}"
         if now.sink is None:
             raise NonFinite(what, where="evaluation", fix="inspect the batch and the weights")
         raise NonFinite(what, fix="nothing was updated; lower the learning rate or inspect the batch")
     return loss
 
 
-def _reports(now: Current) -> tuple[dict[str, float], tuple[dict[str, float], ...]]:
+class Counts(NamedTuple):
+    """What one rank brings to a step: its target tokens, the divisors of its micro-batches, and a digest of what it
+    will do together with the others."""
+
+    targets: int
+    divisors: list[float]
+    digest: str
+
+
+class Micro(NamedTuple):
+    """What is known of one micro-batch after a step."""
+
+    terms: list[float]
+    """What it has added to the loss, where several ranks add up theirs."""
+    reported: dict[str, float]
+    """What the loss function reports: sums."""
+    router_loss: float | None
+
+
+def _micros(now: Current) -> list[Micro]:
+    """Of this rank, in order."""
+    found = []
+    for micro in range(len(now.divisors)):
+        names, values = now.reported.get(micro, ((), torch.empty(0)))
+        router_loss = now.router_losses.get(micro)
+        terms = [term.item() for term in now.terms.get(micro, ())]
+        reported = dict(zip(names, values.tolist(), strict=True))
+        found.append(Micro(terms, reported, None if router_loss is None else router_loss.item()))
+    return found
+
+
+def _reports(
+    micros: Sequence[Micro], divisors: Sequence[float], scale: float
+) -> tuple[dict[str, float], tuple[dict[str, float], ...]]:
     """`metrics` and `by_micro_batch` of a `StepResult`."""
     sums: dict[str, float] = {}
-    each: tuple[dict[str, float], ...] = tuple({} for _ in now.divisors)
-    for micro, (names, values) in sorted(now.reported.items()):
-        for name, number in zip(names, values.tolist(), strict=True):
+    each: tuple[dict[str, float], ...] = tuple({} for _ in divisors)
+    for micro, found, divisor in zip(micros, each, divisors, strict=True):
+        for name, number in micro.reported.items():
             sums[name] = sums.get(name, 0.0) + number
-            each[micro][name] = number / (now.divisors[micro] or 1.0)
-    for micro, loss in sorted(now.router_losses.items()):
-        each[micro]["aux_loss"] = loss.item()
-    return {name: number * now.scale for name, number in sums.items()}, each
+            found[name] = number / (divisor or 1.0)
+        if micro.router_loss is not None:
+            found["aux_loss"] = micro.router_loss
+    return {name: number * scale for name, number in sums.items()}, each
 
 
 ACTIONS = {
@@ -542,6 +652,8 @@ ACTIONS = {
     "FORWARD": Streamer._forward,
     "LOSS": Streamer._loss,
     "BACKWARD": Streamer._backward,
+    "GATHER": Streamer._gather,
+    "REDUCE": Streamer._reduce,
     "NORM": Streamer._norm,
     "UPDATE": Streamer._update,
 }

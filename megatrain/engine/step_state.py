@@ -107,6 +107,10 @@ class Current:
     """The loss on the host, once the last LOSS is done."""
     loss: Tensor | None = None
     """Sum of the losses so far, float64 scalar on the device; made by the first LOSS."""
+    terms: dict[int, list[Tensor]] = field(default_factory=dict)
+    """Micro-batch -> what it has added to the loss, landed like the loss."""
+    largest: dict[int, Tensor] = field(default_factory=dict)
+    """Unit -> the largest magnitude that each rank has sent of its gradient, float32[ranks], landed."""
     reported: dict[int, tuple[tuple[str, ...], Tensor]] = field(default_factory=dict)
     """Micro-batch -> names of what the loss function reports of it, and sums, float64[names], landed like the loss."""
     router_losses: dict[int, Tensor] = field(default_factory=dict)

@@ -155,6 +155,8 @@ def place_of(
     if not isinstance(content, Weights | Gradient) or running is None or not whole:
         return spec.units[unit].name
     layout = layouts[unit] if isinstance(content, Weights) else layouts[unit].trained
+    if layout.ranks > 1 and running.buffers[buffer].tier != "device":
+        return spec.units[unit].name  # a rank's own parts, of which only it knows the places
     begin, end = running.extent(buffer, content)
     return _named(spec, layout, unit, (start - begin) // ((end - begin) // layout.size))
 

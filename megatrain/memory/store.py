@@ -63,7 +63,7 @@ def unit_state(parts: Mapping[Part, Tensor], layout: Layout, precision: Precisio
 
 
 Gather = Callable[[Tensor], Tensor]
-"""Of several ranks: float32[n], of this one, to float32[ranks, n], in host memory. All of them call it."""
+"""What this rank gives, [n], to what each does, [ranks, n], in host memory."""
 
 
 class Store:
@@ -239,15 +239,18 @@ class Store:
         state = self.unit(unit)
         if self._whole is None:
             own = _joined(state, slice(0, state.hi.size))
-            self._whole = self.together(self._gather(torch.from_numpy(own)).numpy(), self.layouts[unit])
+            self._whole = self.together(torch.from_numpy(own), self.layouts[unit]).numpy()
         return self._whole
 
-    def together(self, parts: np.ndarray, layout: Layout) -> np.ndarray:
-        """An array over a unit, or over what trains of one, of what each rank owns of it, [ranks, layout.own_size]."""
-        whole = np.empty(layout.size, parts.dtype)
-        for rank, own in enumerate(parts):
+    def together(self, own: Tensor, layout: Layout) -> Tensor:
+        """An array over a unit, or over what trains of one, [layout.size]: of what each rank owns, [layout.own_size].
+
+        All ranks must call it.
+        """
+        whole = torch.empty(layout.size, dtype=own.dtype)
+        for rank, part in enumerate(self._gather(own)):
             for piece in replace(self.owned, rank=rank).pieces(layout):
-                whole[piece.start : piece.stop] = own[piece.own]
+                whole[piece.start : piece.stop] = part[piece.own]
         return whole
 
     def view(self, name: str) -> Tensor | None:

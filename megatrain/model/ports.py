@@ -251,6 +251,13 @@ class PortedModel:
         assert self.measured is not None
         return self.measured.spec()
 
+    def share(self, ranks: int) -> None:
+        """Have its state shared by so many ranks."""
+        measured = vars(self).pop("spec", None)
+        self.structure = self.structure.over(ranks)
+        if measured is not None:
+            vars(self)["spec"] = measured.over(ranks)
+
     @property
     def known(self) -> ModelSpec:
         """The specification as far as it has been asked for."""

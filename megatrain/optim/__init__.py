@@ -13,7 +13,7 @@ devices, and the names of parameters in memory; a caller gives the element range
 """
 
 from megatrain.optim.adamw import AdamW, StepScalars, update_fp32, update_split, warm_up
-from megatrain.optim.clip import clip_scale, sum_of_squares
+from megatrain.optim.clip import clip_scale, expansion, own_square_sums, sum_of_squares
 from megatrain.optim.lr_schedules import LrSchedule, lr_schedule
 from megatrain.optim.split_master import join, join_into, split, split_into
 
@@ -22,9 +22,11 @@ __all__ = [
     "LrSchedule",
     "StepScalars",
     "clip_scale",
+    "expansion",
     "join",
     "join_into",
     "lr_schedule",
+    "own_square_sums",
     "split",
     "split_into",
     "sum_of_squares",

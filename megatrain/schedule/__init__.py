@@ -7,7 +7,7 @@ units are numbers here.
 
 from megatrain.schedule.build import build_flush, build_forward, build_step
 from megatrain.schedule.check import check
-from megatrain.schedule.check_world import check_world, digest_of
+from megatrain.schedule.check_world import check_world
 from megatrain.schedule.contents import USED
 from megatrain.schedule.deps import derive_waits
 from megatrain.schedule.ops import (
@@ -40,7 +40,6 @@ __all__ = [
     "check_world",
     "chrome_trace",
     "derive_waits",
-    "digest_of",
     "nbytes_by_use",
     "replay",
     "show_op",

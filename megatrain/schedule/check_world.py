@@ -5,24 +5,18 @@ which bytes, and what they bring to a GATHER must tile what it leaves. No ranks 
 collectives are on one stream, and an op waits for earlier ones of its rank alone, so the n-th collective and what it
 needs wait for nothing that comes behind the n-th on any rank.
 
-* `check_world` proves it of all schedules, side by side: for tests, and for plans.
-* `digest_of` is what the ranks of a run compare before they go through theirs for the first time.
+`check_world` proves it of all schedules, side by side: for tests, and for plans. In a run each rank has its own, and
+before they go through them they compare `Schedule.digest`.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from itertools import zip_longest
 
 from megatrain.errors import ScheduleError
 from megatrain.schedule.check import check
 from megatrain.schedule.ops import COLLECTIVES, Op, Schedule
-
-
-def collectives_of(schedule: Schedule) -> list[Op]:
-    """What a schedule has its rank do together with the others, in order."""
-    return [op for op in schedule.ops if op.kind in COLLECTIVES]
 
 
 def check_world(schedules: Sequence[Schedule]) -> None:
@@ -36,25 +30,13 @@ def check_world(schedules: Sequence[Schedule]) -> None:
             if (op.kind in COLLECTIVES) != (op.stream == "link"):
                 raise ScheduleError(f"{op.name} is on stream {op.stream}", where=f"schedule of rank {rank}")
         check(schedule)
-    for number, together in enumerate(zip_longest(*(collectives_of(schedule) for schedule in schedules))):
-        forms = [_form(op) if op else None for op in together]
+    for number, together in enumerate(zip_longest(*(schedule.collectives for schedule in schedules))):
+        forms = [op.form if op else None for op in together]
         if odd := next((rank for rank, form in enumerate(forms) if form != forms[0]), None):
             names = [together[rank].name if together[rank] else "none" for rank in (0, odd)]
             what = f"collective {number} is {names[0]} on rank 0 and {names[1]} on rank {odd}, or of other bytes"
             raise ScheduleError(what, where="schedules of ranks")
         _check_parts(together)
-
-
-def digest_of(schedule: Schedule) -> str:
-    """The same for two schedules of which the collectives agree: 16 hexadecimal digits."""
-    forms = "\n".join(str(_form(op)) for op in collectives_of(schedule))
-    return hashlib.blake2b(forms.encode(), digest_size=8).hexdigest()
-
-
-def _form(op: Op) -> tuple[object, ...]:
-    """What of a collective is the same on all ranks: where its bytes lie may differ."""
-    read, wrote = (sum(access.stop - access.start for access in side) for side in (op.reads, op.writes))
-    return op.kind, op.unit, op.shard, read, wrote
 
 
 def _check_parts(together: Sequence[Op]) -> None:

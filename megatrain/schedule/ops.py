@@ -8,6 +8,7 @@ synchronisation, so an undeclared access is the one way to be wrong, and the sim
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -161,6 +162,12 @@ class Op:
         copied = self.writes[: len(self.reads)] if self.kind in COPIES else ()
         return sum(access.stop - access.start for access in copied)
 
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What of a collective is the same on all ranks: where its bytes lie may differ."""
+        read, wrote = (sum(access.stop - access.start for access in side) for side in (self.reads, self.writes))
+        return self.kind, self.unit, self.shard, read, wrote
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -182,6 +189,17 @@ class Schedule:
     def peak_nbytes(self, tier: Tier) -> int:
         """Largest sum of arenas and of those transient buffers that are alive, in schedule order."""
         return self.arena_nbytes(tier) + max(self._transient_nbytes(tier), default=0)
+
+    @property
+    def collectives(self) -> list[Op]:
+        """What its rank does together with others, in order."""
+        return [op for op in self.ops if op.kind in COLLECTIVES]
+
+    @cached_property
+    def digest(self) -> str:
+        """The same of two schedules whose collectives agree: 16 hexadecimal digits."""
+        forms = "\n".join(str(op.form) for op in self.collectives)
+        return hashlib.blake2b(forms.encode(), digest_size=8).hexdigest()
 
     @cached_property
     def lifetimes(self) -> dict[str, tuple[int, int]]:

@@ -140,6 +140,8 @@ class Saver:
         Raises `ExportError` for a model that cannot be written, `DoesNotFit` without memory for the largest unit;
         what happens later is told by the `Save`.
         """
+        if self._store.model.ranks > 1:
+            raise CheckpointError("several ranks do not write checkpoints yet", where=f"checkpoint of step {step}")
         self.wait()
         self._store.settle()
         order = self._order(policy)

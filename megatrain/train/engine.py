@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.checkpoint import Checkpoint, ExportOptions, export_model, open_checkpoint
-from megatrain.config import refuse_several_processes
 from megatrain.device import Device, matmul_flops, open_device, timed
+from megatrain.dist import ALONE, World
 from megatrain.engine import (
     DTYPES,
     KeepLogProbs,
@@ -55,12 +55,22 @@ from megatrain.plan.report import amount
 from megatrain.schedule import Schedule, Timeline
 from megatrain.spec import Limits, ModelSpec, Numerics, Policy, Precision, Work
 from megatrain.spec.fields import checked
+from megatrain.spec.layout import Ownership
 from megatrain.train.async_save import Save, Saver
+from megatrain.train.damaged_weights import DamagedWeights
 from megatrain.train.events import StepOutput
-from megatrain.train.non_finite import Blame
 from megatrain.train.one_call_at_a_time import Turn, one_at_a_time
 from megatrain.train.optimizer_sink import GradientCollector, OptimizerSink
-from megatrain.train.options import EngineOptions, Seed, checked_options, disk_of, limits_of, numerics_of, policy_of
+from megatrain.train.options import (
+    EngineOptions,
+    Seed,
+    checked_options,
+    disk_of,
+    limits_of,
+    numerics_of,
+    policy_of,
+    world_of,
+)
 from megatrain.train.parity import NOT_ASKED, short_check
 from megatrain.train.restore import (
     NewMoments,
@@ -81,6 +91,8 @@ class Engine:
 
     def __init__(self, ported: PortedModel, device: Device, options: EngineOptions) -> None:
         """Its memory is allocated, with nothing in it yet."""
+        self.world = world = options.get("world") or ALONE
+        ported.share(world.size)
         self.structure: ModelSpec = ported.structure
         self.optimizer, self.max_grad_norm = options.get("optimizer") or AdamW(), options.get("max_grad_norm", 1.0)
         self.numerics, self.limits = numerics_of(options), limits_of(options)
@@ -89,20 +101,22 @@ class Engine:
         self._owns_device = device is not options.get("device", "cpu")
         ledger = Ledger(budgets(self.limits, device, self._disk), one_memory=policy.shares_memory)
         self._pool = Pool(device, ledger, self._disk, [unit.name for unit in self.structure.units], policy.transfer)
-        self._store = Store(self.structure, self.numerics, policy, self._pool)
-        self._schedules = Schedules(ported, self._store, self.numerics, policy, device, fits_activations=fits)
+        owned = Ownership(world.rank, max(1, policy.shard_nbytes // self.numerics.weight_nbytes))
+        self._store = Store(self.structure, self.numerics, policy, self._pool, owned, world.together)
+        self._schedules = Schedules(ported, self._store, self.numerics, policy, device, world, fits_activations=fits)
         threads = policy.host_threads or available_threads()
         how = self.structure, self.numerics, policy, self.optimizer, self.max_grad_norm, threads, device
         try:
             self._schedules.get(self._main_kind, Work((1,)))
-            self._sink = OptimizerSink(*how)
-            self._streamer = Streamer(ported, device, self._pool, self.numerics, policy, options.get("seed", 0))
+            self._sink = OptimizerSink(*how, owned, world)
+            self._streamer = Streamer(ported, device, self._pool, self.numerics, policy, options.get("seed", 0), world)
         except BaseException:
             self._pool.release()
             raise
-        self._saver, self._blame = Saver(ported, self._store), Blame(self._store)
+        self._saver = Saver(ported, self._store)
         self._sink.before_update = self._saver.before_update
         self._steps = 0
+        self._weights = DamagedWeights(self._store, world)
         self._turn = Turn()
         self.checked = NOT_ASKED  # whether this architecture is known to be computed right
         self._trace: Trace | None = None
@@ -122,6 +136,7 @@ class Engine:
         disk: str | Path | Sequence[str | Path] | Disk = (),
         limits: Limits | None = None,
         numerics: Numerics | None = None,
+        world: World | None = None,
     ) -> Engine:
         """An engine that starts from a copy of the weights of a Hugging Face causal language model.
 
@@ -134,18 +149,18 @@ class Engine:
         first meeting of an architecture, compare a small model of its kind with the stock code, and refuse to go on
         with one that is computed wrong. disk: folders, on quick drives, for the state that the policy puts there.
         limits: what it may take of each tier; what is open is all that there is. numerics: all that numbers depend on,
-        the precision among it.
+        the precision among it. world: the ranks that train it together, each with an engine that is called alike; the
+        processes that torchrun has started, if it is not given and anything trains.
 
         Raises `ModelError` for a model that cannot be streamed exactly, `PlanError` for a policy that contradicts
-        the other arguments, `ConfigError` for an argument that is none, and in one of several processes (torchrun,
-        srun, mpirun) where anything trains, `DoesNotFit` before anything is allocated, `DeviceError` for an absent
-        device.
+        the other arguments, `ConfigError` for an argument that is none, `RankError` where other ranks do not come,
+        `DoesNotFit` before anything is allocated, `DeviceError` for an absent device.
         """
         model = base_of(model)
         refuse_other_kinds(model)
         options: EngineOptions = {"device": device, "precision": precision, "numerics": numerics, "policy": policy}
         options |= {"optimizer": optimizer, "max_grad_norm": max_grad_norm, "limits": limits, "disk": disk}
-        options = checked_options({**options, "seed": seed, "verify": verify})
+        options = checked_options({**options, "seed": seed, "verify": verify, "world": world})
         source = ModelSource(model)  # type: ignore[arg-type]  # everything but a PreTrainedModel has been refused
         return cls.from_source(source, **options)
 
@@ -210,11 +225,10 @@ class Engine:
         ported: the source's model as `port_model` has taken it apart in the same precision, if it has been already.
         """
         options = checked_options(options)
-        if any(parameter.requires_grad for parameter in source.model.parameters()):
-            refuse_several_processes("engine")
         device = options.get("device", "cpu")
         opened = device if isinstance(device, Device) else open_device(device)
         try:
+            options["world"] = world_of(options, source.model, opened)
             checked_now = short_check(source.model, unverified) if options.get("verify", True) else NOT_ASKED
             taken = ported or port_model(source.model, DTYPES[numerics_of(options).precision])
             engine = cls(taken, opened, options)
@@ -299,7 +313,7 @@ class Engine:
         self._device.stalled_seconds()
         before = self._written_nbytes
         wants_times = self.record_timeline or self._trace is not None
-        with self._blame.weights(self._steps), timed(self._device) if wants_times else nullcontext():
+        with self._weights.blamed(self._steps), timed(self._device) if wants_times else nullcontext():
             try:
                 result = self._streamer.run_schedule(
                     schedule, batches, self._sink, self._steps, loss_fn, router_weights
@@ -337,11 +351,12 @@ class Engine:
         """Parameter name -> float32 gradient of the step's loss, in the parameter's shape. Nothing is updated."""
         batches, work = self._checked(micro_batches, loss_fn, router_weights, trains=True)
         self._settle()
-        collector = GradientCollector(self.structure, self._sink.before_update)
+        together = self._store.together if self.world.size > 1 else None
+        collector = GradientCollector(self.structure, self._sink.before_update, together)
         schedule = self._schedules.get("step", work)
-        with self._blame.weights(self._steps):
+        with self._weights.blamed(self._steps):
             self._streamer.run_schedule(schedule, batches, collector, self._steps, loss_fn, router_weights)
-        return collector.gradients
+        return collector.finish()
 
     @one_at_a_time
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
@@ -407,7 +422,7 @@ class Engine:
 
         # The library's own work runs on the stream that fills the cache, so neither frees what the other still reads.
         with (
-            self._blame.weights(self._steps),
+            self._weights.blamed(self._steps),
             self._ported.evaluation_mode(),
             self._device.preserved_random_state(),
             self._device.alongside(),
@@ -744,15 +759,21 @@ class Engine:
         if trains and not self.structure.trained_numel:
             where = f"model {self.structure.name}"
             raise ModelError("every parameter is frozen", where=where, fix="freeze fewer of them")
-        check_loss(loss_fn)
-        batches = staged(self._device, listed(micro_batches), own_entries(loss_fn))
-        work = check_micro_batches(self.structure, batches)
-        if router_weights is not None and len(router_weights) != len(batches):
-            what = f"{len(router_weights)} router_weights for {len(batches)} micro-batches"
-            raise BatchError(what, where="step", fix="give one for each micro-batch")
-        for index, batch in enumerate(batches):
-            check_arguments(self._ported.arguments, batch, own_entries(loss_fn), f"micro-batch {index}")
-        return batches, work
+        found: list[tuple[list[MicroBatch], Work]] = []
+
+        def check() -> None:
+            check_loss(loss_fn)
+            batches = staged(self._device, listed(micro_batches), own_entries(loss_fn))
+            work = check_micro_batches(self.structure, batches, alone=self.world.size == 1)
+            if router_weights is not None and len(router_weights) != len(batches):
+                what = f"{len(router_weights)} router_weights for {len(batches)} micro-batches"
+                raise BatchError(what, where="step", fix="give one for each micro-batch")
+            for index, batch in enumerate(batches):
+                check_arguments(self._ported.arguments, batch, own_entries(loss_fn), f"micro-batch {index}")
+            found.append((batches, work))
+
+        self.world.agree("micro-batches of a step" if trains else "micro-batches to measure", check)
+        return found[0]
 
     def _measure(
         self,
@@ -763,7 +784,7 @@ class Engine:
         batches, work = self._checked(micro_batches, loss_fn, router_weights)
         self._settle()
         schedule = self._schedules.get("forward", work)
-        with self._blame.weights(self._steps), self._ported.evaluation_mode():
+        with self._weights.blamed(self._steps), self._ported.evaluation_mode():
             return self._streamer.run_schedule(schedule, batches, None, 0, loss_fn, router_weights)
 
     def _flush(self) -> None:
@@ -777,7 +798,7 @@ class Engine:
 
     def _fill(self, source: Fills, progress: Progress | None = None) -> None:
         self._saver.wait()
-        self._blame.forget()
+        self._weights.may_have_come()
         source.fill(self._store, [[param.name for param in unit.params] for unit in self.structure.units], progress)
         self._store.settle()
 
@@ -792,8 +813,9 @@ class Engine:
 
 
 def unverified(model: nn.Module, device: str, numerics: Numerics, policy: Policy) -> Engine:
-    """An engine to check with, which cannot be checked itself."""
-    return Engine.from_model(model, device, numerics=numerics, policy=policy, verify=False)
+    """An engine to check with, which cannot be checked itself. Each rank checks alone."""
+    source = ModelSource(model)  # type: ignore[arg-type]  # a model of transformers
+    return Engine.from_source(source, device=device, numerics=numerics, policy=policy, verify=False, world=ALONE)
 
 
 __all__ = ["Engine", "StepOutput", "unverified"]

@@ -17,11 +17,21 @@ import torch
 from torch import Tensor
 
 from megatrain.device import Device
+from megatrain.dist import ALONE, World
 from megatrain.errors import NonFinite
 from megatrain.memory import unit_state
-from megatrain.optim import AdamW, StepScalars, clip_scale, sum_of_squares, update_fp32, update_split
+from megatrain.optim import (
+    AdamW,
+    StepScalars,
+    clip_scale,
+    expansion,
+    own_square_sums,
+    sum_of_squares,
+    update_fp32,
+    update_split,
+)
 from megatrain.spec import ModelSpec, Numerics, Part, Policy, UnitSpec
-from megatrain.spec.layout import Ownership, layout_of
+from megatrain.spec.layout import OWNED, Layout, Ownership, layout_of
 from megatrain.train.device_adamw import kernels_for, sum_of_squares_on_device, update_on_device
 
 
@@ -38,6 +48,7 @@ class OptimizerSink:
         threads: int,
         device: Device,
         owned: Ownership = Ownership(),  # noqa: B008  # a frozen value
+        world: World = ALONE,
     ) -> None:
         self.optimizer, self.max_grad_norm, self.threads = optimizer, max_grad_norm, threads
         self.updates = 0
@@ -45,7 +56,7 @@ class OptimizerSink:
         self.pending: set[int] = set()
         """Units whose gradient of the last step waits in host memory."""
         self._precision = numerics.precision
-        self._device = device
+        self._device, self._world = device, world
         self._kernels: Any = None
         self._deferred = policy.update == "next_forward"
         self._model = model
@@ -61,6 +72,8 @@ class OptimizerSink:
         self._squares: dict[int, float] = {}
         self._on_their_way: dict[int, Tensor] = {}
         """Sums of squares of units on the device, which are landed when the device has come to rest."""
+        self._own_squares: list[float] = []
+        """Of several ranks, numbers whose sum over all of them is that of the squares."""
         self._sound: dict[int, Tensor] = {}
         """Of units that are updated on the device as their gradient lands, whether it is finite: bool, there."""
         self._let_through: set[int] = set()
@@ -82,7 +95,7 @@ class OptimizerSink:
         if not self.pending:  # an interrupted step whose updates were all applied counts as a step
             self.updates = max([self.updates, *(self.applied[unit] for unit in self.trained)])
         scalars = self.optimizer.scalars(lr=lr, step=self.updates + 1)
-        for found in (self._squares, self._on_their_way, self._sound):
+        for found in (self._squares, self._on_their_way, self._sound, self._own_squares):
             found.clear()
         self._updated.clear()
         self._next_lr = lr
@@ -90,7 +103,8 @@ class OptimizerSink:
             self._scalars = scalars
 
     def norm(self, unit: int, gradient: Tensor, loss: Tensor | None) -> None:
-        """Sum the squares of a unit's gradient. Raises `NonFinite`; of a unit on the device `finish` does."""
+        """Sum the squares of a unit's gradient, or of what this rank owns of it. Raises `NonFinite`; of a unit on the
+        device, and where there are several ranks, `finish` does."""
         if self._normed_there[unit]:
             squares = sum_of_squares_on_device(gradient, self._kernels)
             if loss is not None:
@@ -98,6 +112,11 @@ class OptimizerSink:
             self._on_their_way[unit] = self._device.landing(squares)
             if not self._deferred:
                 self._sound[unit] = squares.isfinite()
+            return
+        if self._world.size > 1:
+            own = own_square_sums(_as_numpy(gradient), OWNED, self.threads)
+            self._squares[unit] = math.fsum(own)
+            self._own_squares += own
             return
         self._squares[unit] = sum_of_squares(_as_numpy(gradient), self.threads)
         if not math.isfinite(self._squares[unit]):
@@ -186,12 +205,14 @@ class OptimizerSink:
     def finish(self) -> float:
         """All gradients of the step have landed: fix the clipping factor. Returns the global norm before clipping.
 
-        Raises `NonFinite` for the gradient of a unit on the device.
+        Raises `NonFinite` for the gradient of a unit on the device, and on all ranks for one of any.
         """
-        for unit in sorted(self._squares, reverse=True):
-            if not math.isfinite(self._squares[unit]):
-                raise self._refusal(unit)
-        total = math.sqrt(math.fsum(self._squares.values()))
+        bad = [unit for unit, squares in self._squares.items() if not math.isfinite(squares)]
+        told = self._world.exchange("the norm", (bad, expansion(self._own_squares)))
+        if odd := [unit for units, _ in told for unit in units]:
+            raise self._refusal(max(odd))
+        squares = self._squares.values() if self._world.size == 1 else [each for _, own in told for each in own]
+        total = math.sqrt(math.fsum(squares))
         if self._deferred:
             scale = 1.0 if self.max_grad_norm is None else clip_scale(total, self.max_grad_norm)
             self._scalars = self.optimizer.scalars(lr=self._next_lr, step=self.updates + 1, grad_scale=scale)
@@ -238,10 +259,20 @@ class OptimizerSink:
 
 
 class GradientCollector:
-    """A `GradSink` that keeps a float32 copy of every gradient as it lands, and updates nothing."""
+    """A `GradSink` that keeps a float32 copy of every gradient as it lands, and updates nothing.
 
-    def __init__(self, model: ModelSpec, before_update: Callable[[int], None] = lambda unit: None) -> None:
-        self._before_update = before_update
+    together: puts together what several ranks own of one (`Store.together`).
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        before_update: Callable[[int], None] = lambda unit: None,
+        together: Callable[[Tensor, Layout], Tensor] | None = None,
+    ) -> None:
+        self._before_update, self._together = before_update, together
+        self._units = model.units
+        self._own: dict[int, Tensor] = {}
         self._fields = [
             [f for f, param in zip(layout_of(unit).fields, unit.params, strict=True) if param.trainable]
             for unit in model.units
@@ -250,11 +281,24 @@ class GradientCollector:
         self.gradients: dict[str, Tensor] = {}
 
     def norm(self, unit: int, gradient: Tensor, loss: Tensor | None) -> None:
+        if self._together is not None:  # a step of several ranks looks at the end whether all are finite
+            self._own[unit] = gradient.to("cpu", torch.float32, copy=True)
+            return
         if not bool(gradient.isfinite().all()):
             raise NonFinite("the gradient is not finite", where=self._names[unit])
+        self._keep(unit, gradient)
+
+    def _keep(self, unit: int, gradient: Tensor) -> None:
         for field in self._fields[unit]:
             part = gradient[field.start : field.stop].to("cpu", torch.float32, copy=True)
             self.gradients[field.name] = part.view(field.shape)
+
+    def finish(self) -> dict[str, Tensor]:
+        """All have landed: parameter name -> gradient, in its shape. Of several ranks all must call it."""
+        for unit in sorted(self._own, reverse=True):
+            assert self._together is not None
+            self._keep(unit, self._together(self._own.pop(unit), layout_of(self._units[unit]).trained))
+        return self.gradients
 
     def update(
         self, unit: int, gradient: Tensor, parts: Mapping[Part, Tensor], elements: tuple[int, int] | None = None

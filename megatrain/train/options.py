@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Annotated, Literal, TypedDict, get_args
 
 import torch
+from torch import nn
 
+from megatrain.config import find_launch
 from megatrain.device import Device
+from megatrain.dist import ALONE, World
+from megatrain.dist.processes import join
 from megatrain.errors import ConfigError, DiskError, DoesNotFit, PlanError
 from megatrain.memory import Disk
 from megatrain.model import require_compiler
@@ -41,6 +45,7 @@ class EngineOptions(TypedDict, total=False):
     seed: int
     verify: bool
     disk: str | Path | Sequence[str | Path] | Disk
+    world: World | None
 
 
 def checked_options(options: EngineOptions) -> EngineOptions:
@@ -169,13 +174,24 @@ def _without_homes(options: EngineOptions, device: Device) -> Policy:
     policy = options.get("policy", "auto")
     max_grad_norm = options.get("max_grad_norm", 1.0)
     if policy == "auto":
+        several = (options.get("world") or ALONE).size > 1
         return choose_policy(
-            shares_memory=device.shares_memory,
-            clips=max_grad_norm is not None,
+            shares_memory=device.shares_memory and not several,
+            clips=max_grad_norm is not None or several,
             host_threads=available_threads(),
         )
     refuse_contradictions(numerics_of(options), policy, max_grad_norm, device)
     return policy
+
+
+def world_of(options: EngineOptions, model: nn.Module, device: Device) -> World:
+    """What is given, or where anything trains the ranks that a launcher has started. Raises `ConfigError` for a launch
+    that is told in part, and `RankError` where the others do not come."""
+    given = options.get("world")
+    if given is not None or not any(parameter.requires_grad for parameter in model.parameters()):
+        return given or ALONE
+    launch = find_launch()
+    return ALONE if launch is None else join(launch.rank, launch.size, device.torch_device.type)
 
 
 def disk_of(options: EngineOptions, policy: Policy) -> Disk | None:

@@ -91,6 +91,8 @@ def read_moments(checkpoint: Checkpoint, store: Store, new: NewMoments = "refuse
     says that they begin as zeros, and for moments of another shape.
     """
     spec, there = store.model, checkpoint.moment_shapes
+    if spec.ranks > 1:
+        raise CheckpointError("several ranks do not read checkpoints yet", where=str(checkpoint.folder))
     for param in (param for unit in spec.units for param in unit.params if param.trainable):
         if param.name in there and there[param.name] != param.shape:
             what = f"has moments of shape {list(there[param.name])} for {param.name}, which is {list(param.shape)}"

@@ -8,10 +8,12 @@ nothing that a step computes depends on it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, reduce
+from itertools import zip_longest
 from typing import Literal
 
 from megatrain.device import Device
+from megatrain.dist import ALONE, World
 from megatrain.errors import DoesNotFit, PlanError
 from megatrain.memory import Disk, Store
 from megatrain.model import PortedModel
@@ -21,6 +23,9 @@ from megatrain.spec import Limits, ModelSpec, Numerics, Policy, Work
 
 FIXED = ("update", "transfer", "shares_memory")
 """Fields of a policy that the state, the device's memory and the sink were made for."""
+
+OWNING = ("shard_nbytes",)
+"""Those that decide what each of several ranks owns."""
 
 Kind = Literal["step", "pending step", "forward", "flush"]
 Key = tuple[Kind, int, Policy]
@@ -37,6 +42,7 @@ class Schedules:
         numerics: Numerics,
         policy: Policy,
         device: Device,
+        world: World = ALONE,
         *,
         fits_activations: bool,
     ) -> None:
@@ -44,7 +50,7 @@ class Schedules:
         self.known: dict[Key, Schedule] = {}
         self._work: dict[Key, Work] = {}
         """What each has been built for."""
-        self._store, self._pool, self._device = store, store.pool, device
+        self._store, self._pool, self._device, self._world = store, store.pool, device, world
         self._fits_activations = fits_activations
         self._is_scattered = False
         """Whether state may lie elsewhere than `policy` says, since it could not be moved back."""
@@ -57,9 +63,8 @@ class Schedules:
         self._store.settle()
         self._gather()
         if self._fits_activations and kind in ("step", "pending step"):
-            self.policy = fit_activations(
-                self._ported.spec, self._numerics, self.policy, work, self._memory_for_activations
-            )
+            free, widest = self._memory_for_activations, self._widest(work)
+            self.policy = fit_activations(self._ported.spec, self._numerics, self.policy, widest, free)
         key: Key = kind, work.micro_batches, self.policy
         built = self._work.get(key)
         wanted = built or work
@@ -68,7 +73,7 @@ class Schedules:
         if wanted != built:
             # Slots of outputs have the size that is measured; where nothing was, they would hold none.
             spec = self._ported.spec if self.policy.offloads_outputs else self._ported.known
-            schedule = _build(kind, spec, self._numerics, self.policy, wanted)
+            schedule = _build(kind, spec, self._numerics, self.policy, wanted, self._world.rank)
             check(schedule)
             self.known[key], self._work[key] = schedule, wanted
         try:
@@ -88,7 +93,7 @@ class Schedules:
 
         Raises `PlanError` for a difference that cannot be followed, and what a tier refuses; the old one then holds.
         """
-        for name in FIXED:
+        for name in (*FIXED, *(OWNING if self._world.size > 1 else ())):
             before, after = getattr(self.policy, name), getattr(policy, name)
             if before != after:
                 raise PlanError(f"cannot be changed under way ({before} to {after})", where=f"policy.{name}")
@@ -118,8 +123,15 @@ class Schedules:
 
     @cached_property
     def _memory_for_activations(self) -> int:
-        """Bytes that were free once the state had been allocated."""
-        return available_host_nbytes() if self.policy.shares_memory else self._device.free_nbytes()
+        """Bytes that were free once the state had been allocated, on each of several ranks."""
+        shared = self._device.shares_memory
+        free = available_host_nbytes() // self._world.size if shared else self._device.free_nbytes()
+        return min(self._world.exchange("free memory", free))
+
+    def _widest(self, work: Work) -> Work:
+        """Micro-batches as large as those of any rank, so that all plan alike."""
+        told = self._world.exchange("work", (work.tokens, work.length))
+        return reduce(_larger, [Work(tuple(tokens), length) for tokens, length in told]) if len(told) > 1 else work
 
 
 def budgets(limits: Limits, device: Device, disk: Disk | None = None) -> dict[str, int]:
@@ -135,20 +147,20 @@ def budgets(limits: Limits, device: Device, disk: Disk | None = None) -> dict[st
 
 def _larger(left: Work, right: Work) -> Work:
     """Micro-batches as large as those of either."""
-    tokens = tuple(max(pair) for pair in zip(left.tokens, right.tokens, strict=True))
+    tokens = tuple(max(pair) for pair in zip_longest(left.tokens, right.tokens, fillvalue=0))
     return Work(tokens, left.length if left.length == right.length else None, batching=right.batching)
 
 
-def _build(kind: Kind, spec: ModelSpec, numerics: Numerics, policy: Policy, work: Work) -> Schedule:
+def _build(kind: Kind, spec: ModelSpec, numerics: Numerics, policy: Policy, work: Work, rank: int) -> Schedule:
     match kind:
         case "flush":
             return build_flush(spec, numerics, policy)
         case "forward":
-            return build_forward(spec, numerics, policy, work)
+            return build_forward(spec, numerics, policy, work, rank=rank)
         case "step":
-            return build_step(spec, numerics, policy, work)
+            return build_step(spec, numerics, policy, work, rank=rank)
         case "pending step":
-            return build_step(spec, numerics, policy, work, pending="all")
+            return build_step(spec, numerics, policy, work, pending="all", rank=rank)
 
 
 def refuse_contradictions(numerics: Numerics, policy: Policy, max_grad_norm: float | None, device: Device) -> None:

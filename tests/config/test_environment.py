@@ -1,4 +1,4 @@
-"""Several processes: each is told at once that one trains, and none trains alone."""
+"""Several processes: each finds its rank, or is told what is missing; where one works alone the others are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatrain import Engine, cli
-from megatrain.config import refuse_several_processes
+from megatrain.config import Launch, find_launch, refuse_several_processes
 from megatrain.config.environment import LAUNCHERS
 from megatrain.errors import ConfigError
 from megatrain.model import freeze_parameters
@@ -22,14 +22,15 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def _started_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*(name for names in LAUNCHERS.values() for name in names), "TORCHELASTIC_ERROR_FILE"):
+    meeting = "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE"
+    for name in (*(name for names in LAUNCHERS.values() for name in names), *meeting):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_each_of_several_processes_is_refused(launcher: str, rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    size, number = LAUNCHERS[launcher]
+    size, number, _ = LAUNCHERS[launcher]
     monkeypatch.setenv(size, "2")
     monkeypatch.setenv(number, rank)
     told = f"here: one of 2 processes ({size}=2, {number}={rank}), and MegaTrain trains with one; start a single one,"
@@ -51,13 +52,46 @@ def test_a_single_process_is_one(variables: dict[str, str], monkeypatch: pytest.
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     refuse_several_processes("here")
+    assert find_launch() is None
 
 
-def test_an_engine_that_trains_is_refused_and_one_that_does_not_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+MEETING = {"MASTER_ADDR": "somewhere", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_each_of_several_processes_finds_its_rank(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    size, rank, local = LAUNCHERS[launcher]
+    for name, value in {size: "16", rank: "9", local: "1", **MEETING}.items():
+        monkeypatch.setenv(name, value)
+    assert find_launch() == Launch(rank=9, size=16, local_rank=1)
+    monkeypatch.delenv(local)  # one process on each machine
+    assert find_launch() == Launch(rank=9, size=16, local_rank=0)
+
+
+@pytest.mark.parametrize("name", ["RANK", "MASTER_ADDR", "MASTER_PORT"])
+@pytest.mark.parametrize("value", [None, "", "2"])
+def test_a_launch_that_is_told_in_part_is_refused_by_the_variable(
+    name: str, value: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each, told in {"WORLD_SIZE": "2", "RANK": "1", **MEETING, name: value}.items():
+        if told is not None:
+            monkeypatch.setenv(each, told)
+    if value == "2" and name != "RANK":
+        assert find_launch() is not None  # an address and a port may be that
+        return
+    with pytest.raises(
+        ConfigError, match=f"one of 2 processes.*, but {name} is '{value or ''}'; start them with torchrun"
+    ):
+        find_launch()
+
+
+def test_an_engine_that_trains_wants_to_meet_the_others_and_one_that_does_not_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     model = tiny_model()
-    with pytest.raises(ConfigError, match=r"engine: one of 2 processes \(WORLD_SIZE=2, RANK=1\)"):
+    with pytest.raises(ConfigError, match=r"one of 2 processes \(WORLD_SIZE=2, RANK=1\), but MASTER_ADDR is ''"):
         Engine.from_model(model, verify=False)
     freeze_parameters(model, ("*",))
     Engine.from_model(model, verify=False).close()

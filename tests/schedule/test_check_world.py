@@ -18,9 +18,7 @@ from megatrain.schedule import (
     check,
     check_world,
     derive_waits,
-    digest_of,
 )
-from megatrain.schedule.check_world import collectives_of
 from megatrain.schedule.ops import COLLECTIVES
 from megatrain.spec import ModelSpec, Numerics, ParamSpec, Placement, Policy, UnitSpec, Work
 from megatrain.spec.layout import layout_of
@@ -73,7 +71,7 @@ def test_the_schedules_of_all_ranks_are_proven_together(
     numerics = Numerics(precision)  # type: ignore[arg-type]  # drawn from its values
     found = world(ranks, numerics, policy, tied=tied, more=more)
     check_world(found)
-    assert len({digest_of(schedule) for schedule in found}) == 1
+    assert len({schedule.digest for schedule in found}) == 1
     spec = spec_in_shards(tied).over(ranks)
     check_world([build_forward(spec, numerics, policy, Work((4, 4)), rank=rank) for rank in range(ranks)])
     check(build_flush(spec, numerics, policy))
@@ -95,7 +93,7 @@ def test_one_rank_has_the_schedule_that_it_always_had() -> None:
     spec, work = spec_in_shards(), Work((4, 4))
     alone = build_step(spec, Numerics("bf16"), Policy(), work)
     assert spec.over(1) is spec
-    assert not collectives_of(alone)
+    assert not alone.collectives
     assert spec.over(3).over(1) == spec
 
 
@@ -141,7 +139,7 @@ def test_every_swapped_pair_of_collectives_is_found(three: list[Schedule]) -> No
         assert sorted(op.name for op in mutant.ops) == sorted(op.name for op in three[1].ops)
         right_alone += not refused_alone(mutant)
         assert refused([three[0], mutant, three[2]])
-        assert digest_of(mutant) != digest_of(three[0])
+        assert mutant.digest != three[0].digest
     assert right_alone
 
 

@@ -1,0 +1,180 @@
+"""The world of ranks, as one of them sees it: who it is, what it tells the others, what they compute together.
+
+All ranks call the same things in the same order, on each carrier apart: `device` carries what the schedule has them do,
+`host` what they tell each other between and around steps. What is summed is summed in the order of the ranks, in
+float32, so that it is a function of what they bring, and not of who came first or of a library's tree.
+
+It leaves out how bytes travel (`Collectives`: between processes, or between threads in tests).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from megatrain.errors import RankError, typed_line
+
+T = TypeVar("T")
+
+FRAME_NBYTES = 4096
+"""Of what is told at once; what is longer goes in a second piece."""
+HEAD_NBYTES = 8
+"""The length of what is told, in front of it."""
+
+
+class Collectives(Protocol):
+    """Carries bytes between ranks. Each call returns when this rank's part of it is done; on a device that has streams,
+    in the order of the stream that is current. Raises `RankError` where another rank is gone."""
+
+    def all_gather(self, whole: Tensor, own: Tensor) -> None:
+        """Fill `whole`, uint8[ranks * n], with what each rank gives as `own`, uint8[n], in order. `own` may be its
+        place in `whole`."""
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
+        """Send the r-th part of `sent`, uint8[ranks * n], to rank r, and fill `received` with what has come, in
+        order."""
+
+    def close(self) -> None:
+        """Nothing is carried any more."""
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """`rank` of `size`, and what carries bytes between them; of one rank, nothing does."""
+
+    rank: int = 0
+    size: int = 1
+    host: Collectives | None = None
+    device: Collectives | None = None
+
+    # On the host ----------------------------------------------------------------------------------------------------
+
+    def exchange(self, what: str, value: T) -> list[T]:
+        """What each rank says, in order: JSON, with floats as they are. `what` is it about, the same on all ranks.
+
+        Raises `RankError` where a rank is about something else.
+        """
+        if self.host is None:
+            return [value]
+        told = self._told(json.dumps([what, value]).encode())
+        heard: list[Any] = [json.loads(each) for each in told]
+        for rank, (about, _) in enumerate(heard):
+            if about != heard[0][0]:
+                where = f"rank {rank}"
+                raise RankError(f"is at {about}, and rank 0 at {heard[0][0]}", where=where, fix="call alike on all")
+        return [each for _, each in heard]
+
+    def agree(self, what: str, make: Callable[[], T]) -> list[T]:
+        """What `make` gives on each rank, in order. Where it raises on any, it raises on all: its own error there, and
+        `RankError` that tells it elsewhere."""
+        if self.host is None:
+            return [make()]
+        made: T | None = None
+        failure: Exception | None = None
+        try:
+            made = make()
+        except Exception as error:
+            failure = error
+        told = self.exchange(what, (typed_line(failure) if failure is not None else None, made))
+        if failure is not None:
+            raise failure
+        for rank, (line, _) in enumerate(told):
+            if line is not None:
+                raise RankError(line, where=f"rank {rank}")
+        return [each for _, each in told]  # type: ignore[misc]  # there is one where there is no line
+
+    def _told(self, text: bytes) -> list[bytes]:
+        """The same of each rank, whatever their lengths."""
+        framed = len(text).to_bytes(HEAD_NBYTES, "little") + text
+        first = self._gathered(framed[:FRAME_NBYTES].ljust(FRAME_NBYTES))
+        lengths = [int.from_bytes(each[:HEAD_NBYTES], "little") for each in first]
+        rest = HEAD_NBYTES + max(lengths) - FRAME_NBYTES
+        more = self._gathered(framed[FRAME_NBYTES:].ljust(rest)) if rest > 0 else [b""] * self.size
+        whole = (head[HEAD_NBYTES:] + tail for head, tail in zip(first, more, strict=True))
+        return [each[:length] for each, length in zip(whole, lengths, strict=True)]
+
+    def _gathered(self, text: bytes) -> list[bytes]:
+        own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return [each.numpy().tobytes() for each in self.together(own)]
+
+    def together(self, own: Tensor) -> Tensor:
+        """[ranks, n] of what each rank gives as `own` [n], in host memory, of any dtype."""
+        if self.host is None:
+            return own[None]
+        whole = torch.empty(self.size, *own.shape, dtype=own.dtype)
+        self.host.all_gather(_bytes(whole), _bytes(own.contiguous()))
+        return whole
+
+    # On the device --------------------------------------------------------------------------------------------------
+
+    def gather(self, whole: Tensor, own: Tensor) -> None:
+        """Make `whole`, uint8[ranks * n], of what each rank has at its place in it: `own`, uint8[n]."""
+        assert self.device is not None
+        self.device.all_gather(whole, own)
+
+    def reduce(self, own: Tensor, received: Tensor, terms: Tensor) -> Tensor:
+        """Sum over ranks: `own` [n] is this rank's part of the sum of all `terms`, float32[ranks * n], rounded once.
+
+        received: float32[ranks * n], to be overwritten. Returns the largest magnitude that each rank has sent here,
+        float32[ranks], nan where there was one.
+        """
+        assert self.device is not None
+        self.device.all_to_all(_bytes(received), _bytes(terms))
+        parts = received.view(self.size, -1)
+        largest: Tensor = torch.linalg.vector_norm(parts, torch.inf, dim=1)
+        total = parts[0]
+        for part in parts[1:]:
+            total.add_(part)
+        own.copy_(total)
+        return largest
+
+    # Micro-batches --------------------------------------------------------------------------------------------------
+
+    def number(self, micro: int) -> int:
+        """Of this rank's micro-batch `micro`, the number among all ranks' of the step: they are dealt in turns."""
+        return micro * self.size + self.rank
+
+    def dealt(self, of_ranks: Sequence[Sequence[T]]) -> list[T]:
+        """What each rank has of its micro-batches, in the order of all. Raises `RankError` where they are not dealt in
+        turns."""
+        counts = [len(each) for each in of_ranks]
+        total = sum(counts)
+        fair = [(total - rank + self.size - 1) // self.size for rank in range(self.size)]
+        if counts != fair:
+            what = f"the ranks have {counts} micro-batches of the step"
+            raise RankError(what, where="step", fix=f"deal the {total} in turns: {fair}")
+        return [of_ranks[number % self.size][number // self.size] for number in range(total)]
+
+    def close(self) -> None:
+        """Leave it."""
+        for carrier in (self.device, self.host):
+            if carrier is not None:
+                carrier.close()
+
+
+ALONE = World()
+"""One rank, which has nobody to tell anything."""
+
+
+def reference_reduce(terms: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """What `World.reduce` leaves as `own` on each rank, slow and plain. terms: of each rank, float32[ranks * n]."""
+    each = len(terms[0]) // len(terms)
+    found = []
+    for rank in range(len(terms)):
+        values = []
+        for place in range(rank * each, (rank + 1) * each):
+            total = terms[0][place]
+            for other in terms[1:]:
+                total = total + other[place]
+            values.append(total)
+        found.append(torch.stack(values).to(dtype))
+    return found
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,105 @@
+"""What ranks tell each other and compute together, in threads; between processes in `tests/integration`."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.dist import ALONE, World
+from megatrain.dist.world import reference_reduce
+from megatrain.errors import RankError
+from tests.ranks import together, worlds
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_sums_are_those_of_the_reference_bit_for_bit(size: int, dtype: torch.dtype) -> None:
+    """In the order of the ranks, rounded once; signed zeros among the terms."""
+    torch.manual_seed(size)
+    terms = [torch.randn(size * 64) * 10.0 ** torch.randint(-6, 6, (size * 64,)) for _ in range(size)]
+    for each in terms:
+        each[::7] = -0.0
+
+    def work(world: World) -> tuple[torch.Tensor, list[float]]:
+        own = torch.empty(64, dtype=dtype)
+        largest = world.reduce(own, torch.empty(size * 64), terms[world.rank].clone())
+        return own, largest.tolist()
+
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    for rank, ((own, largest), expected) in enumerate(
+        zip(together(worlds(size, seed=1), work), reference_reduce(terms, dtype), strict=True)
+    ):
+        assert torch.equal(own.view(bits), expected.view(bits))
+        assert largest == [each[rank * 64 : rank * 64 + 64].abs().max().item() for each in terms]
+    in_another_order = sum(terms[1:], terms[0].clone()) if size == 2 else sum(terms[:-1], terms[-1].clone())
+    assert size == 2 or not torch.equal(in_another_order, torch.cat(reference_reduce(terms, torch.float32)))
+
+
+def test_a_rank_that_sends_what_is_not_finite_is_known() -> None:
+    def work(world: World) -> list[float]:
+        terms = torch.ones(12)
+        if world.rank == 1:
+            terms[9] = math.nan
+        return world.reduce(torch.empty(4), torch.empty(12), terms).tolist()
+
+    found = together(worlds(3), work)
+    assert [[math.isfinite(each) for each in largest] for largest in found] == [[True] * 3] * 2 + [[True, False, True]]
+
+
+@given(st.lists(st.text(), min_size=2, max_size=4), st.integers(0, 3000))
+def test_what_is_told_is_heard_by_all(texts: list[str], longer: int) -> None:
+    """Also what does not fit into one piece, and floats that are not finite."""
+    values = [[text * 3, index * longer * "x", 0.1 + index, -math.inf] for index, text in enumerate(texts)]
+    found = together(worlds(len(texts)), lambda world: world.exchange("a test", values[world.rank]))
+    assert found == [values] * len(texts)
+
+
+def test_ranks_that_are_at_different_things_are_told() -> None:
+    with pytest.raises(RankError, match="rank 1: is at an evaluation, and rank 0 at a step"):
+        together(worlds(2), lambda world: world.exchange("an evaluation" if world.rank else "a step", 0))
+
+
+def test_what_one_rank_refuses_all_refuse() -> None:
+    def refuse(world: World) -> str:
+        def make() -> int:
+            if world.rank == 1:
+                raise ValueError("no such thing")
+            return world.rank
+
+        try:
+            world.agree("a test", make)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "agreed"
+
+    assert together(worlds(3), refuse) == [
+        "RankError: rank 1: ValueError: no such thing",
+        "ValueError: no such thing",
+        "RankError: rank 1: ValueError: no such thing",
+    ]
+    with pytest.raises(ValueError, match="of its own"):
+        ALONE.agree("a test", lambda: int("of its own"))
+
+
+@given(st.integers(1, 5), st.integers(1, 20))
+def test_micro_batches_are_dealt_in_turns(size: int, count: int) -> None:
+    all_of_them = list(range(count))
+    dealt = [all_of_them[rank::size] for rank in range(size)]
+    assert World(0, size).dealt(dealt) == all_of_them
+    for rank, own in enumerate(dealt):
+        assert [World(rank, size).number(micro) for micro in range(len(own))] == own
+
+
+@pytest.mark.parametrize("dealt", [[[1], [2, 3]], [[1, 2, 3], [4]], [[], [1]]])
+def test_micro_batches_that_are_dealt_otherwise_are_refused(dealt: list[list[int]]) -> None:
+    with pytest.raises(RankError, match="deal the . in turns"):
+        World(0, 2).dealt(dealt)
+
+
+def test_one_rank_has_nobody_to_tell() -> None:
+    assert ALONE.exchange("a test", {"left": math.pi}) == [{"left": math.pi}]
+    assert torch.equal(ALONE.together(torch.ones(3)), torch.ones(1, 3))

@@ -1,0 +1,314 @@
+"""Several ranks train one model: the numbers are those of one rank, on any device, by any policy, with any delays.
+
+Here ranks are threads; `test_rank_processes` has them as processes. Where each has one micro-batch, sums of gradients
+have the order that they have with one rank, so bits are the same; else losses agree to rounding.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megatrain import AdamW, Engine, Policy
+from megatrain.dist import ALONE, World
+from megatrain.errors import BatchError, CheckpointError, ExportError, NonFinite, PlanError, RankError
+from megatrain.spec import Numerics, Placement, Precision
+from tests.ranks import together, worlds
+from tests.tiny import batch, tiny_model
+
+MAKING = threading.Lock()
+"""Making an engine draws random numbers, which threads would share."""
+SHARDS = Policy(shard_nbytes=16 << 10)
+DISK = Placement(weights="disk", low_bits="disk", moments="disk", gradients="disk")
+
+
+class Trained(NamedTuple):
+    losses: list[float]
+    norms: list[float]
+    metrics: list[Any]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    table: dict[tuple[str, str], int]
+
+
+def of_rank(
+    world: World,
+    model: PreTrainedModel,
+    batches: Sequence[dict[str, Tensor]],
+    *,
+    steps: int = 3,
+    precision: Precision = "fp32",
+    policy: Policy = SHARDS,
+    device: str = "cpu",
+    **options: Any,
+) -> Trained:
+    own = batches[world.rank :: world.size]
+    with MAKING:
+        numerics = Numerics(precision, loss_chunk_tokens=64)
+        options = {"max_grad_norm": 0.5, "optimizer": AdamW(lr=1e-2, weight_decay=0.1), "verify": False, **options}
+        engine = Engine.from_model(model, device, numerics=numerics, policy=policy, world=world, **options)
+    with engine:
+        outputs = [engine.step(own) for _ in range(steps)]
+        gradients = engine.gradients(own)
+        losses = [each.loss for each in outputs] + [engine.evaluate(own)]
+        norms, metrics = [each.grad_norm for each in outputs], [each.by_micro_batch for each in outputs]
+        return Trained(losses, norms, metrics, gradients, engine.master_weights(), engine.memory_table())
+
+
+def trained(size: int, model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], **how: Any) -> Trained:
+    """What all ranks have come to, which is the same. With one rank, by the same policy."""
+    if size == 1:
+        return of_rank(ALONE, model, batches, **how)
+    seed = how.pop("seed", None)
+    found = together(worlds(size, seed), lambda world: of_rank(world, model, batches, **how))
+    for other in found[1:]:
+        assert other[:3] == found[0][:3]
+        assert same(other.weights, found[0].weights)
+        assert same(other.gradients, found[0].gradients)
+    return found[0]
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    """Also in the signs of zeros."""
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name].view(torch.int32), right[name].view(torch.int32)) for name in left
+    )
+
+
+def batches_of(count: int) -> list[dict[str, Tensor]]:
+    return [batch(2, 5 + index % 3, seed=index, padded=index % 2) for index in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("family", "precision", "size"),
+    [("llama", "fp32", 2), ("llama", "bf16", 3), ("mixtral-balanced", "fp32", 3), ("qwen3-moe", "bf16", 2)],
+)
+def test_with_a_micro_batch_for_each_rank_bits_are_those_of_one(family: str, precision: Precision, size: int) -> None:
+    """In bf16 sums are in float32 with one rank, too."""
+    model, batches = tiny_model(family), batches_of(size)
+    many, one = (trained(of, model, batches, precision=precision, seed=7) for of in (size, 1))
+    assert many.losses == one.losses
+    assert many.norms == pytest.approx(one.norms, rel=1e-13)
+    assert many.metrics == one.metrics
+    assert same(many.gradients, one.gradients)
+    assert same(many.weights, one.weights)
+
+
+POLICIES: dict[str, Policy] = {
+    "by shard": replace(SHARDS, wait_for="shard", weight_slots=1),
+    "kept": replace(SHARDS, activations="keep", grad_slots=1),
+    "mixed": replace(SHARDS, activations_by_layer=(("offload",), ("input",), ("drop",)), recompute_slots=1),
+    "staged": replace(SHARDS, transfer="staged", pinned_staging_slots=1),
+    "one shard": Policy(),
+    "rounds": replace(SHARDS, micro_batches_per_round=1),
+    "disk": replace(SHARDS, placements=(DISK,) * 5),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("device", ["cpu", "sim:3"])
+def test_no_policy_and_no_device_changes_a_bit(name: str, device: str, tmp_path: Path) -> None:
+    model, batches = tiny_model("llama"), batches_of(4)
+    how: dict[str, Any] = {"precision": "bf16", "steps": 2}
+    plain = trained(2, model, batches, **how)
+    disk = {"disk": [tmp_path]} if name == "disk" else {}
+    found = trained(2, model, batches, policy=POLICIES[name], device=device, seed=1, **disk, **how)
+    assert found.losses == plain.losses
+    assert found.norms == plain.norms
+    assert same(found.weights, plain.weights)
+
+
+def test_each_rank_holds_its_share_and_no_more() -> None:
+    model, batches = tiny_model("llama", hidden_size=256, intermediate_size=512), batches_of(4)
+    one, four = (trained(of, model, batches, precision="bf16", steps=1) for of in (1, 4))
+    for use in ("weights", "optimizer state", "gradients"):
+        assert four.table["host", use] == pytest.approx(one.table["host", use] / 4, rel=0.02)
+
+
+@pytest.mark.parametrize(("family", "size"), [("llama", 2), ("llama-tied", 3), ("gemma2", 4)])
+def test_losses_are_those_of_one_rank_to_rounding_where_micro_batches_do_not_divide(family: str, size: int) -> None:
+    model, batches = tiny_model(family), batches_of(5)
+    many, one = (trained(of, model, batches, steps=4) for of in (size, 1))
+    assert many.losses == pytest.approx(one.losses, rel=1e-6)
+    assert many.norms == pytest.approx(one.norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_ranks_without_a_target_leave_the_bits_of_the_one_that_has_them(precision: Precision, family: str) -> None:
+    model, batches = tiny_model(family), batches_of(3)
+    for masked in batches[1:]:
+        masked["labels"][:] = -100
+    many, one = (trained(of, model, batches, precision=precision) for of in (3, 1))
+    assert many.losses == one.losses
+    assert same(many.gradients, one.gradients)
+    assert same(many.weights, one.weights)
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_frozen_parts_stay_and_what_is_not_clipped_is_not(clip: float | None) -> None:
+    model, batches = tiny_model("llama"), batches_of(2)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("mlp" in name or "norm" in name)
+    many, one = (trained(of, model, batches, max_grad_norm=clip, policy=SHARDS) for of in (2, 1))
+    assert same(many.weights, one.weights)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(many.weights[name], parameter.detach()) != parameter.requires_grad
+
+
+def test_router_weights_are_of_the_global_step() -> None:
+    model, batches = tiny_model("mixtral-balanced"), batches_of(2)
+    shares = [0.25, 0.75]
+
+    def work(world: World) -> float:
+        with MAKING:
+            engine = Engine.from_model(model, precision="fp32", policy=SHARDS, verify=False, world=world)
+        with engine:
+            own = slice(world.rank, None, world.size)
+            return engine.step(batches[own], router_weights=shares[own]).loss
+
+    assert together(worlds(2), work) == [work(ALONE)] * 2
+
+
+def test_two_runs_give_the_same_bits_whatever_holds_ranks_up() -> None:
+    model, batches = tiny_model("llama"), batches_of(5)
+    found = [trained(3, model, batches, precision="bf16", seed=seed) for seed in (1, 2)]
+    assert found[0][:3] == found[1][:3]
+    assert same(found[0].weights, found[1].weights)
+
+
+def all_refuse(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]) -> list[str]:
+    """What a step raises on each rank, and that the next one is as if there had been none."""
+
+    def work(world: World) -> tuple[str, float]:
+        with MAKING:
+            engine = Engine.from_model(model, precision="fp32", policy=SHARDS, verify=False, world=world)
+        with engine:
+            with pytest.raises((NonFinite, BatchError, RankError)) as caught:
+                engine.step(batches[world.rank :: world.size])
+            return f"{caught.type.__name__}: {caught.value}", engine.step([batch(2, 6, seed=world.rank)]).loss
+
+    found = together(worlds(3), work)
+    assert len({loss for _, loss in found}) == 1
+    return [line for line, _ in found]
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_stops_all_with_one_message() -> None:
+    """Which names the rank."""
+    model, batches = tiny_model("llama"), batches_of(3)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[95] = torch.inf
+    for index, each in enumerate(batches):
+        each["input_ids"].clamp_(max=94)
+        each["labels"].clamp_(max=94)
+        each["input_ids"][0, 0] = 95 if index == 1 else 5
+
+    def work(world: World) -> str:
+        with MAKING:
+            engine = Engine.from_model(model, precision="fp32", policy=SHARDS, verify=False, world=world)
+        with engine, pytest.raises(NonFinite) as caught:
+            engine.step(batches[world.rank :: world.size])
+        assert caught.value.parameters == ("model.embed_tokens.weight",)
+        return str(caught.value)
+
+    (line,) = set(together(worlds(3), work))
+    assert "on rank 1" in line
+
+
+def test_what_is_wrong_with_the_micro_batches_of_one_rank_is_told_on_all() -> None:
+    batches = batches_of(3)
+    batches[2]["input_ids"][0, 0] = 96
+    first, second, own = all_refuse(tiny_model("llama"), batches)
+    assert first == second
+    assert first.startswith("RankError: rank 2: BatchError: ")
+    assert own.startswith("BatchError: ")
+    assert "96" in own
+
+
+def test_fewer_micro_batches_than_ranks_are_refused() -> None:
+    lines = all_refuse(tiny_model("llama"), batches_of(2))
+    assert all("at least one micro-batch" in line for line in lines)
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_stops_all() -> None:
+    def loss_of(rank: int) -> Any:
+        def loss(log_probs: Tensor, batch: Any) -> Tensor:
+            return -log_probs.sum() + ((log_probs[0, 2] * 0).sqrt() if rank == 2 else 0)
+
+        return loss
+
+    def work(world: World) -> str:
+        with MAKING:
+            engine = Engine.from_model(model, precision="fp32", policy=SHARDS, verify=False, world=world)
+        with engine, pytest.raises(NonFinite) as caught:
+            engine.step(batches[world.rank :: world.size], loss_fn=loss_of(world.rank))
+        assert engine.applied_updates() == dict.fromkeys(engine.applied_updates(), 0)
+        return str(caught.value)
+
+    model, batches = tiny_model("llama"), batches_of(3)
+    (line,) = set(together(worlds(3), work))
+    assert "the gradient of rank 2 is not finite" in line
+    assert math.isfinite(trained(3, model, batches, steps=1).losses[0])
+
+
+def test_policies_that_differ_are_told_before_anything_is_computed() -> None:
+    model, batches = tiny_model("llama"), batches_of(2)
+
+    def work(world: World) -> None:
+        policy = replace(SHARDS, shard_nbytes=SHARDS.shard_nbytes * (1 + world.rank))
+        of_rank(world, model, batches, policy=policy)
+
+    with pytest.raises(RankError, match="ranks 0 and 1 do not meet"):
+        together(worlds(2), work)
+
+
+def test_what_a_rank_owns_cannot_be_changed_under_way() -> None:
+    model = tiny_model("llama")
+
+    def work(world: World) -> str:
+        with MAKING:
+            engine = Engine.from_model(model, precision="fp32", policy=SHARDS, verify=False, world=world)
+        with engine:
+            engine.step(batches_of(2)[world.rank : world.rank + 1])
+            engine.adopt(replace(SHARDS, weight_slots=1))
+            with pytest.raises(PlanError, match="shard_nbytes"):
+                engine.adopt(Policy())
+            return ""
+
+    together(worlds(2), work)
+
+
+def test_what_several_ranks_cannot_do_yet_is_refused(tmp_path: Path) -> None:
+    def work(world: World) -> None:
+        with MAKING:
+            engine = Engine.from_model(tiny_model("llama"), policy=SHARDS, verify=False, world=world)
+        with engine:
+            with pytest.raises(CheckpointError, match="several ranks"):
+                engine.save(tmp_path)
+            with pytest.raises(ExportError, match="several ranks"):
+                engine.save_pretrained(tmp_path)
+
+    together(worlds(2), work)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_bit_that_flips_on_the_way_changes_the_numbers() -> None:
+    """Or these tests would see nothing."""
+    model, batches = tiny_model("llama"), batches_of(2)
+
+    def spoil(number: int, received: Tensor) -> None:
+        if number == 3:
+            received[2] ^= 64
+
+    right = trained(2, model, batches, steps=1)
+    spoilt = together(worlds(2, spoil=spoil), lambda world: of_rank(world, model, batches, steps=1))
+    assert not same(spoilt[0].weights, right.weights)
