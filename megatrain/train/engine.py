@@ -27,13 +27,11 @@ from megatrain.engine import (
     StepResult,
     Streamer,
     check_inputs,
-    check_micro_batches,
     count_targets,
     sequences_of,
 )
-from megatrain.engine.batch import check_arguments, check_mapping, for_model, listed, staged
-from megatrain.engine.chunked_loss import check_loss, own_entries
-from megatrain.errors import BatchError, CheckpointError, ConfigError, DoesNotFit, ModelError, PlanError
+from megatrain.engine.batch import check_arguments, check_mapping, for_model
+from megatrain.errors import CheckpointError, ConfigError, DoesNotFit, ModelError, PlanError
 from megatrain.memory import Disk, Ledger, Pool, Store
 from megatrain.model import (
     Fills,
@@ -83,6 +81,7 @@ from megatrain.train.restore import (
     weights_in,
 )
 from megatrain.train.schedule_cache import Kind, Schedules, budgets
+from megatrain.train.step_inputs import checked_micro_batches
 from megatrain.train.timeline_file import Trace
 
 
@@ -313,11 +312,10 @@ class Engine:
         self._device.stalled_seconds()
         before = self._written_nbytes
         wants_times = self.record_timeline or self._trace is not None
+        given = schedule, batches, self._sink, self._steps, loss_fn, router_weights
         with self._weights.blamed(self._steps), timed(self._device) if wants_times else nullcontext():
             try:
-                result = self._streamer.run_schedule(
-                    schedule, batches, self._sink, self._steps, loss_fn, router_weights
-                )
+                result = self._streamer.run_schedule(*given)
             finally:
                 self._sink.at_rest()
             norm = self._sink.finish()
@@ -327,9 +325,8 @@ class Engine:
             self._trace = None
         written = self._written_nbytes - before
         stalled = self._device.stalled_seconds()
-        return StepOutput(
-            result.loss, norm, result.tokens, stalled, written, dict(result.metrics), result.by_micro_batch
-        )
+        found = dict(result.metrics), result.by_micro_batch
+        return StepOutput(result.loss, norm, result.tokens, stalled, written, *found)
 
     @one_at_a_time
     def set_optimizer(self, optimizer: AdamW) -> None:
@@ -703,13 +700,11 @@ class Engine:
         """What it trains, how, how far it is and what it holds, on one line; at any time, on any thread."""
         numel, trained = self.structure.numel, self.structure.trained_numel
         frozen = "" if trained == numel else f", {trained:,} trained"
-        state = "closed" if self._turn.is_closed else f"{self._steps:,} steps, {self._held()}"
+        held = {tier: self._pool.ledger.nbytes(tier) for tier, _ in self.memory_table()}
+        memory = ", ".join(f"{amount(nbytes)} on the {tier}" for tier, nbytes in held.items() if nbytes)
+        state = "closed" if self._turn.is_closed else f"{self._steps:,} steps, {memory}"
         how = f"{self.numerics.precision} on {self._device.name}"
         return f"<Engine of {self.structure.name}: {numel:,} parameters{frozen}, {how}, {state}>"
-
-    def _held(self) -> str:
-        held = {tier: self._pool.ledger.nbytes(tier) for tier, _ in self.memory_table()}
-        return ", ".join(f"{amount(nbytes)} on the {tier}" for tier, nbytes in held.items() if nbytes)
 
     def close(self) -> None:
         """Stop the workers and give the memory back; what is pending is dropped with the weights.
@@ -756,24 +751,8 @@ class Engine:
         trains: bool = False,
     ) -> tuple[list[MicroBatch], Work]:
         """The micro-batches as a list, and the work that they are. Raises what is wrong before anything is computed."""
-        if trains and not self.structure.trained_numel:
-            where = f"model {self.structure.name}"
-            raise ModelError("every parameter is frozen", where=where, fix="freeze fewer of them")
-        found: list[tuple[list[MicroBatch], Work]] = []
-
-        def check() -> None:
-            check_loss(loss_fn)
-            batches = staged(self._device, listed(micro_batches), own_entries(loss_fn))
-            work = check_micro_batches(self.structure, batches, alone=self.world.size == 1)
-            if router_weights is not None and len(router_weights) != len(batches):
-                what = f"{len(router_weights)} router_weights for {len(batches)} micro-batches"
-                raise BatchError(what, where="step", fix="give one for each micro-batch")
-            for index, batch in enumerate(batches):
-                check_arguments(self._ported.arguments, batch, own_entries(loss_fn), f"micro-batch {index}")
-            found.append((batches, work))
-
-        self.world.agree("micro-batches of a step" if trains else "micro-batches to measure", check)
-        return found[0]
+        given = micro_batches, loss_fn, router_weights
+        return checked_micro_batches(self._ported, self._device, self.world, *given, trains=trains)
 
     def _measure(
         self,

@@ -1,0 +1,49 @@
+"""The micro-batches of a call to the engine: checked before anything is computed, and where no op waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from megatrain.device import Device
+from megatrain.dist import World
+from megatrain.engine import LossFn, MicroBatch, check_micro_batches
+from megatrain.engine.batch import check_arguments, listed, staged
+from megatrain.engine.chunked_loss import check_loss, own_entries
+from megatrain.errors import BatchError, ModelError
+from megatrain.model import PortedModel
+from megatrain.spec import Work
+
+
+def checked_micro_batches(
+    ported: PortedModel,
+    device: Device,
+    world: World,
+    micro_batches: Iterable[MicroBatch],
+    loss_fn: LossFn | None,
+    router_weights: Sequence[float] | None,
+    *,
+    trains: bool,
+) -> tuple[list[MicroBatch], Work]:
+    """The micro-batches as a list, staged for the device, and the work that they are.
+
+    Raises `BatchError`, `LossError`, and `ModelError` where they are to train and nothing does. Of several ranks all
+    raise what is wrong with the micro-batches of one.
+    """
+    if trains and not ported.structure.trained_numel:
+        where = f"model {ported.structure.name}"
+        raise ModelError("every parameter is frozen", where=where, fix="freeze fewer of them")
+    found: list[tuple[list[MicroBatch], Work]] = []
+
+    def check() -> None:
+        check_loss(loss_fn)
+        batches = staged(device, listed(micro_batches), own_entries(loss_fn))
+        work = check_micro_batches(ported.structure, batches, alone=world.size == 1)
+        if router_weights is not None and len(router_weights) != len(batches):
+            what = f"{len(router_weights)} router_weights for {len(batches)} micro-batches"
+            raise BatchError(what, where="step", fix="give one for each micro-batch")
+        for index, batch in enumerate(batches):
+            check_arguments(ported.arguments, batch, own_entries(loss_fn), f"micro-batch {index}")
+        found.append((batches, work))
+
+    world.agree("micro-batches of a step" if trains else "micro-batches to measure", check)
+    return found[0]
