@@ -62,7 +62,7 @@ def serve(rank: int, size: int) -> None:
 
     worlds = {1: ALONE, size: join(rank, size, "cpu", 120)}
     for smaller in range(2, size):
-        groups = [dist.new_group(list(range(smaller)), backend="gloo") for _ in range(2)]
+        groups = [dist.new_group(list(range(smaller)), backend="gloo") for _ in range(3)]
         if rank < smaller:
             worlds[smaller] = World(rank, smaller, *(ProcessCollectives(group, f"rank {rank}") for group in groups))
     while True:

@@ -17,7 +17,7 @@ from megatrain.dist import World
 from megatrain.errors import RankError
 
 T = TypeVar("T")
-SECONDS = 60.0
+SECONDS = 30.0
 """After which a rank that waits for the others gives up."""
 
 
@@ -90,14 +90,14 @@ def worlds(
 ) -> list[World]:
     """One for each rank. seed: of what holds ranks up, by some milliseconds; spoil: as for `ThreadCollectives`, of what
     rank 0 receives on the device."""
-    host, device = Meeting(size), Meeting(size)
+    host, device, beside = Meeting(size), Meeting(size), Meeting(size)
     found = []
     for rank in range(size):
         chance = random.Random(f"{seed} {rank}")
         delay = (lambda chance=chance: chance.random() * 0.003) if seed is not None else lambda: 0.0
         spoils = spoil if rank == 0 else lambda number, received: None
-        carriers = ThreadCollectives(host, rank, delay), ThreadCollectives(device, rank, delay, spoils)
-        found.append(World(rank, size, *carriers))
+        carriers = [ThreadCollectives(host, rank, delay), ThreadCollectives(device, rank, delay, spoils)]
+        found.append(World(rank, size, *carriers, ThreadCollectives(beside, rank, delay)))
     return found
 
 

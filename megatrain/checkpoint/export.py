@@ -126,9 +126,6 @@ def export_model(
     Returns the folder, absolute and with symbolic links resolved. Raises `ExportError` when it cannot be written, has
     too little space, or holds anything that does not belong to a model; what was there is then there as before.
     """
-    if ported.structure.ranks > 1:
-        what, fix = "several ranks do not write models yet", "write what Engine.master_weights gives"
-        raise ExportError(what, where=str(folder), fix=fix)
     wanted = written_of(ported, torch.float32).writes
     units = (
         {param.name: masters(param.name) for param in unit.params if wanted(param.name)}

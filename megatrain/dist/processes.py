@@ -67,12 +67,12 @@ def join(rank: int, size: int, device: str, seconds: float = SECONDS) -> World:
             store, _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
             atexit.register(_leave)
-        backends = "gloo", "nccl" if device == "cuda" else "gloo"
-        host, between = (ProcessCollectives(dist.new_group(backend=each, timeout=timeout), where) for each in backends)
+        backends = "gloo", "nccl" if device == "cuda" else "gloo", "gloo"
+        groups = [dist.new_group(backend=each, timeout=timeout) for each in backends]
     except RuntimeError as error:
         what = f"the others have not come ({first_line(error)})"
         raise RankError(what, where=where, fix="start all of them, with one MASTER_ADDR and MASTER_PORT") from error
-    return World(rank, size, host, between)
+    return World(rank, size, *(ProcessCollectives(group, where) for group in groups))
 
 
 def _leave() -> None:

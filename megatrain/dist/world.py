@@ -1,7 +1,7 @@
 """The world of ranks, as one of them sees it: who it is, what it tells the others, what they compute together.
 
 All ranks call the same things in the same order, on each carrier apart: `device` carries what the schedule has them do,
-`host` what they tell each other between and around steps. What is summed is summed in the order of the ranks, in
+`host` what they tell each other between and around steps, `beside` what a thread that saves does. What is summed is summed in the order of the ranks, in
 float32, so that it is a function of what they bring, and not of who came first or of a library's tree.
 
 It leaves out how bytes travel (`Collectives`: between processes, or between threads in tests).
@@ -51,6 +51,12 @@ class World:
     size: int = 1
     host: Collectives | None = None
     device: Collectives | None = None
+    beside: Collectives | None = None
+    """For a thread of its own beside steps; on the host, too."""
+
+    def aside(self) -> World:
+        """The same ranks, for a thread that tells the others' such things beside what the foreground tells them."""
+        return World(self.rank, self.size, self.beside)
 
     # On the host ----------------------------------------------------------------------------------------------------
 
@@ -152,7 +158,7 @@ class World:
 
     def close(self) -> None:
         """Leave it."""
-        for carrier in (self.device, self.host):
+        for carrier in (self.device, self.host, self.beside):
             if carrier is not None:
                 carrier.close()
 

@@ -115,8 +115,8 @@ class Store:
         return found
 
     def frozen_checksum(self) -> str:
-        """Of the values of all that is frozen, as float32, in 16 digits: the same in every tier, and in every precision
-        that holds the same values. It looks at every one, once."""
+        """Of the values of all that is frozen, as float32, in 16 digits: the same in every tier, in every precision
+        that holds the same values, and for any number of ranks, all of which must ask. It looks at every one, once."""
         if self._frozen_sum is None:
             self._frozen_sum = f"{checksum(self._frozen_words()):016x}"
             self.settle()
@@ -124,10 +124,12 @@ class Store:
 
     def _frozen_words(self) -> Iterator[np.ndarray]:
         for unit, layout in enumerate(self.layouts):
-            frozen = self.unit(unit).hi[layout.trained.own_size :]
-            for start in range(0, frozen.size, AT_ONCE):
-                some = frozen[start : start + AT_ONCE]
-                yield (some if some.dtype == np.float32 else bf16_to_f32(some)).view(np.uint8)
+            for field in layout.fields[layout.trained_fields :]:
+                whole = self._masters(unit) if self.model.ranks > 1 else self.unit(unit).hi
+                for start in range(field.start, field.stop, AT_ONCE):
+                    some = whole[start : min(start + AT_ONCE, field.stop)]
+                    values = some if some.dtype == np.float32 else bf16_to_f32(some)
+                    yield np.pad(values, (0, values.size % 2)).view(np.uint8)  # whole words of 64 bits
 
     def settle(self) -> None:
         """Put back what has been changed, and hold nothing open. Before ops run, and when reading has ended.
@@ -242,13 +244,13 @@ class Store:
             self._whole = self.together(torch.from_numpy(own), self.layouts[unit]).numpy()
         return self._whole
 
-    def together(self, own: Tensor, layout: Layout) -> Tensor:
+    def together(self, own: Tensor, layout: Layout, gather: Gather | None = None) -> Tensor:
         """An array over a unit, or over what trains of one, [layout.size]: of what each rank owns, [layout.own_size].
 
-        All ranks must call it.
+        All ranks must call it. gather: another way to bring the ranks' together, for a thread of its own.
         """
         whole = torch.empty(layout.size, dtype=own.dtype)
-        for rank, part in enumerate(self._gather(own)):
+        for rank, part in enumerate((gather or self._gather)(own)):
             for piece in replace(self.owned, rank=rank).pieces(layout):
                 whole[piece.start : piece.stop] = part[piece.own]
         return whole

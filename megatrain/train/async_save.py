@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,13 @@ from torch import Tensor
 
 from megatrain.checkpoint import Earlier, ParamState, PlannedCheckpoint, write_checkpoint
 from megatrain.device.worker import OwningProcess
+from megatrain.dist import ALONE, World
 from megatrain.errors import CheckpointError, DamagedCheckpoint, MegaTrainError, typed_line
 from megatrain.memory import Store, UnitState
 from megatrain.model import PortedModel
 from megatrain.schedule import Buffer, Use
 from megatrain.spec import Numerics, Policy
+from megatrain.train.write_together import write_together
 
 SPARE = "host/checkpoint"
 VERSIONS = ("megatrain", "torch", "transformers", "numpy")
@@ -93,8 +96,8 @@ class Save:
 class Saver:
     """Writes the state that `store` holds, one checkpoint at a time. Called by the foreground, between steps."""
 
-    def __init__(self, ported: PortedModel, store: Store) -> None:
-        self._ported, self._store = ported, store
+    def __init__(self, ported: PortedModel, store: Store, world: World = ALONE) -> None:
+        self._ported, self._store, self._world = ported, store, world
         self._planned: PlannedCheckpoint | None = None
         self._turn = threading.Condition()
         self._unwritten: frozenset[int] = frozenset()
@@ -140,8 +143,6 @@ class Saver:
         Raises `ExportError` for a model that cannot be written, `DoesNotFit` without memory for the largest unit;
         what happens later is told by the `Save`.
         """
-        if self._store.model.ranks > 1:
-            raise CheckpointError("several ranks do not write checkpoints yet", where=f"checkpoint of step {step}")
         self.wait()
         self._store.settle()
         order = self._order(policy)
@@ -224,22 +225,26 @@ class Saver:
             save.shared_nbytes += nbytes
 
         earlier = self.earlier
+        write = partial(
+            write_checkpoint,
+            folder,
+            save.step,
+            planned,
+            training=training,
+            score=score,
+            write_more=write_more,
+            progress=note,
+            earlier=earlier if earlier is not None and earlier.folder.parent == folder.resolve() else None,
+            shared=shares,
+        )
         try:
-            path = write_checkpoint(
-                folder,
-                save.step,
-                planned,
-                self._units(save, planned),
-                training,
-                score=score,
-                write_more=write_more,
-                progress=note,
-                earlier=earlier if earlier is not None and earlier.folder.parent == folder.resolve() else None,
-                shared=shares,
-            )
+            if self._world.size == 1:
+                path = write(self._units(save, planned))
+            else:
+                path = self._write_together(save, planned, write)
             with contextlib.suppress(DamagedCheckpoint, OSError):
                 self.earlier = Earlier.just_written(path)
-            if then is not None:
+            if then is not None and self._world.rank == 0:
                 self._release()
                 then(path)
         except _Abandoned:
@@ -266,10 +271,35 @@ class Saver:
             state = self._received(unit) if self._store.on_device(unit) else self._read(unit)
             yield self._by_name(unit, state)
             del state
-            with self._turn:
-                self._unwritten -= {unit}
-                self._turn.notify_all()
+            self._written(unit)
         save.at = "the manifest"
+
+    def _written(self, unit: int) -> None:
+        """Let a unit change."""
+        with self._turn:
+            self._unwritten -= {unit}
+            self._turn.notify_all()
+
+    def _write_together(
+        self, save: Save, planned: PlannedCheckpoint, write: Callable[[Iterator[dict[str, ParamState]]], Path]
+    ) -> Path:
+        """The checkpoint of several ranks, which the first writes."""
+        own: dict[int, UnitState] = {}
+
+        def prepare(unit: int) -> None:
+            save.at, save.moved = self._store.model.units[unit].name, time.monotonic()
+            if self._gives_up:
+                raise _Abandoned
+            own[unit] = self._read(unit)
+
+        def whole(unit: int) -> dict[str, ParamState]:
+            state, layout = own.pop(unit), self._store.layouts[unit]
+            parts = (state.hi, layout), (state.m, layout.trained), (state.v, layout.trained)
+            hi, m, v = (self._store.together(torch.from_numpy(a), of, self._world.together).numpy() for a, of in parts)
+            self._written(unit)
+            return self._by_name(unit, UnitState(hi, None, m, v))
+
+        return write_together(self._world, planned.order, prepare, whole, write)
 
     def _read(self, unit: int) -> UnitState:
         return self._store.float32_state(unit, self._spare())

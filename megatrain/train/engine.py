@@ -16,7 +16,7 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor, nn
 
-from megatrain.checkpoint import Checkpoint, ExportOptions, export_model, open_checkpoint
+from megatrain.checkpoint import Checkpoint, ExportOptions, open_checkpoint
 from megatrain.device import Device, matmul_flops, open_device, timed
 from megatrain.dist import ALONE, World
 from megatrain.engine import (
@@ -83,6 +83,7 @@ from megatrain.train.restore import (
 from megatrain.train.schedule_cache import Kind, Schedules, budgets
 from megatrain.train.step_inputs import checked_micro_batches
 from megatrain.train.timeline_file import Trace
+from megatrain.train.write_together import export_together
 
 
 class Engine:
@@ -112,7 +113,7 @@ class Engine:
         except BaseException:
             self._pool.release()
             raise
-        self._saver = Saver(ported, self._store)
+        self._saver = Saver(ported, self._store, world.aside())
         self._sink.before_update = self._saver.before_update
         self._steps = 0
         self._weights = DamagedWeights(self._store, world)
@@ -348,8 +349,7 @@ class Engine:
         """Parameter name -> float32 gradient of the step's loss, in the parameter's shape. Nothing is updated."""
         batches, work = self._checked(micro_batches, loss_fn, router_weights, trains=True)
         self._settle()
-        together = self._store.together if self.world.size > 1 else None
-        collector = GradientCollector(self.structure, self._sink.before_update, together)
+        collector = GradientCollector(self.structure, self._sink.before_update, self._store)
         schedule = self._schedules.get("step", work)
         with self._weights.blamed(self._steps):
             self._streamer.run_schedule(schedule, batches, collector, self._steps, loss_fn, router_weights)
@@ -501,7 +501,7 @@ class Engine:
         """
         self._settle()
         try:
-            return export_model(self._ported, self._store.master, folder, **options)
+            return export_together(self.world, self._ported, self._store, folder, **options)
         finally:
             self._store.settle()
 

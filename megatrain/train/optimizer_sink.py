@@ -19,7 +19,7 @@ from torch import Tensor
 from megatrain.device import Device
 from megatrain.dist import ALONE, World
 from megatrain.errors import NonFinite
-from megatrain.memory import unit_state
+from megatrain.memory import Store, unit_state
 from megatrain.optim import (
     AdamW,
     StepScalars,
@@ -31,7 +31,7 @@ from megatrain.optim import (
     update_split,
 )
 from megatrain.spec import ModelSpec, Numerics, Part, Policy, UnitSpec
-from megatrain.spec.layout import OWNED, Layout, Ownership, layout_of
+from megatrain.spec.layout import OWNED, Ownership, layout_of
 from megatrain.train.device_adamw import kernels_for, sum_of_squares_on_device, update_on_device
 
 
@@ -261,17 +261,17 @@ class OptimizerSink:
 class GradientCollector:
     """A `GradSink` that keeps a float32 copy of every gradient as it lands, and updates nothing.
 
-    together: puts together what several ranks own of one (`Store.together`).
+    store: puts together what several ranks own of one.
     """
 
     def __init__(
         self,
         model: ModelSpec,
         before_update: Callable[[int], None] = lambda unit: None,
-        together: Callable[[Tensor, Layout], Tensor] | None = None,
+        store: Store | None = None,
     ) -> None:
-        self._before_update, self._together = before_update, together
-        self._units = model.units
+        self._before_update, self._units = before_update, model.units
+        self._together = store.together if store is not None and model.ranks > 1 else None
         self._own: dict[int, Tensor] = {}
         self._fields = [
             [f for f, param in zip(layout_of(unit).fields, unit.params, strict=True) if param.trainable]

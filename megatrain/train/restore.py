@@ -9,9 +9,8 @@ whether it is right to go on with what has changed since (`megatrain.run.resume`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import zip_longest
 from typing import Any, Literal
-
-import torch
 
 from megatrain.checkpoint import Checkpoint
 from megatrain.errors import CheckpointError
@@ -19,7 +18,7 @@ from megatrain.memory import Store
 from megatrain.model import Fills, PortedModel, PretrainedSource
 from megatrain.optim import AdamW
 from megatrain.spec import ModelSpec, Numerics, Policy
-from megatrain.train.async_save import as_json, tensors_of, versions
+from megatrain.train.async_save import as_json, versions
 from megatrain.train.optimizer_sink import OptimizerSink
 
 ENGINE, CALLER = "engine", "run"
@@ -85,14 +84,12 @@ def frozen_in(checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:
 
 
 def read_moments(checkpoint: Checkpoint, store: Store, new: NewMoments = "refuse") -> None:
-    """Set the moments of everything that trains.
+    """Set what this rank owns of the moments of everything that trains.
 
     Raises `CheckpointError`, before anything is set, for a parameter whose moments the checkpoint lacks, unless `new`
     says that they begin as zeros, and for moments of another shape.
     """
     spec, there = store.model, checkpoint.moment_shapes
-    if spec.ranks > 1:
-        raise CheckpointError("several ranks do not read checkpoints yet", where=str(checkpoint.folder))
     for param in (param for unit in spec.units for param in unit.params if param.trainable):
         if param.name in there and there[param.name] != param.shape:
             what = f"has moments of shape {list(there[param.name])} for {param.name}, which is {list(param.shape)}"
@@ -103,15 +100,14 @@ def read_moments(checkpoint: Checkpoint, store: Store, new: NewMoments = "refuse
     for number, unit in enumerate(spec.units):
         if not any(param.trainable for param in unit.params):
             continue
-        state = store.change(number)
-        for name, (_, *moments) in tensors_of(store, number, state).items():
-            if moments and name in there:
-                ((_, m, v),) = checkpoint.moments([name])
-                moments[0].copy_(m)
-                moments[1].copy_(v)
-            else:
-                for moment in moments:
-                    torch.zero_(moment)
+        state, layout = store.change(number), store.layouts[number]
+        for field in layout.trained.fields:
+            names = [field.name] if field.name in there else []
+            saved = [each.numpy().reshape(-1) for _, *both in checkpoint.moments(names) for each in both]
+            for piece in store.owned.within(layout, field.start, field.stop):
+                part = slice(piece.start - field.start, piece.stop - field.start)
+                for moment, values in zip_longest((state.m, state.v), saved):
+                    moment[piece.own] = 0.0 if values is None else values[part]
     store.settle()
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -20,13 +21,13 @@ from transformers import PreTrainedModel
 
 from megatrain import AdamW, Engine, Policy
 from megatrain.dist import ALONE, World
-from megatrain.errors import BatchError, CheckpointError, ExportError, NonFinite, PlanError, RankError
+from megatrain.errors import BatchError, MegaTrainError, NonFinite, PlanError, RankError
 from megatrain.spec import Numerics, Placement, Precision
 from tests.ranks import together, worlds
 from tests.tiny import batch, tiny_model
 
 MAKING = threading.Lock()
-"""Making an engine draws random numbers, which threads would share."""
+"""Making an engine draws random numbers, and its model once more for files is made without memory: for all threads."""
 SHARDS = Policy(shard_nbytes=16 << 10)
 DISK = Placement(weights="disk", low_bits="disk", moments="disk", gradients="disk")
 
@@ -287,17 +288,88 @@ def test_what_a_rank_owns_cannot_be_changed_under_way() -> None:
     together(worlds(2), work)
 
 
-def test_what_several_ranks_cannot_do_yet_is_refused(tmp_path: Path) -> None:
-    def work(world: World) -> None:
-        with MAKING:
-            engine = Engine.from_model(tiny_model("llama"), policy=SHARDS, verify=False, world=world)
-        with engine:
-            with pytest.raises(CheckpointError, match="several ranks"):
-                engine.save(tmp_path)
-            with pytest.raises(ExportError, match="several ranks"):
-                engine.save_pretrained(tmp_path)
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
-    together(worlds(2), work)
+
+def saved_again(world: World, checkpoint: Path, folder: Path, precision: Precision) -> tuple[Path, Path, float]:
+    """A checkpoint and a model of the same state, written by these ranks, and the loss of the step that follows."""
+    with MAKING:
+        options: Any = {"policy": SHARDS, "max_grad_norm": 0.5, "numerics": Numerics(precision, loss_chunk_tokens=64)}
+        engine = Engine.from_checkpoint(checkpoint, world=world, verify=False, **options)
+    with engine:
+        with MAKING:
+            save = engine.save(folder / "again", {"position": 3})
+        model = engine.save_pretrained(folder / "model")
+        output = engine.step(batches_of(4)[world.rank :: world.size])
+        again = save.wait(60)
+        with MAKING:
+            engine.restore(again)
+        assert engine.step(batches_of(4)[world.rank :: world.size]) == replace(output, stall_seconds=ANY)
+        return again, model, output.loss
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_any_number_of_ranks_goes_on_and_writes_the_same_files(
+    tmp_path: Path, precision: Precision, frozen: bool
+) -> None:
+    """Byte for byte, whatever number wrote what they go on from; steps that follow do not change what is written."""
+    model = tiny_model("llama")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen or "mlp" in name)
+
+    def first(world: World) -> Path:
+        with MAKING:
+            numerics = Numerics(precision, loss_chunk_tokens=64)
+            engine = Engine.from_model(model, numerics=numerics, policy=SHARDS, max_grad_norm=0.5, world=world)
+        with engine:
+            for _ in range(2):
+                engine.step(batches_of(3)[world.rank :: world.size])
+            engine.flush()
+            with MAKING:
+                save = engine.save(tmp_path / "first", {"position": 3})
+            return save.wait(60)
+
+    written = together(worlds(3), first)[0]
+    losses = []
+    for size in (1, 2, 4):
+        folder = tmp_path / str(size)
+
+        def work(world: World, folder: Path = folder) -> tuple[Path, Path, float]:
+            return saved_again(world, written, folder, precision)
+
+        found = [work(ALONE)] if size == 1 else together(worlds(size, seed=size), work)
+        assert len(set(found)) == 1
+        again, exported, loss = found[0]
+        losses.append(loss)
+        assert files_in(again) == files_in(written)
+        assert files_in(exported) == files_in(tmp_path / "1" / "model")
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
+def test_a_checkpoint_that_the_first_rank_cannot_write_fails_on_all_and_training_goes_on(tmp_path: Path) -> None:
+    model, batches = tiny_model("llama"), batches_of(3)
+
+    def refuse(folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    def work(world: World) -> tuple[str, str, float]:
+        with MAKING:
+            engine = Engine.from_model(model, precision="fp32", policy=SHARDS, verify=False, world=world)
+        with engine:
+            with MAKING:
+                save = engine.save(tmp_path, write_more=refuse)
+            with pytest.raises(MegaTrainError) as saving:
+                save.wait(60)
+            with pytest.raises(MegaTrainError) as exporting:
+                engine.save_pretrained(tmp_path / "model", write_more=refuse)
+            return str(saving.value), str(exporting.value), engine.step(batches[world.rank :: world.size]).loss
+
+    found = together(worlds(3), work)
+    assert all("No space left on device" in line for *lines, _ in found for line in lines)
+    assert all(line.startswith("rank 0: ") for *lines, _ in found[1:] for line in lines)
+    assert len({loss for *_, loss in found}) == 1
     assert not list(tmp_path.iterdir())
 
 
