@@ -23,6 +23,7 @@ from megatrain import AdamW, Engine, Policy
 from megatrain.dist import ALONE, World
 from megatrain.errors import BatchError, MegaTrainError, NonFinite, PlanError, RankError
 from megatrain.spec import Numerics, Placement, Precision
+from tests.adapted import adapted
 from tests.ranks import together, worlds
 from tests.tiny import batch, tiny_model
 
@@ -346,6 +347,20 @@ def test_any_number_of_ranks_goes_on_and_writes_the_same_files(
         assert files_in(again) == files_in(written)
         assert files_in(exported) == files_in(tmp_path / "1" / "model")
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
+def test_an_adapter_is_written_alike_and_its_base_has_one_checksum_over_any_number_of_ranks(tmp_path: Path) -> None:
+    model = adapted("llama")
+
+    def work(world: World) -> tuple[str, bytes]:
+        with MAKING:
+            engine = Engine.from_model(model, precision="bf16", policy=SHARDS, verify=False, world=world)
+        with engine:
+            folder = engine.save_adapter(tmp_path / str(world.size))
+            return engine._store.frozen_checksum(), (folder / "adapter_model.safetensors").read_bytes()
+
+    (alone,) = together(worlds(1), work)
+    assert all(found == alone for size in (2, 3) for found in together(worlds(size), work))
 
 
 def test_a_checkpoint_that_the_first_rank_cannot_write_fails_on_all_and_training_goes_on(tmp_path: Path) -> None:
