@@ -349,18 +349,20 @@ def test_any_number_of_ranks_goes_on_and_writes_the_same_files(
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 
 
-def test_an_adapter_is_written_alike_and_its_base_has_one_checksum_over_any_number_of_ranks(tmp_path: Path) -> None:
-    model = adapted("llama")
+def test_an_adapter_trains_alike_and_its_base_has_one_checksum_over_any_number_of_ranks(tmp_path: Path) -> None:
+    model, batches = adapted("llama"), batches_of(2)
 
     def work(world: World) -> tuple[str, bytes]:
         with MAKING:
             engine = Engine.from_model(model, precision="bf16", policy=SHARDS, verify=False, world=world)
         with engine:
+            for _ in range(2):
+                engine.step(batches[world.rank :: world.size])
             folder = engine.save_adapter(tmp_path / str(world.size))
             return engine._store.frozen_checksum(), (folder / "adapter_model.safetensors").read_bytes()
 
     (alone,) = together(worlds(1), work)
-    assert all(found == alone for size in (2, 3) for found in together(worlds(size), work))
+    assert all(found == alone for found in together(worlds(2), work))
 
 
 def test_a_checkpoint_that_the_first_rank_cannot_write_fails_on_all_and_training_goes_on(tmp_path: Path) -> None:
