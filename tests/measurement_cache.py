@@ -25,9 +25,6 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from megatrain.spec import ModelSpec
 
-MOST = 64
-"""Models that are remembered, the last ones measured."""
-
 MEASURED_ANEW = (
     "tests/model/",
     "tests/engine/",
@@ -40,6 +37,8 @@ LARGE_NBYTES = 1 << 24
 """Of buffers; a larger one is not read through."""
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.Size)
+FOLDER = "_name_or_path"
+"""What a config remembers of where it was loaded from, which nothing computes with."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 STATE = ("training", "_parameters", "_buffers", "_modules")
 OF_EVERY_MODULE = vars(nn.Module())
@@ -73,10 +72,7 @@ def cached(measure: Callable[[Any], ModelSpec]) -> Callable[[Any], ModelSpec]:
             return measure(measurement)
         key = _settings(), model, ported.structure, ported.balance_coefficient, measurement._seen
         if key not in _MEASURED:
-            found = measure(measurement)
-            while len(_MEASURED) >= MOST:
-                _MEASURED.pop(next(iter(_MEASURED)), None)
-            _MEASURED[key] = found
+            _MEASURED[key] = measure(measurement)
         return _MEASURED[key]
 
     return spec
@@ -111,8 +107,10 @@ def _form(value: Any, inside: Mapping[int, int]) -> Hashable:
         return type(value), tuple((_form(name, inside), _form(each, inside)) for name, each in value.items())
     if isinstance(value, partial):
         return partial, _form((value.func, value.args, value.keywords), inside)
-    if isinstance(value, PreTrainedConfig | GenerationConfig):
-        return type(value), _form(vars(value), inside)
+    if isinstance(value, GenerationConfig):
+        return type(value)  # no layer reads it
+    if isinstance(value, PreTrainedConfig):
+        return type(value), _form({name: each for name, each in vars(value).items() if name != FOLDER}, inside)
     if isinstance(value, nn.Module):
         return _module(value, inside)
     raise _Unlike

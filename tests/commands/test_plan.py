@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 import megatrain.commands.plan
+import megatrain.plan.analysis
 import megatrain.run.this_machine
 from bench.shapes import llama_shape
 from megatrain.commands.plan import find_hardware, find_model, run_plan
@@ -53,6 +54,13 @@ def saved(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.fixture
+def plan_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is planned but what is asked about: what else would gain takes four times as long."""
+    for name, nothing in {"upgrades": (), "free_changes": (), "hiding": None}.items():
+        monkeypatch.setattr(megatrain.plan.analysis, name, lambda *_, nothing=nothing: nothing)
+
+
 def shown(model: str, **options: Any) -> str:
     console = Console(file=io.StringIO(), width=160, highlight=False)
     run_plan(model, console, **{"hardware": "rtx-4090", **options})
@@ -77,6 +85,7 @@ def test_a_config_is_planned_for_and_every_part_is_shown(config: str, tmp_path: 
     assert sorted(each.name for each in tmp_path.iterdir()) == ["plan.html", "plan.json", "tiny-llama"]
 
 
+@pytest.mark.usefixtures("plan_alone")
 def test_how_the_disk_is_read_is_said_where_the_plan_uses_it(saved: str, tmp_path: Path) -> None:
     """A probe notes that direct I/O was refused."""
     refused = "measured: through the page cache, direct I/O was refused, a file of 256 MiB, 512 MiB written"
@@ -88,6 +97,7 @@ def test_how_the_disk_is_read_is_said_where_the_plan_uses_it(saved: str, tmp_pat
     assert "disk tier" not in shown(saved, **options)
 
 
+@pytest.mark.usefixtures("plan_alone")
 def test_what_was_not_asked_for_is_not_shown(saved: str) -> None:
     assert "by memory" not in shown(saved)
 
@@ -182,6 +192,7 @@ def test_the_specification_of_each_family_is_found_from_its_config(family: str, 
     assert spec.numel == sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.usefixtures("plan_alone")
 def test_without_a_number_of_tokens_fewer_are_taken_until_they_fit(saved: str) -> None:
     """With more host memory they would fit in rounds, whose sums wait there."""
     small = {"device_memory": "2.9GB", "host_memory": "19GB", "disk_memory": "0"}
@@ -192,6 +203,7 @@ def test_without_a_number_of_tokens_fewer_are_taken_until_they_fit(saved: str) -
         shown(saved, **small, tokens_per_step=65_536)
 
 
+@pytest.mark.usefixtures("plan_alone")
 def test_options_reach_the_plan(saved: str) -> None:
     console = Console(file=io.StringIO())
     outlook = run_plan(
@@ -215,6 +227,7 @@ def test_options_reach_the_plan(saved: str) -> None:
     assert outlook.peak_flops == machine("h200").peak_flops_fp32
 
 
+@pytest.mark.usefixtures("plan_alone")
 def test_this_machine_is_the_probed_one_or_roughly_described(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: str
 ) -> None:
@@ -313,6 +326,7 @@ def test_an_option_is_refused_before_the_model_is_read(
         shown("no model", **options)
 
 
+@pytest.mark.usefixtures("plan_alone")
 def test_more_memory_than_a_described_machine_has_is_said_and_than_this_one_refused(
     saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,11 +340,13 @@ def test_more_memory_than_a_described_machine_has_is_said_and_than_this_one_refu
         shown(saved, hardware=None, host_memory="4TB")
 
 
+@pytest.mark.usefixtures("plan_alone")
 def test_a_drive_that_dies_within_a_year_is_the_first_line(saved: str) -> None:
     told = shown(saved, tokens_per_step=4096, length=512, host_memory="12GB", device_memory="6GB")
     assert re.match(r"warning +\S+ TB written to disk per day: the drive's endurance lasts \S+ days", told)
 
 
+@pytest.mark.usefixtures("plan_alone")
 @pytest.mark.parametrize("kind", ["folder", "config", "saved"])
 def test_what_is_shown_last_is_a_configuration_and_the_next_command(
     kind: str, config: str, saved: str, tmp_path: Path
@@ -397,6 +413,7 @@ def test_a_file_that_is_no_model_is_refused(tmp_path: Path, text: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.usefixtures("plan_alone")
 def test_a_file_that_cannot_be_written_leaves_the_old_one(saved: str, tmp_path: Path, monkeypatch: Any) -> None:
     old = tmp_path / "plan.html"
     old.write_text("old")

@@ -54,8 +54,28 @@ def arrange(place: str, count: float) -> None:
         setattr(os, place, counted(getattr(os, place)))
 
 
+def measure(tree: dict[str, Any], known: set[tuple[str, bool]]) -> None:
+    """What a run's model takes is measured here, once where it starts and once where it goes on, and is inherited."""
+    from transformers import AutoConfig
+
+    from megatrain.checkpoint import checkpoints
+    from megatrain.config import Config
+    from megatrain.engine import DTYPES
+    from megatrain.model import port_model
+    from megatrain.model.skeleton import blueprint
+
+    config = Config.model_validate(tree)
+    saved = checkpoints(config.checkpoints)
+    kind = json.dumps(tree["model"]), bool(saved)
+    if kind not in known:
+        fields = tree["model"]["config"]
+        read = AutoConfig.from_pretrained(saved[-1]) if saved else AutoConfig.for_model(**fields)
+        _ = port_model(blueprint(read), DTYPES[config.train.precision]).spec
+        known.add(kind)
+    assert threading.active_count() == 1, "a fork would leave the others behind"
+
+
 def run(tree: dict[str, Any], place: str | None, count: float, said: str) -> int:
-    import torch
     from rich.console import Console
 
     from megatrain.config import Config
@@ -63,7 +83,6 @@ def run(tree: dict[str, Any], place: str | None, count: float, said: str) -> int
     from megatrain.errors import MegaTrainError
     from megatrain.run.training import run_training
 
-    torch.set_num_threads(1)
     probe.SIZES["cpu"] = 64
     if place is not None:
         arrange(place, count)
@@ -81,21 +100,28 @@ def run(tree: dict[str, Any], place: str | None, count: float, said: str) -> int
 
 def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
+    import torch
     import transformers.models.llama.modeling_llama  # noqa: F401  # what a run imports when it gets there
 
     import megatrain.run.training  # noqa: F401
+    from megatrain.model import profile
     from megatrain.optim import warm_up
     from megatrain.run import this_machine
     from megatrain.train import parity
+    from tests import measurement_cache
 
     cache = pathlib.Path(sys.argv[1])
+    torch.set_num_threads(1)
+    measurement_cache.remember(profile)
     parity.CACHE, this_machine.PROBED = cache, cache / "hardware.json"
     warm_up()  # compiled loops are inherited; it runs on this thread alone
     assert threading.active_count() == 1
     sys.stdout.write("ready\n")
     sys.stdout.flush()
+    known: set[tuple[str, bool]] = set()
     for line in sys.stdin:
         asked = json.loads(line)
+        measure(asked["config"], known)
         child = os.fork()
         if child == 0:
             status = 70
