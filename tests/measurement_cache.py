@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from megatrain.spec import ModelSpec
 
@@ -37,8 +37,8 @@ LARGE_NBYTES = 1 << 24
 """Of buffers; a larger one is not read through."""
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.Size)
-FOLDER = "_name_or_path"
-"""What a config remembers of where it was loaded from, which nothing computes with."""
+NOT_COMPUTED_WITH = ("_name_or_path", "name_or_path", "_weight_conversions", "generation_config")
+"""What a config or a model remembers of where it was loaded from, and what it generates by."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 STATE = ("training", "_parameters", "_buffers", "_modules")
 OF_EVERY_MODULE = vars(nn.Module())
@@ -107,10 +107,8 @@ def _form(value: Any, inside: Mapping[int, int]) -> Hashable:
         return type(value), tuple((_form(name, inside), _form(each, inside)) for name, each in value.items())
     if isinstance(value, partial):
         return partial, _form((value.func, value.args, value.keywords), inside)
-    if isinstance(value, GenerationConfig):
-        return type(value)  # no layer reads it
     if isinstance(value, PreTrainedConfig):
-        return type(value), _form({name: each for name, each in vars(value).items() if name != FOLDER}, inside)
+        return type(value), _form({n: each for n, each in vars(value).items() if n not in NOT_COMPUTED_WITH}, inside)
     if isinstance(value, nn.Module):
         return _module(value, inside)
     raise _Unlike
@@ -120,7 +118,8 @@ def _module(module: nn.Module, inside: Mapping[int, int]) -> Hashable:
     fields = vars(module)
     if any(fields[hooks] for hooks in HOOKS):
         raise _Unlike
-    own = {name: value for name, value in fields.items() if name in STATE or name not in OF_EVERY_MODULE}
+    apart = {*OF_EVERY_MODULE, *NOT_COMPUTED_WITH}
+    own = {name: value for name, value in fields.items() if name in STATE or name not in apart}
     return type(module), type(module).forward, _form(own, inside)
 
 

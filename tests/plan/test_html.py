@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from bench.shapes import llama_shape
-from megatrain.plan import Outlook, Question, find_plan, look, machine, render_page, sweep
+from megatrain.plan import Outlook, Question, Sweep, find_plan, look, machine, render_page, sweep
 from megatrain.plan.report import as_content
 
 HOSTILE = "</script><script>alert('1')</script><img src=http://evil.example/x>&\u2028"
@@ -61,15 +61,23 @@ def read(page: str) -> Reader:
 
 
 @cache
-def outlook(name: str = "model", layers: int = 6) -> Outlook:
-    model = llama_shape(name, layers, 512, vocabulary=4000)
-    return look(find_plan(Question(model, replace(machine("rtx-4090"), name=f"a {name}"), 16_384, 1024)))
+def outlook() -> Outlook:
+    model = llama_shape("model", 6, 512, vocabulary=4000)
+    return look(find_plan(Question(model, replace(machine("rtx-4090"), name="a model"), 16_384, 1024)))
+
+
+@cache
+def swept() -> Sweep:
+    return sweep(outlook().plan)
 
 
 @cache
 def full_page(name: str = "model") -> str:
-    plan = outlook(name).plan
-    return render_page(outlook(name), [("model", name)], sweep(plan))
+    """The page of a plan, whatever its model and machine are called."""
+    plan = outlook().plan
+    asked = plan.question
+    named = replace(asked, model=replace(asked.model, name=name), hardware=replace(asked.hardware, name=f"a {name}"))
+    return render_page(replace(outlook(), plan=replace(plan, question=named)), [("model", name)], swept())
 
 
 def test_the_page_loads_nothing() -> None:
@@ -84,7 +92,7 @@ def test_the_page_loads_nothing() -> None:
 def test_the_data_in_the_page_is_that_of_the_plan() -> None:
     plan = outlook().plan
     content = json.loads(read(full_page()).scripts[0])
-    expected = json.loads(json.dumps(as_content(outlook(), sweep(plan))))
+    expected = json.loads(json.dumps(as_content(outlook(), swept())))
     timeline = content.pop("timeline")
     assert content == expected
     ops = plan.timeline.schedule.ops
