@@ -106,13 +106,16 @@ def run_plan(
         _nbytes(tier, text, 10**12)  # before a machine is measured
     machine = find_hardware(hardware, precision)
     limits = _limits(machine, memories, is_this_one=hardware is None)
-    spec = find_model(model, precision, attention=attention, adapter=adapter, trust_remote_code=trust_remote_code)
-    length = _length(spec, length, tokens_per_step)
-    tokens = max(length, TOKENS_PER_STEP) if tokens_per_step is None else tokens_per_step
-    question = Question(spec, machine, tokens, length, precision, clips, saves=True, limits=limits)
-    plan = _planned(question, may_shrink=tokens_per_step is None)
-    outlook = look(plan, token_budget)
-    swept = sweep(plan) if sweeps else None
+    with Console(stderr=True).status("reading the model") as now:
+        spec = find_model(model, precision, attention=attention, adapter=adapter, trust_remote_code=trust_remote_code)
+        now.update("planning")
+        length = _length(spec, length, tokens_per_step)
+        tokens = max(length, TOKENS_PER_STEP) if tokens_per_step is None else tokens_per_step
+        question = Question(spec, machine, tokens, length, precision, clips, saves=True, limits=limits)
+        plan = _planned(question, may_shrink=tokens_per_step is None)
+        now.update("looking at upgrades")
+        outlook = look(plan, token_budget)
+        swept = sweep(plan) if sweeps else None
     facts = _facts(plan)
     show(console, outlook, facts, swept)
     _show_next(console, plan, _model_keys(model, attention, trust_remote_code=trust_remote_code), adapter)

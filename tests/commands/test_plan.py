@@ -67,6 +67,17 @@ def shown(model: str, **options: Any) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_what_it_is_at_is_shown_on_a_terminal_alone(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown(config, length=512)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    shown(config, length=512)
+    assert "looking at upgrades" in capsys.readouterr().err
+
+
 def test_a_config_is_planned_for_and_every_part_is_shown(config: str, tmp_path: Path) -> None:
     html, content = tmp_path / "plan.html", tmp_path / "plan.json"
     text = shown(config, attention="eager", length=512, sweeps=True, html=str(html), json_file=str(content))
