@@ -259,7 +259,7 @@ def test_what_is_heard_steers_no_terminal(folder: str) -> None:
 def test_what_is_wrong_with_a_folder_or_a_prompt_is_said_before_weights_are_loaded(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatrain.commands.generate.PretrainedSource", None)
+    monkeypatch.setattr("megatrain.commands.generate.pretrained_source", None)
     bare = tmp_path / "bare"
     AutoConfig.from_pretrained(folder).save_pretrained(bare)
     cases: list[tuple[type[MegaTrainError], str, dict[str, Any]]] = [

@@ -148,6 +148,7 @@ OTHER: dict[str, Any] = {
     "recompute_slots": 1,
     "grad_precision": "fp32",
     "update": "during_backward",
+    "streamed_updates": 0.5,
     "loss_chunk_tokens": 77,
     "mlp_chunk_tokens": 4096,
     "kernels": "compile",
