@@ -217,6 +217,10 @@ def refuse_changes(config: Config, taken: Checkpoint, say: Say) -> None:
     if not changes:
         return
     told = {key: f"{key} {_short(before)} -> {_short(now)}" for key, (before, now) in changes.items()}
+    if kept := [line for key, line in told.items() if _within(key, ("adapter",)) and key != "adapter.path"]:
+        what = f"is of an adapter with other settings, which it keeps: {'; '.join(kept)}"
+        fix = "set them as they were, or start a new run"
+        raise ConfigError(what, where=str(taken.folder), fix=fix)
     wrong = [line for key, line in told.items() if _within(key, REFUSED) and not _within(key, COMPARED)]
     if wrong and not config.accept_changes:
         raise ConfigError(
