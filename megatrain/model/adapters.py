@@ -113,6 +113,14 @@ class Adapter:
         """The weights of such an adapter, as a source. Raises `ModelError` for those of another."""
         return AdapterFile(folder, self.file_names(whole))
 
+    def refuse_more(self, model: PreTrainedModel) -> None:
+        """Raise `ModelError` where more trains than the adapter's file holds: it would be in no checkpoint."""
+        held = self.file_names(model)
+        if more := [name for name, each in model.named_parameters() if each.requires_grad and name not in held]:
+            what = f"{listed(more)} train too, and the adapter's file has no place for them"
+            fix = "freeze them (requires_grad_(False)), or name their modules in modules_to_save"
+            raise ModelError(what, where=f"model {type(model).__name__}", fix=fix)
+
     def put_into(self, model: nn.Module, *, drops: bool = True) -> None:
         """Another one like it into a model that has none, to train; without dropout if that is not wanted.
 

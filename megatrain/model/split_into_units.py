@@ -69,6 +69,8 @@ def port_model(model: nn.Module, dtype: torch.dtype) -> PortedModel:
     refuse_other_kinds(model)
     assert isinstance(model, PreTrainedModel)
     adapter = adapter_of(model)
+    if adapter is not None:
+        adapter.refuse_more(model)
     refuse_shared_and_hooked(model)
     refusal: ModelError | None = None
     for stack in _stacks(model):

@@ -158,6 +158,13 @@ def test_a_method_that_does_not_stream_is_refused_by_its_name(config: object, me
         Engine.from_model(model)
 
 
+def test_what_trains_beside_the_adapter_is_refused_since_no_file_of_it_would_hold_that() -> None:
+    model = adapted()
+    model.get_base_model().model.norm.weight.requires_grad_(True)
+    with pytest.raises(ModelError, match=r"model\.norm\.weight train too, and the adapter's file has no place"):
+        Engine.from_model(model)
+
+
 def test_a_quantized_base_is_refused_and_told_what_to_use() -> None:
     model = adapted()
     model.get_base_model().quantization_method = "bitsandbytes"
