@@ -293,6 +293,8 @@ class AdaptedSource:
             parameters = dict(module.get_base_layer().named_parameters())
             names = {key: self._named[id(each)] for key, each in parameters.items() if id(each) in self._named}
             if names and all(name in found for name in names.values()):
+                for name in names.values():
+                    self._refuse_tied(name)
                 with _lent(module, self._named, lambda name, _: found[name]), torch.no_grad(), _pefts_errors():
                     module.merge()
                     for key, name in names.items():

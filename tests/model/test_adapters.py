@@ -142,13 +142,21 @@ def test_biases_and_experts_are_merged_too(tmp_path: Path) -> None:
         assert equal(dict(AutoModelForCausalLM.from_pretrained(merged).named_parameters()), expected)
 
 
-def test_a_tied_head_that_was_trained_apart_is_not_merged(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["q_proj", "lm_head"]},
+    ],
+)
+def test_a_tied_head_that_was_trained_apart_is_not_merged(tmp_path: Path, changes: dict[str, Any]) -> None:
     tiny_model("llama-tied").save_pretrained(tmp_path / "base")
-    config = config_of("lora", target_modules=["q_proj"], modules_to_save=["lm_head"])
-    with Engine.from_pretrained(tmp_path / "base", adapter=config, verify=False) as engine:
+    with Engine.from_pretrained(tmp_path / "base", adapter=config_of("lora", **changes), verify=False) as engine:
         folder = engine.save_adapter(tmp_path / "adapter")
     with pytest.raises(ModelError, match="are one, and the adapter has trained one of them apart"):
         run_export(str(folder), tmp_path / "merged", merge=True)
+    assert not (tmp_path / "merged").exists()
 
 
 def test_merging_is_asked_for_where_there_is_an_adapter_and_there_alone(base: Path, tmp_path: Path) -> None:
