@@ -156,11 +156,14 @@ def base_of(model: nn.Module) -> nn.Module:
 def refuse_method(config: Any) -> None:
     """Raise `ModelError` for a method of `peft` that does not stream, by its name."""
     method = str(getattr(config.peft_type, "value", config.peft_type))
-    if method in METHODS:
+    activated = method in METHODS and getattr(config, "alora_invocation_tokens", None)
+    if method in METHODS and not activated:
         return
     why = WHY_NOT.get(method, "has not been compared with plain PyTorch here")
     if getattr(config, "is_prompt_learning", False):
         why = "puts learned tokens before the text or into the cache, outside of the layers"
+    if activated:
+        method, why = "aLoRA", "begins behind tokens that are looked for outside of the layers"
     raise ModelError(f"{method} {why}, and cannot be streamed", where="adapter", fix="use LoRA, say (peft.LoraConfig)")
 
 
@@ -480,8 +483,10 @@ def _linear(model: PreTrainedModel) -> set[str]:
 def _begins_from_values(config: Any) -> bool:
     """Whether an adapter's first weights follow from the base's. Raises `ModelError` where they change the base."""
     start = getattr(config, "init_lora_weights", True)
-    if isinstance(start, str) and start.lower().startswith(OF_THE_BASE):
-        what = f"init_lora_weights={start!r} needs, or changes, the weights of the whole base"
+    odd = f"init_lora_weights={start!r}" if isinstance(start, str) and start.lower().startswith(OF_THE_BASE) else ""
+    odd = "kasa_config" if getattr(config, "kasa_config", None) else odd
+    if odd:
+        what = f"{odd} needs, or changes, the weights of the whole base"
         fix = "leave it out, or make the model in memory (peft.get_peft_model) and give it to Engine.from_model"
         raise ModelError(what, where="adapter", fix=fix)
     return config.peft_type.value not in NEEDS_NO_VALUES or bool(getattr(config, "use_dora", False))
