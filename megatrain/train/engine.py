@@ -545,13 +545,13 @@ class Engine:
         """Load weights, optimizer state and step count from a checkpoint of this model. Pending updates are dropped.
 
         checkpoint: a folder `step-...`, which is checked first, or an open one. Raises `CheckpointError`, before
-        anything is changed, for one that is damaged or of another model. After a `ModelError` or a `DiskError` the
-        state is not usable until another checkpoint has been restored.
+        anything is changed, for one that is damaged or of another model. After another error, restore another one.
         """
         checkpoint = checked(checkpoint, Checkpoint | str | Path, CheckpointError, "restore")
         checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
         source = weights_in(checkpoint, self._ported, trust_remote_code)
         self._saver.wait()
+        refuse_other_base(checkpoint, self._store.frozen_checksum)
         self._sink.restore(0)
         self._fill(source)
         self._take_up(checkpoint, "refuse")

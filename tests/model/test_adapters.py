@@ -203,6 +203,13 @@ def test_a_checkpoint_goes_on_over_its_own_base_alone(base: Path, tmp_path: Path
     changed.save_pretrained(base)
     with pytest.raises(CheckpointError, match="is of an adapter over another base: its weights sum to"):
         Engine.from_checkpoint(folder, verify=False)
+    with Engine.from_pretrained(base, adapter=config_of("lora"), verify=False) as engine:
+        engine.step(unequal_batches(), lr=1e-2)
+        before, applied = state_of(engine), engine.applied_updates()
+        with pytest.raises(CheckpointError, match="is of an adapter over another base"):
+            engine.restore(folder)
+        assert equal(state_of(engine), before)
+        assert engine.applied_updates() == applied
 
 
 def test_importing_the_package_does_not_import_peft() -> None:
