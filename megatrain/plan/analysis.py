@@ -24,7 +24,7 @@ from megatrain.plan.cost import (
     product_flops,
     step_flops,
 )
-from megatrain.plan.estimates import estimate, seconds_on
+from megatrain.plan.estimates import estimate, examine, seconds_on
 from megatrain.plan.machines import machine, machine_names
 from megatrain.plan.question import MOST_TOKENS, Choice, Estimate, Plan, Question, usable_nbytes
 from megatrain.plan.search import quicker_plan, survey
@@ -496,6 +496,7 @@ def _instant(hardware: Hardware) -> Hardware:
         fetch_bandwidth=inf,
         grad_bandwidth=inf,
         host_bandwidth=inf,
+        host_dram_bandwidth=inf,
         norm_bandwidth=inf,
         optimizer_bandwidth=(),
         disk_read_bandwidth=inf,
@@ -516,7 +517,7 @@ def free_changes(plan: Plan) -> tuple[Upgrade, ...]:
 
     Neither makes compute itself quicker, so nothing is tried where it does not wait. With micro-batches as they are,
     each is priced by an estimate, relative to the plan's own estimate or its replay, whichever is less; where the disk
-    is used, of which estimates are too far off, it is planned for.
+    is used, or updates are streamed, of which estimates are too far off, it is planned for.
     """
     question, found = plan.question, []
     if plan.timeline.stall_seconds() < HIDDEN_STALL * plan.seconds:
@@ -524,7 +525,7 @@ def free_changes(plan: Plan) -> tuple[Upgrade, ...]:
     today = estimate(question, plan.choice, plan.micro_batch).seconds
     for name, change in _free(question).items():
         asked = replace(change, overrides={**change.overrides, "micro_batch": plan.micro_batch})
-        if _uses_disk(plan):
+        if _uses_disk(plan) or plan.policy.streamed_updates:
             better = quicker_plan(asked, inf)
             gained = plan.seconds / better.seconds if better else 0.0
         else:
@@ -553,13 +554,17 @@ def upgrades(question: Question, plan: Plan | None) -> tuple[Upgrade, ...]:
 
     Every speed is that of a step replayed whole, as the plan's own is, so that they can be compared: of the plan's own
     step on the better machine, and where that has more memory, of the best plan for it, which is searched for where an
-    estimate promises a gain.
+    estimate promises a gain. A share of streamed updates is chosen for the host and the bus of one machine: where it is
+    the planner's, estimates are without, and so is the step on the better machine where that is quicker.
     """
-    today = None if plan is None else estimate(question, plan.choice, plan.micro_batch).seconds
+    own = [] if plan is None else [plan]
+    if plan is not None and plan.policy.streamed_updates and "streamed_updates" not in question.overrides:
+        own.append(examine(question, plan.choice.change(streamed_updates=0.0), plan.micro_batch))
+    today = estimate(question, own[-1].choice, own[-1].micro_batch).seconds if own else None
     found = []
     for name, change in _changes(question, _uses_disk(plan)).items():
         asked = change(question)
-        seconds = [] if plan is None else [seconds_on(plan, asked)]  # what fits, fits a better machine
+        seconds = [seconds_on(each, asked) for each in own]  # what fits, fits a better machine
         more_memory = asked.budgets() != question.budgets()
         better = quicker_plan(asked, inf if today is None else WORTH_A_SEARCH * today) if more_memory else None
         seconds += [] if better is None else [better.seconds]

@@ -1,6 +1,6 @@
 """What is tried with the plan that the search has found, each by replay.
 
-One slot for all units with a read-ahead, compute that waits for shards, pinned staging buffers.
+One slot for all units with a read-ahead, compute that waits for shards, streamed updates, pinned staging buffers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from math import inf
 from typing import Any
 
 from megatrain.errors import DoesNotFit
-from megatrain.plan.estimates import estimate, examine
+from megatrain.plan.cost import duplex_bandwidths, host_dram_bandwidth, optimizer_bandwidth
+from megatrain.plan.estimates import estimate, examine, seconds_on
 from megatrain.plan.question import Candidate, Choice, Estimate, Plan, Question
 from megatrain.plan.search_space import (
     FITS,
@@ -22,14 +23,17 @@ from megatrain.plan.search_space import (
     RING_SHARDS,
     ROOMY_RING,
     SHARD_TRIES,
+    STREAMED,
     WORTH_A_REPLAY,
     WORTH_A_RING,
     WORTH_SHARDS,
+    WORTH_STREAMING,
 )
 from megatrain.schedule import build_step
 from megatrain.schedule.ops import STREAMS
 from megatrain.schedule.passes.pinned_staging import pinned_nbytes
-from megatrain.spec import ModelSpec, Numerics, Policy, Work
+from megatrain.schedule.passes.state_buffers import MOMENTS_NBYTES
+from megatrain.spec import IN_HOST, ModelSpec, Numerics, Policy, Work
 from megatrain.spec.layout import layout_of
 
 # One slot with a read-ahead -------------------------------------------------------------------------------------------
@@ -175,6 +179,70 @@ def _promising(plan: Plan) -> list[Choice]:
     return sorted(
         worth, key=lambda each: (float(f"{found[each]:.3g}"), -each.policy.shard_nbytes, -each.policy.weight_slots)
     )
+
+
+# Streamed updates -----------------------------------------------------------------------------------------------------
+#
+# Whether some layers are updated on the device while their state stays in host memory: decided by replay.
+#
+# It gains where compute waits for the optimizer, as in small steps. What bus and host are worth beside each other
+# depends on how they share host memory; so shares near that by which both would be done at one time are replayed.
+
+
+def streaming_updates(plan: Plan) -> Plan:
+    """The plan, or the same with a share of its updates streamed where that makes its step shorter by
+    `WORTH_STREAMING`, fits, and page-locks no more than the machine allows."""
+    question, policy = plan.question, plan.policy
+    if "streamed_updates" in question.overrides or policy.shares_memory or policy.transfer != "pinned":
+        return plan
+    if plan.timeline.stall_seconds() <= (1 - WORTH_STREAMING) * plan.seconds or not _waits_for_updates(plan):
+        return plan
+    even, best = _even_share(plan), plan
+    shares = [min(1.0, round(times * even, 2)) for times in STREAMED if even > 0]
+    for share in dict.fromkeys((*shares, 1.0)):
+        for room in _with_room(plan):
+            each = examine(question, room.change(streamed_updates=share), plan.micro_batch)
+            if each.taken.fits(question.budgets()) and not locks_too_much(each):
+                best = each if each.seconds < best.seconds else best
+                break
+    return best if best.seconds < WORTH_STREAMING * plan.seconds else plan
+
+
+def _waits_for_updates(plan: Plan) -> bool:
+    """Whether its step would be shorter by `WORTH_STREAMING` if updates that can be streamed took the host no time."""
+    if not replace(plan.policy, streamed_updates=1.0).updates_streamed(plan.question.model):
+        return False
+    hardware = plan.question.hardware
+    norm, dram = hardware.norm_bandwidth or hardware.host_bandwidth, host_dram_bandwidth(hardware)
+    instant = replace(
+        hardware, host_bandwidth=inf, optimizer_bandwidth=(), norm_bandwidth=norm, host_dram_bandwidth=dram
+    )
+    return seconds_on(plan, replace(plan.question, hardware=instant)) < WORTH_STREAMING * plan.seconds
+
+
+def _with_room(plan: Plan) -> Iterator[Choice]:
+    """The plan's choice, and what makes room on the device for the slots of updates: a weight slot less, then a unit
+    less that lives there, rather one of which only the weights do."""
+    choice, overrides = plan.choice, plan.question.overrides
+    yield choice
+    if choice.policy.weight_slots > 2 and "weight_slots" not in overrides:
+        yield choice.change(weight_slots=choice.policy.weight_slots - 1)
+    placements = list(choice.policy.placements)
+    there = [unit for unit in plan.question.model.layers if placements and placements[unit].weights == "device"]
+    if there and "placements" not in overrides:
+        placements[min(there, key=lambda unit: placements[unit].on_device)] = IN_HOST
+        yield choice.change(placements=tuple(placements))
+
+
+def _even_share(plan: Plan) -> float:
+    """Of the updates, with which those on the host take as long as the bus for the others and for all weights."""
+    weight, low = plan.numerics.weight_nbytes, 0 if plan.numerics.precision == "fp32" else 2
+    hardware = plan.question.hardware
+    bus = duplex_bandwidths(hardware)[0]
+    updated = (plan.numerics.grad_nbytes + 2 * (weight + low + MOMENTS_NBYTES)) / optimizer_bandwidth(
+        hardware, plan.policy.host_threads
+    )
+    return (updated - weight / bus) / (updated + (weight + low + MOMENTS_NBYTES) / bus)
 
 
 # Pinned staging -------------------------------------------------------------------------------------------------------

@@ -25,7 +25,14 @@ from megatrain.plan.advice import changes
 from megatrain.plan.estimates import coarse, estimate, examine, fitted, sizes, undisturbed, with_placements
 from megatrain.plan.placement import PARTS, host_nbytes, place_state, residents, state_policy, with_more_on_disk
 from megatrain.plan.question import Candidate, Choice, Estimate, Plan, Question
-from megatrain.plan.refinements import leaner, only_by_ring, waiting_for_shards, with_ring, within_lock_limit
+from megatrain.plan.refinements import (
+    leaner,
+    only_by_ring,
+    streaming_updates,
+    waiting_for_shards,
+    with_ring,
+    within_lock_limit,
+)
 from megatrain.plan.search_space import (
     ALIKE,
     ATTENTION,
@@ -580,7 +587,7 @@ def find_plan(question: Question) -> Plan:
 def _quickest(search: Search) -> Plan:
     question, budgets = search.question, search.question.budgets()
     if plan := search.answer():
-        return with_ring(waiting_for_shards(plan), search.promised, search.answer)
+        return streaming_updates(with_ring(waiting_for_shards(plan), search.promised, search.answer))
     plain, ring = search.least
     freed = plain.nbytes.get("device", 0) - ring.nbytes.get("device", 0)
     plan = only_by_ring(question, search.leanest(), freed, search.answer) if ring.taken.fits(budgets) else None

@@ -46,6 +46,13 @@ gain."""
 LEAST_SHARD = 16 << 20
 """Bytes; a bus is slower in smaller pieces."""
 
+STREAMED = (1.0, 0.75, 1.35)
+"""Times the share of updates with which bus and host would be busy for as long as each other; those shares are tried,
+and all."""
+
+WORTH_STREAMING = 0.99
+"""Of the seconds with all updates where the state is, below which a plan streams some."""
+
 SHARD_TRIES = 2
 """Plans that wait for shards and are replayed whole."""
 

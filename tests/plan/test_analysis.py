@@ -69,8 +69,11 @@ def computer(**changes: float) -> Hardware:
 
 @cache
 def planned(tokens_per_step: int, *, layers: int = 16, clips: bool = True, **changes: float) -> Plan:
+    """All updates are the host's: a bus that takes no time would have them streamed."""
     question = Question(deep(layers), computer(**changes), tokens_per_step, LENGTH, clips=clips)
-    return find_plan(replace(question, overrides={"activations": "recompute", "placements": ()}))
+    return find_plan(
+        replace(question, overrides={"activations": "recompute", "placements": (), "streamed_updates": 0.0})
+    )
 
 
 def without_upgrades(plan: Plan) -> Outlook:

@@ -25,8 +25,9 @@ from megatrain.schedule.passes.state_buffers import MOMENTS_NBYTES, StateBuffers
 from megatrain.spec import ModelSpec, Numerics, Part, Policy
 from megatrain.spec.layout import ALIGNMENT, layout_of
 
-PIECE_NBYTES = 64 << 20
-"""That a RELOAD brings, at the most: large enough for a bus to be quick, and as large is a slot."""
+PIECE_NBYTES, MOST_PIECES = 64 << 20, 64
+"""That a RELOAD brings: large enough for a bus to be quick, and as large is a slot. Layers that would have more pieces
+than that have larger ones, since each takes a thread some time; but none is larger than a shard."""
 
 LEAST_NUMEL = 1 << 10
 """Of a piece, however small shards are; a multiple of `ALIGNMENT`."""
@@ -47,7 +48,8 @@ def piece_of(size: int, numerics: Numerics, policy: Policy, number: int) -> tupl
     each = numerics.weight_nbytes + MOMENTS_NBYTES
     each += 0 if numerics.precision == "fp32" else LOW_BITS_NBYTES
     each += numerics.grad_nbytes if policy.update == "next_forward" else 0
-    numel = max(LEAST_NUMEL, min(PIECE_NBYTES, policy.shard_nbytes) // each // ALIGNMENT * ALIGNMENT)
+    nbytes = min(policy.shard_nbytes, max(PIECE_NBYTES, size * each // MOST_PIECES))
+    numel = max(LEAST_NUMEL, nbytes // each // ALIGNMENT * ALIGNMENT)
     return number * numel, min(size, (number + 1) * numel)
 
 

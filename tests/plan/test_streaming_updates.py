@@ -1,0 +1,50 @@
+"""Updates are streamed where a replay says that it gains, fits and may be page-locked, and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bench.shapes import llama_shape
+from megatrain.plan import Plan, Question, find_plan, machine
+from megatrain.plan.search_space import WORTH_STREAMING
+from megatrain.schedule.passes.pinned_staging import pinned_nbytes
+
+GB = 10**9
+MODEL = llama_shape("3B", 12, 4096, vocabulary=32_000)
+DESKTOP = replace(machine("rtx-5090"), device_nbytes=12 * GB)
+SMALL = Question(MODEL, DESKTOP, 4096, 4096)
+
+
+def without(question: Question) -> Plan:
+    return find_plan(replace(question, overrides={**question.overrides, "streamed_updates": 0.0}))
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_where_compute_waits_for_the_optimizer_some_updates_are_streamed(clips: bool) -> None:
+    asked = replace(SMALL, clips=clips)
+    plain, chosen = without(asked), find_plan(asked)
+    assert plain.policy.streamed_updates == 0
+    assert chosen.policy.streamed_updates > 0
+    assert chosen.seconds < WORTH_STREAMING * plain.seconds
+    assert chosen.taken.fits(asked.budgets())
+    assert replace(chosen.policy, streamed_updates=0.0, weight_slots=plain.policy.weight_slots) == plain.policy
+    assert find_plan(asked).policy == chosen.policy
+
+
+def test_none_is_where_compute_waits_for_nothing() -> None:
+    assert find_plan(replace(SMALL, tokens_per_step=1 << 17)).policy.streamed_updates == 0
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25])
+def test_a_share_that_the_user_has_said_stays(share: float) -> None:
+    policy = find_plan(replace(SMALL, overrides={"streamed_updates": share})).policy
+    assert policy.streamed_updates == share
+
+
+def test_no_more_is_streamed_than_may_be_page_locked() -> None:
+    plain = without(SMALL)
+    locked = pinned_nbytes(plain.timeline.schedule.buffers.values(), "pinned")
+    found = find_plan(replace(SMALL, hardware=replace(DESKTOP, pinnable_nbytes=locked)))
+    assert (found.policy.transfer, found.policy.streamed_updates) == ("pinned", 0)
