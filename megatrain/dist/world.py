@@ -1,4 +1,4 @@
-"""The world of ranks, as one of them sees it: who it is, what it tells the others, what they compute together.
+"""One rank's view of the world: its rank, the world size, messages exchanged with the others, and collectives.
 
 All ranks call the same things in the same order, on each carrier apart: `device` carries what the schedule has them do,
 `host` what they tell each other between and around steps, `beside` what a thread that saves does. What is summed is summed in the order of the ranks, in

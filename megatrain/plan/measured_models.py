@@ -1,4 +1,4 @@
-"""Specifications of models that have been measured, remembered in files, so that each is measured once.
+"""A cache on disk of what has been measured of models, so that each is measured only once.
 
 To measure a model takes the library that reads it, which takes longer to import than most questions take to answer. A
 file holds what `spec_file` reads, under a digest of all that it depends on: the model, the two libraries, and the code

@@ -1,4 +1,4 @@
-"""Proofs about the schedules of several ranks, as `check` has them about each.
+"""Proofs about the schedules of several ranks taken together: collectives match. `check` proves those of one rank.
 
 A collective begins on no rank before all have come to it. So the ranks must agree on which come, in which order, over
 which bytes, and what they bring to a GATHER must tile what it leaves. No ranks can wait for each other then: all

@@ -35,7 +35,7 @@ from megatrain.memory import Store, UnitState
 from megatrain.model import PortedModel
 from megatrain.schedule import Buffer, Use
 from megatrain.spec import Numerics, Policy
-from megatrain.train.write_together import write_together
+from megatrain.train.gathered_files import write_together
 
 SPARE = "host/checkpoint"
 VERSIONS = ("megatrain", "torch", "transformers", "numpy")

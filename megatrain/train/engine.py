@@ -55,8 +55,9 @@ from megatrain.spec import Limits, ModelSpec, Numerics, Policy, Precision, Work
 from megatrain.spec.fields import checked
 from megatrain.spec.layout import Ownership
 from megatrain.train.async_save import Save, Saver
-from megatrain.train.damaged_weights import DamagedWeights
 from megatrain.train.events import StepOutput
+from megatrain.train.gathered_files import export_together
+from megatrain.train.nonfinite_weights import NonfiniteWeights
 from megatrain.train.one_call_at_a_time import Turn, one_at_a_time
 from megatrain.train.optimizer_sink import GradientCollector, OptimizerSink
 from megatrain.train.options import (
@@ -83,7 +84,6 @@ from megatrain.train.restore import (
 from megatrain.train.schedule_cache import Kind, Schedules, budgets
 from megatrain.train.step_inputs import checked_micro_batches
 from megatrain.train.timeline_file import Trace
-from megatrain.train.write_together import export_together
 
 
 class Engine:
@@ -116,7 +116,7 @@ class Engine:
         self._saver = Saver(ported, self._store, world.aside())
         self._sink.before_update = self._saver.before_update
         self._steps = 0
-        self._weights = DamagedWeights(self._store, world)
+        self._weights = NonfiniteWeights(self._store, world)
         self._turn = Turn()
         self.checked = NOT_ASKED  # whether this architecture is known to be computed right
         self._trace: Trace | None = None

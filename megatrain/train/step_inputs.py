@@ -1,4 +1,4 @@
-"""The micro-batches of a call to the engine: checked before anything is computed, and where no op waits for them."""
+"""The micro-batches of one engine call: validated before anything is computed, and staged for the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streamed updates: layers whose state waits in host memory are updated on the device, through which it passes.
+"""Streamed updates: a layer's state, kept in host memory, is brought to the device, updated there and written back.
 
 A host updates at the speed that its threads reach in host memory. Copies reach more of it, and both at once more still,
 so some of the layers (`Policy.streamed_updates`) are updated on the device, in pieces: RELOAD brings weights, low bits

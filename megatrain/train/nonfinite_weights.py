@@ -1,4 +1,4 @@
-"""Whether the weights themselves are to blame where a loss or a gradient is not finite."""
+"""Where a loss or a gradient is not finite: whether the weights themselves already hold NaN or infinity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_NAMED = 3
 """Weights that are not finite, of which a message names so many."""
 
 
-class DamagedWeights:
+class NonfiniteWeights:
     """Looks through the weights once for each step that has been done: one that fails changes none of them."""
 
     def __init__(self, store: Store, world: World) -> None:

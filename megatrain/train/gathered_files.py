@@ -1,4 +1,4 @@
-"""Files that several ranks write together: the first writes what all of them give, unit after unit.
+"""Files of several ranks: rank 0 gathers what each owns, one unit (a layer, say) at a time, and writes it.
 
 What ranks own of a unit goes over the host's network and is in one piece in the memory of each for a moment. A rank
 that fails says so in place of the next unit, so all end with the same failure, and none waits for one that has ended.
