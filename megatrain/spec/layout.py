@@ -89,7 +89,7 @@ class Layout:
 
     def shards(self, most: int) -> tuple[Shard, ...]:
         """Cut the unit into shards of at most `most` elements (or one row, where a row is longer; with several ranks,
-        `OWNED` for each)."""
+        `OWNED` for each), not counting the padding at a shard's end."""
         if most not in self._known_shards:
             self._known_shards[most] = self._cut(most)
         return self._known_shards[most]

@@ -16,7 +16,7 @@ TOKENS = 32_768
 FIXED = ("recomputed", "offloaded")
 
 
-@pytest.mark.parametrize(("bus", "memory"), [(32, 5), (64, 12)])
+@pytest.mark.parametrize(("bus", "memory"), [(128, 5), (64, 12)])
 def test_a_mixture_is_never_slower_than_a_fixed_plan_and_near_an_infinite_bus_above_the_knee(
     bus: float, memory: float
 ) -> None:

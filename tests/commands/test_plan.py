@@ -179,8 +179,9 @@ def test_what_is_remembered_of_a_model_and_cannot_be_read_is_measured_again(tmp_
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-405B", "openai/gpt-oss-120b", "deepseek-ai/DeepSeek-V3"])
 def test_a_model_of_hundreds_of_billions_is_looked_at_in_little_memory(name: str) -> None:
     code = (
-        "import resource; from megatrain.commands.plan import find_model\n"
-        f"print(find_model({name!r}, 'bf16').numel, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        "from pathlib import Path; from megatrain.commands.plan import find_model\n"
+        f"print(find_model({name!r}, 'bf16').numel)\n"
+        "print(Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0])"  # ru_maxrss would be pytest's own
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=240)
     numel, kilobytes = map(int, done.stdout.split())

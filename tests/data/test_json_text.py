@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 
 from megatrain.data import json_text
 from megatrain.data.json_text import Malformed, elements, parsed
+from tests.model.test_peak import peak_memory, resident_nbytes
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -66,7 +66,7 @@ def test_a_long_list_takes_little_memory(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     row = json.dumps({"text": "x" * 1000})
     path.write_text("[" + ",".join([row] * 20_000) + "]")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with path.open() as file:
+    before = resident_nbytes()
+    with path.open() as file, peak_memory() as most:
         assert sum(1 for _ in elements(file)) == 20_000
-    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < path.stat().st_size / 3
+    assert most() - before < path.stat().st_size / 3

@@ -64,7 +64,7 @@ def test_a_ring_changes_no_bit(
     seed: int,
 ) -> None:
     """Whatever else the policy says: dropout, router losses, slabs, chunks and weights that stay on the device too."""
-    placements = (IN_HOST, IN_HOST, Placement(weights="device"), *[IN_HOST] * 3) if resident else ()
+    placements = (IN_HOST, IN_HOST, Placement(weights="device"), IN_HOST, IN_HOST) if resident else ()
     policy = Policy(
         shard_nbytes=shard,
         read_ahead_nbytes=ahead,

@@ -16,5 +16,7 @@ def test_a_run_whose_bus_falls_computes_again_what_it_fetched_and_its_numbers_st
     assert found.equal
     ((step, change),) = ((step, change) for step, change in found.changes.items() if step >= fell)
     assert step == fell + 1, "the second step in which the bus is slow"
-    assert "drop" in change
+    before, after = change.split(" -> ")
+    assert "offload" in before
+    assert "offload" not in after
     assert found.seconds[-1] < 0.85 * found.seconds[fell], found

@@ -126,7 +126,7 @@ MACHINES = st.builds(
         st.builds(DiskRate, st.integers(512, 2**30), st.integers(1, 4096), BANDWIDTHS, BANDWIDTHS), max_size=2
     ).map(tuple),
     pinnable_nbytes=st.none() | st.just(0) | NBYTES,
-    disk_endurance_nbytes=st.none() | st.integers(10**6, 10**15),
+    disk_endurance_nbytes=st.none() | st.integers(2**20, 10**15),
     sources=st.dictionaries(st.sampled_from(["flops", "products", "name"]), st.text()).map(lambda d: tuple(d.items())),
 )
 
