@@ -369,17 +369,20 @@ class Search:
         return [(usual, micro_batch), *((other, micro_batch) for other in others)]
 
     def _filled(self, choice: Choice, micro_batch: int) -> list[Plan]:
-        """Replays with spare device memory in use, from the most promising on for as long as that gains."""
+        """Replays with spare device memory in use, from the most promising on for as long as that gains; and with all
+        state there, which is a jump: the ends go too, and estimates from layers in host memory are too high.
+        """
         ladders = self._ladders(choice, micro_batch)
         places = [
             (each[0].seconds, n, whole) for n, rungs in enumerate(ladders) for whole, each in enumerate(rungs) if each
         ]
         seconds, number, start = min(places, default=(inf, 0, 0))
-        if seconds >= WORTH_A_REPLAY * self.price(choice, micro_batch).seconds:
+        if not ladders:
             return []
+        gains = seconds < WORTH_A_REPLAY * self.price(choice, micro_batch).seconds
         plans: list[Plan] = []
         best = inf
-        for rungs in (ladders[number][start:], ladders[number][:start][::-1]):
+        for rungs in (ladders[number][start:], ladders[number][:start][::-1]) if gains else ():
             for rung in rungs:
                 if rung is None:
                     break
@@ -388,7 +391,7 @@ class Search:
                 if now > best:
                     break
                 best = now
-        whole = ladders[number][-1]  # a jump: the ends go too, and nothing but gradients crosses the bus
+        whole = ladders[number][-1]
         if whole and all(plan.choice != whole[1] for plan in plans):
             plans.append(examine(self.question, whole[1], micro_batch))
         return plans
