@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from bench.replanning import run
+
+
+def offloaded_share(kept: str) -> int:
+    """Percent of the layers whose inputs or outputs wait in host memory, from "75% offload and 25% drop"."""
+    return sum(int(share) for share in re.findall(r"(\d+)% offload", kept))
 
 
 @pytest.mark.slow
@@ -16,7 +23,6 @@ def test_a_run_whose_bus_falls_computes_again_what_it_fetched_and_its_numbers_st
     assert found.equal
     ((step, change),) = ((step, change) for step, change in found.changes.items() if step >= fell)
     assert step == fell + 1, "the second step in which the bus is slow"
-    before, after = change.split(" -> ")
-    assert "offload" in before
-    assert "offload" not in after
+    before, after = (offloaded_share(kept) for kept in change.split(" -> "))
+    assert after < before, change
     assert found.seconds[-1] < 0.85 * found.seconds[fell], found
