@@ -3,7 +3,7 @@
 Plain text (`text_sources.py`) runs on across windows; samples (`sample_sources.py`) stay whole. JSON lines may be
 either: with a `text` field and none of a richer format they are plain text, as the first object says. A folder is
 samples where its files are, but for those that are about them (a README); a folder of samples and of other things, and
-samples under a name that does not say so (`chats.txt`, a CSV file), are refused unless the user names the format: read
+samples under a name that does not say so (`chats.txt`), are refused unless the user names the format: read
 with the wrong eyes they would be trained as text, marks and all. Left out: what a format is (`sample_formats.py`).
 """
 
@@ -15,15 +15,16 @@ from pathlib import Path
 
 from megatrain.data.dataset_info import read_dataset_info
 from megatrain.data.json_text import parsed
+from megatrain.data.open_files import kind_of, open_bytes
 from megatrain.data.read_rows import (
     FOREIGN_INDEX,
     JSON_LINES,
+    SEPARATED,
     SUFFIXES,
     TABLES,
     TEXTS,
     LeftOut,
     Row,
-    kind_of,
     read_rows,
     without_companions,
 )
@@ -54,7 +55,7 @@ def holds_samples(name: str, schema: Schema | None = None, pattern: str = "*") -
             fix = "leave data.format out, or name a file of samples"
             raise DataError(f"holds no {schema.format} samples", where=name, fix=fix)
         return False
-    if _index_and_name(name) is not None or kind_of(path) in TABLES or says_samples:
+    if _index_and_name(name) is not None or kind_of(path) in (*TABLES, *SEPARATED) or says_samples:
         return True
     if path.is_dir():
         return _is_saved(path) or _folder_holds_samples(path, schema, pattern)
@@ -113,7 +114,7 @@ def _is_saved(folder: Path) -> bool:
 
 def _folder_holds_samples(folder: Path, schema: Schema, pattern: str) -> bool:
     files = [file.path for file in without_companions(find_files([folder], pattern)[0])]
-    rich = [file for file in files if kind_of(file) in TABLES or _is_rich(file, schema)]
+    rich = [file for file in files if kind_of(file) in (*TABLES, *SEPARATED) or _is_rich(file, schema)]
     others = [file for file in files if kind_of(file) not in SUFFIXES or kind_of(file) in TEXTS]
     if rich and others and schema.format == "auto":
         what = f"holds samples ({rich[0].name}) beside other files ({others[0].name})"
@@ -151,16 +152,18 @@ def _format_of(row: Row, schema: Schema) -> Format | None:
 def _require_text(path: Path, schema: Schema) -> None:
     """Raises `DataError` where a file that would be read as plain text begins as samples do."""
     try:
-        with path.open("rb") as file:
+        with open_bytes(path) as file:
             first = file.readline(FIRST_LINE_BYTES).decode("utf-8-sig").strip()
     except (OSError, UnicodeDecodeError):
         return  # whoever reads it says what is wrong
     fix = "set data.format=text if it is meant to be read as plain text"
     names = {name.strip().strip("\"'").lower() for name in re.split("[,;\t]", first)}
     columns = [needed for needed, _ in FIELDS.values() if len(needed) > 1 and {*needed} <= names]
-    if kind_of(path) in (".csv", ".tsv") or columns:
+    if columns:
         what = "a table in text, which is not read as samples"
-        raise DataError(what, where=str(path), fix=f"save it as JSON lines or Parquet; {fix}")
+        raise DataError(
+            what, where=str(path), fix=f"rename it to end in .csv or .tsv, with commas or tabs between columns; {fix}"
+        )
     try:
         value = parsed(first)
     except (ValueError, RecursionError):

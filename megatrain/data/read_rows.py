@@ -1,17 +1,18 @@
-"""Rows as users have them: JSON lines, JSON, Parquet, Arrow, text, folders of these, saved datasets, names on the hub.
+"""Rows as users have them: JSON lines, JSON, CSV, Parquet, Arrow, text, folders, saved datasets, names on the hub.
 
 `datasets` reads what is in columns, a row at a time and without a second copy on the disk; it lives here alone and is
 loaded on first use. JSON is read by ourselves, because a mistake in it must be told by its line. Every row knows its
-place, for whatever is found wrong with it later.
+place, for whatever is found wrong with it later. CSV is read by Python's reader, which leaves 007 what it is.
 
 Arrow holds one type per column, so that a key which some rows lack is there in all of them, as a null. A null in a
 column of objects is therefore taken for a missing key. In JSON a null stays a null.
 
-Left out: compressed files, and datasets that need Python code of their own.
+Left out: datasets that need Python code of their own.
 """
 
 from __future__ import annotations
 
+import csv
 import glob
 import hashlib
 import os
@@ -23,6 +24,7 @@ from types import ModuleType
 from typing import Any, Literal, TextIO
 
 from megatrain.data.json_text import Malformed, elements, parsed
+from megatrain.data.open_files import kind_of, open_bytes, open_text
 from megatrain.data.text_sources import SourceFile, find_files
 from megatrain.data.tokenizer import HUB_NAME
 from megatrain.errors import DataError, SampleError, first_line
@@ -62,8 +64,11 @@ class LeftOut:
 HUB_TIMEOUT_SECONDS = 2.0
 JSON_LINES = (".jsonl", ".ndjson")
 TABLES = {".parquet": "parquet", ".arrow": "arrow"}
+SEPARATED = {".csv": ",", ".tsv": "\t"}
+LONGEST_CELL = 1 << 30
+"""Characters; Python's reader has 131,072 otherwise."""
 TEXTS = (".txt", ".md")
-SUFFIXES = (".json", *JSON_LINES, *TABLES, *TEXTS)
+SUFFIXES = (".json", *JSON_LINES, *SEPARATED, *TABLES, *TEXTS)
 FOREIGN_INDEX = "dataset_info.json"  # a list of data sets in LLaMA-Factory, a description in a saved dataset
 COMPANIONS = frozenset({"readme", "license", "licence", "notice", "citation", "changelog", "dataset_infos"})
 """Files that stand beside samples and are about them, by their names in small letters without a suffix."""
@@ -109,11 +114,6 @@ def read_rows(
         raise missing(path, DataError)
     else:
         yield from _hub_rows(name, split, subset, folder)
-
-
-def kind_of(path: Path) -> str:
-    """The suffix that says what a file is, in small letters."""
-    return path.suffix.lower()
 
 
 def without_companions(files: Sequence[SourceFile]) -> list[SourceFile]:
@@ -184,7 +184,7 @@ def _digest(path: Path) -> str:
 
 def _file_rows(path: Path, left_out: LeftOut) -> Iterator[Row]:
     if kind_of(path) not in SUFFIXES:
-        fix = f"known are {', '.join(SUFFIXES)}"
+        fix = f"known are {', '.join(SUFFIXES)}, and all but columns with .gz or .zst behind it"
         raise DataError(f"a file of samples does not end in {path.suffix or 'nothing'!r}", where=str(path), fix=fix)
     rows = 0
     try:
@@ -202,17 +202,46 @@ def _parsed(path: Path, left_out: LeftOut) -> Iterator[Row]:
         return _numbered(str(path), lambda library: _table(library, path))
     if kind_of(path) in JSON_LINES:
         return _json_lines(path, left_out)
+    if kind_of(path) in SEPARATED:
+        return _separated_rows(path, left_out)
     return _json_rows(path, left_out) if kind_of(path) == ".json" else _text_row(path)
 
 
 def _text_row(path: Path) -> Iterator[Row]:
-    text = _decoded(path.read_bytes(), str(path))
+    with open_bytes(path) as file:
+        text = _decoded(file.read(), str(path))
     if text.strip():
         yield Row({"text": text}, str(path), str(path))
 
 
+def _separated_rows(path: Path, left_out: LeftOut) -> Iterator[Row]:
+    """The rows below the header of a CSV or TSV file, every cell as text; a row's place is its first line."""
+    csv.field_size_limit(LONGEST_CELL)
+    with open_text(path) as text:
+        reader = csv.reader(text, delimiter=SEPARATED[kind_of(path)], strict=True)
+        at = 1
+        try:
+            header = next(reader, [])
+            twice = [name for name, count in Counter(header).items() if count > 1]
+            if twice:
+                raise DataError(f"two columns are called {twice[0]!r}", where=str(path), fix="rename one of them")
+            at = reader.line_num + 1
+            for cells in reader:
+                place, at = f"{path}:{at}", reader.line_num + 1
+                if len(cells) == len(header):
+                    yield Row(dict(zip(header, cells, strict=True)), str(path), place)
+                elif cells:  # an empty line has none
+                    what = f"{len(cells)} cells below a header of {len(header)}"
+                    fix = "correct the row; put quotes around a cell that holds the separator or a line end"
+                    left_out.refuse(SampleError(what, reason="of another number of cells", where=place, fix=fix))
+        except csv.Error as error:
+            raise DataError(f"not a table ({error})", where=f"{path}:{at}", fix="correct the file") from error
+        except UnicodeDecodeError as error:
+            raise _not_utf8(error, f"{path}:{at}") from error
+
+
 def _json_lines(path: Path, left_out: LeftOut) -> Iterator[Row]:
-    with path.open("rb") as file:
+    with open_bytes(path) as file:
         for number, line in enumerate(file, start=1):
             place = f"{path}:{number}"
             if not line.strip():
@@ -230,11 +259,12 @@ def _json_lines(path: Path, left_out: LeftOut) -> Iterator[Row]:
 def _json_rows(path: Path, left_out: LeftOut) -> Iterator[Row]:
     """The list in a JSON file; JSON lines under that name, which are common, are read as what they are."""
     try:
-        with path.open(encoding="utf-8-sig", newline="") as text:
-            if _begins_with_object(text):
-                yield from _json_lines(path, left_out)
-                return
-            text.seek(0)
+        with open_text(path) as text:
+            is_lines = _begins_with_object(text, str(path))
+        if is_lines:
+            yield from _json_lines(path, left_out)
+            return
+        with open_text(path) as text:
             for number, fields in enumerate(elements(text)):
                 yield from _object(fields, path, f"{path}[{number}]", left_out)
     except Malformed as error:
@@ -253,7 +283,7 @@ def _object(fields: object, path: Path, place: str, left_out: LeftOut) -> Iterat
         left_out.refuse(SampleError(what, reason="not an object", where=place, fix="each sample is one JSON object"))
 
 
-def _begins_with_object(text: TextIO) -> bool:
+def _begins_with_object(text: TextIO, where: str) -> bool:
     """Whether the first line is an object, as in JSON lines; a list is not read. Raises `DataError` for neither."""
     while (character := text.read(1)).isspace():
         pass
@@ -264,7 +294,7 @@ def _begins_with_object(text: TextIO) -> bool:
     except ValueError as error:
         what = f"dict in place of a list of samples, or a line that is not JSON ({error})"
         fix = "save a list of objects, or one object per line"
-        raise DataError(what, where=str(text.name), fix=fix) from error
+        raise DataError(what, where=where, fix=fix) from error
 
 
 def _decoded(data: bytes, place: str) -> str:

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatrain.data.encode import EncodedSample, Encoder, Statistics, encode_samples, render_example
+from megatrain.data.open_files import kind_of
 from megatrain.data.preferences import whole_pairs
 from megatrain.data.read_rows import HUB_TIMEOUT_SECONDS, LeftOut
 from megatrain.data.sample_formats import Sample
@@ -268,7 +269,7 @@ def _content(source: Source) -> object:
     """What tells the content of `source` from any other."""
     path = usable_path(source.name, error=DataError)
     if path.is_file():
-        return [path.suffix, _digest(path)]
+        return [kind_of(path), _digest(path)]
     if path.is_dir():
         try:
             files = sorted(file for file in path.rglob("*") if file.is_file())

@@ -2,7 +2,7 @@
 
 A source is
 * a text file, whatever its suffix: one document;
-* a `.jsonl` file: one document per line, its `text` field;
+* a `.jsonl` file: one document per line, its `text` field; either may be compressed (`open_files`);
 * a folder: every file below it that matches a pattern, in sorted order, each read as above;
 * `python-stdlib`: the Python code of the running interpreter's standard library (write `./python-stdlib` for
   a folder of that name), so that there is real text where there is no network.
@@ -10,7 +10,7 @@ A source is
 A source named twice counts twice. What a folder holds beyond text is left out and counted by reason, never in
 silence; a file that the user named must be text. Text is UTF-8, a byte-order mark is dropped and line ends
 are kept. A large file comes in pieces cut after a line, so that memory does not grow with it. Links to
-folders are not followed. Left out: compressed files and Parquet.
+folders are not followed. Left out: Parquet.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, NoReturn, TextIO
 import numpy as np
 
 from megatrain.data.json_text import parsed
+from megatrain.data.open_files import kind_of, open_bytes, open_text
 from megatrain.data.token_files import TokenArray, TokenFile, is_token_file, open_tokens, write_tokens
 from megatrain.data.tokenizer import (
     Tokenizer,
@@ -42,7 +43,8 @@ from megatrain.system.paths import missing, usable_path
 
 STDLIB = "python-stdlib"
 PIECE_CHARACTERS = 1 << 20
-COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ", b"PK\x03\x04")  # gzip, zstd, bzip2, xz, zip
+COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ", b"PK\x03\x04")
+"""How gzip, zstd, bzip2, xz and zip begin."""
 
 # Not written for a reader (tests, tables), not the library's (site-packages), or second copies.
 STDLIB_LEFT_OUT = frozenset(
@@ -101,7 +103,7 @@ def read_pieces(files: Iterable[SourceFile], skipped: Counter[str]) -> Iterator[
     """
     for file in files:
         try:
-            if file.path.suffix.lower() == ".jsonl":
+            if kind_of(file.path) == ".jsonl":
                 yield from _jsonl_pieces(file.path, skipped)
             elif file.named or _is_text(file.path):
                 yield from _text_pieces(file.path, skipped)
@@ -178,10 +180,11 @@ def _refuse(error: OSError) -> NoReturn:
 
 
 def _not_text(error: UnicodeDecodeError, path: Path) -> DataError:
-    with path.open("rb") as file:
+    with open_bytes(path) as file:
         head = file.read(8)
     if head.startswith(COMPRESSED):
-        return DataError("is compressed", where=str(path), fix="decompress it")
+        what = "is compressed in another way than its name says, or not by gzip or zstd"
+        return DataError(what, where=str(path), fix="rename it to end in .gz or .zst, or decompress it")
     what = f"not UTF-8 text ({error.reason})"
     return DataError(what, where=str(path), fix="convert it to UTF-8, or leave it out")
 
@@ -192,7 +195,7 @@ def _unreadable(error: OSError, path: Path | str) -> DataError:
 
 def _text_pieces(path: Path, skipped: Counter[str]) -> Iterator[Piece]:
     """A text file in pieces of about `PIECE_CHARACTERS`. Raises `UnicodeDecodeError` where it is not text."""
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with open_text(path) as file:
         text = _next_piece(file)
         if not text:
             skipped["empty"] += 1
@@ -221,7 +224,7 @@ def _is_text(path: Path) -> bool:
 
 
 def _jsonl_pieces(path: Path, skipped: Counter[str]) -> Iterator[Piece]:
-    with path.open("rb") as file:
+    with open_bytes(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
 import os
@@ -127,7 +128,6 @@ def test_the_names_of_the_users_fields_count(tmp_path: Path) -> None:
     [
         ("chats.txt", json.dumps(CHAT), "samples under a name that does not say so; rename it"),
         ("chats", json.dumps([ALPACA]), "samples under a name that does not say so; rename it"),
-        ("a.csv", "a,b\n1,2", "a table in text"),
         ("a.txt", '"Instruction";"input";"output"\nq;;a', "a table in text"),
     ],
 )
@@ -172,8 +172,18 @@ def test_a_link_without_a_suffix_behind_it_is_what_its_name_says(tmp_path: Path)
     assert bytes(tokens.ids[:-1].astype("u1")) == b"words"
 
 
-def test_a_compressed_file_is_called_compressed(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"x"))
-    assert not holds_samples(str(tmp_path / "a.jsonl.gz"))
-    with pytest.raises(DataError, match=r"a\.jsonl\.gz: is compressed; decompress it"):
-        prepare_tokens([tmp_path / "a.jsonl.gz"], load_tokenizer("bytes"), cache=tmp_path)
+def test_a_file_compressed_otherwise_is_called_compressed(tmp_path: Path) -> None:
+    for name, content in (("a.txt", gzip.compress(b"x")), ("a.txt.bz2", bz2.compress(b"x"))):
+        (tmp_path / name).write_bytes(content)
+        assert not holds_samples(str(tmp_path / name))
+        with pytest.raises(DataError, match=r"is compressed .*; rename it to end in \.gz or \.zst, or decompress it"):
+            prepare_tokens([tmp_path / name], load_tokenizer("bytes"), cache=tmp_path)
+
+
+def test_tables_in_text_are_samples_and_compressed_files_are_what_they_hold(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("instruction,output\nq,a\n")
+    (tmp_path / "chats.jsonl.gz").write_bytes(gzip.compress(json.dumps(CHAT).encode()))
+    (tmp_path / "text.jsonl.gz").write_bytes(gzip.compress(json.dumps({"text": "words"}).encode()))
+    (tmp_path / "text.md.gz").write_bytes(gzip.compress(b"words"))
+    found = {path.name: holds_samples(str(path)) for path in tmp_path.iterdir()}
+    assert found == {"a.csv": True, "chats.jsonl.gz": True, "text.jsonl.gz": False, "text.md.gz": False}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
 import json
+import random
 import sys
 import time
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import Any
 
 import datasets
 import huggingface_hub
+import pyarrow
 import pytest
 
 from megatrain.data.dataset_info import read_dataset_info
@@ -43,15 +47,30 @@ def lines(path: Path, *rows: object) -> Path:
 def written(path: Path, rows: list[dict[str, Any]]) -> Path:
     if path.suffix in (".jsonl", ".ndjson"):
         return lines(path, *rows)
+    if path.suffix.lower() in (".csv", ".tsv"):
+        with path.open("w", newline="", encoding="utf-8") as file:
+            table = csv.DictWriter(file, list(rows[0]), delimiter="\t" if path.suffix == ".TSV" else ",")
+            table.writeheader()
+            table.writerows(rows)
+        return path
     if path.suffix == ".json":
         path.write_text(json.dumps(rows, indent=1), "utf-8-sig")
         return path
-    table = datasets.Dataset.from_list(rows)
+    columns = datasets.Dataset.from_list(rows)
     if path.suffix == ".parquet":
-        table.to_parquet(str(path))
+        columns.to_parquet(str(path))
         return path
-    table.save_to_disk(str(path.with_suffix("")))
+    columns.save_to_disk(str(path.with_suffix("")))
     return path.with_suffix("") if path.suffix == ".saved" else next(path.with_suffix("").glob("*.arrow"))
+
+
+def compress(plain: Path, path: Path) -> None:
+    data = plain.read_bytes()
+    if path.suffix == ".gz":
+        data = gzip.compress(data)
+    elif path.suffix == ".zst":
+        data = pyarrow.Codec("zstd").compress(data, asbytes=True)
+    path.write_bytes(data)
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +86,39 @@ def test_every_kind_of_file_gives_the_same_samples(tmp_path: Path, suffix: str) 
     places = [f"{path}:{n + 1}" if "nd" in suffix or suffix == "jsonl" else f"{path}[{n}]" for n in range(3)]
     assert [sample.origin for sample in samples] == places
     assert not left_out.counts
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "TSV"])
+@pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
+def test_a_compressed_file_gives_the_same_samples(tmp_path: Path, suffix: str, compression: str) -> None:
+    plain = written(tmp_path / f"a.{suffix}", ROWS)
+    path = tmp_path / f"b.{suffix}{compression}"
+    compress(plain, path)
+    samples, left_out = read(path)
+    assert [(sample.prompt, sample.text) for sample in samples] == [(row["prompt"], row["completion"]) for row in ROWS]
+    first = {"json": "[0]", "jsonl": ":1"}.get(suffix, ":2")
+    assert samples[0].origin == f"{path}{first}"
+    assert not left_out.counts
+
+
+@pytest.mark.parametrize("compression", [".gz", ".zst"])
+def test_compressed_data_that_is_cut_off_is_refused(tmp_path: Path, compression: str) -> None:
+    rng = random.Random(0)
+    plain = lines(tmp_path / "a.jsonl", *({"text": f"{rng.random()}"} for _ in range(20_000)))
+    compress(plain, path := tmp_path / f"b.jsonl{compression}")
+    path.write_bytes(path.read_bytes()[:-1000])
+    assert refused(path).startswith(f"{path}: ")
+
+
+def test_cells_of_a_table_stay_text_and_may_be_long(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    text = "x, \r\n" * 100_000
+    with path.open("w", newline="", encoding="utf-8-sig") as file:
+        csv.writer(file).writerows([["instruction", "output"], ["007", text], ["8", "end"]])
+    samples, _ = read(path)
+    assert samples[0].messages[-1]["content"] == text
+    assert samples[0].messages[0]["content"] == "007"
+    assert samples[1].origin == f"{path}:{2 + text.count(chr(10)) + 1}"
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "arrow", "saved"])
@@ -160,7 +212,11 @@ def test_a_file_named_twice_counts_twice(tmp_path: Path) -> None:
         ("a.json", '{\n"data": []}', "", "dict in place of a list of samples"),
         ("a.json", "[" * 100_000, "", "nested too deeply"),
         ("a.parquet", "PAR", "", "cannot be read ("),
-        ("a.csv", "x", "", "a file of samples does not end in '.csv'; known are .json, .jsonl"),
+        ("a.xml", "x", "", "a file of samples does not end in '.xml'; known are .json, .jsonl"),
+        ("a.csv", 'text,n\nx,1\n"x\ny",2\nx\n', ":5", "1 cells below a header of 2"),
+        ("a.csv", 'text\n"x', ":2", "not a table (unexpected end of data)"),
+        ("a.tsv", "text\ttext\nx\ty\n", "", "two columns are called 'text'"),
+        ("a.jsonl.gz", "text", "", "Not a gzipped file"),
     ],
 )
 def test_a_malformed_file_is_named_with_its_line(
