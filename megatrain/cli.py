@@ -86,7 +86,8 @@ def _about(
         return
     from megatrain.config.environment import refuse_several_processes
 
-    refuse_several_processes(f"megatrain {context.invoked_subcommand}")
+    if context.invoked_subcommand != "train":
+        refuse_several_processes(f"megatrain {context.invoked_subcommand}")
 
 
 @app.command("train")
@@ -410,6 +411,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         code = app(None if arguments is None else list(arguments), prog_name="megatrain", standalone_mode=False)
     except MegaTrainError as error:
+        from megatrain.config.environment import tell_torchrun
+
+        tell_torchrun(str(error))
         code = _refuse(str(error))
     except _MalformedCommand as error:
         code = _refuse(getattr(error, "format_message", error.__str__)())

@@ -4,7 +4,13 @@ A key that does not exist is an error that names the nearest one that does; a ke
 type are errors too, each with its line. The environment is read here too: which of several processes this is.
 """
 
-from megatrain.config.environment import Launch, find_launch, let_idle_threads_sleep, refuse_several_processes
+from megatrain.config.environment import (
+    Launch,
+    find_launch,
+    let_idle_threads_sleep,
+    refuse_several_processes,
+    tell_torchrun,
+)
 from megatrain.config.keys import (
     AdapterSection,
     Config,
@@ -34,4 +40,5 @@ __all__ = [
     "load_config",
     "refuse_several_processes",
     "save_config",
+    "tell_torchrun",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,14 +23,23 @@ LAUNCHERS = {
 """What starts several processes -> the variables in which each finds how many they are, its own number, and that on its
 machine. `accelerate launch`, Kubeflow and Ray set those of torchrun."""
 
+LOCAL_SIZES = {
+    "torchrun": "LOCAL_WORLD_SIZE",
+    "mpirun": "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "mpiexec": "MPI_LOCALNRANKS",
+    "srun": "SLURM_STEP_TASKS_PER_NODE",
+}
+"""Where each finds how many of them are on its machine."""
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One of several processes: its rank of `size`, and that among those of its machine."""
+    """One of several processes: its rank of `size`, and that among the `local_size` of its machine."""
 
     rank: int
     size: int
     local_rank: int
+    local_size: int = 1
 
 
 def let_idle_threads_sleep() -> None:
@@ -42,12 +52,12 @@ def let_idle_threads_sleep() -> None:
 
 
 def refuse_several_processes(where: str) -> None:
-    """Raise `ConfigError` in each of several processes that a launcher has started: every one would do all of the work
-    alone, and none would hear of the others."""
+    """Raise `ConfigError` in each of several processes that a launcher has started, for what is no training: every one
+    would do all of the work alone, and none would hear of the others."""
     if (launcher := _launcher()) is not None:
         size, told = LAUNCHERS[launcher][0], _told(launcher)
         fix = f"start a single one, without {launcher}, or unset {size}"
-        what = f"one of {int(os.environ[size]):,} processes ({told}), and MegaTrain trains with one"
+        what = f"one of {int(os.environ[size]):,} processes ({told}), and this is for one"
         raise _told_to_torchrun(ConfigError(what, where=where, fix=fix))
 
 
@@ -66,7 +76,9 @@ def find_launch() -> Launch | None:
             what = f"one of {size:,} processes ({_told(launcher)}), but {name} is {value!r}"
             fix = "start them with torchrun, which sets it, or set it"
             raise _told_to_torchrun(ConfigError(what, where="environment", fix=fix))
-    return Launch(int(needed[rank_name]), size, int(numbers[local_name]))
+    on_machine = re.match(r"\d+", os.environ.get(LOCAL_SIZES[launcher], ""))  # of srun 4(x2) on each of two
+    local_size = int(on_machine[0]) if on_machine else 1
+    return Launch(int(needed[rank_name]), size, int(numbers[local_name]), local_size)
 
 
 def _launcher() -> str | None:
@@ -81,11 +93,11 @@ def _told(launcher: str) -> str:
 
 
 def _told_to_torchrun(error: ConfigError) -> ConfigError:
-    _tell_torchrun(str(error))
+    tell_torchrun(str(error))
     return error
 
 
-def _tell_torchrun(line: str) -> None:
+def tell_torchrun(line: str) -> None:
     """Let torchrun end its own report, of some 40 lines, with the reason."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with suppress(OSError):

@@ -45,8 +45,9 @@ class _Drawn(NamedTuple):
 class Loader:
     """Endless steps: each `next` is a list of micro-batches of `micro_batch` rows.
 
-    A step has `micro_batches` of them; or, where `targets` is given, as many as it takes until all ranks together have
-    that many target tokens. `weights` are the shares of several sources; without them each is seen as often as another.
+    A step has `micro_batches` of them on all ranks together, dealt in turns; or, where `targets` is given, as many as
+    it takes until they have that many target tokens, and one for each rank at the least. `weights` are the shares of
+    several sources; without them each is seen as often as another.
     """
 
     def __init__(
@@ -71,6 +72,9 @@ class Loader:
             raise DataError(f"a data seed of {seed}", fix="use 0 or more, below 2**63")
         if not 0 <= rank < ranks:
             raise DataError(f"rank {rank} of {ranks}", fix="ranks count from 0")
+        if targets is None and micro_batches < ranks:
+            what = f"a step of {micro_batches} micro-batches for {ranks} ranks, each of which needs one"
+            raise DataError(what, fix="start fewer ranks, or give more or smaller micro-batches")
         if len(self.weights) != len(self.sources) or not all(0 < weight < float("inf") for weight in self.weights):
             what = f"weights {self.weights} for {len(self.sources)} sources"
             raise DataError(what, fix="give each source a weight above 0")
@@ -148,12 +152,12 @@ class Loader:
         after = list(positions)
         micro_batches: list[list[tuple[int, int]]] = []
         targets = 0
-        while len(micro_batches) < self.ranks * self.micro_batches if self.targets is None else targets < self.targets:
-            for _ in range(self.ranks):
-                chosen = self._choose(after)
-                micro_batches.append(chosen)
-                if self.targets is not None:
-                    targets += sum(self.sources[source].targets(row) for source, row in chosen)
+        least = self.micro_batches if self.targets is None else self.ranks
+        while len(micro_batches) < least or (self.targets is not None and targets < self.targets):
+            chosen = self._choose(after)
+            micro_batches.append(chosen)
+            if self.targets is not None:
+                targets += sum(self.sources[source].targets(row) for source, row in chosen)
         return _Drawn(micro_batches[self.rank :: self.ranks], after)
 
     def _choose(self, positions: list[int]) -> list[tuple[int, int]]:

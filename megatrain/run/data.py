@@ -49,6 +49,7 @@ from megatrain.data import (
     unused_tokens,
 )
 from megatrain.data.sample_formats import Format
+from megatrain.dist import ALONE, World
 from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.model import only_single_rows, why_not_packable
 from megatrain.plan import Plan
@@ -94,8 +95,12 @@ class _Part:
     holds_chats: bool = False
 
 
-def open_corpus(config: Config, plan: Plan, tokenizer: Tokenizer, vocabulary: int, model: Any) -> Corpus:
-    """The data, cut for the model and for the plan's micro-batches. `vocabulary`: ids that the model has.
+def open_corpus(
+    config: Config, plan: Plan, tokenizer: Tokenizer, vocabulary: int, model: Any, world: World = ALONE
+) -> Corpus:
+    """The data, cut for the model and for the plan's micro-batches, of which a rank has its own.
+
+    config: with the sizes that the plan has chosen. vocabulary: ids that the model has.
 
     Raises `DataError` for data that cannot be used, `ModelError` where the model cannot be trained as asked.
     """
@@ -105,11 +110,13 @@ def open_corpus(config: Config, plan: Plan, tokenizer: Tokenizer, vocabulary: in
     loader = Loader(
         [part.training for part in parts] if len(parts) > 1 else parts[0].training,
         micro_batch=size,
-        micro_batches=plan.work.micro_batches,
+        micro_batches=config.train.gradient_accumulation_steps or plan.work.micro_batches,
         seed=config.train.seed,
         weights=data.weights,
         targets=config.train.target_tokens_per_step,
         workers=data.workers,
+        rank=world.rank,
+        ranks=world.size,
     )
     held_out = [part.held_out for part in parts if part.held_out is not None]
     limit = config.train.eval_batches if held_out else 1

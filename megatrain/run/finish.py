@@ -50,16 +50,20 @@ def save_trained(config: Config, engine: Engine, tokenizer: Tokenizer, target: P
 def verify_trained(config: Config, engine: Engine, batch: Batch, saved: Path, console: Console) -> None:
     """Load the saved model as any user of it would, and compare its loss with the engine's.
 
-    Where there is no memory for that beside the engine, it is left out and told. Raises `ExportError` where the losses
-    differ by more than rounding.
+    Where there is no memory for that beside the engine, it is left out and told. All ranks must call it; the first
+    loads. Raises `ExportError` where the losses differ by more than rounding.
     """
     needed = 4 * engine.structure.numel + LOGITS * batch["input_ids"].numel() * engine.structure.vocab_size
-    if needed > (left := engine.host_nbytes_left()):
+    left = min(engine.world.exchange("free memory", engine.host_nbytes_left()))
+    if needed > left:
         what = f"that takes {amount(needed)} of host memory, and {amount(left)} are left"
         said = f"the saved model was not loaded again to compare its loss: {what}"
         console.print(Text(said, "yellow"), soft_wrap=True)
         return
-    ours, theirs = engine.evaluate([batch]), _stock_loss(config, batch, saved, config.train.precision)
+    ours = engine.evaluate([batch])
+    if engine.world.rank > 0:
+        return  # the first compares
+    theirs = _stock_loss(config, batch, saved, config.train.precision)
     say = f"on one batch the saved model, loaded with from_pretrained, has loss {theirs:.4f}, the engine {ours:.4f}"
     allowed = TOLERANCE[config.train.precision] * max(abs(ours), 1.0)
     if config.train.precision == "bf16" and not abs(ours - theirs) <= allowed:

@@ -9,6 +9,7 @@ once and kept), the model; the engine is built last. The run folder then holds
     status.json       how the run is: see `train.status`
     trace.json        one early step, op by op, unless `trace` names another file
     report.html       all of it as a page
+    logs/             what each of several ranks has told, but for the first
     checkpoints/      what a run goes on from; each appears whole
     model/            Hugging Face folder with the tokenizer; it appears whole, at the end
 
@@ -20,6 +21,7 @@ ends a run; what fails to be reported later is told.
 
 from __future__ import annotations
 
+import io
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -39,6 +41,7 @@ from megatrain.data import (
     vocabulary_size,
 )
 from megatrain.device import Device, open_device
+from megatrain.dist import World
 from megatrain.engine import DTYPES
 from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.losses import LossFn
@@ -59,13 +62,14 @@ from megatrain.model import (
 from megatrain.model import Progress as LoadingProgress
 from megatrain.model.hub import located
 from megatrain.optim import AdamW, lr_schedule
-from megatrain.plan import Plan, Question, available_threads, find_plan
+from megatrain.plan import Plan, Question, find_plan
 from megatrain.run import resume
 from megatrain.run.data import Corpus, open_corpus, shortened
 from megatrain.run.finish import save_trained, say_where, verify_trained
 from megatrain.run.history import CONFIG, METRICS
 from megatrain.run.memory_limits import describe_disk, describe_memory, limits_of, open_disk, refuse_wear, with_disk
 from megatrain.run.objective import loss_of, take_up_reference, without_reference
+from megatrain.run.ranks import OfAllRanks, Ranks, joined, own_of
 from megatrain.run.replan import Replanner, foreseen
 from megatrain.run.report import write_report
 from megatrain.run.sampling import sample_of
@@ -111,7 +115,8 @@ def run_training(config: Config, console: Console) -> Path:
 
     Raises a `MegaTrainError` for whatever is wrong, `NonFinite` for training that diverged among it.
     """
-    folder = config.folder
+    ranks = joined(config)
+    folder, console = config.folder, console if ranks.leads else Console(file=io.StringIO())
     say = partial(warn, console)
     refuse_missing(config.output.trackers)
     if config.model.path is not None:
@@ -119,9 +124,7 @@ def run_training(config: Config, console: Console) -> Path:
         config = config.model_copy(update={"model": model})
     with ExitStack() as stack:
         claim = stack.enter_context(Claim())
-        claim.take(folder)
-        claim.take(config.checkpoints)
-        taken = resume.find(config, say)
+        taken = ranks.found(lambda: _find(config, claim, say))
         if taken is not None:
             if resume.is_finished(config, taken):
                 say(f"{folder} is a finished run of {taken.step:,} steps; set train.steps to more to extend it")
@@ -129,7 +132,7 @@ def run_training(config: Config, console: Console) -> Path:
                 return folder / resume.MODEL
             config = resume.as_begun(config, taken)
             resume.refuse_changes(config, taken, say)
-        device = open_device(config.train.device)
+        device = open_device(ranks.device_of(config.train.device))
         stack.callback(device.close)
         if taken is None and config.model.path is not None:
             located(config.model.path, where=f"model {config.model.path}")  # what it is comes before its tokenizer
@@ -138,21 +141,24 @@ def run_training(config: Config, console: Console) -> Path:
         vocabulary = _check_limits(config, tokenizer, source.model)
         with console.status("planning"):
             ported = port_model(source.model, DTYPES[config.train.precision])
-            plan = _plan(config, ported.spec, device)
-        config = _resolved(config, plan)
+            plan = _plan(config, ported.spec, device, ranks)
+        config = _resolved(config, plan, ranks)
         with console.status("preparing the data"):
-            corpus = open_corpus(config, plan, tokenizer, vocabulary, source.model)
+            corpus = open_corpus(config, plan, tokenizer, vocabulary, source.model, ranks.world)
         stack.callback(corpus.loader.close)
         feed = Feed(corpus.loader)
         if taken is not None:
             resume.take_up_data(feed, taken, config, say)
         with loading(console, "loading the model") as progress:
-            engine = stack.enter_context(_engine(config, source, ported, plan, device, taken, progress))
-        claim.make(folder)
+            engine = stack.enter_context(_engine(config, source, ported, plan, device, taken, progress, ranks.world))
+        if ranks.leads:
+            claim.make(folder)
+        else:
+            console.file = stack.enter_context(ranks.open_log(folder))
         if config.train.objective == "dpo":
             with loading(console, "asking the reference about each answer") as progress:
                 take_up_reference(config, corpus, engine, plan, taken, progress)
-        if config.trace_file is not None:
+        if config.trace_file is not None and ranks.leads:
             engine.trace(config.trace_file)
         checkpoints = _checkpoints(config, engine, feed, tokenizer, plan)
         facts = _show(config, engine, source, corpus, plan, console)
@@ -167,8 +173,16 @@ def run_training(config: Config, console: Console) -> Path:
             verify_trained(config, engine, without_reference(corpus.validation[0]), saved, console)
         if config.checkpoint.every:
             checkpoints.refuse_unsaved(ended.step, saved)
-    say_where(folder, console)
+    if ranks.leads:
+        say_where(folder, console)
     return saved
+
+
+def _find(config: Config, claim: Claim, say: Callable[[str], None]) -> Checkpoint | None:
+    """What the run goes on from; its folders are claimed, as far as they are there."""
+    claim.take(config.folder)
+    claim.take(config.checkpoints)
+    return resume.find(config, say)
 
 
 @dataclass(frozen=True)
@@ -264,14 +278,14 @@ ROWS_OF: Mapping[str, Batching] = {"best_fit": "packed", "grouped": "padded"}
 """By how samples are told to be packed; with `auto` it is known only when the data have been read, behind the plan."""
 
 
-def _plan(config: Config, spec: ModelSpec, device: Device) -> Plan:
+def _plan(config: Config, spec: ModelSpec, device: Device, ranks: Ranks) -> Plan:
     """How to run it on this machine. Raises `DoesNotFit` before anything is allocated."""
     train = config.train
     if not spec.trained_numel:
         raise ConfigError("freezes every parameter", where="train.freeze", fix="freeze fewer of them")
     overrides = dict(config.policy.overrides)
     hardware = with_disk(this_machine(device, train.precision, train.hardware), config.disk)
-    overrides.setdefault("host_threads", available_threads())
+    overrides.setdefault("host_threads", ranks.threads)
     if train.micro_batch_override is not None:
         overrides["micro_batch"] = train.micro_batch_override
     question = Question(
@@ -286,14 +300,15 @@ def _plan(config: Config, spec: ModelSpec, device: Device) -> Plan:
         saves=config.checkpoint.every > 0,
         limits=limits_of(config.memory, config.disk, hardware),
     )
-    plan = find_plan(question)
+    plan = find_plan(question) if ranks.alone else ranks.planned(question)
     refuse_wear(plan, config.disk)
     return plan
 
 
-def _resolved(config: Config, plan: Plan) -> Config:
+def _resolved(config: Config, plan: Plan, ranks: Ranks) -> Config:
     """The configuration with the sizes that the plan has chosen, so that the saved one repeats the run."""
-    sizes = {"micro_batch_size": plan.micro_batch, "gradient_accumulation_steps": plan.work.micro_batches}
+    count = plan.work.micro_batches if ranks.alone else -(-config.train.sequences // plan.micro_batch)
+    sizes = {"micro_batch_size": plan.micro_batch, "gradient_accumulation_steps": count}
     return config.model_copy(update={"train": config.train.model_copy(update=sizes)})
 
 
@@ -305,6 +320,7 @@ def _engine(
     device: Device,
     taken: Checkpoint | None,
     progress: LoadingProgress,
+    world: World,
 ) -> Engine:
     """The engine, with the state that it begins or goes on with."""
     options: EngineOptions = {
@@ -318,6 +334,7 @@ def _engine(
         "disk": open_disk(config.disk, plan.question.hardware) or (),
         "seed": config.train.seed,
         "verify": config.model.verify,
+        "world": world,
     }
     if taken is None:
         return Engine.from_source(source, ported=ported, progress=progress, **options)
@@ -343,8 +360,10 @@ def _checkpoints(config: Config, engine: Engine, feed: Feed, tokenizer: Tokenize
 
 def _show(config: Config, engine: Engine, source: Source, corpus: Corpus, plan: Plan, console: Console) -> Facts:
     """Tell what will be done, and return it."""
-    train, count = config.train, plan.work.micro_batches
+    train, world = config.train, engine.world
+    count = train.gradient_accumulation_steps or plan.work.micro_batches
     batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
+    tokens = sum(plan.work.tokens) if world.size == 1 else count * plan.work.tokens[0]
     speed = f"{plan.seconds:.3g} s a step, {plan.tokens_per_second:,.0f} tokens/s"
     left_out = source.left_out() if isinstance(source, PretrainedSource | AdaptedSource) else ""
     facts = [
@@ -358,7 +377,8 @@ def _show(config: Config, engine: Engine, source: Source, corpus: Corpus, plan: 
         ("attention", engine.structure.attention),
         ("verified", "no: " + engine.checked.why if engine.checked.state == "unchecked" else "against the stock code"),
         *corpus.facts,
-        ("step", f"{batches} of {plan.micro_batch} sequences, {sum(plan.work.tokens):,} tokens"),
+        ("step", f"{batches} of {plan.micro_batch} sequences, {tokens:,} tokens"),
+        *([("ranks", f"{world.size}, each with 1/{world.size} of the state")] if world.size > 1 else []),
         ("device", f"{train.device}, {engine.peak_flops() / 1e12:.2f} TFLOP/s measured in {train.precision}"),
         *describe_disk(engine.disk, config.disk),
         ("memory", f"at its peak {describe_memory(plan)}"),
@@ -380,22 +400,16 @@ def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack
     """Train to the end, or until told to stop, and save what there is then."""
     train_, checkpoints, engine = config.train, run.checkpoints, run.engine
     stop = stack.enter_context(StopSignals(config.checkpoint.deadline_seconds, checkpoints.expected_seconds))
-    if config.checkpoint.every:
+    if config.checkpoint.every and engine.world.rank == 0:
         run.claim.make(config.checkpoints)
-    watchers: list[Watcher] = [*_open_watchers(config, taken, stack, console), checkpoints]
-    health = Health(
-        config.folder / STATUS,
-        engine,
-        steps=train_.steps,
-        stall_seconds=train_.stall_seconds,
-        say=partial(warn, console),
-        stopping=lambda: stop.requested,
-    )
-    watchers.append(stack.enter_context(health))
+    watchers: list[Watcher] = [Progress(console, train_.log_every), checkpoints]
     start = 0 if taken is None else int(resume.facts_of(taken)["step"])
-    if config.trace is None:
-        with suppress(ConfigError):  # nobody has asked for it
-            engine.trace(config.folder / TRACE, steps=1)
+    if engine.world.rank == 0:
+        watchers = [*_open_watchers(config, taken, stack, console), checkpoints]
+        watchers.append(stack.enter_context(_health(config, engine, stop, console)))
+        if config.trace is None:
+            with suppress(ConfigError):  # nobody has asked for it
+                engine.trace(config.folder / TRACE, steps=1)
     _tell(watchers, foreseen(run.plan, engine, run.facts, start))
     if taken is not None:
         _tell(watchers, Resumed(start, train_.steps, str(taken.folder)))
@@ -406,7 +420,7 @@ def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack
     try:
         with stop.interruptible():
             ended = train(
-                engine,
+                OfAllRanks(engine) if engine.world.size > 1 else engine,
                 run.feed,
                 steps=train_.steps,
                 lr=_learning_rate(train_),
@@ -416,7 +430,7 @@ def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack
                 tasks=_tasks(config, run, start),
                 nonfinite_limit=_nonfinite_limit(train_, engine),
                 recover=checkpoints.roll_back if train_.on_nonfinite == "rollback" else None,
-                should_stop=lambda: stop.requested,
+                should_stop=lambda: any(engine.world.exchange("a stop", stop.requested)),
                 undo=run.feed.put_back,
             )
     except Exception:
@@ -436,7 +450,8 @@ def _tell(watchers: Sequence[Watcher], *events: Event) -> None:
 def _tasks(config: Config, run: _Run, start: int) -> list[Task]:
     train, checkpoints = config.train, run.checkpoints
     tasks = []
-    if train.target_tokens_per_step is None:  # else steps differ in their micro-batches, and no plan is of them all
+    # else steps differ in their micro-batches, or in what ranks wait for, and no plan is of them all
+    if train.target_tokens_per_step is None and run.engine.world.size == 1:
         tasks.append(Task(1, Replanner(run.engine, run.plan, start + WARM_UP)))
     if run.engine.numerics.kernels == "compile":
         tasks.append(Task(0, lambda step: Compiled(step, *spent()), once=start + 1))
@@ -461,7 +476,7 @@ def _measurements(config: Config, engine: Engine, corpus: Corpus, tokenizer: Tok
 
 
 def _evaluated(step: int, engine: Engine, corpus: Corpus, loss_fn: LossFn | None) -> Evaluated:
-    found = engine.measure(corpus.validation, loss_fn)
+    found = engine.measure(own_of(engine.world, corpus.validation), loss_fn)
     return Evaluated(step, found.loss, found.metrics)
 
 
@@ -469,6 +484,17 @@ def _nonfinite_limit(train: TrainSection, engine: Engine) -> int:
     """A step that updates as it goes may have been applied in part, so it cannot be skipped, only gone back from."""
     torn = engine.policy.update == "during_backward" and train.on_nonfinite != "rollback"
     return 1 if torn or train.on_nonfinite == "stop" else train.nonfinite_limit
+
+
+def _health(config: Config, engine: Engine, stop: StopSignals, console: Console) -> Health:
+    return Health(
+        config.folder / STATUS,
+        engine,
+        steps=config.train.steps,
+        stall_seconds=config.train.stall_seconds,
+        say=partial(warn, console),
+        stopping=lambda: stop.requested,
+    )
 
 
 def _open_watchers(config: Config, taken: Checkpoint | None, stack: ExitStack, console: Console) -> list[Watcher]:

@@ -64,9 +64,10 @@ class Checkpoints:
         written, no other is begun, but for one that is to be kept for good: training then waits."""
         if self._save is not None and not self._save.is_over and self.retention.is_regular(step):
             self.engine.saver.wait()
-        if self._save is not None and not self._save.is_over:
+        is_over = self._save is None or self._save.is_over
+        if not all(self.engine.world.exchange("whether a save is over", is_over)):
             seconds = "still being written"
-            return Warned(step, f"not saved at step {step:,}: the checkpoint of step {self._save.step:,} is {seconds}")
+            return Warned(step, f"not saved at step {step:,}: the checkpoint of step {self._tried:,} is {seconds}")
         told = self.collect(step)
         try:
             self._begin(step)

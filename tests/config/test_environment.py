@@ -12,7 +12,7 @@ import pytest
 
 from megatrain import Engine, cli
 from megatrain.config import Launch, find_launch, refuse_several_processes
-from megatrain.config.environment import LAUNCHERS
+from megatrain.config.environment import LAUNCHERS, LOCAL_SIZES
 from megatrain.errors import ConfigError
 from megatrain.model import freeze_parameters
 from tests.tiny import tiny_model
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(autouse=True)
 def _started_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     meeting = "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE"
-    for name in (*(name for names in LAUNCHERS.values() for name in names), *meeting):
+    for name in (*(name for names in LAUNCHERS.values() for name in names), *LOCAL_SIZES.values(), *meeting):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -33,7 +33,7 @@ def test_each_of_several_processes_is_refused(launcher: str, rank: str, monkeypa
     size, number, _ = LAUNCHERS[launcher]
     monkeypatch.setenv(size, "2")
     monkeypatch.setenv(number, rank)
-    told = f"here: one of 2 processes ({size}=2, {number}={rank}), and MegaTrain trains with one; start a single one,"
+    told = f"here: one of 2 processes ({size}=2, {number}={rank}), and this is for one; start a single one,"
     with pytest.raises(ConfigError, match=re.escape(f"{told} without {launcher}, or unset {size}")):
         refuse_several_processes("here")
 
@@ -65,7 +65,8 @@ def test_each_of_several_processes_finds_its_rank(launcher: str, monkeypatch: py
         monkeypatch.setenv(name, value)
     assert find_launch() == Launch(rank=9, size=16, local_rank=1)
     monkeypatch.delenv(local)  # one process on each machine
-    assert find_launch() == Launch(rank=9, size=16, local_rank=0)
+    monkeypatch.setenv(LOCAL_SIZES[launcher], "8")
+    assert find_launch() == Launch(rank=9, size=16, local_rank=0, local_size=8)
 
 
 @pytest.mark.parametrize("name", ["RANK", "MASTER_ADDR", "MASTER_PORT"])
@@ -97,18 +98,18 @@ def test_an_engine_that_trains_wants_to_meet_the_others_and_one_that_does_not_is
     Engine.from_model(model, verify=False).close()
 
 
-def test_every_verb_tells_it_in_a_line_and_torchrun_the_reason(
+def test_every_verb_but_train_tells_it_in_a_line_and_torchrun_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = tmp_path / "error.json"
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
-    for verb in ("train", "plan", "verify", "generate", "export", "init", "probe", "report"):
+    for verb in ("plan", "verify", "generate", "export", "init", "probe", "report"):
         with pytest.raises(SystemExit) as caught:
             cli.main((verb, "x"))
         assert caught.value.code == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"error: megatrain {verb}: one of 2 processes (WORLD_SIZE=2), and MegaTrain")
+        assert line.startswith(f"error: megatrain {verb}: one of 2 processes (WORLD_SIZE=2), and this is for one")
         assert f"error: {json.loads(report.read_text())['message']}" == line
 
 
@@ -118,7 +119,7 @@ def test_torchrun_with_two_processes_ends_at_once_and_says_why(tmp_path: Path) -
     overrides = ["configs/quickstart.yaml", f"output.folder={tmp_path / 'run'}"]
     done = subprocess.run([*command, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode != 0
-    reason = "megatrain train: one of 2 processes (WORLD_SIZE=2, RANK="
+    reason = "train.gradient_accumulation_steps: a step has 1 micro-batch, and each of 2 ranks needs one"
     assert f"error: {reason}" in done.stderr
     assert reason in "\n".join(done.stderr.splitlines()[-10:]), "at the end, and not buried"
     assert not (tmp_path / "run").exists()

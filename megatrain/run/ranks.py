@@ -1,0 +1,194 @@
+"""A run as one of several ranks: what each does alone, what the first does for all, and what they do together.
+
+The first finds what the run goes on from, plans, tells the person and writes the run folder; the others follow it, and
+write what they would tell to a log of their own. The plan is that of one rank with its part of a step and room for its
+part of the state; it knows no link between devices. Left out: who starts the ranks, and their steps (`train.engine`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+import torch
+
+from megatrain.checkpoint import Checkpoint, open_checkpoint
+from megatrain.config import Config, find_launch
+from megatrain.dist import ALONE, World
+from megatrain.dist.processes import join
+from megatrain.errors import ConfigError
+from megatrain.losses import LossFn
+from megatrain.plan import Plan, Question, available_threads, find_plan
+from megatrain.spec import Policy
+from megatrain.train.engine import Engine, StepOutput
+from megatrain.train.loop import MicroBatches
+
+T = TypeVar("T")
+
+FIXED: Mapping[str, Any] = {
+    "update": "next_forward",
+    "read_ahead_nbytes": 0,
+    "streamed_updates": 0.0,
+    "placements": (),
+    "micro_batches_per_round": 0,
+}
+"""Fields of the policy that a plan for several ranks does not choose."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank among the others of a run; `local_rank` of `local_size` on its machine."""
+
+    world: World = ALONE
+    local_rank: int = 0
+    local_size: int = 1
+
+    @property
+    def alone(self) -> bool:
+        return self.world.size == 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is the one that tells and writes."""
+        return self.world.rank == 0
+
+    @property
+    def threads(self) -> int:
+        """Of the processors of its machine, those for this rank."""
+        return max(1, available_threads() // self.local_size)
+
+    def device_of(self, name: str) -> str:
+        """The device of that name, of several GPUs this rank's own."""
+        return name if self.alone or not name.startswith("cuda") else f"cuda:{self.local_rank}"
+
+    def found(self, find: Callable[[], Checkpoint | None]) -> Checkpoint | None:
+        """What the first rank finds to go on from. Raises on all what it raises there."""
+        known: list[Checkpoint | None] = []
+
+        def look() -> str | None:
+            known.append(find() if self.leads else None)
+            return None if known[0] is None else str(known[0].folder)
+
+        folder = self.world.agree("the checkpoint to go on from", look)[0]
+        return known[0] if self.leads or folder is None else open_checkpoint(Path(folder))
+
+    def planned(self, question: Question) -> Plan:
+        """The plan of the first rank, on all: of its part of a step. `question` is that of one rank that does all.
+
+        Raises `ConfigError` for steps that the ranks cannot share, and what `find_plan` raises on the first.
+        """
+        size, sequences = self.world.size, question.sequences
+        micro_batch = question.overrides.get("micro_batch")
+        if micro_batch is None and sequences % size:
+            what = f"{sequences:,} sequences of a step are not shared evenly by {size} ranks"
+            fix = "set train.micro_batch_size, or a multiple of the ranks"
+            raise ConfigError(what, where="train.global_batch_size", fix=fix)
+        if micro_batch is not None and (count := -(-sequences // micro_batch)) < size:
+            what = f"a step has {count} micro-batch{'es' * (count > 1)}, and each of {size} ranks needs one"
+            raise ConfigError(what, where="train.gradient_accumulation_steps", fix="give more, or start fewer ranks")
+        own = -(-count // size) * micro_batch if micro_batch is not None else sequences // size
+        there = question.hardware
+        room = {"host_nbytes": there.host_nbytes * size // self.local_size}  # the model in it is whole
+        if there.shares_memory:
+            room["device_nbytes"] = there.host_nbytes // (2 * self.local_size)
+        mine = replace(
+            question,
+            hardware=replace(there, shares_memory=False, pinnable_nbytes=None, **room),  # type: ignore[arg-type]
+            tokens_per_step=own * question.length,
+            overrides={**FIXED, **question.overrides},
+        )
+        plans: list[Plan] = []
+
+        def chosen() -> dict[str, Any] | None:
+            if not self.leads:
+                return None
+            plans.append(find_plan(mine))
+            policy = asdict(plans[0].policy)
+            return {"micro_batch": plans[0].micro_batch, **asdict(plans[0].numerics), **policy, "placements": ()}
+
+        told = self.world.agree("the plan", chosen)[0]
+        assert told is not None
+        if not self.leads:
+            rows = {name: _frozen(value) for name, value in told.items()}
+            plans.append(find_plan(replace(mine, overrides=rows)))
+        return plans[0]
+
+    def open_log(self, folder: Path) -> TextIO:
+        """Where a rank that is not the first tells what it has to tell. Raises `ConfigError`."""
+        path = folder / "logs" / f"rank-{self.world.rank}.log"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return path.open("w", buffering=1)
+        except OSError as error:
+            raise ConfigError(f"cannot be written ({error.strerror or error})", where=str(path)) from error
+
+
+def joined(config: Config) -> Ranks:
+    """This rank, once the others are there; the only one where no launcher has started several.
+
+    Raises `ConfigError` for what several cannot do yet, and `RankError` where the others do not come.
+    """
+    launch = find_launch()
+    if launch is None:
+        return Ranks()
+    refuse_what_ranks_lack(config)
+    world = join(launch.rank, launch.size, "cuda" if config.train.device.startswith("cuda") else "cpu")
+    ranks = Ranks(world, launch.local_rank, max(launch.local_size, launch.local_rank + 1))
+    torch.set_num_threads(ranks.threads)  # torchrun asks for one
+    return ranks
+
+
+def refuse_what_ranks_lack(config: Config) -> None:
+    """Raise `ConfigError` for a key that several ranks cannot follow yet."""
+    lacking = {
+        "train.objective": (config.train.objective == "dpo", "a reference is asked by one rank only", "train with one"),
+        "train.device": (
+            config.train.device not in ("cpu", "cuda", "cuda:0"),
+            "each rank takes the GPU of its number on its machine",
+            "set cuda:0, or cpu",
+        ),
+        "disk.folders": (bool(config.disk.folders), "ranks do not divide a disk yet", "leave it out"),
+        "memory.host": (config.memory.host is not None, "ranks do not divide a budget yet", "leave it out"),
+        "checkpoint.deadline_seconds": (
+            config.checkpoint.deadline_seconds is not None,
+            "a step under way is not broken off on all at once",
+            "leave it out",
+        ),
+    }
+    for key, (lacks, why, fix) in lacking.items():
+        if lacks:
+            raise ConfigError(f"with several ranks {why}", where=key, fix=fix)
+
+
+def own_of(world: World, batches: Sequence[T]) -> Sequence[T]:
+    """This rank's part of the micro-batches that a loss is measured on; where there are too few, all measure all."""
+    return batches[world.rank :: world.size] if len(batches) >= world.size else batches
+
+
+@dataclass(frozen=True)
+class OfAllRanks:
+    """An engine as the loop sees it, whose operations are those of all ranks."""
+
+    engine: Engine
+
+    def step(self, micro_batches: MicroBatches, lr: float | None = None, loss_fn: LossFn | None = None) -> StepOutput:
+        return self.engine.step(micro_batches, lr, loss_fn)
+
+    def step_flops(self, micro_batches: MicroBatches) -> float:
+        return sum(self.engine.world.exchange("operations", self.engine.step_flops(micro_batches)))
+
+    def peak_flops(self) -> float:
+        return sum(self.engine.world.exchange("operations per second", self.engine.peak_flops()))
+
+    def memory_table(self) -> Mapping[tuple[str, str], int]:
+        return self.engine.memory_table()
+
+    @property
+    def policy(self) -> Policy:
+        return self.engine.policy
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -1,0 +1,105 @@
+"""Whole runs by several ranks, as `torchrun` starts them: the losses, the folder and the checkpoints of one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.checkpoint import open_checkpoint
+from megatrain.config import Config, save_config
+from megatrain.errors import ConfigError
+from megatrain.run.ranks import refuse_what_ranks_lack
+from tests.rank_processes import free_port
+from tests.run.test_training import configuration, lines, losses, train
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(ranks: int, config: Config, *overrides: str) -> subprocess.Popen[str]:
+    path = config.folder.parent / "config.yaml"
+    save_config(config, path)
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
+    command = [sys.executable, *torchrun, "-m", "megatrain", "train", str(path), *overrides]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
+
+
+def run(ranks: int, config: Config, *overrides: str) -> str:
+    """What they tell the person."""
+    process = start(ranks, config, *overrides)
+    said, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+    return said
+
+
+def shared(tmp_path: Path, name: str, **train_: Any) -> Config:
+    """Five micro-batches a step, in full precision."""
+    sizes = {"gradient_accumulation_steps": 5, "precision": "fp32", "eval_batches": 2, **train_}
+    return configuration(tmp_path, train=sizes, output={"folder": str(tmp_path / name), "trackers": []})
+
+
+def test_ranks_leave_the_folder_of_one_and_its_losses(tmp_path: Path) -> None:
+    one, two = shared(tmp_path, "one"), shared(tmp_path, "two")
+    train(one)
+    said = run(2, two)
+    assert losses(two.folder) == pytest.approx(losses(one.folder), rel=1e-6)
+    alone, many = ([line for line in lines(each.folder) if line["event"] != "replanned"] for each in (one, two))
+    assert [line["event"] for line in many] == [line["event"] for line in alone]
+    for ours, theirs in zip(many, alone, strict=True):
+        for key in ("tokens", "flops", "text"):
+            assert ours.get(key) == theirs.get(key)
+        if ours["event"] == "evaluated":
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+    files = [sorted(path.name for path in each.folder.iterdir() if path.name != "logs") for each in (one, two)]
+    assert files[0] == files[1]
+    assert said.count("step 4/4") == 1
+    assert "step 4/4" in (two.folder / "logs" / "rank-1.log").read_text()
+    kept = [open_checkpoint(each.folder / "checkpoints" / "step-00000004").training["run"] for each in (one, two)]
+    assert kept[0]["data"] == kept[1]["data"]
+
+
+def test_a_signal_stops_all_after_the_same_step_and_any_number_goes_on(tmp_path: Path) -> None:
+    many = shared(tmp_path, "many", steps=100_000, lr_scheduler="constant", eval_every=0)
+    process = start(3, many)
+    metrics = many.folder / "metrics.jsonl"
+    while not (metrics.exists() and losses(many.folder)):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=120)
+    assert "not finished; `resume=auto` goes on after step" in said
+    kept = [path.name for path in (many.folder / "checkpoints").iterdir()]
+    done = losses(many.folder)
+    assert kept == [f"step-{len(done):08}"]
+    assert f"goes on after step {len(done):,}" in (many.folder / "logs" / "rank-2.log").read_text()
+    steps = len(done) + 2
+    run(2, many, "resume=auto", f"train.steps={steps}")
+    one = shared(tmp_path, "one", steps=steps, lr_scheduler="constant", eval_every=0)
+    train(one)
+    assert losses(many.folder) == pytest.approx(losses(one.folder), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "told"),
+    [
+        ("train", {"objective": "dpo"}, "train.objective: with several ranks a reference"),
+        ("train", {"device": "cuda:1"}, "train.device: with several ranks each rank takes the GPU of its number"),
+        ("disk", {"folders": ["/tmp"]}, "disk.folders: with several ranks"),
+        ("memory", {"host": "8GB"}, "memory.host: with several ranks"),
+        ("checkpoint", {"deadline_seconds": 30.0}, "checkpoint.deadline_seconds: with several ranks"),
+    ],
+)
+def test_what_several_ranks_lack_is_refused_by_its_key(
+    tmp_path: Path, section: str, values: dict[str, Any], told: str
+) -> None:
+    config = configuration(tmp_path, **{section: values})
+    with pytest.raises(ConfigError, match=told):
+        refuse_what_ranks_lack(config)
