@@ -1,5 +1,7 @@
 """Scratch storage below host memory: named regions (a unit's moments, say) that are written and read back whole.
 
+Of a region that ends with what is kept (frozen weights), the part in front of that may be written by itself.
+
 It lives as long as the process, in files without names, and is no checkpoint. Space is allocated when a region is
 provided, so that a full disk is known before a step and not within one. What was written is told from what was not: a
 region reads as zeros until its first write, a write that fails leaves its region *torn* until all of it has been
@@ -27,7 +29,8 @@ from megatrain.device.worker import OwningProcess
 from megatrain.errors import CorruptRegion, DiskError, DiskFull
 from megatrain.memory.disk_faults import DiskFault, FaultPlan
 from megatrain.memory.io_queue import Bytes, Reads, Region, Traffic, Writes
-from megatrain.memory.scratch_files import SECTOR, Block, ScratchFile, Space, as_disk_error, lay_out
+from megatrain.memory.scratch_files import Block, ScratchFile, Space, as_disk_error, lay_out
+from megatrain.spec.hardware import SECTOR
 
 BLOCK_NBYTES = 4 << 20
 DEPTH = 4
@@ -66,8 +69,10 @@ class Disk:
         self._process = OwningProcess()
         self._finalizer = weakref.finalize(self, _let_go, self._process, self._files, (self._reads, self._writes))
 
-    def provide(self, regions: Mapping[str, tuple[int, str]]) -> None:
+    def provide(self, regions: Mapping[str, tuple[int, str]], kept: Mapping[str, int] | None = None) -> None:
         """Make room for regions: name -> (bytes, what messages call it). Those that there are keep place and content.
+
+        kept: name -> bytes at a region's end that a write may leave out; they begin at a sector.
 
         Raises `DiskFull` before anything is allocated if the disks have less free space than it takes, and `DiskError`
         for a known region of another size.
@@ -75,14 +80,20 @@ class Disk:
         with self._open():
             new = {name: wanted for name, wanted in regions.items() if not self._is_known(name, *wanted)}
             spaces = [space.copy() for space in self._spaces]
-            laid = {
-                name: lay_out(nbytes, spaces, self._shares, self._block_nbytes) for name, (nbytes, _) in new.items()
-            }
+            ends = {name: (kept or {}).get(name, 0) for name in new}
+            laid = {name: self._laid(nbytes - ends[name], ends[name], spaces) for name, (nbytes, _) in new.items()}
             self._require_space(spaces, [label for _, label in new.values()])
             self._resize(spaces)
             self._spaces = spaces
             for name, (nbytes, label) in new.items():
-                self._regions[name] = Region(name, label, nbytes, laid[name], self._no_sums(laid[name]))
+                self._regions[name] = Region(name, label, nbytes, ends[name], laid[name], self._no_sums(laid[name]))
+
+    def _laid(self, first: int, kept: int, spaces: Sequence[Space]) -> tuple[Block, ...]:
+        """The blocks of a region, cut where what is kept begins."""
+        parts = (first, 0), (kept, first)
+        return tuple(
+            block for part, begin in parts for block in lay_out(part, spaces, self._shares, self._block_nbytes, begin)
+        )
 
     def read(self, name: str, memory: Tensor | NDArray[np.uint8]) -> None:
         """Fill `memory`, uint8[the region's bytes], with what was last written, or with zeros if nothing ever was.
@@ -102,13 +113,17 @@ class Disk:
             target.fill(0)
 
     def write(self, name: str, memory: Tensor | NDArray[np.uint8]) -> None:
-        """Put `memory`, uint8[the region's bytes], on the disk. It must not change meanwhile.
+        """Put `memory` on the disk: uint8[the region's bytes], or less what it keeps. It must not change meanwhile.
 
         Blocks until the drive has taken it. Raises `DiskError`, or `DiskFull` where space could not be allocated in
-        advance; the region is torn then.
+        advance; the region is torn then, until a write of as much succeeds.
         """
         region = self._region(name)
-        source = _flat(memory, region)
+        source = _flat(memory, region, may_leave_out=region.kept_nbytes)
+        whole = source.nbytes == region.nbytes
+        if not whole and not region.written:
+            raise DiskError("what it keeps was never written", where=region.label, fix="write all of it first")
+        region.written = not whole
         region.torn = f"was not written to its end in {self._where(region)}"
         try:
             self._writes.carry(region, source)
@@ -267,12 +282,13 @@ def _check_arguments(folders: Sequence[Path], shares: Sequence[float], block_nby
         raise DiskError(what, where="disk")
 
 
-def _flat(memory: Tensor | NDArray[np.uint8], region: Region) -> Bytes:
-    """Host memory of the region's size as one array that shares it."""
+def _flat(memory: Tensor | NDArray[np.uint8], region: Region, may_leave_out: int = 0) -> Bytes:
+    """Host memory of the region's size, or less what may be left out, as one array that shares it."""
     if isinstance(memory, Tensor) and memory.device.type != "cpu":
         raise DiskError(f"memory is on {memory.device}, not on the host", where=region.label)
     array = memory.numpy() if isinstance(memory, Tensor) else memory
-    if array.dtype != np.uint8 or array.nbytes != region.nbytes or not array.flags.c_contiguous:
+    fits = array.nbytes in (region.nbytes, region.nbytes - may_leave_out)
+    if array.dtype != np.uint8 or not fits or not array.flags.c_contiguous:
         found = f"{array.dtype}{list(array.shape)}" + ("" if array.flags.c_contiguous else ", not contiguous")
         raise DiskError(f"memory is {found}, not uint8[{region.nbytes}]", where=region.label)
     flat: Bytes = array.reshape(-1)

@@ -30,7 +30,8 @@ from numpy.typing import NDArray
 from megatrain.errors import CorruptRegion, DiskError
 from megatrain.memory.checksum import checksum
 from megatrain.memory.disk_faults import FaultPlan
-from megatrain.memory.scratch_files import SECTOR, Block, ScratchFile, as_disk_error, whole_sectors
+from megatrain.memory.scratch_files import Block, ScratchFile, as_disk_error
+from megatrain.spec.hardware import SECTOR, whole_sectors
 
 Bytes = NDArray[np.uint8]
 
@@ -42,10 +43,13 @@ class Region:
     name: str
     label: str
     nbytes: int
+    kept_nbytes: int
+    """At its end, which a write may leave out. No block has some of them and some of the others."""
     blocks: tuple[Block, ...]
     sums: list[int] | None
     """The checksum of each block, as it was written; None where none are kept."""
     written: bool = False
+    """Whether all of it has been; what a write may leave out is then as it was last written."""
     torn: str = ""
     """Why not all of it is what was last written; empty if it is."""
 
@@ -101,13 +105,14 @@ class Traffic(ABC):
             return self._seconds + (time.perf_counter() - self._began if self._calls else 0.0)
 
     def carry(self, region: Region, memory: Bytes) -> None:
-        """Transfer all of a region, and return when no thread touches `memory` any more, well or badly.
+        """Transfer a region, as far as `memory` goes, and return when no thread touches that any more, well or badly.
 
         Raises `DiskError`: of several blocks that failed, what the first in the order of threads met.
         """
         queues: list[deque[int]] = [deque() for _ in self._files]
         for index, block in enumerate(region.blocks):
-            queues[block.file].append(index)
+            if block.start < memory.size:
+                queues[block.file].append(index)
 
         def work(queue: deque[int]) -> None:
             nbytes = 0

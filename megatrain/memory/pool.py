@@ -81,7 +81,8 @@ class Pool:
     def _allocate(self, buffer: Buffer) -> None:
         self._give_back(buffer.name)
         if buffer.tier == "disk":
-            self._disk.provide({buffer.name: (buffer.nbytes, self._label(buffer))})
+            sized = {buffer.name: (buffer.nbytes, self._label(buffer))}
+            self._disk.provide(sized, kept={buffer.name: buffer.kept_nbytes})
         else:
             allocate = self.device.allocate if buffer.tier == "device" else self._host_allocator(buffer)
             self._memory[buffer.name] = allocate(buffer.nbytes, buffer.use)
@@ -154,7 +155,8 @@ class Pool:
             buffer = self._buffers[access.buffer]
             if buffer.use is Use.DISK_STAGING and buffer.part and access.content != USED:
                 region = state_name("disk", buffer.part, op.unit)
-                self._unsaved[region] = held[access.buffer][access.start : access.stop]
+                stop = access.stop - self._buffers[region].kept_nbytes
+                self._unsaved[region] = held[access.buffer][access.start : stop]
 
     def owes(self, op: Op) -> None:
         """UPDATE of a piece on the device: what it has left there is not at home yet, where `op` takes it."""

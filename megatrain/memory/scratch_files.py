@@ -16,6 +16,7 @@ from typing import IO
 
 from megatrain.errors import DiskError, DiskFull
 from megatrain.memory.disk_faults import Call
+from megatrain.spec.hardware import SECTOR, whole_sectors
 
 # Where bytes lie ------------------------------------------------------------------------------------------------------
 #
@@ -28,10 +29,6 @@ from megatrain.memory.disk_faults import Call
 # the spaces and kept only if the disk agrees. It leaves out moving blocks to close gaps.
 
 
-SECTOR = 4096
-"""Bytes. Direct transfers begin and end at multiples of it, in memory and in files, on every drive known to us."""
-
-
 @dataclass(frozen=True, slots=True)
 class Block:
     """Bytes [start, start + nbytes) of a region, at `place` of the file of that number; both are at a sector."""
@@ -40,11 +37,6 @@ class Block:
     start: int
     nbytes: int
     place: int
-
-
-def whole_sectors(nbytes: int) -> int:
-    """The bytes of the sectors that so many bytes take."""
-    return -(-nbytes // SECTOR) * SECTOR
 
 
 class Space:
@@ -93,10 +85,13 @@ def split_by_share(nbytes: int, shares: Sequence[float]) -> list[tuple[int, int]
     return list(zip([0, *cuts], [*cuts, nbytes], strict=True))
 
 
-def lay_out(nbytes: int, spaces: Sequence[Space], shares: Sequence[float], block_nbytes: int) -> tuple[Block, ...]:
-    """The blocks of a region of so many bytes, with places taken from `spaces`, one for each share."""
+def lay_out(
+    nbytes: int, spaces: Sequence[Space], shares: Sequence[float], block_nbytes: int, begin: int = 0
+) -> tuple[Block, ...]:
+    """The blocks of so many bytes of a region, from byte `begin` of it on, with places taken from `spaces`, one for
+    each share."""
     return tuple(
-        Block(file, start, length, space.take(length))
+        Block(file, begin + start, length, space.take(length))
         for file, (space, (first, last)) in enumerate(zip(spaces, split_by_share(nbytes, shares), strict=True))
         for start in range(first, last, block_nbytes)
         for length in [min(block_nbytes, last - start)]

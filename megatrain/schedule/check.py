@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from megatrain.errors import ScheduleError
@@ -70,6 +70,7 @@ class _Contents:
     """What every byte of every buffer holds at one point of the schedule."""
 
     def __init__(self, schedule: Schedule) -> None:
+        self._buffers = schedule.buffers
         self._regions: dict[str, list[_Region]] = {
             name: [] if buffer.initial is None else [_Region(0, buffer.nbytes, buffer.initial)]
             for name, buffer in schedule.buffers.items()
@@ -93,6 +94,10 @@ class _Contents:
         return {region.content for region in self._regions[buffer]}
 
     def write(self, access: Access) -> None:
+        """What is kept behind all that steps change is of the version of that: it is the same in each."""
+        buffer = self._buffers[access.buffer]
+        if (access.start, access.stop) == (0, buffer.nbytes - buffer.kept_nbytes):
+            access = replace(access, stop=buffer.nbytes)
         kept = []
         for region in self._regions[access.buffer]:
             if region.start < access.start:

@@ -9,6 +9,14 @@ from dataclasses import dataclass
 
 from megatrain.spec.numerics import Precision
 
+SECTOR = 4096
+"""Bytes. Direct transfers begin and end at multiples of it, in memory and in files, on every drive known to us."""
+
+
+def whole_sectors(nbytes: int) -> int:
+    """The bytes of the sectors that so many bytes take."""
+    return -(-nbytes // SECTOR) * SECTOR
+
 
 @dataclass(frozen=True, slots=True)
 class ProductRate:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from megatrain import AdamW, Engine, Policy
 from megatrain.device.sim import SimDevice
@@ -20,6 +21,9 @@ from megatrain.memory.disk_faults import DiskFault
 from megatrain.plan import Question, contention, find_plan, op_seconds
 from megatrain.schedule import Op, Schedule
 from megatrain.spec import Hardware, Limits, Numerics, Part, Placement, Precision, Work
+from megatrain.spec.hardware import whole_sectors
+from megatrain.spec.layout import layout_of
+from tests.adapted import adapted
 from tests.tiny import batch, equal, tiny_model, unequal_batches
 
 UNITS = 5  # of the tiny model: prologue, three layers, epilogue
@@ -67,11 +71,16 @@ def results(engine: Engine) -> dict[str, Tensor]:
     return found | engine.master_weights()
 
 
-def engine(device: str, precision: Precision, policy: Policy, disk: Path, family: str = "llama") -> Engine:
+def made_model(family: str) -> PreTrainedModel:
+    """The tiny model of the family, or of a Llama with an adapter over it."""
+    return adapted() if family == "adapter" else tiny_model(family)
+
+
+def engine(device: str, precision: Precision, policy: Policy, disk: Path | Disk, family: str = "llama") -> Engine:
     clip = None if policy.update == "during_backward" else 0.5
     optimizer = AdamW(lr=1e-2)
     return Engine.from_model(
-        tiny_model(family),
+        made_model(family),
         device,
         precision,
         optimizer,
@@ -79,7 +88,7 @@ def engine(device: str, precision: Precision, policy: Policy, disk: Path, family
         policy,
         seed=4,
         verify=False,
-        disk=[disk],
+        disk=disk if isinstance(disk, Disk) else [disk],
         numerics=Numerics(precision, loss_chunk_tokens=5),
     )
 
@@ -161,6 +170,26 @@ def test_state_moves_between_tiers_while_training(moves: int, tmp_path: Path) ->
 def _random_home(draw: random.Random) -> Placement:
     tiers = ("host", "disk")
     return Placement(*(draw.choice(tiers) for _ in range(4)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("update", ["next_forward", "during_backward"])
+@pytest.mark.parametrize("device", ["cpu", "sim:2"])
+def test_of_a_unit_whose_adapter_trains_the_base_is_never_written(device: str, update: str, tmp_path: Path) -> None:
+    """The bits of a run in host memory; what the drive takes in a step is what trains, by the sector."""
+    expected = run("cpu", "bf16", usual(update, shares_memory=True), tmp_path, "adapter")
+    policy = usual(update, shares_memory=device == "cpu", placements=SPLITS["everything"])
+    assert equal(run(device, "bf16", policy, tmp_path, "adapter"), expected)
+    disk = Disk([tmp_path])
+    with engine(device, "bf16", policy, disk, "adapter") as made:
+        units = [layout.trained.size for layout in map(layout_of, made.spec.units)]
+        assert units[0] == units[-1] == 0 < min(units[1:-1])
+        assert made.spec.numel > 5 * made.spec.trained_numel
+        made.step(unequal_batches(2))
+        before = disk.written_nbytes
+        made.step(unequal_batches(2))
+        parts = [2, 2, 8, *([2] if update == "next_forward" else [])]  # of an element: low bits and moments too
+        each = sum(whole_sectors(size * nbytes) for size in units for nbytes in parts)
+        assert disk.written_nbytes - before == each
 
 
 def copies(schedule: Schedule, kind: str) -> Mapping[str, int]:
@@ -250,11 +279,11 @@ def test_a_third_of_the_memory_and_a_folder_give_the_same_numbers(device: str, t
 OTHER_WAYS = [("short", "read"), ("short", "write"), ("flip", "read")]
 
 
-def _storm(seeds: range, folder: Path) -> int:
+def _storm(seeds: range, folder: Path, family: str = "llama") -> int:
     """A disk that fails once at a random request: a typed error, and the step done again as if nothing had been."""
     placements = SPLITS["everything"]
     policy = usual("next_forward", placements=placements)
-    with engine("cpu", "bf16", usual("next_forward", shares_memory=True), folder) as calm:
+    with engine("cpu", "bf16", usual("next_forward", shares_memory=True), folder, family) as calm:
         expected = [calm.step(unequal_batches(2)).loss for _ in range(3)]
         weights = calm.master_weights()
     struck = 0
@@ -262,21 +291,12 @@ def _storm(seeds: range, folder: Path) -> int:
         draw = random.Random(seed)
         kind, on = draw.choice([("read", "read"), ("write", "write"), ("full", "write"), *OTHER_WAYS])
         part, unit = draw.choice(["weights", "low_bits", "moments", "gradients"]), draw.randrange(UNITS)
-        fault = DiskFault(kind, f"disk/{part}/{unit}", on, after=draw.randint(1, 5))  # type: ignore[arg-type]
+        loads = 2 if family == "adapter" and part == "weights" else 1  # requests: the base has one of its own
+        fault = DiskFault(kind, f"disk/{part}/{unit}", on, after=draw.randint(loads, 5))  # type: ignore[arg-type]
         shared = replace(policy, shares_memory=True)
         device = "cpu" if seed % 2 else f"sim:{seed}"
-        with Engine.from_model(
-            tiny_model(),
-            device,
-            "bf16",
-            AdamW(lr=1e-2),
-            0.5,
-            shared if device == "cpu" else policy,
-            seed=4,
-            verify=False,
-            disk=Disk([folder], faults=[fault]),
-            numerics=Numerics("bf16", loss_chunk_tokens=5),
-        ) as made:
+        placed = shared if device == "cpu" else policy
+        with engine(device, "bf16", placed, Disk([folder], faults=[fault]), family) as made:
             found: list[float] = []
             while len(found) < 3:
                 try:
@@ -297,12 +317,14 @@ def _storm(seeds: range, folder: Path) -> int:
 @pytest.mark.timeout(120)
 def test_a_disk_that_fails_once_costs_an_error_and_no_number(tmp_path: Path) -> None:
     assert _storm(range(3), tmp_path) >= 1
+    assert _storm(range(3), tmp_path, "adapter") >= 1
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_three_hundred_failures_of_the_disk(tmp_path: Path) -> None:
     assert _storm(range(300), tmp_path) >= 100
+    assert _storm(range(100), tmp_path, "adapter") >= 25
 
 
 def test_what_was_damaged_on_its_way_to_the_disk_is_never_computed_with(tmp_path: Path) -> None:

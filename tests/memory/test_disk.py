@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from megatrain.errors import DiskError, DiskFull
 from megatrain.memory import scratch_files
 from megatrain.memory.disk import Disk
-from megatrain.memory.scratch_files import SECTOR
+from megatrain.spec.hardware import SECTOR
 
 BLOCK = 2 * SECTOR
 
@@ -108,6 +108,30 @@ def test_a_region_is_zeros_until_it_is_written_and_costs_no_reading(tmp_path: Pa
     assert not back.any()
     assert disk.read_nbytes == 0
     assert disk.written_nbytes == 3 * SECTOR
+    disk.close()
+
+
+@pytest.mark.parametrize("kept", [2 * SECTOR + 9, 6 * BLOCK])
+def test_what_is_kept_is_left_where_it_is(kept: int, tmp_path: Path, mode: str) -> None:
+    """A region over two drives, of whose 9 sectors in front each write costs as many."""
+    disk, first = Disk(folders(tmp_path, 2), block_nbytes=BLOCK, depth=2), 9 * SECTOR
+    disk.provide({"a": (first + kept, "a"), "b": (SECTOR, "b")}, kept={"a": kept})
+    memory, back = aligned(first + kept), aligned(first + kept, 1)
+    with pytest.raises(DiskError, match="a: what it keeps was never written; write all of it first"):
+        disk.write("a", memory[:first])
+    disk.write("a", memory)
+    before = disk.written_nbytes
+    for turn in range(2):
+        memory[:first] += np.uint8(1 + turn)
+        disk.write("a", memory[:first])
+        disk.read("a", back)
+        assert np.array_equal(back, memory)
+    assert disk.written_nbytes - before == 2 * first
+    for size in (first - SECTOR, first + SECTOR):
+        with pytest.raises(DiskError, match="not uint8"):
+            disk.write("a", memory[:size])
+    with pytest.raises(DiskError, match="not uint8"):
+        disk.read("a", back[:first])
     disk.close()
 
 

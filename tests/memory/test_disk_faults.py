@@ -12,7 +12,7 @@ from megatrain.errors import CorruptRegion, DiskError, DiskFull
 from megatrain.memory import io_queue
 from megatrain.memory.disk import Disk
 from megatrain.memory.disk_faults import DISK_FAULTS, DiskFault
-from megatrain.memory.scratch_files import SECTOR
+from megatrain.spec.hardware import SECTOR
 
 NBYTES = 7 * SECTOR + 100
 OTHER, VALUE, NEW = (np.full(NBYTES, value, np.uint8) for value in (1, 2, 3))
@@ -56,6 +56,27 @@ def test_a_failed_write_tears_its_region_until_it_is_written_whole(
     disk.write("region", NEW)
     assert np.array_equal(content(disk, "region"), NEW)
     assert np.array_equal(content(disk, "other"), OTHER)
+    disk.close()
+
+
+@pytest.mark.parametrize("after", [1, 2], ids=["of all", "of the first part"])
+def test_a_write_of_the_first_part_heals_what_such_a_write_has_torn_and_no_more(after: int, tmp_path: Path) -> None:
+    """Two requests for all of it, one for its first part; the one or the other fails."""
+    disk, first = Disk([tmp_path], faults=[DiskFault("write", "region", after=after)]), 2 * SECTOR
+    disk.provide({"region": (NBYTES, "weights of layer 3")}, kept={"region": NBYTES - first})
+    with pytest.raises(DiskError, match="injected"):
+        disk.write("region", VALUE)
+        disk.write("region", NEW[:first])
+    with pytest.raises(CorruptRegion, match="weights of layer 3: is torn"):
+        content(disk, "region")
+    if after == 1:
+        with pytest.raises(DiskError, match="what it keeps was never written"):
+            disk.write("region", NEW[:first])
+        with pytest.raises(CorruptRegion, match="weights of layer 3: is torn"):
+            content(disk, "region")
+        disk.write("region", VALUE)
+    disk.write("region", NEW[:first])
+    assert np.array_equal(content(disk, "region"), np.concatenate([NEW[:first], VALUE[first:]]))
     disk.close()
 
 

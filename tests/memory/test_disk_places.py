@@ -7,7 +7,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.memory.scratch_files import SECTOR, Space, lay_out, split_by_share, whole_sectors
+from megatrain.memory.scratch_files import Space, lay_out, split_by_share
+from megatrain.spec.hardware import SECTOR, whole_sectors
 
 shares = st.lists(st.floats(0.01, 100), min_size=1, max_size=4)
 

@@ -8,9 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatrain.errors import PlanError
+from megatrain.errors import PlanError, ScheduleError
 from megatrain.schedule import Schedule, build_flush, build_forward, build_step, check, replay
-from megatrain.spec import ModelSpec, Numerics, Part, Placement, Policy, Work
+from megatrain.spec import ModelSpec, Numerics, ParamSpec, Part, Placement, Policy, Work
+from megatrain.spec.hardware import SECTOR
+from megatrain.spec.layout import layout_of
 from tests.small import small_spec
 
 ON_DEVICE = Placement("device", "device", "device")
@@ -35,7 +37,20 @@ def random_case(draw: random.Random) -> tuple[ModelSpec, Numerics, Policy, Work]
         disk_staging_slots=draw.randint(1, 4),
     )
     numerics = Numerics(draw.choice(["bf16", "fp32"]))
-    return replace(model, units=tuple(units)), numerics, policy, Work((4,) * draw.randint(1, 4))
+    work = Work((4,) * draw.randint(1, 4))
+    model = replace(model, units=tuple(units))
+    return over_a_base(model) if draw.random() < 0.5 else model, numerics, policy, work
+
+
+def over_a_base(model: ModelSpec) -> ModelSpec:
+    """The same with a frozen matrix of several sectors in each unit that has parameters."""
+    units = [
+        replace(unit, params=(*unit.params, ParamSpec(f"{unit.name}.base", (100, 64), trainable=False)))
+        if unit.params
+        else unit
+        for unit in model.units
+    ]
+    return replace(model, units=tuple(units))
 
 
 def _home(draw: random.Random, shares: bool) -> Placement:
@@ -69,6 +84,40 @@ def test_any_split_is_proven_and_moves_each_part_as_seldom_as_it_can(seeds: rang
                     kind,
                     region,
                 )
+
+
+def on_disk(model: ModelSpec) -> Policy:
+    return Policy(placements=(Placement("disk", "disk", "disk", "disk"),) * len(model.units))
+
+
+def test_of_a_unit_with_a_frozen_part_all_is_read_and_the_rest_written() -> None:
+    model = over_a_base(small_spec(3))
+    units = [replace(model.units[0], params=model.units[0].params[-1:]), *model.units[1:]]  # the first is all frozen
+    model = replace(model, units=tuple(units))
+    schedule = build_step(model, Numerics("bf16"), on_disk(model), Work((4,)), pending="all")
+    check(schedule)
+    weights = [
+        op
+        for op in schedule.ops
+        if op.kind in ("READ", "WRITE") and schedule.buffers[op.reads[0].buffer].part is Part.WEIGHTS
+    ]
+    assert {op.unit: op.nbytes for op in weights if op.kind == "WRITE"} == dict.fromkeys(range(1, 5), SECTOR)
+    assert {op.unit: op.nbytes for op in weights if op.kind == "READ"} == {
+        unit: 2 * layout_of(spec).size for unit, spec in enumerate(model.units)
+    }
+
+
+def test_a_write_that_leaves_out_some_of_what_trains_is_refused() -> None:
+    model = over_a_base(small_spec(3))
+    schedule = build_step(model, Numerics("bf16"), on_disk(model), Work((4,)), pending="all")
+    ops = list(schedule.ops)
+    at = next(i for i, op in enumerate(ops) if op.kind == "WRITE" and op.unit == 2 and op.nbytes == SECTOR)
+    reads, writes = (
+        [replace(access, stop=access.stop - 64) for access in side] for side in (ops[at].reads, ops[at].writes)
+    )
+    ops[at] = replace(ops[at], reads=tuple(reads), writes=tuple(writes))
+    with pytest.raises(ScheduleError, match=r"w2"):
+        check(replace(schedule, ops=tuple(ops)))
 
 
 def test_what_is_resident_never_crosses_the_bus() -> None:

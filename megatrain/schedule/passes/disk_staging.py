@@ -45,6 +45,8 @@ class Staged:
     route: Route = DISK
     start: int = 0
     """Where they begin in the region."""
+    kept_nbytes: int = 0
+    """Of them, at the end: no op changes those, and copies out leave them where they are."""
     shard: int = -1
 
 
@@ -123,8 +125,9 @@ class _Staging:
 
     def _copy(self, name: str, slot: str, *, inward: bool) -> Op:
         part = self._staged[name]
-        there = Access(part.region, part.start, part.start + part.nbytes, self._content[name])
-        here = Access(slot, 0, part.nbytes, self._content[name])
+        nbytes = part.nbytes if inward else part.nbytes - part.kept_nbytes
+        there = Access(part.region, part.start, part.start + nbytes, self._content[name])
+        here = Access(slot, 0, nbytes, self._content[name])
         source, target = (there, here) if inward else (here, there)
         kind, stream = part.route.inward if inward else part.route.outward
         return Op(kind, stream, part.unit, part.micro, part.shard, reads=(source,), writes=(target,))

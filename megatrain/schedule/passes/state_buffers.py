@@ -18,6 +18,7 @@ from megatrain.schedule.contents import CONTENT_OF, USED, Content, Norm
 from megatrain.schedule.ops import Access, Buffer, Use, declare
 from megatrain.schedule.passes.disk_staging import Staged
 from megatrain.spec import IN_HOST, ModelSpec, Numerics, Part, Placement, Policy, Precision, Tier, UpdateTime
+from megatrain.spec.hardware import whole_sectors
 from megatrain.spec.layout import Layout, layout_of
 
 MOMENTS_NBYTES = 8
@@ -200,9 +201,11 @@ class StateBuffers:
     def _declare(self, unit: int, sized: SizedPart, content: Content | None) -> None:
         """The memory of a part, in its tier."""
         part, nbytes, tier, copied = sized
+        kept = nbytes - self._changed_nbytes(unit, sized)
         crosses = part not in HOST_ONLY or unit in self._streamed
         name = state_name(tier, part, unit)
-        own = Buffer(name, tier, nbytes, USE_OF[part], content, part=part, unit=unit, crosses=crosses)
+        use = USE_OF[part]
+        own = Buffer(name, tier, nbytes, use, content, part=part, unit=unit, crosses=crosses, kept_nbytes=kept)
         declare(self._buffers, own)
         if copied:
             name = state_name("device", part, unit)
@@ -211,4 +214,13 @@ class StateBuffers:
             slots = tuple(staging_names(self._model, self._policy, unit, part))
             for slot in slots:
                 declare(self._buffers, Buffer(slot, "host", nbytes, Use.DISK_STAGING, part=part, crosses=crosses))
-            self._staged[state_name("host", part, unit)] = Staged(unit, own.name, nbytes, content or USED, slots)
+            staged = Staged(unit, own.name, nbytes, content or USED, slots, kept_nbytes=kept)
+            self._staged[state_name("host", part, unit)] = staged
+
+    def _changed_nbytes(self, unit: int, sized: SizedPart) -> int:
+        """Of a part, from its first byte on: all that updates change, to the end of a sector, at which a drive's write
+        can end. Frozen weights lie behind that."""
+        if sized.part is not Part.WEIGHTS:
+            return sized.nbytes
+        trained = layout_of(self._model.units[unit]).trained.own_size * self._numerics.weight_nbytes
+        return min(sized.nbytes, whole_sectors(trained))
