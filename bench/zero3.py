@@ -159,9 +159,9 @@ class EachMicroBatch(Gradients):
         parts = 2 if unit == 0 and self._model.tied else 1
         place, done = self.sum(unit), self._terms[unit]
         if done:
-            reads.append(replace(place, content=replace(self._term(unit), terms=done)))
+            reads.append(place._replace(content=replace(self._term(unit), terms=done)))
         self._terms[unit] = (done + 1) % parts
-        writes.append(replace(place, content=replace(self._term(unit), terms=done + 1 if done + 1 < parts else None)))
+        writes.append(place._replace(content=replace(self._term(unit), terms=done + 1 if done + 1 < parts else None)))
 
     def is_whole(self, unit: int) -> bool:
         """That of a micro-batch leaves."""
@@ -180,8 +180,8 @@ class EachMicroBatch(Gradients):
             read = Access(source.buffer, start, stop, term)
             write = Access(landing, shard.start * out, shard.stop * out, term)
             ops.append(Op("GRAD", "grad", unit, micro, shard=shard.index, reads=(read,), writes=(write,)))
-        before = (replace(home, content=Gradient(unit, terms=micro)),) if micro else ()
-        total = replace(home, content=Gradient(unit, terms=None if self.is_last else micro + 1))
+        before = (home._replace(content=Gradient(unit, terms=micro)),) if micro else ()
+        total = home._replace(content=Gradient(unit, terms=None if self.is_last else micro + 1))
         whole = Access(landing, home.start, home.stop, term)
         return [*ops, Op("PACK", "host", unit, micro, reads=(whole, *before), writes=(total,))]
 

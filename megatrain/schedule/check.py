@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from megatrain.errors import ScheduleError
@@ -97,7 +97,7 @@ class _Contents:
         """What is kept behind all that steps change is of the version of that: it is the same in each."""
         buffer = self._buffers[access.buffer]
         if (access.start, access.stop) == (0, buffer.nbytes - buffer.kept_nbytes):
-            access = replace(access, stop=buffer.nbytes)
+            access = access._replace(stop=buffer.nbytes)
         kept = []
         for region in self._regions[access.buffer]:
             if region.start < access.start:

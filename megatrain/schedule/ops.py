@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from megatrain.schedule.contents import Content, Gradient, Weights
 from megatrain.spec import Part, Tier
@@ -121,8 +121,7 @@ def nbytes_by_use(buffers: Iterable[Buffer]) -> dict[tuple[str, str], int]:
     return dict(sorted(totals.items(), key=lambda item: (item[0][0], -item[1])))
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
+class Access(NamedTuple):
     """Bytes [start, stop) of a buffer, and the content an op expects there (a read) or leaves there (a write)."""
 
     buffer: str
@@ -134,8 +133,7 @@ class Access:
         return self.buffer == other.buffer and self.start < other.stop and other.start < self.stop
 
 
-@dataclass(frozen=True, slots=True)
-class Op:
+class Op(NamedTuple):
     """One thing on one stream. `unit` is always given; `micro` and `shard` where they apply, else -1.
 
     The `shard` of a compute op is its phase, where a call is cut into phases (`phases`).

@@ -293,7 +293,7 @@ def test_days_of_a_run() -> None:
 def test_writes_to_disk_count_against_the_drive() -> None:
     plan = planned(4 * LENGTH)
     access = Access("disk/m", 0, 1000, Moments(0))
-    write = Op("WRITE", "host", 1, reads=(replace(access, buffer="host/m"),), writes=(access,))  # type: ignore[arg-type]
+    write = Op("WRITE", "host", 1, reads=(access._replace(buffer="host/m"),), writes=(access,))  # type: ignore[arg-type]
     buffers = {name: Buffer(name, "host", 1000, Use.OPTIMIZER_STATE) for name in ("host/m", "disk/m")}
     timeline = replay(derive_waits(Schedule((write, write), buffers, ("p", "l", "e"))), lambda op: 0.5)
     hardware = replace(plan.question.hardware, disk_endurance_nbytes=172_800_000_000)

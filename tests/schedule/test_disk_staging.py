@@ -113,9 +113,9 @@ def test_a_write_that_leaves_out_some_of_what_trains_is_refused() -> None:
     ops = list(schedule.ops)
     at = next(i for i, op in enumerate(ops) if op.kind == "WRITE" and op.unit == 2 and op.nbytes == SECTOR)
     reads, writes = (
-        [replace(access, stop=access.stop - 64) for access in side] for side in (ops[at].reads, ops[at].writes)
+        [access._replace(stop=access.stop - 64) for access in side] for side in (ops[at].reads, ops[at].writes)
     )
-    ops[at] = replace(ops[at], reads=tuple(reads), writes=tuple(writes))
+    ops[at] = ops[at]._replace(reads=tuple(reads), writes=tuple(writes))
     with pytest.raises(ScheduleError, match=r"w2"):
         check(replace(schedule, ops=tuple(ops)))
 

@@ -126,6 +126,6 @@ def test_a_backward_pass_within_another_is_refused() -> None:
         outer = next(phases for phases in calls_in(schedule.ops) if phases[0].kind == kind and len(phases) > 1)
         inner = next(op for op in schedule.ops if op.kind == "BACKWARD" and not any(op is phase for phase in outer))
         at = next(index for index, op in enumerate(schedule.ops) if op is outer[0]) + 1
-        ops = (*schedule.ops[:at], replace(inner), *schedule.ops[at:])
+        ops = (*schedule.ops[:at], inner._replace(), *schedule.ops[at:])
         with pytest.raises(ScheduleError, match="goes backward between the phases of"):
             check(replace(schedule, ops=ops, waits=(*schedule.waits[:at], (), *schedule.waits[at:])))

@@ -186,9 +186,9 @@ def test_out_of_bounds_and_unknown_buffers_are_refused() -> None:
     schedule = built()
     index = next(i for i, op in enumerate(schedule.ops) if op.kind == "FETCH")
     op = schedule.ops[index]
-    for broken in (replace(op.reads[0], stop=1 << 40), replace(op.reads[0], buffer="host/nowhere")):
+    for broken in (op.reads[0]._replace(stop=1 << 40), op.reads[0]._replace(buffer="host/nowhere")):
         ops = list(schedule.ops)
-        ops[index] = replace(op, reads=(broken,))
+        ops[index] = op._replace(reads=(broken,))
         with pytest.raises(ScheduleError, match=r"out of bounds|no buffer"):
             check(changed(schedule, ops))
 

@@ -197,8 +197,8 @@ def test_a_piece_that_is_left_out_is_refused(kind: str) -> None:
 def test_a_piece_that_is_updated_twice_is_refused() -> None:
     schedule = step(Policy(streamed_updates=1.0, shard_nbytes=1000))
     twice = next(op for op in schedule.ops if op.kind == "UPDATE" and op.shard == 1)
-    again = replace(
-        twice, reads=tuple(replace(a, content=w.content) for a, w in zip(twice.reads[1:], twice.writes, strict=False))
+    again = twice._replace(
+        reads=tuple(a._replace(content=w.content) for a, w in zip(twice.reads[1:], twice.writes, strict=False))
     )
     index = schedule.ops.index(twice)
     ops = (*schedule.ops[: index + 1], again, *schedule.ops[index + 1 :])

@@ -13,7 +13,7 @@ Sums that wait between rounds stay on their rank. Left out: how bytes get to oth
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from megatrain.errors import PlanError
 from megatrain.schedule.contents import USED, Gradient, OwnGradient, OwnWeights, Weights
@@ -51,8 +51,8 @@ class Collectives:
         """A shard of weights: the own part over the bus, and the whole over the link."""
         (shard,) = op.writes
         assert isinstance(shard.content, Weights)
-        own = replace(self._own(shard), content=OwnWeights(op.unit))
-        fetch = replace(op, writes=(own,))
+        own = self._own(shard)._replace(content=OwnWeights(op.unit))
+        fetch = op._replace(writes=(own,))
         return [fetch, Op("GATHER", "link", op.unit, shard=op.shard, reads=(own,), writes=(shard,))]
 
     def _summed(self, op: Op) -> list[Op]:
@@ -66,11 +66,11 @@ class Collectives:
         received = Access(declare(self.buffers, staging), 0, staging.nbytes, USED)
         own = Access(slot, 0, nbytes, OwnGradient(op.unit, op.shard))
         reduce = Op("REDUCE", "link", op.unit, shard=op.shard, reads=(shard,), writes=(own, received))
-        return [reduce, replace(op, reads=(own,))]
+        return [reduce, op._replace(reads=(own,))]
 
     def _own(self, shard: Access) -> Access:
         each = (shard.stop - shard.start) // self.ranks
-        return replace(shard, start=shard.start + self.rank * each, stop=shard.start + (self.rank + 1) * each)
+        return shard._replace(start=shard.start + self.rank * each, stop=shard.start + (self.rank + 1) * each)
 
 
 def refuse_what_ranks_lack(policy: Policy, ranks: int) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatrain.schedule.contents import USED, Content
 from megatrain.schedule.ops import Access, Kind, Op, Stream
@@ -106,7 +106,7 @@ class _Staging:
                 if access.content != USED and self._is_whole(access.buffer, index):
                     self._after[index].append(self._copy(access.buffer, slots[access.buffer], inward=False))
         reads, writes = ([self._led(access, slots) for access in side] for side in (op.reads, op.writes))
-        return replace(op, reads=tuple(reads), writes=tuple(writes))
+        return op._replace(reads=tuple(reads), writes=tuple(writes))
 
     def _is_whole(self, name: str, now: int) -> bool:
         """Whether the op at `now` is the last of those that write the name one after the other."""
@@ -139,4 +139,4 @@ class _Staging:
         return uses[following] if following < len(uses) else float("inf")
 
     def _led(self, access: Access, slots: Mapping[str, str]) -> Access:
-        return replace(access, buffer=slots[access.buffer]) if access.buffer in slots else access
+        return access._replace(buffer=slots[access.buffer]) if access.buffer in slots else access

@@ -15,7 +15,6 @@ taken up again in the next, which adds to it: terms are summed in the same order
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal
 
 from megatrain.schedule.contents import USED, Gradient
@@ -65,10 +64,10 @@ class Gradients:
         """One more call adds to the gradient of `unit`: it reads the sum so far, and writes the next."""
         place = self.sum(unit)
         if self._terms[unit]:
-            reads.append(replace(place, content=Gradient(unit, terms=self._terms[unit])))
+            reads.append(place._replace(content=Gradient(unit, terms=self._terms[unit])))
         self._terms[unit] += 1
         terms = None if self.is_whole(unit) else self._terms[unit]
-        writes.append(replace(place, content=Gradient(unit, terms=terms)))
+        writes.append(place._replace(content=Gradient(unit, terms=terms)))
 
     def sum(self, unit: int) -> Access:
         """Where the gradient of a unit is summed: in a slot, or where it stays."""
@@ -88,7 +87,7 @@ class Gradients:
         """Where the update finds the gradient of a unit."""
         nbytes = self._trained[unit].own_size * self._numerics.grad_nbytes
         if self._used_in_slot(unit):
-            return replace(self.sum(unit), content=Gradient(unit, version))
+            return self.sum(unit)._replace(content=Gradient(unit, version))
         tier: Tier = "device" if self.on_device[unit] else "host"
         waits = self._policy.update != "during_backward"
         name = state_name(tier, Part.GRADIENTS, unit) if waits else self._in_turns(unit, tier)
@@ -108,7 +107,7 @@ class Gradients:
         if stays or not self._trained[unit].size:
             return []
         content = Gradient(unit, terms=self._terms[unit])
-        total, each = replace(self.sum(unit), content=content), self._each[unit]
+        total, each = self.sum(unit)._replace(content=content), self._each[unit]
         tier: Tier = "device" if self._policy.placement(unit).on_device else "host"
         size = total.stop - total.start
         own = Buffer(f"{tier}/gradient_sums/{unit}", tier, size, Use.PARTIAL_GRADIENTS, part=Part.GRADIENTS, unit=unit)
@@ -117,7 +116,7 @@ class Gradients:
         ops = []
         for shard in self._shards(unit):
             start, stop = shard.start * each, shard.stop * each
-            inside = replace(total, start=total.start + start, stop=total.start + stop)
+            inside = total._replace(start=total.start + start, stop=total.start + stop)
             outside = self._pinned_staging.at("sums", unit, shard.index, Access(name, start, stop, content))
             read, write = (inside, outside) if kind == "GRAD" else (outside, inside)
             ops.append(Op(kind, stream, unit, shard=shard.index, reads=(read,), writes=(write,)))
@@ -132,8 +131,8 @@ class Gradients:
         crosses = not (self._policy.shares_memory or self.on_device[unit])
         ops = []
         for shard in self._shards(unit):
-            read = replace(total, start=total.start + shard.start * each, stop=total.start + shard.stop * each)
-            write = replace(landed, start=shard.start * out // ranks, stop=shard.stop * out // ranks)  # the own part
+            read = total._replace(start=total.start + shard.start * each, stop=total.start + shard.stop * each)
+            write = landed._replace(start=shard.start * out // ranks, stop=shard.stop * out // ranks)  # the own part
             writes = [self._pinned_staging.at("grad", unit, shard.index, write)]
             if each != out and crosses and ranks == 1:
                 writes.append(self._cast(write.stop - write.start))

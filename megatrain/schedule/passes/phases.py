@@ -85,7 +85,7 @@ def _phases(
     for phase, window in enumerate(windows):
         own = [access for access in call.reads if access.content == Weights(call.unit)]
         reads = [access for access in call.reads if not _is_gradient(access) and access not in own]
-        reads += [replace(each, start=each.start + a, stop=each.start + b) for each in own for a, b in window]
+        reads += [each._replace(start=each.start + a, stop=each.start + b) for each in own for a, b in window]
         writes = [access for access in call.writes if not _is_gradient(access)] if phase == count - 1 else []
         for total in (access for access in call.writes if _is_gradient(access) and phase >= sums_from):
             done = max(0, phase - turn)
@@ -95,7 +95,7 @@ def _phases(
             else:
                 reads.append(_under_way(total, left.stop if left else total.stop))
             writes += _sums(total, left if phase >= turn else None, last=phase == count - 1)
-        found.append(replace(call, shard=phase, reads=tuple(reads), writes=tuple(writes), share=shares[phase]))
+        found.append(call._replace(shard=phase, reads=tuple(reads), writes=tuple(writes), share=shares[phase]))
     return found
 
 
@@ -180,13 +180,13 @@ def _sums(total: Access, left: Access | None, *, last: bool) -> list[Access]:
     """What a phase leaves of a gradient: `left` complete, what comes behind it not yet."""
     if left is None:
         return [total if last else _under_way(total, total.stop)]
-    complete = replace(total, start=left.start, stop=left.stop)
+    complete = total._replace(start=left.start, stop=left.stop)
     return [complete] if last else [complete, _under_way(total, left.start)]
 
 
 def _under_way(total: Access, stop: int) -> Access:
     assert isinstance(total.content, Gradient)
-    return replace(total, stop=stop, content=replace(total.content, changing=True))
+    return total._replace(stop=stop, content=replace(total.content, changing=True))
 
 
 def _is_gradient(access: Access) -> bool:
@@ -247,7 +247,7 @@ def whole(phases: Sequence[Op]) -> Op:
     """The call of which these are the phases."""
     reads = _hulls(access for op in phases for access in op.reads)
     writes = _hulls(access for op in phases for access in op.writes)
-    return replace(phases[0], shard=-1, reads=reads, writes=writes, share=1.0)
+    return phases[0]._replace(shard=-1, reads=reads, writes=writes, share=1.0)
 
 
 def _hulls(accesses: Iterable[Access]) -> tuple[Access, ...]:
@@ -257,5 +257,5 @@ def _hulls(accesses: Iterable[Access]) -> tuple[Access, ...]:
         if not (isinstance(access.content, Gradient) and access.content.changing):
             known = found.get((access.buffer, access.content), access)
             start, stop = min(known.start, access.start), max(known.stop, access.stop)
-            found[access.buffer, access.content] = replace(access, start=start, stop=stop)
+            found[access.buffer, access.content] = access._replace(start=start, stop=stop)
     return tuple(found.values())

@@ -19,7 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from megatrain.schedule.contents import Weights
 from megatrain.schedule.ops import Access, Buffer, Op, Use, declare
@@ -154,7 +154,7 @@ class Prefetch:
         """The op with the places of weights filled in."""
         if not any(access.buffer == IN_SLOT for access in op.reads):
             return op
-        return replace(op, reads=tuple(self._in_slot(access, visit) for access in op.reads))
+        return op._replace(reads=tuple(self._in_slot(access, visit) for access in op.reads))
 
     def _in_slot(self, access: Access, visit: Visit) -> Access:
         if access.buffer != IN_SLOT or not isinstance(access.content, Weights):
@@ -196,7 +196,7 @@ class Prefetch:
             here = max(self._earliest, self._placed_by(start, stop))
             if stop > self._policy.read_ahead_nbytes or here >= max(self._earliest, free[shard.index]):
                 break
-            ahead = replace(there, buffer=READ_AHEAD, start=start, stop=stop)
+            ahead = there._replace(buffer=READ_AHEAD, start=start, stop=stop)
             self._put(visit, shard, ahead, here)
             placed[shard.index] = Op("PLACE", "compute", visit.unit, shard=shard.index, reads=(ahead,), writes=(there,))
             start = stop

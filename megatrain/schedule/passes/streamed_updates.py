@@ -16,7 +16,6 @@ their turn (`build`, `prefetch`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from megatrain.schedule.contents import USED, Content, LowBits, Moments, Scratch, Weights
 from megatrain.schedule.ops import Access, Buffer, Op, Use, declare
@@ -91,7 +90,7 @@ class StreamedUpdates:
             found.append(self._update(unit, number, gradient, here[: len(new)], fresh, (stop - start) / size))
             if place is not None:
                 each = self._numerics.weight_nbytes
-                there = replace(place, start=place.start + start * each, stop=place.start + stop * each)
+                there = place._replace(start=place.start + start * each, stop=place.start + stop * each)
                 found.append(Op("PLACE", "grad", unit, shard=number, reads=(fresh[0],), writes=(there,)))
             found.append(Op("OFFLOAD", "grad", unit, shard=number, reads=tuple(fresh), writes=tuple(new)))
             self._pieces, number = self._pieces + 1, number + 1
@@ -101,11 +100,11 @@ class StreamedUpdates:
         self, unit: int, number: int, gradient: Access, here: Sequence[Access], fresh: Sequence[Access], share: float
     ) -> Op:
         """Of one piece, in place; at its share of the price of the whole update."""
-        reads, writes = ([*state[:-2], replace(state[-2], stop=state[-1].stop)] for state in (here, fresh))
+        reads, writes = ([*state[:-2], state[-2]._replace(stop=state[-1].stop)] for state in (here, fresh))
         elements = (gradient.stop - gradient.start) // self._numerics.grad_nbytes
         workspace = CHUNK_NBYTES * min(CHUNK, elements)
         beside = Buffer("device/update_workspace", "device", workspace, Use.UPDATE_WORKSPACE, arena=False)
-        writes += [replace(gradient, content=USED)]
+        writes += [gradient._replace(content=USED)]
         writes += [Access(declare(self._buffers, beside), 0, workspace, Scratch("update"))]
         norm = [] if here[0].content == Weights(unit, "old") else [self._state.norm(unit)]
         return Op(
@@ -129,7 +128,7 @@ class StreamedUpdates:
     def _gradient(self, unit: int, start: int, stop: int, version: str) -> Access:
         """Where elements [start, stop) of a unit's gradient wait for its update."""
         whole, each = self._gradients.landed(unit, version), self._numerics.grad_nbytes
-        return replace(whole, start=whole.start + start * each, stop=whole.start + stop * each)
+        return whole._replace(start=whole.start + start * each, stop=whole.start + stop * each)
 
 
 def _one_behind_the_other(slot: str, homes: Sequence[Access]) -> list[Access]:
@@ -137,5 +136,5 @@ def _one_behind_the_other(slot: str, homes: Sequence[Access]) -> list[Access]:
     found: list[Access] = []
     for home in homes:
         start = found[-1].stop if found else 0
-        found.append(replace(home, buffer=slot, start=start, stop=start + home.stop - home.start))
+        found.append(home._replace(buffer=slot, start=start, stop=start + home.stop - home.start))
     return found
