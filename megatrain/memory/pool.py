@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -244,7 +243,7 @@ class Pool:
         old = self._buffers[before]
         if before in self._absent:
             self._bring_back(before)
-        self.provide([replace(old, name=after, tier=tier)])
+        self.provide([old._replace(name=after, tier=tier)])
         try:
             if tier == "host" and old.tier == "disk":
                 self._disk.read(before, self._memory[after])

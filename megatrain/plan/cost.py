@@ -425,6 +425,7 @@ class _Prices:
         self.work, self.hardware = work, hardware
         self._known: dict[tuple[object, ...], float] = {}
         self._shapes: dict[object, int] = {}
+        self._lowest = model.lowest_trained
         self._shape_of: dict[int, int] = {}
         """Unit -> number of its shape: quicker to look up than the shape itself."""
         self._copies = hardware.device_bandwidth or float("inf")
@@ -465,7 +466,7 @@ class _Prices:
         if op.unit not in self._shape_of:
             self._shape_of[op.unit] = self._shapes.setdefault(shape_of(unit), len(self._shapes))
         shape = self._shape_of[op.unit]
-        key = op.kind, shape, tokens, kept, first, op.unit > self.model.lowest_trained
+        key = op.kind, shape, tokens, kept, first, op.unit > self._lowest
         if key not in self._known:
             self._known[key] = self.work.repeats * self._compute(op, unit, tokens, kept)
             self._known[key] += self._fresh_nbytes(op, tokens) / self._fresh

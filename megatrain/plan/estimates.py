@@ -123,12 +123,13 @@ class StepPrices:
         is_late = _passes(timeline)
         for op, start, end in zip(timeline.schedule.ops, timeline.starts, timeline.ends, strict=True):
             alone = self.seconds(op) if self.shared is not NO_CONTENTION else end - start
+            behind = is_late(start)
             for stream, spent in (
                 (op.stream, alone),
                 (DRAM, self.shared.dram_nbytes(op) / self.shared.host_dram_bandwidth),
             ):
                 busy[stream] += spent  # type: ignore[assignment]
-                late[stream] += spent if is_late(start) else 0.0  # type: ignore[assignment]
+                late[stream] += spent if behind else 0.0  # type: ignore[assignment]
         return busy, late
 
 
@@ -150,11 +151,23 @@ def _passes(timeline: Timeline) -> Callable[[float], bool]:
     return is_late
 
 
+def _once_for_each(price: Callable[[Op], float]) -> Callable[[Op], float]:
+    """The price, asked for once for each op: a replay wants it, and then what streams have to do."""
+    known: dict[int, tuple[Op, float]] = {}  # by `id`, with the op, so that no other has its `id`
+
+    def seconds(op: Op) -> float:
+        if id(op) not in known:
+            known[id(op)] = op, price(op)
+        return known[id(op)][1]
+
+    return seconds
+
+
 def prices(question: Question, choice: Choice, work: Work) -> StepPrices:
     """Of a step of the question's model."""
     model, hardware = question.model, question.hardware
     seconds = op_seconds(model, choice.numerics, choice.policy, work, hardware, question.calibration)
-    return StepPrices(seconds, contention(model, choice.numerics, hardware), hardware.shares_memory)
+    return StepPrices(_once_for_each(seconds), contention(model, choice.numerics, hardware), hardware.shares_memory)
 
 
 def _replayed(

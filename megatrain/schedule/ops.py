@@ -76,8 +76,7 @@ class Use(StrEnum):
     BACKWARD_WORKSPACE = "backward workspace"
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
+class Buffer(NamedTuple):
     """Memory of one tier, under a name that tells buffers apart and that nobody takes apart."""
 
     name: str
@@ -160,7 +159,7 @@ class Op(NamedTuple):
     def nbytes(self) -> int:
         """Of a copy, what crosses the bus or reaches the disk, which is what it writes first; 0 of any other op."""
         copied = self.writes[: len(self.reads)] if self.kind in COPIES else ()
-        return sum(access.stop - access.start for access in copied)
+        return sum([access.stop - access.start for access in copied])
 
     @property
     def form(self) -> tuple[object, ...]:

@@ -92,28 +92,30 @@ class StreamClock:
         later = inf
         for stream in sorted(self._idle):
             piece = self._queues[stream][0]
-            missing = next((each for each in piece.waits if each.ended == inf), None)
-            if missing is not None:
-                self._blocked.setdefault(id(missing), []).append(stream)
+            missing = [each for each in piece.waits if each.ended == inf]
+            if missing:
+                self._blocked.setdefault(id(missing[0]), []).append(stream)
             elif piece.submitted > self._now:
                 later = min(later, piece.submitted)
                 continue
             else:
-                ready = max((piece.submitted, *(each.ended for each in piece.waits)))
+                ready = max([piece.submitted, *[each.ended for each in piece.waits]])
                 piece.began = self._now
                 piece.stalled = max(0.0, ready - max(self._free.get(stream, 0.0), piece.submitted))
-                self._under_way[stream] = _UnderWay(piece, self._now, piece.seconds)
+                self._under_way[stream] = _UnderWay(
+                    piece, piece.dram_rate, self._now, piece.seconds, self._now + piece.seconds
+                )
             self._idle.discard(stream)
         return later
 
     def _advance(self, latest: float) -> None:
         """To the next end of a piece, or to `latest`."""
+        busy = self._under_way
         for stream, speed in self._speeds().items():
-            self._under_way[stream].go_on(self._now, speed)
-        self._now = min(latest, min(each.ends for each in self._under_way.values()))
-        for stream, each in list(self._under_way.items()):
-            if each.ends <= self._now:
-                self._end(stream, each.piece)
+            busy[stream].go_on(self._now, speed)
+        self._now = min([latest, *[each.ends for each in busy.values()]])
+        for each in [each for each in busy.values() if each.ends <= self._now]:
+            self._end(each.piece.stream, each.piece)
 
     def _end(self, stream: str, piece: TimedTask) -> None:
         piece.ended = self._free[stream] = self._now
@@ -129,7 +131,7 @@ class StreamClock:
         """Of each stream with work under way, over what it has alone."""
         busy = self._under_way
         speeds = {stream: self._duplex.get(stream, 1.0) if OPPOSITE.get(stream) in busy else 1.0 for stream in busy}
-        wanted = sum(busy[stream].piece.dram_rate * speed for stream, speed in speeds.items())
+        wanted = sum([busy[stream].dram_rate * speed for stream, speed in speeds.items()])
         if wanted > self._dram:
             for stream in busy:
                 speeds[stream] *= self._dram / wanted if busy[stream].piece.dram_nbytes else 1.0
@@ -141,16 +143,15 @@ class _UnderWay:
     """A piece since its speed last changed: how many of its seconds were left then."""
 
     piece: TimedTask
+    dram_rate: float
     since: float
     left: float
+    ends: float
     speed: float = 1.0
-
-    @property
-    def ends(self) -> float:
-        return self.since + self.left / self.speed
 
     def go_on(self, now: float, speed: float) -> None:
         """From now on at another speed."""
         if speed != self.speed:
             self.left = max(0.0, self.left - (now - self.since) * self.speed)
             self.since, self.speed = now, speed
+            self.ends = now + self.left / speed

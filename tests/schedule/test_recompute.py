@@ -142,7 +142,7 @@ def inputs_nbytes(schedule: Schedule) -> int:
 
 
 def _emptied(schedule: Schedule, but: set[str]) -> dict[str, object]:
-    return {name: replace(buffer, nbytes=0) for name, buffer in schedule.buffers.items() if name not in but}
+    return {name: buffer._replace(nbytes=0) for name, buffer in schedule.buffers.items() if name not in but}
 
 
 def deep(rows: tuple[tuple[Keep, ...], ...] = (), micros: int = 2, **changes: int) -> Schedule:
