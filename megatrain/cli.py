@@ -7,11 +7,12 @@ traceback means a defect of ours, so any other exception keeps its own.
 from __future__ import annotations
 
 import difflib
+import os
 import platform
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -99,6 +100,7 @@ def _train(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Dotted keys to set, train.steps=100 say.")
     ] = None,
     keys: Annotated[bool, typer.Option("--keys", help="List every key of CONFIG with its default, and leave.")] = False,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes that share the model, one for each GPU here.")] = 1,
 ) -> None:
     """Train a model as CONFIG says."""
     from megatrain.config import describe_keys, let_idle_threads_sleep, load_config
@@ -110,12 +112,23 @@ def _train(
     if config is None:
         raise ConfigError("which CONFIG?", where="megatrain train", fix="try configs/quickstart.yaml")
     checked = load_config(config, overrides or ())
+    if ranks > 1:
+        _become_torchrun(ranks, "train", config, *(overrides or ()))
     let_idle_threads_sleep()
     from rich.console import Console
 
     from megatrain.run.training import run_training
 
     run_training(checked, Console(highlight=False))
+
+
+def _become_torchrun(ranks: int, *arguments: str) -> NoReturn:
+    """Go on as `torchrun`, which starts so many processes with these arguments here and passes signals on."""
+    from megatrain.config import refuse_several_processes
+
+    refuse_several_processes("--ranks")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "megatrain"]
+    os.execv(sys.executable, [sys.executable, *torchrun, *arguments])
 
 
 AdapterName = Annotated[

@@ -22,19 +22,21 @@ from tests.run.test_training import configuration, lines, losses, train
 ROOT = Path(__file__).parents[2]
 
 
-def start(ranks: int, config: Config, *overrides: str) -> subprocess.Popen[str]:
+def start(ranks: int, config: Config, *overrides: str, wrapped: bool = False) -> subprocess.Popen[str]:
+    """wrapped: by `--ranks`."""
     path = config.folder.parent / "config.yaml"
     save_config(config, path)
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
-    command = [sys.executable, *torchrun, "-m", "megatrain", "train", str(path), *overrides]
+    command = [sys.executable, *(() if wrapped else torchrun), "-m", "megatrain", "train", str(path), *overrides]
+    command += ["--ranks", str(ranks)] if wrapped else []
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
 
 
-def run(ranks: int, config: Config, *overrides: str) -> str:
+def run(ranks: int, config: Config, *overrides: str, wrapped: bool = False) -> str:
     """What they tell the person."""
-    process = start(ranks, config, *overrides)
+    process = start(ranks, config, *overrides, wrapped=wrapped)
     said, _ = process.communicate(timeout=240)
     assert process.returncode == 0, said
     return said
@@ -49,7 +51,7 @@ def shared(tmp_path: Path, name: str, **train_: Any) -> Config:
 def test_ranks_leave_the_folder_of_one_and_its_losses(tmp_path: Path) -> None:
     one, two = shared(tmp_path, "one"), shared(tmp_path, "two")
     train(one)
-    said = run(2, two)
+    said = run(2, two, wrapped=True)
     assert losses(two.folder) == pytest.approx(losses(one.folder), rel=1e-6)
     alone, many = ([line for line in lines(each.folder) if line["event"] != "replanned"] for each in (one, two))
     assert [line["event"] for line in many] == [line["event"] for line in alone]

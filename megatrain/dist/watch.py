@@ -1,0 +1,120 @@
+"""Ranks that look after each other: of one that dies or fails, all others hear at once, and end with a line about it.
+
+Each has a connection to the first, which passes on what it hears. The system closes it when a process ends, whatever
+ends it, so nobody waits for a time to pass; and over it a rank says what it is at, and why it fails. A rank that hears
+of another in the middle of something else is ended from a thread. Left out: one that stands still, or a machine that
+is gone without a word, for which the process groups have their time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from contextlib import suppress
+
+from megatrain.dist.world import World
+from megatrain.errors import RankError, first_line, typed_line
+
+SECONDS = 60.0
+"""For all to connect, once they are there."""
+GRACE_SECONDS = 2.0
+"""In which a rank that hears of another's end leaves by itself; and in which one that misses another hears of it."""
+ENDED = 1
+"""Exit code of a rank that is ended from its thread."""
+
+
+class Watch:
+    """This rank's connection to the others. address: of the machine of the first. Raises `RankError`."""
+
+    def __init__(self, world: World, address: str) -> None:
+        self._rank, self._size = world.rank, world.size
+        self._at = ["the beginning"] * world.size
+        self._line, self._heard, self._leaves = "", threading.Event(), threading.Event()
+        self._lock = threading.Lock()
+        listener = socket.create_server(("", 0)) if world.rank == 0 else None
+        port = world.exchange("where ranks look after each other", listener and listener.getsockname()[1])[0]
+        try:
+            self._others = self._accepted(listener) if listener else {0: self._connected(address, int(port or 0))}
+        except OSError as error:
+            raise RankError(f"cannot be reached ({first_line(error)})", where=f"rank 0 at {address}") from error
+        finally:
+            if listener is not None:
+                listener.close()
+        for rank, other in self._others.items():
+            name = f"megatrain-watch-{rank}"
+            threading.Thread(target=self._listen, args=(rank, other), name=name, daemon=True).start()
+
+    def at(self, what: str) -> None:
+        """What this rank is at from now on, in words for a line about its end."""
+        self._at[self._rank] = what
+        self._tell({"at": what})
+
+    def failed(self, error: BaseException) -> BaseException:
+        """Tell the others why this rank ends; or, where it ends for another, what has become of that one."""
+        if isinstance(error, RankError) and self._heard.wait(GRACE_SECONDS):
+            self._leaves.set()
+            return RankError(self._line)
+        self._leaves.set()
+        self._tell({"failed": typed_line(error)})
+        return error
+
+    def close(self) -> None:
+        """This rank has ended well, or has said why not."""
+        self._leaves.set()
+        self._tell({"done": True})
+        for other in self._others.values():
+            other.close()
+
+    def _accepted(self, listener: socket.socket) -> dict[int, socket.socket]:
+        listener.settimeout(SECONDS)
+        found = {}
+        for _ in range(self._size - 1):
+            other, _ = listener.accept()
+            other.settimeout(SECONDS)
+            found[int.from_bytes(other.recv(4, socket.MSG_WAITALL), "little")] = other
+            other.settimeout(None)
+        return found
+
+    def _connected(self, address: str, port: int) -> socket.socket:
+        first = socket.create_connection((address, port), timeout=SECONDS)
+        first.settimeout(None)
+        first.sendall(self._rank.to_bytes(4, "little"))
+        return first
+
+    def _tell(self, message: dict[str, object]) -> None:
+        line = json.dumps(message).encode() + b"\n"
+        with self._lock:
+            for other in self._others.values():
+                with suppress(OSError):  # its own thread hears of that
+                    other.sendall(line)
+
+    def _listen(self, rank: int, other: socket.socket) -> None:
+        """On a thread for each connection."""
+        line = "was killed, or its machine is gone"
+        with suppress(OSError), other.makefile("r") as said:
+            for each in said:
+                message = json.loads(each)
+                if "done" in message:
+                    return
+                if "over" in message:
+                    return self._end(message["over"])
+                if "failed" in message:
+                    line = message["failed"]
+                    break
+                self._at[rank] = message["at"]
+        if not self._leaves.is_set():
+            self._end(f"rank {rank} of {self._size}, at {self._at[rank]}: {line}")
+
+    def _end(self, line: str) -> None:
+        with self._lock:
+            if self._heard.is_set():
+                return
+            self._line = line
+            self._heard.set()
+        if self._rank == 0:
+            self._tell({"over": line})
+        if not self._leaves.wait(GRACE_SECONDS):
+            os.write(2, f"error: {line}\n".encode())
+            os._exit(ENDED)
