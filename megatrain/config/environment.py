@@ -40,6 +40,8 @@ class Launch:
     size: int
     local_rank: int
     local_size: int = 1
+    address: str = ""
+    """Of the machine of the first."""
 
 
 def let_idle_threads_sleep() -> None:
@@ -78,7 +80,7 @@ def find_launch() -> Launch | None:
             raise _told_to_torchrun(ConfigError(what, where="environment", fix=fix))
     on_machine = re.match(r"\d+", os.environ.get(LOCAL_SIZES[launcher], ""))  # of srun 4(x2) on each of two
     local_size = int(on_machine[0]) if on_machine else 1
-    return Launch(int(needed[rank_name]), size, int(numbers[local_name]), local_size)
+    return Launch(int(needed[rank_name]), size, int(numbers[local_name]), local_size, needed["MASTER_ADDR"])
 
 
 def _launcher() -> str | None:

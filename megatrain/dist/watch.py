@@ -15,7 +15,7 @@ import threading
 from contextlib import suppress
 
 from megatrain.dist.world import World
-from megatrain.errors import RankError, first_line, typed_line
+from megatrain.errors import MegaTrainError, RankError, first_line, typed_line
 
 SECONDS = 60.0
 """For all to connect, once they are there."""
@@ -57,7 +57,8 @@ class Watch:
             self._leaves.set()
             return RankError(self._line)
         self._leaves.set()
-        self._tell({"failed": typed_line(error)})
+        line = str(error) if isinstance(error, MegaTrainError) else typed_line(error)
+        self._tell({"failed": line})
         return error
 
     def close(self) -> None:

@@ -7,7 +7,8 @@ part of the state; it knows no link between devices. Left out: who starts the ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -18,11 +19,13 @@ from megatrain.checkpoint import Checkpoint, open_checkpoint
 from megatrain.config import Config, find_launch
 from megatrain.dist import ALONE, World
 from megatrain.dist.processes import join
+from megatrain.dist.watch import Watch
 from megatrain.errors import ConfigError
 from megatrain.losses import LossFn
 from megatrain.plan import Plan, Question, available_threads, find_plan
 from megatrain.spec import Policy
 from megatrain.train.engine import Engine, StepOutput
+from megatrain.train.events import Ended, Event, Resumed, Skipped, Stepped
 from megatrain.train.loop import MicroBatches
 
 T = TypeVar("T")
@@ -44,6 +47,35 @@ class Ranks:
     world: World = ALONE
     local_rank: int = 0
     local_size: int = 1
+    watch: Watch | None = None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """In the block, the others hear of it if this rank fails, and this one of them. Raises `RankError`."""
+        if self.watch is None:
+            yield
+            return
+        try:
+            yield
+        except BaseException as error:
+            told = self.watch.failed(error)
+            if told is error:
+                raise
+            raise told from error
+        finally:
+            self.watch.close()
+
+    def at(self, what: str) -> None:
+        """What this rank is at from now on."""
+        if self.watch is not None:
+            self.watch.at(what)
+
+    def follow(self, event: Event) -> None:
+        """A watcher, for what a step is at."""
+        if isinstance(event, Stepped | Skipped | Resumed):
+            self.at(f"step {event.step + 1:,}")
+        elif isinstance(event, Ended):
+            self.at("the end")
 
     @property
     def alone(self) -> bool:
@@ -135,7 +167,8 @@ def joined(config: Config) -> Ranks:
         return Ranks()
     refuse_what_ranks_lack(config)
     world = join(launch.rank, launch.size, "cuda" if config.train.device.startswith("cuda") else "cpu")
-    ranks = Ranks(world, launch.local_rank, max(launch.local_size, launch.local_rank + 1))
+    local_size = max(launch.local_size, launch.local_rank + 1)
+    ranks = Ranks(world, launch.local_rank, local_size, Watch(world, launch.address))
     torch.set_num_threads(ranks.threads)  # torchrun asks for one
     return ranks
 

@@ -116,6 +116,11 @@ def run_training(config: Config, console: Console) -> Path:
     Raises a `MegaTrainError` for whatever is wrong, `NonFinite` for training that diverged among it.
     """
     ranks = joined(config)
+    with ranks.watched():
+        return _trained(config, console, ranks)
+
+
+def _trained(config: Config, console: Console, ranks: Ranks) -> Path:
     folder, console = config.folder, console if ranks.leads else Console(file=io.StringIO())
     say = partial(warn, console)
     refuse_missing(config.output.trackers)
@@ -149,6 +154,7 @@ def run_training(config: Config, console: Console) -> Path:
         feed = Feed(corpus.loader)
         if taken is not None:
             resume.take_up_data(feed, taken, config, say)
+        ranks.at("loading the model")
         with loading(console, "loading the model") as progress:
             engine = stack.enter_context(_engine(config, source, ported, plan, device, taken, progress, ranks.world))
         if ranks.leads:
@@ -162,7 +168,7 @@ def run_training(config: Config, console: Console) -> Path:
             engine.trace(config.trace_file)
         checkpoints = _checkpoints(config, engine, feed, tokenizer, plan)
         facts = _show(config, engine, source, corpus, plan, console)
-        run = _Run(engine, corpus, feed, checkpoints, tokenizer, plan, facts, claim)
+        run = _Run(engine, corpus, feed, checkpoints, tokenizer, plan, facts, claim, ranks)
         ended = _train(config, run, taken, stack, console)
         if ended.step < config.train.steps and config.checkpoint.every:
             checkpoints.refuse_unsaved(ended.step)
@@ -197,6 +203,7 @@ class _Run:
     plan: Plan
     facts: Sequence[tuple[str, str]]
     claim: Claim
+    ranks: Ranks
 
 
 # Before training ---------------------------------------------------------------------------------------------------
@@ -404,12 +411,14 @@ def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack
         run.claim.make(config.checkpoints)
     watchers: list[Watcher] = [Progress(console, train_.log_every), checkpoints]
     start = 0 if taken is None else int(resume.facts_of(taken)["step"])
+    run.ranks.at(f"step {start + 1:,}")
     if engine.world.rank == 0:
         watchers = [*_open_watchers(config, taken, stack, console), checkpoints]
         watchers.append(stack.enter_context(_health(config, engine, stop, console)))
         if config.trace is None:
             with suppress(ConfigError):  # nobody has asked for it
                 engine.trace(config.folder / TRACE, steps=1)
+    watchers.append(run.ranks.follow)
     _tell(watchers, foreseen(run.plan, engine, run.facts, start))
     if taken is not None:
         _tell(watchers, Resumed(start, train_.steps, str(taken.folder)))

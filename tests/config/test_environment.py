@@ -63,10 +63,10 @@ def test_each_of_several_processes_finds_its_rank(launcher: str, monkeypatch: py
     size, rank, local = LAUNCHERS[launcher]
     for name, value in {size: "16", rank: "9", local: "1", **MEETING}.items():
         monkeypatch.setenv(name, value)
-    assert find_launch() == Launch(rank=9, size=16, local_rank=1)
+    assert find_launch() == Launch(rank=9, size=16, local_rank=1, address="somewhere")
     monkeypatch.delenv(local)  # one process on each machine
     monkeypatch.setenv(LOCAL_SIZES[launcher], "8")
-    assert find_launch() == Launch(rank=9, size=16, local_rank=0, local_size=8)
+    assert find_launch() == Launch(rank=9, size=16, local_rank=0, local_size=8, address="somewhere")
 
 
 @pytest.mark.parametrize("name", ["RANK", "MASTER_ADDR", "MASTER_PORT"])

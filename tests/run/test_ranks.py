@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.checkpoint import open_checkpoint
+from megatrain.checkpoint import checkpoints, open_checkpoint
 from megatrain.config import Config, save_config
 from megatrain.errors import ConfigError
 from megatrain.run.ranks import refuse_what_ranks_lack
@@ -105,3 +107,76 @@ def test_what_several_ranks_lack_is_refused_by_its_key(
     config = configuration(tmp_path, **{section: values})
     with pytest.raises(ConfigError, match=told):
         refuse_what_ranks_lack(config)
+
+
+def begin(ranks: int, config: Config, *overrides: str) -> list[subprocess.Popen[str]]:
+    """Ranks that nothing looks after but they themselves."""
+    path = config.folder.parent / "config.yaml"
+    save_config(config, path)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "megatrain", "train", str(path), *overrides]
+    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    found = []
+    for rank in range(ranks):
+        numbers = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
+        environment = {**os.environ, **meeting, **{name: str(number) for name, number in numbers.items()}}
+        found.append(subprocess.Popen(command, env=environment, **pipes))
+    return found
+
+
+def killed(processes: list[subprocess.Popen[str]], config: Config, chance: random.Random) -> None:
+    """Kill one once there is a step more; the others end by themselves, each with a line about it."""
+    metrics = config.folder / "metrics.jsonl"
+    before = len(losses(config.folder)) if metrics.exists() else 0
+    victim = chance.randrange(len(processes))
+    try:
+        while not (metrics.exists() and len(losses(config.folder)) > before):
+            assert all(process.poll() is None for process in processes)
+            time.sleep(0.05)
+        time.sleep(chance.random() * 0.3)
+        processes[victim].kill()
+        ends = time.monotonic() + 5
+        for rank, process in enumerate(processes):
+            _, said = process.communicate(timeout=max(0.1, ends - time.monotonic()))
+            if rank != victim:
+                told = [line for line in said.splitlines() if line.startswith("error: ")]
+                assert len(told) == 1
+                assert re.match(rf"error: rank {victim} of {len(processes)}, at .*: was killed", told[0])
+                assert process.returncode != 0
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(30, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_a_killed_rank_is_named_by_the_others_and_any_number_goes_on_as_if_nothing_was(
+    tmp_path: Path, kills: int
+) -> None:
+    chance = random.Random(kills)
+    steps = {"lr_scheduler": "constant", "warmup_steps": 0, "eval_every": 0, "sample_tokens": 0}
+    many = shared(tmp_path, "many", steps=100_000, **steps)
+    many = many.model_copy(update={"checkpoint": many.checkpoint.model_copy(update={"every": 1})})
+    for kill in range(kills):
+        killed(begin((3, 2, 4)[kill % 3], many, "resume=auto"), many, chance)
+        for folder in checkpoints(many.checkpoints):
+            open_checkpoint(folder)  # raises for a torn one
+    done = len(losses(many.folder)) + 2
+    run(2, many, "resume=auto", f"train.steps={done}")
+    one = shared(tmp_path, "one", steps=done, **steps)
+    train(one)
+    assert losses(many.folder) == pytest.approx(losses(one.folder), rel=1e-5)
+
+
+def test_a_rank_that_fails_is_named_by_the_others(tmp_path: Path) -> None:
+    config = shared(tmp_path, "run", steps=100_000)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "logs").write_text("in the way of the second rank")
+    processes = begin(2, config)
+    said = [process.communicate(timeout=60)[1] for process in processes]
+    told = [[line for line in text.splitlines() if line.startswith("error: ")] for text in said]
+    path = tmp_path / "run" / "logs"
+    assert told == [
+        [f"error: rank 1 of 2, at loading the model: {path}/rank-1.log: cannot be written (File exists)"],
+        [f"error: {path}/rank-1.log: cannot be written (File exists)"],
+    ]
