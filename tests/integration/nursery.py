@@ -64,6 +64,8 @@ def measure(tree: dict[str, Any], known: set[tuple[str, bool]]) -> None:
     from megatrain.model import port_model
     from megatrain.model.skeleton import blueprint
 
+    if "config" not in tree["model"]:  # a folder's, which the child measures
+        return
     config = Config.model_validate(tree)
     saved = checkpoints(config.checkpoints)
     kind = json.dumps(tree["model"]), bool(saved)
@@ -100,6 +102,7 @@ def run(tree: dict[str, Any], place: str | None, count: float, said: str) -> int
 
 def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
+    import peft  # noqa: F401
     import torch
     import transformers.models.llama.modeling_llama  # noqa: F401  # what a run imports when it gets there
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatrain import Policy
 from megatrain.plan import available_threads
@@ -91,6 +93,9 @@ def configuration(folder: Path, name: str, host: int | None, **changed: Any) -> 
         "output": {"folder": str(folder / name), "trackers": [], "verify_export": False},
         "resume": "auto",
     }
+    if (base := folder / "base").exists():
+        tree["model"] = {"path": str(base), "verify": False}
+        tree["adapter"] = {"type": "lora", "r": 4, "alpha": 8, "dropout": 0.1, "target_modules": "all-linear"}
     if host is not None:
         tree["disk"] = {"folders": [str(folder)]}
         tree["memory"] = {"host": host}
@@ -101,7 +106,8 @@ def result(folder: Path) -> tuple[list[tuple[int, float]], bytes]:
     """Step and loss of each step in turn, and the weights, as bytes."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [(line["step"], line["loss"]) for line in lines if line["event"] == "stepped"]
-    return losses, (folder / "model" / "model.safetensors").read_bytes()
+    (weights,) = (folder / "model").glob("*model.safetensors")  # of an adapter, or of all
+    return losses, weights.read_bytes()
 
 
 def least_host(nursery: Nursery, folder: Path) -> int:
@@ -154,6 +160,16 @@ def survive(nursery: Nursery, folder: Path, disk: bool, draw: random.Random, kil
 def test_a_killed_run_goes_on_bit_for_bit(nursery: Nursery, tmp_path: Path, disk: bool) -> None:
     """Dropout, shuffled data, and now and then another policy after the kill."""
     survive(nursery, tmp_path, disk, random.Random(int(disk)), kills=2)
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+def test_a_killed_run_of_an_adapter_goes_on_bit_for_bit(nursery: Nursery, tmp_path: Path, kills: int) -> None:
+    """Of its dropout too."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**BYTE_LLAMA)).save_pretrained(tmp_path / "base")
+    met = survive(nursery, tmp_path, disk=False, draw=random.Random(7), kills=kills)
+    assert (tmp_path / "straight" / "model" / "adapter_model.safetensors").exists()
+    assert sum(met.values()) == kills
 
 
 @pytest.mark.slow
