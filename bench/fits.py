@@ -1,6 +1,6 @@
 """What fits on which machine: known models on described machines, as the planner sees them.
 
-    python -m bench.fits [--docs FILE ...]
+    python -m bench.fits [--adapters] [--docs FILE ...]
 
 Each cell is what `megatrain plan MODEL --hardware NAME` answers: the step is the largest of 65,536 tokens, or half as
 many and so on, that fits, in sequences of 4,096 tokens, with exact gradient clipping and checkpoints. `--docs` replaces
@@ -8,6 +8,9 @@ the table between its marks in the files that are named. Nothing here is measure
 makers' figures, and speeds are replays. The fields of the models are those of their published `config.json`; no
 network is used. It takes six minutes of processor time. It leaves out what limits each step, which `megatrain plan`
 says.
+
+`--adapters` makes another table: for GPUs and sizes of host memory, without a disk, the largest of some bases over
+which `megatrain plan MODEL --adapter lora:16` finds a plan for one sequence. That takes four minutes.
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ from typing import Any
 
 from bench.scaling import filled, most_tokens_that_fit
 from megatrain.commands.plan import LENGTH, TOKENS_PER_STEP, find_model
-from megatrain.plan import Plan, Question, machine
-from megatrain.spec import Hardware, ModelSpec
+from megatrain.errors import DoesNotFit
+from megatrain.plan import Plan, Question, find_plan, machine
+from megatrain.spec import Hardware, Limits, ModelSpec
 
 GB = 10**9
 
@@ -99,13 +103,54 @@ def table() -> list[str]:
     return lines
 
 
+# Bases of adapters ----------------------------------------------------------------------------------------------------
+
+ADAPTER = "lora:16"
+BASES = (
+    "Qwen/Qwen3-4B",
+    "meta-llama/Llama-3.1-8B",
+    "Qwen/Qwen3-14B",
+    "Qwen/Qwen3-32B",
+    "meta-llama/Llama-3.3-70B-Instruct",
+    "openai/gpt-oss-120b",
+    "Qwen/Qwen3-235B-A22B",
+)
+"""Ascending."""
+GPUS = {"8 GB (laptop)": "laptop", "16 GB (RTX 5080)": "rtx-5080", "24 GB (RTX 4090)": "rtx-4090"}
+HOST_GB = (32, 64, 128, 192, 256, 512)
+
+
+def fits(base: ModelSpec, hardware: Hardware) -> bool:
+    try:
+        find_plan(Question(base, hardware, LENGTH, LENGTH, saves=True, limits=Limits(disk_nbytes=0)))
+    except DoesNotFit:
+        return False
+    return True
+
+
+def adapters_table() -> list[str]:
+    lines = [f"| GPU | {' | '.join(f'{gb} GB RAM' for gb in HOST_GB)} |", "|---" * (1 + len(HOST_GB)) + "|"]
+    bases = [find_model(name, "bf16", adapter=ADAPTER) for name in BASES]
+    for gpu, described in GPUS.items():
+        largest, cells = 0, []  # of the bases; more memory never holds less
+        for gb in HOST_GB:
+            hardware = replace(machine(described), host_nbytes=gb * GB)
+            while largest < len(bases) and fits(bases[largest], hardware):
+                largest += 1
+            cells.append(BASES[largest - 1].partition("/")[2] if largest else "none")
+        lines.append(f"| {gpu} | {' | '.join(cells)} |")
+        print(lines[-1], file=sys.stderr, flush=True)
+    return lines
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="what fits on which machine, by the planner")
+    parser.add_argument("--adapters", action="store_true", help="the largest bases of adapters")
     parser.add_argument("--docs", type=Path, nargs="*", default=(), help="files in which to replace the table")
     arguments = parser.parse_args()
-    lines = table()
+    name, lines = ("adapters", adapters_table()) if arguments.adapters else ("machines", table())
     for file in arguments.docs:
-        file.write_text(filled(file.read_text(), {"machines": lines}, by="bench.fits"))
+        file.write_text(filled(file.read_text(), {name: lines}, by="bench.fits"))
     print("\n".join(lines))
     return 0
 
