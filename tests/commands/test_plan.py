@@ -37,6 +37,9 @@ CONFIG = {
     "max_position_embeddings": 2048,
 }
 
+FEW: dict[str, Any] = {"tokens_per_step": 4096, "length": 512}
+"""What plans in a second where tokens are not the question."""
+
 
 @pytest.fixture
 def config(tmp_path: Path) -> str:
@@ -110,7 +113,7 @@ def test_how_the_disk_is_read_is_said_where_the_plan_uses_it(saved: str, tmp_pat
 
 @pytest.mark.usefixtures("plan_alone")
 def test_what_was_not_asked_for_is_not_shown(saved: str) -> None:
-    assert "by memory" not in shown(saved)
+    assert "by memory" not in shown(saved, **FEW)
 
 
 def test_a_saved_plan_can_be_planned_for_again_without_the_model(config: str, tmp_path: Path) -> None:
@@ -283,9 +286,9 @@ def test_what_is_no_amount_of_memory_is_refused(text: str) -> None:
     [
         ({"hardware": "h20"}, PlanError, "no machine is called 'h20'; did you mean h200"),
         ({"hardware": "/no/such.json"}, PlanError, "cannot be read"),
-        ({"device_memory": "40MB"}, DoesNotFit, "device memory"),
+        ({"device_memory": "40MB", **FEW}, DoesNotFit, "device memory"),
         (
-            {"device_memory": "6GB", "host_memory": "10GB", "disk_memory": "0"},
+            {"device_memory": "6GB", "host_memory": "10GB", "disk_memory": "0", **FEW},
             DoesNotFit,
             "of host memory at the least",
         ),
@@ -402,11 +405,11 @@ def test_what_does_not_fit_names_the_upgrade_that_would_help(saved: str) -> None
     with pytest.raises(
         DoesNotFit, match=r"\(disk.folders\) would fit; twice the host memory would make it fit \(\S+ tokens/s\)"
     ):
-        shown(saved, device_memory="6GB", host_memory="12GB", disk_memory="0")
+        shown(saved, device_memory="6GB", host_memory="12GB", disk_memory="0", **FEW)
     with pytest.raises(DoesNotFit, match=r"all 24 GiB of device memory would make it fit \(\S+ tokens/s\)"):
-        shown(saved, device_memory="6GB", host_memory="5GB", disk_memory="0")
+        shown(saved, device_memory="6GB", host_memory="5GB", disk_memory="0", **FEW)
     with pytest.raises(DoesNotFit, match="no single upgrade makes it fit"):
-        shown(saved, device_memory="3GB", host_memory="2GB", disk_memory="0", tokens_per_step=1 << 20)
+        shown(saved, device_memory="3GB", host_memory="2GB", disk_memory="0", tokens_per_step=1 << 17, length=1 << 17)
 
 
 def test_an_unknown_model_is_answered_with_the_nearest(config: str) -> None:
@@ -435,6 +438,6 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(saved: str, tmp_path: 
 
     monkeypatch.setattr(Path, "replace", fail)
     with pytest.raises(ConfigError, match=r"plan.html: cannot be written \(No space left on device\)"):
-        shown(saved, html=str(old))
+        shown(saved, html=str(old), **FEW)
     assert old.read_text() == "old"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["plan.html", "saved.json"]

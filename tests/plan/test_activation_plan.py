@@ -24,7 +24,7 @@ def mixtures(hardware: Hardware) -> tuple[Question, Mixtures]:
     )
 
 
-@pytest.mark.parametrize("bus", [2e8, 1e9, 1e10])
+@pytest.mark.parametrize("bus", [2e8, pytest.param(1e9, marks=pytest.mark.slow), 1e10])
 def test_what_is_promised_is_about_what_a_replay_takes(bus: float) -> None:
     asked, found = mixtures(replace(MACHINE, fetch_bandwidth=bus, grad_bandwidth=bus))
     every = found.best({}, 10**6)

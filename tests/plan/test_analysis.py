@@ -171,7 +171,13 @@ def test_a_device_that_shares_memory_has_no_bus_and_a_step_without_a_disk_no_dis
     assert set(saved(planned(4 * LENGTH))) == {"compute", "device memory", "bus", "host memory"}
 
 
-@pytest.mark.parametrize("name", machine_names())
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("h200", "gh200", "rtx-4090", "laptop") else pytest.mark.slow)
+        for name in machine_names()
+    ],
+)
 def test_ten_percent_more_of_everything_saves_an_eleventh(name: str) -> None:
     """So no rate of a machine that a step depends on is left out, but what it costs to launch an op."""
     hardware = replace(machine(name), launch_seconds=None)

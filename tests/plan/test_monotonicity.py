@@ -70,8 +70,9 @@ def test_a_clipped_step_is_never_slower_with_more_bandwidth_of_the_host(name: st
     assert seconds[1] < 1.002 * seconds[0]  # a faster optimizer takes more of the memory that fetches read, too
 
 
-def test_no_drawn_plan_is_slower_with_more() -> None:
-    assert not [*filter(None, map(slower_with_more, range(2)))]
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_no_drawn_plan_is_slower_with_more(seed: int) -> None:
+    assert not slower_with_more(seed)
 
 
 @pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 20), marks=pytest.mark.slow)])
@@ -83,7 +84,7 @@ def test_no_drawn_step_is_slower_with_more_when_it_is_executed(seeds: range) -> 
 @pytest.mark.parametrize(
     ("name", "gigabytes", "steps"),
     [
-        ("h200", 141, (4, 16)),
+        ("h200", 141, (1, 4)),
         *(pytest.param(*each, (4, 16, 64), marks=pytest.mark.slow) for each in MACHINES_OF_ROUNDS),
     ],
 )

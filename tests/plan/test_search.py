@@ -69,7 +69,7 @@ def test_the_choice_is_within_3_percent_of_an_exhaustive_search(name: str) -> No
     assert chosen.seconds <= 1.03 * min(plan.seconds for plan in everything(asked))
 
 
-@pytest.mark.parametrize("name", some("slow bus", "slow host", "slow launches"))
+@pytest.mark.parametrize("name", some("slow bus", "slow launches"))
 def test_no_random_policy_that_fits_is_better(name: str) -> None:
     asked = question(MACHINES[name], model=llama(layers=12))
     chosen, draw, tried = find_plan(asked), random.Random(name), 0
@@ -227,6 +227,8 @@ REFUSALS: list[tuple[str, str, dict[str, Any]]] = [
     ("device", "balanced", {"saves": True}),
     ("disk", "drive", {"saves": True, "limits": Limits(device_nbytes=1_500_000, host_nbytes=4 << 20)}),
 ]
+QUICK_REFUSALS = (REFUSALS[0], REFUSALS[3], *REFUSALS[5:])
+"""One of each tier, and of each kind of machine."""
 
 
 def refused(tier: str, machine: str, changes: dict[str, Any]) -> tuple[Question, int, str]:
@@ -237,7 +239,14 @@ def refused(tier: str, machine: str, changes: dict[str, Any]) -> tuple[Question,
     return asked, int(said[1].replace(",", "")), said[0]
 
 
-@pytest.mark.parametrize(("tier", "machine", "changes"), [each for each in REFUSALS if "clips" not in each[2]])
+@pytest.mark.parametrize(
+    ("tier", "machine", "changes"),
+    [
+        pytest.param(*each, marks=() if each in QUICK_REFUSALS else pytest.mark.slow)
+        for each in REFUSALS
+        if "clips" not in each[2]
+    ],
+)
 def test_the_number_in_a_refusal_is_enough_and_one_byte_less_is_not(
     tier: str, machine: str, changes: dict[str, Any]
 ) -> None:
@@ -273,9 +282,11 @@ def test_where_more_than_one_tier_is_short_what_is_named_of_each_is_enough() -> 
     assert not refusal(budgeted(budgeted(asked, "host", host), "device", device))
 
 
-@pytest.mark.parametrize("parts", [2, *(pytest.param(each, marks=pytest.mark.slow) for each in (4, 10))])
-def test_what_the_host_has_no_room_for_is_on_the_disk_and_no_more(parts: int) -> None:
-    asked = question(replace(DRIVE, device_nbytes=3 << 20), model=llama(layers=8))
+@pytest.mark.parametrize(
+    ("layers", "parts"), [(6, 2), *(pytest.param(8, each, marks=pytest.mark.slow) for each in (2, 4, 10))]
+)
+def test_what_the_host_has_no_room_for_is_on_the_disk_and_no_more(layers: int, parts: int) -> None:
+    asked = question(replace(DRIVE, device_nbytes=3 << 20), model=llama(layers))
     everything = find_plan(asked).nbytes["host"]
     before = 0
     for budget in range(everything, everything // 2 - 1, -everything // parts):
@@ -324,20 +335,16 @@ def test_as_much_is_kept_as_fits() -> None:
 
 
 CORNERS = [
-    (5e7, 1.2),
-    *(
-        pytest.param(*corner, marks=pytest.mark.slow)
-        for corner in product((5e7, 1e9), (0.7, 1.2, 2.5))
-        if corner != (5e7, 1.2)
-    ),
+    (5e7, 1.2, 4),
+    *(pytest.param(*corner, 8, marks=pytest.mark.slow) for corner in product((5e7, 1e9), (0.7, 1.2, 2.5))),
 ]
-"""Bytes per second each way, and device memory to what the leanest plan that keeps inputs takes."""
+"""Bytes per second each way, device memory to what the leanest plan that keeps inputs takes, and layers."""
 
 
-@pytest.mark.parametrize(("bus", "memory"), CORNERS)
-def test_no_plan_that_treats_all_layers_alike_is_quicker_than_a_mixture(bus: float, memory: float) -> None:
+@pytest.mark.parametrize(("bus", "memory", "layers"), CORNERS)
+def test_no_plan_that_treats_all_layers_alike_is_quicker_than_a_mixture(bus: float, memory: float, layers: int) -> None:
     machine = replace(BALANCED, fetch_bandwidth=bus, grad_bandwidth=bus, device_bandwidth=1e12)
-    asked = question(machine, model=llama(layers=8), tokens_per_step=1024)
+    asked = question(machine, model=llama(layers), tokens_per_step=1024)
     least = examine(asked, Choice(Numerics(loss_chunk_tokens=64), Policy(weight_slots=1, grad_slots=1)), 1).nbytes[
         "device"
     ]

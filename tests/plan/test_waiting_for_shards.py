@@ -48,7 +48,9 @@ def test_a_plan_that_may_have_gates_is_never_slower_and_has_them_where_they_gain
     assert find_plan(asked).policy == chosen.policy
 
 
-@pytest.mark.parametrize("told", [{"wait_for": "shard"}, {"wait_for": "unit"}, {"kernels": "compile"}])
+@pytest.mark.parametrize(
+    "told", [{"wait_for": "shard"}, pytest.param({"wait_for": "unit"}, marks=pytest.mark.slow), {"kernels": "compile"}]
+)
 def test_what_the_user_has_said_stays(told: dict[str, object]) -> None:
     policy = find_plan(replace(QUESTIONS["few tokens"], overrides=told)).policy
     assert policy.wait_for == told.get("wait_for", "unit")
