@@ -7,7 +7,8 @@ import pytest
 from bench.offloading import compared
 
 
-@pytest.mark.parametrize(("name", "sequences"), [("h200", 4), pytest.param("h100", 16, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "sequences"), [("h200", 4), ("h100", 16)])
 def test_offloaded_outputs_are_worth_a_twentieth_of_an_8b_in_24_gib(name: str, sequences: int) -> None:
     row = compared(name, sequences)
     assert row.planned > 1.05 * row.inputs_only

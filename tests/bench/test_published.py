@@ -57,7 +57,13 @@ def test_every_machine_is_one_of_the_library() -> None:
     assert all(machine(name) for name in published.MACHINES.values())
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize(
+    "system",
+    [
+        pytest.param(name, marks=() if name in ("MegaTrain", "llmq", "ml_dataflow") else pytest.mark.slow)
+        for name in SYSTEMS
+    ],
+)
 def test_a_replay_takes_time_and_more_of_it_on_a_less_efficient_machine(system: str) -> None:
     replayed = Replayed(small(system))
     seconds = replayed.seconds(BEFORE)

@@ -95,7 +95,14 @@ def test_a_tokenizer_is_shared_by_its_content(tmp_path: Path) -> None:
     assert paths[1].read_text().endswith("a")
 
 
-@pytest.mark.parametrize("at", [0, 3 * BLOCK, -1], ids=["first block", "fourth block", "last byte"])
+@pytest.mark.parametrize(
+    "at",
+    [
+        pytest.param(0, id="first block", marks=pytest.mark.slow),
+        pytest.param(3 * BLOCK, id="fourth block"),
+        pytest.param(-1, id="last byte"),
+    ],
+)
 def test_what_differs_anywhere_is_written(at: int, tmp_path: Path) -> None:
     """A frozen weight that changes all the same: the file is the new one, and the old one is as it was."""
     with made() as engine:

@@ -181,7 +181,10 @@ def set_groups(**values: Any) -> Change:
     return change
 
 
-@pytest.mark.parametrize(("values", "norm"), [({"weight_decay": 50.0}, 0.5), ({"betas": (0.5, 0.6), "eps": 1e-2}, 0.0)])
+@pytest.mark.parametrize(
+    ("values", "norm"),
+    [pytest.param({"weight_decay": 50.0}, 0.5, marks=pytest.mark.slow), ({"betas": (0.5, 0.6), "eps": 1e-2}, 0.0)],
+)
 def test_what_is_set_in_the_optimizers_groups_is_honoured(tmp_path: Path, values: dict[str, Any], norm: float) -> None:
     made = []
     for kind in (Trainer, StreamedTrainer):

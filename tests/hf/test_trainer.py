@@ -189,7 +189,7 @@ def test_what_is_read_before_training_is_a_map_of_the_file(tmp_path: Path) -> No
     assert any(int(start, 16) <= weight.data_ptr() < int(stop, 16) for start, stop in spans)
 
 
-@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize("by_name", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_what_is_set_on_the_model_before_training_reaches_the_engine(tmp_path: Path, by_name: bool) -> None:
     """Its config, a parameter that was frozen, one that was written to, and a vocabulary of another size."""
     made = []

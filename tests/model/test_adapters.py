@@ -19,6 +19,8 @@ from tests.adapted import METHODS, adapted, config_of
 from tests.tiny import equal, tiny_model, unequal_batches
 
 IDS = unequal_batches()[1]["input_ids"]
+QUICK = ("lora", "whole ends", "ia3", "lokr", "oft", "fourier")
+"""Methods of which no two work alike; `tests/integration/test_adapters.py` has the gradients of all."""
 
 
 @pytest.fixture
@@ -36,7 +38,13 @@ def logits_of(model: torch.nn.Module) -> Tensor:
         return model.eval()(input_ids=IDS, use_cache=False).logits
 
 
-@pytest.mark.parametrize("method", ["lora", "dora", "of the ends", "whole ends", "ia3", "lokr", "norms", "oft"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(each, marks=() if each in QUICK else pytest.mark.slow)
+        for each in ("lora", "dora", "of the ends", "whole ends", "ia3", "lokr", "norms", "oft")
+    ],
+)
 def test_a_fresh_adapter_over_files_is_the_one_that_peft_makes_of_that_seed(base: Path, method: str) -> None:
     loaded = in_memory(base)
     torch.manual_seed(7)
@@ -49,7 +57,9 @@ def test_a_fresh_adapter_over_files_is_the_one_that_peft_makes_of_that_seed(base
     assert equal(weights, {name: each.detach() for name, each in stock.named_parameters()})
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in METHODS]
+)
 def test_a_saved_adapter_is_one_that_stock_peft_loads_and_an_engine_goes_on_from(
     base: Path, method: str, tmp_path: Path
 ) -> None:

@@ -63,10 +63,10 @@ def test_no_fit_is_below_what_it_was_made_of() -> None:
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        ("llama", torch.bfloat16),
+        pytest.param("llama", torch.bfloat16, marks=pytest.mark.slow),
         ("gpt2", torch.float32),  # what its norms save has another dtype in bfloat16 on a cpu than elsewhere
         ("mixtral", torch.bfloat16),
-        ("qwen3-moe", torch.float32),
+        pytest.param("qwen3-moe", torch.float32, marks=pytest.mark.slow),
     ],
 )
 def test_what_is_not_computed_is_counted_all_the_same(
