@@ -30,7 +30,6 @@ GPT2: dict[str, Any] = {"n_embd": 128, "n_positions": 512, "n_layer": 2}
 SCALARS = 64
 """Bytes of the loss and its like, which no schedule knows."""
 QUICK = [
-    ("llama-tied", "bf16", 0, "input"),
     ("llama", "fp32", 48, "graph"),
     ("llama", "bf16", 0, "attention"),
     ("gemma2", "bf16", 0, "input"),  # scores and masks of its own
@@ -39,6 +38,7 @@ QUICK = [
     ("mixtral-balanced", "bf16", 0, "input"),
 ]
 SLOW = [
+    ("llama-tied", "bf16", 0, "input"),
     ("llama", "bf16", 0, "graph"),
     ("llama", "fp32", 0, "chosen"),
     ("llama", "fp32", 0, "drop"),

@@ -136,8 +136,15 @@ def openmp_threads() -> int:
     return int(ctypes.CDLL(library).omp_get_max_threads())
 
 
-@pytest.mark.parametrize("caller", ["the main thread", "another thread"])
-@pytest.mark.parametrize("rows", ["graphs", "inputs"])
+@pytest.mark.parametrize(
+    ("rows", "caller"),
+    [
+        ("graphs", "another thread"),
+        ("inputs", "the main thread"),
+        pytest.param("graphs", "the main thread", marks=pytest.mark.slow),
+        pytest.param("inputs", "another thread", marks=pytest.mark.slow),
+    ],
+)
 def test_all_model_code_runs_on_as_many_threads_as_were_set_whatever_the_environment_says(
     rows: str, caller: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,7 +204,9 @@ def test_a_weight_that_is_read_without_its_gate_is_found(rows: str, monkeypatch:
         made.step(unequal_batches(1))
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    "family", ["llama-tied", "mixtral", *(pytest.param(each, marks=pytest.mark.slow) for each in ("llama", "gpt2"))]
+)
 def test_a_step_is_filled_by_one_shard(family: str) -> None:
     """On the virtual clock, where a shard takes a second and nothing else takes any."""
     shards = SimDevice(6, cost=lambda task: float(task.name.startswith("FETCH")))
@@ -252,7 +261,13 @@ def a_step_fails_and_is_done_again(policy: Policy, at: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "at"), [("graphs", "FETCH u2 s3"), ("inputs", "BACKWARD u2 m0 s4"), ("graphs", ""), ("inputs", "")]
+    ("rows", "at"),
+    [
+        pytest.param("graphs", "FETCH u2 s3", marks=pytest.mark.slow),
+        ("inputs", "BACKWARD u2 m0 s4"),
+        ("graphs", ""),
+        pytest.param("inputs", "", marks=pytest.mark.slow),
+    ],
 )
 def test_a_call_keeps_nothing_of_its_step(rows: str, at: str) -> None:
     """Slots and activations are let go of at once, without the collector of cycles; of a step that fails, slots."""

@@ -56,8 +56,8 @@ def results(made: Engine) -> dict[str, Tensor]:
     [
         ("mixtral", "grouped_mm", "input"),
         ("mixtral", "eager", "graph"),
-        ("qwen3-moe", "grouped_mm", "graph"),
-        ("olmoe", "eager", "input"),
+        pytest.param("qwen3-moe", "grouped_mm", "graph", marks=pytest.mark.slow),
+        pytest.param("olmoe", "eager", "input", marks=pytest.mark.slow),
         ("gpt-oss", "grouped_mm", "graph"),
     ],
 )
@@ -69,7 +69,14 @@ def test_gates_by_shards_change_no_bit(kind: str, experts: str, keeps: str) -> N
     assert all(torch.equal(found[name], each) for name, each in expected.items())
 
 
-@pytest.mark.parametrize("keeps", ["chosen", "offload_chosen", "offload_attention", "offload"])
+@pytest.mark.parametrize(
+    "keeps",
+    [
+        "offload_chosen",
+        "offload",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("chosen", "offload_attention")),
+    ],
+)
 def test_shards_that_no_token_asks_for_delay_nothing(keeps: str) -> None:
     """The last phases of a forward are those of experts that nobody reads; what it keeps is declared with the last."""
     found = []

@@ -116,8 +116,14 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("device", ["cpu", "sim:3"])
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        pytest.param(name, device, marks=pytest.mark.slow if (place + other) % 2 else ())
+        for place, name in enumerate(POLICIES)
+        for other, device in enumerate(("cpu", "sim:3"))
+    ],
+)
 def test_no_policy_and_no_device_changes_a_bit(name: str, device: str, tmp_path: Path) -> None:
     model, batches = tiny_model("llama"), batches_of(4)
     how: dict[str, Any] = {"precision": "bf16", "steps": 2}
@@ -310,8 +316,15 @@ def saved_again(world: World, checkpoint: Path, folder: Path, precision: Precisi
         return again, model, output.loss
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    ("frozen", "precision"),
+    [
+        (False, "bf16"),
+        (True, "fp32"),
+        pytest.param(False, "fp32", marks=pytest.mark.slow),
+        pytest.param(True, "bf16", marks=pytest.mark.slow),
+    ],
+)
 def test_any_number_of_ranks_goes_on_and_writes_the_same_files(
     tmp_path: Path, precision: Precision, frozen: bool
 ) -> None:

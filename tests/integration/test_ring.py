@@ -151,7 +151,14 @@ def test_a_weight_that_is_read_once_more_after_it_was_given_up_is_named(
         assert not calls_under_way()
 
 
-@pytest.mark.parametrize("at", ["PLACE u2 s0", "FETCH u2 s3", "FORWARD u1 m0 s3", "BACKWARD u2 m1 s2"])
+@pytest.mark.parametrize(
+    "at",
+    [
+        "PLACE u2 s0",
+        "BACKWARD u2 m1 s2",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("FETCH u2 s3", "FORWARD u1 m0 s3")),
+    ],
+)
 def test_a_failure_surfaces_and_leaves_nothing_behind(at: str) -> None:
     a_step_fails_and_is_done_again(RING, at)
 
@@ -181,8 +188,15 @@ def test_an_engine_takes_gates_up_and_gives_them_up_between_steps() -> None:
     assert losses == expected
 
 
-@pytest.mark.parametrize("rows", ["graphs", "inputs"])
-@pytest.mark.parametrize("wait_for", ["unit", "shard"])
+@pytest.mark.parametrize(
+    ("wait_for", "rows"),
+    [
+        ("unit", "graphs"),
+        ("shard", "inputs"),
+        pytest.param("unit", "inputs", marks=pytest.mark.slow),
+        pytest.param("shard", "graphs", marks=pytest.mark.slow),
+    ],
+)
 def test_a_tied_head_finds_its_table_once_more_beside_its_own_weights(rows: str, wait_for: WaitFor) -> None:
     """All of them in one memory: what reads one of the two is not told to wait for the other."""
     batches, kept = unequal_batches(2), ROWS[rows]

@@ -71,8 +71,17 @@ def test_rounds_change_no_bit(
         assert equal(results(made, 3), plainest(precision, update, family, 3))
 
 
-@pytest.mark.parametrize(("device", "precision"), [("cpu", "bf16"), ("cpu", "fp32"), ("sim:3", "bf16")])
-@pytest.mark.parametrize("in_round", [1, 2])
+@pytest.mark.parametrize(
+    ("device", "precision", "in_round"),
+    [
+        ("cpu", "bf16", 1),
+        ("cpu", "fp32", 2),
+        ("sim:3", "bf16", 2),
+        pytest.param("cpu", "bf16", 2, marks=pytest.mark.slow),
+        pytest.param("cpu", "fp32", 1, marks=pytest.mark.slow),
+        pytest.param("sim:3", "bf16", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_rounds_change_no_bit_where_state_is_on_the_disk(
     device: str, precision: Precision, in_round: int, tmp_path: Path
 ) -> None:

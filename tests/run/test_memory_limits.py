@@ -145,7 +145,7 @@ def least_in(error: BaseException, tier: str) -> int:
         ("host", "cpu", "bf16", 1, None),
         pytest.param("host", "cpu", "fp32", 0, None, marks=pytest.mark.slow),
         pytest.param("host", "sim:1", "bf16", 1, None, marks=pytest.mark.slow),
-        ("host and disk", "cpu", "bf16", 1, None),
+        pytest.param("host and disk", "cpu", "bf16", 1, None, marks=pytest.mark.slow),
         pytest.param("host and disk", "sim:1", "fp32", 1, None, marks=pytest.mark.slow),
         ("disk", "sim:1", "bf16", 1, 480_000),
         ("device", "sim:1", "bf16", 1, None),

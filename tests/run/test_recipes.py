@@ -18,6 +18,8 @@ from tests.run.test_preferences import preferences
 from tests.run.test_training import TEXT, losses, train
 
 RECIPES = Path(__file__).parents[2] / "configs"
+LIKE_ANOTHER = ("pretrain.yaml", "long-context.yaml", "sft-70b.yaml", "lora-70b.yaml")
+"""Recipes that differ from another in sizes, or in whether they begin from a model."""
 TINY = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 128,
@@ -101,7 +103,14 @@ def made_tiny(name: str, tmp_path: Path, model: Path) -> Config:
     return load_config(RECIPES / name, [f"{key}={value}" for key, value in changes.items()])
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in RECIPES.glob("*.yaml") if path.name != "quickstart.yaml"))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(path.name, marks=pytest.mark.slow if path.name in LIKE_ANOTHER else ())
+        for path in sorted(RECIPES.glob("*.yaml"))
+        if path.name != "quickstart.yaml"
+    ],
+)
 def test_a_recipe_trains_at_tiny_size(name: str, tmp_path: Path, model: Path) -> None:
     said = train(made_tiny(name, tmp_path, model))
     assert len(losses(tmp_path / "run")) == 3

@@ -154,7 +154,7 @@ def test_a_damaged_or_unfinished_checkpoint_is_skipped_in_a_line(
     assert equal(weights(tmp_path / "run"), straight[1])
 
 
-@pytest.mark.parametrize("inside", ["", "checkpoints"])
+@pytest.mark.parametrize("inside", ["", pytest.param("checkpoints", marks=pytest.mark.slow)])
 def test_a_run_that_is_named_goes_on_from_its_newest_sound_checkpoint(inside: str, tmp_path: Path) -> None:
     train(config_of(tmp_path, train={"steps": 4}))
     newest, second = checkpoints(tmp_path / "run" / "checkpoints")

@@ -93,7 +93,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
     [
         (chosen(shares_memory=True), "cpu"),
         pytest.param(chosen("fp32", shares_memory=True), "cpu", marks=pytest.mark.slow),
-        (chosen("bf16", "during_backward", shares_memory=True), "cpu"),
+        pytest.param(chosen("bf16", "during_backward", shares_memory=True), "cpu", marks=pytest.mark.slow),
         pytest.param(chosen(shares_memory=True, placements=HOMES["mixed"]), "cpu", marks=pytest.mark.slow),
         (chosen("fp32", placements=HOMES["disk"]), "sim:5"),
         (chosen(placements=(Placement(), DEVICE, Placement("device"), Placement(), DISK)), "sim:2"),
