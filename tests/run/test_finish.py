@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 from megatrain.config import Config
+from megatrain.dist import ALONE
 from megatrain.errors import ExportError
 from megatrain.run import finish
 from megatrain.run.finish import verify_trained
@@ -150,6 +151,8 @@ def test_what_is_left_is_what_is_free_within_the_budget() -> None:
 
 class _Says:
     """An engine of which only the loss is asked."""
+
+    world = ALONE
 
     def __init__(self, loss: float) -> None:
         self.loss, self.structure = loss, self

@@ -21,6 +21,7 @@ from megatrain.plan import Question, available_threads
 from megatrain.plan.report import amount
 from megatrain.run import memory_limits
 from megatrain.run import training as run_module
+from megatrain.run.ranks import Ranks
 from megatrain.schedule.passes.state_buffers import save_nbytes
 from megatrain.schedule.passes.workspace import beside_nbytes
 from megatrain.spec import IN_HOST, Hardware, Numerics, Placement, Precision
@@ -228,5 +229,5 @@ def test_a_plan_is_for_the_rows_that_the_configuration_tells(
     monkeypatch.setattr(run_module, "find_plan", noted)
     spec, device = port_model(tiny_model(), torch.float32).spec, open_device("sim")
     with pytest.raises(DoesNotFit, match="seen"):
-        run_module._plan(configuration(tmp_path, **changed), spec, device)
+        run_module._plan(configuration(tmp_path, **changed), spec, device, Ranks())
     assert asked[0].batching == rows

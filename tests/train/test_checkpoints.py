@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from megatrain.checkpoint import Retention
+from megatrain.dist import ALONE
 from megatrain.errors import CheckpointError, NonFinite
 from megatrain.train.async_save import Save
 from megatrain.train.batch_feed import Feed
@@ -22,6 +23,8 @@ from megatrain.train.events import Resumed, Saved, Warned
 
 class SlowEngine:
     """Saves take `seconds`; then what is to follow is called."""
+
+    world = ALONE
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds, self.saved = seconds, list[int]()
