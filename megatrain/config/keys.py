@@ -207,8 +207,11 @@ class DataSection(Section):
 
 
 class TrainSection(Section):
-    steps: PositiveInt
-    """Optimizer steps of the run."""
+    steps: PositiveInt | None = None
+    """Optimizer steps of the run. Give this or `epochs`."""
+    epochs: PositiveFloat | None = None
+    """Length of the run in passes over the data as it is packed: as many sequences as all sources hold, this many times
+    (0.5 is half of them), and the step that this ends in whole. Sources with weights are then passed over unevenly."""
     objective: Literal["cross_entropy", "dpo"] = "cross_entropy"
     """What training goes down: cross-entropy of the next token, or direct preference optimization, against the model
     that the run begins with; then a sequence is an answer, a pair two of them, and micro_batch_size is even."""
@@ -279,6 +282,13 @@ class TrainSection(Section):
     """Steps in a row that are not finite, each skipped or gone back from, after which the run stops."""
     stall_seconds: Seconds = 600.0
     """An operation, or a checkpoint, that stands still for longer is reported, with its name and age."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> TrainSection:
+        if (self.steps is None) == (self.epochs is None):
+            are = "neither is set" if self.steps is None else "both are set; null unsets one"
+            raise ValueError(f"needs exactly one of `steps` and `epochs` (passes over the data); {are}")
+        return self
 
     @model_validator(mode="after")
     def _agreeing_sizes(self) -> TrainSection:
@@ -454,7 +464,7 @@ class Config(Section):
     output: OutputSection
     resume: PathOrName | None = None
     """auto: go on from this run's newest sound checkpoint, if it has any; or a checkpoint, or a run folder with some.
-    With more train.steps than a finished run had, it goes on behind its end."""
+    With more train.steps or train.epochs than a finished run had, it goes on behind its end."""
     accept_changes: bool = False
     """Whether to go on although model, data or precision have changed since in a way that a resumed run refuses."""
     trace: Annotated[str, _checked_path("file")] | None = None

@@ -66,6 +66,8 @@ OTHER_TRAINERS = {
     "max_length": "data.sequence_length",
     "max_seq_length": "data.sequence_length",
     "max_steps": "train.steps",
+    "num_epochs": "train.epochs",
+    "num_train_epochs": "train.epochs",
     "micro_batch": "train.micro_batch_size",
     "clip_grad_norm": "train.max_grad_norm",
     "grad_clip": "train.max_grad_norm",

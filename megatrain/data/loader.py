@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from fractions import Fraction
+from math import ceil
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -113,6 +115,28 @@ class Loader:
                 raise
         self.positions = drawn.positions  # last: a step that could not be read has not been handed out
         return step
+
+    def steps_in(self, epochs: float) -> int:
+        """Steps from the beginning until `epochs` times as many rows are handed out as all sources hold together.
+
+        The last step is whole, so it may reach into the next epoch. With `targets` the steps are drawn to be counted,
+        which reads none of them.
+        """
+        rows = ceil(Fraction(str(epochs)) * sum(len(source) for source in self.sources))
+        if self.targets is None:
+            return -(-rows // (self.micro_batches * self.micro_batch))
+        steps, positions = 0, [0] * len(self.sources)
+        while sum(positions) < rows:
+            steps, positions = steps + 1, self._draw(positions).positions
+        return steps
+
+    def passes(self, steps: int) -> list[float] | None:
+        """Epochs of each source in so many steps, by the weights; None with `targets`, whose steps differ in rows."""
+        if self.targets is not None:
+            return None
+        rows, whole = steps * self.micro_batches * self.micro_batch, sum(self.weights)
+        shares = zip(self.weights, self.sources, strict=True)
+        return [rows * weight / whole / len(source) for weight, source in shares]
 
     def close(self) -> None:
         """End the workers; the loader goes on without them."""

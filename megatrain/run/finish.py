@@ -30,11 +30,11 @@ LOGITS = 12
 """Bytes for each logit of the batch that the loss is compared on: as they are, in float32, and their softmax."""
 
 
-def save_trained(config: Config, engine: Engine, tokenizer: Tokenizer, target: Path) -> Path:
-    """Write model, tokenizer and model card; the folder appears when it is whole."""
+def save_trained(config: Config, engine: Engine, tokenizer: Tokenizer, target: Path, steps: int) -> Path:
+    """Write model, tokenizer and model card, of a run of `steps`; the folder appears when it is whole."""
     train = config.train
     facts = {
-        "steps": f"{train.steps:,}",
+        "steps": f"{steps:,}",
         "tokens per step": f"{train.sequences * config.data.sequence_length:,}",
         "data": ", ".join(config.data.sources),
         "optimizer": f"AdamW, weight decay {train.weight_decay:g}",

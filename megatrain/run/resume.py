@@ -2,7 +2,8 @@
 
 Three things are different, and stay so. A run *starts* from a Hugging Face folder (`model.path`): its weights, with a
 new optimizer, from step 0. It *goes on* from a checkpoint (`resume`): all of the state, from the step after. And a
-finished run is *extended* by going on with more `train.steps`; the learning rate then follows its new length.
+finished run is *extended* by going on with more `train.steps` or `train.epochs`; the learning rate then follows its new
+length.
 
 Numbers that were chosen when the run began (how a step is cut into micro-batches, say) are kept, unless they are given
 anew. It leaves out the state itself (`train.restore`).
@@ -10,6 +11,7 @@ anew. It leaves out the state itself (`train.restore`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -62,6 +64,9 @@ REFUSED = (
 )
 """Keys, or sections, whose change means another model or other data, which a run is not to go on with by mistake."""
 
+DECIDE_EPOCHS = ("data", "train.epochs", "train.target_tokens_per_step", *(f"train.{name}" for name in SIZES))
+"""Keys, or sections, that decide how many steps so many epochs are."""
+
 COMPARED = ("data.sources",)
 """Keys under `REFUSED` that may change, since what they stand for is compared itself."""
 
@@ -92,7 +97,17 @@ def find(config: Config, say: Say) -> Checkpoint | None:
 
 def is_finished(config: Config, taken: Checkpoint) -> bool:
     """Whether a checkpoint is the end of this very run, as long as it is to be, and its model is there."""
-    return taken.step >= config.train.steps and _has_model(config) and is_own(config, taken)
+    return _has_model(config) and is_own(config, taken) and taken.step >= (_end(config, taken) or math.inf)
+
+
+def _end(config: Config, taken: Checkpoint) -> int | None:
+    """The step that the run is to end at; `None` where only the data can tell, which are not open yet."""
+    if config.train.steps is not None:
+        return config.train.steps
+    facts = facts_of(taken)
+    changes = changes_between(facts["config"], config.model_dump(mode="json"))
+    same = "epochs" in facts["config"]["train"] and not any(_within(key, DECIDE_EPOCHS) for key in changes)
+    return int(facts["steps"]) if same else None
 
 
 def _has_model(config: Config) -> bool:
@@ -125,7 +140,9 @@ def _what_goes(config: Config, taken: Checkpoint | None) -> _Goes:
     status = status_of(config.folder)
     done = f" of {status['step']:,} steps" if isinstance(status.get("step"), int) else ""
     names = (f"the model{done}", *_steps(there))
-    fix = f"set output.folder=NEW{', resume=auto with more train.steps to extend it' if there else ''}"
+    length = "train.epochs" if config.train.steps is None else "train.steps"
+    longer = f", resume=auto with more {length} to extend it" if there else ""
+    fix = f"set output.folder=NEW{longer}"
     return _Goes(names, "holds a finished run", config.folder, fix, has_metrics)
 
 

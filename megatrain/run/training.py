@@ -36,6 +36,7 @@ from rich.text import Text
 from megatrain.checkpoint import Checkpoint, Retention
 from megatrain.config import AdapterSection, Config, TrainSection, save_config
 from megatrain.data import (
+    Loader,
     Tokenizer,
     load_tokenizer,
     vocabulary_size,
@@ -132,7 +133,8 @@ def _trained(config: Config, console: Console, ranks: Ranks) -> Path:
         taken = ranks.found(lambda: _find(config, claim, say))
         if taken is not None:
             if resume.is_finished(config, taken):
-                say(f"{folder} is a finished run of {taken.step:,} steps; set train.steps to more to extend it")
+                key = "train.epochs" if config.train.steps is None else "train.steps"
+                say(f"{folder} is a finished run of {taken.step:,} steps; set {key} to more to extend it")
                 say_where(folder, console)
                 return folder / resume.MODEL
             config = resume.as_begun(config, taken)
@@ -151,7 +153,7 @@ def _trained(config: Config, console: Console, ranks: Ranks) -> Path:
         with console.status("preparing the data"):
             corpus = open_corpus(config, plan, tokenizer, vocabulary, source.model, ranks.world)
         stack.callback(corpus.loader.close)
-        feed = Feed(corpus.loader)
+        feed, steps = Feed(corpus.loader), _steps(config.train, corpus.loader)
         if taken is not None:
             resume.take_up_data(feed, taken, config, say)
         ranks.at("loading the model")
@@ -166,15 +168,15 @@ def _trained(config: Config, console: Console, ranks: Ranks) -> Path:
                 take_up_reference(config, corpus, engine, plan, taken, progress)
         if config.trace_file is not None and ranks.leads:
             engine.trace(config.trace_file)
-        checkpoints = _checkpoints(config, engine, feed, tokenizer, plan)
-        facts = _show(config, engine, source, corpus, plan, console)
-        run = _Run(engine, corpus, feed, checkpoints, tokenizer, plan, facts, claim, ranks)
+        checkpoints = _checkpoints(config, engine, feed, tokenizer, plan, steps)
+        facts = _show(config, engine, source, corpus, plan, console, steps)
+        run = _Run(engine, corpus, feed, checkpoints, tokenizer, plan, facts, claim, ranks, steps)
         ended = _train(config, run, taken, stack, console)
-        if ended.step < config.train.steps and config.checkpoint.every:
+        if ended.step < steps and config.checkpoint.every:
             checkpoints.refuse_unsaved(ended.step)
             say(f"not finished; `resume=auto` goes on after step {checkpoints.step:,}")
             return Path(checkpoints.newest)
-        saved = save_trained(config, engine, tokenizer, folder / resume.MODEL)
+        saved = save_trained(config, engine, tokenizer, folder / resume.MODEL, steps)
         if config.output.verify_export and engine.structure.numel < VERIFIED_PARAMETERS:
             verify_trained(config, engine, without_reference(corpus.validation[0]), saved, console)
         if config.checkpoint.every:
@@ -204,6 +206,8 @@ class _Run:
     facts: Sequence[tuple[str, str]]
     claim: Claim
     ranks: Ranks
+    steps: int
+    """Where it ends."""
 
 
 # Before training ---------------------------------------------------------------------------------------------------
@@ -219,10 +223,28 @@ def _optimizer(train: TrainSection) -> AdamW:
     )
 
 
-def _learning_rate(train: TrainSection) -> Callable[[int], float]:
+def _steps(train: TrainSection, loader: Loader) -> int:
+    """Steps of the whole run, which epochs are of the data."""
+    return train.steps if train.steps is not None else loader.steps_in(train.epochs or 1.0)
+
+
+def _length(steps: int, loader: Loader) -> str:
+    """The length of the run in words."""
+    passes = loader.passes(steps)
+    if passes is None:
+        return f"{steps:,} steps"
+    rows = sum(len(source) for source in loader.sources)
+    drawn = sum(each * len(source) for each, source in zip(passes, loader.sources, strict=True))
+    whole = f"{steps:,} steps = {drawn / rows:.3g} epochs of {rows:,} rows"
+    if len(passes) == 1:
+        return whole
+    return f"{whole}; passes over each source: {', '.join(f'{each:.3g}' for each in passes)}"
+
+
+def _learning_rate(train: TrainSection, steps: int) -> Callable[[int], float]:
     schedule = lr_schedule(
         train.lr_scheduler,
-        total_steps=max(train.steps, train.warmup_steps + train.decay_steps),
+        total_steps=max(steps, train.warmup_steps + train.decay_steps),
         warmup_steps=train.warmup_steps,
         min_ratio=train.min_lr_ratio,
         decay_steps=train.decay_steps,
@@ -349,7 +371,9 @@ def _engine(
     return Engine.from_checkpoint(taken, source=source, new=new, ported=ported, progress=progress, **options)
 
 
-def _checkpoints(config: Config, engine: Engine, feed: Feed, tokenizer: Tokenizer, plan: Plan) -> Checkpoints:
+def _checkpoints(
+    config: Config, engine: Engine, feed: Feed, tokenizer: Tokenizer, plan: Plan, steps: int
+) -> Checkpoints:
     """What saves the run. Raises `DoesNotFit` where there is no memory for it."""
     how = config.checkpoint
     if how.every:
@@ -359,13 +383,15 @@ def _checkpoints(config: Config, engine: Engine, feed: Feed, tokenizer: Tokenize
         config.checkpoints,
         Retention(how.keep_last, how.keep_every, how.keep_best),
         feed,
-        {"config": resume.with_numbers(config, plan.numerics).model_dump(mode="json")},
+        {"config": resume.with_numbers(config, plan.numerics).model_dump(mode="json"), "steps": steps},
         write_more=tokenizer.save_pretrained,
         trust_remote_code=config.model.trust_remote_code,
     )
 
 
-def _show(config: Config, engine: Engine, source: Source, corpus: Corpus, plan: Plan, console: Console) -> Facts:
+def _show(
+    config: Config, engine: Engine, source: Source, corpus: Corpus, plan: Plan, console: Console, steps: int
+) -> Facts:
     """Tell what will be done, and return it."""
     train, world = config.train, engine.world
     count = train.gradient_accumulation_steps or plan.work.micro_batches
@@ -385,6 +411,7 @@ def _show(config: Config, engine: Engine, source: Source, corpus: Corpus, plan: 
         ("verified", "no: " + engine.checked.why if engine.checked.state == "unchecked" else "against the stock code"),
         *corpus.facts,
         ("step", f"{batches} of {plan.micro_batch} sequences, {tokens:,} tokens"),
+        ("length", _length(steps, corpus.loader)),
         *([("ranks", f"{world.size}, each with 1/{world.size} of the state")] if world.size > 1 else []),
         ("device", f"{train.device}, {engine.peak_flops() / 1e12:.2f} TFLOP/s measured in {train.precision}"),
         *describe_disk(engine.disk, config.disk),
@@ -414,14 +441,14 @@ def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack
     run.ranks.at(f"step {start + 1:,}")
     if engine.world.rank == 0:
         watchers = [*_open_watchers(config, taken, stack, console), checkpoints]
-        watchers.append(stack.enter_context(_health(config, engine, stop, console)))
+        watchers.append(stack.enter_context(_health(config, engine, stop, run.steps, console)))
         if config.trace is None:
             with suppress(ConfigError):  # nobody has asked for it
                 engine.trace(config.folder / TRACE, steps=1)
     watchers.append(run.ranks.follow)
     _tell(watchers, foreseen(run.plan, engine, run.facts, start))
     if taken is not None:
-        _tell(watchers, Resumed(start, train_.steps, str(taken.folder)))
+        _tell(watchers, Resumed(start, run.steps, str(taken.folder)))
     if train_.on_nonfinite == "rollback" and checkpoints.step < 0:
         _tell(watchers, *checkpoints.finish(start))
     if engine.policy.update == "next_forward":
@@ -431,8 +458,8 @@ def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack
             ended = train(
                 OfAllRanks(engine) if engine.world.size > 1 else engine,
                 run.feed,
-                steps=train_.steps,
-                lr=_learning_rate(train_),
+                steps=run.steps,
+                lr=_learning_rate(train_, run.steps),
                 loss_fn=loss_of(config),
                 start=start,
                 watchers=watchers,
@@ -466,7 +493,7 @@ def _tasks(config: Config, run: _Run, start: int) -> list[Task]:
         tasks.append(Task(0, lambda step: Compiled(step, *spent()), once=start + 1))
     tasks += _measurements(config, run.engine, run.corpus, run.tokenizer)
     if config.checkpoint.every:
-        tasks += [Task(1, checkpoints.collect), Task(config.checkpoint.every, partial(_save, checkpoints, train.steps))]
+        tasks += [Task(1, checkpoints.collect), Task(config.checkpoint.every, partial(_save, checkpoints, run.steps))]
     return tasks
 
 
@@ -495,11 +522,11 @@ def _nonfinite_limit(train: TrainSection, engine: Engine) -> int:
     return 1 if torn or train.on_nonfinite == "stop" else train.nonfinite_limit
 
 
-def _health(config: Config, engine: Engine, stop: StopSignals, console: Console) -> Health:
+def _health(config: Config, engine: Engine, stop: StopSignals, steps: int, console: Console) -> Health:
     return Health(
         config.folder / STATUS,
         engine,
-        steps=config.train.steps,
+        steps=steps,
         stall_seconds=config.train.stall_seconds,
         say=partial(warn, console),
         stopping=lambda: stop.requested,

@@ -140,7 +140,7 @@ def test_a_saved_configuration_loads_back_equal(
     [
         (MINIMAL, ("train.learning_rat=1",), "unknown key train.learning_rat; did you mean train.learning_rate?"),
         (MINIMAL.replace("learning_rate", "lr"), (), "run.yaml:8: unknown key train.lr; it is train.learning_rate now"),
-        (MINIMAL.replace("steps:", "stps:"), (), "run.yaml:7: unknown key train.stps (1 more to correct); did you"),
+        (MINIMAL.replace("steps:", "eps: 0\n  stps:"), (), "run.yaml:8: unknown key train.stps (1 more to correct)"),
         (MINIMAL + "trian: {}\n", (), "run.yaml:10: unknown key trian; did you mean train?"),
         (MINIMAL, ("window=3",), "override 'window=3': unknown key window; here it is data.sequence_length"),
         (MINIMAL, ("policy.compile=true",), "unknown key policy.compile; it is policy.kernels (stock or compile) now"),
@@ -149,6 +149,9 @@ def test_a_saved_configuration_loads_back_equal(
         (MINIMAL.replace("steps: 10", "steps: ten"), (), "run.yaml:7: train.steps: should be a valid integer, not 'te"),
         (MINIMAL, ("train.steps=1.5",), "override 'train.steps=1.5': train.steps: should be a valid integer, not 1.5"),
         (MINIMAL, ("train.steps=true",), "train.steps: should be a valid integer, not True"),
+        (MINIMAL, ("train.epochs=2",), "train: needs exactly one of `steps` and `epochs` (passes over the data); both"),
+        (MINIMAL, ("train.epochs=0", "train.steps=null"), "train.epochs: should be greater than 0, not 0"),
+        (MINIMAL, ("train.num_train_epochs=3",), "here it is train.epochs"),
         (MINIMAL, ("train.steps=0",), "train.steps: should be greater than 0, not 0"),
         (MINIMAL, ("train.learning_rate=.nan",), "train.learning_rate: should be a finite number, not nan"),
         (MINIMAL, ("train.lr_scheduler=cosin",), "should be 'constant', 'cosine', 'linear' or 'wsd', not 'cosin'"),
@@ -176,7 +179,8 @@ def test_a_saved_configuration_loads_back_equal(
         (MINIMAL, ("model.path=x",), "run.yaml:1: model: needs exactly one of `path`"),
         (MINIMAL, ("model.config=null",), "run.yaml:1: model: needs exactly one of `path`"),
         (MINIMAL, ("data.tokenizer=null",), "a fresh model has no tokenizer of its own; set data.tokenizer"),
-        (MINIMAL.replace("  steps: 10\n", ""), (), "run.yaml:6: train.steps is missing; set it in the file"),
+        (MINIMAL.replace("  steps: 10\n", ""), (), "run.yaml:6: train: needs exactly one of `steps` and `epochs`"),
+        (MINIMAL, ("train.steps=null",), "needs exactly one of `steps` and `epochs` (passes over the data); neither"),
         (MINIMAL, ("train.steps",), "'train.steps': is not KEY=VALUE"),
         (MINIMAL, ("train..steps=1",), "'train..steps=1': is not KEY=VALUE"),
         (MINIMAL, ("train.betas=[0.9",), "override 'train.betas=[0.9': malformed YAML"),
@@ -320,7 +324,7 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
 def test_every_key_has_a_meaning_and_a_default_that_is_its_own() -> None:
     keys = describe_keys()
     assert all(meaning for _, _, meaning in keys)
-    assert [key for key, default, _ in keys if not default] == ["data.sources", "train.steps", "output.folder"]
+    assert [key for key, default, _ in keys if not default] == ["data.sources", "output.folder"]
     defaults = {key: yaml.safe_load(default) for key, default, _ in keys if default}
     assert defaults["train.betas"] == [0.9, 0.95]
     assert defaults["data.pattern"] == "*"

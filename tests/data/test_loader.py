@@ -166,3 +166,35 @@ def test_evaluation_takes_the_first_windows_in_order_and_no_other(
 def test_evaluation_needs_a_micro_batch(folder: Path) -> None:
     with pytest.raises(DataError, match="micro-batch of 0"):
         next(evaluation_batches(windows_of(folder, 3), 0))
+
+
+@given(
+    counts=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    shape=shapes,
+    ranks=st.integers(1, 3),
+    epochs=st.sampled_from([0.1, 0.5, 1.0, 2.0, 2.3]),
+    targets=st.sampled_from([None, 1, 7, 30]),
+)
+def test_so_many_epochs_end_in_the_first_step_by_which_as_many_rows_are_seen(
+    folder: Path, counts: list[int], shape: tuple[int, int], ranks: int, epochs: float, targets: int | None
+) -> None:
+    sources = [windows_of(folder, count, f"epochs{index}") for index, count in enumerate(counts)]
+    size, number = shape[0], max(ranks, shape[1])
+    loader = Loader(sources, micro_batch=size, micro_batches=number, seed=3, targets=targets, ranks=ranks, workers=0)
+    steps = loader.steps_in(epochs)
+    assert loader.position == 0
+    seen = [0]
+    for _ in itertools.islice(loader, steps):
+        seen.append(loader.position)
+    wanted = round(10 * epochs) * sum(counts)  # in tenths of a row
+    assert 10 * seen[-2] < wanted <= 10 * seen[-1]
+
+
+def test_passes_over_each_source_are_those_that_are_drawn(folder: Path) -> None:
+    sources = [windows_of(folder, 4, "few"), windows_of(folder, 12, "many")]
+    for weights in (None, [1.0, 1.0]):
+        loader = Loader(sources, micro_batch=2, micro_batches=4, seed=3, weights=weights)
+        passes = loader.passes(loader.steps_in(3))
+        assert passes == ([3.0, 3.0] if weights is None else [6.0, 2.0])
+        taken(loader, loader.steps_in(3))
+        assert [drawn / len(source) for drawn, source in zip(loader.positions, sources, strict=True)] == passes

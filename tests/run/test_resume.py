@@ -577,3 +577,26 @@ def test_a_checkpoint_whose_configuration_has_the_keys_of_before_goes_on(tmp_pat
     written["train"]["lr"] = 0.5
     refuse_changes(config, taken, said.append)
     assert said == [f"changed since the checkpoint: train.learning_rate 0.5 -> {config.train.learning_rate}"]
+
+
+def test_epochs_end_where_they_were_to_end_and_more_extend(tmp_path: Path) -> None:
+    """The same weights as by the steps that they are; from a checkpoint too; more of them go on behind the end."""
+
+    def of(epochs: float, name: str, resume: str | None = None) -> Any:
+        return config_of(tmp_path, name, resume, train={"steps": None, "epochs": epochs, "warmup_steps": 1})
+
+    said = train(of(0.5, "whole"))
+    steps = json.loads((tmp_path / "whole" / "status.json").read_text())["steps"]
+    assert f"{steps:,} steps = " in said
+    assert "epochs of" in said
+    train(config_of(tmp_path, "steps", train={"steps": steps, "warmup_steps": 1}))
+    assert equal(weights(tmp_path / "whole"), weights(tmp_path / "steps"))
+
+    taken = min(checkpoints(tmp_path / "whole" / "checkpoints"), key=step_of)
+    assert step_of(taken) < steps
+    train(of(0.5, "again", str(taken)))
+    assert equal(weights(tmp_path / "whole"), weights(tmp_path / "again"))
+
+    assert "set train.epochs to more to extend it" in train(of(0.5, "whole", "auto"))
+    assert "train.epochs 0.5 -> 1.0" in train(of(1.0, "whole", "auto"))
+    assert json.loads((tmp_path / "whole" / "status.json").read_text())["step"] > steps
