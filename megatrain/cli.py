@@ -152,7 +152,9 @@ def _init(
         str | None, typer.Option(help="A described machine or a file; left out, this one.", callback=_path())
     ] = None,
     sequence_length: Annotated[int | None, typer.Option(min=2, help="Tokens of a training sequence.")] = None,
-    steps: Annotated[int, typer.Option(min=1, max=10**18, help="Optimizer steps.")] = 1000,
+    steps: Annotated[
+        int | None, typer.Option(min=1, max=10**18, help="Optimizer steps; three passes over samples if not told.")
+    ] = None,
     folder: Annotated[str, typer.Option(help="Run folder.", callback=_path("folder"))] = "runs/new",
     disk: Annotated[
         list[str] | None,

@@ -24,7 +24,13 @@ from megatrain.system.paths import written_whole
 
 SEQUENCE_LENGTH = 4096
 TOKENS_PER_STEP = 65_536
-"""Where so many fit; half as many is tried until they do."""
+"""Where so many fit, and the data has enough for them; half as many is tried until they do."""
+STEPS, EPOCHS = 1000, 3
+"""Over text, and over samples."""
+ENOUGH_STEPS = 100
+"""In the epochs of samples: of few samples a step takes less."""
+BYTES_PER_TOKEN = 4
+"""Of a file of samples, roughly."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,8 @@ class Answers:
     from_scratch: bool = False
     hardware: str | None = None
     sequence_length: int | None = None
-    steps: int = 1000
+    steps: int | None = None
+    """As many as the data is good for, if not told."""
     folder: str = "runs/new"
     disk: tuple[str, ...] = ()
     adapter: str | None = None
@@ -54,8 +61,10 @@ def write_recipe(answers: Answers, target: Path) -> Plan:
         raise ConfigError("is there already", where=str(target), fix="name another file, or remove it")
     if not answers.data:
         raise ConfigError("no data", where="--data", fix="name a file, a folder, or a data set on the hub")
-    plan = _planned(answers)
-    text = recipe_text(answers, plan, is_chat=_is_chat(answers))
+    is_chat = _is_chat(answers)
+    tokens = _tokens(answers) if is_chat and answers.steps is None else None
+    plan = _planned(answers, tokens)
+    text = recipe_text(answers, plan, is_chat=is_chat, tokens=tokens)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(target) as draft:
@@ -67,8 +76,8 @@ def write_recipe(answers: Answers, target: Path) -> Plan:
     return plan
 
 
-def recipe_text(answers: Answers, plan: Plan, *, is_chat: bool) -> str:
-    """The YAML. `is_chat`: samples with answers to train, not plain text."""
+def recipe_text(answers: Answers, plan: Plan, *, is_chat: bool, tokens: int | None = None) -> str:
+    """The YAML. `is_chat`: samples with answers to train, not plain text; `tokens`: that these have, about."""
     question, hardware = plan.question, plan.question.hardware
     rows = question.tokens_per_step // question.length
     there = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
@@ -78,6 +87,7 @@ def recipe_text(answers: Answers, plan: Plan, *, is_chat: bool) -> str:
         if nbytes and there[tier]
     ]
     verb = "Fine-tunes" if is_chat else "Trains a fresh" if answers.from_scratch else "Goes on training"
+    steps, length, takes = _length(answers, plan, tokens, is_chat=is_chat)
     lines = [
         f"# {verb} {answers.model} on {', '.join(answers.data)}. Written by `megatrain init`; change what you like.",
         "# `megatrain train --keys` explains every key.",
@@ -85,7 +95,7 @@ def recipe_text(answers: Answers, plan: Plan, *, is_chat: bool) -> str:
         f"# Planned for {hardware.name}:",
         f"#   a step of {question.tokens_per_step:,} tokens takes {duration(plan.seconds)}:"
         f" {plan.tokens_per_second:,.0f} tokens/s",
-        f"#   {answers.steps:,} steps take {duration(plan.seconds * answers.steps)}",
+        f"#   {takes}",
         f"#   memory: {', '.join(memory)}",
         f"#   each layer's activations: {plan.policy.activations}",
         "",
@@ -119,11 +129,11 @@ def recipe_text(answers: Answers, plan: Plan, *, is_chat: bool) -> str:
         f"  sequence_length: {question.length}",
         "",
         "train:",
-        f"  steps: {answers.steps}",
+        f"  {length}",
         f"  global_batch_size: {rows}  # {question.tokens_per_step:,} tokens",
         f"  micro_batch_size: null  # the plan's: {plan.micro_batch}",
         f"  learning_rate: {rate}",
-        f"  warmup_steps: {max(1, answers.steps // 30)}",
+        f"  warmup_steps: {max(1, steps // 30)}",
         f"  weight_decay: {decay}",
         f"  precision: {answers.precision}",
         f"  device: {'cpu' if hardware.shares_memory else 'cuda:0'}",
@@ -134,14 +144,39 @@ def recipe_text(answers: Answers, plan: Plan, *, is_chat: bool) -> str:
     return "\n".join([*lines, "", "output:", f"  folder: {_quoted(answers.folder)}", ""])
 
 
-def _planned(answers: Answers) -> Plan:
-    """The plan for as many tokens a step as fit, `TOKENS_PER_STEP` at most."""
+def _length(answers: Answers, plan: Plan, tokens: int | None, *, is_chat: bool) -> tuple[int, str, str]:
+    """About how many steps, the key that says so, and what a comment says of the time."""
+    if answers.steps is not None or not is_chat:
+        steps = answers.steps or STEPS
+        return steps, f"steps: {steps}", f"{steps:,} steps take {duration(plan.seconds * steps)}"
+    key = f"epochs: {EPOCHS}  # passes over the data; or `steps`"
+    if tokens is None:
+        return STEPS, key, f"{EPOCHS} epochs take as long as the data is large"
+    steps = -(-EPOCHS * tokens // plan.question.tokens_per_step)
+    return steps, key, f"{EPOCHS} epochs are about {steps:,} steps and take {duration(plan.seconds * steps)}"
+
+
+def _tokens(answers: Answers) -> int | None:
+    """About how many the files of samples have; None where one is not on this machine."""
+    files: list[Path] = []
+    for name in answers.data:
+        path = Path(name)
+        if not path.exists():
+            return None
+        files += [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return max(1, sum(file.stat().st_size for file in files) // BYTES_PER_TOKEN)
+
+
+def _planned(answers: Answers, tokens: int | None) -> Plan:
+    """The plan for as many tokens a step as fit, `TOKENS_PER_STEP` at most, and fewer where the data has few."""
     how: dict[str, Any] = {"adapter": answers.adapter, "trust_remote_code": answers.trust_remote_code}
     spec = find_model(answers.model, answers.precision, **how)
     most = spec.max_positions or SEQUENCE_LENGTH
     length = min(answers.sequence_length or SEQUENCE_LENGTH, most)
     hardware = find_hardware(answers.hardware, answers.precision)
     rows = max(1, TOKENS_PER_STEP // length)
+    while tokens is not None and rows > 1 and EPOCHS * tokens < ENOUGH_STEPS * rows * length:
+        rows //= 2
     disk = Limits(disk_nbytes=None if answers.disk else 0)
     question = Question(spec, hardware, rows * length, length, answers.precision, limits=disk, saves=True)
     while question.sequences > 1 and survey(question, [question.budgets()]) == [None]:

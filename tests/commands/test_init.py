@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,11 +43,30 @@ def test_chats_get_what_fine_tuning_takes(tmp_path: Path) -> None:
     answers = Answers(sizes(tmp_path), (str(chats(tmp_path / "chats.jsonl")),), hardware="rtx-4090")
     write_recipe(answers, tmp_path / "new.yaml")
     config = load_config(tmp_path / "new.yaml")
+    assert (config.train.steps, config.train.epochs) == (None, 3)
     assert (config.train.learning_rate, config.train.weight_decay) == (1e-5, 0.0)
     assert (config.train.device, config.train.hardware) == ("cuda:0", "rtx-4090")
     assert config.data.sequence_length == TINY["max_position_embeddings"]
-    assert config.train.sequences * config.data.sequence_length == 65_536
+    assert config.train.sequences == 1, "a step of few samples takes few"
     assert "NVIDIA RTX 4090" in (tmp_path / "new.yaml").read_text()
+
+
+@pytest.mark.parametrize(("samples", "sequences"), [(100, 1), (4_000, 16)])
+def test_a_step_takes_what_is_a_hundredth_of_three_passes(tmp_path: Path, samples: int, sequences: int) -> None:
+    row = json.dumps({"prompt": "q", "completion": "words " * 10})
+    (tmp_path / "rows.jsonl").write_text(f"{row}\n" * samples)
+    answers = Answers(sizes(tmp_path), (str(tmp_path / "rows.jsonl"),), hardware="rtx-4090", sequence_length=128)
+    write_recipe(answers, tmp_path / "new.yaml")
+    text, config = (tmp_path / "new.yaml").read_text(), load_config(tmp_path / "new.yaml")
+    tokens = (len(row) + 1) * samples // 4
+    steps = -(-3 * tokens // (sequences * config.data.sequence_length))
+    assert config.train.sequences == sequences
+    assert f"3 epochs are about {steps:,} steps" in text
+    write_recipe(replace(answers, steps=7), tmp_path / "told.yaml")
+    assert (load_config(tmp_path / "told.yaml").train.steps, load_config(tmp_path / "told.yaml").train.epochs) == (
+        7,
+        None,
+    )
 
 
 def test_what_is_there_is_not_overwritten_and_what_does_not_fit_not_written(
