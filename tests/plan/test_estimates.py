@@ -131,15 +131,16 @@ def spent(call: Callable[[], object]) -> float:
 
 
 def test_a_model_of_120_billion_parameters_is_planned_for_in_two_seconds() -> None:
-    """Of a processor that copies the tree in 0.06 s."""
-    turns: list[float] = []
+    """Or as much longer as the processor takes more than 0.06 s to copy the tree."""
+    over: list[float] = []
     for turn in range(3):  # under names of their own, so that nothing is remembered from one to the other
-        if turns and turns[-1] < 2.0 / 0.06:
-            break
         model = llama_shape(f"120B {turn}", 120, 8704)
         assert model.numel > 1.15e11
         question = Question(model, machine("b200"), 65_536, 4096)
         before = spent(lambda: deepcopy(TREE))
         planning = spent(lambda question=question: find_plan(question))  # type: ignore[misc]
-        turns.append(2 * planning / (before + spent(lambda: deepcopy(TREE))))
-    assert min(turns) < 2.0 / 0.06
+        copying = (before + spent(lambda: deepcopy(TREE))) / 2
+        over.append(planning / (2.0 * max(1.0, copying / 0.06)))
+        if over[-1] < 1.0:
+            break
+    assert min(over) < 1.0
