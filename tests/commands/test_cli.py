@@ -176,7 +176,8 @@ def test_every_key_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "train", "--keys")
     assert code == 0
     assert "train.learning_rate = 0.0003\n    Peak learning rate.\n" in out
-    assert "train.steps  (required)\n" in out
+    assert "data.sources  (required)\n" in out
+    assert "train.epochs = null\n" in out
 
 
 @pytest.mark.parametrize(
