@@ -14,13 +14,13 @@ from typing import Any
 
 from megatrain.commands.plan import adapter_keys, find_hardware, find_model
 from megatrain.config import load_config
-from megatrain.data import begins_with_text, holds_samples, source_called
+from megatrain.data import COMPRESSIONS, begins_with_text, holds_samples, source_called
 from megatrain.data.sample_formats import Schema
 from megatrain.errors import ConfigError, DataError
 from megatrain.plan import Plan, Question, find_plan, survey
 from megatrain.plan.report import amount, duration
 from megatrain.spec import Limits, Precision
-from megatrain.system.paths import written_whole
+from megatrain.system.paths import usable_path, written_whole
 
 SEQUENCE_LENGTH = 4096
 TOKENS_PER_STEP = 65_536
@@ -30,7 +30,7 @@ STEPS, EPOCHS = 1000, 3
 ENOUGH_STEPS = 100
 """In the epochs of samples: of few samples a step takes less."""
 BYTES_PER_TOKEN = 4
-"""Of a file of samples, roughly."""
+"""Of a file of samples, roughly; one where it is compressed."""
 
 
 @dataclass(frozen=True)
@@ -160,11 +160,12 @@ def _tokens(answers: Answers) -> int | None:
     """About how many the files of samples have; None where one is not on this machine."""
     files: list[Path] = []
     for name in answers.data:
-        path = Path(name)
+        path = usable_path(name, error=DataError)
         if not path.exists():
             return None
         files += [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    return max(1, sum(file.stat().st_size for file in files) // BYTES_PER_TOKEN)
+    compressed = (*COMPRESSIONS, ".parquet")
+    return max(1, sum(each.stat().st_size // (1 if each.suffix in compressed else BYTES_PER_TOKEN) for each in files))
 
 
 def _planned(answers: Answers, tokens: int | None) -> Plan:

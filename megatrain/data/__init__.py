@@ -7,6 +7,7 @@ Each arrow takes a value and gives the next. All that can be wrong with data is 
 training starts wherever it can be known by then.
 """
 
+from megatrain.data.compressed_files import COMPRESSIONS
 from megatrain.data.detect_kind import (
     begins_with_text,
     has_splits,
@@ -40,6 +41,7 @@ from megatrain.data.token_windows import pack, split_windows, unused_tokens
 from megatrain.data.tokenizer import Tokenizer, load_tokenizer, vocabulary_size
 
 __all__ = [
+    "COMPRESSIONS",
     "Batch",
     "Batching",
     "EncodeOptions",

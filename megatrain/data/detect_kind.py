@@ -13,9 +13,9 @@ import re
 from itertools import islice
 from pathlib import Path
 
+from megatrain.data.compressed_files import kind_of, open_bytes
 from megatrain.data.dataset_info import read_dataset_info
 from megatrain.data.json_text import parsed
-from megatrain.data.open_files import kind_of, open_bytes
 from megatrain.data.read_rows import (
     FOREIGN_INDEX,
     JSON_LINES,

@@ -117,7 +117,7 @@ class Loader:
         return step
 
     def steps_in(self, epochs: float) -> int:
-        """Steps from the beginning until `epochs` times as many rows are handed out as all sources hold together.
+        """The number of steps, from step 0, that hand out `epochs` times the rows of all sources together.
 
         The last step is whole, so it may reach into the next epoch. With `targets` the steps are drawn to be counted,
         which reads none of them.

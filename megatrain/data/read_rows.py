@@ -23,8 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TextIO
 
+from megatrain.data.compressed_files import kind_of, open_bytes, open_text
 from megatrain.data.json_text import Malformed, elements, parsed
-from megatrain.data.open_files import kind_of, open_bytes, open_text
 from megatrain.data.text_sources import SourceFile, find_files
 from megatrain.data.tokenizer import HUB_NAME
 from megatrain.errors import DataError, SampleError, first_line

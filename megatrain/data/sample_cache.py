@@ -24,8 +24,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from megatrain.data.compressed_files import kind_of
 from megatrain.data.encode import EncodedSample, Encoder, Statistics, encode_samples, render_example
-from megatrain.data.open_files import kind_of
 from megatrain.data.preferences import whole_pairs
 from megatrain.data.read_rows import HUB_TIMEOUT_SECONDS, LeftOut
 from megatrain.data.sample_formats import Sample

@@ -2,7 +2,7 @@
 
 A source is
 * a text file, whatever its suffix: one document;
-* a `.jsonl` file: one document per line, its `text` field; either may be compressed (`open_files`);
+* a `.jsonl` file: one document per line, its `text` field; either may be compressed (`compressed_files`);
 * a folder: every file below it that matches a pattern, in sorted order, each read as above;
 * `python-stdlib`: the Python code of the running interpreter's standard library (write `./python-stdlib` for
   a folder of that name), so that there is real text where there is no network.
@@ -27,8 +27,8 @@ from typing import Any, NamedTuple, NoReturn, TextIO
 
 import numpy as np
 
+from megatrain.data.compressed_files import kind_of, open_bytes, open_text
 from megatrain.data.json_text import parsed
-from megatrain.data.open_files import kind_of, open_bytes, open_text
 from megatrain.data.token_files import TokenArray, TokenFile, is_token_file, open_tokens, write_tokens
 from megatrain.data.tokenizer import (
     Tokenizer,

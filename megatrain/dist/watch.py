@@ -1,4 +1,4 @@
-"""Ranks that look after each other: of one that dies or fails, all others hear at once, and end with a line about it.
+"""Detect failed peers: when a rank dies or fails, all other ranks exit at once with an error that names it.
 
 Each has a connection to the first, which passes on what it hears. The system closes it when a process ends, whatever
 ends it, so nobody waits for a time to pass; and over it a rank says what it is at, and why it fails. A rank that hears
@@ -96,6 +96,8 @@ class Watch:
         line = "was killed, or its machine is gone"
         with suppress(OSError), other.makefile("r") as said:
             for each in said:
+                if not each.endswith("\n"):  # it ended in the middle of a word
+                    break
                 message = json.loads(each)
                 if "done" in message:
                     return

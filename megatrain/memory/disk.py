@@ -119,7 +119,7 @@ class Disk:
         advance; the region is torn then, until a write of as much succeeds.
         """
         region = self._region(name)
-        source = _flat(memory, region, may_leave_out=region.kept_nbytes)
+        source = _flat(memory, region, may_leave_out=region.frozen_nbytes)
         whole = source.nbytes == region.nbytes
         if not whole and not region.written:
             raise DiskError("what it keeps was never written", where=region.label, fix="write all of it first")

@@ -43,7 +43,7 @@ class Region:
     name: str
     label: str
     nbytes: int
-    kept_nbytes: int
+    frozen_nbytes: int
     """At its end, which a write may leave out. No block has some of them and some of the others."""
     blocks: tuple[Block, ...]
     sums: list[int] | None

@@ -81,7 +81,7 @@ class Pool:
         self._give_back(buffer.name)
         if buffer.tier == "disk":
             sized = {buffer.name: (buffer.nbytes, self._label(buffer))}
-            self._disk.provide(sized, kept={buffer.name: buffer.kept_nbytes})
+            self._disk.provide(sized, kept={buffer.name: buffer.frozen_nbytes})
         else:
             allocate = self.device.allocate if buffer.tier == "device" else self._host_allocator(buffer)
             self._memory[buffer.name] = allocate(buffer.nbytes, buffer.use)
@@ -154,7 +154,7 @@ class Pool:
             buffer = self._buffers[access.buffer]
             if buffer.use is Use.DISK_STAGING and buffer.part and access.content != USED:
                 region = state_name("disk", buffer.part, op.unit)
-                stop = access.stop - self._buffers[region].kept_nbytes
+                stop = access.stop - self._buffers[region].frozen_nbytes
                 self._unsaved[region] = held[access.buffer][access.start : stop]
 
     def owes(self, op: Op) -> None:

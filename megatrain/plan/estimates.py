@@ -151,23 +151,11 @@ def _passes(timeline: Timeline) -> Callable[[float], bool]:
     return is_late
 
 
-def _once_for_each(price: Callable[[Op], float]) -> Callable[[Op], float]:
-    """The price, asked for once for each op: a replay wants it, and then what streams have to do."""
-    known: dict[int, tuple[Op, float]] = {}  # by `id`, with the op, so that no other has its `id`
-
-    def seconds(op: Op) -> float:
-        if id(op) not in known:
-            known[id(op)] = op, price(op)
-        return known[id(op)][1]
-
-    return seconds
-
-
 def prices(question: Question, choice: Choice, work: Work) -> StepPrices:
     """Of a step of the question's model."""
     model, hardware = question.model, question.hardware
     seconds = op_seconds(model, choice.numerics, choice.policy, work, hardware, question.calibration)
-    return StepPrices(_once_for_each(seconds), contention(model, choice.numerics, hardware), hardware.shares_memory)
+    return StepPrices(seconds, contention(model, choice.numerics, hardware), hardware.shares_memory)
 
 
 def _replayed(

@@ -1,6 +1,6 @@
-"""A run as one of several ranks: what each does alone, what the first does for all, and what they do together.
+"""Run training as one rank of several: what rank 0 does for all, what each does alone, and what they agree on.
 
-The first finds what the run goes on from, plans, tells the person and writes the run folder; the others follow it, and
+Rank 0 finds the checkpoint to resume from, plans, tells the person and writes the run folder; the others follow it, and
 write what they would tell to a log of their own. The plan is that of one rank with its part of a step and room for its
 part of the state; it knows no link between devices. Left out: who starts the ranks, and their steps (`train.engine`).
 """
@@ -21,12 +21,8 @@ from megatrain.dist import ALONE, World
 from megatrain.dist.processes import join
 from megatrain.dist.watch import Watch
 from megatrain.errors import ConfigError
-from megatrain.losses import LossFn
 from megatrain.plan import Plan, Question, available_threads, find_plan
-from megatrain.spec import Policy
-from megatrain.train.engine import Engine, StepOutput
 from megatrain.train.events import Ended, Event, Resumed, Skipped, Stepped
-from megatrain.train.loop import MicroBatches
 
 T = TypeVar("T")
 
@@ -198,29 +194,6 @@ def refuse_what_ranks_lack(config: Config) -> None:
 def own_of(world: World, batches: Sequence[T]) -> Sequence[T]:
     """This rank's part of the micro-batches that a loss is measured on; where there are too few, all measure all."""
     return batches[world.rank :: world.size] if len(batches) >= world.size else batches
-
-
-@dataclass(frozen=True)
-class OfAllRanks:
-    """An engine as the loop sees it, whose operations are those of all ranks."""
-
-    engine: Engine
-
-    def step(self, micro_batches: MicroBatches, lr: float | None = None, loss_fn: LossFn | None = None) -> StepOutput:
-        return self.engine.step(micro_batches, lr, loss_fn)
-
-    def step_flops(self, micro_batches: MicroBatches) -> float:
-        return sum(self.engine.world.exchange("operations", self.engine.step_flops(micro_batches)))
-
-    def peak_flops(self) -> float:
-        return sum(self.engine.world.exchange("operations per second", self.engine.peak_flops()))
-
-    def memory_table(self) -> Mapping[tuple[str, str], int]:
-        return self.engine.memory_table()
-
-    @property
-    def policy(self) -> Policy:
-        return self.engine.policy
 
 
 def _frozen(value: Any) -> Any:

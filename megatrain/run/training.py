@@ -70,7 +70,7 @@ from megatrain.run.finish import save_trained, say_where, verify_trained
 from megatrain.run.history import CONFIG, METRICS
 from megatrain.run.memory_limits import describe_disk, describe_memory, limits_of, open_disk, refuse_wear, with_disk
 from megatrain.run.objective import loss_of, take_up_reference, without_reference
-from megatrain.run.ranks import OfAllRanks, Ranks, joined, own_of
+from megatrain.run.ranks import Ranks, joined, own_of
 from megatrain.run.replan import Replanner, foreseen
 from megatrain.run.report import write_report
 from megatrain.run.sampling import sample_of
@@ -225,7 +225,10 @@ def _optimizer(train: TrainSection) -> AdamW:
 
 def _steps(train: TrainSection, loader: Loader) -> int:
     """Steps of the whole run, which epochs are of the data."""
-    return train.steps if train.steps is not None else loader.steps_in(train.epochs or 1.0)
+    if train.steps is not None:
+        return train.steps
+    assert train.epochs is not None  # one of the two
+    return loader.steps_in(train.epochs)
 
 
 def _length(steps: int, loader: Loader) -> str:
@@ -456,7 +459,7 @@ def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack
     try:
         with stop.interruptible():
             ended = train(
-                OfAllRanks(engine) if engine.world.size > 1 else engine,
+                engine,
                 run.feed,
                 steps=run.steps,
                 lr=_learning_rate(train_, run.steps),

@@ -96,7 +96,7 @@ class _Contents:
     def write(self, access: Access) -> None:
         """What is kept behind all that steps change is of the version of that: it is the same in each."""
         buffer = self._buffers[access.buffer]
-        if (access.start, access.stop) == (0, buffer.nbytes - buffer.kept_nbytes):
+        if (access.start, access.stop) == (0, buffer.nbytes - buffer.frozen_nbytes):
             access = access._replace(stop=buffer.nbytes)
         kept = []
         for region in self._regions[access.buffer]:

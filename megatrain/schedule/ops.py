@@ -93,8 +93,8 @@ class Buffer(NamedTuple):
     """The unit whose own it is; `None` where units take turns."""
     crosses: bool = True
     """Of host memory: whether anything is copied from it to the device, or back."""
-    kept_nbytes: int = 0
-    """At its end, of frozen weights, which no step changes: they are of whatever version what precedes them is."""
+    frozen_nbytes: int = 0
+    """Of frozen weights at its end: no step changes them, so they are valid for any version of the bytes before."""
 
     @property
     def is_state(self) -> bool:

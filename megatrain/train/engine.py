@@ -631,23 +631,23 @@ class Engine:
 
     @property
     def spec(self) -> ModelSpec:
-        """All that is known of the model, for a plan: `structure`, and what its layers take beside their weights, which
-        is measured when it is first asked for."""
+        """`structure`, with what its layers take beside their weights, which is measured when it is first asked for."""
         return self._ported.spec
 
     def step_flops(self, micro_batches: Iterable[MicroBatch]) -> float:
-        """Necessary floating-point operations of a step over these micro-batches.
+        """Necessary floating-point operations of a step over these micro-batches, and those of all other ranks.
 
         What a mask hides does not count, packed sequences attend to themselves alone, and only targets need the head.
         """
         batches = list(micro_batches)
         sequences = [each for batch in batches for each in sequences_of(batch)]
-        return step_flops(self.spec, sequences, sum(count_targets(batch) for batch in batches))
+        own = step_flops(self.spec, sequences, sum(map(count_targets, batches)))
+        return sum(self.world.exchange("operations", own))
 
     @one_at_a_time
     def peak_flops(self) -> float:
-        """Floating-point operations per second of a large matrix product on the device, measured once."""
-        return matmul_flops(self._device, self._streamer.dtype)
+        """Operations per second of a large matrix product, measured once, on the devices of all ranks together."""
+        return sum(self.world.exchange("operations per second", matmul_flops(self._device, self._streamer.dtype)))
 
     def trace(self, path: str | Path, steps: int = 3) -> None:
         """Write when each op of the next steps ran, once they have run, as a trace that Perfetto opens.

@@ -1,4 +1,4 @@
-"""Files of several ranks: rank 0 gathers what each owns, one unit (a layer, say) at a time, and writes it.
+"""Save sharded state: rank 0 gathers the shards of all ranks, one unit (a layer, say) at a time, and writes the files.
 
 What ranks own of a unit goes over the host's network and is in one piece in the memory of each for a moment. A rank
 that fails says so in place of the next unit, so all end with the same failure, and none waits for one that has ended.

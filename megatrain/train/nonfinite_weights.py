@@ -1,4 +1,4 @@
-"""Where a loss or a gradient is not finite: whether the weights themselves already hold NaN or infinity."""
+"""On a loss or gradient that is not finite, check whether the weights already contain NaN or infinity."""
 
 from __future__ import annotations
 

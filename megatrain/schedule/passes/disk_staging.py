@@ -45,7 +45,7 @@ class Staged:
     route: Route = DISK
     start: int = 0
     """Where they begin in the region."""
-    kept_nbytes: int = 0
+    frozen_nbytes: int = 0
     """Of them, at the end: no op changes those, and copies out leave them where they are."""
     shard: int = -1
 
@@ -125,7 +125,7 @@ class _Staging:
 
     def _copy(self, name: str, slot: str, *, inward: bool) -> Op:
         part = self._staged[name]
-        nbytes = part.nbytes if inward else part.nbytes - part.kept_nbytes
+        nbytes = part.nbytes if inward else part.nbytes - part.frozen_nbytes
         there = Access(part.region, part.start, part.start + nbytes, self._content[name])
         here = Access(slot, 0, nbytes, self._content[name])
         source, target = (there, here) if inward else (here, there)

@@ -205,7 +205,7 @@ class StateBuffers:
         crosses = part not in HOST_ONLY or unit in self._streamed
         name = state_name(tier, part, unit)
         use = USE_OF[part]
-        own = Buffer(name, tier, nbytes, use, content, part=part, unit=unit, crosses=crosses, kept_nbytes=kept)
+        own = Buffer(name, tier, nbytes, use, content, part=part, unit=unit, crosses=crosses, frozen_nbytes=kept)
         declare(self._buffers, own)
         if copied:
             name = state_name("device", part, unit)
@@ -214,7 +214,7 @@ class StateBuffers:
             slots = tuple(staging_names(self._model, self._policy, unit, part))
             for slot in slots:
                 declare(self._buffers, Buffer(slot, "host", nbytes, Use.DISK_STAGING, part=part, crosses=crosses))
-            staged = Staged(unit, own.name, nbytes, content or USED, slots, kept_nbytes=kept)
+            staged = Staged(unit, own.name, nbytes, content or USED, slots, frozen_nbytes=kept)
             self._staged[state_name("host", part, unit)] = staged
 
     def _changed_nbytes(self, unit: int, sized: SizedPart) -> int:

@@ -1,4 +1,4 @@
-"""Opens data files, which may be compressed: `chats.jsonl.gz` and `chats.jsonl.zst` are read as `chats.jsonl` is.
+"""Open data files, transparently decompressing `.gz` and `.zst` (`chats.jsonl.gz`, say).
 
 The suffix says that a file is compressed, and the one before it what it holds. Columns (Parquet, Arrow) have a
 compression of their own and no other. Left out: bzip2, xz and archives of several files.
