@@ -124,9 +124,10 @@ def _train(
 
 def _become_torchrun(ranks: int, *arguments: str) -> NoReturn:
     """Go on as `torchrun`, which starts so many processes with these arguments here and passes signals on."""
-    from megatrain.config import refuse_several_processes
+    from megatrain.config.environment import let_ranks_finish, refuse_several_processes
 
     refuse_several_processes("--ranks")
+    let_ranks_finish()
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "megatrain"]
     os.execv(sys.executable, [sys.executable, *torchrun, *arguments])
 

@@ -31,6 +31,7 @@ ENOUGH_STEPS = 100
 """In the epochs of samples: of few samples a step takes less."""
 BYTES_PER_TOKEN = 4
 """Of a file of samples, roughly; one where it is compressed."""
+COMPRESSED = (*COMPRESSIONS, ".parquet")
 
 
 @dataclass(frozen=True)
@@ -164,8 +165,8 @@ def _tokens(answers: Answers) -> int | None:
         if not path.exists():
             return None
         files += [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    compressed = (*COMPRESSIONS, ".parquet")
-    return max(1, sum(each.stat().st_size // (1 if each.suffix in compressed else BYTES_PER_TOKEN) for each in files))
+    nbytes = [file.stat().st_size * (BYTES_PER_TOKEN if file.suffix.lower() in COMPRESSED else 1) for file in files]
+    return max(1, sum(nbytes) // BYTES_PER_TOKEN)
 
 
 def _planned(answers: Answers, tokens: int | None) -> Plan:

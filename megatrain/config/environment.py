@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,23 +22,14 @@ LAUNCHERS = {
 """What starts several processes -> the variables in which each finds how many they are, its own number, and that on its
 machine. `accelerate launch`, Kubeflow and Ray set those of torchrun."""
 
-LOCAL_SIZES = {
-    "torchrun": "LOCAL_WORLD_SIZE",
-    "mpirun": "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "mpiexec": "MPI_LOCALNRANKS",
-    "srun": "SLURM_STEP_TASKS_PER_NODE",
-}
-"""Where each finds how many of them are on its machine."""
-
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One of several processes: its rank of `size`, and that among the `local_size` of its machine."""
+    """One of several processes: its rank of `size`, and that among those of its machine."""
 
     rank: int
     size: int
     local_rank: int
-    local_size: int = 1
     address: str = ""
     """Of the machine of the first."""
 
@@ -51,6 +41,12 @@ def let_idle_threads_sleep() -> None:
     three other processes on two cores the quickstart came to 170 tokens/s so, and to 2,500 with sleeping threads.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def let_ranks_finish() -> None:
+    """Give ranks that torchrun is told to stop ten minutes for their step and its checkpoint; it kills them after half
+    a minute otherwise."""
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
 
 
 def refuse_several_processes(where: str) -> None:
@@ -78,9 +74,7 @@ def find_launch() -> Launch | None:
             what = f"one of {size:,} processes ({_told(launcher)}), but {name} is {value!r}"
             fix = "start them with torchrun, which sets it, or set it"
             raise _told_to_torchrun(ConfigError(what, where="environment", fix=fix))
-    on_machine = re.match(r"\d+", os.environ.get(LOCAL_SIZES[launcher], ""))  # of srun 4(x2) on each of two
-    local_size = int(on_machine[0]) if on_machine else 1
-    return Launch(int(needed[rank_name]), size, int(numbers[local_name]), local_size, needed["MASTER_ADDR"])
+    return Launch(int(needed[rank_name]), size, int(numbers[local_name]), needed["MASTER_ADDR"])
 
 
 def _launcher() -> str | None:

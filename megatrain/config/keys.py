@@ -209,7 +209,7 @@ class DataSection(Section):
 class TrainSection(Section):
     steps: PositiveInt | None = None
     """Optimizer steps of the run. Give this or `epochs`."""
-    epochs: PositiveFloat | None = None
+    epochs: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
     """Length of the run in passes over the data as it is packed: as many sequences as all sources hold, this many times
     (0.5 is half of them), and the step that this ends in whole. Sources with weights are then passed over unevenly."""
     objective: Literal["cross_entropy", "dpo"] = "cross_entropy"

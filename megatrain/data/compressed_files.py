@@ -14,27 +14,37 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, BinaryIO, TextIO, cast
 
+from megatrain.errors import first_line
+
 COMPRESSIONS = (".gz", ".zst")
 COLUMNS = (".parquet", ".arrow")
 
 
+class DamagedData(OSError):
+    """Compressed data that is cut off or changed, or not what its suffix says."""
+
+
+def without_compression(path: Path) -> Path:
+    """What the file would be called if it were not compressed: `chats.jsonl` of `chats.jsonl.gz`."""
+    return path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
+
+
 def kind_of(path: Path) -> str:
     """The suffix that says what a file holds, in small letters: `.jsonl` of `chats.JSONL.gz`."""
-    suffix = path.suffix.lower()
-    if suffix not in COMPRESSIONS:
-        return suffix
-    inner = Path(path.stem).suffix.lower()
-    return inner + suffix if inner in COLUMNS else inner
+    inner = without_compression(path).suffix.lower()
+    return inner + path.suffix.lower() if inner in COLUMNS and path.suffix.lower() != inner else inner
 
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[BinaryIO]:
-    """The content of a file, decompressed as it is read. Raises `OSError`, for damaged compressed data, too."""
+    """The content of a file, decompressed as it is read. Raises `OSError`, `DamagedData` among these."""
     with _opened(path) as file:
         try:
             yield cast(BinaryIO, file)
-        except (EOFError, zlib.error) as error:
-            raise OSError(f"compressed data that is damaged ({error})") from error
+        except (EOFError, zlib.error, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:  # not of a decompressor
+                raise
+            raise DamagedData(f"compressed data that is damaged ({first_line(error)})") from error
 
 
 @contextmanager

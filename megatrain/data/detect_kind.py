@@ -114,7 +114,7 @@ def _is_saved(folder: Path) -> bool:
 
 def _folder_holds_samples(folder: Path, schema: Schema, pattern: str) -> bool:
     files = [file.path for file in without_companions(find_files([folder], pattern)[0])]
-    rich = [file for file in files if kind_of(file) in (*TABLES, *SEPARATED) or _is_rich(file, schema)]
+    rich = [file for file in files if kind_of(file) in TABLES or _is_rich(file, schema)]
     others = [file for file in files if kind_of(file) not in SUFFIXES or kind_of(file) in TEXTS]
     if rich and others and schema.format == "auto":
         what = f"holds samples ({rich[0].name}) beside other files ({others[0].name})"
@@ -124,18 +124,18 @@ def _folder_holds_samples(folder: Path, schema: Schema, pattern: str) -> bool:
 
 
 def _is_rich(path: Path, schema: Schema) -> bool:
-    """Whether the first object of a JSON file is more than a plain text, or one that has to be looked for.
+    """Whether the first object of a JSON file, or row of a table, is more than a plain text, or one to be looked for.
 
     JSON lines of which none is of a known format count too: whoever reads samples says what such rows want.
     """
-    if kind_of(path) not in (".json", *JSON_LINES):
+    if kind_of(path) not in (".json", *JSON_LINES, *SEPARATED):
         return False
     unknown = False
     try:
         for row in islice(read_rows(str(path), LeftOut("leave_out")), FIRST_ROWS):
             found = _format_of(row, schema)
             if found is not None:
-                return found != "text" or schema.column("text") != "text"
+                return found != "text" or schema.column("text") != "text" or kind_of(path) in SEPARATED
             unknown = unknown or "text" not in row.fields
     except DataError:
         pass  # whoever reads it says what is wrong, with its line

@@ -18,12 +18,13 @@ import hashlib
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TextIO
 
-from megatrain.data.compressed_files import kind_of, open_bytes, open_text
+from megatrain.data.compressed_files import DamagedData, kind_of, open_bytes, open_text, without_compression
 from megatrain.data.json_text import Malformed, elements, parsed
 from megatrain.data.text_sources import SourceFile, find_files
 from megatrain.data.tokenizer import HUB_NAME
@@ -120,7 +121,7 @@ def without_companions(files: Sequence[SourceFile]) -> list[SourceFile]:
     """`files` without those that are about the others; all of them where there are but texts."""
     if all(kind_of(file.path) not in SUFFIXES or kind_of(file.path) in TEXTS for file in files):
         return list(files)
-    return [file for file in files if file.path.stem.lower() not in COMPANIONS]
+    return [file for file in files if without_compression(file.path).stem.lower() not in COMPANIONS]
 
 
 def _folder_rows(folder: Path, left_out: LeftOut, pattern: str) -> Iterator[Row]:
@@ -185,14 +186,15 @@ def _digest(path: Path) -> str:
 def _file_rows(path: Path, left_out: LeftOut) -> Iterator[Row]:
     if kind_of(path) not in SUFFIXES:
         fix = f"known are {', '.join(SUFFIXES)}, and all but columns with .gz or .zst behind it"
-        raise DataError(f"a file of samples does not end in {path.suffix or 'nothing'!r}", where=str(path), fix=fix)
+        raise DataError(f"a file of samples does not end in {kind_of(path) or 'nothing'!r}", where=str(path), fix=fix)
     rows = 0
     try:
         for row in _parsed(path, left_out) if path.stat().st_size else ():
             rows += 1
             yield row
     except OSError as error:
-        raise DataError(error.strerror or str(error), where=str(path), fix="make it readable") from error
+        fix = "fetch it anew, or leave it out" if isinstance(error, DamagedData) else "make it readable"
+        raise DataError(error.strerror or str(error), where=str(path), fix=fix) from error
     if rows == 0:
         left_out.add("empty file", str(path))
 
@@ -221,10 +223,10 @@ def _separated_rows(path: Path, left_out: LeftOut) -> Iterator[Row]:
         reader = csv.reader(text, delimiter=SEPARATED[kind_of(path)], strict=True)
         at = 1
         try:
-            header = next(reader, [])
+            header = next(filter(None, reader), [])
             twice = [name for name, count in Counter(header).items() if count > 1]
             if twice:
-                raise DataError(f"two columns are called {twice[0]!r}", where=str(path), fix="rename one of them")
+                raise DataError(f"two columns are called {twice[0]!r}", where=f"{path}:{at}", fix="rename one of them")
             at = reader.line_num + 1
             for cells in reader:
                 place, at = f"{path}:{at}", reader.line_num + 1
@@ -237,7 +239,17 @@ def _separated_rows(path: Path, left_out: LeftOut) -> Iterator[Row]:
         except csv.Error as error:
             raise DataError(f"not a table ({error})", where=f"{path}:{at}", fix="correct the file") from error
         except UnicodeDecodeError as error:
-            raise _not_utf8(error, f"{path}:{at}") from error
+            raise _not_utf8(error, f"{path}:{_line_not_utf8(path)}") from error
+
+
+def _line_not_utf8(path: Path) -> int:
+    """The first line that is no UTF-8, of a file that has one: text is decoded ahead of what is read of it."""
+    good = 0
+    with open_bytes(path) as file, suppress(UnicodeDecodeError):
+        for line in file:
+            line.decode("utf-8-sig")
+            good += 1
+    return good + 1
 
 
 def _json_lines(path: Path, left_out: LeftOut) -> Iterator[Row]:
@@ -288,7 +300,7 @@ def _begins_with_object(text: TextIO, where: str) -> bool:
     while (character := text.read(1)).isspace():
         pass
     if character != "{":
-        return False
+        return not character  # nothing at all is no lines
     try:
         return isinstance(parsed(character + text.readline()), dict)
     except ValueError as error:

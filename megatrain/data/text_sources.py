@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, NoReturn, TextIO
 
 import numpy as np
 
-from megatrain.data.compressed_files import kind_of, open_bytes, open_text
+from megatrain.data.compressed_files import DamagedData, kind_of, open_bytes, open_text
 from megatrain.data.json_text import parsed
 from megatrain.data.token_files import TokenArray, TokenFile, is_token_file, open_tokens, write_tokens
 from megatrain.data.tokenizer import (
@@ -190,7 +190,8 @@ def _not_text(error: UnicodeDecodeError, path: Path) -> DataError:
 
 
 def _unreadable(error: OSError, path: Path | str) -> DataError:
-    return DataError(error.strerror or str(error), where=str(path), fix="make it readable, or leave it out")
+    fix = "fetch it anew, or leave it out" if isinstance(error, DamagedData) else "make it readable, or leave it out"
+    return DataError(error.strerror or str(error), where=str(path), fix=fix)
 
 
 def _text_pieces(path: Path, skipped: Counter[str]) -> Iterator[Piece]:
@@ -218,7 +219,7 @@ def _is_text(path: Path) -> bool:
     try:
         for _ in _text_pieces(path, Counter()):
             pass
-    except UnicodeDecodeError:
+    except (UnicodeDecodeError, DamagedData):
         return False
     return True
 
@@ -266,7 +267,7 @@ def _text_field(line: bytes, *, where: str) -> str:
 # reports the same. Left out: removing old cache entries, and progress while tokenising.
 
 
-FORMAT = 1  # part of the cache key: raise it when the same text would give other tokens
+FORMAT = 2  # part of the cache key: raise it when the same text would give other tokens
 BATCH_CHARACTERS = 1 << 22  # encoded at once, which is what a tokenizer spreads over its threads
 
 

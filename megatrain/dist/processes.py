@@ -22,6 +22,8 @@ from megatrain.errors import RankError, first_line
 
 SECONDS = 600.0
 """After which a rank gives up on the others, where nothing else is asked for."""
+ALONE_TIMES = 12
+"""So many times as long it waits on the host, where rank 0 may check a large checkpoint for all."""
 
 
 class ProcessCollectives:
@@ -68,7 +70,8 @@ def join(rank: int, size: int, device: str, seconds: float = SECONDS) -> World:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
             atexit.register(_leave)
         backends = "gloo", "nccl" if device == "cuda" else "gloo", "gloo"
-        groups = [dist.new_group(backend=each, timeout=timeout) for each in backends]
+        waits = ALONE_TIMES * timeout, timeout, timeout
+        groups = [dist.new_group(backend=each, timeout=wait) for each, wait in zip(backends, waits, strict=True)]
     except RuntimeError as error:
         what = f"the others have not come ({first_line(error)})"
         raise RankError(what, where=where, fix="start all of them, with one MASTER_ADDR and MASTER_PORT") from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import threading
 from contextlib import suppress
@@ -21,6 +22,8 @@ SECONDS = 60.0
 """For all to connect, once they are there."""
 GRACE_SECONDS = 2.0
 """In which a rank that hears of another's end leaves by itself; and in which one that misses another hears of it."""
+KEY_NBYTES = 32
+"""Of what a rank says to be let in."""
 ENDED = 1
 """Exit code of a rank that is ended from its thread."""
 
@@ -33,10 +36,11 @@ class Watch:
         self._at = ["the beginning"] * world.size
         self._line, self._heard, self._leaves = "", threading.Event(), threading.Event()
         self._lock = threading.Lock()
-        listener = socket.create_server(("", 0)) if world.rank == 0 else None
-        port = world.exchange("where ranks look after each other", listener and listener.getsockname()[1])[0]
+        listener = _listener() if world.rank == 0 else None
+        meeting = (listener.getsockname()[1], secrets.token_hex(KEY_NBYTES // 2)) if listener else (0, "")
+        port, key = world.exchange("where ranks look after each other", meeting)[0]
         try:
-            self._others = self._accepted(listener) if listener else {0: self._connected(address, int(port or 0))}
+            self._others = self._accepted(listener, key) if listener else {0: self._connected(address, port, key)}
         except OSError as error:
             raise RankError(f"cannot be reached ({first_line(error)})", where=f"rank 0 at {address}") from error
         finally:
@@ -68,20 +72,28 @@ class Watch:
         for other in self._others.values():
             other.close()
 
-    def _accepted(self, listener: socket.socket) -> dict[int, socket.socket]:
+    def _accepted(self, listener: socket.socket, key: str) -> dict[int, socket.socket]:
+        """The connections of all others; who does not know the key is none of them."""
         listener.settimeout(SECONDS)
-        found = {}
-        for _ in range(self._size - 1):
+        found: dict[int, socket.socket] = {}
+        while len(found) < self._size - 1:
             other, _ = listener.accept()
             other.settimeout(SECONDS)
-            found[int.from_bytes(other.recv(4, socket.MSG_WAITALL), "little")] = other
-            other.settimeout(None)
+            with suppress(OSError, ValueError):
+                hello = b""
+                while len(hello) < KEY_NBYTES + 4 and (more := other.recv(KEY_NBYTES + 4 - len(hello))):
+                    hello += more
+                if secrets.compare_digest(hello[4:], key.encode()):
+                    other.settimeout(None)
+                    found[int.from_bytes(hello[:4], "little")] = other
+                    continue
+            other.close()
         return found
 
-    def _connected(self, address: str, port: int) -> socket.socket:
+    def _connected(self, address: str, port: int, key: str) -> socket.socket:
         first = socket.create_connection((address, port), timeout=SECONDS)
         first.settimeout(None)
-        first.sendall(self._rank.to_bytes(4, "little"))
+        first.sendall(self._rank.to_bytes(4, "little") + key.encode())
         return first
 
     def _tell(self, message: dict[str, object]) -> None:
@@ -111,13 +123,21 @@ class Watch:
             self._end(f"rank {rank} of {self._size}, at {self._at[rank]}: {line}")
 
     def _end(self, line: str) -> None:
+        """Another rank has ended: tell all, let this one leave by itself, and else end it from here."""
         with self._lock:
-            if self._heard.is_set():
+            if self._line:
                 return
             self._line = line
-            self._heard.set()
         if self._rank == 0:
             self._tell({"over": line})
+        self._heard.set()
         if not self._leaves.wait(GRACE_SECONDS):
             os.write(2, f"error: {line}\n".encode())
             os._exit(ENDED)
+
+
+def _listener() -> socket.socket:
+    """On a free port of this machine, by either version of IP."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))

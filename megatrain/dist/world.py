@@ -116,6 +116,10 @@ class World:
         self.host.all_gather(_bytes(whole), _bytes(own.contiguous()))
         return whole
 
+    def of_first(self, own: Tensor) -> Tensor:
+        """Rank 0's tensor, on all: for what another machine may compute with other last bits, and all then go by."""
+        return own if self.host is None else self.together(own.cpu())[0].to(own.device)
+
     # On the device --------------------------------------------------------------------------------------------------
 
     def gather(self, whole: Tensor, own: Tensor) -> None:

@@ -7,7 +7,8 @@ part of the state; it knows no link between devices. Left out: who starts the ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,7 +16,6 @@ from typing import Any, TextIO, TypeVar
 
 import torch
 
-from megatrain.checkpoint import Checkpoint, open_checkpoint
 from megatrain.config import Config, find_launch
 from megatrain.dist import ALONE, World
 from megatrain.dist.processes import join
@@ -91,17 +91,6 @@ class Ranks:
         """The device of that name, of several GPUs this rank's own."""
         return name if self.alone or not name.startswith("cuda") else f"cuda:{self.local_rank}"
 
-    def found(self, find: Callable[[], Checkpoint | None]) -> Checkpoint | None:
-        """What the first rank finds to go on from. Raises on all what it raises there."""
-        known: list[Checkpoint | None] = []
-
-        def look() -> str | None:
-            known.append(find() if self.leads else None)
-            return None if known[0] is None else str(known[0].folder)
-
-        folder = self.world.agree("the checkpoint to go on from", look)[0]
-        return known[0] if self.leads or folder is None else open_checkpoint(Path(folder))
-
     def planned(self, question: Question) -> Plan:
         """The plan of the first rank, on all: of its part of a step. `question` is that of one rank that does all.
 
@@ -163,7 +152,7 @@ def joined(config: Config) -> Ranks:
         return Ranks()
     refuse_what_ranks_lack(config)
     world = join(launch.rank, launch.size, "cuda" if config.train.device.startswith("cuda") else "cpu")
-    local_size = max(launch.local_size, launch.local_rank + 1)
+    local_size = world.exchange("machines", socket.gethostname()).count(socket.gethostname())
     ranks = Ranks(world, launch.local_rank, local_size, Watch(world, launch.address))
     torch.set_num_threads(ranks.threads)  # torchrun asks for one
     return ranks

@@ -11,7 +11,6 @@ anew. It leaves out the state itself (`train.restore`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -64,9 +63,6 @@ REFUSED = (
 )
 """Keys, or sections, whose change means another model or other data, which a run is not to go on with by mistake."""
 
-DECIDE_EPOCHS = ("data", "train.epochs", "train.target_tokens_per_step", *(f"train.{name}" for name in SIZES))
-"""Keys, or sections, that decide how many steps so many epochs are."""
-
 COMPARED = ("data.sources",)
 """Keys under `REFUSED` that may change, since what they stand for is compared itself."""
 
@@ -95,19 +91,9 @@ def find(config: Config, say: Say) -> Checkpoint | None:
     return taken
 
 
-def is_finished(config: Config, taken: Checkpoint) -> bool:
-    """Whether a checkpoint is the end of this very run, as long as it is to be, and its model is there."""
-    return _has_model(config) and is_own(config, taken) and taken.step >= (_end(config, taken) or math.inf)
-
-
-def _end(config: Config, taken: Checkpoint) -> int | None:
-    """The step that the run is to end at; `None` where only the data can tell, which are not open yet."""
-    if config.train.steps is not None:
-        return config.train.steps
-    facts = facts_of(taken)
-    changes = changes_between(facts["config"], config.model_dump(mode="json"))
-    same = "epochs" in facts["config"]["train"] and not any(_within(key, DECIDE_EPOCHS) for key in changes)
-    return int(facts["steps"]) if same else None
+def is_finished(config: Config, taken: Checkpoint, steps: int) -> bool:
+    """Whether a checkpoint is the end of this very run, which is to have so many steps, and its model is there."""
+    return taken.step >= steps and _has_model(config) and is_own(config, taken)
 
 
 def _has_model(config: Config) -> bool:
@@ -269,15 +255,18 @@ def _sizes(train: Mapping[str, Any]) -> dict[str, int | None]:
     return {name: rows if name == "global_batch_size" else train.get(name) for name in SIZES}
 
 
-def take_up_data(feed: Feed, taken: Checkpoint, config: Config, say: Say) -> None:
-    """Go on where the data was left. Raises `DataError` where it is another one, unless that is accepted."""
+def take_up_data(feed: Feed, taken: Checkpoint, config: Config, say: Say) -> int:
+    """Go on where the data was left, and return the step that it begins with: 0, or where it is another one, that of
+    the checkpoint. Raises `DataError` where that is not accepted."""
     try:
         feed.restore(facts_of(taken)["data"])
+        return 0
     except DataError as error:
         if not config.accept_changes:
             error.fix = f"{error.fix}; or set accept_changes=true to go on with this one from its beginning"
             raise
         say(f"the data is another than before, and begins anew ({error.what})")
+        return taken.step
 
 
 def _newest(folder: Path, say: Say) -> Checkpoint:

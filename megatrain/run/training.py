@@ -78,7 +78,7 @@ from megatrain.run.this_machine import this_machine
 from megatrain.spec import Batching, ModelSpec
 from megatrain.system.locks import Claim
 from megatrain.train.batch_feed import Feed
-from megatrain.train.checkpoints import Checkpoints
+from megatrain.train.checkpoints import Checkpoints, found_by_first
 from megatrain.train.engine import Engine
 from megatrain.train.events import Compiled, Ended, Evaluated, Event, Resumed, Watcher
 from megatrain.train.loop import Task, train
@@ -117,26 +117,18 @@ def run_training(config: Config, console: Console) -> Path:
     Raises a `MegaTrainError` for whatever is wrong, `NonFinite` for training that diverged among it.
     """
     ranks = joined(config)
-    with ranks.watched():
-        return _trained(config, console, ranks)
-
-
-def _trained(config: Config, console: Console, ranks: Ranks) -> Path:
     folder, console = config.folder, console if ranks.leads else Console(file=io.StringIO())
     say = partial(warn, console)
-    refuse_missing(config.output.trackers)
-    if config.model.path is not None:
-        model = config.model.model_copy(update={"path": model_named(config.model.path)})
-        config = config.model_copy(update={"model": model})
-    with ExitStack() as stack:
+    with ExitStack() as stack, ranks.watched():  # the others hear of an error before it is cleaned up after
+        refuse_missing(config.output.trackers)
+        if config.model.path is not None:
+            model = config.model.model_copy(update={"path": model_named(config.model.path)})
+            config = config.model_copy(update={"model": model})
         claim = stack.enter_context(Claim())
-        taken = ranks.found(lambda: _find(config, claim, say))
+        taken = found_by_first(ranks.world, lambda: _find(config, claim, say))
         if taken is not None:
-            if resume.is_finished(config, taken):
-                key = "train.epochs" if config.train.steps is None else "train.steps"
-                say(f"{folder} is a finished run of {taken.step:,} steps; set {key} to more to extend it")
-                say_where(folder, console)
-                return folder / resume.MODEL
+            if config.train.steps is not None and resume.is_finished(config, taken, config.train.steps):
+                return _finished(config, taken, console)
             config = resume.as_begun(config, taken)
             resume.refuse_changes(config, taken, say)
         device = open_device(ranks.device_of(config.train.device))
@@ -153,9 +145,13 @@ def _trained(config: Config, console: Console, ranks: Ranks) -> Path:
         with console.status("preparing the data"):
             corpus = open_corpus(config, plan, tokenizer, vocabulary, source.model, ranks.world)
         stack.callback(corpus.loader.close)
-        feed, steps = Feed(corpus.loader), _steps(config.train, corpus.loader)
+        feed = Feed(corpus.loader)
+        begins = 0 if taken is None else resume.take_up_data(feed, taken, config, say)
+        steps = _steps(config.train, corpus.loader, begins)
         if taken is not None:
-            resume.take_up_data(feed, taken, config, say)
+            if resume.is_finished(config, taken, steps):
+                return _finished(config, taken, console)
+            steps = max(steps, taken.step)
         ranks.at("loading the model")
         with loading(console, "loading the model") as progress:
             engine = stack.enter_context(_engine(config, source, ported, plan, device, taken, progress, ranks.world))
@@ -168,7 +164,7 @@ def _trained(config: Config, console: Console, ranks: Ranks) -> Path:
                 take_up_reference(config, corpus, engine, plan, taken, progress)
         if config.trace_file is not None and ranks.leads:
             engine.trace(config.trace_file)
-        checkpoints = _checkpoints(config, engine, feed, tokenizer, plan, steps)
+        checkpoints = _checkpoints(config, engine, feed, tokenizer, plan)
         facts = _show(config, engine, source, corpus, plan, console, steps)
         run = _Run(engine, corpus, feed, checkpoints, tokenizer, plan, facts, claim, ranks, steps)
         ended = _train(config, run, taken, stack, console)
@@ -184,6 +180,14 @@ def _trained(config: Config, console: Console, ranks: Ranks) -> Path:
     if ranks.leads:
         say_where(folder, console)
     return saved
+
+
+def _finished(config: Config, taken: Checkpoint, console: Console) -> Path:
+    """Tell that there is nothing to train, and return the model that is there."""
+    key = "train.epochs" if config.train.steps is None else "train.steps"
+    warn(console, f"{config.folder} is a finished run of {taken.step:,} steps; set {key} to more to extend it")
+    say_where(config.folder, console)
+    return config.folder / resume.MODEL
 
 
 def _find(config: Config, claim: Claim, say: Callable[[str], None]) -> Checkpoint | None:
@@ -223,12 +227,12 @@ def _optimizer(train: TrainSection) -> AdamW:
     )
 
 
-def _steps(train: TrainSection, loader: Loader) -> int:
-    """Steps of the whole run, which epochs are of the data."""
+def _steps(train: TrainSection, loader: Loader, begins: int) -> int:
+    """Steps of the whole run, where the data begins with step `begins`."""
     if train.steps is not None:
         return train.steps
     assert train.epochs is not None  # one of the two
-    return loader.steps_in(train.epochs)
+    return begins + loader.steps_in(train.epochs)
 
 
 def _length(steps: int, loader: Loader) -> str:
@@ -374,9 +378,7 @@ def _engine(
     return Engine.from_checkpoint(taken, source=source, new=new, ported=ported, progress=progress, **options)
 
 
-def _checkpoints(
-    config: Config, engine: Engine, feed: Feed, tokenizer: Tokenizer, plan: Plan, steps: int
-) -> Checkpoints:
+def _checkpoints(config: Config, engine: Engine, feed: Feed, tokenizer: Tokenizer, plan: Plan) -> Checkpoints:
     """What saves the run. Raises `DoesNotFit` where there is no memory for it."""
     how = config.checkpoint
     if how.every:
@@ -386,7 +388,7 @@ def _checkpoints(
         config.checkpoints,
         Retention(how.keep_last, how.keep_every, how.keep_best),
         feed,
-        {"config": resume.with_numbers(config, plan.numerics).model_dump(mode="json"), "steps": steps},
+        {"config": resume.with_numbers(config, plan.numerics).model_dump(mode="json")},
         write_more=tokenizer.save_pretrained,
         trust_remote_code=config.model.trust_remote_code,
     )

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatrain.checkpoint import Retention, newest_sound, prune, step_folder
+from megatrain.checkpoint import Checkpoint, Retention, newest_sound, open_checkpoint, prune, quick_check, step_folder
+from megatrain.dist import World
 from megatrain.errors import CheckpointError, MegaTrainError, NonFinite
 from megatrain.train.async_save import Save
 from megatrain.train.batch_feed import Feed
@@ -69,11 +70,7 @@ class Checkpoints:
             seconds = "still being written"
             return Warned(step, f"not saved at step {step:,}: the checkpoint of step {self._tried:,} is {seconds}")
         told = self.collect(step)
-        try:
-            self._begin(step)
-        except MegaTrainError as error:
-            return Warned(step, f"not saved: {error}")
-        return told
+        return self._begun(step) or told
 
     def collect(self, step: int) -> Event | None:
         """What has become of the last save, once."""
@@ -101,10 +98,8 @@ class Checkpoints:
             return self._given_up(step)
         events.append(self.collect(step))
         if self.step != step and self._tried != step:
-            try:
-                self._begin(step)
-            except MegaTrainError as error:
-                events.append(Warned(step, f"not saved: {error}"))
+            if (refused := self._begun(step)) is not None:
+                events.append(refused)
             else:
                 events += [self.collect(step)] if self._is_over_by(ends) else self._given_up(step)
         events += self._untold
@@ -137,15 +132,25 @@ class Checkpoints:
         self.engine.saver.wait()
         if (told := self.collect(step)) is not None:
             self._untold.append(told)
-        found = newest_sound(self.folder)
-        if found.checkpoint is None:
+        found = found_by_first(self.engine.world, lambda: newest_sound(self.folder).checkpoint)
+        if found is None:
             raise CheckpointError("holds nothing to go back to", where=str(self.folder)) from error
-        self.engine.restore(found.checkpoint, trust_remote_code=self.trust_remote_code)
-        facts = found.checkpoint.training["run"]
+        self.engine.restore(found, trust_remote_code=self.trust_remote_code)
+        facts = found.training["run"]
         self.feed.leave_out(offending, facts["data"])
-        self.step, self.newest = int(facts["step"]), str(found.checkpoint.folder)
+        self.step, self.newest = int(facts["step"]), str(found.folder)
         self._tried = -1  # of another past
         return self.step
+
+    def _begun(self, step: int) -> Warned | None:
+        """Begin a save, or tell why not. Of several ranks the others' saves wait for this one's: raises there."""
+        try:
+            self._begin(step)
+        except MegaTrainError as error:
+            if self.engine.world.size > 1:
+                raise
+            return Warned(step, f"not saved: {error}")
+        return None
 
     def _begin(self, step: int) -> Save:
         self._tried = step
@@ -188,3 +193,18 @@ class Checkpoints:
         self._save = None
         newest = f"the newest checkpoint is that of step {self.step:,}" if self.step >= 0 else "there is no checkpoint"
         return [*told, Warned(step, f"the deadline has come before step {step:,} was saved; {newest}")]
+
+
+def found_by_first(world: World, find: Callable[[], Checkpoint | None]) -> Checkpoint | None:
+    """The checkpoint that rank 0 finds, on all ranks: what each reads of a folder by itself may differ.
+
+    Rank 0 checks every byte, the others that all files are there. Raises on all what it raises on one.
+    """
+    known: list[Checkpoint | None] = []
+
+    def look() -> str | None:
+        known.append(find() if world.rank == 0 else None)
+        return None if known[0] is None else str(known[0].folder)
+
+    folder = world.agree("the checkpoint to go on from", look)[0]
+    return known[0] if world.rank == 0 or folder is None else open_checkpoint(Path(folder), quick_check)

@@ -415,7 +415,7 @@ class Engine:
 
         def last_logits(inputs: Mapping[str, Any], kept: int) -> Tensor:
             schedule = self._schedules.get("forward", Work((inputs["input_ids"].numel(),)))
-            return self._streamer.next_logits(schedule, inputs, kept)
+            return self.world.of_first(self._streamer.next_logits(schedule, inputs, kept))
 
         # The library's own work runs on the stream that fills the cache, so neither frees what the other still reads.
         with (

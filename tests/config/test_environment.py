@@ -12,7 +12,7 @@ import pytest
 
 from megatrain import Engine, cli
 from megatrain.config import Launch, find_launch, refuse_several_processes
-from megatrain.config.environment import LAUNCHERS, LOCAL_SIZES
+from megatrain.config.environment import LAUNCHERS
 from megatrain.errors import ConfigError
 from megatrain.model import freeze_parameters
 from tests.tiny import tiny_model
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(autouse=True)
 def _started_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     meeting = "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE"
-    for name in (*(name for names in LAUNCHERS.values() for name in names), *LOCAL_SIZES.values(), *meeting):
+    for name in (*(name for names in LAUNCHERS.values() for name in names), *meeting):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -65,8 +65,7 @@ def test_each_of_several_processes_finds_its_rank(launcher: str, monkeypatch: py
         monkeypatch.setenv(name, value)
     assert find_launch() == Launch(rank=9, size=16, local_rank=1, address="somewhere")
     monkeypatch.delenv(local)  # one process on each machine
-    monkeypatch.setenv(LOCAL_SIZES[launcher], "8")
-    assert find_launch() == Launch(rank=9, size=16, local_rank=0, local_size=8, address="somewhere")
+    assert find_launch() == Launch(rank=9, size=16, local_rank=0, address="somewhere")
 
 
 @pytest.mark.parametrize("name", ["RANK", "MASTER_ADDR", "MASTER_PORT"])

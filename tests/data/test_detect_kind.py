@@ -180,6 +180,22 @@ def test_a_file_compressed_otherwise_is_called_compressed(tmp_path: Path) -> Non
             prepare_tokens([tmp_path / name], load_tokenizer("bytes"), cache=tmp_path)
 
 
+def test_a_folder_of_code_with_a_table_is_text(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("x = 1")
+    (tmp_path / "table.csv").write_text("x,y\n1,2\n")
+    assert not holds_samples(str(tmp_path))
+    (tmp_path / "samples.csv").write_text("text\nwords\n")
+    with pytest.raises(DataError, match=r"holds samples \(samples\.csv\) beside other files \(a\.py\)"):
+        holds_samples(str(tmp_path))
+
+
+def test_a_compressed_companion_is_one(tmp_path: Path) -> None:
+    (tmp_path / "README.md.gz").write_bytes(gzip.compress(b"About these chats."))
+    lines(tmp_path / "a.jsonl", CHAT)
+    assert holds_samples(str(tmp_path))
+    assert counts(Source(str(tmp_path)))[0] == 1
+
+
 def test_tables_in_text_are_samples_and_compressed_files_are_what_they_hold(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("instruction,output\nq,a\n")
     (tmp_path / "chats.jsonl.gz").write_bytes(gzip.compress(json.dumps(CHAT).encode()))

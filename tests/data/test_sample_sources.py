@@ -107,7 +107,26 @@ def test_compressed_data_that_is_cut_off_is_refused(tmp_path: Path, compression:
     plain = lines(tmp_path / "a.jsonl", *({"text": f"{rng.random()}"} for _ in range(20_000)))
     compress(plain, path := tmp_path / f"b.jsonl{compression}")
     path.write_bytes(path.read_bytes()[:-1000])
-    assert refused(path).startswith(f"{path}: ")
+    assert refused(path).startswith(f"{path}: compressed data that is damaged (")
+    assert refused(path).endswith("; fetch it anew, or leave it out")
+
+
+@pytest.mark.parametrize("number", [2, 3000])
+def test_a_cell_in_another_encoding_is_refused_with_its_line(tmp_path: Path, number: int) -> None:
+    """Text is decoded ahead of what is read."""
+    rows = [b"text", *[b"words"] * 5000]
+    rows[number - 1] = b"\xe9"
+    (tmp_path / "a.csv").write_bytes(b"\n".join(rows))
+    assert refused(tmp_path / "a.csv").startswith(f"{tmp_path}/a.csv:{number}: not UTF-8 text")
+
+
+def test_files_with_nothing_in_them_are_counted(tmp_path: Path) -> None:
+    for name, content in (("a.json.gz", b""), ("b.csv.gz", b"\n"), ("c.jsonl.gz", b"\n\n"), ("d.json.gz", b" \n")):
+        (tmp_path / name).write_bytes(gzip.compress(content))
+    (tmp_path / "e.csv").write_text("\n\ntext\nwords\n")
+    samples, left_out = read(tmp_path)
+    assert [sample.text for sample in samples] == ["words"]
+    assert left_out.counts == {"empty file": 4}
 
 
 def test_cells_of_a_table_stay_text_and_may_be_long(tmp_path: Path) -> None:
@@ -215,8 +234,9 @@ def test_a_file_named_twice_counts_twice(tmp_path: Path) -> None:
         ("a.xml", "x", "", "a file of samples does not end in '.xml'; known are .json, .jsonl"),
         ("a.csv", 'text,n\nx,1\n"x\ny",2\nx\n', ":5", "1 cells below a header of 2"),
         ("a.csv", 'text\n"x', ":2", "not a table (unexpected end of data)"),
-        ("a.tsv", "text\ttext\nx\ty\n", "", "two columns are called 'text'"),
-        ("a.jsonl.gz", "text", "", "Not a gzipped file"),
+        ("a.tsv", "text\ttext\nx\ty\n", ":1", "two columns are called 'text'"),
+        ("a.jsonl.gz", "text", "", "compressed data that is damaged (Not a gzipped file"),
+        ("a.parquet.gz", "x", "", "does not end in '.parquet.gz'"),
     ],
 )
 def test_a_malformed_file_is_named_with_its_line(

@@ -45,6 +45,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "d.jsonl").write_text('{"text": "fourth"}\n\n{"text": "fifth", "id": 5}\n{"text": ""}\n')
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
     (tmp_path / "picture.png").write_bytes(b"PNG\0\0")
+    (tmp_path / "damaged.txt.gz").write_bytes(b"not gzip")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "mark.txt").write_bytes(b"\xef\xbb\xbf")
     (tmp_path / ".git" / "config").write_text("hidden")
@@ -54,7 +55,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_folder_is_read_in_sorted_order_and_what_is_left_out_is_counted(folder: Path) -> None:
     found, skipped = documents(folder)
     assert found == ["first", "deep", "third", "fourth", "fifth"]
-    assert skipped == {"hidden": 1, "not UTF-8 text": 2, "empty": 2, "empty line of JSONL": 1}
+    assert skipped == {"hidden": 1, "not UTF-8 text": 3, "empty": 2, "empty line of JSONL": 1}
 
 
 def test_what_a_folder_holds_beyond_files_is_counted_and_not_followed(tmp_path: Path) -> None:

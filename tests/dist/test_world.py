@@ -103,3 +103,11 @@ def test_micro_batches_that_are_dealt_otherwise_are_refused(dealt: list[list[int
 def test_one_rank_has_nobody_to_tell() -> None:
     assert ALONE.exchange("a test", {"left": math.pi}) == [{"left": math.pi}]
     assert torch.equal(ALONE.together(torch.ones(3)), torch.ones(1, 3))
+
+
+def test_all_take_what_the_first_has() -> None:
+    def work(world: World) -> list[float]:
+        return world.of_first(torch.tensor([float(world.rank), -0.0])).tolist()
+
+    assert together(worlds(3, seed=0), work) == [[0.0, -0.0]] * 3
+    assert ALONE.of_first(torch.tensor([5.0])).tolist() == [5.0]

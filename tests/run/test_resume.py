@@ -600,3 +600,21 @@ def test_epochs_end_where_they_were_to_end_and_more_extend(tmp_path: Path) -> No
     assert "set train.epochs to more to extend it" in train(of(0.5, "whole", "auto"))
     assert "train.epochs 0.5 -> 1.0" in train(of(1.0, "whole", "auto"))
     assert json.loads((tmp_path / "whole" / "status.json").read_text())["step"] > steps
+    before = (tmp_path / "whole" / "status.json").read_bytes()
+    assert "set train.epochs to more to extend it" in train(of(0.25, "whole", "auto"))
+    assert (tmp_path / "whole" / "status.json").read_bytes() == before
+
+
+def test_epochs_of_other_data_begin_where_it_begins(tmp_path: Path) -> None:
+    train(config_of(tmp_path, "run", train={"steps": 3}))
+    more = tmp_path / "more.txt"
+    more.write_text("other words, and more of them\n" * 300)
+    changed = config_of(
+        tmp_path, "run", "auto", accept_changes=True, train={"steps": None, "epochs": 0.5}, data={"sources": str(more)}
+    )
+    alone = config_of(tmp_path, "alone", train={"steps": None, "epochs": 0.5}, data={"sources": str(more)})
+    said = train(changed)
+    assert "begins anew" in said
+    train(alone)
+    steps = [json.loads((tmp_path / name / "status.json").read_text())["step"] for name in ("run", "alone")]
+    assert steps[0] == 3 + steps[1]

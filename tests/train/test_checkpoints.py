@@ -11,14 +11,16 @@ from typing import Any, cast
 
 import pytest
 
-from megatrain.checkpoint import Retention
-from megatrain.dist import ALONE
+from megatrain.checkpoint import Retention, open_checkpoint
+from megatrain.dist import ALONE, World
 from megatrain.errors import CheckpointError, NonFinite
 from megatrain.train.async_save import Save
 from megatrain.train.batch_feed import Feed
-from megatrain.train.checkpoints import Checkpoints
+from megatrain.train.checkpoints import Checkpoints, found_by_first
 from megatrain.train.engine import Engine
 from megatrain.train.events import Resumed, Saved, Warned
+from tests.ranks import together, worlds
+from tests.tiny import tiny_model
 
 
 class SlowEngine:
@@ -153,3 +155,19 @@ def test_behind_a_rollback_a_step_is_another_state_and_is_saved_again(
     checkpoints.finish(4)
     assert engine.saved == [4, 4]
     checkpoints.refuse_unsaved(4)
+
+
+def test_of_several_ranks_all_go_by_what_the_first_finds(tmp_path: Path) -> None:
+    """Though another's view of the folder is an older one."""
+    with Engine.from_model(tiny_model(), "cpu", "fp32", verify=False) as engine:
+        for step in (1, 2):
+            engine.save(tmp_path, {"step": step}, step=step).wait()
+    older, newest = sorted(tmp_path.iterdir())
+
+    def work(world: World) -> str:
+        found = found_by_first(world, lambda: open_checkpoint(older if world.rank else newest))
+        assert found is not None
+        return found.folder.name
+
+    assert together(worlds(2, seed=0), work) == [newest.name] * 2
+    assert together(worlds(2, seed=0), lambda world: found_by_first(world, lambda: None)) == [None, None]
