@@ -95,6 +95,11 @@ class Loader:
         """Rows handed out since the beginning, of all sources."""
         return sum(self.positions)
 
+    @property
+    def epoch(self) -> float:
+        """Passes over the data so far: rows handed out, over those of all sources."""
+        return self.position / sum(map(len, self.sources))
+
     def __iter__(self) -> Iterator[list[Batch]]:
         return self
 
@@ -130,10 +135,13 @@ class Loader:
             steps, positions = steps + 1, self._draw(positions).positions
         return steps
 
-    def passes(self, steps: int) -> list[float] | None:
-        """Epochs of each source in so many steps, by the weights; None with `targets`, whose steps differ in rows."""
-        if self.targets is not None:
-            return None
+    def epochs_in(self, steps: int) -> float | None:
+        """Passes over the data in so many steps; None with `targets`, whose steps differ in rows."""
+        rows = steps * self.micro_batches * self.micro_batch
+        return None if self.targets is not None else rows / sum(map(len, self.sources))
+
+    def passes(self, steps: int) -> list[float]:
+        """Epochs of each source in so many steps that do not differ in rows, by the weights."""
         rows, whole = steps * self.micro_batches * self.micro_batch, sum(self.weights)
         shares = zip(self.weights, self.sources, strict=True)
         return [rows * weight / whole / len(source) for weight, source in shares]

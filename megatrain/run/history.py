@@ -25,6 +25,7 @@ METRICS, CONFIG = "metrics.jsonl", "config.yaml"
 COLUMNS = (
     *("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "seconds", "data_seconds", "stall_seconds"),
     "mfu",
+    "epoch",
 )
 """What is kept of each step."""
 OLDER_NAMES = {"mfu": "light_share"}
@@ -75,6 +76,8 @@ class History:
     """What the plan said when the run, or its last part, began."""
     steps: int = 0
     """That the run is to have."""
+    epochs: float = math.nan
+    """The same in passes over the data, where that is known."""
     status: Mapping[str, Any] = field(default_factory=dict)
     config: str = ""
     trace: Mapping[str, Any] | None = None
@@ -132,7 +135,7 @@ class History:
         for column in self.tiers.values():
             if len(column) == count:
                 column.append(math.nan)
-        self.steps = int(told.get("steps") or 0)
+        self.steps, self.epochs = int(told.get("steps") or 0), _number(told.get("epochs"))
 
     def _go_back(self, step: int) -> None:
         steps = self.columns["step"]

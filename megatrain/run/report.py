@@ -92,7 +92,7 @@ def run_report(folder: str, html: str | None) -> Path:
 def _summary(run: History, now: float) -> list[tuple[str, str]]:
     columns, rows = run.columns, []
     rows.append(("state", _state(run, now)))
-    rows.append(("steps", f"{run.done:,} of {run.steps:,}"))
+    rows.append(("steps", f"{run.done:,} of {run.steps:,}{_epochs(run)}"))
     tokens, seconds = _total(columns["tokens"]), _total(columns["seconds"])
     if seconds:
         rows.append(("time in steps", duration(seconds)))
@@ -233,6 +233,13 @@ def _notes(notes: Sequence[Note]) -> str:
     if not notes:
         return "<p>nothing but steps</p>"
     return table(("step", "what", "more"), _some([(f"{note.step:,}", note.kind, note.text) for note in notes]))
+
+
+def _epochs(run: History) -> str:
+    done = run.columns["epoch"][-1] if run.columns["epoch"] else math.nan
+    if not math.isfinite(done):
+        return ""
+    return f" = {done:.3g} epochs" if math.isnan(run.epochs) else f" = {done:.3g} of {run.epochs:.3g} epochs"
 
 
 # Inside ------------------------------------------------------------------------------------------------------------

@@ -166,7 +166,8 @@ def run_training(config: Config, console: Console) -> Path:
             engine.trace(config.trace_file)
         checkpoints = _checkpoints(config, engine, feed, tokenizer, plan)
         facts = _show(config, engine, source, corpus, plan, console, steps)
-        run = _Run(engine, corpus, feed, checkpoints, tokenizer, plan, facts, claim, ranks, steps)
+        epochs = _epochs(config.train, corpus.loader, steps - begins)
+        run = _Run(engine, corpus, feed, checkpoints, tokenizer, plan, facts, claim, ranks, steps, epochs)
         ended = _train(config, run, taken, stack, console)
         if ended.step < steps and config.checkpoint.every:
             checkpoints.refuse_unsaved(ended.step)
@@ -212,6 +213,8 @@ class _Run:
     ranks: Ranks
     steps: int
     """Where it ends."""
+    epochs: float | None
+    """Passes over the data by then, where they can be told."""
 
 
 # Before training ---------------------------------------------------------------------------------------------------
@@ -235,14 +238,20 @@ def _steps(train: TrainSection, loader: Loader, begins: int) -> int:
     return begins + loader.steps_in(train.epochs)
 
 
+def _epochs(train: TrainSection, loader: Loader, steps: int) -> float | None:
+    """Passes over the data in so many steps; where steps differ in rows, those that were asked for, if any."""
+    found = loader.epochs_in(steps)
+    return train.epochs if found is None else found
+
+
 def _length(steps: int, loader: Loader) -> str:
     """The length of the run in words."""
-    passes = loader.passes(steps)
-    if passes is None:
+    epochs = loader.epochs_in(steps)
+    if epochs is None:
         return f"{steps:,} steps"
     rows = sum(len(source) for source in loader.sources)
-    drawn = sum(each * len(source) for each, source in zip(passes, loader.sources, strict=True))
-    whole = f"{steps:,} steps = {drawn / rows:.3g} epochs of {rows:,} rows"
+    whole = f"{steps:,} steps = {epochs:.3g} epochs of {rows:,} rows"
+    passes = loader.passes(steps)
     if len(passes) == 1:
         return whole
     return f"{whole}; passes over each source: {', '.join(f'{each:.3g}' for each in passes)}"
@@ -473,6 +482,7 @@ def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack
                 recover=checkpoints.roll_back if train_.on_nonfinite == "rollback" else None,
                 should_stop=lambda: any(engine.world.exchange("a stop", stop.requested)),
                 undo=run.feed.put_back,
+                epochs=lambda: (run.corpus.loader.epoch, run.epochs),
             )
     except Exception:
         _tell(watchers, *checkpoints.settle())
@@ -532,6 +542,7 @@ def _health(config: Config, engine: Engine, stop: StopSignals, steps: int, conso
         config.folder / STATUS,
         engine,
         steps=steps,
+        log_every=config.train.log_every,
         stall_seconds=config.train.stall_seconds,
         say=partial(warn, console),
         stopping=lambda: stop.requested,

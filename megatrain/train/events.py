@@ -8,8 +8,9 @@ out: how any of it is shown.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 MAX_EXPONENT = 709.0
 """Of e, in a float."""
@@ -62,6 +63,10 @@ class Stepped:
     elapsed_seconds: float
     resumed_at: int = 0
     """Steps that were done before this process took the run up."""
+    epoch: float | None = None
+    """Passes over the data so far, this step included; None where nobody has told."""
+    epochs: float | None = None
+    """Passes over the data in the whole run, where that is known."""
     written_nbytes: int = 0
     """Bytes that the step wrote to the disk tier."""
     kept: Mapping[str, float] = field(default_factory=dict)
@@ -106,6 +111,11 @@ class Skipped:
     elapsed_seconds: float
     ends: bool = False
     """Whether the run ends with it; the error then tells the reason."""
+
+
+def mean_loss(recent: Iterable[Stepped | Skipped]) -> float:
+    """The loss that a person is shown: the mean of recent steps, one of which was done at least."""
+    return fmean(one.loss for one in recent if isinstance(one, Stepped))
 
 
 @dataclass(frozen=True, slots=True)

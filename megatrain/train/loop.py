@@ -85,6 +85,7 @@ def train(
     recover: Callable[[NonFinite, int], int] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     undo: Callable[[], None] = lambda: None,
+    epochs: Callable[[], tuple[float | None, float | None]] = lambda: (None, None),
     clock: Clock = time.perf_counter,
 ) -> Ended:
     """Train from step `start` to step `steps`, or until `should_stop` says so; then no task is run any more.
@@ -94,7 +95,7 @@ def train(
     says to which. Raises `NonFinite` after `nonfinite_limit` of them with none done in its place, the weights as the
     last finite step left them, and at once where the weights themselves are not finite and there are no others to go
     back to; and whatever the engine or a watcher raises. On `OutOfTime` a step counts as not
-    begun, and `undo` is to put its data back.
+    begun, and `undo` is to put its data back. `epochs` tells the passes over the data so far, and in the whole run.
     """
     tell, peak_flops, feed = partial(_tell, watchers), engine.peak_flops(), iter(batches)
     done, in_a_row, failed, restored = start, 0, 0, start
@@ -129,7 +130,7 @@ def train(
             timed = _Times(now - ready, loaded - ready, now - began)
             flops = engine.step_flops(micro_batches)
             peak_flops = max(peak_flops, flops / timed.step)  # a measurement that others disturbed: this was reached
-            tell(_stepped(out, done, steps, rate, start, timed, (flops, peak_flops), engine))
+            tell(_stepped(out, done, steps, rate, start, timed, (flops, peak_flops), epochs(), engine))
         try:
             for task in tasks if not should_stop() else ():
                 tell(task.run(done) if task.is_due(done, steps) else None)
@@ -165,6 +166,7 @@ def _stepped(
     start: int,
     seconds: _Times,
     flops: tuple[float, float],
+    epochs: tuple[float | None, float | None],
     engine: Trainable,
 ) -> Stepped:
     return Stepped(
@@ -182,6 +184,8 @@ def _stepped(
         nbytes=_by_tier(engine),
         elapsed_seconds=seconds.elapsed,
         resumed_at=start,
+        epoch=epochs[0],
+        epochs=epochs[1],
         written_nbytes=out.written_nbytes,
         kept=engine.policy.kept_shares,
         metrics=out.metrics,

@@ -37,14 +37,16 @@ from megatrain.train.events import (
     Skipped,
     Stepped,
     Warned,
+    mean_loss,
 )
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_COUNT = 12
-LEGEND = (
+HINT = (
     "MFU: the share of the device's measured peak at which the model's products run, recomputation not counted; "
     "stall: share in which compute waited for data, copies or updates; bytes: held between steps"
 )
+"""What a person is told before the first line."""
 
 
 # The plan ----------------------------------------------------------------------------------------------------------
@@ -76,11 +78,11 @@ def show_plan(
     for tier in dict.fromkeys(tier for tier, _ in held):
         uses = {use: nbytes for (of, use), nbytes in held.items() if of == tier}
         for use, nbytes in uses.items():
-            table.add_row(tier, use, amount(nbytes))
+            if nbytes:
+                table.add_row(tier, use, amount(nbytes))
         peak = f"{amount(peaks[tier])} planned" if peaks.get(tier) else ""
         table.add_row(tier, "total", amount(sum(uses.values())), peak, style="bold")
     console.print(table)
-    console.print(Text(LEGEND, style="dim"))
 
 
 @contextmanager
@@ -194,25 +196,32 @@ class Field:
     rank: int
 
 
-def line_fields(event: Stepped, recent: Sequence[Stepped | Skipped]) -> list[Field]:
-    """The line after `event`, with loss and speeds averaged over `recent`, which ends with it."""
+def line_fields(event: Stepped, recent: Sequence[Stepped | Skipped], losses: Sequence[float] = ()) -> list[Field]:
+    """The line after `event`, with loss and speeds averaged over `recent`, which ends with it; `losses` are drawn."""
     seconds = sum(one.seconds for one in recent)
     steps = [one for one in recent if isinstance(one, Stepped)]
     product_seconds = sum(one.flops / one.peak_flops for one in steps)
     stalled = sum(one.data_seconds + one.stall_seconds for one in steps)
     left = event.elapsed_seconds / (event.step - event.resumed_at) * (event.steps - event.step)
-    tiers = "  ".join(f"{tier} {amount(nbytes)}" for tier, nbytes in event.nbytes.items())
+    tiers = "  ".join(f"{tier} {amount(nbytes)}" for tier, nbytes in event.nbytes.items() if nbytes)
     width = len(f"{event.steps:,}")
     return [
         Field(f"step {event.step:>{width},}/{event.steps:,}", 0),
-        Field(f"loss {mean([one.loss for one in steps]):.3f}", 1),
-        Field(f"grad {event.grad_norm:.2f}", 5),
+        *([] if event.epoch is None else [Field(f"epoch {describe_epoch(event.epoch, event.epochs)}", 5)]),
+        Field(f"loss {mean_loss(recent):.3f}", 1),
+        *([Field(sparkline(losses), 9)] if losses else []),
+        Field(f"grad {event.grad_norm:.2f}", 6),
         Field(f"{metric(sum(one.tokens for one in steps) / seconds):>5} tok/s", 3),
         Field(f"MFU {product_seconds / seconds:3.0%}", 4),
-        Field(f"stall {stalled / seconds:3.0%}", 6),
-        Field(tiers, 7),
+        Field(f"stall {stalled / seconds:3.0%}", 7),
+        Field(tiers, 8),
         Field(f"{duration(left)} left", 2),
     ]
+
+
+def describe_epoch(epoch: float, epochs: float | None) -> str:
+    """`0.26/3`, of a run whose passes over the data are known, else `0.26`."""
+    return f"{epoch:.2f}" if epochs is None else f"{epoch:.2f}/{epochs:.3g}"
 
 
 def fitting(fields: Sequence[Field], width: int) -> str:
@@ -240,7 +249,7 @@ class Progress:
         self._console, self._log_every = console, log_every
         self._recent: deque[Stepped | Skipped] = deque(maxlen=log_every)
         self._losses: list[float] = []
-        self._tokens, self._seconds = 0, 0.0
+        self._tokens, self._seconds, self._hinted = 0, 0.0, False
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
 
     def __enter__(self) -> Progress:
@@ -302,9 +311,11 @@ class Progress:
         self._seconds += event.seconds
 
     def _show(self, event: Stepped) -> None:
-        fields = line_fields(event, self._recent)
+        if not self._hinted:
+            self._print(HINT, "dim")
+            self._hinted = True
+        fields = line_fields(event, self._recent, self._losses if self._live else ())
         if self._live:
-            fields.insert(2, Field(sparkline(self._losses), 8))
             self._live.update(Text(fitting(fields, self._console.width - 1)), refresh=True)
         elif event.step == event.resumed_at + 1 or event.step % self._log_every == 0 or event.step == event.steps:
             self._print("  ".join(field.text for field in fields))

@@ -16,6 +16,7 @@ import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +25,7 @@ from typing import Any, Protocol
 from megatrain.errors import typed_line
 from megatrain.system.paths import written_whole
 from megatrain.train.async_save import Saver
-from megatrain.train.events import Ended, Evaluated, Event, Resumed, RolledBack, Saved, Skipped, Stepped
+from megatrain.train.events import Ended, Evaluated, Event, Resumed, RolledBack, Saved, Skipped, Stepped, mean_loss
 
 STATUS = "status.json"
 THREADS = "megatrain-"
@@ -42,7 +43,8 @@ class Watched(Protocol):
 class Health:
     """A watcher, and a thread for the length of a `with` block.
 
-    say: told a line about each thing that hangs, from the thread. stopping: whether the run has been asked to stop.
+    log_every: steps that the loss is the mean of, as in the line on the terminal. say: told a line about each thing
+    that hangs, from the thread. stopping: whether the run has been asked to stop.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Health:
         engine: Watched,
         *,
         steps: int,
+        log_every: int,
         stall_seconds: float,
         beat_seconds: float = 2.0,
         say: Callable[[str], None] = lambda line: None,
@@ -58,10 +61,12 @@ class Health:
     ) -> None:
         self.path, self._engine, self._say, self._stopping = path, engine, say, stopping
         self._stall_seconds, self._beat_seconds = stall_seconds, beat_seconds
+        self._recent: deque[Stepped | Skipped] = deque(maxlen=log_every)
         self._fields: dict[str, Any] = {
             "state": "starting",
             "step": 0,
             "steps": steps,
+            "epoch": None,
             "loss": None,
             "validation_loss": None,
             "validation_perplexity": None,
@@ -101,10 +106,13 @@ class Health:
         match event:
             case Stepped():
                 first = self._fields["state"] == "starting"
+                self._recent.append(event)
+                loss = mean_loss(self._recent)
                 self._fields |= {
                     "state": "running",
                     "step": event.step,
-                    "loss": event.loss if math.isfinite(event.loss) else None,
+                    "loss": loss if math.isfinite(loss) else None,
+                    "epoch": event.epoch,
                     "tokens_per_second": event.tokens_per_second,
                     "seconds_per_step": event.seconds,
                 }
@@ -112,6 +120,8 @@ class Health:
                     self.write()
             case Skipped() | Ended():
                 self._fields["step"] = event.step
+                if isinstance(event, Skipped):
+                    self._recent.append(event)
             case Evaluated():
                 self._fields["validation_loss"] = event.loss if math.isfinite(event.loss) else None
                 finite = math.isfinite(event.perplexity)

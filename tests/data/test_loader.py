@@ -182,12 +182,14 @@ def test_so_many_epochs_end_in_the_first_step_by_which_as_many_rows_are_seen(
     size, number = shape[0], max(ranks, shape[1])
     loader = Loader(sources, micro_batch=size, micro_batches=number, seed=3, targets=targets, ranks=ranks, workers=0)
     steps = loader.steps_in(epochs)
-    assert loader.position == 0
+    assert loader.position == loader.epoch == 0
     seen = [0]
     for _ in itertools.islice(loader, steps):
         seen.append(loader.position)
     wanted = round(10 * epochs) * sum(counts)  # in tenths of a row
     assert 10 * seen[-2] < wanted <= 10 * seen[-1]
+    assert loader.epoch == seen[-1] / sum(counts)
+    assert loader.epochs_in(steps) == (loader.epoch if targets is None else None)
 
 
 def test_passes_over_each_source_are_those_that_are_drawn(folder: Path) -> None:

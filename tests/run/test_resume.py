@@ -586,9 +586,15 @@ def test_epochs_end_where_they_were_to_end_and_more_extend(tmp_path: Path) -> No
         return config_of(tmp_path, name, resume, train={"steps": None, "epochs": epochs, "warmup_steps": 1})
 
     said = train(of(0.5, "whole"))
-    steps = json.loads((tmp_path / "whole" / "status.json").read_text())["steps"]
+    status = json.loads((tmp_path / "whole" / "status.json").read_text())
+    steps = status["steps"]
     assert f"{steps:,} steps = " in said
     assert "epochs of" in said
+    assert 0.5 <= status["epoch"] < 0.5 * (1 + 1 / (steps - 1))
+    told = f"{status['epoch']:.2f}/{status['epoch']:.3g}"
+    assert f"step {steps}/{steps}  epoch {told}" in said
+    page = (tmp_path / "whole" / "report.html").read_text()
+    assert f"{steps} of {steps} = {status['epoch']:.3g} of {status['epoch']:.3g} epochs" in page
     train(config_of(tmp_path, "steps", train={"steps": steps, "warmup_steps": 1}))
     assert equal(weights(tmp_path / "whole"), weights(tmp_path / "steps"))
 

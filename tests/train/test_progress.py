@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from megatrain.plan import Choice
 from megatrain.spec import Numerics, Placement, Policy
 from megatrain.train.events import Ended, Evaluated, Sampled, Skipped, Stepped
 from megatrain.train.progress import (
+    HINT,
     SPARK_COUNT,
     SPARKS,
     Field,
@@ -49,7 +50,12 @@ def stepped(step: int, steps: int = 10, seconds: float = 2.0) -> Stepped:
     )
 
 
-def shown(*events: Any, log_every: int = 3, terminal: bool = False, width: int = 200) -> str:
+def shown(*events: Any, **how: Any) -> str:
+    """What is told beneath the hint."""
+    return told(*events, **how).replace(HINT + "\n", "")
+
+
+def told(*events: Any, log_every: int = 3, terminal: bool = False, width: int = 200) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system=None, legacy_windows=False)
     with Progress(console, log_every) as watch:
         for event in events:
@@ -69,6 +75,20 @@ def test_the_line_says_everything_that_was_promised() -> None:
     assert text.strip() == (
         "step  5/10  loss 4.500  grad 0.50    500 tok/s  MFU 20%  stall 10%  device 3.15 MB  host 5.37 GB  0:10 left"
     )
+
+
+def test_before_the_first_line_and_only_there_its_words_are_explained() -> None:
+    lines = told(*(stepped(step) for step in range(1, 11))).splitlines()
+    assert [line for line in lines if "MFU:" in line] == lines[:1]
+    assert "MFU:" in told(stepped(1), terminal=True)
+
+
+def test_the_line_counts_passes_over_the_data_and_names_no_memory_that_is_not_used() -> None:
+    event = replace(stepped(5), epoch=1.5, epochs=3.0, nbytes={"device": 0, "host": 5 << 30})
+    text = shown(event, replace(stepped(6), epoch=1.8), log_every=1)
+    assert "step  5/10  epoch 1.50/3  loss 4.500" in text
+    assert "epoch 1.80  loss" in text
+    assert "device" not in text.splitlines()[0]
 
 
 def test_on_a_terminal_the_line_is_drawn_in_place_and_fits() -> None:

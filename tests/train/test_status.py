@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from megatrain import AdamW, Engine, Policy
 from megatrain.checkpoint.direct_io import DirectFile
@@ -18,11 +21,13 @@ from megatrain.device.cpu import CpuDevice
 from megatrain.engine import ops as ops
 from megatrain.errors import DiskFull
 from megatrain.train.events import Resumed, Saved, Skipped
+from megatrain.train.progress import Progress
 from megatrain.train.status import Health
 from tests.tiny import tiny_model, unequal_batches
 from tests.train.test_metrics import stepped
 
 STALL = 0.15
+SKIPPED = Skipped(4, 10, "nan", 1, 2.0, 8.0)
 
 
 @pytest.fixture
@@ -37,7 +42,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def watched(engine: Engine, path: Path, said: list[str]) -> Health:
-    return Health(path, engine, steps=10, stall_seconds=STALL, beat_seconds=0.02, say=said.append)
+    return Health(path, engine, steps=10, log_every=3, stall_seconds=STALL, beat_seconds=0.02, say=said.append)
 
 
 def eventually(holds: Any) -> None:
@@ -55,12 +60,25 @@ def test_the_file_follows_the_run(engine: Engine, tmp_path: Path) -> None:
         health(stepped(3))
         assert read(path) | {"state": "running", "step": 3, "loss": 2.5, "pid": os.getpid()} == read(path)
         health(Saved(3, 1.0, 10, "runs/step-3"))
-        health(Skipped(4, 10, "nan", 1, 2.0, 8.0))
+        health(SKIPPED)
         before = read(path)["heartbeat"]
         eventually(lambda: read(path)["heartbeat"] > before and read(path)["step"] == 4)
         assert read(path)["last_checkpoint"] == "runs/step-3"
     assert read(path)["state"] == "stopped"
     assert [each.name for each in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_loss_and_epoch_are_those_of_the_line_on_the_terminal(engine: Engine, tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    health, line = watched(engine, tmp_path / "status.json", []), Progress(console, log_every=3)
+    for event in (stepped(1, 4.0), stepped(4, 3.0), SKIPPED, replace(stepped(6, 2.0), epoch=0.5)):
+        health(event)
+        line(event)
+    health.write()
+    status = read(tmp_path / "status.json")
+    assert isinstance(console.file, io.StringIO)
+    assert f"epoch {status['epoch']:.2f}  loss {status['loss']:.3f}" in console.file.getvalue().splitlines()[-1]
+    assert status["loss"] == 2.5
 
 
 def test_an_error_ends_it_as_failed(engine: Engine, tmp_path: Path) -> None:
