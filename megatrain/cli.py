@@ -213,9 +213,14 @@ def _plan(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help="Folder, run folder, hub name, config.json or a saved plan.", callback=_path()
+            metavar="MODEL",
+            help="Folder, run folder, hub name, config.json, a saved plan, or the CONFIG of a run.",
+            callback=_path(),
         ),
     ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of CONFIG to set, train.epochs=2 say.")
+    ] = None,
     hardware: Annotated[
         str | None, typer.Option(help="A described machine (h200, rtx-4090, ...) or a file.", callback=_path())
     ] = None,
@@ -262,6 +267,7 @@ def _plan(
         adapter=adapter,
         attention=attention,
         trust_remote_code=trust_remote_code,
+        overrides=overrides or (),
     )
 
 

@@ -14,13 +14,13 @@ from typing import Any
 
 from megatrain.commands.plan import adapter_keys, find_hardware, find_model
 from megatrain.config import load_config
-from megatrain.data import COMPRESSIONS, begins_with_text, holds_samples, source_called
+from megatrain.data import about_tokens, begins_with_text, holds_samples, source_called
 from megatrain.data.sample_formats import Schema
 from megatrain.errors import ConfigError, DataError
 from megatrain.plan import Plan, Question, find_plan, survey
 from megatrain.plan.report import amount, duration
 from megatrain.spec import Limits, Precision
-from megatrain.system.paths import usable_path, written_whole
+from megatrain.system.paths import written_whole
 
 SEQUENCE_LENGTH = 4096
 TOKENS_PER_STEP = 65_536
@@ -29,9 +29,6 @@ STEPS, EPOCHS = 1000, 3
 """Over text, and over samples."""
 ENOUGH_STEPS = 100
 """In the epochs of samples: of few samples a step takes less."""
-BYTES_PER_TOKEN = 4
-"""Of a file of samples, roughly; one where it is compressed."""
-COMPRESSED = (*COMPRESSIONS, ".parquet")
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ def write_recipe(answers: Answers, target: Path) -> Plan:
     if not answers.data:
         raise ConfigError("no data", where="--data", fix="name a file, a folder, or a data set on the hub")
     is_chat = _is_chat(answers)
-    tokens = _tokens(answers) if is_chat and answers.steps is None else None
+    tokens = about_tokens(answers.data) if is_chat and answers.steps is None else None
     plan = _planned(answers, tokens)
     text = recipe_text(answers, plan, is_chat=is_chat, tokens=tokens)
     try:
@@ -155,18 +152,6 @@ def _length(answers: Answers, plan: Plan, tokens: int | None, *, is_chat: bool) 
         return STEPS, key, f"{EPOCHS} epochs take as long as the data is large"
     steps = -(-EPOCHS * tokens // plan.question.tokens_per_step)
     return steps, key, f"{EPOCHS} epochs are about {steps:,} steps and take {duration(plan.seconds * steps)}"
-
-
-def _tokens(answers: Answers) -> int | None:
-    """About how many the files of samples have; None where one is not on this machine."""
-    files: list[Path] = []
-    for name in answers.data:
-        path = usable_path(name, error=DataError)
-        if not path.exists():
-            return None
-        files += [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    nbytes = [file.stat().st_size * (BYTES_PER_TOKEN if file.suffix.lower() in COMPRESSED else 1) for file in files]
-    return max(1, sum(nbytes) // BYTES_PER_TOKEN)
 
 
 def _planned(answers: Answers, tokens: int | None) -> Plan:

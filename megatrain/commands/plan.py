@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -45,6 +45,7 @@ from megatrain.plan.report import (
     amount,
     as_content,
     configuration,
+    duration,
     free_rows,
     rate_lines,
     sensitivity_rows,
@@ -58,6 +59,9 @@ from megatrain.run.this_machine import described_machine, probed_machine, this_m
 from megatrain.spec import Hardware, Limits, ModelSpec, Precision
 from megatrain.spec.limits import parse_nbytes
 from megatrain.system.paths import read_json, read_text, usable_path, written_whole
+
+if TYPE_CHECKING:
+    from megatrain.config import Config
 
 LENGTH, TOKENS_PER_STEP = 4096, 65_536
 """What is taken where the user says nothing; fewer tokens where so many do not fit."""
@@ -84,10 +88,12 @@ def run_plan(
     attention: str = "auto",
     adapter: str | None = None,
     trust_remote_code: bool = False,
+    overrides: Sequence[str] = (),
 ) -> Outlook:
     """Plan, print, and write what was asked for.
 
-    model: hub name, folder, config.json, or a file that `json_file` of an earlier plan names. hardware: a machine of
+    model: hub name, folder, config.json, a file that `json_file` of an earlier plan names, or the configuration of a
+    run (`.yaml`), which says everything but the machine, after `overrides` of its keys. hardware: a machine of
     the library or a hardware file; `None` is this machine. Memories are texts such as `24GB` or `80%`; `0` of the disk
     leaves it alone. adapter: what trains over the model, `lora:16` say; `None` is the model itself.
 
@@ -98,27 +104,36 @@ def run_plan(
         raise ConfigError(f"{precision!r} is no precision", where="--precision", fix="use bf16 or fp32")
     if token_budget is not None and not 0 < token_budget <= 1e18:
         raise ConfigError(f"{token_budget:g} tokens", where="--token-budget", fix="give a number such as 1e12")
-    files = {"--html": html, "--json": json_file}
-    targets = {option: _writable(option, file) for option, file in files.items() if file is not None}
-    _refuse_tokens(length, tokens_per_step)
+    files = {"--html": html, "--json": json_file}.items()
+    targets = {option: _writable(option, file) for option, file in files if file is not None}
     memories = {"device": device_memory, "host": host_memory, "disk": disk_memory}
-    for tier, text in memories.items():
-        _nbytes(tier, text, 10**12)  # before a machine is measured
+    _refuse_numbers(length, tokens_per_step, memories)
+    run = _run_configuration(model, overrides)
+    how: dict[str, Any] = {"attention": attention, "adapter": adapter, "trust_remote_code": trust_remote_code}
+    if run is not None:
+        _refuse_given(tokens_per_step, length, precision, clips, *memories.values(), *how.values())
+        precision, hardware = run.train.precision, hardware or run.train.hardware
     machine = find_hardware(hardware, precision)
     limits = _limits(machine, memories, is_this_one=hardware is None)
     with Console(stderr=True).status("reading the model") as now:
-        spec = find_model(model, precision, attention=attention, adapter=adapter, trust_remote_code=trust_remote_code)
+        if run is not None:
+            question = _question_of(run, machine)
+        else:
+            spec = find_model(model, precision, **how)
+            length = _length(spec, length, tokens_per_step)
+            tokens = max(length, TOKENS_PER_STEP) if tokens_per_step is None else tokens_per_step
+            question = Question(spec, machine, tokens, length, precision, clips, saves=True, limits=limits)
         now.update("planning")
-        length = _length(spec, length, tokens_per_step)
-        tokens = max(length, TOKENS_PER_STEP) if tokens_per_step is None else tokens_per_step
-        question = Question(spec, machine, tokens, length, precision, clips, saves=True, limits=limits)
-        plan = _planned(question, may_shrink=tokens_per_step is None)
+        plan = _planned(question, may_shrink=run is None and tokens_per_step is None)
         now.update("looking at upgrades")
         outlook = look(plan, token_budget)
         swept = sweep(plan) if sweeps else None
-    facts = _facts(plan)
+    facts = [*_facts(plan), *([] if run is None else [("length", _length_of(run, plan))])]
     show(console, outlook, facts, swept)
-    _show_next(console, plan, _model_keys(model, attention, trust_remote_code=trust_remote_code), adapter)
+    if run is None:
+        _show_next(console, plan, _model_keys(model, attention, trust_remote_code=trust_remote_code), adapter)
+    else:
+        _say_next(console, shlex.join(["megatrain", "train", model, *overrides]))
     if "--html" in targets:
         _write(targets["--html"], render_page(outlook, facts, swept))
     if "--json" in targets:
@@ -127,6 +142,83 @@ def run_plan(
 
 
 # The question ------------------------------------------------------------------------------------------------------
+
+
+def _run_configuration(name: str, overrides: Sequence[str]) -> Config | None:
+    """The configuration of a run that `name` is the file of; None where it is a model's."""
+    path = usable_path(name, where="model", error=ModelError)
+    if path.is_file() and path.suffix in (".yaml", ".yml"):
+        from megatrain.config import load_config
+
+        return load_config(path, overrides)
+    if overrides:
+        fix = "leave it out, or name the .yaml of a run"
+        raise ConfigError("sets a key, and a model has none", where=repr(overrides[0]), fix=fix)
+    return None
+
+
+SAID_BY_A_RUN = {
+    "tokens-per-step": "train.global_batch_size",
+    "sequence-length": "data.sequence_length",
+    "precision": "train.precision",
+    "no-clip": "train.max_grad_norm",
+    "device-memory": "memory.device",
+    "host-memory": "memory.host",
+    "disk-memory": "memory.disk",
+    "attention": "model.attention",
+    "adapter": "adapter",
+    "trust-remote-code": "model.trust_remote_code",
+}
+"""Options of what the configuration of a run says, and its key."""
+
+
+def _refuse_given(*given: object) -> None:
+    """Raise `ConfigError` for an option, in the order of `SAID_BY_A_RUN`, that is given beside a configuration."""
+    usual = (None, None, "bf16", True, None, None, None, "auto", None, False)
+    for (option, key), value, left_out in zip(SAID_BY_A_RUN.items(), given, usual, strict=True):
+        if value != left_out:
+            fix = f"set {key}, in it or behind it as KEY=VALUE"
+            raise ConfigError("is what the configuration says", where=f"--{option}", fix=fix)
+
+
+def _question_of(run: Config, machine: Hardware) -> Question:
+    """What a run asks on a machine; its model has its adapter and what it freezes, and no weight of it is read."""
+    from megatrain.engine import DTYPES
+    from megatrain.model import freeze_parameters, lora_config, port_model
+    from megatrain.model.adapters import with_adapter
+    from megatrain.model.skeleton import blueprint
+    from megatrain.run.question import question_of
+
+    named = run.model.path or run.model.config
+    assert named is not None  # `Config` has seen to it
+    trusts = run.model.trust_remote_code
+    config = _library_config(named, trust_remote_code=trusts)[0]
+    structure = blueprint(config, attention=run.model.attention, trust_remote_code=trusts)
+    if run.adapter is not None:
+        fresh = lora_config(**run.adapter.model_dump(exclude={"type", "path"}))
+        structure = with_adapter(structure, run.adapter.path or fresh)
+    else:
+        freeze_parameters(structure, run.train.freeze)
+    return question_of(run, port_model(structure, DTYPES[run.train.precision]).spec, machine, {})
+
+
+def _length_of(run: Config, plan: Plan) -> str:
+    """Steps, epochs and time of a run, as far as the sizes of its files tell."""
+    from megatrain.data import about_tokens
+
+    held = about_tokens(run.data.sources, run.tokenizer, run.data.pattern)
+    tokens = plan.question.tokens_per_step
+    epoch = None if held is None else held * (1 - run.data.validation_fraction) / tokens
+    steps, epochs = run.train.steps, run.train.epochs
+    if steps is None:
+        assert epochs is not None  # one of the two
+        if epoch is None:
+            return f"{epochs:g} epochs, as long as the data is large"
+        steps = max(1, round(epochs * epoch))
+        words = f"{epochs:g} epochs = about {steps:,} steps"
+    else:
+        words = f"{steps:,} steps" + ("" if epoch is None else f" = about {steps / epoch:.2g} epochs")
+    return f"{words}, by the sizes of the files; they take {duration(plan.seconds * steps)}"
 
 
 def find_model(
@@ -162,7 +254,7 @@ def find_model(
     file = measured_file([config or f"built in: {source}", precision, attention, *_adapter_facts(adapter)])
     if not trust_remote_code and (spec := recall(file)):
         return replace(spec, name=name)
-    spec, is_built_in = _measured(source, path, precision, attention, adapter, trust_remote_code=trust_remote_code)
+    spec, is_built_in = _measured(source, precision, attention, adapter, trust_remote_code=trust_remote_code)
     if config or is_built_in:
         remember(file, spec)
     return replace(spec, name=name)
@@ -191,33 +283,43 @@ def _cached_config(name: str) -> Path | None:
 
 
 def _measured(
-    source: str, path: Path, precision: Precision, attention: str, adapter: str | None, *, trust_remote_code: bool
+    source: str, precision: Precision, attention: str, adapter: str | None, *, trust_remote_code: bool
 ) -> tuple[ModelSpec, bool]:
     """The specification of a model, and whether its shape is built in."""
     import torch
 
-    from megatrain.model import lora_config, lora_named, model_named, port_model
+    from megatrain.model import lora_config, lora_named, port_model
     from megatrain.model.adapters import with_adapter
-    from megatrain.model.architecture import read_config
-    from megatrain.model.known_models import known_config
     from megatrain.model.skeleton import blueprint
 
+    config, is_built_in = _library_config(source, trust_remote_code=trust_remote_code)
+    structure = blueprint(config, attention=attention, trust_remote_code=trust_remote_code)
+    if adapter is not None:
+        structure = with_adapter(structure, lora_config(**lora_named(adapter)))
+    spec = port_model(structure, torch.bfloat16 if precision == "bf16" else torch.float32).spec
+    return spec, is_built_in
+
+
+def _library_config(source: str | Mapping[str, Any], *, trust_remote_code: bool) -> tuple[Any, bool]:
+    """The library's config of a model, and whether its shape is built in."""
+    from megatrain.model import model_named
+    from megatrain.model.architecture import read_config
+    from megatrain.model.known_models import known_config
+
+    if isinstance(source, Mapping):
+        return read_config(source, where="model.config"), False
+    path = usable_path(source, where="model", error=ModelError)
     exists, where = path.exists(), f"model {source}"
     try:
         built_in = None if exists or trust_remote_code else known_config(source)
         if built_in and _cached_config(source):
             built_in = None
         named = model_named(str(path)) if exists else source
-        config = built_in or read_config(named, where=where, trust_remote_code=trust_remote_code)
+        return built_in or read_config(named, where=where, trust_remote_code=trust_remote_code), built_in is not None
     except ModelError as error:
         if exists or not (near := _nearest_models(source)):
             raise
         raise ModelError(error.what, where=where, fix=f"did you mean {' or '.join(near)}?") from error
-    structure = blueprint(config, attention=attention, trust_remote_code=trust_remote_code)
-    if adapter is not None:
-        structure = with_adapter(structure, lora_config(**lora_named(adapter)))
-    spec = port_model(structure, torch.bfloat16 if precision == "bf16" else torch.float32).spec
-    return spec, built_in is not None
 
 
 def find_hardware(source: str | None, precision: Precision = "bf16") -> Hardware:
@@ -246,8 +348,11 @@ def _unprobed_machine(precision: Precision) -> Hardware:
         device.close()
 
 
-def _refuse_tokens(length: int | None, tokens_per_step: int | None) -> None:
-    """Raise `ConfigError` for numbers of tokens that no model can have."""
+def _refuse_numbers(length: int | None, tokens_per_step: int | None, memories: Mapping[str, str | None]) -> None:
+    """Raise `ConfigError` for numbers of tokens that no model can have, and for memories that are none, before a
+    machine is measured."""
+    for tier, text in memories.items():
+        _nbytes(tier, text, 10**12)
     if length is not None and length < 1:
         raise ConfigError(f"sequences of {length} tokens", where="--sequence-length", fix="give 1 or more")
     tokens = (length or 1) if tokens_per_step is None else tokens_per_step
@@ -421,9 +526,11 @@ def _show_next(console: Console, plan: Plan, model: Mapping[str, Any], adapter: 
     init += ["--adapter", adapter] if adapter is not None else []
     init += ["--trust-remote-code"] if "trust_remote_code" in model else []
     console.print(Text.assemble(("in a configuration:\n", "bold"), "\n".join(lines)), soft_wrap=True)
-    console.print(
-        Text.assemble(("next: ", "bold"), f"{shlex.join(init)}, then megatrain train config.yaml"), soft_wrap=True
-    )
+    _say_next(console, f"{shlex.join(init)}, then megatrain train config.yaml")
+
+
+def _say_next(console: Console, command: str) -> None:
+    console.print(Text.assemble(("next: ", "bold"), command), soft_wrap=True)
 
 
 def _adapter_facts(adapter: str | None) -> list[str]:

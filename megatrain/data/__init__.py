@@ -7,7 +7,6 @@ Each arrow takes a value and gives the next. All that can be wrong with data is 
 training starts wherever it can be known by then.
 """
 
-from megatrain.data.compressed_files import COMPRESSIONS
 from megatrain.data.detect_kind import (
     begins_with_text,
     has_splits,
@@ -35,13 +34,12 @@ from megatrain.data.sample_cache import (
 )
 from megatrain.data.sample_formats import Schema
 from megatrain.data.sample_sources import Source, read_samples
-from megatrain.data.text_sources import describe_tokens, prepare_tokens
+from megatrain.data.text_sources import about_tokens, describe_tokens, prepare_tokens
 from megatrain.data.token_files import TokenFile, write_tokens
 from megatrain.data.token_windows import pack, split_windows, unused_tokens
 from megatrain.data.tokenizer import Tokenizer, load_tokenizer, vocabulary_size
 
 __all__ = [
-    "COMPRESSIONS",
     "Batch",
     "Batching",
     "EncodeOptions",
@@ -56,6 +54,7 @@ __all__ = [
     "Source",
     "TokenFile",
     "Tokenizer",
+    "about_tokens",
     "batch_of",
     "begins_with_text",
     "collate",

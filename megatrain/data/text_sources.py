@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, NoReturn, TextIO
 
 import numpy as np
 
-from megatrain.data.compressed_files import DamagedData, kind_of, open_bytes, open_text
+from megatrain.data.compressed_files import COMPRESSIONS, DamagedData, kind_of, open_bytes, open_text
 from megatrain.data.json_text import parsed
 from megatrain.data.token_files import TokenArray, TokenFile, is_token_file, open_tokens, write_tokens
 from megatrain.data.tokenizer import (
@@ -43,6 +43,8 @@ from megatrain.system.paths import missing, usable_path
 
 STDLIB = "python-stdlib"
 PIECE_CHARACTERS = 1 << 20
+BYTES_PER_TOKEN = 4
+"""Of text, roughly; and of a compressed file as many times the text."""
 COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ", b"PK\x03\x04")
 """How gzip, zstd, bzip2, xz and zip begin."""
 
@@ -93,6 +95,20 @@ def find_files(sources: Sequence[str | Path], pattern: str = "*") -> tuple[list[
     if not sources:
         raise DataError("no data source was given", fix=f"name a file or folder, or `{STDLIB}`")
     return files, skipped
+
+
+def about_tokens(sources: Sequence[str], tokenizer: str = "", pattern: str = "*") -> int | None:
+    """How many tokens the files of `sources` hold, roughly, by their sizes; None where one is not on this machine.
+
+    tokenizer: its name; `bytes` has more tokens. Raises `DataError` as `find_files` does.
+    """
+    if any(name != STDLIB and not usable_path(name, error=DataError).exists() for name in sources):
+        return None
+    per_token = 1 if tokenizer == "bytes" else BYTES_PER_TOKEN
+    files = find_files(sources, pattern)[0]
+    packed = (*COMPRESSIONS, ".parquet")
+    nbytes = [file.nbytes * (BYTES_PER_TOKEN if file.path.suffix.lower() in packed else 1) for file in files]
+    return max(1, sum(nbytes) // per_token)
 
 
 def read_pieces(files: Iterable[SourceFile], skipped: Counter[str]) -> Iterator[Piece]:

@@ -63,19 +63,20 @@ from megatrain.model import (
 from megatrain.model import Progress as LoadingProgress
 from megatrain.model.hub import located
 from megatrain.optim import AdamW, lr_schedule
-from megatrain.plan import Plan, Question, find_plan
+from megatrain.plan import Plan, find_plan
 from megatrain.run import resume
 from megatrain.run.data import Corpus, open_corpus, shortened
 from megatrain.run.finish import save_trained, say_where, verify_trained
 from megatrain.run.history import CONFIG, METRICS
-from megatrain.run.memory_limits import describe_disk, describe_memory, limits_of, open_disk, refuse_wear, with_disk
+from megatrain.run.memory_limits import describe_disk, describe_memory, open_disk, refuse_wear
 from megatrain.run.objective import loss_of, take_up_reference, without_reference
+from megatrain.run.question import question_of
 from megatrain.run.ranks import Ranks, joined, own_of
 from megatrain.run.replan import Replanner, foreseen
 from megatrain.run.report import write_report
 from megatrain.run.sampling import sample_of
 from megatrain.run.this_machine import this_machine
-from megatrain.spec import Batching, ModelSpec
+from megatrain.spec import ModelSpec
 from megatrain.system.locks import Claim
 from megatrain.train.batch_feed import Feed
 from megatrain.train.checkpoints import Checkpoints, found_by_first
@@ -319,32 +320,10 @@ def _check_limits(config: Config, tokenizer: Tokenizer, model: Any) -> int:
     return vocabulary
 
 
-ROWS_OF: Mapping[str, Batching] = {"best_fit": "packed", "grouped": "padded"}
-"""By how samples are told to be packed; with `auto` it is known only when the data have been read, behind the plan."""
-
-
 def _plan(config: Config, spec: ModelSpec, device: Device, ranks: Ranks) -> Plan:
     """How to run it on this machine. Raises `DoesNotFit` before anything is allocated."""
-    train = config.train
-    if not spec.trained_numel:
-        raise ConfigError("freezes every parameter", where="train.freeze", fix="freeze fewer of them")
-    overrides = dict(config.policy.overrides)
-    hardware = with_disk(this_machine(device, train.precision, train.hardware), config.disk)
-    overrides.setdefault("host_threads", ranks.threads)
-    if train.micro_batch_override is not None:
-        overrides["micro_batch"] = train.micro_batch_override
-    question = Question(
-        spec,
-        hardware,
-        tokens_per_step=train.sequences * config.data.sequence_length,
-        length=config.data.sequence_length,
-        precision=train.precision,
-        clips=train.max_grad_norm is not None,
-        overrides=overrides,
-        batching="padded" if train.objective == "dpo" else ROWS_OF.get(config.data.packing, "uniform"),
-        saves=config.checkpoint.every > 0,
-        limits=limits_of(config.memory, config.disk, hardware),
-    )
+    hardware = this_machine(device, config.train.precision, config.train.hardware)
+    question = question_of(config, spec, hardware, {"host_threads": ranks.threads})
     plan = find_plan(question) if ranks.alone else ranks.planned(question)
     refuse_wear(plan, config.disk)
     return plan

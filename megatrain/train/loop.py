@@ -94,8 +94,8 @@ def train(
     its data is used up and the learning rate moves on, unless `recover`, given the error and the step, goes back and
     says to which. Raises `NonFinite` after `nonfinite_limit` of them with none done in its place, the weights as the
     last finite step left them, and at once where the weights themselves are not finite and there are no others to go
-    back to; and whatever the engine or a watcher raises. On `OutOfTime` a step counts as not
-    begun, and `undo` is to put its data back. `epochs` tells the passes over the data so far, and in the whole run.
+    back to; and whatever the engine or a watcher raises. On `OutOfTime` a step counts as not begun, and `undo` is to
+    put its data back. `epochs` tells the passes over the data so far, and in the whole run.
     """
     tell, peak_flops, feed = partial(_tell, watchers), engine.peak_flops(), iter(batches)
     done, in_a_row, failed, restored = start, 0, 0, start
@@ -127,8 +127,7 @@ def train(
         else:
             done, now = done + 1, clock()
             in_a_row = in_a_row if done < failed else 0  # going back and failing again is still the same failure
-            timed = _Times(now - ready, loaded - ready, now - began)
-            flops = engine.step_flops(micro_batches)
+            timed, flops = _Times(now - ready, loaded - ready, now - began), engine.step_flops(micro_batches)
             peak_flops = max(peak_flops, flops / timed.step)  # a measurement that others disturbed: this was reached
             tell(_stepped(out, done, steps, rate, start, timed, (flops, peak_flops), epochs(), engine))
         try:

@@ -441,3 +441,30 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(saved: str, tmp_path: 
         shown(saved, html=str(old), **FEW)
     assert old.read_text() == "old"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["plan.html", "saved.json"]
+
+
+@pytest.mark.usefixtures("plan_alone")
+def test_the_configuration_of_a_run_is_planned_for_as_it_says(config: str, tmp_path: Path) -> None:
+    """Length, batch and precision are its own; so are steps, epochs and what trains, each by the sizes of its files."""
+    data = tmp_path / "text.txt"
+    data.write_text("some words\n" * 20_000)
+    run = tmp_path / "run.yaml"
+    tree = {
+        "model": {"config": config},
+        "data": {"sources": str(data), "tokenizer": "bytes", "sequence_length": 64, "validation_fraction": 0.0},
+        "train": {"epochs": 2, "global_batch_size": 10, "precision": "fp32"},
+        "output": {"folder": str(tmp_path / "run")},
+    }
+    run.write_text(json.dumps(tree))
+    steps = round(2 * 220_000 / 640)
+    text = " ".join(shown(str(run)).split())
+    assert f"2 epochs = about {steps} steps, by the sizes of the files; they take " in text
+    assert "float32 throughout" in text
+    assert f"next: megatrain train {run}" in text
+    whole = shown(str(run), overrides=["train.epochs=null", f"train.steps={steps}", "train.freeze=*embed*"])
+    assert f"{steps} steps = about 2 epochs" in whole
+    assert "of them trained" in whole
+    with pytest.raises(ConfigError, match=r"--sequence-length: is what the configuration says; set data\.sequence_l"):
+        shown(str(run), length=32)
+    with pytest.raises(ConfigError, match=r"'train\.steps=3': sets a key, and a model has none"):
+        shown(config, overrides=["train.steps=3"])

@@ -1,0 +1,41 @@
+"""What a configuration asks of the planner, for a run here and for `megatrain plan CONFIG`.
+
+Left out: which machine it is asked for (`this_machine`), and the answer (`plan`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatrain.config import Config
+from megatrain.errors import ConfigError
+from megatrain.plan import Question
+from megatrain.run.memory_limits import limits_of, with_disk
+from megatrain.spec import Batching, Hardware, ModelSpec
+
+ROWS_OF: Mapping[str, Batching] = {"best_fit": "packed", "grouped": "padded"}
+"""By how samples are told to be packed; with `auto` it is known only when the data have been read, behind the plan."""
+
+
+def question_of(config: Config, spec: ModelSpec, hardware: Hardware, overrides: Mapping[str, Any]) -> Question:
+    """The question of one rank; `overrides` are beside those of `policy`. Raises `ConfigError`."""
+    train = config.train
+    if not spec.trained_numel:
+        raise ConfigError("freezes every parameter", where="train.freeze", fix="freeze fewer of them")
+    hardware = with_disk(hardware, config.disk)
+    pinned = {**overrides, **config.policy.overrides}
+    if train.micro_batch_override is not None:
+        pinned["micro_batch"] = train.micro_batch_override
+    return Question(
+        spec,
+        hardware,
+        tokens_per_step=train.sequences * config.data.sequence_length,
+        length=config.data.sequence_length,
+        precision=train.precision,
+        clips=train.max_grad_norm is not None,
+        overrides=pinned,
+        batching="padded" if train.objective == "dpo" else ROWS_OF.get(config.data.packing, "uniform"),
+        saves=config.checkpoint.every > 0,
+        limits=limits_of(config.memory, config.disk, hardware),
+    )
