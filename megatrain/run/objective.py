@@ -3,7 +3,8 @@
 Cross-entropy needs nothing. For preferences (`train.objective: dpo`) the reference is the model that the run begins
 with: its log-probabilities of all answers are computed once, by the streaming forward, and kept beside tokenised data
 by a key that is made of content (the weights, the samples, and what rounding depends on). The run folder gets a copy,
-which a resumed run goes on with, since its model is no longer the reference.
+which a resumed run goes on with, since its model is no longer the reference. Several ranks ask together, each about its
+part of the micro-batches, and rank 0 alone reads and writes files.
 
 Left out: a reference that is another model, or one that moves. All pairs are asked about, also where a run ends before
 it has seen them.
@@ -14,6 +15,8 @@ from __future__ import annotations
 import hashlib
 import zipfile
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,11 +27,13 @@ from megatrain.checkpoint import Checkpoint
 from megatrain.config import Config
 from megatrain.data import Batch, SampleFile, SampleRows, batch_of
 from megatrain.data.packing import REFERENCE
+from megatrain.dist import World
 from megatrain.errors import CheckpointError, DataError
 from megatrain.losses import DPO, LossFn
 from megatrain.memory.checksum import checksum
 from megatrain.plan import Plan
 from megatrain.run.data import Corpus
+from megatrain.run.ranks import own_of
 from megatrain.system.locks import alone
 from megatrain.system.paths import refuse_special, written_whole
 from megatrain.train.engine import Engine
@@ -67,15 +72,16 @@ def take_up_reference(
     """
     sources = [rows for rows in corpus.loader.sources if isinstance(rows, SampleRows)]
     files = {rows.file.fingerprint: rows.file for rows in sources}
-    there = config.folder / FILE
+    there, world = config.folder / FILE, engine.world
     if taken is None:
         known = _asked(config, files, engine, plan, told)
     else:
-        known = _read(there) | _read(taken.folder.parent.parent / FILE)  # what it goes on from knows best
-        if not files.keys() <= known.keys():
+        kept = taken.folder.parent.parent / FILE  # what it goes on from knows best
+        known = _of_first(world, files, lambda: _read(there) | _read(kept))
+        if not known:
             what = "the log-probabilities of the model that the run began with are gone, or of other data"
             raise CheckpointError(what, where=str(there), fix="put the file back, or begin a new run")
-    _write(there, known)
+    _write_first(world, there, known)
     for rows in sources:
         rows.reference.values = known[rows.file.fingerprint]
 
@@ -84,33 +90,57 @@ def _asked(
     config: Config, files: Mapping[str, SampleFile], engine: Engine, plan: Plan, told: Callable[[int, int], None]
 ) -> Said:
     """What the engine says of each file now, from the cache where it has been asked before, by whichever process."""
-    weights = _digest(engine)
+    weights, world = _digest(engine), engine.world
     known: Said = {}
     for name, file in files.items():
         key = [FORMAT, weights, name, config.train.precision, plan.micro_batch, engine.spec.attention]
         digest = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
         path = config.data.cache_folder / f"reference-{digest}.npz"
-        if not (said := _read(path)):
-            with alone(path):
-                if not (said := _read(path)):
-                    said = {name: _ask(engine, file, plan, told)}
-                    _write(path, said)
+        with ExitStack() as held:
+            said = _of_first(world, {name: file}, partial(_read, path))
+            said = said or _of_first(world, {name: file}, partial(_read_alone, path, held))
+            if not said:
+                said = {name: _ask(engine, file, plan, told)}
+                _write_first(world, path, said)
         known |= said
     return known
 
 
+def _read_alone(path: Path, held: ExitStack) -> Said:
+    """What the file holds once nobody else is at it; from then on this process is, until `held` ends."""
+    held.enter_context(alone(path))
+    return _read(path)
+
+
+def _of_first(world: World, files: Mapping[str, SampleFile], find: Callable[[], Said]) -> Said:
+    """What rank 0 finds of these files, on all ranks; nothing where it lacks any."""
+    mine: list[Said] = []
+
+    def look() -> bool:
+        mine.append(find() if world.rank == 0 else {})
+        return files.keys() <= mine[0].keys()
+
+    if not world.agree("what the reference has said", look)[0]:
+        return {}
+    empty = {name: np.empty(len(file), np.float32) for name, file in files.items()}
+    return {name: world.of_first(torch.from_numpy((empty | mine[0])[name])).numpy() for name in files}
+
+
 def _ask(engine: Engine, file: SampleFile, plan: Plan, told: Callable[[int, int], None]) -> npt.NDArray[np.float32]:
     """The sum of each sample's log-probabilities, float32[samples]; samples of like lengths go together."""
-    rows = SampleRows(file, np.arange(len(file)), plan.micro_batch)
+    rows, world = SampleRows(file, np.arange(len(file)), plan.micro_batch), engine.world
     order = np.argsort(file.lengths.astype(np.int64), kind="stable")
     said = np.empty(len(file), np.float32)
-    together = plan.micro_batch * plan.work.micro_batches
+    together = plan.micro_batch * plan.work.micro_batches * world.size
     for start in range(0, len(order), together):
         numbers = order[start : start + together]
         parts = np.split(numbers, range(plan.micro_batch, len(numbers), plan.micro_batch))
-        batches = [batch_of([rows.row(int(number)) for number in part]) for part in parts]
-        found = torch.cat([each.sum(dim=1) for each in engine.log_probs(batches)])
-        said[numbers] = found.numpy()
+        mine = own_of(world, parts)
+        found = engine.log_probs([batch_of([rows.row(int(number)) for number in part]) for part in mine])
+        said[np.concatenate(mine)] = torch.cat([each.sum(dim=1) for each in found]).numpy()
+        of_ranks = world.together(torch.from_numpy(said[numbers])).numpy()
+        for index, part in enumerate(parts):
+            said[part] = of_ranks[index % world.size][index * plan.micro_batch :][: len(part)]
         told(start + len(numbers), len(order))
     return said
 
@@ -134,6 +164,11 @@ def _read(path: Path) -> Said:
             return {name: held[name] for name in held.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile):
         return {}
+
+
+def _write_first(world: World, path: Path, said: Said) -> None:
+    """By rank 0; where it cannot, all raise."""
+    world.agree("the file of the reference", lambda: _write(path, said) if world.rank == 0 else None)
 
 
 def _write(path: Path, said: Said) -> None:

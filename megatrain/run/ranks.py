@@ -22,6 +22,7 @@ from megatrain.dist.processes import join
 from megatrain.dist.watch import Watch
 from megatrain.errors import ConfigError
 from megatrain.plan import Plan, Question, available_threads, find_plan
+from megatrain.spec import Limits
 from megatrain.train.events import Ended, Event, Resumed, Skipped, Stepped
 
 T = TypeVar("T")
@@ -110,10 +111,17 @@ class Ranks:
         room = {"host_nbytes": there.host_nbytes * size // self.local_size}  # the model in it is whole
         if there.shares_memory:
             room["device_nbytes"] = there.host_nbytes // (2 * self.local_size)
+        limits, host = question.limits, question.limits.host_nbytes
+        if host is not None:  # of each machine, of which every rank has its part, in the plan of the whole as often
+            halves = 2 if there.shares_memory else 1  # what it computes in lies there, too
+            limits = replace(limits, host_nbytes=host * size // (self.local_size * halves))
+            if there.shares_memory:
+                limits = replace(limits, device_nbytes=host // (self.local_size * halves))
         mine = replace(
             question,
             hardware=replace(there, shares_memory=False, pinnable_nbytes=None, **room),  # type: ignore[arg-type]
             tokens_per_step=own * question.length,
+            limits=limits,
             overrides={**FIXED, **question.overrides},
         )
         plans: list[Plan] = []
@@ -131,6 +139,13 @@ class Ranks:
             rows = {name: _frozen(value) for name, value in told.items()}
             plans.append(find_plan(replace(mine, overrides=rows)))
         return plans[0]
+
+    def own_limits(self, plan: Plan) -> Limits:
+        """What this rank may take, where a plan is of the whole model: its part of the host's memory."""
+        limits = plan.question.limits
+        if self.alone or limits.host_nbytes is None:
+            return limits
+        return replace(limits, host_nbytes=limits.host_nbytes // self.world.size)
 
     def open_log(self, folder: Path) -> TextIO:
         """Where a rank that is not the first tells what it has to tell. Raises `ConfigError`."""
@@ -161,18 +176,16 @@ def joined(config: Config) -> Ranks:
 def refuse_what_ranks_lack(config: Config) -> None:
     """Raise `ConfigError` for a key that several ranks cannot follow yet."""
     lacking = {
-        "train.objective": (config.train.objective == "dpo", "a reference is asked by one rank only", "train with one"),
         "train.device": (
             config.train.device not in ("cpu", "cuda", "cuda:0"),
             "each rank takes the GPU of its number on its machine",
             "set cuda:0, or cpu",
         ),
         "disk.folders": (bool(config.disk.folders), "ranks do not divide a disk yet", "leave it out"),
-        "memory.host": (config.memory.host is not None, "ranks do not divide a budget yet", "leave it out"),
         "checkpoint.deadline_seconds": (
             config.checkpoint.deadline_seconds is not None,
-            "a step under way is not broken off on all at once",
-            "leave it out",
+            "a collective cannot be broken off on one rank: the others would wait in it, and save nothing",
+            "leave it out, and give steps and saves the time (TORCH_ELASTIC_SHUTDOWN_TIMEOUT)",
         ),
     }
     for key, (lacks, why, fix) in lacking.items():

@@ -42,7 +42,6 @@ from megatrain.data import (
     vocabulary_size,
 )
 from megatrain.device import Device, open_device
-from megatrain.dist import World
 from megatrain.engine import DTYPES
 from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.losses import LossFn
@@ -155,7 +154,7 @@ def run_training(config: Config, console: Console) -> Path:
             steps = max(steps, taken.step)
         ranks.at("loading the model")
         with loading(console, "loading the model") as progress:
-            engine = stack.enter_context(_engine(config, source, ported, plan, device, taken, progress, ranks.world))
+            engine = stack.enter_context(_engine(config, source, ported, plan, device, taken, progress, ranks))
         if ranks.leads:
             claim.make(folder)
         else:
@@ -344,7 +343,7 @@ def _engine(
     device: Device,
     taken: Checkpoint | None,
     progress: LoadingProgress,
-    world: World,
+    ranks: Ranks,
 ) -> Engine:
     """The engine, with the state that it begins or goes on with."""
     options: EngineOptions = {
@@ -354,11 +353,11 @@ def _engine(
         "max_grad_norm": config.train.max_grad_norm,
         "numerics": plan.numerics,
         "policy": plan.policy,
-        "limits": plan.question.limits,
+        "limits": ranks.own_limits(plan),
         "disk": open_disk(config.disk, plan.question.hardware) or (),
         "seed": config.train.seed,
         "verify": config.model.verify,
-        "world": world,
+        "world": ranks.world,
     }
     if taken is None:
         return Engine.from_source(source, ported=ported, progress=progress, **options)

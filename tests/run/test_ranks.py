@@ -94,11 +94,9 @@ def test_a_signal_stops_all_after_the_same_step_and_any_number_goes_on(tmp_path:
 @pytest.mark.parametrize(
     ("section", "values", "told"),
     [
-        ("train", {"objective": "dpo"}, "train.objective: with several ranks a reference"),
         ("train", {"device": "cuda:1"}, "train.device: with several ranks each rank takes the GPU of its number"),
         ("disk", {"folders": ["/tmp"]}, "disk.folders: with several ranks"),
-        ("memory", {"host": "8GB"}, "memory.host: with several ranks"),
-        ("checkpoint", {"deadline_seconds": 30.0}, "checkpoint.deadline_seconds: with several ranks"),
+        ("checkpoint", {"deadline_seconds": 30.0}, "deadline_seconds: with several ranks a collective"),
     ],
 )
 def test_what_several_ranks_lack_is_refused_by_its_key(

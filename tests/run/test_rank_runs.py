@@ -1,0 +1,135 @@
+"""What whole runs of several ranks do beside training on text: preferences, budgets, and what the disk holds.
+
+Ranks are threads, or for whole runs processes that are started once; `test_ranks` has them as `torchrun` starts them.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from megatrain import Engine, Policy
+from megatrain.config import Config
+from megatrain.data import SampleRows, load_tokenizer
+from megatrain.device import open_device
+from megatrain.dist import ALONE, World
+from megatrain.errors import MegaTrainError
+from megatrain.model import port_model
+from megatrain.run import training
+from megatrain.run.data import open_corpus
+from megatrain.run.objective import FILE, loss_of, take_up_reference
+from megatrain.run.ranks import Ranks
+from megatrain.spec import Limits
+from tests.rank_processes import RankProcesses
+from tests.ranks import together, worlds
+from tests.run.test_preferences import dpo_run
+from tests.run.test_training import configuration, losses
+from tests.tiny import tiny_model
+
+MAKING = threading.Lock()
+
+
+def asked(world: World, config: Config, folder: Path) -> tuple[list[Any], float]:
+    """What the reference has said of all samples, and the loss of a step that goes by it."""
+    config = config.model_copy(update={"output": config.output.model_copy(update={"folder": str(folder)})})
+    plan = cast(Any, SimpleNamespace(micro_batch=4, work=SimpleNamespace(micro_batches=2)))
+    with MAKING:
+        model = tiny_model("llama", vocab_size=257, max_position_embeddings=64)
+        engine = Engine.from_model(model, precision="fp32", policy=Policy(), verify=False, world=world)
+        corpus = open_corpus(config, plan, load_tokenizer("bytes"), 257, model, world)
+    with engine:
+        take_up_reference(config, corpus, engine, plan, None, lambda done, total: None)
+        said = [rows.reference.values for rows in corpus.loader.sources if isinstance(rows, SampleRows)]
+        loss = engine.step(next(iter(corpus.loader)), loss_fn=loss_of(config)).loss
+    corpus.loader.close()
+    return [np.asarray(each) for each in said], loss
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_ranks_ask_the_reference_together_and_it_says_what_it_says_to_one(tmp_path: Path, size: int) -> None:
+    """Bit for bit, whoever asked; what was asked once is found in the cache by any number of ranks."""
+    cache = {"sequence_length": 32, "cache": str(tmp_path / "many")}
+    config = dpo_run(tmp_path, data=cache, train={"micro_batch_size": 4, "gradient_accumulation_steps": 4})
+    alone = config.model_copy(update={"data": config.data.model_copy(update={"cache": str(tmp_path / "one")})})
+    said, loss = asked(ALONE, alone, tmp_path / "a")
+    many = together(worlds(size), lambda world: asked(world, config, tmp_path / "b"))
+    with patch.object(Engine, "log_probs", side_effect=AssertionError("asked again")):
+        again, _ = asked(ALONE, config, tmp_path / "c")
+    for theirs, of_ranks in many:
+        assert all(np.array_equal(one, other) for one, other in zip(theirs, said, strict=True))
+        assert of_ranks == pytest.approx(loss, rel=1e-6)
+    assert all(np.array_equal(one, other) for one, other in zip(again, said, strict=True))
+    assert (tmp_path / "b" / FILE).exists()
+
+
+def test_a_reference_that_the_first_rank_cannot_write_ends_all(tmp_path: Path) -> None:
+    config = dpo_run(tmp_path, train={"micro_batch_size": 4, "gradient_accumulation_steps": 4})
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / FILE).mkdir()
+    with pytest.raises(MegaTrainError) as caught:
+        together(worlds(2), lambda world: asked(world, config, tmp_path / "b"))
+    assert "cannot be written" in str(caught.value)
+
+
+def test_a_budget_of_host_memory_is_that_of_all_ranks_of_a_machine(tmp_path: Path) -> None:
+    """Here each has half, and half of that is for what the device computes in."""
+    config = configuration(tmp_path, memory={"host": 4 << 30})
+    spec = port_model(tiny_model(), torch.float32).spec
+
+    def limits(world: World) -> Limits:
+        ranks = Ranks(world, world.rank, world.size)
+        with MAKING:
+            device = open_device("cpu")
+        return ranks.own_limits(training._plan(config, spec, device, ranks))
+
+    assert together(worlds(2), limits) == [Limits(1 << 30, 1 << 30, 0)] * 2
+
+
+# Whole runs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankProcesses]:
+    found = RankProcesses()
+    yield found
+    found.close()
+
+
+def run_here(world: World, config: Config) -> str:
+    """What this rank tells."""
+    console = Console(file=io.StringIO(), width=120)
+    with patch.object(training, "joined", lambda config: Ranks(world, world.rank, world.size)):
+        training.run_training(config, console)
+    return cast(io.StringIO, console.file).getvalue()
+
+
+@pytest.mark.slow
+def test_preferences_are_trained_by_ranks_as_by_one(ranks: RankProcesses, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"train": {"steps": 4, "precision": "fp32", "micro_batch_size": 4}}
+    for size, name in ((1, "one"), (2, "two")):
+        ranks.run(run_here, size, config=dpo_run(tmp_path, name, **how))
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_ranks_share_the_memory_of_their_host(ranks: RankProcesses, tmp_path: Path) -> None:
+    """Each is held to its part of the budget, and one that is too small for that is refused by all."""
+    for name, host in (("two", "1GB"), ("none", "1MB")):
+        how: dict[str, Any] = {"train": {"precision": "fp32"}, "output": {"folder": str(tmp_path / name)}}
+        config = configuration(tmp_path, memory={"host": host}, **how)
+        if name == "two":
+            ranks.run(run_here, 2, config=config)
+            assert len(losses(tmp_path / name)) == 4
+        else:
+            with pytest.raises(AssertionError, match="DoesNotFit"):
+                ranks.run(run_here, 2, config=config)
