@@ -42,7 +42,7 @@ def _path(to_write: Literal["", "folder", "file"] = "") -> Any:
     def check(param: typer.CallbackParam, value: str | list[str] | None) -> str | list[str] | None:
         from megatrain.system.paths import usable_path
 
-        where = param.opts[0] if param.opts[0].startswith("-") else str(param.metavar).strip("[]")
+        where = param.opts[0] if param.opts[0].startswith("-") else str(param.metavar).strip("[].")
         for each in [value] if isinstance(value, str) else value or []:
             usable_path(each, where=where, to_write=to_write)
         return value
@@ -367,18 +367,21 @@ def _export(
 
 @app.command("report")
 def _report(
-    folder: Annotated[
-        str,
-        typer.Argument(metavar="RUN", help="Run folder, of a run that goes on or was killed too.", callback=_path()),
+    folders: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="Run folder, of a run that goes on or was killed too.", callback=_path()),
     ],
     html: Annotated[
-        str | None, typer.Option(help="File to write, if not report.html in RUN.", callback=_path("file"))
+        str | None,
+        typer.Option(
+            help="File to write, if not report.html (of several, comparison.html) in RUN.", callback=_path("file")
+        ),
     ] = None,
 ) -> None:
-    """A run as one page for a browser: loss, speed, memory, a step's timeline, samples, what happened."""
-    from megatrain.run.report import run_report
+    """A run as one page for a browser: loss, speed, memory, a step, samples, what happened; or several compared."""
+    from megatrain.commands.report import run_report
 
-    typer.echo(str(run_report(folder, html)))
+    typer.echo(str(run_report(folders, html)))
 
 
 @app.command("probe")

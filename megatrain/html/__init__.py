@@ -1,23 +1,26 @@
-"""Pages that hold everything they show: parts of HTML, curves, and a timeline that zooms. Imports no torch.
+"""Pages that hold everything they show: parts of HTML, charts, and a timeline that zooms. Imports no torch.
 
-What a page is about comes from elsewhere (`plan.html`, `report`). Every text is escaped here, on its way in.
+What a page is about comes from elsewhere (`plan.html`, `run.report`). Every text is escaped here, on its way in.
 """
 
-from megatrain.html.curves import CURVES, Curve, Marker, figure
+from megatrain.html.charts import Curve, Happening, chart, chart_scripts, smoothed
+from megatrain.html.colours import ink_on
 from megatrain.html.elements import bar, definitions, document, section, table
 from megatrain.html.timeline import TIMELINE, DrawnOp, timeline, timeline_content
 
 __all__ = [
-    "CURVES",
     "TIMELINE",
     "Curve",
     "DrawnOp",
-    "Marker",
+    "Happening",
     "bar",
+    "chart",
+    "chart_scripts",
     "definitions",
     "document",
-    "figure",
+    "ink_on",
     "section",
+    "smoothed",
     "table",
     "timeline",
     "timeline_content",

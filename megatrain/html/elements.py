@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-OWNER_COLOURS = ("#3b82c4", "#d98324", "#2a9d6f", "#7b5ea7", "#c4453b", "#c2a83e", "#4fb3bf", "#b0578d", "#777777")
-"""Of parts of a bar, the first the largest."""
+from megatrain.html.colours import PART_COLOURS, ink_on
+
+LABELLED_FROM = 0.08
+"""Share of a bar from which its part has room for words."""
 
 
 def document(title: str, sections: Sequence[str], identity: str, content: Any, scripts: Sequence[str]) -> str:
@@ -61,21 +63,22 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def bar(title: str, parts: Sequence[tuple[str, float]], whole: float) -> str:
-    """A bar of parts, each a text and a length of which `whole` fill the bar, and what each colour means."""
+    """A bar of parts, each a text and a length of which `whole` fill the bar; long ones are labelled."""
     spans, words = [], []
     for place, (text, length) in enumerate(parts):
-        colour, said = OWNER_COLOURS[min(place, len(OWNER_COLOURS) - 1)], escape(text)
+        colour, said = PART_COLOURS[place % len(PART_COLOURS)], escape(text)
         width = 100 * length / whole if whole else 0.0
-        spans.append(f'<span style="width:{width:.4f}%;background:{colour}" title="{said}"></span>')
+        style = f"width:{width:.4f}%;background:{colour};color:{ink_on(colour)}"
+        label = said if width >= 100 * LABELLED_FROM else ""
+        spans.append(f'<span style="{style}" title="{said}">{label}</span>')
         words.append(f'<li><i style="background:{colour}"></i>{said}</li>')
     return f'<h3>{escape(title)}</h3><div class="bar">{"".join(spans)}</div><ul class="legend">{"".join(words)}</ul>'
 
 
 STYLE = """
-:root { color-scheme: light dark; --ink: #1a1d21; --paper: #fff; --line: #d5d9de; --soft: #f0f2f5; --faint: #6b737c;
-  --c0: #2f6fb0; --c1: #c8641b; --c2: #23845d; --c3: #7a4fb0; --c4: #b8322a; }
+:root { color-scheme: light dark; --ink: #1a1d21; --paper: #fff; --line: #d5d9de; --soft: #f0f2f5; --faint: #6b737c; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e4e7eb; --paper: #16181c; --line: #3a3f46; --soft: #23272d;
-  --faint: #98a1ab; --c0: #6aa9e6; --c1: #f0a05a; --c2: #5cc79a; --c3: #b79be8; --c4: #f08078; } }
+  --faint: #98a1ab; } }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
 main { max-width: 1100px; margin: 0 auto; padding: 1.5rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
@@ -84,17 +87,17 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1.2rem; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .25rem .7rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; } .heat td { text-align: center; } .none { opacity: .55; }
-.bar { display: flex; height: 1.2rem; background: var(--soft); margin: .2rem 0; overflow: hidden; }
-.bar span { display: block; } .bars { max-width: 40rem; } .bars .bar { height: .4rem; }
+.bar { display: flex; height: 1.5rem; background: var(--soft); margin: .2rem 0; overflow: hidden; }
+.bar span { display: block; box-sizing: border-box; border-right: 1px solid var(--paper);
+  text-indent: .3rem; font-size: .8rem; line-height: 1.5rem; white-space: nowrap; overflow: hidden;
+  text-overflow: ellipsis; }
 .legend { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; list-style: none; padding: 0; margin: .3rem 0; }
 .legend i { display: inline-block; width: .8em; height: .8em; margin-right: .4em; }
 canvas { width: 100%; display: block; touch-action: none; cursor: grab; } #op { font-variant-numeric: tabular-nums; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem 1.5rem; }
-figure { margin: 0; } figure svg { width: 100%; height: auto; display: block; overflow: visible; }
-figcaption { font-size: .9rem; min-height: 1.5em; font-variant-numeric: tabular-nums; color: var(--faint); }
-svg text { fill: var(--faint); font: 12px system-ui, sans-serif; } svg .grid { stroke: var(--line); }
-svg .mark { stroke: var(--faint); stroke-dasharray: 3 3; } svg .at { stroke: var(--ink); opacity: .5; }
-svg .mean { fill: none; stroke-width: 1.6; } svg .band { fill: none; opacity: .45; }
+figure { margin: 0; min-width: 0; } .chart { width: 100%; height: 300px; }
+@media (max-width: 40rem) { main { padding: .8rem; } dl { grid-template-columns: 1fr; gap: 0; }
+  dd { margin-bottom: .4rem; } dd, dt { overflow-wrap: anywhere; } }
 pre { background: var(--soft); padding: .7rem; overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere; }
 summary { cursor: pointer; font-weight: 600; }
 """

@@ -11,18 +11,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from megatrain.html.colours import ink_on
+
 KIND_COLOURS = {
-    "FORWARD": "#3b82c4",
-    "BACKWARD": "#1d4e89",
-    "LOSS": "#7b5ea7",
-    "FETCH": "#2a9d6f",
-    "PLACE": "#8fd0b5",
-    "GRAD": "#d98324",
-    "NORM": "#a3a3a3",
-    "UPDATE": "#c4453b",
-    "READ": "#4fb3bf",
-    "WRITE": "#b0578d",
+    "FORWARD": "#5ec962",
+    "BACKWARD": "#3b528b",
+    "LOSS": "#fde725",
+    "PLACE": "#440154",
+    "FETCH": "#21918c",
+    "RELOAD": "#addc30",
+    "GATHER": "#472d7b",
+    "GRAD": "#f1605d",
+    "OFFLOAD": "#721f81",
+    "REDUCE": "#feb078",
+    "NORM": "#c7c7c7",
+    "UPDATE": "#b73779",
+    "READ": "#28ae80",
+    "WRITE": "#2c728e",
 }
+"""Of viridis and magma: kinds that share a lane differ in brightness."""
 OTHER_COLOUR = "#777777"
 
 DrawnOp = tuple[str, str, int, int, int, int, float, float]
@@ -35,7 +42,7 @@ def timeline_content(ops: Sequence[DrawnOp], units: Sequence[str], called: Mappi
     return {
         "seconds": max((op[-1] for op in ops), default=0.0),
         "streams": [called.get(stream, stream) for stream in streams],
-        "kinds": [{"name": kind, "colour": KIND_COLOURS.get(kind, OTHER_COLOUR)} for kind in kinds],
+        "kinds": [{"name": kind, "colour": colour, "ink": ink_on(colour)} for kind, colour in coloured(kinds)],
         "units": list(units),
         "ops": [
             [kinds.index(op[0]), streams.index(op[1]), *op[2:6], *(float(f"{at:.9g}") for at in op[6:])] for op in ops
@@ -55,9 +62,12 @@ def timeline(kinds: Iterable[str], identity: str) -> str:
 
 def legend(kinds: Iterable[str]) -> str:
     """A line for each kind of op, in its colour."""
-    return "".join(
-        f'<li><i style="background:{KIND_COLOURS.get(kind, OTHER_COLOUR)}"></i>{escape(kind)}</li>' for kind in kinds
-    )
+    return "".join(f'<li><i style="background:{colour}"></i>{escape(kind)}</li>' for kind, colour in coloured(kinds))
+
+
+def coloured(kinds: Iterable[str]) -> list[tuple[str, str]]:
+    """Each kind with its colour."""
+    return [(kind, KIND_COLOURS.get(kind, OTHER_COLOUR)) for kind in kinds]
 
 
 TIMELINE = """
@@ -101,18 +111,20 @@ TIMELINE = """
         const wide = right - left;
         if (wide < 1 && Math.floor(left) === filled) continue;
         filled = Math.floor(left);
-        pen.fillStyle = timeline.kinds[op[KIND]].colour;
+        const { colour, ink } = timeline.kinds[op[KIND]];
+        pen.fillStyle = colour;
         pen.fillRect(left, top, wide > 4 ? wide - 1 : Math.max(1, wide), LANE);
-        if (wide > 70) { pen.fillStyle = "#fff"; pen.fillText(name(op), left + 5, top + LANE / 2, wide - 10); }
+        if (wide > 70) { pen.fillStyle = ink; pen.fillText(name(op), left + 5, top + LANE / 2, wide - 10); }
       }
       pen.clearRect(0, top, LEFT, LANE);
       pen.fillStyle = style.color; pen.fillText(timeline.streams[row], 0, top + LANE / 2, LEFT - 6);
     });
     const foot = lanes.length * (LANE + GAP) + FOOT / 2;
     pen.fillStyle = style.color;
-    for (let mark = 0; mark <= 4; mark++) {
-      pen.textAlign = mark === 4 ? "right" : mark ? "center" : "left";
-      pen.fillText(seconds(from + span * mark / 4), LEFT + width() * mark / 4, foot);
+    const marks = Math.max(1, Math.min(4, Math.floor(width() / 110)));  // as many as have room
+    for (let mark = 0; mark <= marks; mark++) {
+      pen.textAlign = mark === marks ? "right" : mark ? "center" : "left";
+      pen.fillText(seconds(from + span * mark / marks), LEFT + width() * mark / marks, foot);
     }
     pen.textAlign = "left";
   };

@@ -2,7 +2,8 @@
 
 Loss with that of held-out text, learning rate, gradient norm, speed, what compute waited for, memory beside the plan,
 the timeline of a step, samples, checkpoints, what happened to the run, and its configuration. It needs the run folder
-alone (`history`), so it can be made of a run that goes on, or was killed. It leaves out how curves are drawn (`html`).
+alone (`history`), so it can be made of a run that goes on, or was killed. It leaves out how charts are drawn (`html`)
+and several runs side by side (`comparison`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -18,21 +20,22 @@ import numpy as np
 
 from megatrain.errors import ExportError
 from megatrain.html import (
-    CURVES,
     TIMELINE,
     Curve,
-    Marker,
+    Happening,
     bar,
+    chart,
+    chart_scripts,
     definitions,
     document,
-    figure,
     section,
+    smoothed,
     table,
     timeline,
 )
 from megatrain.plan.report import amount, duration
 from megatrain.run.history import HeldOut, History, Note, read_history
-from megatrain.system.paths import usable_path, written_whole
+from megatrain.system.paths import written_whole
 
 REPORT = "report.html"
 SILENT_SECONDS = 30.0
@@ -47,8 +50,11 @@ def write_report(folder: Path, target: Path | None = None) -> Path:
 
     Raises `ConfigError` for a folder that holds no run, `ExportError` where the page cannot be written.
     """
-    page = render_report(read_history(folder), time.time())
-    path = target or folder / REPORT
+    return write_page(render_report(read_history(folder), time.time()), target or folder / REPORT)
+
+
+def write_page(page: str, path: Path) -> Path:
+    """Write a page, which appears whole. Returns `path`. Raises `ExportError` where it cannot be written."""
     try:
         with written_whole(path) as draft:
             draft.write_text(page, encoding="utf-8")
@@ -60,14 +66,14 @@ def write_report(folder: Path, target: Path | None = None) -> Path:
 
 def render_report(run: History, now: float) -> str:
     """The page, as of `now` (seconds since 1970)."""
-    figures: dict[str, Any] = {}
+    charts: dict[str, Any] = {}
     model = str(run.planned.get("model") or "")
     title = f"{model or 'Run'}: {run.folder.resolve().name}"
     parts = [
         definitions(_summary(run, now)),
-        section("Loss", _loss(run, figures)),
-        section("Course", _course(run, figures)),
-        section("Memory", _memory(run, figures)),
+        section("Loss", _loss(run, charts)),
+        section("Course", _course(run, charts)),
+        section("Memory", _memory(run, charts)),
         section("A step", _step(run)),
         section("Samples", _samples(run)),
         section("Checkpoints", _checkpoints(run)),
@@ -76,14 +82,9 @@ def render_report(run: History, now: float) -> str:
         section("Configuration", f"<details><summary>config.yaml</summary><pre>{escape(run.config)}</pre></details>"),
         "<p>Made by <code>megatrain report</code> of what the run folder holds; amounts are decimal.</p>",
     ]
-    content = {"figures": figures} | ({"timeline": run.trace} if run.trace else {})
-    return document(title, parts, DATA, content, [CURVES, *([TIMELINE] if run.trace else [])])
-
-
-def run_report(folder: str, html: str | None) -> Path:
-    """The verb."""
-    target = None if html is None else usable_path(html, where="--html", to_write="file")
-    return write_report(usable_path(folder, where="RUN"), target)
+    content = {"charts": charts} | ({"timeline": run.trace} if run.trace else {})
+    scripts = [*(chart_scripts() if charts else []), *([TIMELINE] if run.trace else [])]
+    return document(title, parts, DATA, content, scripts)
 
 
 # Parts -------------------------------------------------------------------------------------------------------------
@@ -129,15 +130,8 @@ def _state(run: History, now: float) -> str:
     return f"{state}; {'; '.join(map(str, stalled))}" if isinstance(stalled, list) and stalled else state
 
 
-def _loss(run: History, figures: dict[str, Any]) -> str:
-    steps, losses = run.columns["step"], run.columns["loss"]
-    curves = [Curve("training", steps, losses)]
-    if run.evaluated:
-        held = [(float(each.step), each.loss) for each in run.evaluated]
-        curves.append(_points("held-out text", held, colour=1, dots=True))
-    if run.undone:
-        curves.append(_points("gone back from", run.undone, colour=4, dots=len(run.undone) < 500))
-    html = figure(figures, "loss", "loss", curves, _markers(run))
+def _loss(run: History, charts: dict[str, Any]) -> str:
+    html = chart(charts, "loss", "loss", loss_curves(run), _happenings(run))
     if not run.evaluated:
         return html
     shown = 3 if any(each.perplexity_text for each in run.evaluated) else 2
@@ -146,40 +140,40 @@ def _loss(run: History, figures: dict[str, Any]) -> str:
     return f"{html}<details><summary>held-out text</summary>{listed}</details>"
 
 
-def _course(run: History, figures: dict[str, Any]) -> str:
-    steps, columns, markers = run.columns["step"], run.columns, _markers(run)
-    charts = [
-        figure(figures, "lr", "learning rate", [Curve("learning rate", steps, columns["lr"])], floor=0.0),
-        figure(figures, "norm", "gradient norm", [Curve("before clipping", steps, columns["grad_norm"], 3)], markers),
-        figure(
-            figures,
-            "speed",
-            "tokens per second",
-            [Curve("tokens/s", steps, columns["tokens_per_second"], 2)],
-            markers,
-            floor=0.0,
+def _course(run: History, charts: dict[str, Any]) -> str:
+    steps, columns, happenings = run.columns["step"], run.columns, _happenings(run)
+    rates = columns["tokens_per_second"]
+    parts = [
+        chart(charts, "lr", "learning rate", [Curve("learning rate", steps, columns["lr"])], floor=0.0),
+        chart(
+            charts,
+            "norm",
+            "gradient norm",
+            with_smoothed("before clipping", steps, columns["grad_norm"], 3),
+            happenings,
         ),
-        figure(
-            figures,
+        chart(charts, "speed", "tokens per second", with_smoothed("tokens/s", steps, rates, 2), happenings, floor=0.0),
+        chart(
+            charts,
             "stalls",
             "share of a step in which compute waited",
             [
-                Curve("for copies or updates", steps, np.asarray(run.share("stall_seconds")) * 100, 4),
-                Curve("for data", steps, np.asarray(run.share("data_seconds")) * 100, 1),
+                Curve("for copies or updates", steps, np.asarray(run.share("stall_seconds")) * 100, 1),
+                Curve("for data", steps, np.asarray(run.share("data_seconds")) * 100, 4),
             ],
             unit="%",
             floor=0.0,
         ),
     ]
-    return f'<div class="charts">{"".join(charts)}</div>'
+    return f'<div class="charts">{"".join(parts)}</div>'
 
 
-def _memory(run: History, figures: dict[str, Any]) -> str:
+def _memory(run: History, charts: dict[str, Any]) -> str:
     curves = [
-        Curve(tier, run.columns["step"], column, colour % 5)
+        Curve(tier, run.columns["step"], column, colour)
         for colour, (tier, column) in enumerate(sorted(run.tiers.items()))
     ]
-    parts = [figure(figures, "memory", "bytes held by tier", curves, unit="B", floor=0.0)] if curves else []
+    parts = [chart(charts, "memory", "bytes held by tier", curves, unit="B", floor=0.0)] if curves else []
     foreseen, held = _by_tier(run.planned.get("nbytes")), _by_tier(run.planned.get("held_nbytes"))
     for tier in dict.fromkeys((*foreseen, *held)):
         planned, taken = foreseen.get(tier, {}), held.get(tier, {})
@@ -245,15 +239,44 @@ def _epochs(run: History) -> str:
 # Inside ------------------------------------------------------------------------------------------------------------
 
 
-def _points(name: str, points: Sequence[tuple[float, float]], *, colour: int, dots: bool) -> Curve:
-    """A curve of steps and values, in the order of the steps."""
+def loss_curves(run: History) -> list[Curve]:
+    """The loss of each step behind its smoothed course, that of held-out text, and what was gone back from."""
+    curves = with_smoothed("training", run.columns["step"], run.columns["loss"], 0)
+    if run.evaluated:
+        held = [(float(each.step), each.loss) for each in run.evaluated]
+        curves.append(_points("held-out text", held, colour=1))
+    if run.undone:
+        curves.append(replace(_points("gone back from", run.undone, colour=3), faint=True))
+    return curves
+
+
+def with_smoothed(name: str, steps: Sequence[float], values: Sequence[float], colour: int) -> list[Curve]:
+    """A curve; of more than 20 steps, behind its mean over a fiftieth of them."""
+    if len(values) <= 20:
+        return [Curve(name, steps, values, colour)]
+    window = smoothing_window(len(values))
+    mean = Curve(f"{name}, mean of {window:,} steps", steps, smoothed(values, window), colour)
+    return [Curve(name, steps, values, colour, faint=True), mean]
+
+
+def smoothing_window(steps: int) -> int:
+    """How many steps a smoothed curve takes the mean of: a fiftieth of them, an odd number from 5 up."""
+    return max(5, steps // 50 | 1)
+
+
+def _points(name: str, points: Sequence[tuple[float, float]], *, colour: int) -> Curve:
+    """A curve of steps and values, in the order of the steps, each marked."""
     ordered = np.array(sorted(points), np.float64)
-    return Curve(name, ordered[:, 0], ordered[:, 1], colour, dots)
+    return Curve(name, ordered[:, 0], ordered[:, 1], colour, points=True)
 
 
-def _markers(run: History) -> list[Marker]:
+def _happenings(run: History) -> list[Happening]:
     kinds = ("resumed", "rolled back", "replanned", "skipped")
-    return [Marker(note.step, f"step {note.step:,}: {note.kind}") for note in run.notes if note.kind in kinds]
+    return [
+        Happening(note.step, note.kind, f"step {note.step:,}: {note.kind}, {note.text}")
+        for note in run.notes
+        if note.kind in kinds
+    ]
 
 
 def _some(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -168,7 +168,7 @@ def test_every_argument_that_may_hold_a_path_is_among_those_tried() -> None:
             if name == "return" or name in NO_PATHS or "str" not in str(get_args(kind)[0]):
                 continue
             said = get_args(kind)[1]
-            where = said.metavar.strip("[]") if isinstance(said, ArgumentInfo) else f"--{name}"
+            where = said.metavar.strip("[].") if isinstance(said, ArgumentInfo) else f"--{name}"
             assert (command.name, where) in tried
 
 

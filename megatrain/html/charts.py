@@ -1,0 +1,293 @@
+"""Charts over training steps, drawn by plotly from data that the page holds.
+
+A chart with more points than a screen has columns is thinned to one point per column, which keeps the mean, the
+smallest and the largest value, so a spike of one step in a million is still seen. Values that are not finite are gaps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatrain.html.colours import CURVE_COLOURS
+
+COLUMNS = 800
+"""Points of a curve at most."""
+LOGARITHMIC_FROM = 50.0
+"""Ratio of the largest to the median value from which positive values are drawn on a logarithmic axis."""
+SYMBOLS = ("triangle-up", "diamond", "x", "square", "star", "circle")
+"""Of events, one for each kind."""
+MOST_EVENTS = 200
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line. xs: rising. colour: an index into `CURVE_COLOURS`. faint: behind the others. points: each is marked."""
+
+    name: str
+    xs: Sequence[float] | NDArray[np.float64]
+    ys: Sequence[float] | NDArray[np.float64]
+    colour: int = 0
+    faint: bool = False
+    points: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Happening:
+    """Something that happened at a step, and what sort of thing it was."""
+
+    x: float
+    kind: str
+    text: str
+
+
+def smoothed(values: Sequence[float], window: int) -> NDArray[np.float64]:
+    """The mean of the `window` values around each, fewer at both ends; values that are not finite do not count."""
+    ys = np.asarray(values, np.float64)
+    finite = np.isfinite(ys)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, ys, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    middle = np.arange(ys.size)
+    reach = np.minimum(np.minimum(middle, ys.size - 1 - middle), window // 2)  # as far to the left as to the right
+    begin, end = middle - reach, middle + reach + 1
+    found = counts[end] - counts[begin]
+    means: NDArray[np.float64] = np.divide(
+        sums[end] - sums[begin], found, out=np.full(ys.size, np.nan), where=found > 0
+    )
+    return means
+
+
+def chart(
+    charts: dict[str, Any],
+    identity: str,
+    title: str,
+    curves: Sequence[Curve],
+    happenings: Sequence[Happening] = (),
+    *,
+    x_name: str = "step",
+    unit: str = "",
+    floor: float | None = None,
+) -> str:
+    """The place of a chart in the page; what `CHARTS` draws there goes to `charts`, of the page's data.
+
+    unit: is written behind values. floor: a value that the axis begins at, 0 say.
+    """
+    thin = [_thinned(curve) for curve in curves]
+    if not any(each.xs.size for each in thin):
+        return f"<figure><h3>{escape(title)}</h3><p>nothing was told</p></figure>"
+    logarithmic = floor is None and _spans_decades(thin)
+    charts[identity] = _figure(curves, thin, happenings, x_name, unit, floor, logarithmic)
+    words = f"{title} (logarithmic)" if logarithmic else title
+    place = f'<div class="chart" id="chart-{escape(identity)}" role="img" aria-label="{escape(title)}"></div>'
+    return f"<figure><h3>{escape(words)}</h3>{place}</figure>"
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """A curve in columns: the steps of each, and the mean, least and largest value."""
+
+    xs: NDArray[np.float64]
+    first: NDArray[np.float64]
+    last: NDArray[np.float64]
+    means: NDArray[np.float64]
+    lows: NDArray[np.float64]
+    highs: NDArray[np.float64]
+
+
+def _thinned(curve: Curve) -> _Columns:
+    """A column for each point where there are few, else for each part of the chart."""
+    xs, ys = np.asarray(curve.xs, np.float64), np.asarray(curve.ys, np.float64)
+    if xs.size <= COLUMNS:
+        kept = np.isfinite(ys) if curve.points else np.ones(ys.size, bool)
+        xs, ys = xs[kept], np.where(np.isfinite(ys[kept]), ys[kept], np.nan)
+        some = xs if np.isfinite(ys).any() else xs[:0]
+        return _Columns(*(each[: some.size] for each in (xs, xs, xs, ys, ys, ys)))
+    finite = np.isfinite(ys)
+    xs, ys = xs[finite], ys[finite]
+    if not xs.size:
+        return _Columns(*(xs,) * 6)
+    column = ((xs - xs[0]) / max(xs[-1] - xs[0], 1.0) * (COLUMNS - 1)).astype(np.int64)
+    starts = np.flatnonzero(np.diff(column, prepend=-1))
+    ends = np.append(starts[1:], xs.size)
+    means = np.add.reduceat(ys, starts) / (ends - starts)
+    first, last = xs[starts], xs[ends - 1]
+    low, high = np.minimum.reduceat(ys, starts), np.maximum.reduceat(ys, starts)
+    return _Columns(xs[(starts + ends - 1) // 2], first, last, means, low, high)
+
+
+def _spans_decades(thin: Sequence[_Columns]) -> bool:
+    every = np.concatenate([np.concatenate([each.lows, each.highs]) for each in thin])
+    every = every[np.isfinite(every)]
+    means = np.concatenate([each.means for each in thin])
+    return bool(every.size and every.min() > 0 and every.max() / np.nanmedian(means) > LOGARITHMIC_FROM)
+
+
+def _figure(
+    curves: Sequence[Curve],
+    thin: Sequence[_Columns],
+    happenings: Sequence[Happening],
+    x_name: str,
+    unit: str,
+    floor: float | None,
+    logarithmic: bool,
+) -> Any:
+    import plotly.graph_objects as go
+
+    unit, x_name = _text(unit), _text(x_name)
+    traces: list[Any] = []
+    for curve, each in zip(curves, thin, strict=True):
+        if curve.faint and not np.array_equal(each.lows, each.highs, equal_nan=True):
+            traces.append(_band(go, curve, each))
+        traces.append(_line(go, curve, each, x_name, unit))
+    traces += _marks(go, happenings)
+    steps = np.concatenate([each.xs for each in thin])
+    few = steps.max() - steps.min() < 6
+    figure = go.Figure(
+        traces,
+        go.Layout(
+            template="none",
+            height=300,
+            margin={"l": 54, "r": 8, "t": 8, "b": 34},
+            hovermode="x unified",
+            hoverlabel={"namelength": -1},
+            legend={"orientation": "h", "y": -0.18, "x": 0},
+            xaxis={
+                "title": {"text": x_name, "standoff": 4},
+                "tickformat": ",d",
+                **({"dtick": 1} if few else {"nticks": 7}),
+                "unifiedhovertitle": {"text": " "},  # each line tells its own step: points lie at different ones
+                "zeroline": False,
+            },
+            yaxis={
+                "type": "log" if logarithmic else "linear",
+                "rangemode": "normal" if floor is None else "tozero",
+                "exponentformat": "SI",
+                "ticksuffix": unit,
+                "zeroline": False,
+                "nticks": 6,
+            },
+            yaxis2={"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
+            shapes=[
+                {"type": "line", "yref": "paper", "x0": each.x, "x1": each.x, "y0": 0, "y1": 1}
+                | {"line": {"width": 1, "dash": "dot", "color": "#8a8f96"}}
+                for each in happenings[:MOST_EVENTS]
+            ],
+        ),
+    )
+    return json.loads(figure.to_json())
+
+
+def _line(go: Any, curve: Curve, each: _Columns, x_name: str, unit: str) -> Any:
+    """The means, told with the steps that they are of."""
+    told = [
+        _told(x_name, *values, unit)
+        for values in zip(each.first, each.last, each.means, each.lows, each.highs, strict=True)
+    ]
+    colour = CURVE_COLOURS[curve.colour % len(CURVE_COLOURS)]
+    marked = curve.points or each.xs.size == 1
+    return go.Scatter(
+        x=_short(each.xs, 15),
+        y=_short(each.means, 6),
+        customdata=told,
+        hovertemplate=f"{_text(curve.name)}, %{{customdata}}<extra></extra>",
+        name=_text(curve.name),
+        mode="lines+markers" if marked else "lines",
+        line={"color": colour, "width": 1 if curve.faint else 2},
+        opacity=0.4 if curve.faint else 1.0,
+        marker={"size": 7},
+        connectgaps=curve.points,
+    )
+
+
+def _band(go: Any, curve: Curve, each: _Columns) -> Any:
+    """From the least to the largest value of each column."""
+    return go.Scatter(
+        x=_short(np.concatenate([each.xs, each.xs[::-1]]), 15),
+        y=_short(np.concatenate([each.lows, each.highs[::-1]]), 6),
+        fill="toself",
+        fillcolor=CURVE_COLOURS[curve.colour % len(CURVE_COLOURS)],
+        opacity=0.25,
+        line={"width": 0},
+        mode="lines",
+        hoverinfo="skip",
+        showlegend=False,
+        name=f"{_text(curve.name)}, least to largest",
+    )
+
+
+def _marks(go: Any, happenings: Sequence[Happening]) -> list[Any]:
+    """A symbol on the axis for each kind of event."""
+    kinds = list(dict.fromkeys(each.kind for each in happenings[:MOST_EVENTS]))
+    return [
+        go.Scatter(
+            x=[each.x for each in happenings[:MOST_EVENTS] if each.kind == kind],
+            y=[0.02 for each in happenings[:MOST_EVENTS] if each.kind == kind],
+            yaxis="y2",
+            text=[_text(each.text) for each in happenings[:MOST_EVENTS] if each.kind == kind],
+            hovertemplate="%{text}<extra></extra>",
+            name=_text(kind),
+            mode="markers",
+            marker={"symbol": SYMBOLS[at % len(SYMBOLS)], "size": 10, "color": "#8a8f96"},
+        )
+        for at, kind in enumerate(kinds)
+    ]
+
+
+def _told(x_name: str, first: float, last: float, mean: float, low: float, high: float, unit: str) -> str:
+    """The values of a column and the steps that they are of; `step 7: 2.5`, or `steps 8 to 20: 2.5 (2.1 to 3)`."""
+    if first == last:
+        return f"{x_name} {first:,.0f}: {_number(mean)}{unit}"
+    if low == high:
+        return f"{x_name}s {first:,.0f} to {last:,.0f}: {_number(mean)}{unit}"
+    return f"{x_name}s {first:,.0f} to {last:,.0f}: mean {_number(mean)}{unit} ({_number(low)} to {_number(high)})"
+
+
+def _number(value: float) -> str:
+    return "none" if math.isnan(value) else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.5g}"
+
+
+def _short(values: NDArray[np.float64], digits: int) -> list[float | None]:
+    """Six digits do for a screen."""
+    return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in values.tolist()]
+
+
+def _text(words: str) -> str:
+    """As plotly shows it unchanged: it reads some HTML, and `%{...}` in templates."""
+    return escape(words, quote=False).replace("%{", "%&#123;")
+
+
+def chart_scripts() -> list[str]:
+    """The library (4.8 MB) and what draws the page's charts with it."""
+    from plotly.offline import get_plotlyjs
+
+    return [get_plotlyjs(), CHARTS]
+
+
+CHARTS = """
+"use strict";
+(() => {
+  const { charts } = JSON.parse(document.getElementById("page").textContent);
+  const dark = window.matchMedia("(prefers-color-scheme: dark)");
+  const draw = () => {
+    const style = getComputedStyle(document.documentElement), take = name => style.getPropertyValue(name).trim();
+    const ink = take("--ink"), line = take("--line"), paper = take("--paper");
+    for (const [identity, { data, layout }] of Object.entries(charts)) {
+      Object.assign(layout, { paper_bgcolor: paper, plot_bgcolor: paper, font: { color: ink, size: 12 } });
+      Object.assign(layout.hoverlabel, { bgcolor: paper, bordercolor: line, font: { color: ink } });
+      for (const axis of [layout.xaxis, layout.yaxis]) Object.assign(axis, { gridcolor: line, linecolor: line });
+      Plotly.react("chart-" + identity, data, layout,
+        { responsive: true, displayModeBar: false });
+    }
+  };
+  dark.addEventListener("change", draw);
+  draw();
+})();
+"""
+"""Draws the page's `charts` in the colours of the page, which may be dark."""

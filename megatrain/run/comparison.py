@@ -1,0 +1,147 @@
+"""`megatrain report RUN RUN...`: several runs on one page, in shared charts, with the keys that differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatrain.config.load import parse
+from megatrain.errors import ConfigError
+from megatrain.html import Curve, chart, chart_scripts, document, section, smoothed, table
+from megatrain.plan.report import duration
+from megatrain.run.history import History, read_history
+from megatrain.run.report import DATA, smoothing_window, write_page
+
+COMPARISON = "comparison.html"
+MOST_RUNS = 6
+"""As many as there are colours."""
+
+
+def write_comparison(folders: Sequence[Path], target: Path | None = None) -> Path:
+    """Write the page of the runs in `folders`, into the first if nowhere else. Returns where it is.
+
+    Raises `ConfigError` for a folder that holds no run or is named twice and for more than six, `ExportError` where the
+    page cannot be written.
+    """
+    if len(folders) > MOST_RUNS:
+        raise ConfigError(f"has {len(folders)} runs; at most {MOST_RUNS} can be told apart", where="RUN")
+    same = [folder for folder in folders if sum(folder.resolve() == other.resolve() for other in folders) > 1]
+    if same:
+        raise ConfigError("is named twice", where=str(same[0]), fix="name each run once")
+    return write_page(
+        render_comparison([read_history(folder) for folder in folders]), target or folders[0] / COMPARISON
+    )
+
+
+def render_comparison(runs: Sequence[History]) -> str:
+    """The page. Each run has one colour in all charts."""
+    names = short_names([run.folder.resolve() for run in runs])
+    charts: dict[str, Any] = {}
+    pairs = list(zip(names, runs, strict=True))
+
+    def of_all(values: Callable[[History], Sequence[float]], xs: Callable[[History], Sequence[float]]) -> list[Curve]:
+        return [
+            Curve(name, xs(run), smoothed(values(run), smoothing_window(len(values(run)))), colour)
+            for colour, (name, run) in enumerate(pairs)
+        ]
+
+    def steps(run: History) -> Sequence[float]:
+        return run.columns["step"]
+
+    def tokens(run: History) -> Sequence[float]:
+        return list(np.nancumsum(np.asarray(run.columns["tokens"])))
+
+    held = [
+        Curve(name, [each.step for each in ordered], [each.loss for each in ordered], colour, points=True)
+        for colour, (name, run) in enumerate(pairs)
+        if (ordered := sorted(run.evaluated, key=lambda each: each.step))
+    ]
+    losses = [chart(charts, "loss", "training loss, smoothed", of_all(lambda run: run.columns["loss"], steps))]
+    if held:
+        losses.append(chart(charts, "held", "loss on held-out text", held))
+    losses.append(
+        chart(
+            charts,
+            "tokens",
+            "training loss by tokens trained, smoothed",
+            of_all(lambda run: run.columns["loss"], tokens),
+            x_name="token",
+        )
+    )
+    rates = of_all(lambda run: run.columns["tokens_per_second"], steps)
+    norms = of_all(lambda run: run.columns["grad_norm"], steps)
+    speeds = [
+        chart(charts, "speed", "tokens per second, smoothed", rates, floor=0.0),
+        chart(charts, "norm", "gradient norm before clipping, smoothed", norms),
+    ]
+    parts = [
+        table(
+            ("run", "state", "steps", "tokens", "loss at the end", "best held-out", "tokens/s", "time"), _rows(pairs)
+        ),
+        section("Loss", f'<div class="charts">{"".join(losses)}</div>'),
+        section("Course", f'<div class="charts">{"".join(speeds)}</div>'),
+        section("What differs in their configurations", _differences(names, runs)),
+    ]
+    title = f"{len(runs)} runs compared"
+    return document(title, parts, DATA, {"charts": charts}, chart_scripts() if charts else [])
+
+
+def short_names(folders: Sequence[Path]) -> list[str]:
+    """The last parts of each folder's path, as many as tell them apart."""
+    depth = 1
+    while len({folder.parts[-depth:] for folder in folders}) < len(folders):
+        depth += 1
+    return ["/".join(folder.parts[-depth:]) for folder in folders]
+
+
+def _rows(pairs: Sequence[tuple[str, History]]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for name, run in pairs:
+        columns = run.columns
+        tokens, seconds = (float(np.nansum(np.asarray(columns[each]))) for each in ("tokens", "seconds"))
+        last = [loss for loss in columns["loss"][-smoothing_window(len(columns["loss"])) :] if math.isfinite(loss)]
+        held = [each for each in run.evaluated if math.isfinite(each.loss)]
+        best = min(held, key=lambda each: each.loss, default=None)
+        rows.append(
+            (
+                name,
+                str(run.status.get("state") or "unknown"),
+                f"{run.done:,} of {run.steps:,}",
+                f"{tokens:,.0f}",
+                f"{sum(last) / len(last):.4f}" if last else "",
+                f"{best.loss:.4f} at step {best.step:,}" if best else "",
+                f"{tokens / seconds:,.0f}" if seconds else "",
+                duration(seconds) if seconds else "",
+            )
+        )
+    return rows
+
+
+def _differences(names: Sequence[str], runs: Sequence[History]) -> str:
+    """A row for each key that is not the same in all."""
+    flat = [_flat(_parsed(run.config)) for run in runs]
+    keys = [key for key in dict.fromkeys(key for each in flat for key in each) if len({e.get(key) for e in flat}) > 1]
+    if not keys:
+        return "<p>nothing</p>"
+    return table(("key", *names), [(key, *(each.get(key, "") for each in flat)) for key in keys])
+
+
+def _parsed(config: str) -> Any:
+    try:
+        return parse(config, "config.yaml", {})
+    except ConfigError:
+        return None
+
+
+def _flat(value: Any, within: str = "") -> dict[str, str]:
+    """Dotted key -> value, as text."""
+    if not isinstance(value, Mapping):
+        return {within: str(value)} if within else {}
+    found: dict[str, str] = {}
+    for key, inner in value.items():
+        found |= _flat(inner, f"{within}.{key}" if within else str(key))
+    return found

@@ -1,0 +1,167 @@
+"""Charts: a spike is seen among a million points, whatever the values, and what is under the pointer is of its step."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.html import Curve, Happening, chart, chart_scripts, document, ink_on, smoothed
+from megatrain.html.charts import COLUMNS
+from megatrain.html.colours import CURVE_COLOURS, PART_COLOURS, luminance
+from megatrain.html.timeline import KIND_COLOURS
+from tests.html.browser import BROWSER, seen
+from tests.plan.test_html import HOSTILE, full_page, read
+
+ANY = st.floats(allow_nan=True, allow_infinity=True, width=32)
+
+
+def drawn(curves: list[Curve], happenings: list[Happening] | None = None, **how: Any) -> tuple[str, dict[str, Any]]:
+    """The place of a chart in a page, and what plotly is given for it."""
+    charts: dict[str, Any] = {}
+    html = chart(charts, "a", "a chart", curves, happenings or [], **how)
+    return html, charts.get("a", {})
+
+
+def test_a_spike_among_a_million_steps_stays_visible_in_little_data() -> None:
+    losses = np.full(1_000_000, 2.0)
+    losses[654_321] = 9.0
+    losses[123_456] = 0.5
+    _, figure = drawn([Curve("training", np.arange(1, 1_000_001), losses, faint=True)])
+    band, line = figure["data"]
+    assert len(line["x"]) <= COLUMNS
+    assert (max(band["y"]), min(band["y"])) == (9.0, 0.5)
+    at = band["y"].index(9.0)
+    assert abs(band["x"][at] - 654_322) <= 1_000_000 / COLUMNS
+    assert max(line["y"]) < 2.1
+    (told,) = [each for each in line["customdata"] if "to 9)" in each]
+    first, last = (int(word.replace(",", "")) for word in (told.split()[1], told.split()[3][:-1]))
+    assert first <= 654_322 <= last
+    assert len(json.dumps(figure)) < 200_000
+
+
+def test_each_point_is_told_with_its_own_step() -> None:
+    _, figure = drawn(
+        [Curve("training", [1, 2, 5], [3.0, 1.0, 2.0]), Curve("held-out", [4], [2.5], points=True)], unit="%"
+    )
+    first, second = figure["data"]
+    assert first["customdata"] == ["step 1: 3%", "step 2: 1%", "step 5: 2%"]
+    assert second["customdata"] == ["step 4: 2.5%"]
+    assert figure["layout"]["xaxis"]["unifiedhovertitle"]["text"] == " "
+    assert figure["layout"]["xaxis"]["dtick"] == 1
+
+
+def test_points_are_connected_over_what_is_missing_and_lines_are_not() -> None:
+    for points in (False, True):
+        _, figure = drawn([Curve("x", [1, 2, 3], [3.0, math.nan, 1.0], points=points)])
+        (line,) = figure["data"]
+        assert line["connectgaps"] is points
+        assert line["y"] == ([3.0, 1.0] if points else [3.0, None, 1.0])
+
+
+@given(st.lists(ANY, max_size=30), st.sampled_from([None, 0.0]), st.booleans())
+def test_any_values_make_a_chart(values: list[float], floor: float | None, points: bool) -> None:
+    html, figure = drawn([Curve("x", list(range(len(values))), values, points=points, faint=True)], floor=floor)
+    read(html)
+    assert (figure == {}) == (not any(map(math.isfinite, values)))
+    json.dumps(figure, allow_nan=False)
+
+
+@given(st.lists(ANY, max_size=40), st.integers(1, 9))
+def test_a_smoothed_value_is_the_mean_of_those_around_it(values: list[float], window: int) -> None:
+    found = smoothed(values, window)
+    for at, mean in enumerate(found):
+        reach = min(window // 2, at, len(values) - 1 - at)
+        near = [value for value in values[at - reach : at + reach + 1] if math.isfinite(value)]
+        if near:
+            scale = sum(abs(value) for value in values if math.isfinite(value))
+            assert mean == pytest.approx(sum(near) / len(near), rel=1e-6, abs=1e-12 * scale)
+        else:
+            assert math.isnan(mean)
+
+
+def test_norms_that_differ_by_orders_get_a_logarithmic_axis() -> None:
+    html, figure = drawn([Curve("x", list(range(101)), [1.0] * 100 + [1e4])])
+    assert "(logarithmic)" in html
+    assert figure["layout"]["yaxis"]["type"] == "log"
+    html, figure = drawn([Curve("x", list(range(3)), [1.0, 2.0, 3.0])])
+    assert "logarithmic" not in html
+    assert figure["layout"]["yaxis"]["type"] == "linear"
+
+
+def test_each_kind_of_event_has_a_symbol_and_a_line() -> None:
+    events = [Happening(2, "resumed", "at 2"), Happening(3, "skipped", "at 3"), Happening(4, "resumed", "at 4")]
+    _, figure = drawn([Curve("x", [1, 5], [1.0, 2.0])], events)
+    _, resumed, skipped = figure["data"]
+    assert (resumed["name"], resumed["x"], resumed["text"]) == ("resumed", [2, 4], ["at 2", "at 4"])
+    assert skipped["marker"]["symbol"] != resumed["marker"]["symbol"]
+    assert [shape["x0"] for shape in figure["layout"]["shapes"]] == [2, 3, 4]
+
+
+def contrast(one: str, other: str) -> float:
+    """Of WCAG 2, from 1 to 21."""
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+LANES = (
+    ("FORWARD", "BACKWARD", "LOSS", "PLACE"),
+    ("FETCH", "RELOAD", "GATHER"),
+    ("GRAD", "OFFLOAD", "REDUCE"),
+    ("NORM", "UPDATE"),
+)
+
+
+def test_colours_that_meet_differ_in_brightness_alone() -> None:
+    for one, other in pairwise(PART_COLOURS):
+        assert contrast(one, other) > 1.5, (one, other)
+    assert len({round(luminance(colour), 2) for colour in PART_COLOURS}) == len(PART_COLOURS)
+    for lane in LANES:
+        for one, other in combinations(lane, 2):
+            assert contrast(KIND_COLOURS[one], KIND_COLOURS[other]) > 1.5, (one, other)
+    for colour in (*PART_COLOURS, *KIND_COLOURS.values()):
+        assert contrast(colour, {"#000": "#000000", "#fff": "#ffffff"}[ink_on(colour)]) >= 4.5, colour
+    assert len(set(CURVE_COLOURS)) == len(CURVE_COLOURS)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="looks at pages in chromium")
+@pytest.mark.parametrize("width", [390, 1200])
+def test_a_browser_shows_charts_without_a_complaint_and_within_its_window(width: int, tmp_path: Path) -> None:
+    charts: dict[str, Any] = {}
+    steps = list(range(1, 3001))
+    losses = [2 + math.cos(step) for step in steps]
+    held = list(range(50, 3001, 50))
+    curves = [Curve(HOSTILE, steps, losses, faint=True), Curve("held-out", held, [2.0] * len(held), 1, points=True)]
+    html = chart(charts, "loss", "loss", curves, [Happening(1000, "resumed", HOSTILE)])
+    page = document("a page", [html], "page", {"charts": charts}, chart_scripts())
+    hover = """
+      const drag = page.querySelector(".nsewdrag"), box = drag.getBoundingClientRect();
+      drag.dispatchEvent(new frame.contentWindow.MouseEvent("mousemove",
+        { clientX: box.left + box.width / 2, clientY: box.top + box.height / 2, bubbles: true }));"""
+    found = seen(page, tmp_path, width=width, act=hover)
+    assert found["charts"] >= 1
+    assert found["problems"] == []
+    assert found["overflow"] <= 0
+    assert found["wide"] == []
+    words = " ".join(found["words"])
+    assert HOSTILE in words
+    assert re.search(r"held-out, step 1,[56][05]0: 2", words), words  # in the middle of the chart
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="looks at pages in chromium")
+@pytest.mark.parametrize("width", [390, 1200])
+def test_a_browser_shows_a_plan_without_a_complaint_and_within_its_window(width: int, tmp_path: Path) -> None:
+    found = seen(full_page(), tmp_path, width=width)
+    assert found["problems"] == []
+    assert found["overflow"] <= 0
+    assert found["wide"] == []
