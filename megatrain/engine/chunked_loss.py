@@ -208,12 +208,14 @@ class StepResult:
 
     metrics: what the loss function reports, means like the loss. by_micro_batch: the same of each micro-batch alone (0
     where nothing in it counts), with its router auxiliary loss, without the coefficient, as `aux_loss` if it has one.
+    shares: where several ranks add up theirs, what each micro-batch has in `loss`. Both in the order of all ranks.
     """
 
     loss: float
     tokens: int
     metrics: dict[str, float] = field(default_factory=dict)
     by_micro_batch: tuple[dict[str, float], ...] = ()
+    shares: tuple[float, ...] = ()
 
 
 class KeepLogProbs(LogProbLoss):

@@ -117,12 +117,14 @@ class Streamer:
             staged = iter(self.device.staged([each for found in map(targets_of, labels) for each in found]))
             now.targets = list(zip(staged, staged, strict=True))
         self._execute(schedule, now)
+        shares: tuple[float, ...] = ()
         if self.world.size > 1:
             micros = self._of_all_ranks(now)
             loss = _finite_sum([term for micro in micros for term in micro.terms], now)
+            shares = tuple(math.fsum(micro.terms) * scale for micro in micros)
         else:
             micros, loss = _micros(now), _finite_loss(now)
-        return StepResult(loss / (total or 1.0), tokens, *_reports(micros, all_divisors, scale))
+        return StepResult(loss / (total or 1.0), tokens, *_reports(micros, all_divisors, scale), shares)
 
     # Other ranks ----------------------------------------------------------------------------------------------------
 

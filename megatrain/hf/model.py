@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -340,6 +340,11 @@ def module_of(function: Any) -> str:
     return str(getattr(function, "__globals__", {}).get("__name__") or type(function).__module__)
 
 
+def sums_over(weights: Mapping[str, Tensor]) -> dict[str, int]:
+    """A checksum of the bytes of each."""
+    return {name: _sum_over(values.detach()) for name, values in weights.items()}
+
+
 def _sum_over(values: Tensor) -> int:
     """A checksum of the bytes."""
     flat = values.cpu().contiguous().view(-1).view(torch.uint8).numpy()
@@ -348,4 +353,7 @@ def _sum_over(values: Tensor) -> int:
     return checksum([whole, rest])
 
 
-__all__ = ["LazyParameter", "NamedSource", "StandIn", "module_of", "named_model", "own_forward", "users_forward"]
+__all__ = [
+    *("LazyParameter", "NamedSource", "StandIn"),
+    *("module_of", "named_model", "own_forward", "sums_over", "users_forward"),
+]

@@ -21,8 +21,8 @@ ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
 
 OFF: dict[str, str] = {
     "deepspeed": "streaming takes its place",
-    "fsdp": "one process trains the whole model",
-    "parallelism_config": "one process trains the whole model",
+    "fsdp": "processes share the model without it",
+    "parallelism_config": "processes share the model without it",
     "fp16": "use bf16, or full precision",
     "fp16_full_eval": "evaluation computes as training does",
     "bf16_full_eval": "evaluation computes as training does",
@@ -31,7 +31,7 @@ OFF: dict[str, str] = {
     "auto_find_batch_size": "choose per_device_train_batch_size",
     "neftune_noise_alpha": "embeddings get no noise",
     "optim_target_modules": "all parameters have one optimizer",
-    "ddp_find_unused_parameters": "one process trains the whole model",
+    "ddp_find_unused_parameters": "processes share the model without DDP",
 }
 """Training arguments that must be unset, and what to tell about each."""
 
@@ -54,10 +54,23 @@ def refuse_arguments(args: Any) -> None:
     if optimizer not in ADAMW:
         raise ConfigError(f"optim={optimizer} cannot be honoured", where="StreamedTrainer", fix=f"use {ADAMW[0]}")
     if args.world_size > 1:
-        raise ConfigError(f"{args.world_size} processes", where="StreamedTrainer", fix="start one")
+        _refuse_for_ranks(args)
     if args.n_gpu > 1:
         what = f"{args.n_gpu} GPUs are visible, and one trains"
         raise ConfigError(what, where="StreamedTrainer", fix="set CUDA_VISIBLE_DEVICES to one of them")
+
+
+def _refuse_for_ranks(args: Any) -> None:
+    """Raise `ConfigError` for what does not go with several processes that train one model."""
+    even = getattr(getattr(args, "accelerator_config", None), "even_batches", True)
+    for name, asked, fix in (
+        ("average_tokens_across_devices=False", not args.average_tokens_across_devices, "tokens count alike on all"),
+        ("save_on_each_node=True", args.save_on_each_node, "rank 0 writes, where all can read"),
+        ("even_batches=False", not even, "each rank takes part in every step"),
+    ):
+        if asked:
+            what = f"{name} cannot be honoured with {args.world_size} processes"
+            raise ConfigError(what, where="StreamedTrainer", fix=f"leave it out: {fix}")
 
 
 def refuse_keywords(given: dict[str, Any]) -> None:

@@ -8,6 +8,9 @@ The model is the trainer's own, given or by name, as its user and TRL have made 
 may be read, run and written to between steps, as in a callback, and before and after training. Anything else that is
 changed in it from then on is refused at the next step (`model_changes.py`).
 
+Processes that a launcher has started share the model, in place of `DistributedDataParallel`: each has its own batches,
+as in a stock trainer, and its part of the state. All of them call alike what reads or writes weights.
+
 Differences to know: a loss or gradient that is not finite raises `NonFinite` and nothing is applied; dropout draws
 other numbers.
 """
@@ -17,8 +20,9 @@ from __future__ import annotations
 import copy
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +32,9 @@ from transformers import AutoProcessor, Trainer
 
 from megatrain.checkpoint import open_checkpoint
 from megatrain.engine import count_targets
-from megatrain.engine.chunked_loss import own_entries
+from megatrain.engine.chunked_loss import divisor_of, own_entries
 from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
-from megatrain.hf.model import NamedSource, StandIn, named_model, own_forward
+from megatrain.hf.model import NamedSource, StandIn, named_model, own_forward, sums_over
 from megatrain.hf.model_changes import Facts, facts_of, refuse_changes
 from megatrain.hf.optimizer import EngineOptimizer
 from megatrain.hf.refusals import refuse_arguments, refuse_class, refuse_keywords, refuse_loss, refuse_model
@@ -100,6 +104,8 @@ class Streamed:
             raise ConfigError(what, where="StreamedTrainer", fix="give loss_fn, see megatrain.losses")
         self._standin = StandIn(self._base, self.model)
         self.accelerator.device_placement = False  # nothing goes to the device but through the engine
+        not_wrapped = partial(self.accelerator.prepare_model, evaluation_mode=True)
+        self.accelerator.prepare_model = not_wrapped  # the engine sums gradients over ranks
 
     @property
     def _base(self) -> Any:
@@ -167,7 +173,12 @@ class Streamed:
 
     def _take_back(self) -> None:
         """What has been read of the weights, and what has been written to them."""
-        if changed := self._standin.take_back():
+        changed, world = self._standin.take_back(), self.engine.world
+        told = world.exchange("weights that were written to", sums_over(changed) if world.size > 1 else {})
+        if any(each != told[0] for each in told):
+            what = "its weights have not been written to alike on all ranks"
+            raise ConfigError(what, where="the trainer's model", fix="write the same to them on each, or on none")
+        if changed:
             self.engine.set_weights(changed)
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
@@ -226,7 +237,8 @@ class Streamed:
         """Raise `ConfigError` where the trainer would divide by another number than the step's target tokens."""
         if items is None or self.loss_fn is not None or len(self._waiting) != self.current_gradient_accumulation_steps:
             return
-        targets = sum(count_targets(batch) for batch in self._waiting)
+        own = sum(count_targets(batch) for batch in self._waiting)
+        targets = sum(self.engine.world.exchange("target tokens", own))
         if int(items) != targets:
             what = f"the trainer divides by {int(items)}, and the step has {targets} target tokens"
             raise ConfigError(what, where="StreamedTrainer", fix="give loss_fn with a divisor of its own")
@@ -257,21 +269,35 @@ class Streamed:
         return self.loss_fn or stock_loss(self)
 
     def _router_weights(self, count: int) -> list[float] | None:
-        return None if self.loss_fn is not None else router_weights(self, count)
+        return None if self.loss_fn is not None else router_weights(self, count, self.engine.world.size)
 
     def _tell(self, mode: str, found: Sequence[Mapping[str, float]], batches: Sequence[Mapping[str, Any]]) -> None:
         """Hand TRL what it logs, of each micro-batch."""
         if not hasattr(self, "_metrics"):
             return
         told: Any = self
-        for of_batch in found:
+        world = self.engine.world
+        for of_batch, batch in zip(found[world.rank :: world.size], batches, strict=True):
+            mask = batch.get("attention_mask")
+            tokens = int(batch["input_ids"].numel() if mask is None else mask.sum())
+            if world.size > 1:
+                of_batch, tokens = self._over_ranks(of_batch, divisor_of(self._loss(), batch), tokens)
             for name, value in of_batch.items():
                 told._metrics[mode][name].append(value)
-        if mode == "train":
-            for batch in batches:
-                mask = batch.get("attention_mask")
-                told._total_train_tokens += int(batch["input_ids"].numel() if mask is None else mask.sum())
+            if mode == "train":
+                told._total_train_tokens += tokens
         told._metrics[mode]["num_tokens"] = [told._total_train_tokens]
+
+    def _over_ranks(self, own: Mapping[str, float], weight: float, tokens: int) -> tuple[dict[str, float], int]:
+        """Means, and the number of tokens, over the micro-batches that the ranks have at once, as TRL takes them: by
+        the accelerator, which leaves out what fills up the last batch of a data set."""
+        row = torch.tensor([[*own.values(), weight, tokens]], dtype=torch.float64, device=self.args.device)
+        table = self.accelerator.gather_for_metrics(row).cpu()
+        means = {}
+        for column, name in enumerate(own):
+            weights = torch.ones(len(table), dtype=table.dtype) if name == "aux_loss" else table[:, -2]
+            means[name] = float(table[:, column] @ weights / weights.sum()) if weights.sum() else 0.0
+        return means, int(table[:, -1].sum())
 
     # Evaluation -------------------------------------------------------------------------------------------------------
 
@@ -287,13 +313,16 @@ class Streamed:
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Loss, and logits and labels where they are asked for. A batch without a target has no loss."""
-        batch, loss = dict(inputs), None
+        """Loss, and logits and labels where they are asked for. A batch without a target has no loss. Those of several
+        ranks count by their tokens, and have a loss of this mean."""
+        batch, loss, world = dict(inputs), None, self.engine.world
         labels = batch.get("labels")
-        if labels is not None and bool((labels[:, 1:] != -100).any()):
+        targets = world.exchange("target tokens", 0 if labels is None else int((labels[:, 1:] != -100).sum()))
+        if any(targets):
             found = self.engine.measure([batch], self._loss(), self._router_weights(1))
             self._tell("eval", found.by_micro_batch, [batch])
-            loss = torch.tensor(found.loss, device=self.args.device)
+            own = found.shares[world.rank] * world.size if world.size > 1 else found.loss
+            loss = torch.tensor(own, device=self.args.device)
         if prediction_loss_only:
             return loss, None, None
         unseen = ("labels", *own_entries(self._loss()))
@@ -308,25 +337,28 @@ class Streamed:
         engine = self.engine
         if self._saves_all:
             made = engine.save(folder.parent, step=self.state.global_step).wait()
-            shutil.rmtree(folder, ignore_errors=True)
-            made.rename(folder)
+            self._on_first(lambda: _takes_place_of(made, folder))
             engine.saver.goes_on_from(folder)
             return
         precision: Precision = "bf16" if self.model.dtype == torch.bfloat16 else "fp32"
         beside = folder / ".megatrain"
-        shutil.rmtree(beside, ignore_errors=True)
-        made = engine.save_pretrained(beside, precision=precision)
-        for stale in folder.glob("*.safetensors*"):
-            stale.unlink()
-        for path in made.iterdir():
-            if path.name != "README.md" or not (folder / path.name).exists():
-                path.replace(folder / path.name)
-        shutil.rmtree(beside)
+        self._on_first(lambda: shutil.rmtree(beside, ignore_errors=True))
+        engine.save_pretrained(beside, precision=precision)
+        self._on_first(lambda: _goes_into(beside, folder))
+
+    def _on_first(self, work: Callable[[], object]) -> None:
+        """Do something on rank 0, while the others wait for it; what it raises is raised on all."""
+        world = self.engine.world
+        world.agree("the saved model", lambda: work() and None if world.rank == 0 else None)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """The trainer's; the engine writes the weights if it has them."""
+        """The trainer's; the engine writes the weights if it has them, on all ranks."""
         if self._engine is None:
             super()._save(output_dir, state_dict)  # type: ignore[misc]
+            return
+        if not self.args.should_save:
+            if self.engine.world.size > 1:
+                self._export(Path(output_dir or self.args.output_dir))
             return
         with self._standin.saved_by(self._export):
             super()._save(output_dir, state_dict)  # type: ignore[misc]
@@ -353,6 +385,21 @@ class Streamed:
         self._take_back()
         self.engine.flush()
         self.engine.fill(PretrainedSource(best))
+
+
+def _takes_place_of(made: Path, folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    made.rename(folder)
+
+
+def _goes_into(made: Path, folder: Path) -> None:
+    """The files of a model, among those that are there."""
+    for stale in folder.glob("*.safetensors*"):
+        stale.unlink()
+    for path in made.iterdir():
+        if path.name != "README.md" or not (folder / path.name).exists():
+            path.replace(folder / path.name)
+    shutil.rmtree(made)
 
 
 @contextmanager

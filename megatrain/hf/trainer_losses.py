@@ -55,13 +55,13 @@ def router_coefficient(trainer: Any) -> float | None:
     return float(getattr(trainer, "router_aux_loss_coef", trainer.args.router_aux_loss_coef))
 
 
-def router_weights(trainer: Any, count: int) -> list[float]:
-    """What the router auxiliary loss of each of `count` micro-batches counts for in the loss of a step."""
+def router_weights(trainer: Any, count: int, ranks: int) -> list[float]:
+    """What the router auxiliary loss of each of `count` micro-batches of a rank counts for in the loss of a step."""
     adds_it = any(hasattr(sys.modules.get(base.__module__), FUSED_HEAD) for base in type(trainer).__mro__)
     dynamic = _is_dynamic(trainer)
     if (dynamic and not adds_it) or (trainer.args.label_smoothing_factor and not dynamic):  # of logits
         return [0.0] * count
-    return [1.0 / count if adds_it else 1.0] * count
+    return [1.0 / (count * ranks) if adds_it else 1.0] * count
 
 
 def _is_dynamic(trainer: Any) -> bool:
