@@ -16,7 +16,7 @@ BESIDE := -n $(WORKERS) --max-worker-restart=0
 BY_FILE := $(BESIDE) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-cuda test-all test-cpus bench gpu lint docs
+.PHONY: help venv quickstart test test-cuda test-all test-cpus bench gpu lint docs dist
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -83,3 +83,9 @@ lint: venv  ## ruff (rules and format) and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+dist:  ## build a wheel and an sdist into dist/, and try the wheel in a fresh environment
+	@rm -rf build dist && $(PYTHON) -m venv build/tools && build/tools/bin/pip install --quiet build
+	build/tools/bin/python -m build --outdir dist .
+	@$(PYTHON) -m venv build/tried && build/tried/bin/pip install --quiet -c constraints.txt dist/*.whl
+	cd build && tried/bin/megatrain --version && tried/bin/megatrain plan meta-llama/Llama-3.1-8B --hardware rtx-4090 >/dev/null

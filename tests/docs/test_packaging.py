@@ -1,0 +1,82 @@
+"""Containers, workflows, the notebook and the version: what they name is there, and the notebook runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import megatrain
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def test_the_version_is_told_in_one_place() -> None:
+    assert version("megatrain") == megatrain.__version__
+    assert f"## {megatrain.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_what_a_container_copies_is_there_and_reaches_it(path: Path) -> None:
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    copied = [name for line in re.findall(r"^COPY (.*)$", path.read_text(), re.MULTILINE) for name in line.split()[:-1]]
+    assert "megatrain" in copied
+    for name in copied:
+        assert (ROOT / name).exists(), name
+        assert f"!{name}" in ignored, name
+
+
+def test_the_container_without_a_gpu_has_the_constrained_torch() -> None:
+    (pinned,) = re.findall(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert f'"torch=={pinned}+cpu"' in (ROOT / "docker" / "cpu.Dockerfile").read_text()
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_the_targets_that_a_workflow_makes_exist(path: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    jobs: dict[str, Any] = yaml.safe_load(path.read_text())["jobs"]
+    runs = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    made = [name for run in runs for name in re.findall(r"make ([a-z-]+)", run)]
+    assert made
+    assert set(made) <= targets
+
+
+def test_the_devcontainer_makes_the_environment() -> None:
+    found = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
+    assert found["postCreateCommand"] == "make venv"
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> None:
+    """As it is, but for the cell that installs; 10 steps in place of 60."""
+    cells = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())["cells"]
+    names: dict[str, Any] = {}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    program = f"{sys.executable} -m megatrain"
+    here = Path.cwd()
+    os.chdir(tmp_path)
+    try:
+        for cell in cells:
+            source = "".join(cell["source"]).replace("steps: 60", "steps: 10")
+            if cell["cell_type"] != "code" or source.startswith("%pip"):
+                continue
+            if source.startswith("!megatrain"):
+                command = source.replace("!megatrain", program, 1)
+                done = subprocess.run(command, shell=True, env=environment, capture_output=True, text=True, timeout=240)
+                assert done.returncode == 0, done.stderr
+            else:
+                exec(compile(source, "notebook", "exec"), names)
+    finally:
+        os.chdir(here)
+    assert names["model"].num_parameters() > 100_000
+    assert (tmp_path / "runs" / "notebook" / "report.html").exists()
