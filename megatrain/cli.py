@@ -10,7 +10,7 @@ import difflib
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -294,7 +294,9 @@ def _generate(
     folder: Annotated[
         str, typer.Argument(metavar="FOLDER", help="Model folder, run folder or hub name.", callback=_path())
     ],
-    prompt: Annotated[str, typer.Option(help="Text to continue; empty starts a new one.")] = "",
+    prompt: Annotated[str, typer.Option(help="Text to continue, or with --chat the first message.")] = "",
+    chat: Annotated[bool, typer.Option("--chat", help="Answer messages, by the model's chat template.")] = False,
+    system: Annotated[str, typer.Option(help="System prompt of the chat.")] = "",
     device: DeviceName = "cpu",
     precision: PrecisionName = "bf16",
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens to draw; 200 by default.")] = None,
@@ -304,29 +306,27 @@ def _generate(
     seed: Annotated[int, typer.Option(min=0, help="Decides what is drawn.")] = 0,
     trust_remote_code: Remote = False,
 ) -> None:
-    """Continue a text with a model that streams through the device, whatever its size."""
+    """Continue a text, or chat, with a model that streams through the device, whatever its size."""
     _quiet_threads()
     from rich.console import Console
 
-    from megatrain.commands.generate import run_generation
+    from megatrain.commands.generate import Drawing, run_chat, run_generation
     from megatrain.train.progress import loading
 
+    if system and not chat:
+        raise ConfigError("is for chats", where="--system", fix="give --chat, too")
+    drawing = Drawing(max_new_tokens, temperature, top_k, top_p, seed)
+
+    def heard(text: str) -> None:
+        typer.echo(text, nl=False)
+
     with loading(Console(stderr=True), "loading the model") as progress:
-        spoken = run_generation(
-            folder,
-            prompt,
-            lambda text: typer.echo(text, nl=False),
-            device=device,
-            precision=_precision(precision),
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            trust_remote_code=trust_remote_code,
-            progress=progress,
-            notice=_tell,
-        )
+        how: dict[str, Any] = {"device": device, "precision": _precision(precision), "notice": _tell}
+        how |= {"trust_remote_code": trust_remote_code, "progress": progress}
+        if chat:
+            run_chat(folder, _messages(prompt), heard, drawing, system=system, **how)
+            return
+        spoken = run_generation(folder, prompt, heard, drawing, **how)
     typer.echo("")
     typer.echo(spoken.summary(), err=True)
 
@@ -412,6 +412,26 @@ def _probe(
         opened.close()
     save_hardware(hardware, target)
     typer.echo(f"{target}: {hardware.name}")
+
+
+def _messages(first: str) -> Iterator[str]:
+    """What a person says: `first` if anything, then what is typed, until Ctrl-D, Ctrl-C or /exit; else each line."""
+    typed = sys.stdin.isatty()
+    if typed:
+        import readline  # noqa: F401 -- its import gives `input` a history and keys that move
+
+        _tell("/reset begins a new chat, /exit or Ctrl-D ends; Ctrl-C stops an answer")
+    if first:
+        yield first
+    while True:
+        try:
+            text = input("> " if typed else "")
+        except (EOFError, KeyboardInterrupt):
+            return
+        if text.strip() == "/exit":
+            return
+        if text.strip():
+            yield text
 
 
 def _tell(line: str) -> None:

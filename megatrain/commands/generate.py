@@ -1,21 +1,27 @@
-"""`megatrain generate`: text from a model folder.
+"""`megatrain generate`: text from a model folder, or a chat with it.
 
 The model streams through the engine with every parameter frozen, so no gradient and no optimizer state exists, and a
 model that does not fit the device still speaks. What can be wrong is looked for in the order of its cost: the config,
-the tokenizer, the prompt; the weights are loaded last. Left out: chat templates, and several prompts at once
-(`Engine.generate` takes them).
+the tokenizer, the prompt; the weights are loaded last. Left out: several prompts at once (`Engine.generate` takes
+them).
 """
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.config.keys import LEAST, MOST
 from megatrain.data import load_tokenizer
-from megatrain.errors import BatchError, ConfigError
+from megatrain.data.chat import ChatTemplate, choose_template
+from megatrain.data.encode import chat_prompt_ids
+from megatrain.data.messages import Message
+from megatrain.errors import BatchError, ConfigError, DataError
 from megatrain.model import Progress, TextStream, freeze_parameters, model_behind, model_named, pretrained_source
 from megatrain.model.architecture import read_config
 from megatrain.run.sampling import WHERE, draw_ids, prompt_ids
@@ -25,6 +31,8 @@ from megatrain.train.progress import printable
 
 USUAL_NEW_TOKENS = 200
 """Most new tokens where the user names no number and the model has room for them."""
+RESET = "/reset"
+"""What a person says to begin a new chat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +49,85 @@ class Spoken:
         return f"{count} in {self.seconds:.1f} s, {self.tokens / max(self.seconds, 1e-9):.2f} a second"
 
 
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """How tokens are drawn.
+
+    most: new tokens of a text or an answer; `None` for 200, or for what the model has room for. temperature, top_k,
+    top_p: `None` as the model's own generation config has them; temperature 0 takes the likeliest token each time.
+    seed: decides what is drawn.
+
+    Raises `ConfigError` for numbers with which nothing can be drawn.
+    """
+
+    most: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature and not LEAST <= self.temperature <= MOST:  # NaN among them
+            fix = f"give 0, or a number from {LEAST:g} to {MOST:g}"
+            raise ConfigError(f"{self.temperature:g} is no temperature", where=WHERE, fix=fix)
+        if not 0 <= self.seed < 1 << 63:
+            raise ConfigError(f"{str(self.seed)[:40]} is no seed", where=WHERE, fix="give a number from 0 to 2**63 - 1")
+
+
+class Speaker:
+    """A model that is known but not loaded yet: its config and its tokenizer have been read.
+
+    trust_remote_code: let the model bring code of its own. Raises `ModelError` for the model, `DataError` for the
+    tokenizer.
+    """
+
+    def __init__(self, folder: str, *, trust_remote_code: bool = False) -> None:
+        self._folder = model_named(folder)
+        self._trusted = trust_remote_code
+        base = model_behind(self._folder)
+        config = read_config(base, where=f"model {base}", trust_remote_code=trust_remote_code)
+        self.positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+        own = (Path(self._folder) / "tokenizer_config.json").exists()
+        self.tokenizer = load_tokenizer(self._folder if own else base)
+
+    def load(
+        self,
+        *,
+        device: str,
+        precision: Precision,
+        progress: Progress | None = None,
+        notice: Callable[[str], object] = lambda line: None,
+    ) -> Engine:
+        """The engine over the weights, all of them frozen.
+
+        progress: called with (done, total). notice: told, in a line each, what a person should know about the model.
+        """
+        source = pretrained_source(self._folder, trains=False, trust_remote_code=self._trusted)
+        freeze_parameters(source.model, ("*",))
+        if left_out := source.left_out():
+            notice(f"left out: {printable(left_out)}")
+        return Engine.from_source(source, progress=progress, device=device, precision=precision)
+
+    def room(self, length: int, wanted: int | None) -> int:
+        """How many new tokens at most, for a prompt of `length`. Raises `BatchError` where there is too little room."""
+        if self.positions is None:
+            return USUAL_NEW_TOKENS if wanted is None else wanted
+        room = self.positions - length
+        if room < 1 or room < (wanted or 0):
+            what = f"a prompt of {length:,} tokens" + (f" and {wanted:,} new ones" if wanted and room > 0 else "")
+            fix = f"ask for {room:,} new ones at most" if room > 0 else "use a shorter prompt"
+            raise BatchError(f"{what}, and the model has {self.positions:,} positions", where=WHERE, fix=fix)
+        return min(USUAL_NEW_TOKENS, room) if wanted is None else wanted
+
+
 def run_generation(
     folder: str,
     prompt: str,
     heard: Callable[[str], None],
+    drawing: Drawing | None = None,
     *,
     device: str = "cpu",
     precision: Precision = "bf16",
-    max_new_tokens: int | None = None,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
     notice: Callable[[str], object] = lambda line: None,
@@ -60,64 +135,139 @@ def run_generation(
     """Continue `prompt` with the model and the tokenizer in `folder`, of a model or a run, telling `heard` new text.
 
     An empty prompt starts a new text. Special tokens spelled out in the prompt count as such. What `heard` gets can
-    steer no terminal. max_new_tokens: `None` for 200, or for what the model has room for. temperature, top_k, top_p:
-    `None` as the model's own generation config has them; temperature 0 takes the likeliest token each time. seed:
-    decides what is drawn. trust_remote_code: let the model bring code of its own. progress: called with (done, total)
-    while weights are loaded. notice: told, in a line each, what a person should know about the model beforehand.
+    steer no terminal.
 
     Raises a `MegaTrainError` for whatever is wrong: `ModelError` for the model, `DataError` for the tokenizer,
     `BatchError` for a prompt that is too long, `ConfigError` for a setting.
     """
-    _refuse_settings(temperature, seed)
-    folder = model_named(folder)
-    base = model_behind(folder)
-    config = read_config(base, where=f"model {base}", trust_remote_code=trust_remote_code)
-    positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    tokenizer = load_tokenizer(folder if (Path(folder) / "tokenizer_config.json").exists() else base)
-    ids = prompt_ids(tokenizer, prompt)
-    tokens = _new_tokens(len(ids), max_new_tokens, positions)
+    drawing = drawing or Drawing()
+    speaker = Speaker(folder, trust_remote_code=trust_remote_code)
+    ids = prompt_ids(speaker.tokenizer, prompt)
+    tokens = speaker.room(len(ids), drawing.most)
+    with speaker.load(device=device, precision=precision, progress=progress, notice=notice) as engine:
+        return _say(speaker, engine, ids, tokens, drawing, heard)
+
+
+def run_chat(
+    folder: str,
+    said: Iterable[str],
+    heard: Callable[[str], None],
+    drawing: Drawing | None = None,
+    *,
+    system: str = "",
+    device: str = "cpu",
+    precision: Precision = "bf16",
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+    notice: Callable[[str], object] = lambda line: None,
+) -> int:
+    """Answer what a person has `said`, one message after another, by the model's own chat template.
+
+    said: the messages; `RESET` forgets those before. The next one is asked for when an answer has been heard, which
+    ends with a new line. An answer that is interrupted (SIGINT) ends there and counts as given. Where the model has no
+    room for the whole chat, its oldest messages are forgotten, never the system prompt. Returns the number of answers.
+
+    Raises as `run_generation`, and `DataError` for a tokenizer that has no chat template or one that refuses the chat.
+    """
+    drawing = drawing or Drawing()
+    speaker = Speaker(folder, trust_remote_code=trust_remote_code)
+    template = _own_template(speaker)
+    first: list[Message] = [{"role": "system", "content": system}] if system else []
+    chat_prompt_ids([*first, {"role": "user", "content": "Hello"}], template)  # refused before weights are loaded
+    messages: list[Message] = []
+    answers = 0
+    with speaker.load(device=device, precision=precision, progress=progress, notice=notice) as engine:
+        for text in said:
+            if text.strip() == RESET:
+                messages = []
+                continue
+            messages.append({"role": "user", "content": text})
+            try:
+                ids, forgotten = _fitted(speaker, template, first, messages, drawing.most)
+            except BatchError as error:
+                notice(str(error))
+                messages.pop()
+                continue
+            if forgotten:
+                notice(f"the chat is full: its {forgotten} oldest messages are forgotten")
+            tokens = drawing.most or USUAL_NEW_TOKENS
+            if speaker.positions is not None:
+                tokens = min(tokens, speaker.positions - len(ids))
+            with interruptions() as stopped:
+                spoken = _say(speaker, engine, ids, tokens, drawing, heard, stopped)
+            heard("\n")
+            messages.append({"role": "assistant", "content": spoken.text.strip()})
+            answers += 1
+    return answers
+
+
+def _own_template(speaker: Speaker) -> ChatTemplate:
+    if not speaker.tokenizer.chat_template:
+        where = str(speaker.tokenizer.name_or_path)
+        raise DataError("has no chat template", where=where, fix="leave out --chat, or train it on chats first")
+    return choose_template(speaker.tokenizer)
+
+
+def _fitted(
+    speaker: Speaker, template: ChatTemplate, first: list[Message], messages: list[Message], wanted: int | None
+) -> tuple[list[int], int]:
+    """The ids of a chat that leaves room for an answer, and how many messages were taken off the front of `messages`.
+
+    Raises `BatchError` where the last message alone leaves no room.
+    """
+    forgotten = 0
+    least = wanted or (USUAL_NEW_TOKENS if speaker.positions is None else min(USUAL_NEW_TOKENS, speaker.positions // 4))
+    while True:
+        ids = chat_prompt_ids([*first, *messages], template)
+        if speaker.positions is None or len(ids) + least <= speaker.positions:
+            return ids, forgotten
+        if len(messages) == 1:
+            speaker.room(len(ids), wanted)
+            return ids, forgotten
+        del messages[:2]  # a question and its answer
+        forgotten += 2
+
+
+def _say(
+    speaker: Speaker,
+    engine: Engine,
+    ids: Sequence[int],
+    tokens: int,
+    drawing: Drawing,
+    heard: Callable[[str], None],
+    stopped: Callable[[], bool] | None = None,
+) -> Spoken:
     pieces: list[str] = []
 
     def listen(text: str) -> None:
         pieces.append(printable(text))
         heard(pieces[-1])
 
-    source = pretrained_source(folder, trains=False, trust_remote_code=trust_remote_code)
-    freeze_parameters(source.model, ("*",))
-    if left_out := source.left_out():
-        notice(f"left out: {printable(left_out)}")
-    with Engine.from_source(source, progress=progress, device=device, precision=precision) as engine:
-        began = time.perf_counter()
-        new = draw_ids(
-            engine,
-            tokenizer,
-            ids,
-            tokens=tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            streamer=TextStream(tokenizer, listen),
-        )
-        return Spoken("".join(pieces), len(new), time.perf_counter() - began)
+    began = time.perf_counter()
+    new = draw_ids(
+        engine,
+        speaker.tokenizer,
+        ids,
+        tokens=tokens,
+        temperature=drawing.temperature,
+        top_k=drawing.top_k,
+        top_p=drawing.top_p,
+        seed=drawing.seed,
+        streamer=TextStream(speaker.tokenizer, listen),
+        stopped=stopped,
+    )
+    return Spoken("".join(pieces), len(new), time.perf_counter() - began)
 
 
-def _refuse_settings(temperature: float | None, seed: int) -> None:
-    """Raise `ConfigError` for numbers with which nothing can be drawn."""
-    if temperature and not LEAST <= temperature <= MOST:  # NaN among them
-        fix = f"give 0, or a number from {LEAST:g} to {MOST:g}"
-        raise ConfigError(f"{temperature:g} is no temperature", where=WHERE, fix=fix)
-    if not 0 <= seed < 1 << 63:
-        raise ConfigError(f"{str(seed)[:40]} is no seed", where=WHERE, fix="give a number from 0 to 2**63 - 1")
-
-
-def _new_tokens(length: int, wanted: int | None, positions: int | None) -> int:
-    """How many new tokens at most, for a prompt of `length`."""
-    if positions is None:
-        return USUAL_NEW_TOKENS if wanted is None else wanted
-    room = positions - length
-    if room < 1 or room < (wanted or 0):
-        what = f"a prompt of {length:,} tokens" + (f" and {wanted:,} new ones" if wanted and room > 0 else "")
-        fix = f"ask for {room:,} new ones at most" if room > 0 else "use a shorter prompt"
-        raise BatchError(f"{what}, and the model has {positions:,} positions", where=WHERE, fix=fix)
-    return min(USUAL_NEW_TOKENS, room) if wanted is None else wanted
+@contextmanager
+def interruptions() -> Iterator[Callable[[], bool]]:
+    """Whether SIGINT has come since; meanwhile it raises nothing. Only the main thread can have it."""
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield lambda: bool(came)
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -265,8 +265,8 @@ class TrainSection(Section):
     """Micro-batches that the validation loss is measured on, always the same."""
     sample_every: NonNegativeInt = 0
     """Steps between samples of text; 0 samples at the end only."""
-    sample_prompt: str = ""
-    """What a sample continues; empty starts a new document."""
+    sample_prompts: Annotated[Names, Field(min_length=1)] = ("",)
+    """What samples continue, or the questions that they answer where chats are trained; "" starts a new document."""
     sample_tokens: Annotated[int, Field(ge=0, le=1_000_000)] = 200
     """Tokens of a sample; 0 draws none at all."""
     sample_temperature: NonNegativeFloat = 0.8

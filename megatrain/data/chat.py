@@ -152,12 +152,15 @@ def mark_chat(sample: Sample, template: ChatTemplate, train_on: TrainOn) -> Mark
     return MarkedText(turns.text, tuple(spans), notes)
 
 
-def prompt_text(question: str, template: ChatTemplate) -> str:
-    """The text after which the model answers a user's `question`. Raises `DataError` where the template refuses it."""
+def prompt_text(messages: Sequence[Message], template: ChatTemplate) -> str:
+    """The text after which the model answers the last of `messages`.
+
+    Raises `DataError` where the template refuses the chat.
+    """
     try:
-        return _Rendering(template, (), "object").prompt([{"role": "user", "content": question}])
+        return _Rendering(template, (), "object").prompt(messages)
     except Unrendered as error:
-        raise DataError(f"refuses a question ({error})", where=f"the chat template {template.name}") from error
+        raise DataError(f"refuses the chat ({error})", where=f"the chat template {template.name}") from error
 
 
 class _Rendering:

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from megatrain.data.assistant_turns import Span
 from megatrain.data.chat import EMPTY_ANSWER, ChatTemplate, MarkedText, TrainOn, choose_template, mark_chat, prompt_text
+from megatrain.data.messages import Message
 from megatrain.data.read_rows import LeftOut
 from megatrain.data.sample_formats import NOT_A_TARGET, Sample
 from megatrain.data.tokenizer import (
@@ -119,9 +120,7 @@ class Encoder:
 
     def prompt_ids(self, question: str) -> list[int]:
         """The ids after which the model answers a user's `question`, as the template has it."""
-        text = prompt_text(question, self.template)
-        ((ids, _),) = encode_with_offsets(self.tokenizer, [text], special_tokens="read")
-        return [int(token) for token in ids]
+        return chat_prompt_ids([{"role": "user", "content": question}], self.template)
 
     @cached_property
     def vocabulary(self) -> int:
@@ -155,6 +154,16 @@ class Encoder:
         special = self.tokenizer.special_tokens_map  # templates write them by their names
         content = [FORMAT, tokenizer_identity(self.tokenizer), own, special, asdict(self.options)]
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def chat_prompt_ids(messages: Sequence[Message], template: ChatTemplate) -> list[int]:
+    """The ids after which the model answers the last of `messages`, as the template has it.
+
+    Raises `DataError` where the template refuses the chat.
+    """
+    text = prompt_text(messages, template)
+    ((ids, _),) = encode_with_offsets(template.tokenizer, [text], special_tokens="read")
+    return [int(token) for token in ids]
 
 
 @dataclass(frozen=True)

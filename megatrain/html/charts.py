@@ -55,8 +55,7 @@ def smoothed(values: Sequence[float], window: int) -> NDArray[np.float64]:
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, ys, 0.0))])
     counts = np.concatenate([[0], np.cumsum(finite)])
     middle = np.arange(ys.size)
-    reach = np.minimum(np.minimum(middle, ys.size - 1 - middle), window // 2)  # as far to the left as to the right
-    begin, end = middle - reach, middle + reach + 1
+    begin, end = np.maximum(middle - window // 2, 0), np.minimum(middle + window // 2 + 1, ys.size)
     found = counts[end] - counts[begin]
     means: NDArray[np.float64] = np.divide(
         sums[end] - sums[begin], found, out=np.full(ys.size, np.nan), where=found > 0
@@ -168,7 +167,8 @@ def _figure(
             yaxis={
                 "type": "log" if logarithmic else "linear",
                 "rangemode": "normal" if floor is None else "tozero",
-                "exponentformat": "SI",
+                "exponentformat": "SI" if unit == "B" else "e",
+                "separatethousands": True,
                 "ticksuffix": unit,
                 "zeroline": False,
                 "nticks": 6,

@@ -128,6 +128,8 @@ def open_corpus(
 
     facts = [fact for part in parts for fact in part.facts]
     chats = opened.encoder if any(part.holds_chats for part in parts) else None
+    if chats is not None:  # so that the model that is saved answers as it was trained
+        opened.tokenizer.chat_template = chats.template.text(())
     example = next((part.example for part in parts if part.example), [])
     return Corpus(loader, read_validation, bool(held_out), data.sequence_length, facts, example, chats)
 

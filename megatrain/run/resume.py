@@ -45,7 +45,7 @@ BY_ROWS = "rows"
 FREE = (
     *("output", "trace", "resume", "accept_changes", "checkpoint", "memory", "disk", "data.cache", "data.workers"),
     *("model.verify", "model.trust_remote_code", "train.hardware", "train.log_every", "train.stall_seconds"),
-    *("train.eval_every", "train.eval_batches", "train.sample_every", "train.sample_prompt", "train.sample_tokens"),
+    *("train.eval_every", "train.eval_batches", "train.sample_every", "train.sample_prompts", "train.sample_tokens"),
     *("train.sample_temperature", "train.sample_top_k", "train.on_nonfinite", "train.nonfinite_limit"),
     *(f"policy.{name}" for name in PolicySection.model_fields if name not in NUMERICS),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,11 +44,13 @@ def draw_ids(
     top_p: float | None = None,
     seed: int = 0,
     streamer: TextStream | None = None,
+    stopped: Callable[[], bool] | None = None,
 ) -> list[int]:
     """Up to `tokens` ids that follow `ids`; the last may be one that ends a text.
 
     Ids that the tokenizer does not know are not drawn, for a model may have more logits than its tokenizer tokens.
     temperature, top_k, top_p: `None` as the model's own generation config has them; temperature 0 takes the likeliest.
+    stopped: asked after each token whether to draw no more.
     """
     own = engine.generation_config.eos_token_id
     stops = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id} - {None}
@@ -56,6 +58,8 @@ def draw_ids(
     options["pad_token_id"] = min(stops, default=0)  # never used: one row has no padding
     if unknown := range(vocabulary_size(tokenizer), engine.structure.vocab_size):
         options["suppress_tokens"] = list(unknown)
+    if stopped is not None:
+        options["stopping_criteria"] = [lambda ids, *_, **__: torch.full((len(ids),), stopped(), device=ids.device)]
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     if temperature == 0:
         options["do_sample"] = False
@@ -66,13 +70,18 @@ def draw_ids(
     return new
 
 
-def sample_of(train: TrainSection, engine: Engine, corpus: Corpus, tokenizer: Tokenizer, step: int) -> Sampled:
-    """Text that the model continues, or its answer where it learns chats. A full window goes on from its middle."""
+def sample_of(
+    train: TrainSection, engine: Engine, corpus: Corpus, tokenizer: Tokenizer, prompt: str, step: int
+) -> Sampled:
+    """Text that the model continues `prompt` with, or its answer where it learns chats.
+
+    A full window goes on from its middle.
+    """
     end, window = end_of_text_id(tokenizer), corpus.window
-    if corpus.chats is not None and train.sample_prompt:
-        ids = corpus.chats.prompt_ids(train.sample_prompt)
+    if corpus.chats is not None and prompt:
+        ids = corpus.chats.prompt_ids(prompt)
     else:
-        ids = [end, *encode_text(tokenizer, train.sample_prompt).tolist()]
+        ids = [end, *encode_text(tokenizer, prompt).tolist()]
     drawn: list[int] = []
     while len(drawn) < train.sample_tokens and drawn[-1:] != [end]:
         seen = [*ids, *drawn]
@@ -88,4 +97,4 @@ def sample_of(train: TrainSection, engine: Engine, corpus: Corpus, tokenizer: To
             seed=train.seed + len(drawn),
         )
     said = drawn[:-1] if drawn[-1:] == [end] else drawn
-    return Sampled(step, train.sample_prompt, str(tokenizer.decode(said)))
+    return Sampled(step, prompt, str(tokenizer.decode(said)))

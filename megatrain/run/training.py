@@ -21,6 +21,7 @@ ends a run; what fails to be reported later is told.
 
 from __future__ import annotations
 
+import functools
 import io
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -500,7 +501,8 @@ def _measurements(config: Config, engine: Engine, corpus: Corpus, tokenizer: Tok
     if corpus.holds_out:
         tasks.append(Task(train.eval_every, lambda step: _evaluated(step, engine, corpus, loss_of(config))))
     if train.sample_tokens:
-        tasks.append(Task(train.sample_every, lambda step: sample_of(train, engine, corpus, tokenizer, step)))
+        sample = functools.partial(sample_of, train, engine, corpus, tokenizer)
+        tasks += [Task(train.sample_every, functools.partial(sample, prompt)) for prompt in train.sample_prompts]
     return tasks
 
 

@@ -91,7 +91,13 @@ def loading(console: Console, what: str) -> Iterator[Callable[[int, int], None]]
     columns = TextColumn(what), BarColumn(), TaskProgressColumn()
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+        def tell(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+            if done == total:
+                bar.stop()  # what follows may write, or ask
+
+        yield tell
 
 
 def describe_model(spec: ModelSpec) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import platform
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typer.models import ArgumentInfo
 
 import megatrain
 from megatrain import cli
+from megatrain.cli import _messages
 from megatrain.errors import NonFinite
 from tests.bad_paths import FOR_A_FILE, FOR_A_FOLDER, KINDS, bad_path
 
@@ -101,6 +103,7 @@ WITH_PATHS: list[tuple[tuple[str, ...], str, dict[str, str]]] = [
     (("probe", "--output", PATH), "--output", FOR_A_FILE),
 ]
 NO_PATHS = (
+    "system",
     "overrides",
     "prompt",
     "adapter",
@@ -324,3 +327,17 @@ def test_a_kernel_that_is_not_compared_is_refused(capsys: pytest.CaptureFixture[
         code, out, err = run(capsys, "verify", str(tmp_path), "--attention", kernel)
         assert (code, out) == (2, "")
         assert told.format(kernel) in err
+
+
+def test_messages_of_a_chat_come_from_the_option_and_then_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("two\n\n  \nthree\n/exit\nfour\n"))
+    assert list(_messages("one")) == ["one", "two", "three"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("two"))
+    assert list(_messages("")) == ["two"]
+
+
+def test_a_system_prompt_without_a_chat_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["generate", "anything", "--system", "be brief"])
+    assert left.value.code == 2
+    assert capsys.readouterr().err == "error: --system: is for chats; give --chat, too\n"

@@ -126,7 +126,7 @@ def test_a_saved_configuration_loads_back_equal(
         {
             "model": {"config": {"model_type": "llama", "rope_theta": theta, "name": prompt}},
             "data": {"sources": [prompt or "x"], "tokenizer": "bytes"},
-            "train": {"steps": 1, "learning_rate": lr, "sample_prompt": prompt},
+            "train": {"steps": 1, "learning_rate": lr, "sample_prompts": prompt},
             "policy": {"weight_slots": slots},
             "output": {"folder": "here"},
         }

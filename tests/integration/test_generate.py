@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatrain import AdamW, Engine
-from megatrain.commands.generate import run_generation
+from megatrain.commands.generate import RESET, Drawing, interruptions, run_chat, run_generation
 from megatrain.data import load_tokenizer
 from megatrain.errors import BatchError, ConfigError, DataError, MegaTrainError, ModelError, NonFinite
 from megatrain.run.sampling import draw_ids, prompt_ids
@@ -215,7 +216,7 @@ def legible(text: str) -> str:
 
 def test_a_folder_continues_a_prompt_piece_by_piece_as_its_stock_model_does(folder: str) -> None:
     pieces: list[str] = []
-    spoken = run_generation(folder, "one two", pieces.append, precision="fp32", max_new_tokens=16, temperature=0)
+    spoken = run_generation(folder, "one two", pieces.append, Drawing(16, temperature=0), precision="fp32")
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = torch.tensor([list(b"one two")])
     known = {"suppress_tokens": list(range(257, 300)), "eos_token_id": 256, "pad_token_id": 256}
@@ -229,7 +230,7 @@ def test_a_folder_continues_a_prompt_piece_by_piece_as_its_stock_model_does(fold
 
 def test_a_seed_fixes_what_a_folder_says(folder: str) -> None:
     first, again, other = (
-        run_generation(folder, "", lambda text: None, max_new_tokens=12, temperature=9.0, top_k=0, seed=seed)
+        run_generation(folder, "", lambda text: None, Drawing(12, temperature=9.0, top_k=0, seed=seed))
         for seed in (1, 1, 2)
     )
     assert first.text == again.text != other.text
@@ -247,12 +248,12 @@ def test_only_tokens_that_the_tokenizer_knows_are_drawn() -> None:
 
 
 def test_without_a_number_it_speaks_to_the_end_of_its_positions(folder: str) -> None:
-    spoken = run_generation(folder, "x" * 60, lambda text: None, temperature=0)
+    spoken = run_generation(folder, "x" * 60, lambda text: None, Drawing(temperature=0))
     assert spoken.tokens <= 4
 
 
 def test_what_is_heard_steers_no_terminal(folder: str) -> None:
-    spoken = run_generation(folder, "", lambda text: None, max_new_tokens=20, temperature=9.0, top_k=0, seed=3)
+    spoken = run_generation(folder, "", lambda text: None, Drawing(20, temperature=9.0, top_k=0, seed=3))
     assert spoken.text
     assert all(char.isprintable() or char in "\n\t" for char in spoken.text)
 
@@ -267,7 +268,7 @@ def test_what_is_wrong_with_a_folder_or_a_prompt_is_said_before_weights_are_load
         (ModelError, "no such folder", {"folder": str(tmp_path / "gone")}),
         (DataError, "tokenizer", {"folder": str(bare)}),
         (BatchError, "use a shorter prompt", {"prompt": "x" * 64}),
-        (BatchError, "61 new ones at most", {"max_new_tokens": 62}),
+        (BatchError, "61 new ones at most", {"drawing": Drawing(62)}),
         (DataError, "not Unicode", {"prompt": "\udc80"}),
     ]
     for error, words, changed in cases:
@@ -283,3 +284,79 @@ def test_an_empty_prompt_starts_with_the_token_that_starts_a_text() -> None:
     tokenizer.bos_token = tokenizer.eos_token = None
     with pytest.raises(DataError, match="no token that starts a text"):
         prompt_ids(tokenizer, "")
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model of 128 positions whose tokenizer has a chat template that writes all it is given."""
+    path = tmp_path_factory.mktemp("chat") / "model"
+    tiny_model(vocab_size=300, eos_token_id=256, max_position_embeddings=128).save_pretrained(path)
+    tokenizer = load_tokenizer("bytes")
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message['role'][0] }}:{{ message['content'] }};{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def asked(chatty: str, said: list[str], monkeypatch: pytest.MonkeyPatch, **how: Any) -> tuple[list[str], list[str]]:
+    """What the model was given for each answer to `said`, and what it told beside its answers."""
+    prompts: list[str] = []
+    notices: list[str] = []
+
+    def draw(engine: Engine, tokenizer: Any, ids: list[int], **_: Any) -> list[int]:
+        prompts.append(tokenizer.decode(ids))
+        _["streamer"].on_finalized_text(" fine ")
+        return [1]
+
+    monkeypatch.setattr("megatrain.commands.generate.draw_ids", draw)
+    run_chat(chatty, said, lambda text: None, precision="fp32", notice=notices.append, **how)
+    return prompts, notices
+
+
+def test_a_chat_has_its_history_and_its_system_prompt(chatty: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, _ = asked(chatty, ["one", "two", RESET, "three"], monkeypatch, system="be brief")
+    assert prompts == [
+        "s:be brief;u:one;a:",
+        "s:be brief;u:one;a:fine;u:two;a:",
+        "s:be brief;u:three;a:",
+    ]
+
+
+def test_a_chat_that_outgrows_the_model_forgets_its_oldest_messages(
+    chatty: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = ["first" * 7, "second" * 6, "third" * 6, "x" * 200, "last"]
+    prompts, notices = asked(chatty, said, monkeypatch, system="s", drawing=Drawing(16))
+    assert prompts[1].startswith("s:s;u:first")
+    assert prompts[2].startswith("s:s;u:second")
+    assert "forgotten" in notices[0]
+    assert "128 positions" in notices[1]
+    assert len(prompts) == 4  # the message that is too long has no answer, and the chat goes on
+    assert prompts[3].endswith("u:last;a:")
+    assert all(len(prompt) + 16 <= 128 for prompt in prompts)
+
+
+def test_an_answer_is_the_one_that_the_library_draws_and_can_be_stopped(
+    chatty: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+    assert run_chat(chatty, ["one"], heard.append, Drawing(12, temperature=0), precision="fp32") == 1
+    spoken = run_generation(chatty, "u:one;a:", lambda text: None, Drawing(12, temperature=0), precision="fp32")
+    assert "".join(heard) == spoken.text + "\n"
+    with interruptions() as stopped:
+        assert not stopped()
+        signal.raise_signal(signal.SIGINT)
+        assert stopped()
+    with Engine.from_model(tiny_model(vocab_size=300), "cpu", "fp32") as engine:
+        drawn = draw_ids(engine, load_tokenizer("bytes"), [1], tokens=8, temperature=9.0, stopped=lambda: True)
+    assert len(drawn) == 1
+
+
+def test_a_model_without_a_chat_template_is_refused_before_its_weights_are_loaded(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatrain.commands.generate.pretrained_source", None)
+    with pytest.raises(DataError, match="has no chat template; leave out --chat, or train it on chats first"):
+        run_chat(folder, ["one"], print)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatrain.commands.generate import Drawing, run_chat, run_generation
 from megatrain.config import Config
 from megatrain.errors import ConfigError, DataError, ModelError
 from tests.run.test_training import configuration, losses, train
@@ -64,8 +65,8 @@ def test_what_is_too_little_to_hold_out_is_told_by_source(tmp_path: Path) -> Non
         assert "data.sequence_length" in str(caught.value)
 
 
-def test_a_run_on_chats_says_what_it_trains(tmp_path: Path) -> None:
-    said = train(chat_run(tmp_path))
+def test_a_run_on_chats_says_what_it_trains_and_chats_by_its_template(tmp_path: Path) -> None:
+    said = train(chat_run(tmp_path, train={"sample_prompts": ["3?", ""], "sample_tokens": 2}))
     for part in (
         "60 samples",
         "of them trained (",
@@ -78,6 +79,13 @@ def test_a_run_on_chats_says_what_it_trains(tmp_path: Path) -> None:
         assert part in said
     found = losses(tmp_path / "run")
     assert found[-1] < found[0]
+    events = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [each["prompt"] for each in events if each["event"] == "sampled"][-2:] == ["3?", ""]
+    heard: list[str] = []
+    how = Drawing(4, temperature=0)
+    assert run_chat(str(tmp_path / "run"), ["3?"], heard.append, how, precision="fp32") == 1
+    asked = run_generation(str(tmp_path / "run"), "3?\n", lambda text: None, how, precision="fp32")
+    assert "".join(heard) == asked.text + "\n"
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "grouped"])

@@ -335,7 +335,7 @@ def test_a_sample_longer_than_the_window_goes_on_from_the_windows_second_half(
         return [65 + (len(seen) - 1) % 26] * tokens
 
     monkeypatch.setattr("megatrain.run.sampling.draw_ids", counting)
-    train(configuration(tmp_path, train={"sample_tokens": 50, "sample_prompt": "x" * 7, "steps": 1}))
+    train(configuration(tmp_path, train={"sample_tokens": 50, "sample_prompts": "x" * 7, "steps": 1}))
     assert [(len(ids), tokens) for ids, tokens in seen] == [(8, 24), (16, 16), (16, 10)]
     assert seen[0][0] == [256, *b"xxxxxxx"]
     assert seen[1][0] == [65] * 16
