@@ -14,6 +14,7 @@ micro-batches (`with_reference`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -31,8 +32,42 @@ REFERENCE = packing.REFERENCE
 """Entry of a micro-batch: per row, the sum of the reference's log-probabilities of its targets, float32[batch]."""
 
 
+class _OfPairs(LogProbLoss):
+    """A loss of preferences: rows 0, 2, ... are chosen, the row after each is rejected; the divisor is pairs."""
+
+    def divisor(self, batch: MicroBatch) -> float:
+        """Pairs. Raises `BatchError` for rows that are no pairs, or one without a target."""
+        count, where = len(batch["labels"]), type(self).__name__
+        if count % 2:
+            fix = "put both rows of a pair into one micro-batch, chosen first"
+            raise BatchError(f"{count} rows are no pairs of chosen and rejected", where=where, fix=fix)
+        if not bool(target_mask(batch).any(dim=1).all()):
+            raise BatchError("a row without a target", where=where, fix="leave such pairs out")
+        return count / 2
+
+
+def _reported(rewards: Tensor, sums: Tensor) -> dict[str, Tensor]:
+    """Sums over pairs of what is told of preferences. rewards, sums of log-probabilities: float32[rows]."""
+    rewards, sums = rewards.detach(), sums.detach()
+    chosen, rejected = rewards[::2], rewards[1::2]
+    return {
+        "rewards/chosen": chosen.sum(),
+        "rewards/rejected": rejected.sum(),
+        "rewards/margins": (chosen - rejected).sum(),
+        "rewards/accuracies": (chosen > rejected).double().sum(),
+        "logps/chosen": sums[::2].sum(),
+        "logps/rejected": sums[1::2].sum(),
+    }
+
+
+def _above_zero(loss: _OfPairs, name: str) -> None:
+    if getattr(loss, name) == 0:
+        where = f"{type(loss).__name__}.{name}"
+        raise ConfigError(f"a {name} of 0 learns nothing", where=where, fix="use a number above 0")
+
+
 @dataclass(frozen=True)
-class DPO(LogProbLoss):
+class DPO(_OfPairs):
     """Direct preference optimization, per pair; rows 0, 2, ... are chosen, the row after each is rejected.
 
     With d the difference of the two log-ratios to the reference, `sigmoid` is the negative log-sigmoid of beta * d
@@ -53,25 +88,19 @@ class DPO(LogProbLoss):
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError, "DPO.")
-        if self.beta == 0:
-            raise ConfigError("a beta of 0 learns nothing", where="DPO.beta", fix="use a number above 0")
+        _above_zero(self, "beta")
         if self.label_smoothing == 0.5:
             raise ConfigError("a label smoothing of 0.5 learns nothing", where="DPO.label_smoothing", fix="use less")
         if self.loss_type == "ipo" and self.label_smoothing:
             raise ConfigError("ipo has no label smoothing", where="DPO", fix="set it to 0, or use sigmoid")
 
     def divisor(self, batch: MicroBatch) -> float:
-        """Pairs. Raises `BatchError` for rows that are no pairs, or one without a target."""
-        count = len(batch["labels"])
-        if count % 2:
-            fix = "put both rows of a pair into one micro-batch, chosen first"
-            raise BatchError(f"{count} rows are no pairs of chosen and rejected", where="DPO", fix=fix)
-        if batch[REFERENCE].shape != (count,):
+        """Pairs. Raises `BatchError` for rows that are no pairs, one without a target, and without their reference."""
+        found = super().divisor(batch)
+        if batch[REFERENCE].shape != (count := len(batch["labels"]),):
             what = f"{REFERENCE} is {list(batch[REFERENCE].shape)} for {count} rows"
             raise BatchError(what, where="DPO", fix="give one sum per row, as with_reference does")
-        if not bool(target_mask(batch).any(dim=1).all()):
-            raise BatchError("a row without a target", where="DPO", fix="leave such pairs out")
-        return count / 2
+        return found
 
     def __call__(self, log_probs: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Sums over the pairs of a micro-batch."""
@@ -84,17 +113,68 @@ class DPO(LogProbLoss):
             margins = self.beta * (ratios[::2] - ratios[1::2])
             right, wrong = functional.logsigmoid(margins), functional.logsigmoid(-margins)
             losses = -(1 - self.label_smoothing) * right - self.label_smoothing * wrong
-        rewards = self.beta * ratios.detach()
-        chosen, rejected = rewards[::2], rewards[1::2]
-        reported = {
-            "rewards/chosen": chosen.sum(),
-            "rewards/rejected": rejected.sum(),
-            "rewards/margins": (chosen - rejected).sum(),
-            "rewards/accuracies": (chosen > rejected).double().sum(),
-            "logps/chosen": sums[::2].sum(),
-            "logps/rejected": sums[1::2].sum(),
-        }
-        return losses.sum(), reported
+        return losses.sum(), _reported(self.beta * ratios, sums)
+
+
+@dataclass(frozen=True)
+class ORPO(_OfPairs):
+    """Odds-ratio preference optimization, per pair, without a reference.
+
+    The cross-entropy of the chosen answer per token, plus beta times the negative log-sigmoid of the log of the odds
+    ratio of both, of probabilities per token (Hong et al., "ORPO: Monolithic Preference Optimization without Reference
+    Model", EMNLP 2024).
+
+    Reports what `DPO` does, where a reward is beta times the log-probability per token, and `nll` and `log_odds_ratio`
+    (the log-sigmoid). Raises `ConfigError` for a value out of range.
+    """
+
+    beta: Annotated[float, Bounds(0)] = 0.1
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError, "ORPO.")
+        _above_zero(self, "beta")
+
+    def __call__(self, log_probs: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Sums over the pairs of a micro-batch."""
+        sums = log_probs.sum(dim=1)
+        means = sums / target_mask(batch).sum(dim=1)
+        odds = means - _log_one_minus_exp(means)
+        ratios = functional.logsigmoid(odds[::2] - odds[1::2])
+        told = {"nll": -means[::2].detach().sum(), "log_odds_ratio": ratios.detach().sum()}
+        return (-means[::2] - self.beta * ratios).sum(), _reported(self.beta * means, sums) | told
+
+
+@dataclass(frozen=True)
+class SimPO(_OfPairs):
+    """Simple preference optimization, per pair, without a reference.
+
+    The negative log-sigmoid of the difference of the rewards, less `gamma`; a reward is beta times the log-probability
+    per token (Meng et al., "SimPO: Simple Preference Optimization with a Reference-Free Reward", NeurIPS 2024).
+
+    Reports what `DPO` does. Raises `ConfigError` for a value out of range.
+    """
+
+    beta: Annotated[float, Bounds(0)] = 2.0
+    gamma: Annotated[float, Bounds(0)] = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError, "SimPO.")
+        _above_zero(self, "beta")
+
+    def __call__(self, log_probs: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Sums over the pairs of a micro-batch."""
+        sums = log_probs.sum(dim=1)
+        rewards = self.beta * sums / target_mask(batch).sum(dim=1)
+        losses = -functional.logsigmoid(rewards[::2] - rewards[1::2] - self.gamma)
+        return losses.sum(), _reported(rewards, sums)
+
+
+def _log_one_minus_exp(log_probs: Tensor) -> Tensor:
+    """log(1 - exp(x)) for x <= 0, exact at both ends (Maechler, 2012); at 0, of the nearest number below it."""
+    below = log_probs.clamp(max=-torch.finfo(log_probs.dtype).tiny)
+    near = below > -math.log(2)
+    first = torch.where(near, below, -1.0).expm1().neg().log()
+    return torch.where(near, first, torch.where(near, -1.0, below).exp().neg().log1p())
 
 
 @dataclass(frozen=True)
@@ -122,10 +202,12 @@ def with_reference(micro_batches: Sequence[MicroBatch], log_probs: Sequence[Tens
 
 __all__ = [
     "DPO",
+    "ORPO",
     "REFERENCE",
     "LogProbLoss",
     "LogitsLoss",
     "LossFn",
+    "SimPO",
     "SmoothedCrossEntropy",
     "target_mask",
     "with_reference",

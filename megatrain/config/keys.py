@@ -156,7 +156,7 @@ class DataSection(Section):
     weights: Weights | None = None
     """Share of each source in what is trained on, 3 or 0.3 say; without them, each is seen as often as another."""
     format: Literal["auto", "text", "chat", "sharegpt", "alpaca", "completion", "tokens", "preference"] = "auto"
-    """What the sources hold; auto finds out, file by file. preference: a chosen and a rejected answer, for dpo."""
+    """What the sources hold; auto finds out, file by file. preference: two answers, for dpo, orpo and simpo."""
     columns: dict[str, str] = {}
     """Names of fields in your data, if not the usual ones: {messages: dialog} reads `dialog` as messages."""
     tags: dict[str, str] = {}
@@ -212,11 +212,15 @@ class TrainSection(Section):
     epochs: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
     """Length of the run in passes over the data as it is packed: as many sequences as all sources hold, this many times
     (0.5 is half of them), and the step that this ends in whole. Sources with weights are then passed over unevenly."""
-    objective: Literal["cross_entropy", "dpo"] = "cross_entropy"
-    """What training goes down: cross-entropy of the next token, or direct preference optimization, against the model
-    that the run begins with; then a sequence is an answer, a pair two of them, and micro_batch_size is even."""
-    dpo_beta: PositiveFloat = 0.1
-    """Of dpo: how much a departure from the reference costs."""
+    objective: Literal["cross_entropy", "dpo", "orpo", "simpo"] = "cross_entropy"
+    """What training goes down: cross-entropy of the next token, or a loss of preferences: dpo, against the model that
+    the run begins with, orpo or simpo, without one. Then a sequence is an answer, a pair two of them, and
+    micro_batch_size is even."""
+    beta: PositiveFloat | None = None
+    """Of preferences. dpo: how much a departure from the reference costs; orpo: what the preference weighs beside the
+    cross-entropy of the chosen answer; both 0.1. simpo: how steep the reward is; 2."""
+    simpo_gamma: NonNegativeFloat = 1.0
+    """Of simpo: by how much the chosen answer's reward is to be above the other's."""
     dpo_loss: Literal["sigmoid", "ipo"] = "sigmoid"
     """Of dpo: the loss of a pair."""
     dpo_label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
@@ -299,11 +303,20 @@ class TrainSection(Section):
         for name, part in (("micro_batch_size", size), ("gradient_accumulation_steps", count)):
             if rows and part and rows % part:
                 raise ValueError(f"global_batch_size={rows} is no multiple of {name}={part}")
-        if self.objective == "dpo" and ((self.micro_batch_override or 2) % 2 or self.sequences % 2):
-            raise ValueError("dpo takes pairs: micro_batch_size and global_batch_size must be even")
+        if self.prefers and ((self.micro_batch_override or 2) % 2 or self.sequences % 2):
+            raise ValueError(f"{self.objective} takes pairs: micro_batch_size and global_batch_size must be even")
         if self.dpo_loss == "ipo" and self.dpo_label_smoothing:
             raise ValueError("dpo_loss=ipo has no dpo_label_smoothing")
+        for key in ("beta", "dpo_loss", "dpo_label_smoothing", "simpo_gamma"):
+            reads = self.prefers if key == "beta" else key.startswith(self.objective)
+            if not reads and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"objective={self.objective} does not read {key}; leave it out")
         return self
+
+    @property
+    def prefers(self) -> bool:
+        """Whether it trains on pairs of a chosen and a rejected answer."""
+        return self.objective != "cross_entropy"
 
     @property
     def sequences(self) -> int:
@@ -317,7 +330,7 @@ class TrainSection(Section):
         """Sequences of a micro-batch where the keys decide it, `None` where the plan does."""
         size, count = self.micro_batch_size, self.gradient_accumulation_steps
         if size is None and count is None:
-            return 2 if self.objective == "dpo" else None
+            return 2 if self.prefers else None
         return size or self.sequences // (count or 1)
 
 
@@ -499,13 +512,13 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _has_pairs(self) -> Config:
-        prefers = self.train.objective == "dpo"
+        prefers, objective = self.train.prefers, self.train.objective
         if prefers and self.data.format not in ("auto", "preference"):
-            raise ValueError(f"train.objective=dpo needs preferences, and data.format is {self.data.format}")
+            raise ValueError(f"train.objective={objective} needs preferences, and data.format is {self.data.format}")
         if prefers and self.data.packing not in ("auto", "grouped"):
             raise ValueError(f"pairs are not packed; leave data.packing={self.data.packing} out")
         if not prefers and self.data.format == "preference":
-            raise ValueError("data.format=preference needs train.objective=dpo")
+            raise ValueError("data.format=preference needs train.objective=dpo, orpo or simpo")
         return self
 
     @model_validator(mode="after")

@@ -12,6 +12,7 @@ RENAMED = {
     "data.window": "data.sequence_length",
     "data.template": "data.chat_template",
     "data.template_values": "data.chat_template_kwargs",
+    "train.dpo_beta": "train.beta",
     "train.sample_prompt": "train.sample_prompts",
     "train.lr": "train.learning_rate",
     "train.lr_schedule": "train.lr_scheduler",

@@ -141,7 +141,7 @@ class _Opening:
         self.config, self.data, self.micro_batch = config, config.data, micro_batch
         self.tokenizer, self.vocabulary, self.model = tokenizer, vocabulary, model
         self.cache = config.data.cache_folder
-        self.prefers = config.train.objective == "dpo"
+        self.prefers = config.train.prefers
         chosen: Format = "preference" if self.prefers else self.data.format
         self.schema = Schema(chosen, self.data.columns, self.data.tags)
         self.schema.refuse_unused()
@@ -214,7 +214,10 @@ class _Opening:
         whole = prepare_samples(source, encoder, cache=self.cache, bad=data.bad_samples)
         whole.tokens.require_ids_below(self.vocabulary)
         if holds_pairs(whole) != self.prefers:
-            what, fix = f"{name} holds preferences", "set train.objective=dpo or data.format, or name other sources"
+            what, fix = (
+                f"{name} holds preferences",
+                "set train.objective=dpo (orpo, simpo) or data.format, or name other sources",
+            )
             if self.prefers:
                 what, fix = f"{name} holds no preferences", "name sources with chosen and rejected answers"
             raise ConfigError(what, where="data.sources", fix=fix)

@@ -29,7 +29,7 @@ from megatrain.data import Batch, SampleFile, SampleRows, batch_of
 from megatrain.data.packing import REFERENCE
 from megatrain.dist import World
 from megatrain.errors import CheckpointError, DataError
-from megatrain.losses import DPO, LossFn
+from megatrain.losses import DPO, ORPO, LossFn, SimPO
 from megatrain.memory.checksum import checksum
 from megatrain.plan import Plan
 from megatrain.run.data import Corpus
@@ -48,9 +48,16 @@ Said = dict[str, npt.NDArray[np.float32]]
 def loss_of(config: Config) -> LossFn | None:
     """The loss that a run goes down; `None` is cross-entropy."""
     train = config.train
-    if train.objective == "cross_entropy":
-        return None
-    return DPO(train.dpo_beta, train.dpo_label_smoothing, train.dpo_loss)
+    given = {} if train.beta is None else {"beta": train.beta}
+    match train.objective:
+        case "cross_entropy":
+            return None
+        case "dpo":
+            return DPO(**given, label_smoothing=train.dpo_label_smoothing, loss_type=train.dpo_loss)
+        case "orpo":
+            return ORPO(**given)
+        case "simpo":
+            return SimPO(**given, gamma=train.simpo_gamma)
 
 
 def without_reference(batch: Batch) -> Batch:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +19,17 @@ from megatrain import Engine, Policy
 from megatrain.engine.batch import shifted, targets_of
 from megatrain.engine.chunked_loss import Chunks, differentiate
 from megatrain.errors import BatchError, ConfigError, LossError
-from megatrain.losses import DPO, REFERENCE, LogitsLoss, LogProbLoss, SmoothedCrossEntropy, target_mask, with_reference
+from megatrain.losses import (
+    DPO,
+    ORPO,
+    REFERENCE,
+    LogitsLoss,
+    LogProbLoss,
+    SimPO,
+    SmoothedCrossEntropy,
+    target_mask,
+    with_reference,
+)
 from megatrain.spec import Numerics
 from tests.tiny import VOCAB, batch, relative_error, stock_gradients, tiny_model, unequal_batches
 
@@ -188,6 +201,65 @@ def test_preference_steps_equal_a_plain_pytorch_loop(loss: DPO, family: str) -> 
             assert out.metrics["rewards/margins"] == pytest.approx(margins.mean().item(), rel=1e-4, abs=1e-6)
             assert out.metrics["rewards/accuracies"] == pytest.approx((margins > 0).float().mean().item())
     assert out.metrics["rewards/margins"] > 0.01, "the policy must have moved"
+
+
+@pytest.mark.parametrize("loss", [ORPO(), ORPO(0.4), SimPO(), SimPO(0.7, 0.2)], ids=str)
+def test_steps_without_a_reference_equal_a_plain_pytorch_loop_around_trl(loss: ORPO | SimPO) -> None:
+    """Loss and every gradient, by TRL's own functions over the stock model's log-probabilities."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that it is experimental
+        from trl.experimental.cpo import CPOTrainer
+        from trl.experimental.orpo import ORPOTrainer
+
+    plain = tiny_model()
+    batches = [pairs(2, 12, 0), pairs(1, 9, 1)]
+    as_trainer = SimpleNamespace(
+        beta=loss.beta,
+        accelerator=SimpleNamespace(device="cpu"),
+        loss_type="simpo",
+        simpo_gamma=getattr(loss, "gamma", 0.0),
+        label_smoothing=0.0,
+        alpha=0.0,
+    )
+
+    def total() -> Tensor:
+        found = []
+        for each in batches:
+            counts = (each["labels"][:, 1:] != -100).sum(1)
+            means = stock_log_probs(plain, each).sum(1) / counts
+            chosen, rejected = means[::2], means[1::2]
+            if isinstance(loss, ORPO):
+                ratios, *_ = ORPOTrainer.odds_ratio_loss(as_trainer, chosen, rejected)
+                found.append(-chosen - ratios)
+            else:
+                found.append(CPOTrainer.cpo_loss(as_trainer, chosen, rejected)[0])
+        return torch.cat(found).mean()
+
+    with engine_of(tiny_model()) as engine:
+        for _ in range(2):
+            plain.load_state_dict(engine.master_weights(), strict=False)
+            wanted, gradients = by_autograd(plain, total)
+            assert_same(engine.gradients(batches, loss_fn=loss), gradients)
+            out = engine.step(batches, lr=1e-2, loss_fn=loss)
+            assert out.loss == pytest.approx(wanted, rel=TOLERANCE)
+            told = out.metrics
+            apart = told["rewards/chosen"] - told["rewards/rejected"]
+            assert told["rewards/margins"] == pytest.approx(apart, abs=1e-5)
+
+
+def test_odds_are_exact_at_both_ends_and_have_a_gradient_there() -> None:
+    for value in (0.0, -1e-12, -1e-3, -0.6931, -0.6932, -5.0, -60.0):
+        log_probs = torch.tensor([[value, value - 0.1]], dtype=torch.float64).reshape(2, 1).requires_grad_()
+        batch: dict[str, object] = {"labels": torch.ones(2, 2, dtype=torch.int64)}
+        loss, _ = ORPO()(torch.cat([torch.zeros(2, 1), log_probs], 1), batch)
+        loss.backward()
+        assert math.isfinite(loss.item())
+        assert torch.isfinite(log_probs.grad).all()
+        if -40 < value < 0:
+            chosen, rejected = value, value - 0.1
+            first, second = (math.exp(each) / -math.expm1(each) for each in (chosen, rejected))
+            odds = math.log(first / second)
+            assert loss.item() == pytest.approx(-chosen + 0.1 * math.log1p(math.exp(-odds)), rel=1e-9)
 
 
 def test_how_pairs_are_cut_into_micro_batches_changes_nothing() -> None:

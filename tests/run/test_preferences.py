@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from megatrain.config import Config
 from megatrain.errors import CheckpointError, ConfigError, DataError
 from megatrain.run import objective
+from megatrain.run.objective import FILE
 from megatrain.system.locks import alone
 from megatrain.train.engine import Engine
 from tests.run.test_training import configuration, lines, losses, train
@@ -61,6 +62,16 @@ def test_a_run_prefers_what_is_chosen_and_tells_by_how_much(tmp_path: Path) -> N
     measured = [line for line in lines(tmp_path / "run") if line["event"] == "evaluated"]
     assert measured[-1]["loss"] < measured[0]["loss"]
     assert measured[-1]["rewards/accuracies"] > 0.7
+
+
+@pytest.mark.parametrize("objective", ["orpo", "simpo"])
+def test_without_a_reference_a_run_prefers_what_is_chosen_and_asks_nobody(objective: str, tmp_path: Path) -> None:
+    changed = {"objective": objective, "steps": 8, "learning_rate": 1e-2}
+    train(dpo_run(tmp_path, train=changed, checkpoint={"every": 0}))
+    told = steps(tmp_path / "run")
+    assert told[-1]["loss"] < told[0]["loss"]
+    assert told[-1]["rewards/margins"] > told[0]["rewards/margins"]
+    assert not (tmp_path / "run" / FILE).exists()
 
 
 def test_a_resumed_run_ends_in_the_same_bits_and_asks_no_reference(
@@ -133,6 +144,10 @@ def test_preferences_and_the_objective_go_together(
         ({"data": {"format": "chat"}}, "needs preferences, and data.format is chat"),
         ({"train": {"objective": "cross_entropy"}, "data": {"format": "preference"}}, "needs train.objective=dpo"),
         ({"train": {"dpo_loss": "ipo", "dpo_label_smoothing": 0.1}}, "has no dpo_label_smoothing"),
+        ({"train": {"objective": "orpo", "micro_batch_size": 3}}, "orpo takes pairs"),
+        ({"train": {"objective": "orpo", "dpo_loss": "ipo"}}, "objective=orpo does not read dpo_loss"),
+        ({"train": {"simpo_gamma": 0.3}}, "objective=dpo does not read simpo_gamma"),
+        ({"train": {"objective": "cross_entropy", "beta": 0.3}}, "objective=cross_entropy does not read beta"),
     ],
 )
 def test_keys_that_contradict_each_other(tmp_path: Path, changed: dict[str, Any], what: str) -> None:
