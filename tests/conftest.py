@@ -10,6 +10,9 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,6 +20,9 @@ try:
     from hypothesis import HealthCheck, Phase, settings
 except ModuleNotFoundError:  # `make gpu` asks for torch, transformers, numba and pytest alone
     settings = None  # type: ignore[assignment,misc]
+
+if TYPE_CHECKING:
+    from tests.preloaded import Preloaded
 
 # Before any test module imports the libraries that read them.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -61,6 +67,15 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # the libraries stay; each collection that a trainer asks for would go through them again
 
 
+def _folder_of_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the session remembers: one folder for all workers, above their own."""
+    folder = tmp_path_factory.getbasetemp() / "remembered"
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = tmp_path_factory.getbasetemp().parent / "remembered"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What tests find to be right is remembered for the session, and nothing in the user's home is read or written.
@@ -74,11 +89,8 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     from megatrain.train import parity
 
     probe.SIZES = {**probe.SIZES, "cpu": 64}
-    folder = tmp_path_factory.mktemp("verified")
-    this_machine.PROBED = folder / "hardware.json"
-    measured_models.FOLDER = folder
-    beside = "PYTEST_XDIST_WORKER" in os.environ  # one folder for all workers, above their own
-    parity.CACHE = tmp_path_factory.getbasetemp().parent / "verified" if beside else folder
+    this_machine.PROBED = _folder_of_all(tmp_path_factory) / "hardware.json"
+    measured_models.FOLDER = parity.CACHE = _folder_of_all(tmp_path_factory)
 
 
 @pytest.fixture(autouse=True)
@@ -91,11 +103,22 @@ def _same_seeds() -> None:
         torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session")
+def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preloaded]:
+    """For calls that want a process of their own."""
+    from tests.preloaded import Preloaded
+
+    found = Preloaded(tmp_path_factory.mktemp("said"), _folder_of_all(tmp_path_factory))
+    yield found
+    found.close()
+
+
 @pytest.fixture(autouse=True)
-def _measured_once(request: pytest.FixtureRequest) -> None:
+def _measured_once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
     """A model like one before is not measured again (`tests.measurement_cache`)."""
     if profile := sys.modules.get("megatrain.model.profile"):
         from tests import measurement_cache
 
+        measurement_cache.FOLDER = _folder_of_all(tmp_path_factory)
         anew = request.node.nodeid.startswith(measurement_cache.MEASURED_ANEW)
         (measurement_cache.forget if anew else measurement_cache.remember)(profile)

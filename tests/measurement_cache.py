@@ -13,9 +13,11 @@ itself, or replace such functions, and nothing is remembered in them.
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Callable, Hashable, Mapping
 from enum import Enum
 from functools import partial, wraps
+from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -24,9 +26,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from megatrain.spec import ModelSpec
+from megatrain.system.paths import written_whole
 
 MEASURED_ANEW = (
-    "tests/model/",
+    "tests/model/test_chunked_layers.py",
+    "tests/model/test_masks.py",
+    "tests/model/test_peak.py",
+    "tests/model/test_profile.py",
+    "tests/model/test_saved_activations.py",
     "tests/engine/",
     "tests/gpu/",
     "tests/standin_cuda/",
@@ -37,12 +44,20 @@ LARGE_NBYTES = 1 << 24
 """Of buffers; a larger one is not read through."""
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.Size)
-NOT_COMPUTED_WITH = ("_name_or_path", "name_or_path", "_weight_conversions", "generation_config")
+NOT_COMPUTED_WITH = (
+    "_name_or_path",
+    "name_or_path",
+    "base_model_name_or_path",
+    "_weight_conversions",
+    "generation_config",
+)
 """What a config or a model remembers of where it was loaded from, and what it generates by."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 STATE = ("training", "_parameters", "_buffers", "_modules")
 OF_EVERY_MODULE = vars(nn.Module())
 
+FOLDER: Path | None = None
+"""What one process has measured, for the others of the session."""
 _MEASURED: dict[Hashable, ModelSpec] = {}
 
 
@@ -72,10 +87,40 @@ def cached(measure: Callable[[Any], ModelSpec]) -> Callable[[Any], ModelSpec]:
             return measure(measurement)
         key = _settings(), model, ported.structure, ported.balance_coefficient, measurement._seen
         if key not in _MEASURED:
-            _MEASURED[key] = measure(measurement)
+            _MEASURED[key] = _shared(key, partial(measure, measurement))
         return _MEASURED[key]
 
     return spec
+
+
+def _shared(key: Hashable, measure: Callable[[], ModelSpec]) -> ModelSpec:
+    """What this process or another has measured."""
+    if FOLDER is None:
+        return measure()
+    try:
+        file = FOLDER / f"{hashlib.sha256(_named(key).encode()).hexdigest()}.measured"
+    except _Unlike:
+        return measure()
+    if file.exists():
+        known: ModelSpec = pickle.loads(file.read_bytes())
+        return known
+    found = measure()
+    with written_whole(file) as draft:
+        draft.write_bytes(pickle.dumps(found))
+    return found
+
+
+def _named(value: Hashable) -> str:
+    """A key as every process would write it. Raises `_Unlike` for what has no name outside its own."""
+    if isinstance(value, tuple | frozenset):
+        parts = [_named(each) for each in value]
+        return f"({' '.join(parts if isinstance(value, tuple) else sorted(parts))})"
+    if isinstance(value, type | FunctionType | BuiltinFunctionType):
+        if "<locals>" in value.__qualname__ or value.__module__ == "__main__":
+            raise _Unlike
+        line = value.__code__.co_firstlineno if isinstance(value, FunctionType) else 0
+        return f"{value.__module__}.{value.__qualname__}:{line}"
+    return repr(value)
 
 
 def _settings() -> Hashable:
@@ -111,6 +156,8 @@ def _form(value: Any, inside: Mapping[int, int]) -> Hashable:
         return type(value), _form({n: each for n, each in vars(value).items() if n not in NOT_COMPUTED_WITH}, inside)
     if isinstance(value, nn.Module):
         return _module(value, inside)
+    if type(value).__module__.startswith("peft."):  # settings of an adapter, and what goes by them
+        return type(value), _form({n: each for n, each in vars(value).items() if n not in NOT_COMPUTED_WITH}, inside)
     raise _Unlike
 
 

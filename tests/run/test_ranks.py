@@ -1,4 +1,4 @@
-"""Whole runs by several ranks, as `torchrun` starts them: the losses, the folder and the checkpoints of one."""
+"""Whole runs by several ranks: the losses, the folder and the checkpoints of one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +19,44 @@ from megatrain.checkpoint import checkpoints, open_checkpoint, step_of
 from megatrain.config import Config, save_config
 from megatrain.errors import ConfigError
 from megatrain.run.ranks import refuse_what_ranks_lack
+from tests.preloaded import Child, Preloaded
 from tests.rank_processes import free_port
 from tests.run.test_training import configuration, lines, losses, train
 
 ROOT = Path(__file__).parents[2]
 
 
-def start(ranks: int, config: Config, *overrides: str, wrapped: bool = False) -> subprocess.Popen[str]:
-    """wrapped: by `--ranks`."""
+def begin(preloaded: Preloaded, ranks: int, config: Config, *overrides: str) -> list[Child]:
+    """Ranks that nothing looks after but they themselves."""
+    path = config.folder.parent / "config.yaml"
+    save_config(config, path)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    found = []
+    for rank in range(ranks):
+        numbers = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
+        environment = meeting | {name: str(number) for name, number in numbers.items()}
+        found.append(preloaded.command("train", str(path), *overrides, environment=environment))
+    return found
+
+
+def ended(processes: Sequence[Child]) -> str:
+    """What the first tells the person, once all have ended well."""
+    for process in processes:
+        assert process.wait() == 0, process.said
+    return processes[0].said
+
+
+def launched(ranks: int, config: Config, launcher: str) -> subprocess.Popen[str]:
+    """By torchrun, or by `--ranks`, which becomes one."""
     path = config.folder.parent / "config.yaml"
     save_config(config, path)
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
-    command = [sys.executable, *(() if wrapped else torchrun), "-m", "megatrain", "train", str(path), *overrides]
-    command += ["--ranks", str(ranks)] if wrapped else []
+    own = ["--ranks", str(ranks)]
+    command = ["-m", "megatrain", "train", str(path)]
+    command = [sys.executable, *(command + own if launcher == "--ranks" else torchrun + command)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
-
-
-def run(ranks: int, config: Config, *overrides: str, wrapped: bool = False) -> str:
-    """What they tell the person."""
-    process = start(ranks, config, *overrides, wrapped=wrapped)
-    said, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, said
-    return said
 
 
 def shared(tmp_path: Path, name: str, **train_: Any) -> Config:
@@ -50,10 +65,16 @@ def shared(tmp_path: Path, name: str, **train_: Any) -> Config:
     return configuration(tmp_path, train=sizes, output={"folder": str(tmp_path / name), "trackers": []})
 
 
-def test_ranks_leave_the_folder_of_one_and_its_losses(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", ["", pytest.param("--ranks", marks=pytest.mark.slow)])
+def test_ranks_leave_the_folder_of_one_and_its_losses(tmp_path: Path, preloaded: Preloaded, launcher: str) -> None:
     one, two = shared(tmp_path, "one"), shared(tmp_path, "two")
     train(one)
-    said = run(2, two, wrapped=True)
+    if launcher:
+        process = launched(2, two, launcher)
+        said, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, said
+    else:
+        said = ended(begin(preloaded, 2, two))
     assert losses(two.folder) == pytest.approx(losses(one.folder), rel=1e-6)
     alone, many = ([line for line in lines(each.folder) if line["event"] != "replanned"] for each in (one, two))
     assert [line["event"] for line in many] == [line["event"] for line in alone]
@@ -70,22 +91,29 @@ def test_ranks_leave_the_folder_of_one_and_its_losses(tmp_path: Path) -> None:
     assert kept[0]["data"] == kept[1]["data"]
 
 
-def test_a_signal_stops_all_after_the_same_step_and_any_number_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", ["", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_a_signal_stops_all_after_the_same_step_and_any_number_goes_on(
+    tmp_path: Path, preloaded: Preloaded, launcher: str
+) -> None:
     many = shared(tmp_path, "many", steps=100_000, lr_scheduler="constant", eval_every=0)
-    process = start(3, many)
+    processes = [launched(3, many, launcher)] if launcher else begin(preloaded, 3, many)
     metrics = many.folder / "metrics.jsonl"
     while not (metrics.exists() and losses(many.folder)):
-        assert process.poll() is None
+        assert all(process.poll() is None for process in processes)
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=120)
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+    if isinstance(processes[0], subprocess.Popen):
+        said, _ = processes[0].communicate(timeout=120)
+    else:
+        said = ended(processes)
     assert "not finished; `resume=auto` goes on after step" in said
     kept = [path.name for path in (many.folder / "checkpoints").iterdir()]
     done = losses(many.folder)
     assert kept == [f"step-{len(done):08}"]
     assert f"goes on after step {len(done):,}" in (many.folder / "logs" / "rank-2.log").read_text()
     steps = len(done) + 2
-    run(2, many, "resume=auto", f"train.steps={steps}")
+    ended(begin(preloaded, 2, many, "resume=auto", f"train.steps={steps}"))
     one = shared(tmp_path, "one", steps=steps, lr_scheduler="constant", eval_every=0)
     train(one)
     assert losses(many.folder) == pytest.approx(losses(one.folder), rel=1e-5)
@@ -107,22 +135,7 @@ def test_what_several_ranks_lack_is_refused_by_its_key(
         refuse_what_ranks_lack(config)
 
 
-def begin(ranks: int, config: Config, *overrides: str) -> list[subprocess.Popen[str]]:
-    """Ranks that nothing looks after but they themselves."""
-    path = config.folder.parent / "config.yaml"
-    save_config(config, path)
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "megatrain", "train", str(path), *overrides]
-    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
-    found = []
-    for rank in range(ranks):
-        numbers = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
-        environment = {**os.environ, **meeting, **{name: str(number) for name, number in numbers.items()}}
-        found.append(subprocess.Popen(command, env=environment, **pipes))
-    return found
-
-
-def killed(processes: list[subprocess.Popen[str]], config: Config, chance: random.Random) -> None:
+def killed(processes: Sequence[Child], config: Config, chance: random.Random) -> None:
     """Kill one once there is a step more; the others end by themselves, each with a line about it."""
     metrics = config.folder / "metrics.jsonl"
     before = len(losses(config.folder)) if metrics.exists() else 0
@@ -135,21 +148,20 @@ def killed(processes: list[subprocess.Popen[str]], config: Config, chance: rando
         processes[victim].kill()
         ends = time.monotonic() + 5
         for rank, process in enumerate(processes):
-            _, said = process.communicate(timeout=max(0.1, ends - time.monotonic()))
+            status = process.wait(max(0.1, ends - time.monotonic()))
             if rank != victim:
-                told = [line for line in said.splitlines() if line.startswith("error: ")]
+                told = [line for line in process.said.splitlines() if line.startswith("error: ")]
                 assert len(told) == 1
                 assert re.match(rf"error: rank {victim} of {len(processes)}, at .*: was killed", told[0])
-                assert process.returncode != 0
+                assert status != 0
     finally:
         for process in processes:
             process.kill()
-            process.wait()
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(30, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_a_killed_rank_is_named_by_the_others_and_any_number_goes_on_as_if_nothing_was(
-    tmp_path: Path, kills: int
+    tmp_path: Path, preloaded: Preloaded, kills: int
 ) -> None:
     """Bit for bit: a run whose ranks were as many in each of its steps, and that nothing broke."""
     chance = random.Random(kills)
@@ -159,26 +171,26 @@ def test_a_killed_rank_is_named_by_the_others_and_any_number_goes_on_as_if_nothi
     parts: dict[int, int] = {}  # the step that they end with -> ranks
     for kill in range(kills):
         ranks = (3, 2, 4)[kill % 3]
-        killed(begin(ranks, many, "resume=auto"), many, chance)
+        killed(begin(preloaded, ranks, many, "resume=auto"), many, chance)
         for folder in checkpoints(many.checkpoints):
             open_checkpoint(folder)  # raises for a torn one
         parts.setdefault(max(map(step_of, checkpoints(many.checkpoints)), default=0), ranks)
     done = max(parts) + 2
-    run(2, many, "resume=auto", f"train.steps={done}")
+    ended(begin(preloaded, 2, many, "resume=auto", f"train.steps={done}"))
     whole = many.model_copy(update={"output": many.output.model_copy(update={"folder": str(tmp_path / "whole")})})
     for end, ranks in {**parts, done: 2}.items():
         if end > 0:
-            run(ranks, whole, "resume=auto", f"train.steps={end}")
+            ended(begin(preloaded, ranks, whole, "resume=auto", f"train.steps={end}"))
     assert losses(many.folder) == losses(whole.folder)
 
 
-def test_a_rank_that_fails_is_named_by_the_others(tmp_path: Path) -> None:
+def test_a_rank_that_fails_is_named_by_the_others(tmp_path: Path, preloaded: Preloaded) -> None:
     config = shared(tmp_path, "run", steps=100_000)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "logs").write_text("in the way of the second rank")
-    processes = begin(2, config)
-    said = [process.communicate(timeout=60)[1] for process in processes]
-    told = [[line for line in text.splitlines() if line.startswith("error: ")] for text in said]
+    processes = begin(preloaded, 2, config)
+    assert all(process.wait(60) for process in processes)
+    told = [[line for line in each.said.splitlines() if line.startswith("error: ")] for each in processes]
     path = tmp_path / "run" / "logs"
     assert told == [
         [f"error: rank 1 of 2, at loading the model: {path}/rank-1.log: cannot be written (File exists)"],
