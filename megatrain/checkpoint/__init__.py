@@ -1,7 +1,7 @@
 """Folders that hold a model: exports, and the checkpoints that a run goes on from."""
 
 from megatrain.checkpoint.export import ExportOptions, export_model, export_units
-from megatrain.checkpoint.folder import Retention, checkpoints, newest_sound, prune, step_of
+from megatrain.checkpoint.folder import Retention, checkpoints, lowest_scored, newest_sound, prune, step_of
 from megatrain.checkpoint.hard_links import Earlier
 from megatrain.checkpoint.load import Checkpoint, open_checkpoint
 from megatrain.checkpoint.manifest import full_check, quick_check
@@ -19,6 +19,7 @@ __all__ = [
     "export_model",
     "export_units",
     "full_check",
+    "lowest_scored",
     "newest_sound",
     "open_checkpoint",
     "prune",

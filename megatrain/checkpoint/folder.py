@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,6 +82,19 @@ def newest_sound(folder: str | Path, check: Check = full_check) -> Newest:
         except DamagedCheckpoint as error:
             skipped.append(f"{each.name}: {error.what}")
     return Newest(None, tuple(skipped))
+
+
+def lowest_scored(folder: str | Path) -> Checkpoint | None:
+    """The sound checkpoint with the lowest score, the newest of several; `None` where none has a score."""
+    scores: list[tuple[float, int, Path]] = []
+    for each in checkpoints(folder):
+        with suppress(DamagedCheckpoint):
+            if (score := read_manifest(each).score) is not None:
+                scores.append((score, -step_of(each), each))
+    for _, _, each in sorted(scores):
+        with suppress(DamagedCheckpoint):
+            return open_checkpoint(each)
+    return None
 
 
 def prune(folder: str | Path, retention: Retention) -> list[Path]:

@@ -20,6 +20,7 @@ from megatrain.config.keys import (
     PolicySection,
     Section,
     TrainSection,
+    called,
     describe_keys,
 )
 from megatrain.config.load import load_config, save_config
@@ -34,6 +35,7 @@ __all__ = [
     "PolicySection",
     "Section",
     "TrainSection",
+    "called",
     "describe_keys",
     "find_launch",
     "let_idle_threads_sleep",

@@ -6,6 +6,7 @@ what `megatrain train --keys` prints (`describe_keys`). Left out: files, and wha
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -53,6 +54,22 @@ def _checked_path(to_write: Literal["", "folder", "file"] = "") -> AfterValidato
     return AfterValidator(check)
 
 
+def _as_named(value: object) -> object:
+    """Sources as a mapping of names to them, each called as its file, or by itself where two would be called so."""
+    given = _as_list(value)
+    if not isinstance(given, list | tuple) or not all(isinstance(each, str) for each in given):
+        return given
+    short = [called(each) for each in given]
+    return {name if short.count(name) == 1 else each: each for name, each in zip(short, given, strict=True)}
+
+
+def called(source: str) -> str:
+    """What a source is called where its loss is told: `math` of `data/math.jsonl.gz`, and `org/name` as it is."""
+    name = source.rstrip("/").rpartition("/")[2]
+    bare = re.sub(r"(?<=.)(\.[A-Za-z]\w*)+$", "", name)
+    return source if bare == name else bare
+
+
 PathOrName = Annotated[str, _checked_path()]
 Folder = Annotated[str, _checked_path("folder")]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -60,6 +77,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Betas = Annotated[tuple[Fraction, Fraction], Strict(False)]
 Names = Annotated[tuple[str, ...], Strict(False), BeforeValidator(_as_list)]
 Sources = Annotated[tuple[PathOrName, ...], Strict(False), BeforeValidator(_as_list), Field(min_length=1)]
+Named = Annotated[dict[str, PathOrName], BeforeValidator(_as_named)]
 Folders = Annotated[tuple[Folder, ...], Strict(False), BeforeValidator(_as_list)]
 
 
@@ -185,13 +203,25 @@ class DataSection(Section):
     """`bytes`, a folder or a hub name; without it, the model's own (`model.path`)."""
     sequence_length: Annotated[int, Field(ge=2)] = 512
     """Tokens of a training sequence."""
+    validation: Named = {}
+    """Sources that are not trained on, to measure the loss on: a list, or names and sources, {math: data/math.jsonl}.
+    The loss of each is told by its name."""
+    validation_split: str = "validation"
+    """Which split of a hub or saved data set is read for `validation`."""
     validation_fraction: Fraction = 0.02
-    """Share that is held out to measure the loss on: of text its end, of samples evenly spaced ones without a copy; 0
-    holds out nothing."""
+    """Share of `sources` that is held out to measure the loss on: of text its end, of samples evenly spaced ones
+    without a copy; 0 holds out nothing, and is meant where `validation` is given and this is not."""
     cache: Folder = "~/.cache/megatrain/tokens"
     """Folder that keeps tokenised text for the next run."""
     workers: Annotated[int, Field(ge=0, le=64)] = 1
     """Threads that read ahead; they change nothing about what is read."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _holds_out_for_want_of_others(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("validation") and "validation_fraction" not in value:
+            return {**value, "validation_fraction": 0.0}
+        return value
 
     @property
     def cache_folder(self) -> Path:
@@ -265,8 +295,15 @@ class TrainSection(Section):
     """What the plan is made for: a file of `megatrain probe` or a described machine; null is this machine."""
     eval_every: NonNegativeInt = 100
     """Steps between measurements of the validation loss; 0 measures it at the end only."""
-    eval_batches: PositiveInt = 16
-    """Micro-batches that the validation loss is measured on, always the same."""
+    eval_batches: PositiveInt | None = None
+    """Micro-batches that the validation loss is measured on, always the same, of all sources in turn; null: 16 of what
+    is held out, and all of data.validation."""
+    early_stopping_patience: PositiveInt | None = None
+    """End the run after so many measurements in a row in which the validation loss has not fallen; null does not."""
+    early_stopping_threshold: NonNegativeFloat = 0.0
+    """By how much the validation loss has to fall below its lowest to count as fallen."""
+    metrics: Names = ()
+    """Measures of your own beside the validation loss, module:function each; see the guide to validation."""
     sample_every: NonNegativeInt = 0
     """Steps between samples of text; 0 samples at the end only."""
     sample_prompts: Annotated[Names, Field(min_length=1)] = ("",)
@@ -423,7 +460,7 @@ class CheckpointSection(Section):
     keep_every: PositiveInt | None = None
     """Keep those of every so many steps too, for good."""
     keep_best: NonNegativeInt = 0
-    """Keep so many with the lowest validation loss too."""
+    """Keep so many with the lowest validation loss too; a state with a lower one than all before is saved at once."""
     folder: Folder | None = None
     """Where they go; null is `checkpoints` in the run folder."""
     deadline_seconds: Seconds | None = None
@@ -437,6 +474,8 @@ class OutputSection(Section):
     overwrite: bool = False
     """Whether to replace what another run has left in the folder: its checkpoints and metrics when training begins, its
     model when the new one is whole. Without it such a folder is refused; the run's config.yaml does not repeat it."""
+    best: bool = False
+    """Whether `model/` is the state with the lowest validation loss, by its checkpoint, in place of the last one."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Of the weights in `model/`: the exact masters, or those rounded to bfloat16."""
     trackers: Trackers = ("tensorboard",)
@@ -493,6 +532,18 @@ class Config(Section):
     def _can_go_back(self) -> Config:
         if self.train.on_nonfinite == "rollback" and not self.checkpoint.every:
             raise ValueError("train.on_nonfinite=rollback needs checkpoints; set checkpoint.every")
+        return self
+
+    @model_validator(mode="after")
+    def _measures_what_it_goes_by(self) -> Config:
+        asked = {"train.early_stopping_patience": self.train.early_stopping_patience, "output.best": self.output.best}
+        for key in (key for key, value in asked.items() if value):
+            if not self.data.validation and not self.data.validation_fraction:
+                raise ValueError(f"{key} goes by the validation loss; set data.validation or data.validation_fraction")
+            if not self.train.eval_every:
+                raise ValueError(f"{key} goes by the validation loss; set train.eval_every")
+        if self.output.best and not self.checkpoint.every:
+            raise ValueError("output.best goes by checkpoints; set checkpoint.every")
         return self
 
     @property

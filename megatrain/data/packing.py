@@ -131,6 +131,11 @@ class PackedRows:
         return len(self._bins[1]) - 1
 
     @property
+    def hashes(self) -> npt.NDArray[Any]:
+        """Of the samples: equal for copies."""
+        return self.file.hashes[self.chosen]
+
+    @property
     def efficiency(self) -> float:
         """The share of the tokens of all rows that samples fill, 0 to 1."""
         return float(self.file.lengths[self.chosen].sum() / (len(self) * self.window)) if len(self) else 0.0
@@ -207,6 +212,11 @@ class SampleRows:
     def targets(self, index: int) -> int:
         """Of the sample."""
         return int(self.file.targets[self._samples(index)])
+
+    @property
+    def hashes(self) -> npt.NDArray[Any]:
+        """Of each `size` samples: equal for copies."""
+        return _wholes(self.file, self.size)[self.chosen]
 
     @property
     def efficiency(self) -> float:

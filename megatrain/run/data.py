@@ -8,13 +8,15 @@ chosen here and told.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import islice, zip_longest
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
-from megatrain.config import Config, DataSection
+import numpy as np
+
+from megatrain.config import Config, DataSection, called
 from megatrain.data import (
     Batch,
     Batching,
@@ -55,6 +57,8 @@ from megatrain.model import only_single_rows, why_not_packable
 from megatrain.plan import Plan
 from megatrain.system.paths import usable_path
 
+HELD_OUT_BATCHES = 16
+"""Micro-batches of what is held out that the loss is measured on, if not told."""
 EXAMPLE_CHARACTERS = 1200
 """Of the example that is shown: a page at most."""
 
@@ -64,8 +68,7 @@ class Corpus:
     """Data as a run uses it."""
 
     loader: Loader
-    read_validation: Callable[[], list[Batch]]
-    holds_out: bool
+    validation: Validation
     window: int
     """Tokens of the longest row."""
     facts: list[tuple[str, str]]
@@ -75,13 +78,44 @@ class Corpus:
     chats: Encoder | None = None
     """What makes ids of a conversation; `None` where the data holds none."""
 
-    @cached_property
-    def validation(self) -> list[Batch]:
-        """Micro-batches that the loss is measured on; without held-out data, one that is trained on too.
+    def first_batch(self) -> Batch:
+        """One of those that the loss is measured on; where there are none, one that is trained on."""
+        every = [*self.validation.sources.values(), *self.loader.sources]
+        return next(evaluation_batches(every[0], self.loader.micro_batch))
 
-        Read when first asked for: pairs by then bring what the reference says of them.
-        """
-        return self.read_validation()
+
+@dataclass(frozen=True)
+class Validation:
+    """What the loss is measured on beside training: the rows of each source, by its name."""
+
+    sources: Mapping[str, Batching]
+    micro_batch: int
+    limit: int | None = None
+    """Of micro-batches, of all sources in turn."""
+
+    def batches(self) -> dict[str, Measured]:
+        """The micro-batches of each source, which can be gone through again and again; none is kept."""
+        counts = {name: -(-len(rows) // self.micro_batch) for name, rows in self.sources.items()}
+        if self.limit is not None:
+            turns = sorted((turn, place, name) for place, name in enumerate(counts) for turn in range(counts[name]))
+            taken = Counter(name for _, _, name in turns[: self.limit])
+            counts = {name: taken[name] for name in counts if taken[name]}
+        return {name: Measured(self.sources[name], self.micro_batch, count) for name, count in counts.items()}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The first `count` micro-batches of a source, read anew each time."""
+
+    rows: Batching
+    micro_batch: int
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Batch]:
+        return evaluation_batches(self.rows, self.micro_batch, self.count * self.micro_batch)
 
 
 @dataclass(frozen=True)
@@ -93,6 +127,8 @@ class _Part:
     facts: list[tuple[str, str]]
     example: list[tuple[str, bool]] = field(default_factory=list)
     holds_chats: bool = False
+    name: str = ""
+    """What it is called where its loss is told."""
 
 
 def open_corpus(
@@ -118,20 +154,37 @@ def open_corpus(
         rank=world.rank,
         ranks=world.size,
     )
-    held_out = [part.held_out for part in parts if part.held_out is not None]
-    limit = config.train.eval_batches if held_out else 1
-
-    def read_validation() -> list[Batch]:
-        streams = [evaluation_batches(rows, size) for rows in held_out or [parts[0].training]]
-        in_turn = (batch for batches in zip_longest(*streams) for batch in batches if batch is not None)
-        return list(islice(in_turn, limit))
-
+    own = list(opened.validation())
+    held_out = [(each.name, each.held_out) for each in parts if each.held_out is not None]
+    sources = _distinct([*((each.name, each.training) for each in own), *held_out])
+    validation = Validation(sources, size, config.train.eval_batches or (None if own else HELD_OUT_BATCHES))
     facts = [fact for part in parts for fact in part.facts]
+    facts += [("validation", _described(part, parts)) for part in own]
     chats = opened.encoder if any(part.holds_chats for part in parts) else None
     if chats is not None:  # so that the model that is saved answers as it was trained
         opened.tokenizer.chat_template = chats.template.text(())
     example = next((part.example for part in parts if part.example), [])
-    return Corpus(loader, read_validation, bool(held_out), data.sequence_length, facts, example, chats)
+    return Corpus(loader, validation, data.sequence_length, facts, example, chats)
+
+
+def _distinct(named: Iterable[tuple[str, Batching]]) -> dict[str, Batching]:
+    """By name; what is called as one before it has a number behind its name."""
+    found: dict[str, Batching] = {}
+    for name, rows in named:
+        number = next(number for number in count(1) if (name if number == 1 else f"{name} {number}") not in found)
+        found[name if number == 1 else f"{name} {number}"] = rows
+    return found
+
+
+def _described(part: _Part, trained: Sequence[_Part]) -> str:
+    """A validation source in words, and how many of its samples are trained on too."""
+    words = f"{part.name}: {part.facts[0][1]}, {len(part.training):,} rows"
+    rows = part.training
+    if not isinstance(rows, PackedRows | SampleRows):
+        return words
+    known = [each.training for each in trained if isinstance(each.training, PackedRows | SampleRows)]
+    both = int(np.isin(rows.hashes, np.concatenate([each.hashes for each in known])).sum()) if known else 0
+    return f"{words}; {both:,} of its samples are trained on too" if both else words
 
 
 class _Opening:
@@ -140,13 +193,20 @@ class _Opening:
     def __init__(self, config: Config, micro_batch: int, tokenizer: Tokenizer, vocabulary: int, model: Any) -> None:
         self.config, self.data, self.micro_batch = config, config.data, micro_batch
         self.tokenizer, self.vocabulary, self.model = tokenizer, vocabulary, model
-        self.cache = config.data.cache_folder
+        self.cache, self.split, self.fraction = config.data.cache_folder, self.data.split, self.data.validation_fraction
         self.prefers = config.train.prefers
         chosen: Format = "preference" if self.prefers else self.data.format
         self.schema = Schema(chosen, self.data.columns, self.data.tags)
         self.schema.refuse_unused()
         self.encoder = Encoder(tokenizer, _options(self.data, self.data.sequence_length))
         self._packs: bool | None = None
+
+    def validation(self) -> Iterator[_Part]:
+        """The sources of one's own that the loss is measured on, each whole."""
+        self.split, self.fraction = self.data.validation_split, 0.0
+        for name, source in self.data.validation.items():
+            part = self._samples(source) if self._holds_samples(source) else self._windows([source])
+            yield replace(part, name=name)
 
     def parts(self) -> Iterator[_Part]:
         """In the order of the sources; plain texts without weights together, in the place of the first."""
@@ -172,6 +232,7 @@ class _Opening:
             "chat_template": (has_samples, "samples"),
             "chat_template_kwargs": (has_samples, "samples"),
             "split": (any(map(has_splits, named)), "a data set on the hub or a saved one"),
+            "validation_split": (any(map(has_splits, self.data.validation.values())), "a data set with splits"),
             "subset": (any(map(is_of_hub, named)), "a data set on the hub"),
         }
         for key, (is_read, by) in reads.items():
@@ -196,7 +257,7 @@ class _Opening:
     def _cut(self, names: list[str], file: TokenFile, described: str) -> _Part:
         try:
             windows = pack(file, window=self.data.sequence_length, vocab_size=self.vocabulary)
-            training, held_out = split_windows(windows, self.data.validation_fraction)
+            training, held_out = split_windows(windows, self.fraction)
         except DataError as error:
             if error.where == str(file.path):  # one of the cache, which the user has not named
                 error.where = ", ".join(names)
@@ -204,11 +265,12 @@ class _Opening:
         held = f"{len(held_out):,} held out" if held_out else "none held out"
         length = self.data.sequence_length
         cut = f"{len(windows):,} of {length:,} tokens, {held}; {unused_tokens(windows):,} tokens unused"
-        return _Part(training, held_out, [("data", described), ("sequences", cut)])
+        facts = [("data", described), ("sequences", cut)]
+        return _Part(training, held_out, facts, name=" and ".join(map(called, names)))
 
     def _samples(self, name: str) -> _Part:
         data = self.data
-        source = source_called(name, self.schema, split=data.split, subset=data.subset, pattern=data.pattern)
+        source = source_called(name, self.schema, split=self.split, subset=data.subset, pattern=data.pattern)
         runs_on = data.packing == "windows" or (data.packing == "auto" and begins_with_text(source))
         encoder = Encoder(self.tokenizer, _options(data, None)) if runs_on else self.encoder
         whole = prepare_samples(source, encoder, cache=self.cache, bad=data.bad_samples)
@@ -238,12 +300,12 @@ class _Opening:
             rows = f"{len(training):,} rows of {data.sequence_length:,} tokens"
         packing = f"{how}: {rows}, {training.efficiency:.1%} of them filled; {held}"
         facts = [("data", f"{first}, of {name}"), *(("", line) for line in others), ("packing", packing)]
-        return _Part(training, held_out, facts, example_of(whole), holds_chats(whole))
+        return _Part(training, held_out, facts, example_of(whole), holds_chats(whole), called(name))
 
     def _rows(self, file: SampleFile) -> tuple[PackedRows | SampleRows, PackedRows | SampleRows | None, str, int]:
         """(training, held out, how they are packed, what is not held out because it has copies)."""
         size = 2 if self.prefers else 1
-        training, held_out, copies = split_samples(file, self.data.validation_fraction, size)
+        training, held_out, copies = split_samples(file, self.fraction, size)
         both, rows = (training, held_out), list[PackedRows | SampleRows]()
         if not self.prefers and self._can_pack():
             how = "best fit"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from megatrain.checkpoint import lowest_scored
 from megatrain.config import Config
 from megatrain.data import Batch, Tokenizer
 from megatrain.engine import DTYPES
@@ -16,6 +18,7 @@ from megatrain.errors import ExportError
 from megatrain.model import load_trained
 from megatrain.plan.report import amount
 from megatrain.spec import Precision
+from megatrain.train.checkpoints import found_by_first
 from megatrain.train.engine import Engine
 from megatrain.train.parity import adds_for_routers, stock_loss
 
@@ -30,8 +33,24 @@ LOGITS = 12
 """Bytes for each logit of the batch that the loss is compared on: as they are, in float32, and their softmax."""
 
 
+def take_best(config: Config, engine: Engine, step: int, say: Callable[[str], None]) -> int:
+    """Give the engine, which is at `step`, the state with the lowest validation loss that has a checkpoint, and return
+    the step of that.
+
+    All ranks must call it. Where no checkpoint has a loss, the state stays as it is, and that is told.
+    """
+    found = found_by_first(engine.world, lambda: lowest_scored(config.checkpoints))
+    if found is None:
+        say("no checkpoint has a validation loss: the model is the last state")
+        return step
+    if found.step != step:
+        engine.restore(found, trust_remote_code=config.model.trust_remote_code)
+    say(f"the model is the state after step {found.step:,}, which has the lowest validation loss")
+    return found.step
+
+
 def save_trained(config: Config, engine: Engine, tokenizer: Tokenizer, target: Path, steps: int) -> Path:
-    """Write model, tokenizer and model card, of a run of `steps`; the folder appears when it is whole."""
+    """Write model, tokenizer and model card, of a state after `steps`; the folder appears when it is whole."""
     train = config.train
     facts = {
         "steps": f"{steps:,}",

@@ -50,6 +50,7 @@ class HeldOut:
     step: int
     loss: float
     perplexity: float
+    by_source: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def perplexity_text(self) -> str:
@@ -69,6 +70,8 @@ class History:
     """Step and loss of steps that were gone back from."""
     evaluated: list[HeldOut] = field(default_factory=list)
     """Step and loss on held-out text."""
+    scored: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)
+    """Step, and what metrics have given."""
     samples: list[Mapping[str, Any]] = field(default_factory=list)
     saved: list[Mapping[str, Any]] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
@@ -104,7 +107,12 @@ class History:
             case "stepped":
                 self._add_step(told)
             case "evaluated":
-                self.evaluated.append(HeldOut(step, _number(told["loss"]), _number(told.get("perplexity"))))
+                loss, perplexity = _number(told["loss"]), _number(told.get("perplexity"))
+                self.evaluated.append(HeldOut(step, loss, perplexity, _numbers(told.get("by_source"))))
+            case "scored":
+                self.scored.append((step, _numbers(told["scores"])))
+            case "stoppedearly":
+                self.notes.append(Note(step, "stopped early", str(told["why"])))
             case "sampled":
                 self.samples.append({"step": step, "prompt": str(told["prompt"]), "text": str(told["text"])})
             case "saved":
@@ -146,6 +154,7 @@ class History:
         for column in (*self.columns.values(), *self.tiers.values()):
             del column[kept:]
         self.evaluated = [each for each in self.evaluated if each.step <= step]
+        self.scored = [each for each in self.scored if each[0] <= step]
 
 
 def read_history(folder: Path) -> History:
@@ -210,6 +219,10 @@ def _drawn(event: Mapping[str, Any], streams: Mapping[int, str], origin: float) 
 
 def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+
+
+def _numbers(told: Any) -> dict[str, float]:
+    return {str(name): _number(value) for name, value in told.items()} if isinstance(told, Mapping) else {}
 
 
 def _or_zero(value: Any) -> float:

@@ -77,7 +77,8 @@ def take_up_reference(
 
     Raises `CheckpointError` where a resumed run's reference is gone, and `DataError` where it cannot be written.
     """
-    sources = [rows for rows in corpus.loader.sources if isinstance(rows, SampleRows)]
+    every = (*corpus.loader.sources, *corpus.validation.sources.values())
+    sources = [rows for rows in every if isinstance(rows, SampleRows)]
     files = {rows.file.fingerprint: rows.file for rows in sources}
     there, world = config.folder / FILE, engine.world
     if taken is None:

@@ -132,12 +132,27 @@ def _state(run: History, now: float) -> str:
 
 def _loss(run: History, charts: dict[str, Any]) -> str:
     html = chart(charts, "loss", "loss", loss_curves(run), _happenings(run))
+    html += _by_name(
+        charts, "sources", "loss of each validation source", [(h.step, h.by_source) for h in run.evaluated]
+    )
+    html += _by_name(charts, "scores", "metrics", run.scored)
     if not run.evaluated:
         return html
     shown = 3 if any(each.perplexity_text for each in run.evaluated) else 2
     rows = [(f"{each.step:,}", f"{each.loss:.4f}", each.perplexity_text)[:shown] for each in run.evaluated]
     listed = table(("step", "held-out loss", "perplexity")[:shown], _some(rows))
     return f"{html}<details><summary>held-out text</summary>{listed}</details>"
+
+
+def _by_name(charts: dict[str, Any], key: str, title: str, measured: Sequence[tuple[int, Mapping[str, float]]]) -> str:
+    """A chart of named numbers that were measured now and then, each a curve, and the last of them in a table."""
+    names = dict.fromkeys(name for _, numbers in measured for name in numbers)
+    if not names:
+        return ""
+    points = {name: [(float(step), found[name]) for step, found in measured if name in found] for name in names}
+    curves = [_points(name, points[name], colour=at) for at, name in enumerate(names)]
+    rows = [(name, f"{at:,.0f}", f"{value:.4g}") for name in names for at, value in points[name][-1:]]
+    return chart(charts, key, title, curves) + table((title, "step", "last"), rows)
 
 
 def _course(run: History, charts: dict[str, Any]) -> str:
@@ -271,7 +286,7 @@ def _points(name: str, points: Sequence[tuple[float, float]], *, colour: int) ->
 
 
 def _happenings(run: History) -> list[Happening]:
-    kinds = ("resumed", "rolled back", "replanned", "skipped")
+    kinds = ("resumed", "rolled back", "replanned", "skipped", "stopped early")
     return [
         Happening(note.step, note.kind, f"step {note.step:,}: {note.kind}, {note.text}")
         for note in run.notes

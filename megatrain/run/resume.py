@@ -25,6 +25,7 @@ from megatrain.spec import Numerics
 from megatrain.system.atomic import vanish
 from megatrain.system.paths import usable_path
 from megatrain.train.batch_feed import Feed
+from megatrain.train.early_stopping import LowestLoss
 
 Say = Callable[[str], None]
 """Tells the person a line."""
@@ -45,7 +46,9 @@ BY_ROWS = "rows"
 FREE = (
     *("output", "trace", "resume", "accept_changes", "checkpoint", "memory", "disk", "data.cache", "data.workers"),
     *("model.verify", "model.trust_remote_code", "train.hardware", "train.log_every", "train.stall_seconds"),
-    *("train.eval_every", "train.eval_batches", "train.sample_every", "train.sample_prompts", "train.sample_tokens"),
+    *("data.validation", "data.validation_split", "train.eval_every", "train.eval_batches", "train.metrics"),
+    *("train.early_stopping_patience", "train.early_stopping_threshold"),
+    *("train.sample_every", "train.sample_prompts", "train.sample_tokens"),
     *("train.sample_temperature", "train.sample_top_k", "train.on_nonfinite", "train.nonfinite_limit"),
     *(f"policy.{name}" for name in PolicySection.model_fields if name not in NUMERICS),
 )
@@ -93,7 +96,23 @@ def find(config: Config, say: Say) -> Checkpoint | None:
 
 def is_finished(config: Config, taken: Checkpoint, steps: int) -> bool:
     """Whether a checkpoint is the end of this very run, which is to have so many steps, and its model is there."""
-    return taken.step >= steps and _has_model(config) and is_own(config, taken)
+    return (taken.step >= steps or ended_early(config, taken)) and _has_model(config) and is_own(config, taken)
+
+
+def ended_early(config: Config, taken: Checkpoint) -> bool:
+    """Whether a run that is at this checkpoint is over by its validation loss."""
+    lowest = LowestLoss(config.train.early_stopping_patience)
+    lowest.restore(lowest_at(config, taken))
+    return lowest.is_over
+
+
+def lowest_at(config: Config, taken: Checkpoint) -> Mapping[str, Any] | None:
+    """The state of `LowestLoss` at a checkpoint; `None` where the loss is measured on other data now, or never was."""
+    facts = facts_of(taken)
+    then, now = _flat(facts["config"]), _flat(config.model_dump(mode="json"))
+    keys = ("data.validation", "data.validation_split", "data.validation_fraction", "train.eval_batches")
+    state: Mapping[str, Any] | None = facts.get("validation")
+    return state if all(then.get(key) == now[key] for key in keys) else None
 
 
 def _has_model(config: Config) -> bool:

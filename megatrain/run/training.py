@@ -21,7 +21,6 @@ ends a run; what fails to be reported later is told.
 
 from __future__ import annotations
 
-import functools
 import io
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,7 +44,6 @@ from megatrain.data import (
 from megatrain.device import Device, open_device
 from megatrain.engine import DTYPES
 from megatrain.errors import ConfigError, MegaTrainError
-from megatrain.losses import LossFn
 from megatrain.model import (
     AdaptedSource,
     FreshSource,
@@ -66,12 +64,13 @@ from megatrain.optim import AdamW, lr_schedule
 from megatrain.plan import Plan, find_plan
 from megatrain.run import resume
 from megatrain.run.data import Corpus, open_corpus, shortened
-from megatrain.run.finish import save_trained, say_where, verify_trained
+from megatrain.run.evaluation import Evaluation, Metric, evaluated, load_metrics, scored
+from megatrain.run.finish import save_trained, say_where, take_best, verify_trained
 from megatrain.run.history import CONFIG, METRICS
 from megatrain.run.memory_limits import describe_disk, describe_memory, open_disk, refuse_wear
 from megatrain.run.objective import loss_of, take_up_reference, without_reference
 from megatrain.run.question import question_of
-from megatrain.run.ranks import Ranks, joined, own_of
+from megatrain.run.ranks import Ranks, joined
 from megatrain.run.replan import Replanner, foreseen
 from megatrain.run.report import write_report
 from megatrain.run.sampling import sample_of
@@ -80,8 +79,9 @@ from megatrain.spec import ModelSpec
 from megatrain.system.locks import Claim
 from megatrain.train.batch_feed import Feed
 from megatrain.train.checkpoints import Checkpoints, found_by_first
+from megatrain.train.early_stopping import LowestLoss
 from megatrain.train.engine import Engine
-from megatrain.train.events import Compiled, Ended, Evaluated, Event, Resumed, Watcher
+from megatrain.train.events import Compiled, Ended, Event, Resumed, StoppedEarly, Watcher
 from megatrain.train.loop import Task, train
 from megatrain.train.metrics import OPTIONAL, JsonLines, Tracked, identity_of, open_tracker, refuse_missing
 from megatrain.train.options import EngineOptions
@@ -122,13 +122,15 @@ def run_training(config: Config, console: Console) -> Path:
     say = partial(warn, console)
     with ExitStack() as stack, ranks.watched():  # the others hear of an error before it is cleaned up after
         refuse_missing(config.output.trackers)
+        metrics = load_metrics(config.train.metrics)
         if config.model.path is not None:
             model = config.model.model_copy(update={"path": model_named(config.model.path)})
             config = config.model_copy(update={"model": model})
         claim = stack.enter_context(Claim())
         taken = found_by_first(ranks.world, lambda: _find(config, claim, say))
         if taken is not None:
-            if config.train.steps is not None and resume.is_finished(config, taken, config.train.steps):
+            steps = config.train.steps
+            if steps is not None and resume.is_finished(config, taken, steps):
                 return _finished(config, taken, console)
             config = resume.as_begun(config, taken)
             resume.refuse_changes(config, taken, say)
@@ -152,7 +154,7 @@ def run_training(config: Config, console: Console) -> Path:
         if taken is not None:
             if resume.is_finished(config, taken, steps):
                 return _finished(config, taken, console)
-            steps = max(steps, taken.step)
+            steps = taken.step if resume.ended_early(config, taken) else max(steps, taken.step)
         ranks.at("loading the model")
         with loading(console, "loading the model") as progress:
             engine = stack.enter_context(_engine(config, source, ported, plan, device, taken, progress, ranks))
@@ -168,19 +170,29 @@ def run_training(config: Config, console: Console) -> Path:
         checkpoints = _checkpoints(config, engine, feed, tokenizer, plan)
         facts = _show(config, engine, source, corpus, plan, console, steps)
         epochs = _epochs(config.train, corpus.loader, steps - begins)
-        run = _Run(engine, corpus, feed, checkpoints, tokenizer, plan, facts, claim, ranks, steps, epochs)
+        run = _Run(engine, corpus, feed, checkpoints, tokenizer, plan, facts, claim, ranks, steps, epochs, metrics)
         ended = _train(config, run, taken, stack, console)
-        if ended.step < steps and config.checkpoint.every:
+        if ended.step < steps and config.checkpoint.every and not checkpoints.lowest.is_over:
             checkpoints.refuse_unsaved(ended.step)
             say(f"not finished; `resume=auto` goes on after step {checkpoints.step:,}")
             return Path(checkpoints.newest)
-        saved = save_trained(config, engine, tokenizer, folder / resume.MODEL, steps)
-        if config.output.verify_export and engine.structure.numel < VERIFIED_PARAMETERS:
-            verify_trained(config, engine, without_reference(corpus.validation[0]), saved, console)
-        if config.checkpoint.every:
-            checkpoints.refuse_unsaved(ended.step, saved)
+        saved = _leave_model(config, run, ended, console)
     if ranks.leads:
         say_where(folder, console)
+    return saved
+
+
+def _leave_model(config: Config, run: _Run, ended: Ended, console: Console) -> Path:
+    """Write the model of a run that is over, compare it with what `from_pretrained` makes of it, and return where it
+    is. Raises `CheckpointError` where the last state could not be saved beside it."""
+    engine, of = run.engine, ended.step
+    if config.output.best:
+        of = take_best(config, engine, of, partial(warn, console))
+    saved = save_trained(config, engine, run.tokenizer, config.folder / resume.MODEL, of)
+    if config.output.verify_export and engine.structure.numel < VERIFIED_PARAMETERS:
+        verify_trained(config, engine, without_reference(run.corpus.first_batch()), saved, console)
+    if config.checkpoint.every:
+        run.checkpoints.refuse_unsaved(ended.step, saved)
     return saved
 
 
@@ -216,6 +228,8 @@ class _Run:
     """Where it ends."""
     epochs: float | None
     """Passes over the data by then, where they can be told."""
+    metrics: Mapping[str, Metric]
+    """The user's own."""
 
 
 # Before training ---------------------------------------------------------------------------------------------------
@@ -374,11 +388,12 @@ def _checkpoints(config: Config, engine: Engine, feed: Feed, tokenizer: Tokenize
     return Checkpoints(
         engine,
         config.checkpoints,
-        Retention(how.keep_last, how.keep_every, how.keep_best),
+        Retention(how.keep_last, how.keep_every, max(how.keep_best, config.output.best)),
         feed,
         {"config": resume.with_numbers(config, plan.numerics).model_dump(mode="json")},
         write_more=tokenizer.save_pretrained,
         trust_remote_code=config.model.trust_remote_code,
+        lowest=LowestLoss(config.train.early_stopping_patience, config.train.early_stopping_threshold),
     )
 
 
@@ -441,6 +456,7 @@ def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack
     watchers.append(run.ranks.follow)
     _tell(watchers, foreseen(run.plan, engine, run.facts, start))
     if taken is not None:
+        checkpoints.lowest.restore(resume.lowest_at(config, taken))
         _tell(watchers, Resumed(start, run.steps, str(taken.folder)))
     if train_.on_nonfinite == "rollback" and checkpoints.step < 0:
         _tell(watchers, *checkpoints.finish(start))
@@ -459,7 +475,7 @@ def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack
                 tasks=_tasks(config, run, start),
                 nonfinite_limit=_nonfinite_limit(train_, engine),
                 recover=checkpoints.roll_back if train_.on_nonfinite == "rollback" else None,
-                should_stop=lambda: any(engine.world.exchange("a stop", stop.requested)),
+                should_stop=lambda: checkpoints.lowest.is_over or any(engine.world.exchange("a stop", stop.requested)),
                 undo=run.feed.put_back,
                 epochs=lambda: (run.corpus.loader.epoch, run.epochs),
             )
@@ -485,30 +501,38 @@ def _tasks(config: Config, run: _Run, start: int) -> list[Task]:
         tasks.append(Task(1, Replanner(run.engine, run.plan, start + WARM_UP)))
     if run.engine.numerics.kernels == "compile":
         tasks.append(Task(0, lambda step: Compiled(step, *spent()), once=start + 1))
-    tasks += _measurements(config, run.engine, run.corpus, run.tokenizer)
+    tasks += _measurements(config, run)
     if config.checkpoint.every:
-        tasks += [Task(1, checkpoints.collect), Task(config.checkpoint.every, partial(_save, checkpoints, run.steps))]
+        due = partial(_save, checkpoints, config.checkpoint.every, run.steps)
+        tasks += [Task(1, checkpoints.collect), Task(1, due)]
     return tasks
 
 
-def _save(checkpoints: Checkpoints, steps: int, step: int) -> Event | None:
-    """Begin a save; that of the last step is waited for when the run ends."""
-    return checkpoints.save(step) if step < steps else None
+def _save(checkpoints: Checkpoints, every: int, steps: int, step: int) -> Event | None:
+    """Begin a save that is due, or of the best state so far; that of the last step is waited for when the run ends."""
+    is_due = step % every == 0 or checkpoints.is_best(step)
+    return checkpoints.save(step) if is_due and step < steps else None
 
 
-def _measurements(config: Config, engine: Engine, corpus: Corpus, tokenizer: Tokenizer) -> list[Task]:
-    train, tasks = config.train, []
-    if corpus.holds_out:
-        tasks.append(Task(train.eval_every, lambda step: _evaluated(step, engine, corpus, loss_of(config))))
+def _measurements(config: Config, run: _Run) -> list[Task]:
+    train, engine, tokenizer, tasks = config.train, run.engine, run.tokenizer, []
+    sources, lowest = run.corpus.validation.batches(), run.checkpoints.lowest
+    together = (train.gradient_accumulation_steps or run.plan.work.micro_batches) * engine.world.size
+    if sources:
+        loss_fn = loss_of(config)
+        tasks.append(Task(train.eval_every, lambda step: evaluated(step, engine, sources, loss_fn, together)))
+        tasks.append(Task(train.eval_every, lambda step: _over(lowest, step, run.steps)))
+    if run.metrics:
+        given = partial(Evaluation, engine=engine, tokenizer=tokenizer, sources=sources)
+        tasks.append(Task(train.eval_every, lambda step: scored(run.metrics, given(step))))
     if train.sample_tokens:
-        sample = functools.partial(sample_of, train, engine, corpus, tokenizer)
-        tasks += [Task(train.sample_every, functools.partial(sample, prompt)) for prompt in train.sample_prompts]
+        sample = partial(sample_of, train, engine, run.corpus, tokenizer)
+        tasks += [Task(train.sample_every, partial(sample, prompt)) for prompt in train.sample_prompts]
     return tasks
 
 
-def _evaluated(step: int, engine: Engine, corpus: Corpus, loss_fn: LossFn | None) -> Evaluated:
-    found = engine.measure(own_of(engine.world, corpus.validation), loss_fn)
-    return Evaluated(step, found.loss, found.metrics)
+def _over(lowest: LowestLoss, step: int, steps: int) -> StoppedEarly | None:
+    return StoppedEarly(step, lowest.why) if lowest.is_over and step < steps else None
 
 
 def _nonfinite_limit(train: TrainSection, engine: Engine) -> int:

@@ -17,6 +17,7 @@ from megatrain.dist import World
 from megatrain.errors import CheckpointError, MegaTrainError, NonFinite
 from megatrain.train.async_save import Save
 from megatrain.train.batch_feed import Feed
+from megatrain.train.early_stopping import LowestLoss
 from megatrain.train.engine import Engine
 from megatrain.train.events import Evaluated, Event, Resumed, RolledBack, Saved, Warned
 
@@ -48,22 +49,31 @@ class Checkpoints:
     """One that has not been told about."""
     _tried: int = -1
     """The step of the last save that was begun, or could not be."""
-    _score: float | None = None
+    lowest: LowestLoss = field(default_factory=LowestLoss)
+    """Of the validation losses that it has been told."""
+    _score: tuple[int, float] | None = None
+    """The step and loss of the last measurement."""
     _seconds: float = 0.0
     _untold: list[Event] = field(default_factory=list)
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Evaluated):
-            self._score = event.loss
+            self._score = event.step, event.loss
+            self.lowest.add(event.step, event.loss)
         elif isinstance(event, RolledBack):
             self._score = None
         elif isinstance(event, Resumed) and Path(event.checkpoint) == step_folder(self.folder, event.step).resolve():
             self.step, self.newest = event.step, event.checkpoint
 
+    def is_best(self, step: int) -> bool:
+        """Whether the state after `step` steps has the lowest validation loss so far, and such are kept."""
+        return bool(self.retention.keep_best) and self.lowest.step == step
+
     def save(self, step: int) -> Event | None:
         """Begin a save of the state after `step` steps; what there is to tell is told later. While one is still being
-        written, no other is begun, but for one that is to be kept for good: training then waits."""
-        if self._save is not None and not self._save.is_over and self.retention.is_regular(step):
+        written, no other is begun, but for one that is to be kept for good, or the best: training then waits."""
+        is_kept = self.retention.is_regular(step) or self.is_best(step)
+        if self._save is not None and not self._save.is_over and is_kept:
             self.engine.saver.wait()
         is_over = self._save is None or self._save.is_over
         if not all(self.engine.world.exchange("whether a save is over", is_over)):
@@ -138,6 +148,7 @@ class Checkpoints:
         self.engine.restore(found, trust_remote_code=self.trust_remote_code)
         facts = found.training["run"]
         self.feed.leave_out(offending, facts["data"])
+        self.lowest.restore(facts.get("validation"))
         self.step, self.newest = int(facts["step"]), str(found.folder)
         self._tried = -1  # of another past
         return self.step
@@ -154,16 +165,16 @@ class Checkpoints:
 
     def _begin(self, step: int) -> Save:
         self._tried = step
-        training = {"step": step, "data": self.feed.state(), **self.facts}
+        training = {"step": step, "data": self.feed.state(), "validation": self.lowest.state(), **self.facts}
+        score = self._score[1] if self._score is not None and self._score[0] == step else None
         self._save = self.engine.save(
             self.folder,
             training,
             step=step,
-            score=self._score,
+            score=score,
             write_more=self.write_more,
             then=lambda _: self._prune(),
         )
-        self._score = None
         return self._save
 
     def _prune(self) -> None:

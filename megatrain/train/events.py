@@ -118,22 +118,42 @@ def mean_loss(recent: Iterable[Stepped | Skipped]) -> float:
     return fmean(one.loss for one in recent if isinstance(one, Stepped))
 
 
+def perplexity_of(loss: float) -> float:
+    """e to a cross-entropy; infinite where that is too large for a float."""
+    return math.exp(loss) if loss < MAX_EXPONENT else math.inf if loss == loss else math.nan
+
+
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The loss on held-out text, mean over target tokens, was measured after `step` steps."""
+    """The validation loss, mean over the target tokens of all sources, was measured after `step` steps."""
 
     step: int
     loss: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What the loss reports with it."""
+    by_source: Mapping[str, float] = field(default_factory=dict)
+    """The loss of each source, by its name, where there are several."""
 
     @property
     def perplexity(self) -> float:
-        """Of the held-out text, per token: e to the loss; infinite where that is too large for a float, and not a
-        number where the loss is another than cross-entropy."""
-        if self.metrics:
-            return math.nan
-        return math.exp(self.loss) if self.loss < MAX_EXPONENT else math.inf if self.loss == self.loss else math.nan
+        """Per token; not a number where the loss is another than cross-entropy."""
+        return math.nan if self.metrics else perplexity_of(self.loss)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """After `step` steps a metric of the user's, or the tasks of lm_eval, have given these numbers."""
+
+    step: int
+    scores: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class StoppedEarly:
+    """The run ends after `step` steps, as it has been asked to, before it is at its last one."""
+
+    step: int
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +256,8 @@ Event = (
     Stepped
     | Skipped
     | Evaluated
+    | Scored
+    | StoppedEarly
     | Sampled
     | Planned
     | Replanned

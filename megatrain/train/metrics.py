@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from megatrain.errors import ConfigError, ExportError, first_line
 from megatrain.system.paths import parsed_json, read_text, written_whole
-from megatrain.train.events import Ended, Evaluated, Event, Sampled, Skipped, Stepped
+from megatrain.train.events import Ended, Evaluated, Event, Sampled, Scored, Skipped, Stepped
 
 # A file of JSON lines -------------------------------------------------------------------------------------------------
 #
@@ -44,6 +44,9 @@ def record(event: Event) -> dict[str, Any]:
     """
     values = {"event": type(event).__name__.lower(), **asdict(event)}
     values |= values.pop("metrics", {})
+    if isinstance(event, Evaluated | Scored):
+        part = "by_source" if isinstance(event, Evaluated) else "scores"
+        values[part] = {name: _finite(value) for name, value in values[part].items()}
     if isinstance(event, Stepped):
         values |= {name: getattr(event, name) for name in DERIVED}
     if isinstance(event, Evaluated):
@@ -132,7 +135,10 @@ def scalars(event: Event) -> dict[str, float]:
             found = {"loss/validation": event.loss}
             if not event.metrics:
                 found["loss/validation_perplexity"] = event.perplexity
+            found |= {f"loss/validation/{name}": loss for name, loss in event.by_source.items()}
             return found | {f"{name}/validation": value for name, value in event.metrics.items()}
+        case Scored():
+            return {f"eval/{name}": value for name, value in event.scores.items()}
     return {}
 
 

@@ -34,10 +34,13 @@ from megatrain.train.events import (
     RolledBack,
     Sampled,
     Saved,
+    Scored,
     Skipped,
     Stepped,
+    StoppedEarly,
     Warned,
     mean_loss,
+    perplexity_of,
 )
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -281,6 +284,14 @@ class Progress:
                 reported = event.metrics or {"perplexity": event.perplexity}
                 said = ", ".join([f"validation loss {event.loss:.3f}", *(f"{k} {v:.4g}" for k, v in reported.items())])
                 self._print(f"step {event.step:,}  {said}", "green")
+                for name, loss in event.by_source.items():
+                    perplexity = "" if event.metrics else f", perplexity {perplexity_of(loss):.4g}"
+                    self._print(f"step {event.step:,}    {name}: loss {loss:.3f}{perplexity}", "green")
+            case Scored():
+                said = ", ".join(f"{name} {value:.4g}" for name, value in event.scores.items())
+                self._print(f"step {event.step:,}  {said}", "green")
+            case StoppedEarly():
+                self._print(f"step {event.step:,}  stops early: {event.why}", "yellow")
             case Replanned(_, before, after, changes):
                 self._print(f"replanned by measured times: {before:.3g} s to {after:.3g} s a step ({changes})", "dim")
             case Compiled(_, count, seconds):

@@ -25,7 +25,19 @@ from typing import Any, Protocol
 from megatrain.errors import typed_line
 from megatrain.system.paths import written_whole
 from megatrain.train.async_save import Saver
-from megatrain.train.events import Ended, Evaluated, Event, Resumed, RolledBack, Saved, Skipped, Stepped, mean_loss
+from megatrain.train.events import (
+    Ended,
+    Evaluated,
+    Event,
+    Resumed,
+    RolledBack,
+    Saved,
+    Scored,
+    Skipped,
+    Stepped,
+    StoppedEarly,
+    mean_loss,
+)
 
 STATUS = "status.json"
 THREADS = "megatrain-"
@@ -70,6 +82,8 @@ class Health:
             "loss": None,
             "validation_loss": None,
             "validation_perplexity": None,
+            "validation_losses": {},
+            "scores": {},
             "tokens_per_second": None,
             "seconds_per_step": None,
             "last_checkpoint": None,
@@ -82,6 +96,7 @@ class Health:
             "heartbeat": time.time(),
         }
         self._told: set[str] = set()
+        self._early = False
         self._refused = False
         self._threads: dict[int, threading.Thread] = {}
         self._end = threading.Event()
@@ -96,7 +111,7 @@ class Health:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._end.set()
         self._thread.join()
-        whole = self._fields["step"] >= self._fields["steps"]
+        whole = self._early or self._fields["step"] >= self._fields["steps"]
         state = "failed" if error is not None else "finished" if whole else "stopped"
         self._fields |= {"state": state, "error": None if error is None else typed_line(error), "saving": None}
         self._fields["stalled"] = []
@@ -126,6 +141,14 @@ class Health:
                 self._fields["validation_loss"] = event.loss if math.isfinite(event.loss) else None
                 finite = math.isfinite(event.perplexity)
                 self._fields["validation_perplexity"] = event.perplexity if finite else None
+                self._fields["validation_losses"] = {
+                    name: loss if math.isfinite(loss) else None for name, loss in event.by_source.items()
+                }
+            case Scored():
+                finite_scores = {name: each if math.isfinite(each) else None for name, each in event.scores.items()}
+                self._fields["scores"] = {**self._fields["scores"], **finite_scores}
+            case StoppedEarly():
+                self._early = True
             case RolledBack():
                 self._fields["step"] = event.to
             case Resumed() | Saved():
