@@ -452,6 +452,21 @@ class DiskSection(Section):
         return [Path(folder).expanduser() for folder in self.folders]
 
 
+class LmEvalSection(Section):
+    """Tasks of lm_eval; `pip install megatrain[eval]`."""
+
+    tasks: Names = ()
+    """Tasks of EleutherAI's lm_eval that the model is asked while it trains: names of the harness, or of `folder`."""
+    every: NonNegativeInt = 0
+    """Steps between; 0 asks at the end only."""
+    folder: PathOrName | None = None
+    """Folder of the YAML files of tasks of your own."""
+    limit: PositiveInt | None = None
+    """Examples of each task; null is all."""
+    num_fewshot: NonNegativeInt | None = None
+    """Examples that stand in front of each question; null is what the task says."""
+
+
 class CheckpointSection(Section):
     every: NonNegativeInt = 500
     """Steps between checkpoints, written while training goes on, with one when the run ends or is stopped; 0: none."""
@@ -514,6 +529,7 @@ class Config(Section):
     disk: DiskSection = DiskSection()
     checkpoint: CheckpointSection = CheckpointSection()
     output: OutputSection
+    lm_eval: LmEvalSection = LmEvalSection()
     resume: PathOrName | None = None
     """auto: go on from this run's newest sound checkpoint, if it has any; or a checkpoint, or a run folder with some.
     With more train.steps or train.epochs than a finished run had, it goes on behind its end."""

@@ -44,7 +44,8 @@ BY_ROWS = "rows"
 """What compute waited for in an earlier version, which rounded products otherwise: that it is gone is told."""
 
 FREE = (
-    *("output", "trace", "resume", "accept_changes", "checkpoint", "memory", "disk", "data.cache", "data.workers"),
+    *("output", "trace", "resume", "accept_changes", "checkpoint", "memory", "disk", "lm_eval"),
+    *("data.cache", "data.workers"),
     *("model.verify", "model.trust_remote_code", "train.hardware", "train.log_every", "train.stall_seconds"),
     *("data.validation", "data.validation_split", "train.eval_every", "train.eval_batches", "train.metrics"),
     *("train.early_stopping_patience", "train.early_stopping_threshold"),

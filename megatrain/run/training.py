@@ -67,6 +67,7 @@ from megatrain.run.data import Corpus, open_corpus, shortened
 from megatrain.run.evaluation import Evaluation, Metric, evaluated, load_metrics, scored
 from megatrain.run.finish import save_trained, say_where, take_best, verify_trained
 from megatrain.run.history import CONFIG, METRICS
+from megatrain.run.lm_eval_tasks import Tasks
 from megatrain.run.memory_limits import describe_disk, describe_memory, open_disk, refuse_wear
 from megatrain.run.objective import loss_of, take_up_reference, without_reference
 from megatrain.run.question import question_of
@@ -122,7 +123,7 @@ def run_training(config: Config, console: Console) -> Path:
     say = partial(warn, console)
     with ExitStack() as stack, ranks.watched():  # the others hear of an error before it is cleaned up after
         refuse_missing(config.output.trackers)
-        metrics = load_metrics(config.train.metrics)
+        metrics, tasks = load_metrics(config.train.metrics), Tasks(config.lm_eval) if config.lm_eval.tasks else None
         if config.model.path is not None:
             model = config.model.model_copy(update={"path": model_named(config.model.path)})
             config = config.model_copy(update={"model": model})
@@ -170,7 +171,8 @@ def run_training(config: Config, console: Console) -> Path:
         checkpoints = _checkpoints(config, engine, feed, tokenizer, plan)
         facts = _show(config, engine, source, corpus, plan, console, steps)
         epochs = _epochs(config.train, corpus.loader, steps - begins)
-        run = _Run(engine, corpus, feed, checkpoints, tokenizer, plan, facts, claim, ranks, steps, epochs, metrics)
+        own = metrics, tasks
+        run = _Run(engine, corpus, feed, checkpoints, tokenizer, plan, facts, claim, ranks, steps, epochs, *own)
         ended = _train(config, run, taken, stack, console)
         if ended.step < steps and config.checkpoint.every and not checkpoints.lowest.is_over:
             checkpoints.refuse_unsaved(ended.step)
@@ -230,6 +232,8 @@ class _Run:
     """Passes over the data by then, where they can be told."""
     metrics: Mapping[str, Metric]
     """The user's own."""
+    tasks: Tasks | None
+    """Of lm_eval."""
 
 
 # Before training ---------------------------------------------------------------------------------------------------
@@ -525,6 +529,10 @@ def _measurements(config: Config, run: _Run) -> list[Task]:
     if run.metrics:
         given = partial(Evaluation, engine=engine, tokenizer=tokenizer, sources=sources)
         tasks.append(Task(train.eval_every, lambda step: scored(run.metrics, given(step))))
+    if run.tasks is not None:
+        size = run.plan.micro_batch, run.plan.micro_batch * config.data.sequence_length
+        ask = partial(run.tasks.run, engine=engine, tokenizer=tokenizer, rows=size[0], tokens=size[1])
+        tasks.append(Task(run.tasks.section.every, ask))
     if train.sample_tokens:
         sample = partial(sample_of, train, engine, run.corpus, tokenizer)
         tasks += [Task(train.sample_every, partial(sample, prompt)) for prompt in train.sample_prompts]

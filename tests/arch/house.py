@@ -56,6 +56,7 @@ HOMES: dict[str, tuple[tuple[str, ...], str]] = {
     "tensorboard": (("train",), "metrics leave there"),
     "torch.utils.tensorboard": (("train",), "metrics leave there"),
     "wandb": (("train.metrics",), "metrics leave there, where the user asks for it"),
+    "lm_eval": (("run.lm_eval_tasks",), "the harness asks the model there, where the user wants it"),
     "trackio": (("train.metrics",), "metrics leave there, where the user asks for it"),
     "safetensors": (("model", "checkpoint"), "weights come in and go out"),
     "psutil": (("plan.host_resources", "memory"), "what this machine has, and how much of it is free"),

@@ -211,13 +211,14 @@ READ = (
     "data.tokenizer",
     "train.hardware",
     "adapter.path",
+    "lm_eval.folder",
     "resume",
 )
 FOLDERS = ("data.cache", "disk.folders", "checkpoint.folder", "output.folder")
 FILES = ("trace",)
 NO_PATHS = (
     *("data.format", "data.tags", "data.pattern", "data.packing", "memory.disk", "output.overwrite"),
-    "output.trackers_online",
+    *("output.trackers_online", "lm_eval.tasks"),
 )
 """Their meanings speak of files and folders all the same."""
 

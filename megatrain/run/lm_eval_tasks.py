@@ -1,0 +1,186 @@
+"""Tasks of EleutherAI's lm_eval on the model in training, at the end of a run and every so many steps.
+
+The harness brings the tasks, the few-shot prompts and the scores. It asks through its own interface for models, and the
+class here answers three questions by the streaming engine: how likely a continuation is, and whether it is the
+likeliest; how likely a text is; and how a text goes on. It is a package of its own (`pip install megatrain[eval]`),
+imported where `lm_eval.tasks` names any.
+
+Several ranks all ask the same, so each knows every answer. Left out: chat templates for prompts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatrain.config import LmEvalSection
+from megatrain.data import Tokenizer
+from megatrain.data.tokenizer import encode_text, end_of_text_id
+from megatrain.engine import LogitsLoss
+from megatrain.errors import ConfigError, MegaTrainError, first_line
+from megatrain.run.sampling import draw_ids
+from megatrain.train.engine import Engine
+from megatrain.train.events import Scored
+
+UNLIMITED = 1 << 20
+"""Tokens of a model that has no positions to run out of."""
+NEW_TOKENS = 256
+"""That continue a text where the task does not say, as the harness has it."""
+
+
+class Scoring(NamedTuple):
+    """A continuation to be scored, behind its context; both ids, and neither empty."""
+
+    context: list[int]
+    continuation: list[int]
+
+
+class _Keeps(LogitsLoss):
+    """No loss: of each target token, in order, its log-probability and whether it is the likeliest."""
+
+    def __init__(self) -> None:
+        self.found: list[Tensor] = []
+
+    def __call__(self, logits: Tensor, labels: Tensor, **own: Tensor) -> Tensor:
+        said = logits.log_softmax(dim=-1).gather(1, labels[:, None])[:, 0]
+        self.found.append(torch.stack([said, (logits.argmax(dim=-1) == labels).to(said)]).cpu())
+        return logits.new_zeros(())
+
+
+def score(engine: Engine, asked: Sequence[Scoring], rows: int, tokens: int) -> list[tuple[float, bool]]:
+    """The sum of each continuation's log-probabilities, and whether each of its tokens is the likeliest.
+
+    Like lengths go together, `rows` at most and about `tokens` tokens; what is longer than the model's positions loses
+    its beginning.
+    """
+    most = engine.spec.max_positions or UNLIMITED
+    order = sorted(range(len(asked)), key=lambda at: -len(asked[at].context) - len(asked[at].continuation))
+    found: list[tuple[float, bool]] = [(0.0, True)] * len(asked)
+    while order:
+        longest = min(most, len(asked[order[0]].context) + len(asked[order[0]].continuation))
+        count = max(1, min(rows, tokens // longest))
+        chosen, order = order[:count], order[count:]
+        keeps = _Keeps()
+        batch, targets = _batch([asked[at] for at in chosen], longest)
+        engine.measure([batch], keeps)
+        said = torch.cat(keeps.found, dim=1).split(targets, dim=1)
+        for at, each in zip(chosen, said, strict=True):
+            found[at] = float(each[0].double().sum()), bool(each[1].bool().all())
+    return found
+
+
+def _batch(asked: Sequence[Scoring], longest: int) -> tuple[dict[str, Tensor], list[int]]:
+    """Rows padded on the right, whose targets are the continuations, and the targets of each row."""
+    ids = torch.zeros(len(asked), longest, dtype=torch.int64)
+    labels, mask = torch.full_like(ids, -100), torch.zeros_like(ids)
+    targets = []
+    for row, each in enumerate(asked):
+        whole = torch.tensor([*each.context, *each.continuation][-longest:])
+        count = min(len(each.continuation), len(whole) - 1)
+        ids[row, : len(whole)], mask[row, : len(whole)] = whole, 1
+        labels[row, len(whole) - count : len(whole)] = whole[len(whole) - count :]
+        targets.append(count)
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask}, targets
+
+
+class Tasks:
+    """The tasks that a configuration names, looked up before a run takes any time.
+
+    Raises `ConfigError` where the harness is not installed, or knows no such task.
+    """
+
+    def __init__(self, section: LmEvalSection) -> None:
+        self.section = section
+        try:
+            self._harness = importlib.import_module("lm_eval.evaluator")
+            self._models = importlib.import_module("lm_eval.api.model")
+            self._lengths = importlib.import_module("lm_eval.utils")
+            manager: Any = importlib.import_module("lm_eval.tasks")
+        except ImportError as error:
+            what = f"lm_eval cannot be imported ({first_line(error)})"
+            raise ConfigError(what, where="lm_eval", fix="pip install megatrain[eval], or leave it out") from error
+        self._manager = manager.TaskManager(include_path=section.folder)
+        known = set(self._manager.all_tasks)
+        for name in section.tasks:
+            if name not in known:
+                fix = "name one that `lm_eval ls tasks` lists, or of a YAML file in lm_eval.folder"
+                raise ConfigError(f"there is no task {name!r}", where="lm_eval.tasks", fix=fix)
+
+    def run(self, step: int, engine: Engine, tokenizer: Tokenizer, rows: int, tokens: int) -> Scored:
+        """Ask the model, and tell the scores as `task/metric`. Raises `ConfigError` for what the harness raises."""
+        model = self._model(engine, tokenizer, rows, tokens)
+        how: dict[str, Any] = {"limit": self.section.limit, "num_fewshot": self.section.num_fewshot}
+        how |= dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed"))  # others' are left alone
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):  # its bars would be drawn over ours
+                found = self._harness.simple_evaluate(
+                    model=model, tasks=list(self.section.tasks), task_manager=self._manager, bootstrap_iters=0, **how
+                )
+        except MegaTrainError:
+            raise
+        except Exception as error:  # the harness and its data sets raise anything
+            what = f"failed ({type(error).__name__}: {first_line(error)})"
+            raise ConfigError(
+                what, where="lm_eval", fix="try the task with `lm_eval` itself, or leave it out"
+            ) from error
+        return Scored(step, dict(_flat(found["results"])))
+
+    def _model(self, engine: Engine, tokenizer: Tokenizer, rows: int, tokens: int) -> Any:
+        """What the harness asks: its own class for models, whose token-level questions the engine answers."""
+        lengths, most = self._lengths, engine.spec.max_positions or UNLIMITED
+        start = end_of_text_id(tokenizer) if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+
+        class Streamed(self._models.TemplateLM):  # type: ignore[misc, name-defined]  # known when it is imported
+            eot_token_id = end_of_text_id(tokenizer)
+            prefix_token_id = start
+            tokenizer_name = ""
+
+            def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
+                return [int(each) for each in encode_text(tokenizer, string)]
+
+            def _loglikelihood_tokens(self, requests: Any, **_: object) -> list[tuple[float, bool]]:
+                return score(engine, [Scoring(context, rest) for _, context, rest in requests], rows, tokens)
+
+            def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+                return [self._rolled(request.args[0]) for request in requests]
+
+            def _rolled(self, text: str) -> float:
+                windows = lengths.get_rolling_token_windows(
+                    token_list=self.tok_encode(text), prefix_token=start, max_seq_len=most - 1, context_len=1
+                )
+                parts = [Scoring(*lengths.make_disjoint_window(window)) for window in windows]
+                return sum(said for said, _ in score(engine, parts, rows, tokens))
+
+            def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+                return [_continued(engine, tokenizer, *request.args) for request in requests]
+
+        return Streamed()
+
+
+def _continued(engine: Engine, tokenizer: Tokenizer, context: str, options: Mapping[str, Any]) -> str:
+    """How the model goes on behind `context`, up to the first of `until`."""
+    until = options.get("until") or []
+    stops = [until] if isinstance(until, str) else list(until)
+    count = int(options.get("max_gen_toks", NEW_TOKENS))
+    room = max(1, (engine.spec.max_positions or UNLIMITED) - count)
+    ids = [int(each) for each in encode_text(tokenizer, context)][-room:] or [end_of_text_id(tokenizer)]
+    heat = float(options.get("temperature", 0.0)) if options.get("do_sample") else 0.0
+    drawn = draw_ids(engine, tokenizer, ids, tokens=count, temperature=heat)
+    text = str(tokenizer.decode(drawn, skip_special_tokens=True))
+    ends = [at for stop in stops if stop and (at := text.find(stop)) >= 0]
+    return text[: min(ends)] if ends else text
+
+
+def _flat(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
+    """`acc` of a task for its `acc,none`; what is uncertain about them is left out, and what is no number."""
+    for task, numbers in results.items():
+        for key, value in numbers.items():
+            name, _, chosen = key.partition(",")
+            if isinstance(value, int | float) and not name.endswith("_stderr") and name != "sample_len":
+                yield f"{task}/{name}" + (f" {chosen}" if chosen not in ("", "none") else ""), float(value)
