@@ -10,7 +10,8 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait must not take a core from those that work
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads and a fork warn about each other
+
+gc.disable()  # until all is collected: nothing of it is garbage
 
 # Whoever starts the tests in the background of a shell script has Ctrl-C ignored, and tests ask what it does.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -49,6 +52,12 @@ if settings is not None:
     settings.load_profile("ci")  # `--hypothesis-profile` overrides it
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Benchmarks' own tests are slow, all of them; without them what they import is not waited for either."""
+    benchmarks = collection_path == Path(__file__).parent / "bench"
+    return True if benchmarks and "not slow" in config.option.markexpr else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not for_gpu:
@@ -63,7 +72,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(2)
+    _counted[0] = _cpu_seconds()
     gc.collect()
+    gc.enable()
     gc.freeze()  # the libraries stay; each collection that a trainer asks for would go through them again
 
 
@@ -74,6 +85,36 @@ def _folder_of_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder = tmp_path_factory.getbasetemp().parent / "remembered"
     folder.mkdir(exist_ok=True)
     return folder
+
+
+DEAREST, SHOWN_FROM = 10, 60.0
+"""Tests that are named at the end of a run, of so many seconds of CPU time or more. A clock would blame what ran in a
+busy minute."""
+_counted = [0.0]
+
+
+def _cpu_seconds() -> float:
+    """Of this process and of those that it has waited for."""
+    return sum(os.times()[:4])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    now = _cpu_seconds()
+    report.cpu_seconds, _counted[0] = now - _counted[0], now  # type: ignore[attr-defined]
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    spent: Counter[str] = Counter()
+    for report in (each for reports in terminalreporter.stats.values() for each in reports):
+        if seconds := getattr(report, "cpu_seconds", 0.0):
+            spent[report.nodeid] += seconds
+    if spent.total() >= SHOWN_FROM:
+        terminalreporter.section(f"{spent.total():.0f} seconds of CPU time in tests, of which the dearest")
+        for test, seconds in spent.most_common(DEAREST):
+            terminalreporter.write_line(f"{seconds:6.1f} {test}")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -212,7 +212,7 @@ def test_a_unit_is_let_go_before_the_next_is_asked_for(llama: Any, tmp_path: Pat
     assert len(given) == sum(len(unit.params) for unit in model.spec.units)
 
 
-@pytest.mark.parametrize("family", ["llama-tied", "mixtral"])
+@pytest.mark.parametrize("family", ["llama-tied", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_a_trained_engine_saves_its_exact_masters(family: str, tmp_path: Path) -> None:
     with Engine.from_model(tiny_model(family), precision="bf16", optimizer=AdamW(lr=1e-2), verify=False) as engine:
         engine.step(unequal_batches())

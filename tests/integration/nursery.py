@@ -54,29 +54,6 @@ def arrange(place: str, count: float) -> None:
         setattr(os, place, counted(getattr(os, place)))
 
 
-def measure(tree: dict[str, Any], known: set[tuple[str, bool]]) -> None:
-    """What a run's model takes is measured here, once where it starts and once where it goes on, and is inherited."""
-    from transformers import AutoConfig
-
-    from megatrain.checkpoint import checkpoints
-    from megatrain.config import Config
-    from megatrain.engine import DTYPES
-    from megatrain.model import port_model
-    from megatrain.model.skeleton import blueprint
-
-    if "config" not in tree["model"]:  # a folder's, which the child measures
-        return
-    config = Config.model_validate(tree)
-    saved = checkpoints(config.checkpoints)
-    kind = json.dumps(tree["model"]), bool(saved)
-    if kind not in known:
-        fields = tree["model"]["config"]
-        read = AutoConfig.from_pretrained(saved[-1]) if saved else AutoConfig.for_model(**fields)
-        _ = port_model(blueprint(read), DTYPES[config.train.precision]).spec
-        known.add(kind)
-    assert threading.active_count() == 1, "a fork would leave the others behind"
-
-
 def run(tree: dict[str, Any], place: str | None, count: float, said: str) -> int:
     from rich.console import Console
 
@@ -115,16 +92,16 @@ def main() -> None:
 
     cache = pathlib.Path(sys.argv[1])
     torch.set_num_threads(1)
+    measurement_cache.FOLDER = cache  # what a run's model takes is measured by the first
     measurement_cache.remember(profile)
     parity.CACHE, this_machine.PROBED = cache, cache / "hardware.json"
     warm_up()  # compiled loops are inherited; it runs on this thread alone
     assert threading.active_count() == 1
     sys.stdout.write("ready\n")
     sys.stdout.flush()
-    known: set[tuple[str, bool]] = set()
     for line in sys.stdin:
         asked = json.loads(line)
-        measure(asked["config"], known)
+        assert threading.active_count() == 1, "a fork would leave the others behind"
         child = os.fork()
         if child == 0:
             status = 70

@@ -99,7 +99,13 @@ def _compare(family: str, mixture: Mixture) -> None:
             assert equal(results(made), expected), device
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(each, marks=() if each in ("llama-tied", "mixtral-balanced", "gpt2") else pytest.mark.slow)
+        for each in FAMILIES
+    ],
+)
 @settings(max_examples=1)
 @given(mixture=mixtures())
 def test_any_mixture_gives_the_bits_of_the_plain_run(family: str, mixture: Mixture) -> None:

@@ -26,7 +26,11 @@ DEVICES = (("cpu", "recompute"), ("sim:5", "keep"))
 CASES = [
     *((family, "lora", *how) for family in (*FAMILIES, "gpt2") for how in DEVICES),
     *(("llama", method, *DEVICES[place % 2]) for place, method in enumerate(METHODS) if method != "lora"),
-    *((family, method, *DEVICES[1]) for family in FAMILIES for method in ("of the ends", "whole ends", "ia3", "loha")),
+    *(
+        pytest.param(family, method, *DEVICES[1], marks=pytest.mark.slow if (place + other) % 4 else ())
+        for place, family in enumerate(FAMILIES)
+        for other, method in enumerate(("of the ends", "whole ends", "ia3", "loha"))
+    ),
 ]
 
 

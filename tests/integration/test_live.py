@@ -80,9 +80,11 @@ MASKED: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "padded", {}),
     ("llama", "packed", {}),
     ("llama", "uniform", {"model_type": "mistral", "sliding_window": 16}),  # told by a mask alone
+    ("mixtral", "padded", LOSSES),
+]
+SLOW_MASKED: list[tuple[str, str, dict[str, Any]]] = [
     ("gemma2", "uniform", {}),  # a cap on its logits
     ("mixtral", "uniform", LOSSES),
-    ("mixtral", "padded", LOSSES),
 ]
 
 
@@ -97,7 +99,9 @@ def rows_of(rows: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("family", "rows", "changes"), MASKED)
+@pytest.mark.parametrize(
+    ("family", "rows", "changes"), [*MASKED, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_MASKED)]
+)
 def test_no_more_exists_in_any_op_than_the_schedule_says(
     family: str, rows: str, changes: dict[str, Any], precision: str
 ) -> None:

@@ -92,7 +92,12 @@ def batches_of(count: int) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize(
     ("family", "precision", "size"),
-    [("llama", "fp32", 2), ("llama", "bf16", 3), ("mixtral-balanced", "fp32", 3), ("qwen3-moe", "bf16", 2)],
+    [
+        ("llama", "bf16", 3),
+        ("mixtral-balanced", "fp32", 3),
+        pytest.param("llama", "fp32", 2, marks=pytest.mark.slow),
+        pytest.param("qwen3-moe", "bf16", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_with_a_micro_batch_for_each_rank_bits_are_those_of_one(family: str, precision: Precision, size: int) -> None:
     """In bf16 sums are in float32 with one rank, too."""
@@ -142,7 +147,10 @@ def test_each_rank_holds_its_share_and_no_more() -> None:
         assert four.table["host", use] == pytest.approx(one.table["host", use] / 4, rel=0.02)
 
 
-@pytest.mark.parametrize(("family", "size"), [("llama", 2), ("llama-tied", 3), ("gemma2", 4)])
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [("llama-tied", 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("llama", 2), ("gemma2", 4)))],
+)
 def test_losses_are_those_of_one_rank_to_rounding_where_micro_batches_do_not_divide(family: str, size: int) -> None:
     model, batches = tiny_model(family), batches_of(5)
     many, one = (trained(of, model, batches, steps=4) for of in (size, 1))
@@ -150,8 +158,15 @@ def test_losses_are_those_of_one_rank_to_rounding_where_micro_batches_do_not_div
     assert many.norms == pytest.approx(one.norms, rel=1e-5)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize(
+    ("family", "precision"),
+    [
+        ("llama", "fp32"),
+        ("mixtral", "bf16"),
+        pytest.param("llama", "bf16", marks=pytest.mark.slow),
+        pytest.param("mixtral", "fp32", marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_without_a_target_leave_the_bits_of_the_one_that_has_them(precision: Precision, family: str) -> None:
     model, batches = tiny_model(family), batches_of(3)
     for masked in batches[1:]:
@@ -319,8 +334,8 @@ def saved_again(world: World, checkpoint: Path, folder: Path, precision: Precisi
 @pytest.mark.parametrize(
     ("frozen", "precision"),
     [
-        (False, "bf16"),
         (True, "fp32"),
+        pytest.param(False, "bf16", marks=pytest.mark.slow),
         pytest.param(False, "fp32", marks=pytest.mark.slow),
         pytest.param(True, "bf16", marks=pytest.mark.slow),
     ],

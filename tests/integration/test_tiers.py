@@ -172,8 +172,15 @@ def _random_home(draw: random.Random) -> Placement:
     return Placement(*(draw.choice(tiers) for _ in range(4)))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("update", ["next_forward", "during_backward"])
-@pytest.mark.parametrize("device", ["cpu", "sim:2"])
+@pytest.mark.parametrize(
+    ("device", "update"),
+    [
+        ("cpu", "during_backward"),
+        ("sim:2", "next_forward"),
+        pytest.param("cpu", "next_forward", marks=pytest.mark.slow),
+        pytest.param("sim:2", "during_backward", marks=pytest.mark.slow),
+    ],
+)
 def test_of_a_unit_whose_adapter_trains_the_base_is_never_written(device: str, update: str, tmp_path: Path) -> None:
     """The bits of a run in host memory; what the drive takes in a step is what trains, by the sector."""
     expected = run("cpu", "bf16", usual(update, shares_memory=True), tmp_path, "adapter")
@@ -217,7 +224,8 @@ def test_state_is_read_and_written_once_a_step_and_weights_read_twice_at_most(
     assert len(writes) == 4 * UNITS
 
 
-@pytest.mark.parametrize("halves", [(2, 7), pytest.param(range(2, 8), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("halves", [(2, 7), range(2, 8)])
 def test_more_device_memory_never_makes_an_executed_step_slower(halves: Iterable[int]) -> None:
     """Planned for each budget, and run on the simulator's clock at the planner's prices; the numbers stay the same."""
     machine = Hardware("sim", 1 << 30, 1 << 34, 2e7, 2e7, 1e11, 1e9, device_bandwidth=1e11, disk_nbytes=0)

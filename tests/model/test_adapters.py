@@ -19,7 +19,7 @@ from tests.adapted import METHODS, adapted, config_of
 from tests.tiny import equal, tiny_model, unequal_batches
 
 IDS = unequal_batches()[1]["input_ids"]
-QUICK = ("lora", "whole ends", "ia3", "lokr", "oft", "fourier")
+QUICK = ("lora", "whole ends", "oft")
 """Methods of which no two work alike; `tests/integration/test_adapters.py` has the gradients of all."""
 
 

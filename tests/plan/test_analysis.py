@@ -456,6 +456,7 @@ def test_upgrades_and_sweeps_are_told_beside_the_plan_s_own_speed() -> None:
 # Sweeps and tables ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # a question for each pair of memories
 def test_more_memory_is_never_slower() -> None:
     plan = find_plan(Question(llama_shape("1B", 16, 2048, vocabulary=32_000), machine("rtx-4090"), 98_304, 24_576))
     swept = sweep(plan)

@@ -61,7 +61,8 @@ def slower_with_more(seed: int, seconds: Callable[[Plan], float] = attrgetter("s
     return f"seed {seed}: {ratio:.3f} with {factor} x {name}" if ratio > may else ""
 
 
-@pytest.mark.parametrize("name", ["h200", pytest.param("b200", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["h200", "b200"])
 def test_a_clipped_step_is_never_slower_with_more_bandwidth_of_the_host(name: str) -> None:
     """Its forward pass waits for the optimizer, and its backward pass for compute."""
     model, described = llama_shape("8B", 32, 4096), machine(name)

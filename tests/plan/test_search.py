@@ -61,7 +61,7 @@ def some(*quick: str) -> list[Any]:
     return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in MACHINES]
 
 
-@pytest.mark.parametrize("name", some("balanced", "small device", "a cpu"))
+@pytest.mark.parametrize("name", some("small device", "a cpu"))
 def test_the_choice_is_within_3_percent_of_an_exhaustive_search(name: str) -> None:
     asked = question(MACHINES[name])
     chosen = find_plan(asked)
@@ -134,7 +134,7 @@ FURTHER = [*range(8), *range(8, 40, 5)]
 @pytest.mark.parametrize(
     ("tokens", "parts"),
     [
-        (128, FURTHER[::3]),
+        pytest.param(128, FURTHER[::3], marks=pytest.mark.slow),
         pytest.param(2048, FURTHER[1::4], marks=pytest.mark.slow),
         pytest.param(128, FURTHER, marks=pytest.mark.slow),
         pytest.param(2048, FURTHER, marks=pytest.mark.slow),

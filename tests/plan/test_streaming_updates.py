@@ -21,7 +21,7 @@ def without(question: Question) -> Plan:
     return find_plan(replace(question, overrides={**question.overrides, "streamed_updates": 0.0}))
 
 
-@pytest.mark.parametrize("clips", [True, False])
+@pytest.mark.parametrize("clips", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_where_compute_waits_for_the_optimizer_some_updates_are_streamed(clips: bool) -> None:
     asked = replace(SMALL, clips=clips)
     plain, chosen = without(asked), find_plan(asked)
@@ -37,7 +37,7 @@ def test_none_is_where_compute_waits_for_nothing() -> None:
     assert find_plan(replace(SMALL, tokens_per_step=1 << 17)).policy.streamed_updates == 0
 
 
-@pytest.mark.parametrize("share", [0.0, 0.25])
+@pytest.mark.parametrize("share", [0.0, pytest.param(0.25, marks=pytest.mark.slow)])
 def test_a_share_that_the_user_has_said_stays(share: float) -> None:
     policy = find_plan(replace(SMALL, overrides={"streamed_updates": share})).policy
     assert policy.streamed_updates == share

@@ -49,13 +49,18 @@ def test_a_plan_that_may_have_gates_is_never_slower_and_has_them_where_they_gain
 
 
 @pytest.mark.parametrize(
-    "told", [{"wait_for": "shard"}, pytest.param({"wait_for": "unit"}, marks=pytest.mark.slow), {"kernels": "compile"}]
+    "told",
+    [
+        {"wait_for": "shard"},
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ({"wait_for": "unit"}, {"kernels": "compile"})),
+    ],
 )
 def test_what_the_user_has_said_stays(told: dict[str, object]) -> None:
     policy = find_plan(replace(QUESTIONS["few tokens"], overrides=told)).policy
     assert policy.wait_for == told.get("wait_for", "unit")
 
 
+@pytest.mark.slow
 def test_shards_and_slots_that_the_user_has_said_stay_beside_gates() -> None:
     told = {"shard_nbytes": 200 << 20, "weight_slots": 1}
     policy = find_plan(replace(QUESTIONS["one slot"], overrides=told)).policy

@@ -60,7 +60,7 @@ def proof(told: str) -> tuple[float, float]:
 @pytest.mark.parametrize(
     ("data", "precision"),
     [
-        (identity, "bf16"),
+        pytest.param(identity, "bf16", marks=pytest.mark.slow),
         (sharegpt, "fp32"),
         pytest.param(identity, "fp32", marks=pytest.mark.slow),
         pytest.param(sharegpt, "bf16", marks=pytest.mark.slow),

@@ -57,7 +57,8 @@ def run(folder: Path, **changed: dict[str, Any]) -> tuple[str, list[float], dict
     return told, losses, load_file(folder / "run" / "model" / "model.safetensors")
 
 
-@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), "sim:1"])
+@pytest.mark.slow  # of engines it is shown by `tests/integration/test_tiers.py`
+@pytest.mark.parametrize("device", ["cpu", "sim:1"])
 def test_a_run_with_half_the_memory_has_the_same_numbers(
     tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

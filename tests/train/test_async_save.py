@@ -96,12 +96,16 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
         pytest.param(chosen("bf16", "during_backward", shares_memory=True), "cpu", marks=pytest.mark.slow),
         pytest.param(chosen(shares_memory=True, placements=HOMES["mixed"]), "cpu", marks=pytest.mark.slow),
         (chosen("fp32", placements=HOMES["disk"]), "sim:5"),
-        (chosen(placements=(Placement(), DEVICE, Placement("device"), Placement(), DISK)), "sim:2"),
+        pytest.param(
+            chosen(placements=(Placement(), DEVICE, Placement("device"), Placement(), DISK)),
+            "sim:2",
+            marks=pytest.mark.slow,
+        ),
         (
             chosen("bf16", "during_backward", placements=(DEVICE, Placement(), DEVICE, Placement(), Placement())),
             "sim:3",
         ),
-        (chosen(streamed_updates=1.0, shard_nbytes=60_000), "sim:4"),
+        pytest.param(chosen(streamed_updates=1.0, shard_nbytes=60_000), "sim:4", marks=pytest.mark.slow),
         (chosen("bf16", "during_backward", streamed_updates=1.0, shard_nbytes=60_000), "cpu"),
     ],
 )
@@ -134,7 +138,7 @@ def test_without_the_wait_the_state_would_be_torn(tmp_path: Path, slow_disk: Slo
         assert files(under_way.wait()) != files(quiet)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_memory_for_a_save_is_one_unit_in_float32(precision: Precision, tmp_path: Path) -> None:
     for placements, words in ((HOMES["host"], 1 if precision == "bf16" else 0), (HOMES["disk"], 3)):
         with made(chosen(precision, shares_memory=True, placements=placements), tmp_path) as engine:
