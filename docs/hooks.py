@@ -23,6 +23,7 @@ SECTIONS = {
     "limits": "What is refused; see [memory and disk](../guides/memory.md).",
     "memory": "Budgets, `24GB` or a share of what there is, `80%`; see [memory and disk](../guides/memory.md).",
     "disk": "The disk tier; see [memory and disk](../guides/memory.md).",
+    "lm_eval": "Tasks of EleutherAI's harness; see [validation](../guides/validation.md).",
     "checkpoint": "See [checkpoints and resume](../guides/resume.md).",
     "output": "What a run writes.",
     "": "Keys of the whole run.",
@@ -40,16 +41,16 @@ def keys_page() -> str:
     lines = [
         "# Configuration keys",
         "",
-        "Every key of a run with its default and its meaning, as `megatrain train --keys` prints them. A key may",
-        "stand in the YAML file or behind it on the command line: `megatrain train CONFIG train.steps=100`. An unknown",
+        "Every key of a run with what it takes, its default and its meaning, as `megatrain train --keys` prints them. It",
+        "may stand in the YAML file or behind it on the command line: `megatrain train CONFIG train.steps=100`. An unknown",
         "key is refused with the nearest name.",
     ]
     for section, keys in groupby(describe_keys(), key=lambda each: each[0].rpartition(".")[0]):
         lines += ["", f"## {section or 'resume and others'}", "", SECTIONS.get(section, ""), ""]
-        lines += ["| key | default | meaning |", "|---|---|---|"]
-        for key, default, meaning in keys:
+        lines += ["| key | takes | default | meaning |", "|---|---|---|---|"]
+        for key, kind, default, meaning in keys:
             shown = f"`{default}`" if default else "*required*"
-            lines.append(f"| `{key}` | {_cell(shown)} | {_cell(meaning)} |")
+            lines.append(f"| `{key}` | {_cell(kind)} | {_cell(shown)} | {_cell(meaning)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -99,15 +99,16 @@ def _train(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Dotted keys to set, train.steps=100 say.")
     ] = None,
-    keys: Annotated[bool, typer.Option("--keys", help="List every key of CONFIG with its default, and leave.")] = False,
+    keys: Annotated[bool, typer.Option("--keys", help="List every key of CONFIG, and leave.")] = False,
     ranks: Annotated[int, typer.Option(min=1, help="Processes that share the model, one for each GPU here.")] = 1,
 ) -> None:
     """Train a model as CONFIG says."""
     from megatrain.config import describe_keys, let_idle_threads_sleep, load_config
 
     if keys:
-        for key, default, meaning in describe_keys():
-            typer.echo(f"{key} = {default}\n    {meaning}" if default else f"{key}  (required)\n    {meaning}")
+        for key, kind, default, meaning in describe_keys():
+            head = f"{key} = {default}" if default else f"{key}  (required)"
+            typer.echo(f"{head}    [{kind}]\n    {meaning}")
         return
     if config is None:
         raise ConfigError("which CONFIG?", where="megatrain train", fix="try configs/quickstart.yaml")

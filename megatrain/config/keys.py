@@ -7,9 +7,10 @@ what `megatrain train --keys` prints (`describe_keys`). Left out: files, and wha
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import yaml
 from pydantic import (
@@ -27,6 +28,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 from megatrain.errors import ConfigError
 from megatrain.spec import Keep, UpdateTime
@@ -600,19 +602,73 @@ class Config(Section):
         return self.data.tokenizer or self.model.path or "bytes"
 
 
-def describe_keys() -> list[tuple[str, str, str]]:
-    """(dotted key, default, meaning) of every key, in order; the default of a required key is empty."""
+class Described(NamedTuple):
+    """A key as `--keys` lists it."""
+
+    key: str
+    """Dotted."""
+    kind: str
+    """What it takes: `whole number of 1 or more, or null`, or its choices with bars between."""
+    default: str
+    """As YAML; empty where the key is required."""
+    meaning: str
+
+
+def describe_keys() -> list[Described]:
+    """Every key, in order."""
     return list(_keys(Config, ""))
 
 
-def _keys(section: type[Section], prefix: str) -> Iterator[tuple[str, str, str]]:
+def _keys(section: type[Section], prefix: str) -> Iterator[Described]:
     for name, field in section.model_fields.items():
         nested = section_of(field.annotation)
         if nested is None:
             default = "" if field.is_required() else _flow(field.default)
-            yield f"{prefix}{name}", default, " ".join((field.description or "").split())
+            meaning = " ".join((field.description or "").split())
+            yield Described(f"{prefix}{name}", _kind(field.annotation, field.metadata), default, meaning)
         else:
             yield from _keys(nested, f"{prefix}{name}.")
+
+
+KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text", Any: "anything"}
+
+
+def _kind(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """A type in words, with its bounds or choices."""
+    origin, inside = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _kind(inside[0], _flat_metadata(inside[1:]))
+    if origin is Literal:
+        return " | ".join(map(str, inside))
+    if origin in (Union, UnionType):
+        words = [_kind(each) for each in inside if each is not NoneType]
+        return ", or ".join([*words, *(["null"] if NoneType in inside else [])])
+    if origin is tuple:
+        kinds = [_kind(each) for each in inside if each is not Ellipsis]
+        return f"list of: {kinds[0]}" if Ellipsis in inside else f"{len(kinds)} of: {kinds[0]}"
+    if origin is dict:
+        return "names and their values"
+    return f"{KINDS[annotation]}{_bounds(metadata, whole=annotation is int)}"
+
+
+def _flat_metadata(metadata: Sequence[Any]) -> list[Any]:
+    """Bounds, out of a `Field` too."""
+    return [part for each in metadata for part in (each.metadata if isinstance(each, FieldInfo) else [each])]
+
+
+def _bounds(metadata: Sequence[Any], *, whole: bool) -> str:
+    """`of 0 or more`, `above 0`, `from 0 to 1`, `from 0 to below 1`."""
+    found = {name: getattr(each, name) for each in metadata for name in ("ge", "gt", "le", "lt") if hasattr(each, name)}
+    low, high = found.get("ge"), found.get("le")
+    if whole and "gt" in found:
+        low = found["gt"] + 1
+    least = None if low is None and "gt" not in found else f"above {found['gt']:g}" if low is None else f"{low:g}"
+    most = f"{high:,.10g}" if high is not None else f"below {found['lt']:,.10g}" if "lt" in found else None
+    if least is None:
+        return ""
+    if most is None:
+        return f" {least}" if low is None else f" of {least} or more"
+    return f" {least}, {most} at most" if low is None else f" from {least} to {most}"
 
 
 def _flow(value: object) -> str:

@@ -240,7 +240,7 @@ def _nearest(key: str) -> str:
         return f"here it is {OTHER_TRAINERS[name]}"
     if section == "policy" and name in PLANNED:
         return "the planner decides where state lives, within memory.*; from Python, Policy(placements=...) does"
-    known = [known for known, _, _ in describe_keys()] + list(Config.model_fields)
+    known = [each.key for each in describe_keys()] + list(Config.model_fields)
     siblings = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == section}
     elsewhere = {one.rpartition(".")[2]: one for one in known}
     for names, cutoff in ((siblings, 0.6), (elsewhere, FAR)):

@@ -26,6 +26,7 @@ from megatrain.config import (
     load_config,
     save_config,
 )
+from megatrain.config.renamed_keys import OTHER_TRAINERS
 from megatrain.errors import ConfigError
 from megatrain.optim.lr_schedules import NAMES
 from megatrain.plan.question import MOST_TOKENS
@@ -266,7 +267,8 @@ def test_every_key_that_holds_a_path_takes_one_and_gives_it_back(tmp_path: Path)
 
 
 def test_every_key_that_may_hold_a_path_is_among_those_tried() -> None:
-    speak = {key for key, _, meaning in describe_keys() if re.search(r"\b([Ff]olders?|[Ff]iles?|path)\b", meaning)}
+    spoken = re.compile(r"\b([Ff]olders?|[Ff]iles?|path)\b")
+    speak = {each.key for each in describe_keys() if spoken.search(each.meaning)}
     assert speak - {*NO_PATHS} <= {*READ, *FOLDERS, *FILES}
 
 
@@ -324,13 +326,58 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 def test_every_key_has_a_meaning_and_a_default_that_is_its_own() -> None:
     keys = describe_keys()
-    assert all(meaning for _, _, meaning in keys)
-    assert [key for key, default, _ in keys if not default] == ["data.sources", "output.folder"]
-    defaults = {key: yaml.safe_load(default) for key, default, _ in keys if default}
+    assert all(each.meaning for each in keys)
+    assert [each.key for each in keys if not each.default] == ["data.sources", "output.folder"]
+    defaults = {each.key: yaml.safe_load(each.default) for each in keys if each.default}
     assert defaults["train.betas"] == [0.9, 0.95]
     assert defaults["data.pattern"] == "*"
     assert defaults["train.max_grad_norm"] == 1.0
     assert defaults["model.path"] is None
+
+
+def test_what_other_trainers_call_a_key_is_answered_with_ours_or_with_why_not(tmp_path: Path) -> None:
+    known, said = {each.key for each in describe_keys()}, " ".join(OTHER_TRAINERS.values())
+    sections = {key.partition(".")[0] for key in known if "." in key}
+    assert set(re.findall(rf"\b(?:{'|'.join(sections)})\.[a-z_]+", said)) <= known
+    for name, answer in {
+        "learning_rate": "did you mean train.learning_rate?",
+        "lr": "here it is train.learning_rate",
+        "num_train_epochs": "here it is train.epochs",
+        "per_device_train_batch_size": "here it is train.micro_batch_size",
+        "cutoff_len": "here it is data.sequence_length",
+        "max_seq_length": "here it is data.sequence_length",
+        "lora_r": "here it is adapter.r",
+        "load_in_4bit": "here it is nothing: a frozen base is held in bfloat16",
+        "deepspeed": "here it is nothing: state streams from host memory",
+        "load_best_model_at_end": "here it is output.best",
+        "early_stopping_patience": "did you mean train.early_stopping_patience?",
+    }.items():
+        (tmp_path / "run.yaml").write_text(f"{name}: 1\n")
+        with pytest.raises(ConfigError) as caught:
+            load_config(tmp_path / "run.yaml")
+        assert f"unknown key {name}" in str(caught.value)
+        assert answer in str(caught.value)
+
+
+def test_every_key_says_what_it_takes() -> None:
+    kinds = {each.key: each.kind for each in describe_keys()}
+    assert {key: kinds[key] for key in TAKEN} == TAKEN
+    assert not [key for key, kind in kinds.items() if "typing" in kind or "class" in kind]
+
+
+TAKEN = {
+    "train.lr_scheduler": "constant | cosine | linear | wsd",
+    "train.steps": "whole number of 1 or more, or null",
+    "train.epochs": "number above 0, 1,000,000 at most, or null",
+    "train.learning_rate": "number of 0 or more",
+    "train.min_lr_ratio": "number from 0 to 1",
+    "train.betas": "2 of: number from 0 to below 1",
+    "policy.kernels": "stock | compile | liger, or null",
+    "data.sources": "list of: text",
+    "data.validation": "names and their values",
+    "model.verify": "true or false",
+    "memory.host": "whole number of 1 or more, or text, or null",
+}
 
 
 def test_the_policy_section_mirrors_the_policy() -> None:

@@ -74,7 +74,7 @@ def test_every_example_writes_to_a_folder_of_its_own_and_overwrites_nothing() ->
 
 
 PAGES = [path for path in sorted((ROOT / "docs").glob("*/*.md")) if path.parent.name != "contributing"]
-KEYS = {key for key, _, _ in describe_keys()}
+KEYS = {each.key for each in describe_keys()}
 SECTIONS = {key.partition(".")[0] for key in KEYS if "." in key}
 
 
