@@ -155,7 +155,7 @@ def knees(names: Sequence[str] = ()) -> list[str]:
     the formula has it."""
     rows = ["| machine | weights | update | formula | by replay |", "|---|---|---|---|---|"]
     model = llama_shape("70B", 80, 8192)
-    for name in names or machine_names():
+    for name in names or [name for name in machine_names() if machine(name).devices == 1]:
         hardware = replace(with_enough_host(name), device_nbytes=ENOUGH_HOST, elementwise_bandwidth=inf)
         plan = find_plan(
             Question(model, hardware, 16_384, TOKENS_LENGTH, overrides={"activations": "recompute", "placements": ()})

@@ -243,6 +243,8 @@ def _plan(
     adapter: AdapterName = None,
     attention: Attention = "auto",
     trust_remote_code: Remote = False,
+    ranks: Annotated[int, typer.Option(min=1, help="GPUs that train together, of all machines.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines that they are on.")] = 1,
 ) -> None:
     """What a step would take: memory, time, what limits it, and what would help. Reads no weights."""
     _quiet_threads()
@@ -269,6 +271,8 @@ def _plan(
         attention=attention,
         trust_remote_code=trust_remote_code,
         overrides=overrides or (),
+        ranks=ranks,
+        nodes=nodes,
     )
 
 

@@ -33,8 +33,11 @@ from megatrain.plan import (
     find_plan,
     load_hardware,
     look,
+    question_of_one,
+    ranks_on_each,
     read_model,
     render_page,
+    share_of,
     survey,
     sweep,
     upgrades,
@@ -53,6 +56,7 @@ from megatrain.plan.report import (
     upgrade_rows,
     use_rows,
     warning_rows,
+    whole_tokens,
     without_gain,
 )
 from megatrain.run.this_machine import described_machine, probed_machine, this_machine
@@ -89,13 +93,16 @@ def run_plan(
     adapter: str | None = None,
     trust_remote_code: bool = False,
     overrides: Sequence[str] = (),
+    ranks: int = 1,
+    nodes: int = 1,
 ) -> Outlook:
     """Plan, print, and write what was asked for.
 
     model: hub name, folder, config.json, a file that `json_file` of an earlier plan names, or the configuration of a
     run (`.yaml`), which says everything but the machine, after `overrides` of its keys. hardware: a machine of
     the library or a hardware file; `None` is this machine. Memories are texts such as `24GB` or `80%`; `0` of the disk
-    leaves it alone. adapter: what trains over the model, `lora:16` say; `None` is the model itself.
+    leaves it alone. adapter: what trains over the model, `lora:16` say; `None` is the model itself. ranks: how many
+    train together, on `nodes` machines alike; memories of the host and the disk are those of each machine.
 
     Raises a `MegaTrainError` for whatever is wrong, before the model is read where that tells nothing: `DoesNotFit`
     with the nearest change that fits.
@@ -113,7 +120,11 @@ def run_plan(
     if run is not None:
         _refuse_given(tokens_per_step, length, precision, clips, *memories.values(), *how.values())
         precision, hardware = run.train.precision, hardware or run.train.hardware
+    if sweeps and ranks > 1:
+        raise ConfigError("is for one rank", where="--sweep", fix="leave it out, or plan for one rank")
     machine = find_hardware(hardware, precision)
+    here = ranks_on_each(ranks, nodes)
+    share_of(machine, ranks, here)  # what cannot be is told before the model is read
     limits = _limits(machine, memories, is_this_one=hardware is None)
     with Console(stderr=True).status("reading the model") as now:
         if run is not None:
@@ -121,10 +132,12 @@ def run_plan(
         else:
             spec = find_model(model, precision, **how)
             length = _length(spec, length, tokens_per_step)
-            tokens = max(length, TOKENS_PER_STEP) if tokens_per_step is None else tokens_per_step
+            least = length * ranks
+            tokens = max(1, TOKENS_PER_STEP // least) * least if tokens_per_step is None else tokens_per_step
             question = Question(spec, machine, tokens, length, precision, clips, saves=True, limits=limits)
         now.update("planning")
-        plan = _planned(question, may_shrink=run is None and tokens_per_step is None)
+        asked = question_of_one(question, ranks, here)
+        plan = _planned(asked, may_shrink=run is None and tokens_per_step is None)
         now.update("looking at upgrades")
         outlook = look(plan, token_budget)
         swept = sweep(plan) if sweeps else None
@@ -133,7 +146,7 @@ def run_plan(
     if run is None:
         _show_next(console, plan, _model_keys(model, attention, trust_remote_code=trust_remote_code), adapter)
     else:
-        _say_next(console, shlex.join(["megatrain", "train", model, *overrides]))
+        _say_next(console, _train(plan, model, *overrides))
     if "--html" in targets:
         _write(targets["--html"], render_page(outlook, facts, swept))
     if "--json" in targets:
@@ -207,7 +220,7 @@ def _length_of(run: Config, plan: Plan) -> str:
     from megatrain.data import about_tokens
 
     held = about_tokens(run.data.sources, run.tokenizer, run.data.pattern)
-    tokens = plan.question.tokens_per_step
+    tokens = whole_tokens(plan)
     epoch = None if held is None else held * (1 - run.data.validation_fraction) / tokens
     steps, epochs = run.train.steps, run.train.epochs
     if steps is None:
@@ -461,7 +474,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     device = "" if hardware.shares_memory else f"{amount(hardware.device_nbytes)} device, "
     return [
         ("model", describe_model(plan.question.model)),
-        ("machine", f"{hardware.name}: {device}{amount(hardware.host_nbytes)} host"),
+        ("machine", f"{hardware.name}: {device}{amount(hardware.sharers * hardware.host_nbytes)} host"),
         *_beyond(plan.question),
         ("attention", plan.question.model.attention),
         ("policy", "; ".join(describe_policy(plan.numerics, plan.policy))),
@@ -473,8 +486,9 @@ def _beyond(question: Question) -> list[tuple[str, str]]:
     """Memories of which more is asked about than the described machine has."""
     hardware = question.hardware
     there = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
+    each = " for each rank" if question.model.ranks > 1 else ""
     return [
-        (f"{tier} memory", f"{amount(asked)} as asked; the described machine has {amount(there[tier])}")
+        (f"{tier} memory", f"{amount(asked)} as asked{each}; the described machine has {amount(there[tier])}")
         for tier in there
         if (asked := question.limits.of(tier) or 0) > there[tier]
     ]
@@ -526,11 +540,21 @@ def _show_next(console: Console, plan: Plan, model: Mapping[str, Any], adapter: 
     init += ["--adapter", adapter] if adapter is not None else []
     init += ["--trust-remote-code"] if "trust_remote_code" in model else []
     console.print(Text.assemble(("in a configuration:\n", "bold"), "\n".join(lines)), soft_wrap=True)
-    _say_next(console, f"{shlex.join(init)}, then megatrain train config.yaml")
+    _say_next(console, f"{shlex.join(init)}, then {_train(plan, 'config.yaml')}")
 
 
 def _say_next(console: Console, command: str) -> None:
     console.print(Text.assemble(("next: ", "bold"), command), soft_wrap=True)
+
+
+def _train(plan: Plan, *arguments: str) -> str:
+    """The command that trains, on each machine."""
+    ranks, here = plan.question.model.ranks, plan.question.hardware.sharers
+    place = f"--nnodes {ranks // here} --nproc-per-node {here} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    train = shlex.join(["megatrain", "train", *arguments])
+    if ranks > here:
+        return f"torchrun {place} -m {train}"
+    return f"{train} --ranks {ranks}" if ranks > 1 else train
 
 
 def _adapter_facts(adapter: str | None) -> list[str]:
@@ -585,7 +609,8 @@ def _memory(plan: Plan) -> Table:
         total, budget = plan.nbytes[tier], budgets[tier]
         rows += [(tier, use, amount(nbytes), f"{nbytes / budget:.1%}") for use, nbytes in uses]
         rows.append((tier, f"total of {amount(budget)}", amount(total), f"{total / budget:.1%}"))
-    return _table("memory at its peak", ("tier", "what for", "bytes", "of the budget"), rows, texts=2)
+    title = "memory at its peak" + (", of each rank" if plan.question.model.ranks > 1 else "")
+    return _table(title, ("tier", "what for", "bytes", "of the budget"), rows, texts=2)
 
 
 def _heat_map(swept: Sweep) -> Table:

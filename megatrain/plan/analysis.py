@@ -27,6 +27,7 @@ from megatrain.plan.cost import (
 from megatrain.plan.estimates import estimate, examine, seconds_on
 from megatrain.plan.machines import machine, machine_names
 from megatrain.plan.question import MOST_TOKENS, Choice, Estimate, Plan, Question, usable_nbytes
+from megatrain.plan.ranks import SHARED
 from megatrain.plan.search import quicker_plan, survey
 from megatrain.schedule import Timeline
 from megatrain.spec import Hardware, Precision
@@ -66,6 +67,7 @@ STREAM_WORDS = {
     "write": "disk out",
     "pack": "into pinned staging",
     "unpack": "out of pinned staging",
+    "link": "link",
 }
 """Stream -> what it is to a person."""
 
@@ -106,6 +108,10 @@ RESOURCES: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
             "disk in": ("disk_read_bandwidth", "disk_duplex_read_bandwidth"),
             "disk out": ("disk_write_bandwidth", "disk_duplex_write_bandwidth"),
         },
+    ),
+    "link": (
+        ("link",),
+        {"link between devices": ("link_bandwidth",), "link between machines": ("node_bandwidth",)},
     ),
 }
 """Resource of a machine -> the streams that are busy with it, and its rates: the fields of each, the first of them the
@@ -374,6 +380,8 @@ def _resources(plan: Plan) -> dict[str, tuple[tuple[str, ...], dict[str, tuple[s
     found = dict(RESOURCES)
     if not _uses_disk(plan):
         del found["disk"]
+    if plan.question.model.ranks == 1:
+        del found["link"]
     if plan.question.hardware.shares_memory:
         memories = [found.pop(name) for name in ("device memory", "bus", "host memory")]
         streams = tuple(chain.from_iterable(streams for streams, _ in memories))
@@ -391,6 +399,8 @@ def _rate(plan: Plan, hardware: Hardware, fields: tuple[str, ...]) -> tuple[str,
     """The field that a figure is shown by, its rate and its unit."""
     precision, length = plan.question.precision, plan.question.length
     field = next((each for each in fields if getattr(hardware, each)), fields[0])
+    if field in SHARED:  # as its source says it, of the machine
+        return field, hardware.sharers * getattr(hardware, field), "B"
     if fields[0] == "flops":
         field = "flops_fp32" if precision == "fp32" and hardware.flops_fp32 else "flops"
         return field, product_flops(hardware, precision), "FLOP"
@@ -438,7 +448,8 @@ def _faster_row(row: Any, factor: float) -> Any:
 
 
 def hiding(plan: Plan) -> Hiding | None:
-    """The smallest step, in whole sequences, that hides every transfer and the optimizer behind compute.
+    """The smallest step, in whole sequences, that hides every transfer and the optimizer behind compute; of several
+    ranks, the step of all.
 
     `None` where none of up to `MOST_TOKENS` does, and on a device that shares memory, where nothing overlaps. The
     policy is the plan's, in one round; where kept graphs no longer fit, it recomputes.
@@ -468,7 +479,8 @@ def hiding(plan: Plan) -> Hiding | None:
         low, rows = (low, middle) if at(middle).stall_share < HIDDEN_STALL else (middle, rows)
     found = at(rows)
     asked = replace(question, tokens_per_step=found.tokens_per_step)
-    return found if found.fits else replace(found, fits=survey(asked, [asked.budgets()]) != [None])
+    fits = found.fits or survey(asked, [asked.budgets()]) != [None]
+    return replace(found, tokens_per_step=round(question.parts * found.tokens_per_step), fits=fits)
 
 
 def _between(low: int, rows: int, at: Callable[[int], Hiding]) -> int:
@@ -506,6 +518,8 @@ def _instant(hardware: Hardware) -> Hardware:
         host_copy_bandwidth=inf,
         pageable_fetch_bandwidth=inf,
         pageable_grad_bandwidth=inf,
+        link_bandwidth=inf,
+        node_bandwidth=inf,
     )
 
 
@@ -543,7 +557,8 @@ def _free(question: Question) -> dict[str, Question]:
     """Name of a change -> the question with it."""
     changes, twice = {}, 2 * question.sequences * question.length
     if twice <= MOST_TOKENS:
-        changes[f"{twice:,} tokens per step, in twice the sequences"] = replace(question, tokens_per_step=twice)
+        name = f"{round(question.parts * twice):,} tokens per step, in twice the sequences"
+        changes[name] = replace(question, tokens_per_step=twice)
     if question.clips:
         changes["no gradient clipping (max_grad_norm: null)"] = replace(question, clips=False)
     return changes
@@ -569,7 +584,7 @@ def upgrades(question: Question, plan: Plan | None) -> tuple[Upgrade, ...]:
         better = quicker_plan(asked, inf if today is None else WORTH_A_SEARCH * today) if more_memory else None
         seconds += [] if better is None else [better.seconds]
         best = min(seconds, default=None)
-        rate = None if best is None else question.sequences * question.length / best
+        rate = None if best is None else question.parts * question.sequences * question.length / best
         found.append(Upgrade(name, rate, None if plan is None or best is None else plan.seconds / best))
     return tuple(found)
 
@@ -593,6 +608,8 @@ def _changes(question: Question, uses_disk: bool) -> dict[str, Callable[[Questio
     changes["twice the device's flops"] = _twice("compute")
     if uses_disk:
         changes["twice the disk"] = _twice("disk")
+    if question.model.ranks > 1:
+        changes["twice the link"] = _twice("link")
     return changes
 
 

@@ -15,11 +15,11 @@ from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from megatrain.errors import PlanError
 from megatrain.spec import WEIGHT_NBYTES, Hardware
-from megatrain.spec.hardware import AttentionRate, DiskRate, ElementwiseRate, ProductRate
+from megatrain.spec.hardware import AttentionRate, DiskRate, ElementwiseRate, LinkRoute, ProductRate
 from megatrain.system.paths import read_text, usable_path, written_whole
 
 _LIBRARY = "machines.json"
@@ -27,6 +27,8 @@ _SYSTEM_NBYTES = 4 << 30
 """Of the memory that is installed in a machine of the library: what its system and other programs keep; assumed."""
 _DEVICE_NAMES = "device_names"
 """Key of the library alone: what drivers call the device."""
+_LIKE = "like"
+"""Key of the library alone: the machine whose figures hold, with their sources, where an entry says nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ _FLOPS = _Number(1e6, 1e18)
 _COUNT = _Number(1, 2**24, whole=True)
 _BLOCK = _Number(512, 2**30, whole=True)
 _DEPTH = _Number(1, 4096, whole=True)
+_SECONDS = _Number(1e-9, 1.0)
 
 _NUMBERS: dict[str, tuple[str, _Number]] = {  # key in a file -> field, and what it may be
     "device_bytes": ("device_nbytes", _CAPACITY),
@@ -65,7 +68,7 @@ _NUMBERS: dict[str, tuple[str, _Number]] = {  # key in a file -> field, and what
     "bf16_peak_flops_per_second": ("peak_flops", _FLOPS),
     "fp32_flops_per_second": ("flops_fp32", _FLOPS),
     "fp32_peak_flops_per_second": ("peak_flops_fp32", _FLOPS),
-    "launch_seconds": ("launch_seconds", _Number(1e-9, 1.0)),
+    "launch_seconds": ("launch_seconds", _SECONDS),
     "device_copy_bytes_per_second": ("device_bandwidth", _BANDWIDTH),
     "elementwise_bytes_per_second": ("elementwise_bandwidth", _BANDWIDTH),
     "fresh_bytes_per_second": ("fresh_bandwidth", _BANDWIDTH),
@@ -87,6 +90,11 @@ _NUMBERS: dict[str, tuple[str, _Number]] = {  # key in a file -> field, and what
     "disk_block_bytes": ("disk_block_nbytes", _BLOCK),
     "disk_depth": ("disk_depth", _DEPTH),
     "disk_endurance_bytes": ("disk_endurance_nbytes", _CAPACITY),
+    "devices": ("devices", _DEPTH),
+    "shared_bus_bytes_per_second": ("shared_bus_bandwidth", _BANDWIDTH),
+    "link_bytes_per_second": ("link_bandwidth", _BANDWIDTH),
+    "link_seconds": ("link_seconds", _SECONDS),
+    "node_bytes_per_second": ("node_bandwidth", _BANDWIDTH),
 }
 _PRECISION = "precision"
 _TABLES: dict[str, tuple[str, Any, dict[str, _Number]]] = {  # key -> field, row, and the numbers of a row in order
@@ -123,7 +131,7 @@ _TABLES: dict[str, tuple[str, Any, dict[str, _Number]]] = {  # key -> field, row
     ),
 }
 _WITH_PRECISION = ("products", "attention", "elementwise")
-_WORDS = ("name", "shares_memory", "sources")
+_WORDS = ("name", "shares_memory", "link_route", "sources")
 _KEYS = (*_WORDS, *_NUMBERS, *_TABLES)
 _NO_LONGER = ("watts",)
 """Keys of files that earlier versions wrote, which nothing depends on."""
@@ -197,7 +205,11 @@ def _read(content: Any, where: str) -> Hardware:
         raise PlanError(
             f"{content['shares_memory']!r} is not valid", where=f"{where}: shares_memory", fix="use true or false"
         )
+    if (route := content.get("link_route", "own")) not in get_args(LinkRoute):
+        fix = f"use {', '.join(get_args(LinkRoute))}"
+        raise PlanError(f"{route!r:.40} is not valid", where=f"{where}: link_route", fix=fix)
     values: dict[str, Any] = {"name": content["name"], "shares_memory": content.get("shares_memory", False)}
+    values["link_route"] = route
     for key, (field, number) in _NUMBERS.items():
         if key in content:
             values[field] = number.read(content[key], f"{where}: {key}")
@@ -284,6 +296,7 @@ def _parsed(text: str, where: str) -> Any:
 def _written(hardware: Hardware) -> dict[str, Any]:
     """What a file of `hardware` holds; what is not known is left out."""
     content: dict[str, Any] = {"name": hardware.name, "shares_memory": hardware.shares_memory}
+    content["link_route"] = hardware.link_route
     for key, (field, _) in _NUMBERS.items():
         if (value := getattr(hardware, field)) is not None:
             content[key] = value
@@ -302,7 +315,7 @@ def _values(row: Any) -> tuple[Any, ...]:
 
 def _keys_with_sources() -> dict[str, str]:
     """Key in a file -> field, for everything that may have a source."""
-    words = {"name": "name", "shares_memory": "shares_memory"}
+    words = {"name": "name", "shares_memory": "shares_memory", "link_route": "link_route"}
     tables = {key: field for key, (field, _, _) in _TABLES.items()}
     return words | {key: field for key, (field, _) in _NUMBERS.items()} | tables
 
@@ -313,6 +326,9 @@ def _library() -> dict[str, tuple[tuple[str, ...], Hardware]]:
     entries = _parsed(resources.files("megatrain.plan").joinpath(_LIBRARY).read_text(encoding="utf-8"), _LIBRARY)
     found = {}
     for name, entry in entries.items():
+        if like := entry.pop(_LIKE, None):
+            inherited = {key: value for key, value in entries[like].items() if key != _DEVICE_NAMES}
+            entry = {**inherited, **entry, "sources": {**inherited["sources"], **entry["sources"]}}
         devices = tuple(entry.pop(_DEVICE_NAMES, ()))
         installed = _read(entry, f"{_LIBRARY}: {name}")
         found[name] = devices, replace(installed, host_nbytes=installed.host_nbytes - _SYSTEM_NBYTES)

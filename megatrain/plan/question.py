@@ -76,6 +76,9 @@ class Question:
     """What a micro-batch's sequences are (`Work.batching`)."""
     saves: bool = False
     """Whether checkpoints are written beside steps: what that takes of host memory is part of the plan."""
+    parts: float = 1.0
+    """So many times as many sequences a step of all ranks has, where the question is that of one of them
+    (`ranks.question_of_one`); model, machine and limits are its own then, too."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.length <= self.tokens_per_step:
@@ -190,7 +193,8 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        return sum(self.work.tokens) / self.seconds
+        """Of all ranks together."""
+        return self.question.parts * sum(self.work.tokens) / self.seconds
 
     @property
     def written_nbytes(self) -> int:

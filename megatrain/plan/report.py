@@ -143,7 +143,7 @@ def warning_rows(outlook: Outlook) -> list[tuple[str, str]]:
     days = outlook.drive_days
     if days is None or days > SHORTEST_LIFE_DAYS:
         return []
-    written = amount(outlook.written_nbytes_per_day)
+    written = amount(_on_machine(outlook.plan, outlook.written_nbytes_per_day))
     return [("warning", f"{written} written to disk per day: the drive's endurance lasts {duration(days * 86_400)}")]
 
 
@@ -157,8 +157,9 @@ def summary_rows(outlook: Outlook) -> list[tuple[str, str]]:
     if outlook.token_budget is not None and outlook.run_seconds is not None:
         count, seconds = outlook.token_budget, outlook.run_seconds
     rows = [
-        ("step", f"{duration(plan.seconds)} for {sum(plan.work.tokens):,} tokens in {_cut(plan)}"),
+        ("step", f"{duration(plan.seconds)} for {whole_tokens(plan):,} tokens in {_cut(plan)}"),
         ("speed", f"{rate(plan.tokens_per_second)} tokens/s{_doubt(plan)}"),
+        *_rank_rows(plan),
         ("MFU", f"{outlook.mfu:.1%}: {flops(outlook.flops_per_second)} useful of {peak}, {flops(outlook.peak_flops)}"),
         ("limit", _limit(outlook)),
         ("hiding", _hiding(outlook)),
@@ -167,6 +168,38 @@ def summary_rows(outlook: Outlook) -> list[tuple[str, str]]:
     if outlook.written_nbytes_per_day and not warning_rows(outlook):
         rows.append(("disk", _disk(outlook)))
     return rows
+
+
+def whole_tokens(plan: Plan) -> int:
+    """Tokens of a step, of all ranks."""
+    return round(plan.question.parts * sum(plan.work.tokens))
+
+
+def _on_machine(plan: Plan, amount_of_one: float) -> float:
+    """Of all ranks of a machine, from what one has or does."""
+    return plan.question.hardware.sharers * amount_of_one
+
+
+def _rank_rows(plan: Plan) -> list[tuple[str, str]]:
+    """Of several ranks: where they are, what all of a machine take of it together, and what joins them."""
+    hardware, ranks = plan.question.hardware, plan.question.model.ranks
+    if ranks == 1:
+        return []
+    here, nodes = hardware.sharers, ranks // hardware.sharers
+    where = "on one machine" if nodes == 1 else f"on {nodes} machines, {here} on each"
+    taken, there = (_on_machine(plan, each) for each in (plan.nbytes["host"], plan.question.budgets()["host"]))
+    by_each, sources = f", {amount(plan.nbytes['host'])} by each rank", dict(hardware.sources)
+    links = [("devices", "link_bandwidth", here > 1), ("machines", "node_bandwidth", nodes > 1)]
+    joined = [
+        f"{amount(getattr(hardware, field))}/s between {what} ({_CLAUSE.split(sources.get(field, 'no source'), 1)[0]})"
+        for what, field, is_used in links
+        if is_used
+    ]
+    return [
+        ("ranks", f"{ranks} {where}: each with 1/{ranks} of the state and {sum(plan.work.tokens):,} tokens of a step"),
+        ("each host", f"{amount(taken)} of {amount(there)}{by_each if here > 1 else ''}"),
+        ("link", f"{', '.join(joined)}; in use {plan.timeline.utilisation('link'):.1%} of the step"),
+    ]
 
 
 def _doubt(plan: Plan) -> str:
@@ -193,7 +226,8 @@ def _two_digits(number: float) -> str:
 def _cut(plan: Plan) -> str:
     count, size = plan.work.micro_batches, plan.micro_batch
     batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
-    return f"{batches} of {size} x {plan.question.length:,}"
+    each = " on each rank" if plan.question.model.ranks > 1 else ""
+    return f"{batches} of {size} x {plan.question.length:,}{each}"
 
 
 def _limit(outlook: Outlook) -> str:
@@ -217,7 +251,7 @@ def _hiding(outlook: Outlook) -> str:
 def _disk(outlook: Outlook) -> str:
     written, days = outlook.written_nbytes_per_day, outlook.drive_days
     wear = "its endurance is not known" if days is None else f"the drive's endurance lasts {duration(days * 86_400)}"
-    return f"{amount(written)} written per day; {wear}"
+    return f"{amount(_on_machine(outlook.plan, written))} written per day; {wear}"
 
 
 def sensitivity_rows(outlook: Outlook) -> list[tuple[str, str, str]]:
@@ -273,7 +307,7 @@ def _gains(upgrade: Upgrade) -> bool:
 def configuration(plan: Plan) -> dict[str, dict[str, Any]]:
     """The keys of a run that ask for this plan, but for its model, data and folder; what is usual is left out."""
     question, hardware, limits = plan.question, plan.question.hardware, plan.question.limits
-    train: dict[str, Any] = {"global_batch_size": question.sequences}
+    train: dict[str, Any] = {"global_batch_size": round(question.parts * question.sequences)}
     if question.sequences % plan.micro_batch == 0:
         train["micro_batch_size"] = plan.micro_batch
     if not question.clips:
@@ -283,7 +317,10 @@ def configuration(plan: Plan) -> dict[str, dict[str, Any]]:
     if not hardware.shares_memory:
         train["device"] = "cuda:0"
     there = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
-    memory = {tier: _exact(nbytes) for tier in there if 0 < (nbytes := limits.of(tier) or 0) <= there[tier]}
+    shared = {"device": 1, "host": hardware.sharers, "disk": hardware.sharers}
+    memory = {
+        tier: _exact(shared[tier] * nbytes) for tier in there if 0 < (nbytes := limits.of(tier) or 0) <= there[tier]
+    }
     tree = {"data": {"sequence_length": question.length}, "train": train}
     tree |= {"memory": memory} if memory else {}
     return tree | ({"disk": {"folders": ["FOLDER-ON-A-FAST-DRIVE"]}} if plan.nbytes.get("disk") else {})
@@ -304,7 +341,9 @@ def as_content(outlook: Outlook, swept: Sweep | None = None) -> dict[str, Any]:
         "model": asdict(question.model),
         "hardware": asdict(question.hardware),
         "question": {
-            "tokens_per_step": sum(plan.work.tokens),
+            "tokens_per_step": whole_tokens(plan),
+            "ranks": question.model.ranks,
+            "nodes": question.model.ranks // question.hardware.sharers,
             "length": question.length,
             "precision": question.precision,
             "clips": question.clips,

@@ -497,7 +497,12 @@ class Search:
         """Whether there is a choice, and anything but compute that takes as long as the step."""
         usual = self.price(choice, micro_batch)
         waits = usual.busy.get("compute", 0.0) < WORTH_A_REPLAY * usual.seconds
-        return waits and "placements" not in self._overrides and not self.question.hardware.shares_memory
+        return waits and self._may_keep_state and "placements" not in self._overrides
+
+    @property
+    def _may_keep_state(self) -> bool:
+        """Whether the device may have weights, or all state of units, between steps."""
+        return not self.question.hardware.shares_memory and self.question.model.ranks == 1
 
     def _ladders(self, choice: Choice, micro_batch: int) -> list[list[Rung]]:
         """For this policy and leaner ones, by how many parts of the layers are on the device: what that promises.
@@ -554,7 +559,7 @@ class Search:
         numerics, policy = choice.numerics, choice.policy
         beside = found.nbytes["host"] - host_nbytes(model, numerics, replace(policy, placements=()), saves)
         room = self.budgets["host"] - beside
-        most = 0 if policy.placements or policy.shares_memory else self._most_resident(found)
+        most = self._most_resident(found) if self._may_keep_state and not policy.placements else 0
         key = state_policy(policy), room, self.budgets["disk"], most
         if key not in self._placements:
             fitted = place_state(model, numerics, policy, room, self.budgets["disk"], most, saves=saves)

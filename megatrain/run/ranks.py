@@ -1,18 +1,19 @@
 """Run training as one rank of several: what rank 0 does for all, what each does alone, and what they agree on.
 
 Rank 0 finds the checkpoint to resume from, plans, tells the person and writes the run folder; the others follow it, and
-write what they would tell to a log of their own. The plan is that of one rank with its part of a step and room for its
-part of the state; it knows no link between devices. Left out: who starts the ranks, and their steps (`train.engine`).
+write what they would tell to a log of their own. The plan is that of one rank with its part of the step, the state and
+the machine (`plan.ranks`); what joins the ranks is timed where no figure is known. Left out: who starts the ranks, and
+their steps (`train.engine`).
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import torch
 
@@ -21,20 +22,16 @@ from megatrain.dist import ALONE, World
 from megatrain.dist.processes import join
 from megatrain.dist.watch import Watch
 from megatrain.errors import ConfigError
-from megatrain.plan import Plan, Question, available_threads, find_plan
-from megatrain.spec import Limits
+from megatrain.plan import Plan, Question, available_threads, find_plan, question_of_one
+from megatrain.plan.ranks import lacking_links
+from megatrain.run.link_speed import with_links
+from megatrain.spec import Placement
 from megatrain.train.events import Ended, Event, Resumed, Skipped, Stepped
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from megatrain.device import Device
 
-FIXED: Mapping[str, Any] = {
-    "update": "next_forward",
-    "read_ahead_nbytes": 0,
-    "streamed_updates": 0.0,
-    "placements": (),
-    "micro_batches_per_round": 0,
-}
-"""Fields of the policy that a plan for several ranks does not choose."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -92,8 +89,8 @@ class Ranks:
         """The device of that name, of several GPUs this rank's own."""
         return name if self.alone or not name.startswith("cuda") else f"cuda:{self.local_rank}"
 
-    def planned(self, question: Question) -> Plan:
-        """The plan of the first rank, on all: of its part of a step. `question` is that of one rank that does all.
+    def planned(self, question: Question, device: Device) -> Plan:
+        """The plan of the first rank, on all: of its part. `question` is about a whole step on this machine.
 
         Raises `ConfigError` for steps that the ranks cannot share, and what `find_plan` raises on the first.
         """
@@ -106,37 +103,24 @@ class Ranks:
         if micro_batch is not None and (count := -(-sequences // micro_batch)) < size:
             what = f"a step has {count} micro-batch{'es' * (count > 1)}, and each of {size} ranks needs one"
             raise ConfigError(what, where="train.gradient_accumulation_steps", fix="give more, or start fewer ranks")
-        own = -(-count // size) * micro_batch if micro_batch is not None else sequences // size
-        there = question.hardware
-        room = {"host_nbytes": there.host_nbytes * size // self.local_size}  # the model in it is whole
-        if there.shares_memory:
-            room["device_nbytes"] = there.host_nbytes // (2 * self.local_size)
-        limits, host = question.limits, question.limits.host_nbytes
-        if host is not None:  # of each machine, of which every rank has its part, in the plan of the whole as often
-            halves = 2 if there.shares_memory else 1  # what it computes in lies there, too
-            limits = replace(limits, host_nbytes=host * size // (self.local_size * halves))
-            if there.shares_memory:
-                limits = replace(limits, device_nbytes=host // (self.local_size * halves))
-        mine = replace(
-            question,
-            hardware=replace(there, shares_memory=False, pinnable_nbytes=None, **room),  # type: ignore[arg-type]
-            tokens_per_step=own * question.length,
-            limits=limits,
-            overrides={**FIXED, **question.overrides},
-        )
+        here = max(self.world.exchange("ranks on a machine", self.local_size))
+        hardware = replace(question.hardware, devices=max(question.hardware.devices, here))
+        if self.world.exchange("links", lacking_links(hardware, size, here))[0]:
+            hardware = with_links(hardware, self.world, device, here)
+        mine = question_of_one(replace(question, hardware=hardware), size, here)
         plans: list[Plan] = []
 
         def chosen() -> dict[str, Any] | None:
             if not self.leads:
                 return None
             plans.append(find_plan(mine))
-            policy = asdict(plans[0].policy)
-            return {"micro_batch": plans[0].micro_batch, **asdict(plans[0].numerics), **policy, "placements": ()}
+            return {"micro_batch": plans[0].micro_batch, **asdict(plans[0].numerics), **asdict(plans[0].policy)}
 
         told = self.world.agree("the plan", chosen)[0]
         assert told is not None
         if not self.leads:
             rows = {name: _frozen(value) for name, value in told.items()}
+            rows["placements"] = tuple(Placement(**each) for each in told["placements"])
             plans.append(find_plan(replace(mine, overrides=rows)))
         return plans[0]
 

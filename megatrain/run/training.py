@@ -62,6 +62,7 @@ from megatrain.model import Progress as LoadingProgress
 from megatrain.model.hub import located
 from megatrain.optim import AdamW, lr_schedule
 from megatrain.plan import Plan, find_plan
+from megatrain.plan.report import whole_tokens
 from megatrain.run import resume
 from megatrain.run.data import Corpus, open_corpus, shortened
 from megatrain.run.evaluation import Evaluation, Metric, evaluated, load_metrics, scored
@@ -342,7 +343,7 @@ def _plan(config: Config, spec: ModelSpec, device: Device, ranks: Ranks) -> Plan
     """How to run it on this machine. Raises `DoesNotFit` before anything is allocated."""
     hardware = this_machine(device, config.train.precision, config.train.hardware)
     question = question_of(config, spec, hardware, {"host_threads": ranks.threads})
-    plan = find_plan(question) if ranks.alone else ranks.planned(question)
+    plan = find_plan(question) if ranks.alone else ranks.planned(question, device)
     refuse_wear(plan, config.disk)
     return plan
 
@@ -408,7 +409,7 @@ def _show(
     train, world = config.train, engine.world
     count = train.gradient_accumulation_steps or plan.work.micro_batches
     batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
-    tokens = sum(plan.work.tokens) if world.size == 1 else count * plan.work.tokens[0]
+    tokens = whole_tokens(plan)
     speed = f"{plan.seconds:.3g} s a step, {plan.tokens_per_second:,.0f} tokens/s"
     left_out = source.left_out() if isinstance(source, PretrainedSource | AdaptedSource) else ""
     facts = [

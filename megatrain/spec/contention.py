@@ -2,7 +2,8 @@
 
 Streams are first in, first out. A task starts when its stream is free and its waits are over. Where the tasks under way
 want more bytes per second than host memory has, all of those that use it run slower by the same factor. Each direction
-of the bus, and reading and writing a drive, has a share of its own speed while the other is in use.
+of the bus, and reading and writing a drive, has a share of its own speed while the other is in use; so has a way of the
+bus that collectives go over.
 `StreamClock` keeps the time: `schedule.replay` prices schedules by it and the simulated device runs by it; it is here
 because neither of their rooms may import the other.
 """
@@ -22,11 +23,13 @@ OPPOSITE = {"fetch": "grad", "grad": "fetch", "read": "write", "write": "read"}
 @dataclass(frozen=True, slots=True)
 class Contention:
     """host_dram_bandwidth: bytes per second of host memory, read plus written; dram_nbytes: those that a task reads and
-    writes. duplex: stream -> share of its own speed that it has while the other way is in use."""
+    writes. duplex: stream -> share of its own speed that it has while the other way is in use. linked: stream -> the
+    same while `link` is in use, which then has no more of its own."""
 
     host_dram_bandwidth: float = inf
     dram_nbytes: Callable[[Any], float] = lambda task: 0.0
     duplex: Mapping[str, float] = field(default_factory=dict)
+    linked: Mapping[str, float] = field(default_factory=dict)
 
 
 NO_CONTENTION = Contention()
@@ -57,7 +60,7 @@ class StreamClock:
     """Virtual time of pieces of work on streams that share resources."""
 
     def __init__(self, contention: Contention, now: float = 0.0) -> None:
-        self._dram, self._duplex = contention.host_dram_bandwidth, contention.duplex
+        self._dram, self._duplex, self._linked = contention.host_dram_bandwidth, contention.duplex, contention.linked
         self._queues: dict[str, deque[TimedTask]] = defaultdict(deque)
         self._under_way: dict[str, _UnderWay] = {}
         """Of each busy stream."""
@@ -131,6 +134,11 @@ class StreamClock:
         """Of each stream with work under way, over what it has alone."""
         busy = self._under_way
         speeds = {stream: self._duplex.get(stream, 1.0) if OPPOSITE.get(stream) in busy else 1.0 for stream in busy}
+        if self._linked and "link" in busy:
+            for stream, share in self._linked.items():
+                if stream in busy:
+                    speeds[stream] *= share
+                    speeds["link"] = min(speeds["link"], share)
         wanted = sum([busy[stream].dram_rate * speed for stream, speed in speeds.items()])
         if wanted > self._dram:
             for stream in busy:

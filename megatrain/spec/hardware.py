@@ -6,8 +6,12 @@ Rates are rows that files hold and the planner interpolates between (`plan.cost`
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megatrain.spec.numerics import Precision
+
+LinkRoute = Literal["own", "bus", "host"]
+"""What devices of one machine reach each other over: links of their own, the bus, or the bus and host memory."""
 
 SECTOR = 4096
 """Bytes. Direct transfers begin and end at multiples of it, in memory and in files, on every drive known to us."""
@@ -126,5 +130,18 @@ class Hardware:
     """Bytes that may be written to the drive in its life (its TBW)."""
     pinnable_nbytes: int | None = None
     """Host memory that may be page-locked; 0 where that is refused."""
+    devices: int = 1
+    """Devices of this kind in the machine. Host memory, its rates and the drive are what they share."""
+    shared_bus_bandwidth: float | None = None
+    """Bytes per second, each way, of the buses of all devices together, where that is less than the sum of theirs."""
+    link_bandwidth: float | None = None
+    """Bytes per second that a device sends to the others of its machine in a collective, while it receives as much."""
+    link_route: LinkRoute = "own"
+    link_seconds: float | None = None
+    """What a collective takes beyond its bytes."""
+    node_bandwidth: float | None = None
+    """Bytes per second that a machine sends to others over all its adapters, while it receives as much."""
+    sharers: int = 1
+    """Ranks among which the machine is divided: of what devices share, the figures are one rank's part."""
     sources: tuple[tuple[str, str], ...] = ()
     """Field -> where its figure is from: a datasheet, a measurement, an assumption."""

@@ -8,7 +8,7 @@ import tempfile
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -18,7 +18,7 @@ from megatrain.errors import PlanError
 from megatrain.plan import load_hardware, machine, machine_names, save_hardware
 from megatrain.plan.machines import machine_of_device
 from megatrain.spec import Hardware
-from megatrain.spec.hardware import AttentionRate, DiskRate, ElementwiseRate, ProductRate
+from megatrain.spec.hardware import AttentionRate, DiskRate, ElementwiseRate, LinkRoute, ProductRate
 
 PLAIN = Hardware("plain", 8 << 30, 32 << 30, 1e10, 1e10, 1e13, 4e10)
 KEYS = {
@@ -42,7 +42,25 @@ def file_of(folder: Path, **changes: Any) -> Path:
 def test_the_library_holds_the_machines_it_promises() -> None:
     servers = {"h200", "h100", "h100-pcie", "a100-pcie", "a100-sxm", "gh200", "b200", "mi300x", "l40s"}
     desks = {"rtx-3090", "rtx-4080", "rtx-4090", "rtx-5080", "rtx-5090", "rtx-pro-6000", "a6000", "laptop"}
-    assert servers | desks | {"cpu-desktop", "cpu-server"} == set(machine_names())
+    several = {"8x-h100", "8x-h200", "4x-gh200", "4x-rtx-4090", "8x-rtx-4090", "2x-rtx-5090", "dgx-spark"}
+    assert servers | desks | several | {"cpu-desktop", "cpu-server"} == set(machine_names())
+
+
+def test_a_machine_of_several_devices_says_what_joins_them_and_has_the_device_of_another() -> None:
+    for name in machine_names():
+        each, sources = machine(name), dict(machine(name).sources)
+        if each.devices > 1:
+            of_one = machine(name.partition("-")[2])
+            assert name.startswith(f"{each.devices}x-")
+            assert (each.flops, each.attention, each.device_nbytes) == (
+                of_one.flops,
+                of_one.attention,
+                of_one.device_nbytes,
+            )
+            assert each.link_bandwidth is not None
+            assert len(sources["link_route"]) > 10
+            assert each.host_nbytes >= of_one.host_nbytes
+        assert each.sharers == 1
 
 
 @pytest.mark.parametrize("name", machine_names())
@@ -51,7 +69,7 @@ def test_every_figure_of_a_described_machine_has_a_source(name: str) -> None:
     sources = dict(described.sources)
     unsourced = {"name", "sources", "shares_memory"}
     for each in fields(Hardware):
-        if each.name not in unsourced and getattr(described, each.name) not in (None, ()):
+        if each.name not in unsourced and getattr(described, each.name) not in (None, (), each.default):
             assert len(sources[each.name]) > 10, each.name
     assert "assumed" in sources["flops"]
     assert "assumed" not in sources["peak_flops"]
@@ -127,6 +145,11 @@ MACHINES = st.builds(
     ).map(tuple),
     pinnable_nbytes=st.none() | st.just(0) | NBYTES,
     disk_endurance_nbytes=st.none() | st.integers(2**20, 10**15),
+    devices=st.integers(1, 4096),
+    link_bandwidth=st.none() | BANDWIDTHS,
+    link_route=st.sampled_from(get_args(LinkRoute)),
+    link_seconds=st.none() | st.floats(1e-9, 1.0),
+    node_bandwidth=st.none() | BANDWIDTHS,
     sources=st.dictionaries(st.sampled_from(["flops", "products", "name"]), st.text()).map(lambda d: tuple(d.items())),
 )
 
@@ -168,6 +191,7 @@ def test_every_key_of_a_file_says_its_unit(tmp_path: Path) -> None:
     save_hardware(machine("h200"), tmp_path / "h200.json")
     content = json.loads((tmp_path / "h200.json").read_text())
     units = ("_bytes", "_per_second", "_seconds", "_depth", "name", "shares_memory", "sources", "by_threads")
+    units += ("devices", "link_route")
     content.pop("attention")  # a table, whose columns do
     assert [key for key in content if not key.endswith(units)] == []
 
@@ -196,6 +220,8 @@ def test_an_absurd_figure_is_refused_by_name(tmp_path: Path, key: str, value: An
         ({"products": [{"precision": "bf16", "m": 1}]}, r"products\[0\].k, n, flops_per_second: are missing"),
         ({"name": " "}, "name: ' ' is no name"),
         ({"shares_memory": 1}, "shares_memory: 1 is not valid"),
+        ({"link_route": ["bus"]}, r"link_route: .'bus'. is not valid; use own, bus, host"),
+        ({"devices": 0}, "devices: 0 is beyond reason"),
         ({"host_byte": 300}, "no key is called 'host_byte'; did you mean 'host_bytes'?"),
         ({"products": {}}, "products: is not a list of tables"),
         (

@@ -1,0 +1,156 @@
+"""What one rank of several asks the planner: its part of a step, of the state, and of the machine that they share.
+
+Ranks do the same at the same time, each with its device. So each has an equal part of what their devices share, be it
+bytes or bytes per second, and one that is planned for such a part stands for all: a step of theirs is as long as its
+own. Collectives cost their bytes over the links (`cost`). Left out: who starts ranks (`run.ranks`), and ranks whose
+devices or machines differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+from megatrain.errors import PlanError
+from megatrain.plan.cost import disk_bandwidths, host_dram_bandwidth, optimizer_bandwidth, packing_bandwidth
+from megatrain.plan.machines import machine, machine_names
+from megatrain.plan.question import Question
+from megatrain.spec import Hardware, Limits
+
+FIXED: Mapping[str, Any] = {
+    "update": "next_forward",
+    "read_ahead_nbytes": 0,
+    "streamed_updates": 0.0,
+    "micro_batches_per_round": 0,
+}
+"""Fields of the policy that a plan for several ranks does not choose."""
+
+SHARED = (
+    *("host_bandwidth", "host_dram_bandwidth", "norm_bandwidth"),
+    *("disk_read_bandwidth", "disk_write_bandwidth", "disk_duplex_read_bandwidth", "disk_duplex_write_bandwidth"),
+)
+"""Rates of a machine of which each rank has a part."""
+
+
+def ranks_on_each(ranks: int, nodes: int) -> int:
+    """Of so many machines. Raises `PlanError` where they would have different numbers."""
+    for name, count in (("ranks", ranks), ("nodes", nodes)):
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise PlanError(f"{count!r} {name}", where=name, fix="give 1 or more")
+    if ranks % nodes:
+        what = f"{nodes} machines do not have {ranks} rank{'s' * (ranks > 1)} evenly"
+        raise PlanError(what, where="nodes", fix=f"give a number that divides {ranks}, or {nodes} ranks for each")
+    return ranks // nodes
+
+
+def question_of_one(question: Question, ranks: int, here: int) -> Question:
+    """The question that each of the ranks asks, of which `here` are on each machine, where `question` is about all: a
+    whole step, and one of the machines with its limits.
+
+    Raises `PlanError` for ranks that the machines have no devices or links for, or that cannot share the step evenly;
+    with a `micro_batch` that is decided one may have a micro-batch more than another, and is the one that asks.
+    """
+    if ranks == 1:
+        return question
+    hardware, limits = share_of(question.hardware, ranks, here), question.limits
+    host, disk = _part(limits.host_nbytes, here), _part(limits.disk_nbytes, here)
+    if question.hardware.shares_memory:
+        host = _part(host, 2)  # the other half is for slots
+        limits = replace(limits, device_nbytes=host)
+    count, size, micro_batch = question.sequences, 1, question.overrides.get("micro_batch")
+    if micro_batch is not None:
+        count, size = -(-question.sequences // micro_batch), micro_batch
+    if count < ranks or (micro_batch is None and count % ranks):
+        what = f"a step has {count:,} {'sequence' if micro_batch is None else 'micro-batch'}"
+        what += ("s" if micro_batch is None else "es") * (count > 1)
+        what += f", and each of {ranks} ranks needs as many" if count >= ranks else f", and there are {ranks} ranks"
+        raise PlanError(what, where="tokens_per_step", fix=f"give a multiple of {ranks}, or fewer ranks")
+    own = -(-count // ranks) * size
+    return replace(
+        question,
+        model=question.model.over(ranks),
+        hardware=hardware,
+        tokens_per_step=own * question.length,
+        parts=question.sequences / own,
+        overrides={**FIXED, **question.overrides},
+        limits=Limits(limits.device_nbytes, host, disk),
+    )
+
+
+def share_of(hardware: Hardware, ranks: int, here: int) -> Hardware:
+    """A machine as one of the ranks has it, of which `here` are on each of its kind. Raises `PlanError` for ranks that
+    it has no devices or no links for."""
+    if ranks == 1:
+        return hardware
+    _refuse_what_lacks(hardware, ranks, here)
+    own = min(inf, (hardware.shared_bus_bandwidth or inf) / here)
+    if hardware.shares_memory:
+        hardware = _with_slots(hardware, here)
+    counts = sorted({-(-threads // here) for threads, _ in hardware.optimizer_bandwidth})
+    by_threads = tuple((count, optimizer_bandwidth(hardware, count * here) / here) for count in counts)
+    shared: dict[str, Any] = {
+        name: _part(getattr(hardware, name), here)
+        for name in ("host_nbytes", "disk_nbytes", "disk_endurance_nbytes", "pinnable_nbytes")
+    }
+    read, write = disk_bandwidths(hardware)
+    known = {"host_dram_bandwidth": host_dram_bandwidth(hardware), "disk_read_bandwidth": read}
+    known["disk_write_bandwidth"] = write  # or what is assumed
+    shared |= {name: _over(known.get(name) or getattr(hardware, name), here) for name in SHARED}
+    buses = ("fetch_bandwidth", "grad_bandwidth", "pageable_fetch_bandwidth", "pageable_grad_bandwidth")
+    both = ("duplex_fetch_bandwidth", "duplex_grad_bandwidth")
+    shared |= {name: _at_most(getattr(hardware, name), own) for name in (*buses, *both)}
+    return replace(hardware, **shared | {"optimizer_bandwidth": by_threads, "sharers": here})
+
+
+def lacking_links(hardware: Hardware, ranks: int, here: int) -> list[str]:
+    """Fields of the links that the ranks go over and that have no figure."""
+    used = {"link_bandwidth": here > 1, "node_bandwidth": ranks > here}
+    return [field for field, is_used in used.items() if is_used and not getattr(hardware, field)]
+
+
+def _refuse_what_lacks(hardware: Hardware, ranks: int, here: int) -> None:
+    if here > hardware.devices and not hardware.shares_memory:
+        gpus = "one GPU" if hardware.devices == 1 else f"{hardware.devices} GPUs"
+        what = f"{here} ranks on each machine, and {hardware.name} has {gpus}"
+        raise PlanError(what, where="ranks", fix=_machines_with(here, hardware))
+    if hardware.shares_memory:
+        hardware = _with_slots(hardware, here)
+    for field in lacking_links(hardware, ranks, here):
+        between = "its devices" if field == "link_bandwidth" else "it and other machines"
+        key = f"{field.removesuffix('_bandwidth')}_bytes_per_second"
+        what = f"has no figure for what joins {between}"
+        raise PlanError(what, where=f"hardware {hardware.name}", fix=f"add {key} to its file")
+
+
+def _machines_with(devices: int, hardware: Hardware) -> str:
+    there = [name for name in machine_names() if machine(name).devices >= devices]
+    alike = [name for name in there if machine(name).flops == hardware.flops] or there
+    fewer = f"give {hardware.devices} ranks, or more nodes" if hardware.devices > 1 else "plan for one rank on each"
+    return f"{fewer}; described with {devices} or more: {', '.join(alike)}" if alike else fewer
+
+
+def _with_slots(hardware: Hardware, here: int) -> Hardware:
+    """Where ranks compute in host memory, as on a cpu: each has slots there, and its part of the cores; collectives
+    copy from one's memory to another's."""
+    copies = packing_bandwidth(hardware)
+    flops = {name: _over(getattr(hardware, name), here) for name in ("flops", "flops_fp32", "device_bandwidth")}
+    found: dict[str, Any] = {**flops, "link_route": "host", "shares_memory": False, "pinnable_nbytes": None}
+    if hardware.link_bandwidth is None:
+        found["link_bandwidth"] = copies / 2
+        found["sources"] = (*hardware.sources, ("link_bandwidth", "assumed: half of what one thread copies"))
+    half = hardware.host_nbytes // 2
+    return replace(hardware, host_nbytes=half, device_nbytes=half // here, **found)
+
+
+def _part(count: int | None, here: int) -> int | None:
+    return None if count is None else count // here
+
+
+def _over(rate: float | None, here: int) -> float | None:
+    return None if rate is None else rate / here
+
+
+def _at_most(rate: float | None, most: float) -> float | None:
+    return None if rate is None else min(rate, most)
