@@ -124,13 +124,6 @@ class Ranks:
             plans.append(find_plan(replace(mine, overrides=rows)))
         return plans[0]
 
-    def own_limits(self, plan: Plan) -> Limits:
-        """What this rank may take, where a plan is of the whole model: its part of the host's memory."""
-        limits = plan.question.limits
-        if self.alone or limits.host_nbytes is None:
-            return limits
-        return replace(limits, host_nbytes=limits.host_nbytes // self.world.size)
-
     def open_log(self, folder: Path) -> TextIO:
         """Where a rank that is not the first tells what it has to tell. Raises `ConfigError`."""
         path = folder / "logs" / f"rank-{self.world.rank}.log"

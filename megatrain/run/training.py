@@ -373,7 +373,7 @@ def _engine(
         "max_grad_norm": config.train.max_grad_norm,
         "numerics": plan.numerics,
         "policy": plan.policy,
-        "limits": ranks.own_limits(plan),
+        "limits": plan.question.limits,
         "disk": open_disk(config.disk, plan.question.hardware) or (),
         "seed": config.train.seed,
         "verify": config.model.verify,

@@ -90,7 +90,7 @@ def test_a_budget_of_host_memory_is_that_of_all_ranks_of_a_machine(tmp_path: Pat
         ranks = Ranks(world, world.rank, world.size)
         with MAKING:
             device = open_device("cpu")
-        return ranks.own_limits(training._plan(config, spec, device, ranks))
+        return training._plan(config, spec, device, ranks).question.limits
 
     assert together(worlds(2), limits) == [Limits(1 << 30, 1 << 30, 0)] * 2
 

@@ -1,0 +1,227 @@
+"""One rank of several is planned for: what it shares, what collectives cost, and that more ranks are never slower."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from bench.shapes import llama_shape
+from megatrain.errors import PlanError
+from megatrain.plan import Choice, Question, contention, examine, find_plan, machine, op_seconds, question_of_one
+from megatrain.plan.analysis import RESOURCES, look, sensitivities, with_more
+from megatrain.plan.cost import link_shares, optimizer_bandwidth
+from megatrain.plan.estimates import seconds_on
+from megatrain.plan.ranks import FIXED, ranks_on_each, share_of
+from megatrain.plan.report import as_content, configuration, summary_rows
+from megatrain.schedule import Op
+from megatrain.spec import Hardware, Limits, ModelSpec, Numerics, Policy, Work
+from megatrain.spec.layout import layout_of
+
+SMALL = llama_shape("small", 6, 1024, vocabulary=8000)
+PLAIN = Hardware("plain", 8 << 30, 32 << 30, 1e10, 1e10, 1e13, 4e10, devices=4, link_bandwidth=4e9)
+
+
+def asked(
+    ranks: int, name: str = "8x-h100", *, model: ModelSpec = SMALL, each: int = 4, length: int = 1024, nodes: int = 1
+) -> Question:
+    """With so many sequences for each rank."""
+    question = Question(model, machine(name), ranks * each * length, length, saves=True)
+    return question_of_one(question, ranks, ranks_on_each(ranks, nodes))
+
+
+# What a rank has ------------------------------------------------------------------------------------------------------
+
+
+def test_one_rank_is_asked_for_as_without_ranks() -> None:
+    question = Question(SMALL, machine("h100"), 4096, 1024)
+    assert question_of_one(question, 1, 1) is question
+
+
+def test_a_rank_has_an_equal_part_of_what_the_devices_of_its_machine_share() -> None:
+    whole = machine("8x-h100")
+    part = share_of(whole, 16, 4)
+    assert part.sharers == 4
+    for name in ("host_nbytes", "disk_nbytes", "host_bandwidth", "host_dram_bandwidth", "disk_read_bandwidth"):
+        assert getattr(part, name) == pytest.approx(getattr(whole, name) / 4)
+    for name in ("device_nbytes", "fetch_bandwidth", "flops", "link_bandwidth", "node_bandwidth"):
+        assert getattr(part, name) == getattr(whole, name)
+    for threads in (1, 3, 7, 30):
+        together = optimizer_bandwidth(whole, 4 * threads)
+        assert 4 * optimizer_bandwidth(part, threads) == pytest.approx(together, rel=0.07)
+
+
+def test_buses_that_share_a_way_have_a_part_of_it_each() -> None:
+    switched = replace(PLAIN, shared_bus_bandwidth=2e10)
+    assert [share_of(switched, here, here).fetch_bandwidth for here in (2, 4)] == [1e10, 5e9]
+
+
+def test_host_memory_of_a_rank_is_its_part_of_the_state() -> None:
+    """14 bytes a parameter over the ranks, and no more than what pads units to be shared."""
+    for ranks, nodes in ((2, 1), (8, 1), (16, 2)):
+        plan = examine(asked(ranks, nodes=nodes), Choice(Numerics(), Policy()), 4)
+        exact = 14 * SMALL.numel / ranks
+        assert exact <= plan.nbytes["host"] - plan.save_nbytes <= 1.02 * exact
+        assert plan.question.model.ranks == ranks
+
+
+def test_limits_are_of_each_machine_and_of_each_device() -> None:
+    question = Question(SMALL, PLAIN, 8192, 1024, limits=Limits(1 << 30, 8 << 30, 4 << 30))
+    assert question_of_one(question, 4, 4).limits == Limits(1 << 30, 2 << 30, 1 << 30)
+    assert question_of_one(question, 2, 1 + 1).limits == Limits(1 << 30, 4 << 30, 2 << 30)
+
+
+def test_micro_batches_that_do_not_divide_are_planned_for_the_rank_with_most() -> None:
+    question = Question(SMALL, PLAIN, 5 * 2048, 1024, overrides={"micro_batch": 2})
+    mine = question_of_one(question, 3, 3)
+    assert (mine.sequences, mine.parts) == (4, 2.5)
+    plan = find_plan(mine)
+    assert plan.tokens_per_second * plan.seconds == pytest.approx(5 * 2048)
+
+
+def test_what_ranks_compute_with_in_host_memory_has_slots_there() -> None:
+    """On a cpu: half of a rank's part, and its part of the cores."""
+    whole = machine("cpu-server")
+    part = share_of(whole, 2, 2)
+    assert not part.shares_memory
+    assert part.host_nbytes == part.device_nbytes == whole.host_nbytes // 4
+    assert part.flops == whole.flops / 2
+
+
+# Collectives ----------------------------------------------------------------------------------------------------------
+
+
+def collectives(question: Question) -> list[Op]:
+    plan = examine(question, Choice(Numerics(), Policy()), 4)
+    return plan.timeline.schedule.collectives
+
+
+@pytest.mark.parametrize(("here", "nodes"), [(2, 1), (4, 1), (4, 2), (1, 3)])
+def test_a_collective_takes_what_its_bytes_take_over_the_slower_of_the_links(here: int, nodes: int) -> None:
+    ranks, hardware = here * nodes, replace(PLAIN, node_bandwidth=5e9, link_seconds=1e-3, device_bandwidth=1e12)
+    question = question_of_one(Question(SMALL, hardware, ranks * 4096, 1024), ranks, here)
+    price = op_seconds(question.model, Numerics(), Policy(), Work((4096,)), question.hardware)
+    for op in collectives(question)[:: 1 if nodes == 1 else 3]:
+        shard = next(each for each in (*op.reads, *op.writes) if each.stop - each.start >= op.form[3])  # type: ignore[operator]
+        size = layout_of(question.model.units[op.unit]).size
+        assert shard.stop - shard.start <= 4 * size
+        if op.kind == "GATHER":
+            whole = op.writes[0].stop - op.writes[0].start
+            inside = outside = whole * (ranks - 1) / ranks
+            summed = 0.0
+        else:
+            whole = op.reads[0].stop - op.reads[0].start
+            inside, outside = whole * (here - 1) / ranks, here * whole * (ranks - here) / ranks
+            summed = 4 * whole / 1e12
+        seconds = 1e-3 + max(inside / 4e9 if here > 1 else 0.0, outside / 5e9 if nodes > 1 else 0.0)
+        assert price(op) == pytest.approx(seconds + summed)
+
+
+def test_collectives_through_host_memory_take_of_it_and_of_the_bus_and_links_of_their_own_do_not() -> None:
+    question = asked(4, "4x-rtx-4090")
+    of = contention(question.model, Numerics(), question.hardware)
+    own = contention(question.model, Numerics(), replace(question.hardware, link_route="own"))
+    bus = contention(question.model, Numerics(), replace(question.hardware, link_route="bus"))
+    for op in collectives(question):
+        whole = op.writes[0] if op.kind == "GATHER" else op.reads[0]
+        assert of.dram_nbytes(op) == 2 * (whole.stop - whole.start) * 3 / 4
+        assert own.dram_nbytes(op) == bus.dram_nbytes(op) == 0
+    assert of.linked == bus.linked == {"fetch": 25 / 40, "grad": 25 / 40}
+    assert own.linked == link_shares(machine("4x-rtx-4090")) == {}
+
+
+def test_twice_as_quick_a_link_helps_where_a_step_waits_for_it() -> None:
+    question = asked(8, "8x-rtx-4090", each=1)
+    plan = find_plan(question)
+    saved = {each.resource: each.saved for each in sensitivities(plan)}
+    assert saved.keys() == RESOURCES.keys() - {"disk"}
+    assert saved["link"] > 0.02
+
+
+def test_ten_percent_more_of_everything_saves_an_eleventh_of_a_rank_s_step() -> None:
+    """So no rate that it depends on is left out, but what it costs to launch an op and to begin a collective."""
+    question = asked(4, "4x-rtx-4090")
+    hardware = replace(question.hardware, launch_seconds=None, link_seconds=None)
+    plan = find_plan(replace(question, hardware=hardware))
+    for resource in RESOURCES:
+        hardware = with_more(hardware, resource, 1.1)
+    assert seconds_on(plan, replace(question, hardware=hardware)) == pytest.approx(plan.seconds / 1.1)
+
+
+# Plans ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_for_ranks_leaves_alone_what_they_cannot_do() -> None:
+    """On a machine that would have all state on the device for one rank, and streamed updates for another."""
+    for name, ranks in (("8x-h100", 8), ("2x-rtx-5090", 2)):
+        plan = find_plan(asked(ranks, name))
+        assert {field: getattr(plan.policy, field) for field in FIXED} == FIXED
+        assert all(placement.weights != "device" for placement in plan.policy.placements)
+
+
+def test_state_that_the_host_has_no_room_for_is_on_the_drive_of_all() -> None:
+    question = Question(SMALL, replace(machine("4x-rtx-4090"), host_nbytes=1 << 30), 16 * 1024, 1024)
+    plan = find_plan(question_of_one(question, 4, 4))
+    assert 0 < plan.nbytes["disk"] <= 14 * SMALL.numel / 4 * 1.02
+    assert plan.nbytes["host"] <= (1 << 30) / 4
+
+
+TOGETHER = [
+    ("8x-h100", (1, 2, 8), 8),
+    ("8x-rtx-4090", (2, 4, 8), 4),
+    pytest.param("4x-gh200", (1, 2, 4), 8, marks=pytest.mark.slow),
+    pytest.param("2x-rtx-5090", (1, 2), 16, marks=pytest.mark.slow),
+    pytest.param("8x-h200", (1, 2, 4, 8), 2, marks=pytest.mark.slow),
+    pytest.param("8x-rtx-4090", (1, 2, 4, 8), 32, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("name", "ranks", "each"), TOGETHER)
+def test_more_ranks_with_as_many_tokens_each_are_never_slower(name: str, ranks: tuple[int, ...], each: int) -> None:
+    rates = [find_plan(asked(count, name, each=each)).tokens_per_second for count in ranks]
+    assert all(more > fewer for fewer, more in pairwise(rates)), rates
+
+
+def test_what_is_said_of_ranks_is_of_all_of_them_and_of_each_machine() -> None:
+    plan = find_plan(asked(16, nodes=2))
+    outlook = look(plan, 1e9)
+    told = dict(summary_rows(outlook))
+    assert f"{16 * 4096:,} tokens in 1 micro-batch of 4 x 1,024 on each rank" in told["step"]
+    assert told["speed"].startswith(f"{16 * 4096 / plan.seconds:,.0f} tokens/s planned")
+    assert told["ranks"] == "16 on 2 machines, 8 on each: each with 1/16 of the state and 4,096 tokens of a step"
+    assert "by each rank" in told["each host"]
+    assert told["link"].startswith("361 GB/s between devices (measured on 8 H200), 384 GB/s between machines (8 times")
+    assert outlook.run_seconds == pytest.approx(1e9 * plan.seconds / (16 * 4096))
+    assert configuration(plan)["train"]["global_batch_size"] == 64
+    content = as_content(outlook)["question"]
+    assert (content["tokens_per_step"], content["ranks"], content["nodes"]) == (16 * 4096, 16, 2)
+
+
+# What cannot be -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "nodes", "told"),
+    [
+        ("8x-h100", 0, 1, "ranks: 0 ranks; give 1 or more"),
+        ("8x-h100", 8, -1, "nodes: -1 nodes; give 1 or more"),
+        ("8x-h100", 8, 3, "nodes: 3 machines do not have 8 ranks evenly"),
+        ("8x-h100", 1, 2, "nodes: 2 machines do not have 1 rank evenly"),
+        ("h100", 8, 1, "ranks: 8 ranks on each machine, and .* has one GPU; .* 8x-h100"),
+        ("4x-rtx-4090", 8, 1, "ranks: 8 ranks on each machine, and .* has 4 GPUs; give 4 ranks.* 8x-rtx-4090"),
+        ("8x-rtx-4090", 16, 2, "has no figure for what joins it and other machines; add node_bytes_per_second"),
+        ("8x-h100", 3, 1, "tokens_per_step: a step has 8 sequences, and each of 3 ranks needs as many"),
+        ("8x-h200", 8, 1, "tokens_per_step: a step has 4 sequences, and there are 8 ranks"),
+    ],
+)
+def test_what_cannot_be_is_one_error(name: str, ranks: int, nodes: int, told: str) -> None:
+    sequences = 4 if name == "8x-h200" else 8
+    with pytest.raises(PlanError, match=told) as caught:
+        question_of_one(Question(SMALL, machine(name), sequences * 1024, 1024), ranks, ranks_on_each(ranks, nodes))
+    assert "\n" not in str(caught.value)
+
+
+def test_devices_that_nothing_is_known_to_join_are_refused_by_the_key() -> None:
+    with pytest.raises(PlanError, match="joins its devices; add link_bytes_per_second to its file"):
+        share_of(replace(PLAIN, link_bandwidth=None), 2, 2)
