@@ -8,13 +8,15 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 from torch import Tensor
 
 from megatrain.dist import World
 from megatrain.errors import RankError
+from megatrain.schedule import Op, Schedule, Timeline
+from megatrain.spec.contention import Contention, StreamClock, TimedTask
 
 T = TypeVar("T")
 SECONDS = 30.0
@@ -83,6 +85,76 @@ class ThreadCollectives:
             self._meeting.barrier.wait()
         except threading.BrokenBarrierError:
             raise RankError("another rank has ended", where=f"rank {self._rank}") from None
+
+
+class WorldClock:
+    """One virtual time for the devices of all ranks of a machine: they share its host memory, each has its own bus, and
+    a collective begins when all have come to it. contention: that of one device, with the host memory of all."""
+
+    def __init__(self, size: int, contention: Contention) -> None:
+        self.clock, self.lock, self.size = _StreamsOfRanks(contention), threading.Lock(), size
+        self.arrivals: list[list[TimedTask]] = []
+        """Of each collective, in order: when each rank has come to it."""
+
+    def of(self, rank: int) -> RankClock:
+        return RankClock(self, rank)
+
+
+class _StreamsOfRanks(StreamClock):
+    """The stream `fetch` of rank 1 is `fetch@1`."""
+
+    def _beside_each_other(self, busy: Collection[str]) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for rank in {stream.partition("@")[2] for stream in busy}:
+            own = [stream.partition("@")[0] for stream in busy if stream.endswith(f"@{rank}")]
+            found |= {f"{stream}@{rank}": speed for stream, speed in super()._beside_each_other(own).items()}
+        return found
+
+
+class RankClock(StreamClock):
+    """What one rank's device, or a replay, sees of it."""
+
+    def __init__(self, world: WorldClock, rank: int) -> None:
+        self._world, self._rank, self._collectives = world, rank, 0
+
+    def submit(self, piece: TimedTask) -> None:
+        with self._world.lock:
+            is_collective = piece.stream == "link"
+            piece.stream = f"{piece.stream}@{self._rank}"
+            if is_collective:
+                piece.waits = self._all_come(piece)
+            self._world.clock.submit(piece)
+
+    def _all_come(self, piece: TimedTask) -> list[TimedTask]:
+        """When this rank, and when each other, has come to its next collective."""
+        arrivals = self._world.arrivals
+        if self._collectives == len(arrivals):
+            arrivals.append([TimedTask(f"link@{rank}", 0.0) for rank in range(self._world.size)])
+        all_of_it = arrivals[self._collectives]
+        own = all_of_it[self._rank]
+        own.waits, own.submitted = piece.waits, piece.submitted
+        self._world.clock.submit(own)
+        self._collectives += 1
+        return all_of_it
+
+    def run(self, until: TimedTask | None = None) -> float:
+        with self._world.lock:
+            return self._world.clock.run(until)
+
+
+def replay_world(schedules: Sequence[Schedule], cost: Callable[[Op], float], contention: Contention) -> list[Timeline]:
+    """Those of all ranks of a machine on one clock: slow and plain, where `replay` takes one for all of them."""
+    clock, pieces = WorldClock(len(schedules), contention), list[list[TimedTask]]()
+    for rank, schedule in enumerate(schedules):
+        own, mine = clock.of(rank), list[TimedTask]()
+        for op, waits in zip(schedule.ops, schedule.waits, strict=True):
+            before = [mine[wait] for wait in waits]
+            mine.append(TimedTask(op.stream, cost(op), contention.dram_nbytes(op), before))
+            own.submit(mine[-1])
+        pieces.append(mine)
+    clock.clock.run()
+    times = [(tuple(piece.began for piece in mine), tuple(piece.ended for piece in mine)) for mine in pieces]
+    return [Timeline(schedule, *when) for schedule, when in zip(schedules, times, strict=True)]
 
 
 def worlds(

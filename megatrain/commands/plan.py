@@ -107,10 +107,7 @@ def run_plan(
     Raises a `MegaTrainError` for whatever is wrong, before the model is read where that tells nothing: `DoesNotFit`
     with the nearest change that fits.
     """
-    if precision not in ("bf16", "fp32"):
-        raise ConfigError(f"{precision!r} is no precision", where="--precision", fix="use bf16 or fp32")
-    if token_budget is not None and not 0 < token_budget <= 1e18:
-        raise ConfigError(f"{token_budget:g} tokens", where="--token-budget", fix="give a number such as 1e12")
+    _refuse_words(precision, token_budget)
     files = {"--html": html, "--json": json_file}.items()
     targets = {option: _writable(option, file) for option, file in files if file is not None}
     memories = {"device": device_memory, "host": host_memory, "disk": disk_memory}
@@ -120,11 +117,7 @@ def run_plan(
     if run is not None:
         _refuse_given(tokens_per_step, length, precision, clips, *memories.values(), *how.values())
         precision, hardware = run.train.precision, hardware or run.train.hardware
-    if sweeps and ranks > 1:
-        raise ConfigError("is for one rank", where="--sweep", fix="leave it out, or plan for one rank")
-    machine = find_hardware(hardware, precision)
-    here = ranks_on_each(ranks, nodes)
-    share_of(machine, ranks, here)  # what cannot be is told before the model is read
+    machine, here = _machine_of_ranks(hardware, precision, ranks, nodes, sweeps=sweeps)
     limits = _limits(machine, memories, is_this_one=hardware is None)
     with Console(stderr=True).status("reading the model") as now:
         if run is not None:
@@ -132,12 +125,11 @@ def run_plan(
         else:
             spec = find_model(model, precision, **how)
             length = _length(spec, length, tokens_per_step)
-            least = length * ranks
-            tokens = max(1, TOKENS_PER_STEP // least) * least if tokens_per_step is None else tokens_per_step
+            tokens = _usual_tokens(length * ranks) if tokens_per_step is None else tokens_per_step
             question = Question(spec, machine, tokens, length, precision, clips, saves=True, limits=limits)
         now.update("planning")
-        asked = question_of_one(question, ranks, here)
-        plan = _planned(asked, may_shrink=run is None and tokens_per_step is None)
+        may_shrink = run is None and tokens_per_step is None
+        plan = _planned(question_of_one(question, ranks, here), may_shrink=may_shrink)
         now.update("looking at upgrades")
         outlook = look(plan, token_budget)
         swept = sweep(plan) if sweeps else None
@@ -155,6 +147,31 @@ def run_plan(
 
 
 # The question ------------------------------------------------------------------------------------------------------
+
+
+def _refuse_words(precision: str, token_budget: float | None) -> None:
+    """Raise `ConfigError` for what needs no machine to be seen as wrong."""
+    if precision not in ("bf16", "fp32"):
+        raise ConfigError(f"{precision!r} is no precision", where="--precision", fix="use bf16 or fp32")
+    if token_budget is not None and not 0 < token_budget <= 1e18:
+        raise ConfigError(f"{token_budget:g} tokens", where="--token-budget", fix="give a number such as 1e12")
+
+
+def _machine_of_ranks(
+    hardware: str | None, precision: Precision, ranks: int, nodes: int, *, sweeps: bool
+) -> tuple[Hardware, int]:
+    """The machine, and how many of the ranks are on each; what cannot be is told before the model is read."""
+    here = ranks_on_each(ranks, nodes)
+    if sweeps and ranks > 1:
+        raise ConfigError("is for one rank", where="--sweep", fix="leave it out, or plan for one rank")
+    machine = find_hardware(hardware, precision)
+    share_of(machine, ranks, here)
+    return machine, here
+
+
+def _usual_tokens(least: int) -> int:
+    """Of a step of which nothing is said, in which `least` are a sequence for each rank."""
+    return max(1, TOKENS_PER_STEP // least) * least
 
 
 def _run_configuration(name: str, overrides: Sequence[str]) -> Config | None:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from math import exp, inf, log, log2, prod
 from statistics import median
 
-from megatrain.errors import PlanError
+from megatrain.plan.link_cost import SUM_PASSES, gather_seconds, link_shares, reduce_seconds, through_host_nbytes
 from megatrain.schedule import Op, Timeline, replay
 from megatrain.schedule.contents import LayerGraph, Saved
 from megatrain.schedule.ops import COLLECTIVES
@@ -177,40 +177,6 @@ def duplex_disk_bandwidths(hardware: Hardware) -> tuple[float, float]:
     return hardware.disk_duplex_read_bandwidth or read, hardware.disk_duplex_write_bandwidth or write
 
 
-def gather_seconds(hardware: Hardware, ranks: int, nbytes: float) -> float:
-    """Seconds in which each of the ranks has a whole of so many bytes, of which each brings a part. In a ring, as NCCL
-    does it, all but one's own part comes over every link on the way, those between machines among them."""
-    received = nbytes * (ranks - 1) / ranks
-    return _linked_seconds(hardware, ranks, received, received)
-
-
-def reduce_seconds(hardware: Hardware, ranks: int, nbytes: float) -> float:
-    """Seconds in which each of the ranks sends to every other a part of so many bytes: an all-to-all."""
-    here, part = hardware.sharers, nbytes / ranks
-    return _linked_seconds(hardware, ranks, (here - 1) * part, here * (ranks - here) * part)
-
-
-def _linked_seconds(hardware: Hardware, ranks: int, nbytes: float, outside: float) -> float:
-    """Seconds of a collective that takes so many bytes over the link of each device and `outside` between machines."""
-    here = hardware.sharers
-    links = ((nbytes, hardware.link_bandwidth, here > 1), (outside, hardware.node_bandwidth, ranks > here))
-    used = [(moved, rate) for moved, rate, is_used in links if is_used]
-    if not used or not all(rate for _, rate in used):
-        what = "has no figure for the link between the devices of several ranks"
-        raise PlanError(what, where=f"hardware {hardware.name}", fix="plan for one rank")
-    return (hardware.link_seconds or 0.0) + max(moved / rate for moved, rate in used if rate)
-
-
-def link_shares(hardware: Hardware) -> dict[str, float]:
-    """Way of the bus -> share of its own speed that it, and the link, has while both are in use: collectives that go
-    over the bus want it beside copies, each as much as it has alone."""
-    link = hardware.link_bandwidth
-    if hardware.link_route == "own" or hardware.sharers == 1 or link is None or link == inf:
-        return {}
-    ways = {"fetch": hardware.fetch_bandwidth, "grad": hardware.grad_bandwidth}
-    return {way: bandwidth / (bandwidth + link) for way, bandwidth in ways.items() if bandwidth < inf}
-
-
 def host_dram_bandwidth(hardware: Hardware) -> float:
     """Bytes per second of host memory that all streams share: at the least what any of them was measured to reach."""
     known = hardware.host_bandwidth, hardware.norm_bandwidth or 0.0, sum(duplex_bandwidths(hardware))
@@ -277,10 +243,6 @@ DRAM_PASSES = {
     **dict.fromkeys(("READ", "WRITE"), 2),  # the drive's copy, and the checksum's
 }
 """Kind of op -> times that its bytes are read from host memory or written to it."""
-
-SUM_PASSES = 4
-"""Times that what ranks send of a gradient is read or written where it is summed: for the largest magnitude, and as a
-term, with the sum before and behind it."""
 
 DRAM = "dram"
 """Among the seconds of streams: those of host memory, which they share."""
@@ -430,17 +392,10 @@ def contention(model: ModelSpec, numerics: Numerics, hardware: Hardware) -> Cont
         if op.kind == "NORM":
             return sum(access.stop - access.start for access in op.reads)
         if op.kind in COLLECTIVES and hardware.link_route == "host":
-            return _through_host(hardware, model.ranks, op)
+            return through_host_nbytes(hardware, model.ranks, op)
         return DRAM_PASSES.get(op.kind, 0) * op.nbytes
 
     return Contention(host_dram_bandwidth(hardware), dram_nbytes, duplex, link_shares(hardware))
-
-
-def _through_host(hardware: Hardware, ranks: int, op: Op) -> float:
-    """Bytes of host memory that a collective writes and reads for each rank, on the way to others of its machine."""
-    (whole,) = op.reads if op.kind == "REDUCE" else op.writes
-    senders = (hardware.sharers if op.kind == "REDUCE" else ranks) - 1 if hardware.sharers > 1 else 0
-    return 2.0 * (whole.stop - whole.start) * senders / ranks
 
 
 def forward_seconds(

@@ -25,7 +25,8 @@ FIXED: Mapping[str, Any] = {
     "streamed_updates": 0.0,
     "micro_batches_per_round": 0,
 }
-"""Fields of the policy that a plan for several ranks does not choose."""
+"""Fields of the policy that a plan for several ranks does not choose. Rounds would need as many on each rank, and sums
+that wait between them are as large on each rank as on one alone."""
 
 SHARED = (
     *("host_bandwidth", "host_dram_bandwidth", "norm_bandwidth"),

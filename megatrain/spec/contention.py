@@ -11,7 +11,7 @@ because neither of their rooms may import the other.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -133,16 +133,21 @@ class StreamClock:
     def _speeds(self) -> dict[str, float]:
         """Of each stream with work under way, over what it has alone."""
         busy = self._under_way
+        speeds = self._beside_each_other(busy)
+        wanted = sum([busy[stream].dram_rate * speed for stream, speed in speeds.items()])
+        if wanted > self._dram:
+            for stream in busy:
+                speeds[stream] *= self._dram / wanted if busy[stream].piece.dram_nbytes else 1.0
+        return speeds
+
+    def _beside_each_other(self, busy: Collection[str]) -> dict[str, float]:
+        """The same, but for host memory: of the streams of one device, which share its bus, its link and a drive."""
         speeds = {stream: self._duplex.get(stream, 1.0) if OPPOSITE.get(stream) in busy else 1.0 for stream in busy}
         if self._linked and "link" in busy:
             for stream, share in self._linked.items():
                 if stream in busy:
                     speeds[stream] *= share
                     speeds["link"] = min(speeds["link"], share)
-        wanted = sum([busy[stream].dram_rate * speed for stream, speed in speeds.items()])
-        if wanted > self._dram:
-            for stream in busy:
-                speeds[stream] *= self._dram / wanted if busy[stream].piece.dram_nbytes else 1.0
         return speeds
 
 

@@ -1,0 +1,58 @@
+"""What several ranks do together, in seconds: bytes over the links between devices and between machines.
+
+All ranks do it at the same time and alike, so it is priced for one of them. NCCL's ways are taken: a ring for an
+all-gather, and for an all-to-all each sends to each. Left out: that rings differ in their places in a machine.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from megatrain.errors import PlanError
+from megatrain.schedule import Op
+from megatrain.spec import Hardware
+
+SUM_PASSES = 4
+"""Times that what ranks send of a gradient is read or written where it is summed: for the largest magnitude, and as a
+term, with the sum before and behind it."""
+
+
+def gather_seconds(hardware: Hardware, ranks: int, nbytes: float) -> float:
+    """Seconds in which each of the ranks has a whole of so many bytes, of which each brings a part. In a ring, as NCCL
+    does it, all but one's own part comes over every link on the way, those between machines among them."""
+    received = nbytes * (ranks - 1) / ranks
+    return _linked_seconds(hardware, ranks, received, received)
+
+
+def reduce_seconds(hardware: Hardware, ranks: int, nbytes: float) -> float:
+    """Seconds in which each of the ranks sends to every other a part of so many bytes: an all-to-all."""
+    here, part = hardware.sharers, nbytes / ranks
+    return _linked_seconds(hardware, ranks, (here - 1) * part, here * (ranks - here) * part)
+
+
+def _linked_seconds(hardware: Hardware, ranks: int, nbytes: float, outside: float) -> float:
+    """Seconds of a collective that takes so many bytes over the link of each device and `outside` between machines."""
+    here = hardware.sharers
+    links = ((nbytes, hardware.link_bandwidth, here > 1), (outside, hardware.node_bandwidth, ranks > here))
+    used = [(moved, rate) for moved, rate, is_used in links if is_used]
+    if not used or not all(rate for _, rate in used):
+        what = "has no figure for the link between the devices of several ranks"
+        raise PlanError(what, where=f"hardware {hardware.name}", fix="plan for one rank")
+    return (hardware.link_seconds or 0.0) + max(moved / rate for moved, rate in used if rate)
+
+
+def link_shares(hardware: Hardware) -> dict[str, float]:
+    """Way of the bus -> share of its own speed that it, and the link, has while both are in use: collectives that go
+    over the bus want it beside copies, each as much as it has alone."""
+    link = hardware.link_bandwidth
+    if hardware.link_route == "own" or hardware.sharers == 1 or link is None or link == inf:
+        return {}
+    ways = {"fetch": hardware.fetch_bandwidth, "grad": hardware.grad_bandwidth}
+    return {way: bandwidth / (bandwidth + link) for way, bandwidth in ways.items() if bandwidth < inf}
+
+
+def through_host_nbytes(hardware: Hardware, ranks: int, op: Op) -> float:
+    """Bytes of host memory that a collective writes and reads for each rank, on the way to others of its machine."""
+    (whole,) = op.reads if op.kind == "REDUCE" else op.writes
+    senders = (hardware.sharers if op.kind == "REDUCE" else ranks) - 1 if hardware.sharers > 1 else 0
+    return 2.0 * (whole.stop - whole.start) * senders / ranks
