@@ -70,6 +70,43 @@ def shown(model: str, **options: Any) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
+@pytest.mark.usefixtures("plan_alone")
+def test_ranks_are_planned_for_and_what_trains_them_is_told(saved: str, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    text = shown(saved, hardware="8x-h100", ranks=16, nodes=2, length=512, json_file=str(file))
+    assert "65,536 tokens in 1 micro-batch of 8 x 512 on each rank" in text
+    assert "16 on 2 machines, 8 on each: each with 1/16 of the state and 4,096 tokens of a step" in text
+    assert "2.19 TB host" in text
+    assert "torchrun --nnodes 2 --nproc-per-node 8 " in text
+    content = json.loads(file.read_text())
+    assert (content["question"]["ranks"], content["configuration"]["train"]["global_batch_size"]) == (16, 128)
+
+
+@pytest.mark.usefixtures("plan_alone")
+def test_the_configuration_of_a_run_is_planned_for_ranks(config: str, tmp_path: Path) -> None:
+    run = tmp_path / "run.yaml"
+    train = "{global_batch_size: 8, steps: 3, device: cpu}"
+    run.write_text(f"model: {{config: {config}}}\ndata: {{sources: [x.txt], sequence_length: 32}}\ntrain: {train}\n")
+    text = shown(str(run), hardware="4x-rtx-4090", ranks=4)
+    assert "256 tokens in 1 micro-batch of 2 x 32 on each rank" in text
+    assert f"megatrain train {run} --ranks 4" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"ranks": 8}, "ranks: 8 ranks on each machine, and NVIDIA RTX 4090, 128 GB host has one GPU"),
+        ({"ranks": 4, "nodes": 3}, "nodes: 3 machines do not have 4 ranks evenly"),
+        ({"ranks": 2, "nodes": 2}, "has no figure for what joins it and other machines"),
+        ({"ranks": 2, "sweeps": True}, "--sweep: is for one rank"),
+    ],
+)
+def test_ranks_that_cannot_be_are_one_error_before_the_model_is_read(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(MegaTrainError, match=told) as caught:
+        shown("no/such-model", **options)
+    assert "\n" not in str(caught.value)
+
+
 def test_what_it_is_at_is_shown_on_a_terminal_alone(
     config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import io
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,11 +27,13 @@ from megatrain.device import open_device
 from megatrain.dist import ALONE, World
 from megatrain.errors import MegaTrainError
 from megatrain.model import port_model
+from megatrain.plan import share_of
 from megatrain.run import training
 from megatrain.run.data import open_corpus
+from megatrain.run.link_speed import NBYTES, with_links
 from megatrain.run.objective import FILE, loss_of, take_up_reference
 from megatrain.run.ranks import Ranks
-from megatrain.spec import Limits
+from megatrain.spec import Hardware, Limits
 from tests.rank_processes import RankProcesses
 from tests.ranks import together, worlds
 from tests.run.test_preferences import dpo_run
@@ -93,6 +97,36 @@ def test_a_budget_of_host_memory_is_that_of_all_ranks_of_a_machine(tmp_path: Pat
         return training._plan(config, spec, device, ranks).question.limits
 
     assert together(worlds(2), limits) == [Limits(1 << 30, 1 << 30, 0)] * 2
+
+
+@pytest.mark.parametrize(("here", "seconds"), [(2, 0.05), (1, 0.1)])
+def test_links_that_nobody_has_described_are_timed_by_all_alike(here: int, seconds: float) -> None:
+    """An all-to-all that is held up by the seconds of its bytes: on one machine, or between two."""
+    machine = Hardware("plain", 1 << 30, 1 << 30, 1e10, 1e10, 1e12, 1e10)
+
+    def timed(world: World) -> Hardware:
+        carrier = world.device
+        assert carrier is not None
+
+        def slow(received: torch.Tensor, sent: torch.Tensor) -> None:
+            time.sleep(seconds * sent.numel() / NBYTES["cpu"])
+            type(carrier).all_to_all(carrier, received, sent)  # type: ignore[arg-type]
+
+        with MAKING:
+            device = open_device("cpu")
+        with patch.object(carrier, "all_to_all", slow):
+            return with_links(machine, world, device, here)
+
+    first, second = together(worlds(2), timed)
+    assert first == second
+    rate = first.link_bandwidth if here == 2 else first.node_bandwidth
+    assert rate is not None
+    assert 0.5 < rate * seconds / (NBYTES["cpu"] / 2) < 1.2  # half of what each sends is for the other
+    assert (first.node_bandwidth is None) == (here == 2)
+    sources = dict(first.sources)
+    assert sources["link_bandwidth"].startswith("measured")
+    assert first.link_route == "bus"
+    assert share_of(replace(first, devices=2), 2, here).sharers == here
 
 
 # Whole runs ----------------------------------------------------------------------------------------------------------
