@@ -89,7 +89,7 @@ RESOURCES: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
     "bus": (
         ("fetch", "grad"),
         {
-            "bus up": ("fetch_bandwidth", "duplex_fetch_bandwidth", "pageable_fetch_bandwidth"),
+            "bus up": ("fetch_bandwidth", "duplex_fetch_bandwidth", "pageable_fetch_bandwidth", "shared_bus_bandwidth"),
             "bus down": ("grad_bandwidth", "duplex_grad_bandwidth", "pageable_grad_bandwidth"),
         },
     ),
@@ -399,8 +399,6 @@ def _rate(plan: Plan, hardware: Hardware, fields: tuple[str, ...]) -> tuple[str,
     """The field that a figure is shown by, its rate and its unit."""
     precision, length = plan.question.precision, plan.question.length
     field = next((each for each in fields if getattr(hardware, each)), fields[0])
-    if field in SHARED:  # as its source says it, of the machine
-        return field, hardware.sharers * getattr(hardware, field), "B"
     if fields[0] == "flops":
         field = "flops_fp32" if precision == "fp32" and hardware.flops_fp32 else "flops"
         return field, product_flops(hardware, precision), "FLOP"
@@ -409,7 +407,10 @@ def _rate(plan: Plan, hardware: Hardware, fields: tuple[str, ...]) -> tuple[str,
     if fields[0] == "elementwise":
         rows = [row.forward_bandwidth for row in hardware.elementwise if row.precision == precision]
         return field, max(rows, default=0.0), "B"
-    return field, getattr(hardware, field), "B"
+    rate = getattr(hardware, field)
+    if field in SHARED and rate is not None:
+        rate *= hardware.sharers  # of the machine, as its source says it
+    return field, rate, "B"
 
 
 def _complete(hardware: Hardware) -> Hardware:
