@@ -419,6 +419,9 @@ class PolicySection(Section):
     or from pageable memory."""
     pinned_staging_slots: PositiveInt | None = None
     """Pinned buffers of a shard in each direction, where transfer is staged."""
+    delivery: Literal["gather", "shared"] | None = None
+    """Of several ranks: bring own parts of weights over each bus and the others' over the link between devices, or
+    fetch all out of host memory that the ranks of one machine share, where gradients are then summed, too."""
     disk_staging_slots: PositiveInt | None = None
     """Host buffers that each kind of state passes through on its way from and to the disk."""
 

@@ -9,6 +9,7 @@ cause. So a failure surfaces, once, and nothing hangs.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -105,8 +106,11 @@ class Device(Protocol):
     def page_lock(self, memory: torch.Tensor, owner: str) -> None:
         """Pageable host memory is copied to and from the device from now on: as `allocate_host`, with its content."""
 
+    def adopt(self, mapping: mmap.mmap, memory: torch.Tensor, owner: str, *, pinned: bool) -> None:
+        """Host memory over a mapping that others have made is this device's as if it had allocated it."""
+
     def free_host(self, memory: torch.Tensor, owner: str) -> None:
-        """Host memory that one of the two has returned is given back."""
+        """Host memory that one of the three has returned, or been given, is given back."""
 
     def discard(self, memory: torch.Tensor) -> bool:
         """What this host memory holds is not needed any more. Whether it had better be freed until something is
@@ -167,6 +171,9 @@ class OnTheHost:
         return tensor
 
     def page_lock(self, memory: torch.Tensor, owner: str) -> None:
+        return
+
+    def adopt(self, mapping: mmap.mmap, memory: torch.Tensor, owner: str, *, pinned: bool) -> None:
         return
 
     def alongside(self) -> AbstractContextManager[object]:

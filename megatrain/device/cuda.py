@@ -41,6 +41,8 @@ from megatrain.device.worker import (
 from megatrain.errors import DeviceError, MegaTrainError, OutOfDeviceMemory
 
 COPIES = ("fetch", "grad")
+LINK = "link"
+"""Where collectives of several devices are submitted, by a thread of its own, once there are any."""
 ALIGNMENT = 64
 """Of a tensor among those that are staged, in bytes."""
 
@@ -219,9 +221,8 @@ class CudaDevice:
         self._workers = {"host": WorkerStream("host", self.node.processors if self.node else ())}
         self._mappings: dict[int, HostMapping] = {}
         self._closed = False
-        copies = list(self._copies.values())
         self._finalizer = weakref.finalize(
-            self, _shut, OwningProcess(), self._workers, copies, self._mappings, self.torch_device
+            self, _shut, OwningProcess(), self._workers, self._copies, self._mappings, self.torch_device
         )
 
     @property
@@ -248,6 +249,9 @@ class CudaDevice:
             raise DeviceError("the device is closed", where=self.name)
         if name == "compute":
             return self._compute
+        if name == LINK and name not in self._copies:
+            self._copies[name] = CopyStream(name, torch.cuda.Stream(self.torch_device), self._events)
+            self._copies[name].origin = self._compute.origin
         return self._copies.get(name) or worker_of(self._workers, name)
 
     # Memory ---------------------------------------------------------------------------------------------------------
@@ -284,6 +288,11 @@ class CudaDevice:
         mapping, memory = mapped(nbytes, self.node)
         self._mappings[memory.data_ptr()] = mapping, memory, False
         return memory
+
+    def adopt(self, mapping: mmap.mmap, memory: torch.Tensor, owner: str, *, pinned: bool) -> None:
+        self._mappings[memory.data_ptr()] = mapping, memory, False
+        if pinned:
+            self.page_lock(memory, owner)
 
     def free_host(self, memory: torch.Tensor, owner: str) -> None:
         torch.cuda.synchronize(self.torch_device)  # no copy is under way
@@ -413,7 +422,7 @@ def _node(device: torch.device) -> Node | None:
 def _shut(
     process: OwningProcess,
     workers: dict[str, WorkerStream],
-    copies: Sequence[CopyStream],
+    copies: dict[str, CopyStream],
     mappings: dict[int, HostMapping],
     device: torch.device,
 ) -> None:
@@ -424,7 +433,7 @@ def _shut(
     if process.is_elsewhere:
         return
     close_workers(workers)
-    for stream in copies:
+    for stream in copies.values():
         stream.close()
     with suppress(RuntimeError):  # a GPU beyond recovery; its memory must be unlocked all the same
         torch.cuda.synchronize(device)

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from megatrain.errors import DeviceError
+
 # Mappings -------------------------------------------------------------------------------------------------------------
 #
 # Host memory as a mapping of its own: exactly as large as asked for, zeroed, in huge pages where the system has them.
@@ -44,6 +46,46 @@ def keep_from_children(mapping: mmap.mmap) -> None:
     if hasattr(mmap, "MADV_DONTFORK"):
         with suppress(OSError):
             mapping.madvise(mmap.MADV_DONTFORK)
+
+
+# Memory of several processes ------------------------------------------------------------------------------------------
+#
+# A file in memory that has no name: other processes of the same user open it by the process that has it open, and it
+# is gone with the last mapping. Not in /dev/shm, of which containers have little.
+
+
+def anonymous_file(nbytes: int) -> int:
+    """A descriptor of such a file, of zeros. Raises `DeviceError`."""
+    try:
+        file = os.memfd_create("megatrain")
+        os.ftruncate(file, nbytes)
+        return file
+    except (AttributeError, OSError) as error:
+        what = f"cannot make memory for several processes ({error})"
+        raise DeviceError(what, where="policy.delivery", fix="use gather") from error
+
+
+def mapped_file(process: int, file: int, nbytes: int) -> tuple[mmap.mmap, torch.Tensor]:
+    """The file of a process's descriptor as `mapped` gives memory. Raises `DeviceError`."""
+    try:
+        opened = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            mapping = mmap.mmap(opened, nbytes, flags=mmap.MAP_SHARED)
+        finally:
+            os.close(opened)
+    except OSError as error:
+        what = f"the memory of process {process} cannot be mapped ({error.strerror or error})"
+        fix = "run the ranks of a machine in one container, by one user, or use gather"
+        raise DeviceError(what, where="policy.delivery", fix=fix) from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping, torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def machine_id() -> str:
+    """The same in all processes of a machine since it was started, and on no other."""
+    return _text(Path("/proc/sys/kernel/random/boot_id")) or platform.node()
 
 
 # Freed memory ---------------------------------------------------------------------------------------------------------

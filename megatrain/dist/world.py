@@ -23,6 +23,8 @@ T = TypeVar("T")
 
 FRAME_NBYTES = 4096
 """Of what is told at once; what is longer goes in a second piece."""
+AT_ONCE = 1 << 18
+"""Elements of a sum that are added up where nothing is received: what they pass through stays in a cache."""
 HEAD_NBYTES = 8
 """The length of what is told, in front of it."""
 
@@ -135,13 +137,24 @@ class World:
         """
         assert self.device is not None
         self.device.all_to_all(_bytes(received), _bytes(terms))
-        parts = received.view(self.size, -1)
-        largest: Tensor = torch.linalg.vector_norm(parts, torch.inf, dim=1)
-        total = parts[0]
-        for part in parts[1:]:
-            total.add_(part)
-        own.copy_(total)
-        return largest
+        return _summed(own, list(received.view(self.size, -1)))
+
+    # In memory that all ranks reach ---------------------------------------------------------------------------------
+
+    def meet(self) -> None:
+        """Nobody goes on before all are here."""
+        if self.host is not None:
+            self.host.all_gather(torch.empty(self.size, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8))
+
+    def reduce_there(self, own: Tensor, terms: Sequence[Tensor]) -> Tensor:
+        """As `reduce`, of the `terms` of all ranks, each float32[ranks * n], where each rank has them and nobody changes
+        them meanwhile."""
+        parts = [each.view(self.size, -1)[self.rank] for each in terms]
+        largest = []
+        for start in range(0, own.numel(), AT_ONCE):
+            some = slice(start, start + AT_ONCE)
+            largest.append(_summed(own[some], [parts[0][some].clone(), *(part[some] for part in parts[1:])]))
+        return torch.stack(largest).amax(dim=0)
 
     # Micro-batches --------------------------------------------------------------------------------------------------
 
@@ -184,6 +197,17 @@ def reference_reduce(terms: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor
             values.append(total)
         found.append(torch.stack(values).to(dtype))
     return found
+
+
+def _summed(own: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """`own` is the sum of the parts, each float32[n], in their order, formed in the first. Returns the largest
+    magnitude in each."""
+    largest = torch.stack([torch.linalg.vector_norm(part, torch.inf) for part in parts])
+    total = parts[0]
+    for part in parts[1:]:
+        total.add_(part)
+    own.copy_(total)
+    return largest
 
 
 def _bytes(tensor: Tensor) -> Tensor:

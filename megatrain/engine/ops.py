@@ -164,12 +164,22 @@ class Streamer:
         (own,), (whole,) = op.reads, op.writes
         self.world.gather(part_of(held, whole), part_of(held, own))
 
+    def _barrier(self, now: Current, op: Op, held: Held) -> None:
+        """BARRIER: all have updated their parts of a unit."""
+        self.world.meet()
+
     def _reduce(self, now: Current, op: Op, held: Held) -> None:
         """REDUCE: this rank's part of a shard of a gradient, summed over ranks, in the dtype that crosses the bus."""
-        (terms,), (own, staging) = op.reads, op.writes
+        (terms,), (own, *heard) = op.reads, op.writes
         target = part_of(held, own).view(DTYPE_OF_NBYTES[self.numerics.grad_nbytes])
-        received, sent = part_of(held, staging).view(torch.float32), part_of(held, terms).view(torch.float32)
-        largest = self.device.landing(self.world.reduce(target, received, sent))
+        sent, *received = (part_of(held, each).view(torch.float32) for each in (terms, *heard))
+        if op.stream == "node":
+            self.world.meet()
+            received.insert(self.world.rank, sent)
+            largest = self.world.reduce_there(target, received)
+            self.world.meet()
+        else:
+            largest = self.device.landing(self.world.reduce(target, received[0], sent))
         before = now.largest.get(op.unit)
         now.largest[op.unit] = largest if before is None else torch.maximum(before, largest)
 
@@ -187,7 +197,9 @@ class Streamer:
         """
         self.device.synchronize()  # the inputs may come from work that no op waits for
         now = Current([inputs], [], None, 0, 0.0, kept=kept)
+        self.world.meet()  # what others have of the weights is as they leave it
         self._execute(schedule, now)
+        self.world.meet()
         assert now.logits is not None
         found = now.logits.to(torch.float32, copy=True)  # the caller's; what ops have made is their stream's,
         self.device.synchronize()  # which takes that memory for the next ones without asking who reads it
@@ -656,6 +668,7 @@ ACTIONS = {
     "BACKWARD": Streamer._backward,
     "GATHER": Streamer._gather,
     "REDUCE": Streamer._reduce,
+    "BARRIER": Streamer._barrier,
     "NORM": Streamer._norm,
     "UPDATE": Streamer._update,
 }

@@ -26,7 +26,7 @@ class Ledger:
 
     def require(self, buffers: Iterable[Buffer]) -> None:
         """Raise `DoesNotFit`, with the table, if these arena buffers would take a tier over its budget."""
-        after = self._buffers | {buffer.name: buffer for buffer in buffers if buffer.arena}
+        after = self._buffers | {each.name: each for each in buffers if each.arena and each.peer is None}
         for tier, budget in self.budgets.items():
             counted = ("host", "device") if self.one_memory and tier == "host" else (tier,)
             needed = sum(buffer.nbytes for buffer in after.values() if buffer.tier in counted)

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from megatrain.device import Device, Errand
+from megatrain.device.base import declared
 from megatrain.errors import DeviceError, PlanError
 from megatrain.memory.disk import Disk
 from megatrain.memory.ledger import Ledger
+from megatrain.memory.shared_memory import SharedMemory
 from megatrain.schedule import USED, Access, Buffer, Op, Use
 from megatrain.schedule.contents import Scratch
 from megatrain.schedule.passes.pinned_staging import is_pinned
@@ -35,7 +37,8 @@ Held = Mapping[str, Tensor]
 class Pool:
     """Buffers by name, on one device, the host beside it, and the disk.
 
-    units: their names, for messages. transfer: what of host memory is page-locked.
+    units: their names, for messages. transfer: what of host memory is page-locked. shared: what others reach of it, and
+    what it reaches of theirs.
     """
 
     def __init__(
@@ -45,9 +48,13 @@ class Pool:
         disk: Disk | None = None,
         units: Sequence[str] = (),
         transfer: Transfer = "pinned",
+        shared: SharedMemory | None = None,
     ) -> None:
-        self.device, self.ledger, self.disk, self.units, self._transit = device, ledger, disk, units, transfer
+        self.device, self.ledger, self.disk, self.units, self._transit = device, ledger, disk, list(units), transfer
+        self._shared = SharedMemory({}, device) if shared is None else shared
         self._memory: dict[str, Tensor] = {}
+        self._of_peers: dict[str, Tensor] = {}
+        """Memory of other ranks, which is not the device's to lend: what happens there is theirs."""
         self._buffers: dict[str, Buffer] = {}
         self._unsaved: dict[str, Tensor] = {}
         """Region of the disk -> the bytes that belong there, in a staging buffer."""
@@ -82,11 +89,14 @@ class Pool:
         if buffer.tier == "disk":
             sized = {buffer.name: (buffer.nbytes, self._label(buffer))}
             self._disk.provide(sized, kept={buffer.name: buffer.frozen_nbytes})
+        elif (memory := self._shared.get(buffer)) is not None:
+            (self._memory if buffer.peer is None else self._of_peers)[buffer.name] = memory
         else:
             allocate = self.device.allocate if buffer.tier == "device" else self._host_allocator(buffer)
             self._memory[buffer.name] = allocate(buffer.nbytes, buffer.use)
         self._buffers[buffer.name] = buffer
-        self.ledger.enter(buffer)
+        if buffer.peer is None:
+            self.ledger.enter(buffer)
         if buffer.tier == "device" and buffer.is_state:
             self._copy(buffer.name, lambda inside: inside.zero_(), writes=True)  # as the other tiers begin
 
@@ -112,7 +122,7 @@ class Pool:
                 self._bring_back(name)
         try:
             with self.device.lend(op, self._memory) as held:
-                yield held
+                yield {**held, **declared(op, self._of_peers)} if self._of_peers else held
         finally:
             with self._lock:
                 self._leases -= 1
@@ -286,6 +296,7 @@ class Pool:
         """Give all memory back."""
         for name in list(self._buffers):
             self._give_back(name)
+        self._shared.close()
 
     def _give_back(self, name: str) -> None:
         """Let go of the buffer of that name, if there is one: for good, or before its larger successor is allocated."""
@@ -294,6 +305,8 @@ class Pool:
             return
         if buffer.tier == "disk":
             self._disk.forget(name)
+        elif self._shared.get(buffer) is not None:
+            (self._memory if buffer.peer is None else self._of_peers).pop(name, None)
         else:
             free = self.device.free if buffer.tier == "device" else self.device.free_host
             if name not in self._absent:

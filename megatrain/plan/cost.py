@@ -463,6 +463,11 @@ class _Prices:
             case "GATHER":
                 whole = op.writes[0].stop - op.writes[0].start
                 return self._launch + gather_seconds(self.hardware, self.model.ranks, whole)
+            case "BARRIER":
+                return self._launch
+            case "REDUCE" if op.stream == "node":
+                touched = sum(access.stop - access.start for access in (*op.reads, *op.writes))
+                return touched / (self.hardware.norm_bandwidth or self.hardware.host_bandwidth)
             case "REDUCE":
                 terms = op.reads[0].stop - op.reads[0].start
                 summed = self.model.ranks * self._launch + SUM_PASSES * terms / self._copies

@@ -44,7 +44,7 @@ def peak_table(plan: Plan) -> dict[tuple[str, str], int]:
     """
     schedule, shares = plan.timeline.schedule, plan.question.hardware.shares_memory
     table: Counter[tuple[str, str]] = Counter()
-    for tier in dict.fromkeys(buffer.tier for buffer in schedule.buffers.values()):
+    for tier in dict.fromkeys(buffer.tier for buffer in schedule.buffers.values() if buffer.peer is None):
         for use, nbytes in _at_peak(schedule, tier).items():
             table["host" if shares else tier, use] += nbytes
     if plan.save_nbytes:

@@ -81,7 +81,7 @@ class Builder:
         self.placements = policy.placements_of(model)
         self._weights_on_disk = any(placement.weights == "disk" for placement in self.placements)
         self.buffers: dict[str, Buffer] = {}
-        self.collectives = Collectives(model.ranks, rank, self.buffers)
+        self.collectives = Collectives(model.ranks, rank, self.buffers, policy.delivery == "shared")
         self.alive = Activations(model, numerics, policy, work, self.buffers, trains=trains)
         self.staged: dict[str, Staged] = {}
         """Names of host memory that stand for state on the disk."""

@@ -30,6 +30,8 @@ from megatrain.spec import Tier
 
 BACKWARD = ("LOSS", "BACKWARD")
 """Calls that run a backward pass."""
+LEAVING = ("GRAD", "UNPACK", "REDUCE")
+"""Ops that may bring a gradient to where it stays."""
 
 
 def check(schedule: Schedule, capacity: Mapping[Tier, int] | None = None) -> None:
@@ -140,8 +142,8 @@ def _check_gradients(schedule: Schedule) -> None:
                 what = f"{kind} of unit {unit}{f', piece {piece}' if piece >= 0 else ''}"
                 raise _refusal(schedule, _last(ops, kind, unit), f"{what} happens {count} times")
     for unit in sorted(trained):
-        grads = [(i, op) for i, op in enumerate(ops) if op.kind in ("GRAD", "UNPACK") and op.unit == unit]
-        aside = (Use.PINNED_STAGING, Use.PARTIAL_GRADIENTS)
+        grads = [(i, op) for i, op in enumerate(ops) if op.kind in LEAVING and op.unit == unit]
+        aside = (Use.PINNED_STAGING, Use.PARTIAL_GRADIENTS, Use.REDUCED_GRADIENTS, Use.SHARED_GRADIENTS)
         grads = [(i, op) for i, op in grads if schedule.buffers[op.writes[0].buffer].use not in aside]
         copied = sorted((op.writes[0].start, op.writes[0].stop, i) for i, op in grads)
         for (_, stop, _), (start, _, index) in pairwise(copied):

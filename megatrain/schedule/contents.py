@@ -86,6 +86,17 @@ class OwnGradient:
 
 
 @dataclass(frozen=True, slots=True)
+class RankGradient:
+    """What one rank has of a shard of a unit's gradient, before the sum over all ranks."""
+
+    unit: int
+    shard: int
+
+    def __str__(self) -> str:
+        return f"g{self.unit}:{self.shard}"
+
+
+@dataclass(frozen=True, slots=True)
 class Norm:
     """The sum of squares of a unit's gradient."""
 
@@ -187,7 +198,18 @@ CONTENT_OF: dict[Part, type[State]] = {
 }
 PART_OF: dict[type, Part] = {content: part for part, content in CONTENT_OF.items()}
 Content = (
-    State | OwnWeights | OwnGradient | Norm | Hidden | HiddenGradient | Arguments | LayerGraph | Saved | Side | Scratch
+    State
+    | OwnWeights
+    | OwnGradient
+    | RankGradient
+    | Norm
+    | Hidden
+    | HiddenGradient
+    | Arguments
+    | LayerGraph
+    | Saved
+    | Side
+    | Scratch
 )
 
 

@@ -21,12 +21,12 @@ from megatrain.spec import Part, Tier
 
 Copy = Literal["READ", "WRITE", "FETCH", "GRAD", "OFFLOAD", "RELOAD", "PACK", "UNPACK"]
 Call = Literal["FORWARD", "LOSS", "BACKWARD"]
-Collective = Literal["GATHER", "REDUCE"]
+Collective = Literal["GATHER", "REDUCE", "BARRIER"]
 Kind = Copy | Call | Collective | Literal["PLACE", "NORM", "UPDATE"]
-Stream = Literal["compute", "fetch", "grad", "host", "read", "write", "pack", "unpack", "link"]
+Stream = Literal["compute", "fetch", "grad", "host", "read", "write", "pack", "unpack", "link", "node"]
 """`fetch` is the bus to the device and `grad` the bus from it, whatever is copied: each direction moves one thing at a
 time, in the order of the schedule. `link` is what joins the devices of several ranks: one stream, so that their
-collectives come in one order."""
+collectives come in one order. `node` is the same for what they do in the memory of the machine that they share."""
 
 STREAMS: tuple[Stream, ...] = get_args(Stream)
 COPIES: tuple[Kind, ...] = (*get_args(Copy), "PLACE")
@@ -34,6 +34,8 @@ CALLS: tuple[Call, ...] = get_args(Call)
 """What runs code of the model, on the compute stream."""
 COLLECTIVES: tuple[Kind, ...] = get_args(Collective)
 """What all ranks do together."""
+LINKS: tuple[Stream, ...] = ("link", "node")
+"""Of which a schedule of several ranks has one, for all that they do together."""
 
 
 class Use(StrEnum):
@@ -57,6 +59,8 @@ class Use(StrEnum):
     """Own parts of gradients, on their way from the link to the bus."""
     LINK_STAGING = "link staging"
     """What other ranks have sent of a gradient."""
+    SHARED_GRADIENTS = "shared gradients"
+    """A rank's sums, where the other ranks of its machine find them."""
     UPDATE_SLOTS = "update slots"
     UPDATE_WORKSPACE = "update workspace"
     LANDED_GRADIENTS = "landed gradients"
@@ -76,11 +80,19 @@ class Use(StrEnum):
     BACKWARD_WORKSPACE = "backward workspace"
 
 
+class Peer(NamedTuple):
+    """Memory of another rank of this machine: whose it is, and what that rank calls it."""
+
+    rank: int
+    name: str
+
+
 class Buffer(NamedTuple):
     """Memory of one tier, under a name that tells buffers apart and that nobody takes apart."""
 
     name: str
-    tier: Tier
+    tier: Tier | Literal["peer"]
+    """That of a `peer` is in host memory, and counts there for the rank whose it is."""
     nbytes: int
     use: Use
     initial: Content | None = None
@@ -95,6 +107,7 @@ class Buffer(NamedTuple):
     """Of host memory: whether anything is copied from it to the device, or back."""
     frozen_nbytes: int = 0
     """Of frozen weights at its end: no step changes them, so they are valid for any version of the bytes before."""
+    peer: Peer | None = None
 
     @property
     def is_state(self) -> bool:
@@ -112,10 +125,10 @@ def declare(buffers: dict[str, Buffer], buffer: Buffer) -> str:
 
 
 def nbytes_by_use(buffers: Iterable[Buffer]) -> dict[tuple[str, str], int]:
-    """(tier, use) -> bytes of the arena buffers, by tier, largest first."""
+    """(tier, use) -> bytes of the arena buffers, but for those of peers, by tier, largest first."""
     totals: dict[tuple[str, str], int] = defaultdict(int)
     for buffer in buffers:
-        if buffer.arena:
+        if buffer.arena and buffer.peer is None:
             totals[buffer.tier, buffer.use.value] += buffer.nbytes
     return dict(sorted(totals.items(), key=lambda item: (item[0][0], -item[1])))
 

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatrain.schedule.ops import STREAMS, Op, Schedule, Stream
+from megatrain.schedule.ops import LINKS, STREAMS, Op, Schedule, Stream
 from megatrain.spec import Tier
 from megatrain.spec.contention import NO_CONTENTION, Contention, StreamClock, TimedTask
 
 DISK_STREAMS: tuple[Stream, ...] = ("read", "write")
 """They have a processor of their own."""
-RARE_STREAMS: tuple[Stream, ...] = (*DISK_STREAMS, "pack", "unpack", "link")
+RARE_STREAMS: tuple[Stream, ...] = (*DISK_STREAMS, "pack", "unpack", *LINKS)
 """Of which a trace has a row only where they have work."""
 
 

@@ -38,6 +38,9 @@ Tier = Literal["device", "host", "disk"]
 Transfer = Literal["pinned", "staged", "pageable"]
 """How weights and gradients cross the bus: from pinned memory, through pinned staging buffers, or from pageable
 memory."""
+Delivery = Literal["gather", "shared"]
+"""How weights that several ranks own parts of come to be whole on each device: over the link between devices, or out of
+host memory that all ranks of a machine reach."""
 Slots = Annotated[int, Bounds(1, 1 << 12)]
 
 
@@ -163,6 +166,11 @@ class Policy:
     """Pinned buffers of a shard each, in each direction, where `transfer` is staged."""
     placements: tuple[Placement, ...] = ()
     """Of each unit, in order; empty keeps everything in host memory."""
+    delivery: Delivery = "gather"
+    """Of several ranks: `gather` brings a rank's own part of a shard over its bus, and the others' over the link
+    between devices, where gradients are summed, too. `shared` is for ranks of one machine whose devices have no quick
+    link: each fetches whole shards out of memory that all of them map, and gradients are summed there. With one rank
+    there is nothing to choose."""
     disk_staging_slots: Slots = 2
     """Host buffers that each kind of state passes through on its way from and to the disk: how far reads run ahead."""
 

@@ -32,7 +32,7 @@ from megatrain.engine import (
 )
 from megatrain.engine.batch import check_arguments, check_mapping, for_model
 from megatrain.errors import CheckpointError, ConfigError, DoesNotFit, ModelError, PlanError
-from megatrain.memory import Disk, Ledger, Pool, Store
+from megatrain.memory import Disk, Ledger, Pool, SharedMemory, Store
 from megatrain.model import (
     Fills,
     FreshSource,
@@ -100,7 +100,8 @@ class Engine:
         self._ported, self._device, self._disk = ported, device, disk_of(options, policy)
         self._owns_device = device is not options.get("device", "cpu")
         ledger = Ledger(budgets(self.limits, device, self._disk), one_memory=policy.shares_memory)
-        self._pool = Pool(device, ledger, self._disk, [unit.name for unit in self.structure.units], policy.transfer)
+        shared, units = SharedMemory.of(self.structure, self.numerics, policy, device, world), self.structure.units
+        self._pool = Pool(device, ledger, self._disk, [unit.name for unit in units], policy.transfer, shared)
         owned = Ownership(world.rank, max(1, policy.shard_nbytes // self.numerics.weight_nbytes))
         self._store = Store(self.structure, self.numerics, policy, self._pool, owned, world.together)
         self._schedules = Schedules(ported, self._store, self.numerics, policy, device, world, fits_activations=fits)
@@ -324,8 +325,7 @@ class Engine:
         trace, timeline = self._trace, self._streamer.timeline
         if trace is not None and timeline is not None and trace.add(timeline):
             self._trace = None
-        written = self._written_nbytes - before
-        stalled = self._device.stalled_seconds()
+        written, stalled = self._written_nbytes - before, self._device.stalled_seconds()
         found = dict(result.metrics), result.by_micro_batch
         return StepOutput(result.loss, norm, result.tokens, stalled, written, *found)
 
@@ -534,8 +534,8 @@ class Engine:
         Raises `ExportError`, and `DoesNotFit` without memory for the largest unit in float32.
         """
         self._settle()
-        names = [unit.name for unit in self.structure.units]
         seed, base = self._streamer.seed, None if self._ported.adapter is None else self._store.frozen_checksum()
+        names = self._pool.units
         kept = as_saved(self._sink, self.numerics, self.policy, self._steps, seed, names, training or {}, base)
         number = self._steps if step is None else step
         return self._saver.begin(folder, number, self.policy, kept, score, write_more, then)

@@ -147,6 +147,8 @@ def describe_policy(numerics: Numerics, policy: Policy) -> list[str]:
             "are not page-locked" if policy.transfer == "pageable" else "cross the bus through pinned staging buffers"
         )
         phrases.append(f"weights and gradients {through}")
+    if policy.delivery == "shared":
+        phrases.append("ranks fetch weights out of host memory that they share, and sum gradients there")
     if policy.transfer == "staged" or policy.pinned_staging_slots != 2:
         phrases.append(f"{policy.pinned_staging_slots} pinned staging buffers each way where they are used")
     if policy.placements:

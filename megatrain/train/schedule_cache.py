@@ -24,8 +24,8 @@ from megatrain.spec import Limits, ModelSpec, Numerics, Policy, Work
 FIXED = ("update", "transfer", "shares_memory")
 """Fields of a policy that the state, the device's memory and the sink were made for."""
 
-OWNING = ("shard_nbytes",)
-"""Those that decide what each of several ranks owns."""
+OWNING = ("shard_nbytes", "delivery")
+"""Those that decide what each of several ranks owns, and where."""
 
 Kind = Literal["step", "pending step", "forward", "flush"]
 Key = tuple[Kind, int, Policy]

@@ -7,15 +7,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatrain import Policy
 from megatrain.dist import ALONE, World
 from megatrain.dist.world import reference_reduce
-from tests.integration.test_ranks import Trained, batches_of, of_rank, same
+from tests.integration.test_ranks import SHARDS, Trained, batches_of, of_rank, same
 from tests.rank_processes import RankProcesses
 from tests.tiny import tiny_model
 
@@ -58,6 +60,15 @@ def test_twenty_steps_have_the_losses_of_one_rank_and_the_same_bits_again(ranks:
     assert many.losses == pytest.approx(one.losses, rel=1e-6)
     assert many[:3] == again[:3]
     assert same(many.weights, again.weights)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_memory_that_ranks_share_gives_the_bits_of_the_link(ranks: RankProcesses, precision: str) -> None:
+    policies = SHARDS, replace(SHARDS, delivery="shared"), Policy(delivery="shared", wait_for="shard")
+    first, *others = (trained(ranks, 3, "llama", 5, policy=each, precision=precision) for each in policies)
+    for other in others:
+        assert other[:3] == first[:3]
+        assert same(other.weights, first.weights)
 
 
 @pytest.mark.parametrize(("family", "precision"), [("llama", "fp32"), ("mixtral", "bf16")])

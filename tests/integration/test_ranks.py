@@ -21,7 +21,9 @@ from transformers import PreTrainedModel
 
 from megatrain import AdamW, Engine, Policy
 from megatrain.dist import ALONE, World
+from megatrain.engine import DTYPES
 from megatrain.errors import BatchError, MegaTrainError, NonFinite, PlanError, RankError
+from megatrain.model import ModelSource, port_model
 from megatrain.spec import Numerics, Placement, Precision
 from tests.adapted import adapted
 from tests.ranks import together, worlds
@@ -57,8 +59,10 @@ def of_rank(
     with MAKING:
         numerics = Numerics(precision, loss_chunk_tokens=64)
         options = {"max_grad_norm": 0.5, "optimizer": AdamW(lr=1e-2, weight_decay=0.1), "verify": False, **options}
-        engine = Engine.from_model(model, device, numerics=numerics, policy=policy, world=world, **options)
-    with engine:
+        source, dtype = ModelSource(model), DTYPES[precision]
+        ported = port_model(model, dtype)
+    options |= {"device": device, "numerics": numerics, "policy": policy, "world": world}
+    with Engine.from_source(source, ported=ported, **options) as engine:
         outputs = [engine.step(own) for _ in range(steps)]
         gradients = engine.gradients(own)
         losses = [each.loss for each in outputs] + [engine.evaluate(own)]
@@ -118,6 +122,11 @@ POLICIES: dict[str, Policy] = {
     "one shard": Policy(),
     "rounds": replace(SHARDS, micro_batches_per_round=1),
     "disk": replace(SHARDS, placements=(DISK,) * 5),
+    "shared": replace(SHARDS, delivery="shared"),
+    "shared, by shard": replace(SHARDS, delivery="shared", wait_for="shard", weight_slots=1, transfer="pageable"),
+    "shared, but for the disk": replace(
+        SHARDS, delivery="shared", placements=(replace(DISK, weights="host"),) * 5, micro_batches_per_round=1
+    ),
 }
 
 
@@ -133,7 +142,7 @@ def test_no_policy_and_no_device_changes_a_bit(name: str, device: str, tmp_path:
     model, batches = tiny_model("llama"), batches_of(4)
     how: dict[str, Any] = {"precision": "bf16", "steps": 2}
     plain = trained(2, model, batches, **how)
-    disk = {"disk": [tmp_path]} if name == "disk" else {}
+    disk = {"disk": [tmp_path]} if "disk" in name else {}
     found = trained(2, model, batches, policy=POLICIES[name], device=device, seed=1, **disk, **how)
     assert found.losses == plain.losses
     assert found.norms == plain.norms

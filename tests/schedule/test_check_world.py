@@ -19,7 +19,8 @@ from megatrain.schedule import (
     check_world,
     derive_waits,
 )
-from megatrain.schedule.ops import COLLECTIVES
+from megatrain.schedule.contents import Weights
+from megatrain.schedule.ops import COLLECTIVES, Access
 from megatrain.spec import ModelSpec, Numerics, ParamSpec, Placement, Policy, UnitSpec, Work
 from megatrain.spec.layout import layout_of
 from megatrain.testing import without_each_wait
@@ -35,6 +36,16 @@ policies = st.builds(
     activations=st.sampled_from(["keep", "recompute"]),
     transfer=st.sampled_from(["pinned", "staged"]),
     placements=st.sampled_from([(), (DISK,) * 5]),
+) | st.builds(
+    Policy,
+    delivery=st.just("shared"),
+    weight_slots=st.integers(1, 4),
+    grad_slots=st.integers(1, 3),
+    shard_nbytes=st.sampled_from([1, 5000, 1 << 20]),
+    wait_for=st.sampled_from(["unit", "shard"]),
+    activations=st.sampled_from(["keep", "recompute"]),
+    micro_batches_per_round=st.integers(0, 1),
+    placements=st.sampled_from([(), (replace(DISK, weights="host"),) * 5]),
 )
 
 
@@ -69,6 +80,7 @@ def test_the_schedules_of_all_ranks_are_proven_together(
     ranks: int, precision: str, policy: Policy, tied: bool, more: int
 ) -> None:
     numerics = Numerics(precision)  # type: ignore[arg-type]  # drawn from its values
+    policy = replace(policy, micro_batches_per_round=0) if tied or more else policy
     found = world(ranks, numerics, policy, tied=tied, more=more)
     check_world(found)
     assert len({schedule.digest for schedule in found}) == 1
@@ -83,8 +95,10 @@ def test_each_byte_crosses_the_bus_of_one_rank_and_no_rank_holds_anothers_state(
     for unit, each in enumerate(spec.units):
         layout = layout_of(each)
         whole = {kind: [op for op in schedule.ops if op.kind == kind and op.unit == unit] for kind in ("FETCH", "GRAD")}
-        assert sum(op.nbytes for op in whole["GRAD"]) == 2 * layout.trained.size // ranks
-        assert sum(op.nbytes for op in whole["FETCH"]) % (2 * layout.size // ranks) == 0
+        is_shared = policy.delivery == "shared"  # then every byte crosses it, and gradients in float32
+        whole["GRAD"] = [op for op in whole["GRAD"] if "sums" not in op.writes[0].buffer]  # between rounds
+        assert sum(op.nbytes for op in whole["GRAD"]) == layout.trained.size * (4 if is_shared else 2 / ranks)
+        assert sum(op.nbytes for op in whole["FETCH"]) % (2 * layout.size // (1 if is_shared else ranks)) == 0
         state = [buffer for buffer in schedule.buffers.values() if buffer.unit == unit and buffer.is_state]
         assert sum(buffer.nbytes for buffer in state) == (2 * layout.size + 10 * layout.trained.size) // ranks
 
@@ -105,9 +119,9 @@ def refused(schedules: list[Schedule]) -> bool:
     return False
 
 
-@pytest.fixture(scope="module")
-def three() -> list[Schedule]:
-    return world(3, Numerics("bf16"), Policy(shard_nbytes=6 << 10), more=1)
+@pytest.fixture(scope="module", params=["gather", "shared"])
+def three(request: pytest.FixtureRequest) -> list[Schedule]:
+    return world(3, Numerics("bf16"), Policy(shard_nbytes=6 << 10, delivery=request.param), more=1)
 
 
 def test_every_removed_wait_is_found(three: list[Schedule]) -> None:
@@ -155,10 +169,35 @@ def test_ranks_that_have_other_shards_or_the_same_part_are_told_apart(three: lis
     larger = world(3, Numerics("bf16"), Policy(shard_nbytes=12 << 10))
     with pytest.raises(ScheduleError, match=r"on rank 0 and .* on rank 1"):
         check_world([three[0], larger[1], three[2]])
-    with pytest.raises(ScheduleError, match="rank 1 brings another's part"):
+    with pytest.raises(ScheduleError, match=r"rank 1 (brings another's part|takes another's part for its own)"):
         check_world([three[0], three[2], three[1]])
     with pytest.raises(ScheduleError, match=r"none on rank 0 and .* on rank 1"):
         check_world([build_flush(spec_in_shards().over(3), Numerics("bf16"), Policy()), three[1]])
+
+
+def test_in_shared_memory_no_rank_may_write_what_another_may_still_read() -> None:
+    """Each for itself, such schedules are right."""
+    right = world(3, Numerics("bf16"), Policy(shard_nbytes=6 << 10, delivery="shared"))
+    found = 0
+    for rank, schedule in enumerate(right):
+        for op in schedule.ops:
+            if op.kind != "UPDATE":
+                continue
+            behind = max(at for at, each in enumerate(schedule.ops) if each.kind == "FETCH" and each.unit == op.unit)
+            ops = list(schedule.ops)
+            late = [access._replace(content=Weights(op.unit)) for access in op.writes if _is_weights(access)]
+            again = op._replace(kind="READ", reads=(), writes=tuple(late))
+            ops.insert(behind + 1, again)
+            mutant = derive_waits(replace(schedule, ops=tuple(ops)))
+            check(mutant)
+            with pytest.raises(ScheduleError, match="nothing orders"):
+                check_world([mutant if of == rank else each for of, each in enumerate(right)])
+            found += 1
+    assert found == 15
+
+
+def _is_weights(access: Access) -> bool:
+    return isinstance(access.content, Weights)
 
 
 def test_a_wait_for_what_comes_later_is_a_deadlock(three: list[Schedule]) -> None:
@@ -176,6 +215,8 @@ def test_a_wait_for_what_comes_later_is_a_deadlock(three: list[Schedule]) -> Non
         (Policy(placements=(Placement(weights="device"),) * 5), "on the device"),
         (Policy(update="during_backward"), "at its end"),
         (Policy(streamed_updates=1.0), "not streamed yet"),
+        (Policy(delivery="shared", transfer="staged"), "where each rank has them"),
+        (Policy(delivery="shared", placements=(DISK,) * 5), "in no memory that ranks share"),
     ],
 )
 def test_what_several_ranks_lack_is_refused_with_the_setting_to_change(policy: Policy, what: str) -> None:

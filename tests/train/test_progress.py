@@ -177,6 +177,7 @@ OTHER: dict[str, Any] = {
     "host_threads": 3,
     "transfer": "pageable",
     "pinned_staging_slots": 3,
+    "delivery": "shared",
     "placements": (Placement(moments="disk"),),
     "disk_staging_slots": 4,
 }

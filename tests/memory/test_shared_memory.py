@@ -1,0 +1,79 @@
+"""Memory that ranks of a machine share: what one writes another reads, and who cannot share is told, on all ranks."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import pytest
+
+from megatrain.device import open_device
+from megatrain.device.host_memory import anonymous_file, mapped_file
+from megatrain.dist import World
+from megatrain.errors import DeviceError, MegaTrainError, PlanError
+from megatrain.memory import Pool, SharedMemory, shared_memory
+from megatrain.memory.ledger import Ledger
+from megatrain.schedule import Buffer, Use
+from megatrain.schedule.contents import USED
+from megatrain.schedule.ops import Access, Op, Peer
+from tests.ranks import together, worlds
+
+SIZES = {"host/weights/0": 100, "host/shared_gradients/0": 64}
+
+
+def test_a_rank_reads_what_another_writes_and_counts_its_own_alone() -> None:
+    def work(world: World) -> None:
+        with_others = SharedMemory(SIZES, device := open_device("cpu"), world)
+        ledger = Ledger({"host": 100})
+        pool = Pool(device, ledger, shared=with_others)
+        own = Buffer("host/weights/0", "host", 100, Use.WEIGHTS)
+        others = [Peer(rank, own.name) for rank in {0, 1, 2} - {world.rank}]
+        peers = [own._replace(name=f"peer/{peer.rank}", tier="peer", peer=peer) for peer in others]
+        pool.provide([own, *peers])
+        pool.memory(own.name).fill_(world.rank + 1)
+        world.meet()
+        accesses = tuple(Access(each.name, 0, 100, USED) for each in peers)
+        with pool.lease(Op("FETCH", "fetch", 0, reads=accesses, writes=())) as held:
+            for each in peers:
+                assert each.peer is not None
+                assert held[each.name].tolist() == [each.peer.rank + 1] * 100
+        assert ledger.table() == {("host", "weights"): 100}
+        world.meet()
+        pool.release()
+
+    together(worlds(3), work)
+
+
+def test_ranks_of_several_machines_are_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = itertools.count()
+    monkeypatch.setattr(shared_memory, "machine_id", lambda: str(next(numbers)))
+
+    def work(world: World) -> str:
+        with pytest.raises(PlanError) as caught:
+            SharedMemory(SIZES, open_device("cpu"), world)
+        return str(caught.value)
+
+    (line,) = set(together(worlds(2), work))
+    assert line.startswith("policy.delivery: the ranks are on several machines")
+
+
+def test_memory_that_one_rank_may_not_open_is_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(process: int, file: int, nbytes: int) -> object:
+        raise DeviceError("may not be opened", where="policy.delivery")
+
+    def work(world: World) -> str:
+        if world.rank == 1:
+            monkeypatch.setattr(shared_memory, "mapped_file", refuses)
+        world.meet()
+        with pytest.raises(MegaTrainError) as caught:
+            SharedMemory(SIZES, open_device("cpu"), world)
+        return str(caught.value)
+
+    assert all("may not be opened" in line for line in together(worlds(2), work))
+
+
+def test_what_is_not_there_is_told() -> None:
+    file = anonymous_file(10)
+    os.close(file)
+    with pytest.raises(DeviceError, match="cannot be mapped"):
+        mapped_file(os.getpid(), file, 10)
