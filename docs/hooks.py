@@ -41,9 +41,9 @@ def keys_page() -> str:
     lines = [
         "# Configuration keys",
         "",
-        "Every key of a run with what it takes, its default and its meaning, as `megatrain train --keys` prints them. It",
-        "may stand in the YAML file or behind it on the command line: `megatrain train CONFIG train.steps=100`. An unknown",
-        "key is refused with the nearest name.",
+        "Every key of a run with what it takes, its default and its meaning, as `megatrain train --keys` prints them.",
+        "It may stand in the YAML file or behind it on the command line: `megatrain train CONFIG train.steps=100`. An",
+        "unknown key is refused with the nearest name.",
     ]
     for section, keys in groupby(describe_keys(), key=lambda each: each[0].rpartition(".")[0]):
         lines += ["", f"## {section or 'resume and others'}", "", SECTIONS.get(section, ""), ""]

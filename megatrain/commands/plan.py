@@ -99,10 +99,9 @@ def run_plan(
     """Plan, print, and write what was asked for.
 
     model: hub name, folder, config.json, a file that `json_file` of an earlier plan names, or the configuration of a
-    run (`.yaml`), which says everything but the machine, after `overrides` of its keys. hardware: a machine of
-    the library or a hardware file; `None` is this machine. Memories are texts such as `24GB` or `80%`; `0` of the disk
-    leaves it alone. adapter: what trains over the model, `lora:16` say; `None` is the model itself. ranks: how many
-    train together, on `nodes` machines alike; memories of the host and the disk are those of each machine.
+    run (`.yaml`), which says everything but the machine, after `overrides` of its keys. hardware: a machine of the
+    library or a file; `None` is this machine. Memories are texts such as `24GB` or `80%`, of each machine; `0` of the
+    disk leaves it alone. adapter: what trains over the model, `lora:16` say. ranks train together, on `nodes` machines.
 
     Raises a `MegaTrainError` for whatever is wrong, before the model is read where that tells nothing: `DoesNotFit`
     with the nearest change that fits.

@@ -391,6 +391,8 @@ def contention(model: ModelSpec, numerics: Numerics, hardware: Hardware) -> Cont
             return update_nbytes(layout_of(model.units[op.unit]), numerics)
         if op.kind == "NORM":
             return sum(access.stop - access.start for access in op.reads)
+        if op.stream == "node":
+            return sum(access.stop - access.start for access in (*op.reads, *op.writes)) if op.kind == "REDUCE" else 0.0
         if op.kind in COLLECTIVES and hardware.link_route == "host":
             return through_host_nbytes(hardware, model.ranks, op)
         return DRAM_PASSES.get(op.kind, 0) * op.nbytes

@@ -86,7 +86,8 @@ def test_ranks_are_planned_for_and_what_trains_them_is_told(saved: str, tmp_path
 def test_the_configuration_of_a_run_is_planned_for_ranks(config: str, tmp_path: Path) -> None:
     run = tmp_path / "run.yaml"
     train = "{global_batch_size: 8, steps: 3, device: cpu}"
-    run.write_text(f"model: {{config: {config}}}\ndata: {{sources: [x.txt], sequence_length: 32}}\ntrain: {train}\n")
+    data = "{sources: [x.txt], tokenizer: bytes, sequence_length: 32}"
+    run.write_text(f"model: {{config: {config}}}\ndata: {data}\ntrain: {train}\noutput: {{folder: runs/x}}\n")
     text = shown(str(run), hardware="4x-rtx-4090", ranks=4)
     assert "256 tokens in 1 micro-batch of 2 x 32 on each rank" in text
     assert f"megatrain train {run} --ranks 4" in text
