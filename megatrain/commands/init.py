@@ -17,7 +17,7 @@ from megatrain.config import load_config
 from megatrain.data import about_tokens, begins_with_text, holds_samples, source_called
 from megatrain.data.sample_formats import Schema
 from megatrain.errors import ConfigError, DataError
-from megatrain.plan import Plan, Question, find_plan, survey
+from megatrain.plan import Plan, Question, find_plan, fits
 from megatrain.plan.report import amount, duration
 from megatrain.spec import Limits, Precision
 from megatrain.system.paths import written_whole
@@ -166,7 +166,7 @@ def _planned(answers: Answers, tokens: int | None) -> Plan:
         rows //= 2
     disk = Limits(disk_nbytes=None if answers.disk else 0)
     question = Question(spec, hardware, rows * length, length, answers.precision, limits=disk, saves=True)
-    while question.sequences > 1 and survey(question, [question.budgets()]) == [None]:
+    while question.sequences > 1 and not fits(question):
         question = replace(question, tokens_per_step=question.sequences // 2 * length)
     return find_plan(question)
 

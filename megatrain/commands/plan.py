@@ -31,6 +31,7 @@ from megatrain.plan import (
     Question,
     Sweep,
     find_plan,
+    fits,
     load_hardware,
     look,
     question_of_one,
@@ -38,7 +39,6 @@ from megatrain.plan import (
     read_model,
     render_page,
     share_of,
-    survey,
     sweep,
     upgrades,
 )
@@ -434,7 +434,7 @@ def _planned(question: Question, *, may_shrink: bool) -> Plan:
     except DoesNotFit as error:
         while may_shrink and question.sequences > 1:
             question = replace(question, tokens_per_step=question.sequences // 2 * question.length)
-            if question.sequences == 1 or survey(question, [question.budgets()]) != [None]:
+            if question.sequences == 1 or fits(question):
                 return _planned(question, may_shrink=True)  # where one sequence does not fit, its refusal is told
         helps = [upgrade for upgrade in upgrades(question, None) if upgrade.tokens_per_second is not None]
         words = [f"{upgrade.name} would make it fit ({upgrade.tokens_per_second:,.0f} tokens/s)" for upgrade in helps]

@@ -31,7 +31,7 @@ from megatrain.plan.machines import load_hardware, machine, machine_names, save_
 from megatrain.plan.question import Choice, Plan, Question
 from megatrain.plan.ranks import question_of_one, ranks_on_each, share_of
 from megatrain.plan.report import peak_table
-from megatrain.plan.search import find_plan, survey
+from megatrain.plan.search import find_plan, fits, survey
 from megatrain.plan.spec_file import read_model
 
 __all__ = [
@@ -52,6 +52,7 @@ __all__ = [
     "examine",
     "find_plan",
     "fit_activations",
+    "fits",
     "hiding",
     "load_hardware",
     "loads",

@@ -24,11 +24,11 @@ from megatrain.plan.cost import (
     product_flops,
     step_flops,
 )
-from megatrain.plan.estimates import estimate, examine, seconds_on
+from megatrain.plan.estimates import estimate, examine, seconds_on, undisturbed
 from megatrain.plan.machines import machine, machine_names
 from megatrain.plan.question import MOST_TOKENS, Choice, Estimate, Plan, Question, usable_nbytes
 from megatrain.plan.ranks import SHARED
-from megatrain.plan.search import quicker_plan, survey
+from megatrain.plan.search import fits, quicker_plan, survey
 from megatrain.schedule import Timeline
 from megatrain.spec import Hardware, Precision
 
@@ -253,6 +253,7 @@ def written_nbytes_per_day(plan: Plan) -> float:
     return plan.written_nbytes / plan.seconds * SECONDS_PER_DAY
 
 
+@undisturbed()
 def look(plan: Plan, token_budget: float | None = None) -> Outlook:
     """What follows from a plan, and for a run of `token_budget` tokens."""
     question = plan.question
@@ -480,8 +481,8 @@ def hiding(plan: Plan) -> Hiding | None:
         low, rows = (low, middle) if at(middle).stall_share < HIDDEN_STALL else (middle, rows)
     found = at(rows)
     asked = replace(question, tokens_per_step=found.tokens_per_step)
-    fits = found.fits or survey(asked, [asked.budgets()]) != [None]
-    return replace(found, tokens_per_step=round(question.parts * found.tokens_per_step), fits=fits)
+    there = found.fits or fits(asked)
+    return replace(found, tokens_per_step=round(question.parts * found.tokens_per_step), fits=there)
 
 
 def _between(low: int, rows: int, at: Callable[[int], Hiding]) -> int:

@@ -38,6 +38,8 @@ MOST_SIZES = 8
 MOST_MICRO_BATCHES = 4
 """Ops that candidates are replayed with: of more micro-batches several are taken for one."""
 
+USUAL = Policy()
+
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
@@ -75,7 +77,7 @@ def fitted(question: Question, budgets: Mapping[str, int], option: Option) -> li
         tried.add(counts)
         mixture = option.choice.change(activations_by_layer=rows_of(counts, layers, entries))
         if not mixture.policy.offloads and "offload_slots" not in question.overrides:
-            mixture = mixture.change(offload_slots=Policy().offload_slots)
+            mixture = mixture.change(offload_slots=USUAL.offload_slots)
         plans.append(examine(question, mixture, option.micro_batch))
         promised, fits = mixtures.promised(counts), plans[-1].taken.fits(budgets)
         if offloads_outputs(counts) and plans[-1].seconds > LATE * promised.seconds:
@@ -176,7 +178,17 @@ def seconds_on(plan: Plan, question: Question) -> float:
 
 def estimate(question: Question, choice: Choice, micro_batch: int) -> Estimate:
     """What `examine` would find, extrapolated from shallow versions of the model."""
-    return _estimated(question.priced_alike, choice, micro_batch)
+    return _estimated(question.priced_alike, _as_priced(choice), micro_batch)
+
+
+def _as_priced(choice: Choice) -> Choice:
+    """With the usual number of the slots that it has no use for."""
+    policy, idle = choice.policy, dict[str, int]()
+    if not policy.offloads and policy.offload_slots != USUAL.offload_slots:
+        idle["offload_slots"] = USUAL.offload_slots
+    if policy.disk_staging_slots != USUAL.disk_staging_slots and not any(each.uses_disk for each in policy.placements):
+        idle["disk_staging_slots"] = USUAL.disk_staging_slots
+    return choice.change(**idle) if idle else choice
 
 
 @lru_cache(maxsize=4096)
@@ -186,13 +198,15 @@ def _estimated(alike: PricedAlike, choice: Choice, micro_batch: int) -> Estimate
         inputs = choice.change(activations="recompute", activations_by_layer=())
         return mixed(question, choice, coarse(question, micro_batch), estimate(question, inputs, micro_batch))
     resident = set(choice.policy.placements) == {ON_DEVICE}
-    plain = choice.change(placements=()) if choice.policy.placements else choice
+    if choice.policy.placements and not resident:
+        found = estimate(question, choice.change(placements=()), micro_batch)
+        return with_placements(question, choice, micro_batch, found)
     seconds, nbytes, busy, late = 0.0, Counter[str](), Counter[str](), Counter[str]()
     works = _works(question, choice, micro_batch)
     # From one round to the next a layer waits for its slot, so that layers come in turns of as many as there are slots.
     more = lcm(MORE, choice.policy.grad_slots) if len(works) > 1 else MORE
     for (weight, model), (share, work) in product(shallow(question.model, more), works):
-        placed = choice.change(placements=(ON_DEVICE,) * len(model.units)) if resident else plain
+        placed = choice.change(placements=(ON_DEVICE,) * len(model.units)) if resident else choice
         asked = replace(question, model=model)
         of = prices(asked, placed, work)
         plan = _replayed(asked, placed, work, of, *_remembered(model, placed, work))
@@ -202,8 +216,7 @@ def _estimated(alike: PricedAlike, choice: Choice, micro_batch: int) -> Estimate
         for whole, part in zip((busy, late), of.busy(plan.timeline), strict=True):
             for stream, spent in part.items():
                 whole[stream] += weight * share * spent  # type: ignore[assignment]
-    found = Estimate(seconds, {tier: round(count) for tier, count in nbytes.items()}, dict(busy), dict(late))
-    return with_placements(question, choice, micro_batch, found) if choice.policy.placements and not resident else found
+    return Estimate(seconds, {tier: round(count) for tier, count in nbytes.items()}, dict(busy), dict(late))
 
 
 def with_placements(question: Question, choice: Choice, micro_batch: int, found: Estimate) -> Estimate:

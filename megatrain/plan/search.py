@@ -39,6 +39,7 @@ from megatrain.plan.search_space import (
     COARSE,
     COMPUTES,
     FEWER_WRITES,
+    INPUT,
     KNOBS,
     LEAN,
     MLP_CHUNK_TOKENS,
@@ -178,6 +179,11 @@ class Search:
         lean = self._every_size(self._lean)
         lean += self._offloading(lean)
         return min(lean, key=lambda each: max(self.price(*each).short(self.budgets).values()))
+
+    def has_lean(self) -> bool:
+        """Whether one of these fits: a search finds something then."""
+        lean = self._every_size(self._lean)
+        return any(self._fits(*each) for each in lean) or any(self._fits(*each) for each in self._offloading(lean))
 
     def _every_size(self, choice: Choice) -> list[Candidate]:
         return [(one, micro_batch) for micro_batch in self._micro_batches() for one in self._activations(choice)]
@@ -445,7 +451,10 @@ class Search:
         waits, stores = busy < COMPUTES * seconds, self.question.model.units[1].profile.outputs.chosen_nbytes > 0
         begin = 2 if self.question.hardware.shares_memory else 0
         for kept in ALIKE[begin : None if stores else 2] if waits and not self._keeps_as_told else ():
-            told = {"micro_batches_per_round": 0, **self.question.overrides, "activations_by_layer": kept}
+            rows: dict[str, Any] = {"activations_by_layer": kept}
+            if kept == INPUT:  # the same under a name by which it is priced already
+                rows = {"activations": "recompute", "activations_by_layer": ()}
+            told = {"micro_batches_per_round": 0, **self.question.overrides, **rows}
             asked = replace(self.question, overrides=told)
             other = self._alikes.setdefault(kept, Search(asked))
             other.within(self.budgets)
@@ -615,6 +624,13 @@ def quicker_plan(question: Question, seconds: float) -> Plan | None:
         with suppress(DoesNotFit):
             return within_lock_limit(question, lambda asked: _quickest(search if asked is question else Search(asked)))
     return None
+
+
+def fits(question: Question) -> bool:
+    """Whether any policy should fit, by estimates: one with as little memory as possible, or that by a ring."""
+    with undisturbed():
+        search = Search(question)
+        return search.has_lean() or _leanest(search, search.budgets) is not None
 
 
 def survey(question: Question, budgets: Iterable[Mapping[str, int]]) -> list[Estimate | None]:

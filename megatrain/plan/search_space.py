@@ -23,10 +23,11 @@ KNOBS: dict[str, tuple[Any, ...]] = {
 }
 """What is tried one at a time, and which values."""
 
+INPUT: tuple[tuple[Keep, ...], ...] = (("input",),)
 ATTENTION: tuple[tuple[Keep, ...], ...] = (("attention",),)
 CHOSEN: tuple[tuple[Keep, ...], ...] = (("chosen",),)
 OFFLOAD: tuple[tuple[Keep, ...], ...] = (("offload",),)
-ALIKE: tuple[tuple[tuple[Keep, ...], ...], ...] = ((("input",),), OFFLOAD, ATTENTION, CHOSEN)
+ALIKE: tuple[tuple[tuple[Keep, ...], ...], ...] = (INPUT, OFFLOAD, ATTENTION, CHOSEN)
 """What all layers may keep where compute waits: the first two where there is a bus, the others where there is anything
 to store."""
 
