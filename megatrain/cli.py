@@ -341,33 +341,50 @@ def _export(
     source: Annotated[
         str, typer.Argument(metavar="SOURCE", help="Model folder, run folder or hub name.", callback=_path())
     ],
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="Folder to write.", callback=_path("folder"))],
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[TARGET]", help="Folder to write; may be left out with --push.", callback=_path("folder")
+        ),
+    ] = None,
     precision: PrecisionName = "bf16",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model in TARGET.")] = False,
     merge: Annotated[
         bool, typer.Option("--merge", help="SOURCE is an adapter: write its base with it merged.")
     ] = False,
+    push: Annotated[
+        str | None, typer.Option(help="Upload it to the hub as organisation/model; without TARGET as it is.")
+    ] = None,
     trust_remote_code: Remote = False,
 ) -> None:
-    """Write a model as a Hugging Face folder, unit by unit; it appears whole or not at all."""
+    """Write a model as a Hugging Face folder, unit by unit, which appears whole or not at all; upload it, if asked."""
     _quiet_threads()
     from rich.console import Console
 
-    from megatrain.commands.export import run_export
+    from megatrain.commands.export import push_export, run_export
     from megatrain.train.progress import loading
 
-    with loading(Console(stderr=True), "writing the model") as progress:
-        written = run_export(
-            source,
-            target,
-            precision=_precision(precision),
-            overwrite=overwrite,
-            merge=merge,
-            trust_remote_code=trust_remote_code,
-            progress=progress,
-            notice=_tell,
-        )
-    typer.echo(str(written))
+    if target is None and push is None:
+        raise ConfigError("is missing", where="TARGET", fix="name the folder to write, or give --push")
+    if push is not None:
+        from megatrain.run.push import refuse_push
+
+        refuse_push(push, "--push")
+    if target is not None:
+        with loading(Console(stderr=True), "writing the model") as progress:
+            written = run_export(
+                source,
+                target,
+                precision=_precision(precision),
+                overwrite=overwrite,
+                merge=merge,
+                trust_remote_code=trust_remote_code,
+                progress=progress,
+                notice=_tell,
+            )
+        typer.echo(str(written))
+    if push is not None:
+        typer.echo(push_export(source, target, push, merge=merge))
 
 
 @app.command("report")

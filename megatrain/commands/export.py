@@ -12,6 +12,8 @@ from megatrain.checkpoint import export_units
 from megatrain.data import load_tokenizer
 from megatrain.errors import DataError, ExportError
 from megatrain.model import AdaptedSource, Progress, Source, listed, model_named, port_model, pretrained_source
+from megatrain.run.history import CONFIG
+from megatrain.run.push import push
 from megatrain.spec import Precision, UnitSpec
 from megatrain.system.paths import usable_path
 from megatrain.train.progress import printable
@@ -71,6 +73,27 @@ def run_export(
     if not_finite:
         notice(f"written with values that are not finite, as they are in the source: {listed(not_finite)}")
     return written
+
+
+def push_export(source: str, target: str | None, name: str, *, merge: bool = False) -> str:
+    """Upload what was exported to `target`, or the model folder that `source` stands for, to the hub as `name`.
+
+    Returns its address. Raises `ExportError` for a source that is no folder here, and where the hub refuses it.
+    """
+    if target is None and merge:
+        raise ExportError("writes a folder", where="--merge", fix="name it as TARGET")
+    folder = usable_path(model_named(source) if target is None else target, where="SOURCE", error=ExportError)
+    if not folder.is_dir():
+        raise ExportError("is no folder here", where=f"model {source}", fix="name a TARGET to write it to first")
+    run = next(
+        (
+            each
+            for each in (usable_path(source, where="SOURCE", error=ExportError), folder.parent)
+            if (each / CONFIG).is_file()
+        ),
+        None,
+    )
+    return push(folder, name, "--push", run)
 
 
 class _OneUnit:

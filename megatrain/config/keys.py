@@ -498,6 +498,9 @@ class OutputSection(Section):
     """Whether `model/` is the state with the lowest validation loss, by its checkpoint, in place of the last one."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Of the weights in `model/`: the exact masters, or those rounded to bfloat16."""
+    push: str | None = None
+    """Name on the Hugging Face hub, organisation/model, under which the finished model is uploaded, to a private
+    repository if there is none yet. Whether the hub lets you is asked before training."""
     trackers: Trackers = ("tensorboard",)
     """What else draws the curves: tensorboard, wandb, trackio (the latter two are to be installed); [] for none."""
     trackers_online: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -14,9 +15,10 @@ from megatrain.checkpoint import lowest_scored
 from megatrain.config import Config
 from megatrain.data import Batch, Tokenizer
 from megatrain.engine import DTYPES
-from megatrain.errors import ExportError
+from megatrain.errors import ConfigError, ExportError
 from megatrain.model import load_trained
 from megatrain.plan.report import amount
+from megatrain.run.history import CONFIG, read_history
 from megatrain.spec import Precision
 from megatrain.train.checkpoints import found_by_first
 from megatrain.train.engine import Engine
@@ -55,15 +57,31 @@ def save_trained(config: Config, engine: Engine, tokenizer: Tokenizer, target: P
     facts = {
         "steps": f"{steps:,}",
         "tokens per step": f"{train.sequences * config.data.sequence_length:,}",
+        "base model": config.model.path or "none: trained from scratch",
         "data": ", ".join(config.data.sources),
         "optimizer": f"AdamW, weight decay {train.weight_decay:g}",
         "learning rate": f"{train.learning_rate:g} ({train.lr_scheduler})",
         "precision": f"{train.precision} with exact float32 masters",
+        **_losses(config),
+        "command": f"megatrain train {config.folder / CONFIG}",
         "trained with": f"megatrain {version('megatrain')}",
     }
     return engine.save_pretrained(
         target, precision=config.output.precision, facts=facts, write_more=tokenizer.save_pretrained
     )
+
+
+def _losses(config: Config) -> dict[str, str]:
+    """What the model card tells of the run's losses, as far as they have been written."""
+    try:
+        history = read_history(config.folder)
+    except ConfigError:
+        return {}
+    last = [loss for loss in history.columns["loss"][-50:] if math.isfinite(loss)]
+    told = {"training loss": f"{sum(last) / len(last):.4f}, mean of the last {len(last):,} steps"} if last else {}
+    if history.evaluated:
+        told["validation loss"] = f"{history.evaluated[-1].loss:.4f} after step {history.evaluated[-1].step:,}"
+    return told
 
 
 def verify_trained(config: Config, engine: Engine, batch: Batch, saved: Path, console: Console) -> None:

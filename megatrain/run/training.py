@@ -71,6 +71,7 @@ from megatrain.run.history import CONFIG, METRICS
 from megatrain.run.lm_eval_tasks import Tasks
 from megatrain.run.memory_limits import describe_disk, describe_memory, open_disk, refuse_wear
 from megatrain.run.objective import loss_of, take_up_reference, without_reference
+from megatrain.run.push import push, refuse_push
 from megatrain.run.question import question_of
 from megatrain.run.ranks import Ranks, joined
 from megatrain.run.replan import Replanner, foreseen
@@ -98,6 +99,8 @@ VERIFIED_PARAMETERS = 10**9
 
 Facts = list[tuple[str, str]]
 
+PUSH_KEY = "output.push"
+
 WARM_UP = 3
 """Steps after which measured times are compared with the plan's."""
 
@@ -123,7 +126,7 @@ def run_training(config: Config, console: Console) -> Path:
     folder, console = config.folder, console if ranks.leads else Console(file=io.StringIO())
     say = partial(warn, console)
     with ExitStack() as stack, ranks.watched():  # the others hear of an error before it is cleaned up after
-        refuse_missing(config.output.trackers)
+        _refuse_early(config, ranks)
         metrics, tasks = load_metrics(config.train.metrics), Tasks(config.lm_eval) if config.lm_eval.tasks else None
         if config.model.path is not None:
             model = config.model.model_copy(update={"path": model_named(config.model.path)})
@@ -181,8 +184,22 @@ def run_training(config: Config, console: Console) -> Path:
             return Path(checkpoints.newest)
         saved = _leave_model(config, run, ended, console)
     if ranks.leads:
-        say_where(folder, console)
+        _hand_over(config, saved, console)
     return saved
+
+
+def _hand_over(config: Config, saved: Path, console: Console) -> None:
+    """Say where all is, and give the hub its copy."""
+    say_where(config.folder, console)
+    if config.output.push is not None:
+        warn(console, f"pushed to {push(saved, config.output.push, PUSH_KEY, config.folder)}")
+
+
+def _refuse_early(config: Config, ranks: Ranks) -> None:
+    """Raise what can be told before anything is read."""
+    refuse_missing(config.output.trackers)
+    if config.output.push is not None and ranks.leads:
+        refuse_push(config.output.push, PUSH_KEY)
 
 
 def _leave_model(config: Config, run: _Run, ended: Ended, console: Console) -> Path:

@@ -103,6 +103,7 @@ WITH_PATHS: list[tuple[tuple[str, ...], str, dict[str, str]]] = [
     (("probe", "--output", PATH), "--output", FOR_A_FILE),
 ]
 NO_PATHS = (
+    "push",
     "system",
     "overrides",
     "prompt",
@@ -178,7 +179,7 @@ def test_every_argument_that_may_hold_a_path_is_among_those_tried() -> None:
 def test_every_key_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "train", "--keys")
     assert code == 0
-    assert "train.learning_rate = 0.0003\n    Peak learning rate.\n" in out
+    assert "train.learning_rate = 0.0003    [number of 0 or more]\n    Peak learning rate.\n" in out
     assert "data.sources  (required)\n" in out
     assert "train.epochs = null\n" in out
 

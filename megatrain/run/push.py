@@ -1,0 +1,91 @@
+"""A model folder to the Hugging Face hub, with a model card that says what it was trained from, and how.
+
+The card gets what the hub reads of it (base model, data sets, tags) in front. A new repository is private.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from huggingface_hub import HfApi, ModelCardData
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+from huggingface_hub.utils._validators import validate_repo_id
+
+from megatrain.config.load import parse
+from megatrain.errors import ConfigError, ExportError, first_line
+from megatrain.run.history import CONFIG
+from megatrain.system.paths import read_text
+
+CARD = "README.md"
+NOT_A_PATH = re.compile(r"[\w.-]+(/[\w.-]+)?")
+LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
+
+
+def refuse_push(name: str, where: str) -> None:
+    """Raise `ExportError` where nothing could be pushed as `name`: it is no name, or the hub does not know the user.
+
+    where: the key or option that holds the name.
+    """
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise ExportError(first_line(error), where=where, fix="name it organisation/model") from error
+    try:
+        HfApi().whoami(cache=True)
+    except LocalTokenNotFoundError as error:
+        raise ExportError("nobody is logged in to the hub", where=where, fix=LOG_IN) from error
+    except Exception as error:  # the client's network errors have no common base but this
+        raise ExportError(f"the hub does not answer ({first_line(error)})", where=where, fix=LOG_IN) from error
+
+
+def push(folder: Path, name: str, where: str, run: Path | None = None) -> str:
+    """Upload the model in `folder` as `name`, and return its address.
+
+    run: the folder of the run that has trained it, whose configuration tells base model and data. The card comes last,
+    so that a repository with a card is whole. Raises `ExportError` where the hub refuses it; what it has by then stays.
+    """
+    card = _data(run).to_yaml()
+    text = f"---\n{card}\n---\n\n{read_text(folder / CARD)}" if (folder / CARD).exists() else f"---\n{card}\n---\n"
+    api = HfApi()
+    try:
+        address = api.create_repo(name, private=True, exist_ok=True)
+        api.upload_folder(repo_id=address.repo_id, folder_path=folder, ignore_patterns=[CARD], commit_message="Model")
+        with TemporaryDirectory() as beside:
+            (Path(beside) / CARD).write_text(text, encoding="utf-8")
+            api.upload_folder(repo_id=address.repo_id, folder_path=beside, commit_message="Card")
+    except HfHubHTTPError as error:
+        code = error.response.status_code
+        fix = LOG_IN if code in (401, 403) else "push again; what the hub has already is not sent twice"
+        raise ExportError(f"the hub refuses {name} ({first_line(error)})", where=where, fix=fix) from error
+    except OSError as error:
+        fix = "push again; what the hub has already is not sent twice"
+        raise ExportError(f"could not be pushed ({first_line(error)})", where=where, fix=fix) from error
+    return str(address)
+
+
+def _data(run: Path | None) -> ModelCardData:
+    """What the hub reads of a card. Base model and data sets are told where they are names on the hub, not paths."""
+    tree: dict[str, object] = {}
+    if run is not None:
+        try:
+            found = parse(read_text(run / CONFIG), CONFIG, {})
+            tree = found if isinstance(found, dict) else {}
+        except (OSError, ConfigError):
+            tree = {}
+    model, data, adapter = (tree.get(name) for name in ("model", "data", "adapter"))
+    base = model.get("path") if isinstance(model, dict) else None
+    sources = data.get("sources") if isinstance(data, dict) else None
+    named = [each for each in ([sources] if isinstance(sources, str) else sources or []) if _is_of_hub(each)]
+    return ModelCardData(
+        base_model=base if _is_of_hub(base) else None,
+        datasets=named or None,
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag="text-generation",
+        tags=["megatrain"],
+    )
+
+
+def _is_of_hub(name: object) -> bool:
+    return isinstance(name, str) and "/" in name and bool(NOT_A_PATH.fullmatch(name)) and not Path(name).exists()

@@ -1,0 +1,204 @@
+"""Models on the hub: what is uploaded, the card, what is refused; against a local server that speaks its endpoints."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import constants
+from transformers import AutoModelForCausalLM
+
+from megatrain.cli import main
+from megatrain.data import load_tokenizer
+from megatrain.errors import ExportError
+from tests.run.test_training import configuration, train
+from tests.tiny import tiny_model
+
+ADDRESS = "http://127.0.0.1"
+
+pytestmark = pytest.mark.filterwarnings("ignore:Use .content:DeprecationWarning")  # how the hub's client uploads
+
+
+@dataclass
+class Hub:
+    """What the server holds, and how it is to answer."""
+
+    endpoint: str = ""
+    files: dict[str, bytes] = field(default_factory=dict)
+    objects: dict[str, bytes] = field(default_factory=dict)
+    private: bool | None = None
+    refuses: bool = False
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    held = Hub()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+        def answer(self, content: Any, code: int = 200) -> None:
+            body = json.dumps(content).encode()
+            self.send_response(code)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def body(self) -> bytes:
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+        def do_GET(self) -> None:
+            if self.path == "/api/whoami-v2":
+                self.answer({"name": "someone", "type": "user", "auth": {"accessToken": {"role": "write"}}})
+            else:
+                self.answer({"error": "not found"}, 404)
+
+        def do_PUT(self) -> None:
+            held.objects[self.path.rpartition("/")[2]] = self.body()
+            self.answer({})
+
+        def do_POST(self) -> None:
+            body = self.body()
+            if held.refuses:
+                self.answer({"error": "you may not"}, 403)
+            elif self.path == "/api/repos/create":
+                asked = json.loads(body)
+                held.private = asked.get("visibility", asked.get("private")) in (True, "private")
+                name = "/".join(filter(None, (asked.get("organization"), asked["name"])))
+                self.answer({"url": f"{held.endpoint}/{name}"})
+            elif self.path == "/api/validate-yaml":
+                self.answer({"errors": [], "warnings": []})
+            elif "/preupload/" in self.path:
+                files = json.loads(body)["files"]
+                modes = ("lfs" if each["path"].endswith(".safetensors") else "regular" for each in files)
+                told = [
+                    {"path": each["path"], "uploadMode": mode, "shouldIgnore": False}
+                    for each, mode in zip(files, modes, strict=True)
+                ]
+                self.answer({"files": told})
+            elif self.path.endswith("/info/lfs/objects/batch"):
+                asked = json.loads(body)["objects"]
+                told = [
+                    {**each, "actions": {"upload": {"href": f"{held.endpoint}/put/{each['oid']}"}}} for each in asked
+                ]
+                self.answer({"transfer": "basic", "objects": told})
+            elif "/commit/" in self.path:
+                for line in map(json.loads, body.decode().splitlines()):
+                    value = line["value"]
+                    if line["key"] == "file":
+                        held.files[value["path"]] = base64.b64decode(value["content"])
+                    elif line["key"] == "lfsFile":
+                        held.files[value["path"]] = held.objects[value["oid"]]
+                url = f"{held.endpoint}/someone/x/commit/{hashlib.sha1(body).hexdigest()}"
+                self.answer({"commitUrl": url, "commitOid": hashlib.sha1(body).hexdigest()})
+            else:
+                self.answer({"error": self.path}, 404)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    held.endpoint = f"{ADDRESS}:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(constants, "ENDPOINT", held.endpoint)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", "hf_of_someone")
+    yield held
+    server.shutdown()
+    server.server_close()
+
+
+def card_of(hub: Hub) -> tuple[dict[str, Any], str]:
+    """What the hub reads of the card, and the card."""
+    text = hub.files["README.md"].decode()
+    match = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)
+    assert match
+    return yaml.safe_load(match[1]), text
+
+
+def test_a_run_that_is_over_pushes_a_model_that_loads_with_a_card_that_tells_how(hub: Hub, tmp_path: Path) -> None:
+    said = train(configuration(tmp_path, output={"folder": str(tmp_path / "run"), "push": "someone/small"}))
+    assert f"pushed to {hub.endpoint}/someone/small" in said
+    assert hub.private
+    there = tmp_path / "downloaded"
+    there.mkdir()
+    for name, content in hub.files.items():
+        (there / name).write_bytes(content)
+    loaded = AutoModelForCausalLM.from_pretrained(there)
+    own = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert all(bool((each == other).all()) for each, other in zip(loaded.parameters(), own.parameters(), strict=True))
+    read, text = card_of(hub)
+    assert read["library_name"] == "transformers"
+    assert "megatrain" in read["tags"]
+    for part in ("learning rate", "training loss", "validation loss", "megatrain train", "from_pretrained"):
+        assert part in text, part
+
+
+def test_a_model_folder_is_pushed_as_it_is_and_names_of_the_hub_are_told(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    tiny_model(vocab_size=300).save_pretrained(run / "model")
+    load_tokenizer("bytes").save_pretrained(run / "model")
+    tree = {"model": {"path": "org/base"}, "data": {"sources": ["org/chats", str(tmp_path / "mine.jsonl")]}}
+    (run / "config.yaml").write_text(yaml.dump(tree))
+    (run / "metrics.jsonl").write_text("")
+    with pytest.raises(SystemExit) as left:
+        main(["export", str(run), "--push", "someone/other"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"{hub.endpoint}/someone/other\n"
+    assert set(hub.files) == {path.name for path in (run / "model").iterdir()} | {"README.md"}
+    read, _ = card_of(hub)
+    assert (read["base_model"], read["datasets"]) == ("org/base", ["org/chats"])
+    with pytest.raises(SystemExit):
+        main(["export", str(run), str(tmp_path / "half"), "--push", "someone/half"])
+    assert "bfloat16" in (tmp_path / "half" / "config.json").read_text()
+    assert hub.files["model.safetensors"] == (tmp_path / "half" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["export", "x"], "error: TARGET: is missing; name the folder to write, or give --push\n"),
+        (["export", "x", "--push", "a b"], "error: --push: "),
+        (["export", "x", "--push", "a/b", "--merge"], "error: --merge: writes a folder; name it as TARGET\n"),
+        (["export", "no/such", "--push", "a/b"], "error: model no/such: is no folder here; name a TARGET"),
+    ],
+)
+def test_what_cannot_be_pushed_is_one_line(
+    arguments: list[str], told: str, hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 2
+    assert capsys.readouterr().err.startswith(told)
+    assert hub.files == {}
+
+
+def test_a_run_whose_user_the_hub_does_not_know_is_refused_before_it_begins(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("huggingface_hub.utils._auth._get_token_from_file", lambda: None)
+    with pytest.raises(ExportError, match=r"output\.push: nobody is logged in to the hub; log in with `hf auth login`"):
+        train(configuration(tmp_path, output={"folder": str(tmp_path / "run"), "push": "someone/small"}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_hub_that_refuses_costs_the_run_nothing(hub: Hub, tmp_path: Path) -> None:
+    hub.refuses = True
+    with pytest.raises(ExportError, match=r"output\.push: the hub refuses someone/small"):
+        train(configuration(tmp_path, output={"folder": str(tmp_path / "run"), "push": "someone/small"}))
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
