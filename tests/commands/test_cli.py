@@ -180,8 +180,8 @@ def test_every_key_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "train", "--keys")
     assert code == 0
     assert "train.learning_rate = 0.0003    [number of 0 or more]\n    Peak learning rate.\n" in out
-    assert "data.sources  (required)\n" in out
-    assert "train.epochs = null\n" in out
+    assert "data.sources  (required)    [list of: text]\n" in out
+    assert "train.epochs = null    [" in out
 
 
 @pytest.mark.parametrize(
