@@ -339,7 +339,7 @@ def _outputs(run: Run, short: Lengths, lengths: Lengths) -> Outputs:
 
 def _keeping(run: Run, length: int, level: Level) -> tuple[Stored, dict[Key, float]]:
     """What is stored of a run, and the operations of each product, once the first run has told the width."""
-    with torch.enable_grad():
+    with torch.enable_grad(), SkipLargeProducts():  # type: ignore[no-untyped-call]
         keeping = Keeping(level, run(length)[0].shape[-1])
         with keeping.running():
             run(length)
