@@ -16,6 +16,7 @@ from torch import Tensor
 from megatrain.dist import World
 from megatrain.errors import RankError
 from megatrain.schedule import Op, Schedule, Timeline
+from megatrain.schedule.ops import LINKS
 from megatrain.spec.contention import Contention, StreamClock, TimedTask
 
 T = TypeVar("T")
@@ -119,7 +120,7 @@ class RankClock(StreamClock):
 
     def submit(self, piece: TimedTask) -> None:
         with self._world.lock:
-            is_collective = piece.stream == "link"
+            is_collective = piece.stream in LINKS
             piece.stream = f"{piece.stream}@{self._rank}"
             if is_collective:
                 piece.waits = self._all_come(piece)
@@ -129,7 +130,8 @@ class RankClock(StreamClock):
         """When this rank, and when each other, has come to its next collective."""
         arrivals = self._world.arrivals
         if self._collectives == len(arrivals):
-            arrivals.append([TimedTask(f"link@{rank}", 0.0) for rank in range(self._world.size)])
+            stream = piece.stream.partition("@")[0]
+            arrivals.append([TimedTask(f"{stream}@{rank}", 0.0) for rank in range(self._world.size)])
         all_of_it = arrivals[self._collectives]
         own = all_of_it[self._rank]
         own.waits, own.submitted = piece.waits, piece.submitted

@@ -68,6 +68,7 @@ STREAM_WORDS = {
     "pack": "into pinned staging",
     "unpack": "out of pinned staging",
     "link": "link",
+    "node": "sums of ranks",
 }
 """Stream -> what it is to a person."""
 
@@ -94,7 +95,7 @@ RESOURCES: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
         },
     ),
     "host memory": (
-        ("host", "pack", "unpack"),
+        ("host", "pack", "unpack", "node"),
         {
             "host memory": ("host_dram_bandwidth",),
             "optimizer": ("host_bandwidth", "optimizer_bandwidth"),
@@ -381,7 +382,7 @@ def _resources(plan: Plan) -> dict[str, tuple[tuple[str, ...], dict[str, tuple[s
     found = dict(RESOURCES)
     if not _uses_disk(plan):
         del found["disk"]
-    if plan.question.model.ranks == 1:
+    if plan.question.model.ranks == 1 or plan.policy.delivery == "shared":
         del found["link"]
     if plan.question.hardware.shares_memory:
         memories = [found.pop(name) for name in ("device memory", "bus", "host memory")]
@@ -610,7 +611,7 @@ def _changes(question: Question, uses_disk: bool) -> dict[str, Callable[[Questio
     changes["twice the device's flops"] = _twice("compute")
     if uses_disk:
         changes["twice the disk"] = _twice("disk")
-    if question.model.ranks > 1:
+    if question.model.ranks > 1 and question.overrides.get("delivery") != "shared":
         changes["twice the link"] = _twice("link")
     return changes
 

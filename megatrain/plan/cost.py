@@ -10,7 +10,15 @@ from itertools import pairwise
 from math import exp, inf, log, log2, prod
 from statistics import median
 
-from megatrain.plan.link_cost import SUM_PASSES, gather_seconds, link_shares, reduce_seconds, through_host_nbytes
+from megatrain.plan.link_cost import (
+    SUM_PASSES,
+    gather_seconds,
+    link_shares,
+    reduce_seconds,
+    shared_seconds,
+    shared_sum_nbytes,
+    through_host_nbytes,
+)
 from megatrain.schedule import Op, Timeline, replay
 from megatrain.schedule.contents import LayerGraph, Saved
 from megatrain.schedule.ops import COLLECTIVES
@@ -392,7 +400,7 @@ def contention(model: ModelSpec, numerics: Numerics, hardware: Hardware) -> Cont
         if op.kind == "NORM":
             return sum(access.stop - access.start for access in op.reads)
         if op.stream == "node":
-            return sum(access.stop - access.start for access in (*op.reads, *op.writes)) if op.kind == "REDUCE" else 0.0
+            return shared_sum_nbytes(op) if op.kind == "REDUCE" else 0.0
         if op.kind in COLLECTIVES and hardware.link_route == "host":
             return through_host_nbytes(hardware, model.ranks, op)
         return DRAM_PASSES.get(op.kind, 0) * op.nbytes
@@ -462,14 +470,11 @@ class _Prices:
                 if op.stream != "host":
                     return op.share * touched / self._copies
                 return touched / optimizer_bandwidth(self.hardware, self.policy.host_threads)
+            case "REDUCE" | "BARRIER" if op.stream == "node":
+                return shared_seconds(op, optimizer_bandwidth(self.hardware, self.policy.host_threads))
             case "GATHER":
                 whole = op.writes[0].stop - op.writes[0].start
                 return self._launch + gather_seconds(self.hardware, self.model.ranks, whole)
-            case "BARRIER":
-                return self._launch
-            case "REDUCE" if op.stream == "node":
-                touched = sum(access.stop - access.start for access in (*op.reads, *op.writes))
-                return touched / (self.hardware.norm_bandwidth or self.hardware.host_bandwidth)
             case "REDUCE":
                 terms = op.reads[0].stop - op.reads[0].start
                 summed = self.model.ranks * self._launch + SUM_PASSES * terms / self._copies

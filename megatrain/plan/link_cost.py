@@ -1,4 +1,5 @@
-"""What several ranks do together, in seconds: bytes over the links between devices and between machines.
+"""What several ranks do together, in seconds: bytes over the links between devices and between machines, or in the host
+memory that they share (`Policy.delivery`).
 
 All ranks do it at the same time and alike, so it is priced for one of them. NCCL's ways are taken: a ring for an
 all-gather, and for an all-to-all each sends to each. Left out: that rings differ in their places in a machine.
@@ -15,6 +16,21 @@ from megatrain.spec import Hardware
 SUM_PASSES = 4
 """Times that what ranks send of a gradient is read or written where it is summed: for the largest magnitude, and as a
 term, with the sum before and behind it."""
+
+
+MEETING_SECONDS = 2e-4
+"""In which the ranks of a machine wait for each other, by messages of a byte; assumed."""
+
+
+def shared_seconds(op: Op, bandwidth: float) -> float:
+    """Of a collective in shared host memory, with the bandwidth of a rank's threads there: ranks meet, and a REDUCE
+    begins and ends with that."""
+    return MEETING_SECONDS if op.kind == "BARRIER" else 2 * MEETING_SECONDS + shared_sum_nbytes(op) / bandwidth
+
+
+def shared_sum_nbytes(op: Op) -> float:
+    """Read and written by a rank that adds up its part of what all ranks have of a shard, as much as one has of all."""
+    return float(sum(each.stop - each.start for each in (op.reads[0], op.writes[0])))
 
 
 def gather_seconds(hardware: Hardware, ranks: int, nbytes: float) -> float:

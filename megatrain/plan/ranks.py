@@ -8,7 +8,7 @@ devices or machines differ.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from megatrain.errors import PlanError
 from megatrain.plan.cost import disk_bandwidths, host_dram_bandwidth, optimizer_bandwidth, packing_bandwidth
 from megatrain.plan.machines import machine, machine_names
-from megatrain.plan.question import Question
+from megatrain.plan.question import Plan, Question
 from megatrain.spec import Hardware, Limits
 
 FIXED: Mapping[str, Any] = {
@@ -78,6 +78,24 @@ def question_of_one(question: Question, ranks: int, here: int) -> Question:
         overrides={**FIXED, **question.overrides},
         limits=Limits(limits.device_nbytes, host, disk),
     )
+
+
+def by_delivery(question: Question, search: Callable[[Question], Plan]) -> Plan:
+    """What `search` finds with weights that ranks gather over the link, or with weights that they fetch whole out of
+    host memory that all of them share, where they are on one machine: the quicker. Raises what the first raises where
+    neither fits."""
+    hardware, ranks = question.hardware, question.model.ranks
+    if ranks == 1 or "delivery" in question.overrides:
+        return search(question)
+    plans, failures = [], []
+    for delivery in ("gather", "shared") if hardware.sharers == ranks else ("gather",):
+        try:
+            plans.append(search(replace(question, overrides={**question.overrides, "delivery": delivery})))
+        except PlanError as failure:  # it does not fit, or only with what cannot be shared
+            failures.append(failure)
+    if not plans:
+        raise failures[0]
+    return min(plans, key=lambda plan: plan.seconds)
 
 
 def share_of(hardware: Hardware, ranks: int, here: int) -> Hardware:

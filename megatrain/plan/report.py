@@ -195,10 +195,13 @@ def _rank_rows(plan: Plan) -> list[tuple[str, str]]:
         for what, field, is_used in links
         if is_used
     ]
+    used = f"{', '.join(joined)}; in use {plan.timeline.utilisation('link'):.1%} of the step"
+    if plan.policy.delivery == "shared":
+        used = f"not used: weights and sums go through host memory, which takes {plan.timeline.utilisation('node'):.1%}"
     return [
         ("ranks", f"{ranks} {where}: each with 1/{ranks} of the state and {sum(plan.work.tokens):,} tokens of a step"),
         ("each host", f"{amount(taken)} of {amount(there)}{by_each if here > 1 else ''}"),
-        ("link", f"{', '.join(joined)}; in use {plan.timeline.utilisation('link'):.1%} of the step"),
+        ("link", used),
     ]
 
 

@@ -25,6 +25,7 @@ from megatrain.plan.advice import changes
 from megatrain.plan.estimates import coarse, estimate, examine, fitted, sizes, undisturbed, with_placements
 from megatrain.plan.placement import PARTS, host_nbytes, place_state, residents, state_policy, with_more_on_disk
 from megatrain.plan.question import Candidate, Choice, Estimate, Plan, Question
+from megatrain.plan.ranks import by_delivery
 from megatrain.plan.refinements import (
     leaner,
     only_by_ring,
@@ -598,7 +599,7 @@ def _kind(choice: Choice, micro_batch: int) -> Hashable:
 def find_plan(question: Question) -> Plan:
     """The quickest plan that fits. Raises `DoesNotFit` naming what is short, by how much, and the nearest that fits."""
     with undisturbed():
-        return within_lock_limit(question, lambda asked: _quickest(Search(asked)))
+        return by_delivery(question, lambda asked: within_lock_limit(asked, lambda each: _quickest(Search(each))))
 
 
 def _quickest(search: Search) -> Plan:

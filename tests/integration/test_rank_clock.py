@@ -66,7 +66,9 @@ def price_of(plan: Plan) -> Any:
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_all_ranks_replayed_together_take_what_one_is_planned_to_take(machine: str, ranks: int) -> None:
-    for policy in (Policy(shard_nbytes=1 << 17), Policy(weight_slots=1, shard_nbytes=1 << 16, wait_for="shard")):
+    by_shard = Policy(weight_slots=1, shard_nbytes=1 << 16, wait_for="shard")
+    policies = Policy(shard_nbytes=1 << 17), by_shard, replace(by_shard, delivery="shared")
+    for policy in policies:
         plan = planned(MODEL, MACHINES[machine], ranks, policy, 4, 64, 2)
         schedules = [
             build_step(plan.question.model, plan.numerics, policy, plan.work, "all", rank=rank) for rank in range(ranks)

@@ -131,9 +131,40 @@ def test_collectives_through_host_memory_take_of_it_and_of_the_bus_and_links_of_
     assert own.linked == link_shares(machine("4x-rtx-4090")) == {}
 
 
+def test_sums_in_shared_memory_take_what_a_rank_reads_and_writes_of_it() -> None:
+    question = question_of_one(Question(SMALL, replace(PLAIN, host_dram_bandwidth=1e11), 16 * 1024, 1024), 4, 4)
+    choice = Choice(Numerics(), Policy(delivery="shared"))
+    plan = examine(question, choice, 4)
+    price = op_seconds(question.model, choice.numerics, choice.policy, plan.work, question.hardware)
+    of = contention(question.model, choice.numerics, question.hardware)
+    ops = plan.timeline.schedule.ops
+    for op in plan.timeline.schedule.collectives:
+        if op.kind == "REDUCE":
+            moved = sum(each.stop - each.start for each in (op.reads[0], op.writes[0]))
+            assert price(op) == pytest.approx(4e-4 + moved / 1e10)  # a fourth of the host's bandwidth
+            assert of.dram_nbytes(op) == moved
+        else:
+            assert (op.kind, price(op), of.dram_nbytes(op)) == ("BARRIER", 2e-4, 0)
+    fetched = sum(op.nbytes for op in ops if op.kind == "FETCH" and op.unit == 1) / 2
+    assert fetched == 2 * layout_of(question.model.units[1]).size  # whole, in each pass
+
+
+def test_the_quicker_delivery_is_chosen_and_gathering_where_ranks_are_on_several_machines() -> None:
+    for name in ("8x-h100", "8x-rtx-4090"):
+        question = asked(4, name, each=1)
+        found = find_plan(question)
+        each = {
+            way: find_plan(replace(question, overrides={**question.overrides, "delivery": way})).seconds
+            for way in ("gather", "shared")
+        }
+        assert found.seconds == min(each.values())
+        assert each[found.policy.delivery] == found.seconds
+    assert find_plan(asked(16, each=1, nodes=2)).policy.delivery == "gather"
+
+
 def test_twice_as_quick_a_link_helps_where_a_step_waits_for_it() -> None:
     question = asked(8, "8x-rtx-4090", each=1)
-    plan = find_plan(question)
+    plan = find_plan(replace(question, overrides={**question.overrides, "delivery": "gather"}))
     saved = {each.resource: each.saved for each in sensitivities(plan)}
     assert saved.keys() == RESOURCES.keys() - {"disk"}
     assert saved["link"] > 0.02
@@ -143,7 +174,8 @@ def test_ten_percent_more_of_everything_saves_an_eleventh_of_a_rank_s_step() -> 
     """So no rate that it depends on is left out, but what it costs to launch an op and to begin a collective."""
     question = asked(4, "4x-rtx-4090")
     hardware = replace(question.hardware, launch_seconds=None, link_seconds=None)
-    plan = find_plan(replace(question, hardware=hardware))
+    gathers = {**question.overrides, "delivery": "gather"}
+    plan = find_plan(replace(question, hardware=hardware, overrides=gathers))
     for resource in RESOURCES:
         hardware = with_more(hardware, resource, 1.1)
     assert seconds_on(plan, replace(question, hardware=hardware)) == pytest.approx(plan.seconds / 1.1)
