@@ -1,6 +1,6 @@
 """What fits on which machine: known models on described machines, as the planner sees them.
 
-    python -m bench.fits [--adapters] [--docs FILE ...]
+    python -m bench.fits [--adapters | --files] [--docs FILE ...]
 
 Each cell is what `megatrain plan MODEL --hardware NAME` answers: the step is the largest of 65,536 tokens, or half as
 many and so on, that fits, in sequences of 4,096 tokens, with exact gradient clipping and checkpoints. `--docs` replaces
@@ -9,8 +9,10 @@ makers' figures, and speeds are replays. The fields of the models are those of t
 network is used. It takes six minutes of processor time. It leaves out what limits each step, which `megatrain plan`
 says.
 
-`--adapters` makes another table: for GPUs and sizes of host memory, without a disk, the largest of some bases over
-which `megatrain plan MODEL --adapter lora:16` finds a plan for one sequence. That takes four minutes.
+`--adapters` makes another table: for GPUs and sizes of host memory, without a disk and with the base in memory, the
+largest of some bases over which `megatrain plan MODEL --adapter lora:16` finds a plan for one sequence. That takes four
+minutes. `--files` plans for larger bases on a GPU of 24 GB, what the host has no room for being read from the model's
+files, taken to be in bfloat16. That takes ten.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from bench.scaling import filled, most_tokens_that_fit
 from megatrain.commands.plan import LENGTH, TOKENS_PER_STEP, find_model
 from megatrain.errors import DoesNotFit
 from megatrain.plan import Plan, Question, find_plan, machine
+from megatrain.plan.analysis import hiding
+from megatrain.plan.report import amount
 from megatrain.spec import Hardware, Limits, ModelSpec
 
 GB = 10**9
@@ -130,7 +134,7 @@ def fits(base: ModelSpec, hardware: Hardware) -> bool:
 
 def adapters_table() -> list[str]:
     lines = [f"| GPU | {' | '.join(f'{gb} GB RAM' for gb in HOST_GB)} |", "|---" * (1 + len(HOST_GB)) + "|"]
-    bases = [find_model(name, "bf16", adapter=ADAPTER) for name in BASES]
+    bases = [find_model(name, "bf16", adapter=ADAPTER).with_in_files(()) for name in BASES]
     for gpu, described in GPUS.items():
         largest, cells = 0, []  # of the bases; more memory never holds less
         for gb in HOST_GB:
@@ -143,14 +147,53 @@ def adapters_table() -> list[str]:
     return lines
 
 
+# Bases in their files -------------------------------------------------------------------------------------------------
+
+LARGE = ("meta-llama/Llama-3.3-70B-Instruct", "openai/gpt-oss-120b", "Qwen/Qwen3-235B-A22B", "deepseek-ai/DeepSeek-V3")
+HOSTS = (64, 128)
+
+
+def files_table() -> list[str]:
+    """For each base and size of host memory, on an RTX 4090 with the drive that is described with it."""
+    heads = "base | host memory | planned tokens/s | tokens a step | stays in files | read a step | hidden from"
+    lines = [f"| {heads} |", "|---" * 7 + "|"]
+    for name in LARGE:
+        model = find_model(name, "bf16", adapter=ADAPTER)
+        for gb in HOSTS:
+            hardware = replace(machine("rtx-4090"), host_nbytes=gb * GB)
+            limits = Limits(disk_nbytes=0)
+            plan = most_tokens_that_fit(Question(model, hardware, TOKENS_PER_STEP, LENGTH, saves=True, limits=limits))
+            lines.append(f"| {name.partition('/')[2]} | {gb} GB | {files_cells(plan)} |")
+            print(lines[-1], file=sys.stderr, flush=True)
+    return lines
+
+
+def files_cells(plan: Plan | None) -> str:
+    if plan is None:
+        return "does not fit | | | | "
+    buffers = plan.timeline.schedule.buffers.values()
+    there = amount(sum(buffer.nbytes for buffer in buffers if buffer.tier == "file"))
+    found = hiding(plan)
+    hidden = (
+        "never" if found is None else f"{found.tokens_per_step:,} tokens{'' if found.fits else ', which do not fit'}"
+    )
+    speed, tokens = f"{plan.tokens_per_second:,.0f}", f"{sum(plan.work.tokens):,}"
+    return f"{speed} | {tokens} | {there} | {amount(plan.read_from_files_nbytes)} | {hidden}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="what fits on which machine, by the planner")
     parser.add_argument("--adapters", action="store_true", help="the largest bases of adapters")
+    parser.add_argument("--files", action="store_true", help="larger bases of adapters, read from their files")
     parser.add_argument("--docs", type=Path, nargs="*", default=(), help="files in which to replace the table")
     arguments = parser.parse_args()
-    name, lines = ("adapters", adapters_table()) if arguments.adapters else ("machines", table())
+    by = "bench.fits"
+    if arguments.files:
+        name, lines, by = "files", files_table(), "bench.fits --files"
+    else:
+        name, lines = ("adapters", adapters_table()) if arguments.adapters else ("machines", table())
     for file in arguments.docs:
-        file.write_text(filled(file.read_text(), {name: lines}, by="bench.fits"))
+        file.write_text(filled(file.read_text(), {name: lines}, by=by))
     print("\n".join(lines))
     return 0
 

@@ -241,7 +241,7 @@ class _Arrays:
     def write_unit(self, unit: int, units: Iterator[Mapping[str, ParamState]]) -> None:
         """Ask for the next unit and write it. Nothing of it is held afterwards."""
         state = next(units, None)
-        params = self._planned.spec.units[unit].params
+        params = [each for each in self._planned.spec.units[unit].params if self._planned.written.writes(each.name)]
         if state is None:
             given = self._planned.order.index(unit)
             raise CheckpointError(f"only {given} of {len(self._planned.spec.units)} units were given")

@@ -228,7 +228,17 @@ def _question_of(run: Config, machine: Hardware) -> Question:
         structure = with_adapter(structure, run.adapter.path or fresh)
     else:
         freeze_parameters(structure, run.train.freeze)
-    return question_of(run, port_model(structure, DTYPES[run.train.precision]).spec, machine, {})
+    spec = port_model(structure, DTYPES[run.train.precision]).spec
+    if run.adapter is not None and run.model.path is not None:
+        spec = _over_files(spec, run.train.precision)
+    return question_of(run, spec, machine, {})
+
+
+def _over_files(spec: ModelSpec, precision: Precision) -> ModelSpec:
+    """A model with an adapter over a base that is frozen: its files are taken to hold that in bfloat16, as they nearly
+    always do; a run looks."""
+    names = {param.name for unit in spec.units for param in unit.params} if precision == "bf16" else ()
+    return replace(spec, base_apart=True).with_in_files(names)
 
 
 def _length_of(run: Config, plan: Plan) -> str:
@@ -282,11 +292,16 @@ def find_model(
     config = None if trust_remote_code else _config_text(source, path)
     file = measured_file([config or f"built in: {source}", precision, attention, *_adapter_facts(adapter)])
     if not trust_remote_code and (spec := recall(file)):
-        return replace(spec, name=name)
+        return _named(spec, name, precision, adapter)
     spec, is_built_in = _measured(source, precision, attention, adapter, trust_remote_code=trust_remote_code)
     if config or is_built_in:
         remember(file, spec)
-    return replace(spec, name=name)
+    return _named(spec, name, precision, adapter)
+
+
+def _named(spec: ModelSpec, name: str, precision: Precision, adapter: str | None) -> ModelSpec:
+    spec = replace(spec, name=name)
+    return spec if adapter is None else _over_files(spec, precision)
 
 
 def _config_text(source: str, path: Path) -> str | None:

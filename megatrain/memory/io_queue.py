@@ -1,4 +1,4 @@
-"""Blocks between memory and scratch files, several at once: the threads of the disk room.
+"""Blocks between memory and files, several at once: the threads of the disk room.
 
 One blocking call for each thread keeps `depth` blocks of each file under way, because system calls and checksums let go
 of the GIL; one thread more works out checksums and copies meanwhile, whichever it is at the time. A region's blocks
@@ -82,13 +82,14 @@ class _Passage:
 
 
 class Traffic(ABC):
-    """All transfers of one direction, over one thread more than `depth` for each file."""
+    """All transfers of one direction, over one thread more than `depth` for each queue."""
 
     direction: str
 
-    def __init__(self, files: Sequence[ScratchFile], block_nbytes: int, depth: int, faults: FaultPlan) -> None:
-        self._files, self._block_nbytes, self._at_once, self._faults = files, block_nbytes, depth + 1, faults
-        self._threads = [ThreadPoolExecutor(self._at_once, f"megatrain-disk-{self.direction}") for _ in files]
+    def __init__(self, queues: int, buffer_nbytes: int, depth: int) -> None:
+        """queues: of blocks, one for each file, or for what else has threads of its own (`Block.file`)."""
+        self._buffer_nbytes, self._at_once = buffer_nbytes, depth + 1
+        self._threads = [ThreadPoolExecutor(self._at_once, f"megatrain-disk-{self.direction}") for _ in range(queues)]
         self._own = threading.local()
         self._lock = threading.Lock()
         self._nbytes, self._calls, self._began, self._seconds = 0, 0, 0.0, 0.0
@@ -109,7 +110,7 @@ class Traffic(ABC):
 
         Raises `DiskError`: of several blocks that failed, what the first in the order of threads met.
         """
-        queues: list[deque[int]] = [deque() for _ in self._files]
+        queues: list[deque[int]] = [deque() for _ in self._threads]
         for index, block in enumerate(region.blocks):
             if block.start < memory.size:
                 queues[block.file].append(index)
@@ -149,33 +150,13 @@ class Traffic(ABC):
             threads.shutdown(wait=False)
 
     @abstractmethod
-    def _transfer(self, region: Region, index: int, passage: _Passage) -> None:
-        """One block. Raises OSError and `CorruptRegion`."""
-
     def _carry_block(self, region: Region, index: int, memory: Bytes) -> int:
-        """Transfer one block; the bytes of its sectors."""
-        block = region.blocks[index]
-        passage = self._passage(memory[block.start : block.start + block.nbytes])
-        try:
-            self._transfer(region, index, passage)
-        except OSError as error:
-            what = f"cannot be {self.direction} in {self._files[block.file].folder}"
-            raise as_disk_error(error, what, region.label) from error
-        return whole_sectors(block.nbytes)
-
-    def _passage(self, part: Bytes) -> _Passage:
-        whole = part.size - part.size % SECTOR
-        first = 0 if part.ctypes.data % SECTOR else whole
-        if first == part.size:
-            return _Passage(part, [part], part[first:], first)
-        through = self._buffer()[: whole_sectors(part.size)]
-        pieces = [part[:first], through[first:whole], through[whole:]]
-        return _Passage(part, [piece for piece in pieces if piece.size], through[first:], first)
+        """Transfer one block; the bytes of its sectors. Raises `DiskError`."""
 
     def _buffer(self) -> Bytes:
         """The calling thread's own, at a sector; pages of it exist once they are touched."""
         if not hasattr(self._own, "buffer"):
-            self._own.buffer = np.frombuffer(mmap.mmap(-1, self._block_nbytes), np.uint8)
+            self._own.buffer = np.frombuffer(mmap.mmap(-1, self._buffer_nbytes), np.uint8)
         buffer: Bytes = self._own.buffer
         return buffer
 
@@ -199,7 +180,39 @@ class Traffic(ABC):
                 self._seconds += 0.0 if self._calls else time.perf_counter() - self._began
 
 
-class Writes(Traffic):
+class _ScratchTraffic(Traffic):
+    """Transfers of scratch files."""
+
+    def __init__(self, files: Sequence[ScratchFile], block_nbytes: int, depth: int, faults: FaultPlan) -> None:
+        super().__init__(len(files), block_nbytes, depth)
+        self._files, self._faults = files, faults
+
+    @abstractmethod
+    def _transfer(self, region: Region, index: int, passage: _Passage) -> None:
+        """One block. Raises OSError and `CorruptRegion`."""
+
+    def _carry_block(self, region: Region, index: int, memory: Bytes) -> int:
+        """Transfer one block; the bytes of its sectors."""
+        block = region.blocks[index]
+        passage = self._passage(memory[block.start : block.start + block.nbytes])
+        try:
+            self._transfer(region, index, passage)
+        except OSError as error:
+            what = f"cannot be {self.direction} in {self._files[block.file].folder}"
+            raise as_disk_error(error, what, region.label) from error
+        return whole_sectors(block.nbytes)
+
+    def _passage(self, part: Bytes) -> _Passage:
+        whole = part.size - part.size % SECTOR
+        first = 0 if part.ctypes.data % SECTOR else whole
+        if first == part.size:
+            return _Passage(part, [part], part[first:], first)
+        through = self._buffer()[: whole_sectors(part.size)]
+        pieces = [part[:first], through[first:whole], through[whole:]]
+        return _Passage(part, [piece for piece in pieces if piece.size], through[first:], first)
+
+
+class Writes(_ScratchTraffic):
     """From memory to files."""
 
     direction = "written"
@@ -214,7 +227,7 @@ class Writes(Traffic):
         self._files[block.file].write(passage.views, block.place, call)
 
 
-class Reads(Traffic):
+class Reads(_ScratchTraffic):
     """From files to memory."""
 
     direction = "read"

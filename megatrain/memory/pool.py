@@ -23,6 +23,7 @@ from megatrain.device.base import declared
 from megatrain.errors import DeviceError, PlanError
 from megatrain.memory.disk import Disk
 from megatrain.memory.ledger import Ledger
+from megatrain.memory.model_files import ModelFiles
 from megatrain.memory.shared_memory import SharedMemory
 from megatrain.schedule import USED, Access, Buffer, Op, Use
 from megatrain.schedule.contents import Scratch
@@ -38,7 +39,7 @@ class Pool:
     """Buffers by name, on one device, the host beside it, and the disk.
 
     units: their names, for messages. transfer: what of host memory is page-locked. shared: what others reach of it, and
-    what it reaches of theirs.
+    what it reaches of theirs. files: those of the model, where frozen weights may be read from them.
     """
 
     def __init__(
@@ -49,9 +50,11 @@ class Pool:
         units: Sequence[str] = (),
         transfer: Transfer = "pinned",
         shared: SharedMemory | None = None,
+        files: ModelFiles | None = None,
     ) -> None:
         self.device, self.ledger, self.disk, self.units, self._transit = device, ledger, disk, list(units), transfer
         self._shared = SharedMemory({}, device) if shared is None else shared
+        self.files = files
         self._memory: dict[str, Tensor] = {}
         self._of_peers: dict[str, Tensor] = {}
         """Memory of other ranks, which is not the device's to lend: what happens there is theirs."""
@@ -91,11 +94,11 @@ class Pool:
             self._disk.provide(sized, kept={buffer.name: buffer.frozen_nbytes})
         elif (memory := self._shared.get(buffer)) is not None:
             (self._memory if buffer.peer is None else self._of_peers)[buffer.name] = memory
-        else:
+        elif buffer.tier != "file":  # which takes no memory
             allocate = self.device.allocate if buffer.tier == "device" else self._host_allocator(buffer)
             self._memory[buffer.name] = allocate(buffer.nbytes, buffer.use)
         self._buffers[buffer.name] = buffer
-        if buffer.peer is None:
+        if buffer.peer is None and buffer.tier != "file":
             self.ledger.enter(buffer)
         if buffer.tier == "device" and buffer.is_state:
             self._copy(buffer.name, lambda inside: inside.zero_(), writes=True)  # as the other tiers begin
@@ -142,9 +145,19 @@ class Pool:
     # The disk, during a step ----------------------------------------------------------------------------------------
 
     def read(self, op: Op, held: Held) -> None:
-        """READ: a region of the disk into a staging buffer. Raises `DiskError`."""
-        (region,), (slot,) = op.reads, op.writes
-        self._disk.read(region.buffer, held[slot.buffer][slot.start : slot.stop])
+        """READ: a region of the disk, or weights in files behind those of their unit in host memory, into a staging
+        buffer. Raises `DiskError`."""
+        (slot,) = op.writes
+        start = slot.start
+        for source in op.reads:
+            target = held[slot.buffer][start : start + source.stop - source.start]
+            start += source.stop - source.start
+            if source.buffer in held:
+                np.copyto(target.numpy(), held[source.buffer][source.start : source.stop].numpy())
+            elif self._buffers[source.buffer].tier == "file":
+                self.read_files(source.buffer, source.start, target)
+            else:
+                self._disk.read(source.buffer, target)
 
     def write(self, op: Op, held: Held) -> None:
         """WRITE: a staging buffer to its region. Raises `DiskError`; the bytes stay unsaved then."""
@@ -233,6 +246,40 @@ class Pool:
         else:
             self._copy(name, lambda inside: memory.copy_(inside), writes=False)
 
+    def read_files(self, name: str, start: int, memory: Tensor) -> None:
+        """Fill `memory`, uint8[n], with weights in files, from byte `start` of them on. Raises `DiskError`."""
+        assert self.files is not None
+        self.files.read(name, start, memory, self._label(self._buffers[name]))
+
+    def enter_files(self, held: str, name: str, nbytes: int) -> None:
+        """So many bytes of weights at the end of a host buffer, `held`, can be read from files as well, by `name`."""
+        buffer = self._buffers[held]._replace(name=name, tier="file", nbytes=nbytes, frozen_nbytes=0)
+        self.provide([buffer])
+
+    def leave_files(self, name: str) -> None:
+        """They cannot any more."""
+        self._give_back(name)
+
+    def cut(self, name: str, nbytes: int, like: str = "") -> None:
+        """A buffer in host memory is so long from now on; it keeps its content as far as that goes.
+
+        like: a buffer of the same use, where there is none of that name. Raises `DoesNotFit`; it is then as it was.
+        """
+        if not nbytes:
+            return self._give_back(name)
+        old = self._buffers[name if name in self._buffers else like]
+        new = old._replace(name=name, tier="host", nbytes=nbytes)
+        if name in self._absent:
+            self._bring_back(name)
+        self.ledger.require([new._replace(name=f"{name}/cut")])  # beside the old one, as long as it is copied
+        before, after = self._memory.get(name), self._host_allocator(new)(nbytes, new.use)
+        if before is not None:
+            same = min(nbytes, before.numel())
+            after[:same].copy_(before[:same])
+            self.device.free_host(before, old.use)
+        self._memory[name], self._buffers[name] = after, new
+        self.ledger.enter(new)
+
     def nbytes(self, name: str) -> int:
         """Of a buffer that there is."""
         return self._buffers[name].nbytes
@@ -293,10 +340,12 @@ class Pool:
         return f"{what} of {self.units[unit] if 0 <= unit < len(self.units) else f'unit {unit}'}"
 
     def release(self) -> None:
-        """Give all memory back."""
+        """Give all memory back, and leave the model's files."""
         for name in list(self._buffers):
             self._give_back(name)
         self._shared.close()
+        if self.files is not None:
+            self.files.close()
 
     def _give_back(self, name: str) -> None:
         """Let go of the buffer of that name, if there is one: for good, or before its larger successor is allocated."""
@@ -307,7 +356,7 @@ class Pool:
             self._disk.forget(name)
         elif self._shared.get(buffer) is not None:
             (self._memory if buffer.peer is None else self._of_peers).pop(name, None)
-        else:
+        elif buffer.tier != "file":
             free = self.device.free if buffer.tier == "device" else self.device.free_host
             if name not in self._absent:
                 free(self._memory.pop(name), buffer.use)

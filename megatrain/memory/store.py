@@ -8,6 +8,9 @@ bytes again. Frozen parameters have the weight alone, in `bf16` 2 bytes: the mas
 With several ranks the buffers hold what this rank owns of each unit (`spec.layout`), and a whole parameter is put
 together from all of them: then every rank must ask for it.
 
+Frozen weights may be read from the model's own files (`memory.model_files`): then a unit's weights here are those in
+front of them, and the others are read a piece at a time by whoever asks for their values.
+
 During a step, ops find state in the memory that they lease (`unit_state`). Between steps the store brings the parts of
 one unit at a time to where the host can read and write them, and `settle` puts back what has changed.
 """
@@ -21,11 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatrain.errors import ModelError, PlanError
 from megatrain.memory.checksum import checksum
 from megatrain.memory.pool import Pool
 from megatrain.optim.split_master import bf16_to_f32, join_into, split_into
-from megatrain.schedule.passes.state_buffers import spare_nbytes, staging_name, state_name
-from megatrain.spec import ModelSpec, Numerics, Part, Policy, Precision
+from megatrain.schedule.passes.state_buffers import reads_files, saved_size, spare_nbytes, staging_name, state_name
+from megatrain.spec import ModelSpec, Numerics, Part, Placement, Policy, Precision, Tier
 from megatrain.spec.layout import Field, Layout, Ownership, layout_of
 
 PARTS = (Part.WEIGHTS, Part.LOW_BITS, Part.MOMENTS)
@@ -38,7 +42,8 @@ AT_ONCE = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class UnitState:
-    """Views of one unit's arrays: `hi` of `layout.own_size` elements, `lo`, `m` and `v` of what trains, a prefix.
+    """Views of one unit's arrays: `hi` of `layout.own_size` elements, less what is read from files behind the others;
+    `lo`, `m` and `v` of what trains, a prefix.
 
     `lo` is absent in fp32.
     """
@@ -53,7 +58,7 @@ class UnitState:
 def unit_state(parts: Mapping[Part, Tensor], layout: Layout, precision: Precision) -> UnitState:
     """The arrays of a unit inside `parts`, each uint8 host memory of at least its size."""
     size, trained = layout.own_size, layout.trained.own_size
-    hi = parts[Part.WEIGHTS].numpy()
+    hi = parts.get(Part.WEIGHTS, _NOTHING).numpy()
     moments = parts.get(Part.MOMENTS, _NOTHING).numpy()
     m, v = moments[: 4 * trained].view(np.float32), moments[4 * trained : 8 * trained].view(np.float32)
     if precision == "fp32":
@@ -84,10 +89,13 @@ class Store:
         self.model, self.precision, self.pool = model, numerics.precision, pool
         self.owned, self._gather = owned, gather
         self._units = range(len(model.units))
+        self._weight = np.dtype(np.float32 if numerics.precision == "fp32" else np.uint16)
         self.layouts: list[Layout] = [layout_of(unit) for unit in model.units]
         self._owner = {field.name: (unit, field) for unit, layout in enumerate(self.layouts) for field in layout.fields}
         placements = policy.placements_of(model)
-        self._tiers = {(unit, part): placements[unit].tier(part) for unit in self._units for part in PARTS}
+        self._tiers = {(unit, part): _tier(placements[unit], part) for unit in self._units for part in PARTS}
+        self._in_files = {unit for unit in self._units if reads_files(self.layouts[unit], placements[unit])}
+        """Units of which some weights are read from files; `_tiers` says where the others are."""
         self._open: int | None = None
         """The unit whose parts have been brought to the host, in `_brought`."""
         self._brought: dict[Part, Tensor] = {}
@@ -127,7 +135,8 @@ class Store:
             for field in layout.fields[layout.trained_fields :]:
                 whole = self._masters(unit) if self.model.ranks > 1 else self.unit(unit).hi
                 for start in range(field.start, field.stop, AT_ONCE):
-                    some = whole[start : min(start + AT_ONCE, field.stop)]
+                    stop = min(start + AT_ONCE, field.stop)
+                    some = self._from_files(unit, start, stop) if self._is_read(unit, field) else whole[start:stop]
                     values = some if some.dtype == np.float32 else bf16_to_f32(some)
                     yield np.pad(values, (0, values.size % 2)).view(np.uint8)  # whole words of 64 bits
 
@@ -152,27 +161,38 @@ class Store:
     def spare_nbytes(self, unit: int) -> int:
         """Host memory that `float32_state` takes: at most the unit, masters and moments, in float32."""
         away = [part for part in self._sizes(unit) if not self._in_host(unit, part)]
-        return spare_nbytes(self.layouts[unit], self.precision, away)
+        saved = self._saved_size(unit)
+        if self.precision == "fp32" and self._reads(unit, saved):
+            away.append(Part.WEIGHTS)
+        return spare_nbytes(self.layouts[unit], self.precision, away, saved)
 
     def float32_state(self, unit: int, spare: Tensor) -> UnitState:
         """The unit with float32 masters as `hi`, to read: where it lies, or a copy in `spare`, uint8[spare_nbytes].
+        Of a base below an adapter what lies in files is left out (`saved_size`).
 
         It may be asked for by any thread, also beside steps that do not change the unit, unless it is `on_device`.
         Nothing of it is kept open. Raises `DiskError`.
         """
-        sizes, made = self._sizes(unit), self._made_nbytes(unit)
-        if not sizes:  # an epilogue that only borrows
-            return unit_state({Part.WEIGHTS: _NOTHING}, self.layouts[unit], "fp32")
+        sizes, made, saved = self._sizes(unit), self._made_nbytes(unit), self._saved_size(unit)
+        if not saved:  # an epilogue that only borrows, or lies in files
+            return unit_state({}, self.layouts[unit], "fp32")
         masters, behind = spare[:made], spare[made:]
-        if self.precision == "fp32":
+        weights = sizes.get(Part.WEIGHTS, 0)
+        if self.precision == "fp32" and not made:
             masters = self._at_hand(unit, Part.WEIGHTS, masters)
+        elif self.precision == "fp32":
+            held = self._at_hand(unit, Part.WEIGHTS, masters[:weights]) if weights else _NOTHING
+            if held.data_ptr() != masters.data_ptr():
+                masters[: held.numel()].copy_(held)
         else:
-            high = self._at_hand(unit, Part.WEIGHTS, behind[: sizes[Part.WEIGHTS]])
-            rest = behind if self._in_host(unit, Part.WEIGHTS) else behind[sizes[Part.WEIGHTS] :]
+            high = self._at_hand(unit, Part.WEIGHTS, behind[:weights]) if weights else _NOTHING
+            rest = behind if self._in_host(unit, Part.WEIGHTS) else behind[weights:]
             low_nbytes = sizes.get(Part.LOW_BITS, 0)
             low = self._at_hand(unit, Part.LOW_BITS, rest[:low_nbytes]) if low_nbytes else _NOTHING
             halves = unit_state({Part.WEIGHTS: high, Part.LOW_BITS: low}, self.layouts[unit], "bf16")
-            _join(halves, masters.numpy().view(np.float32))
+            _join(replace(halves, hi=halves.hi[:saved]), masters.numpy().view(np.float32)[: halves.hi.size])
+        if self._reads(unit, saved):
+            self._read_masters(unit, masters.numpy().view(np.float32))
         parts = {Part.WEIGHTS: masters}
         if Part.MOMENTS in sizes:  # in the place of the halves, which have been joined
             parts[Part.MOMENTS] = self._at_hand(unit, Part.MOMENTS, behind[: sizes[Part.MOMENTS]])
@@ -195,8 +215,70 @@ class Store:
 
     def _made_nbytes(self, unit: int) -> int:
         """Bytes of the float32 masters, where they do not lie in host memory as such."""
-        at_hand = self.precision == "fp32" and self._in_host(unit, Part.WEIGHTS)
-        return 0 if at_hand else 4 * self.layouts[unit].own_size
+        saved = self._saved_size(unit)
+        at_hand = self.precision == "fp32" and self._in_host(unit, Part.WEIGHTS) and not self._reads(unit, saved)
+        return 0 if at_hand else 4 * saved
+
+    def _saved_size(self, unit: int) -> int:
+        """Elements that `float32_state` gives; in fp32 all, where they are fetched from the disk or the device."""
+        fetched = self.precision == "fp32" and not self._in_host(unit, Part.WEIGHTS)
+        return self.layouts[unit].own_size if fetched else saved_size(self.model, unit)
+
+    # Files ----------------------------------------------------------------------------------------------------------
+
+    def is_in_files(self, name: str) -> bool:
+        """Whether a parameter is read from the model's files."""
+        return self._is_read(*self._owner[name])
+
+    def _is_read(self, unit: int, field: Field) -> bool:
+        return unit in self._in_files and field.start >= self.layouts[unit].files_start
+
+    def _reads(self, unit: int, stop: int) -> bool:
+        """Whether any of the first `stop` elements of a unit are read from files."""
+        return unit in self._in_files and stop > self.layouts[unit].files_start
+
+    def _from_files(self, unit: int, start: int, stop: int) -> np.ndarray:
+        """Elements [start, stop) of a unit that lie in files, as they are held; zeros between parameters."""
+        memory = np.zeros(stop - start, self._weight)
+        first = (start - self.layouts[unit].files_start) * memory.itemsize
+        self.pool.read_files(state_name("file", Part.WEIGHTS, unit), first, torch.from_numpy(memory.view(np.uint8)))
+        return memory
+
+    def _read_masters(self, unit: int, masters: np.ndarray) -> None:
+        """Fill in those of the masters of a unit, float32[size], that lie in files."""
+        for start in range(self.layouts[unit].files_start, masters.size, AT_ONCE):
+            stop = min(start + AT_ONCE, masters.size)
+            some = self._from_files(unit, start, stop)
+            masters[start:stop] = some if some.dtype == np.float32 else bf16_to_f32(some)
+
+    def _take_into_files(self, unit: int) -> None:
+        """Read from files from now on what they hold of a unit's weights, which are in host memory.
+
+        Raises `PlanError` for weights that are not those in the files.
+        """
+        layout, name = self.layouts[unit], state_name("host", Part.WEIGHTS, unit)
+        memory, held = self.pool.memory(name), layout.files_start * self._weight.itemsize
+        here = memory.numpy().view(self._weight)
+        self.pool.enter_files(name, state_name("file", Part.WEIGHTS, unit), memory.numel() - held)
+        for start in range(layout.files_start, layout.size, AT_ONCE):
+            stop = min(start + AT_ONCE, layout.size)
+            if not np.array_equal(here[start:stop], self._from_files(unit, start, stop)):
+                self.pool.leave_files(state_name("file", Part.WEIGHTS, unit))
+                what = f"the frozen weights of {self.model.units[unit].name} are not those in the model's files"
+                raise PlanError(what, where="policy.placements", fix="keep them in host memory or on the disk")
+        self.pool.cut(name, held)
+        self._in_files.add(unit)
+
+    def _take_from_files(self, unit: int) -> None:
+        """Hold all weights of a unit in host memory. Raises `DoesNotFit`."""
+        layout, name = self.layouts[unit], state_name("host", Part.WEIGHTS, unit)
+        self.pool.cut(name, layout.size * self._weight.itemsize, like=state_name("file", Part.WEIGHTS, unit))
+        here = self.pool.memory(name).numpy().view(self._weight)
+        for start in range(layout.files_start, layout.size, AT_ONCE):
+            stop = min(start + AT_ONCE, layout.size)
+            here[start:stop] = self._from_files(unit, start, stop)
+        self.pool.leave_files(state_name("file", Part.WEIGHTS, unit))
+        self._in_files.discard(unit)
 
     # Names ----------------------------------------------------------------------------------------------------------
 
@@ -204,10 +286,17 @@ class Store:
         """Parameter names, unit by unit."""
         return iter(self._owner)
 
+    def names_by_unit(self, *, read: bool) -> list[list[str]]:
+        """Parameter names of each unit; with those that are read from files or without."""
+        units = [[field.name for field in layout.fields] for layout in self.layouts]
+        return [[name for name in unit if read or not self.is_in_files(name)] for unit in units]
+
     def write_master(self, name: str, value: Tensor) -> None:
         """Set what this rank owns of the float32 master of one parameter, exactly, or rounded where it is frozen in
         `bf16` (`rounded`). `value` has the parameter's shape, on the host."""
         unit, field = self._owner[name]
+        if self._is_read(unit, field):
+            return self._refuse_other(name, value)
         flat, state = value.detach().reshape(-1), self.change(unit)
         self.rounded.discard(name)
         if field.start >= self.layouts[unit].trained.size:
@@ -222,6 +311,18 @@ class Store:
             elif _round_into(own, state.hi[piece.own]):
                 self.rounded.add(name)
 
+    def _refuse_other(self, name: str, value: Tensor) -> None:
+        """Raise `ModelError` unless the files hold that value of a parameter that is read from them."""
+        unit, field = self._owner[name]
+        flat = value.detach().reshape(-1)
+        for start in range(field.start, field.stop, AT_ONCE):
+            stop = min(start + AT_ONCE, field.stop)
+            new = flat[start - field.start : stop - field.start].to(device="cpu", dtype=torch.float32)
+            here = self._from_files(unit, start, stop)
+            if not np.array_equal(new.numpy(), here if here.dtype == np.float32 else bf16_to_f32(here)):
+                fix = "place its weights in host memory or on the disk"
+                raise ModelError("is read from the model's files, which hold other values", where=name, fix=fix)
+
     def master(self, name: str) -> Tensor:
         """A copy of the float32 master of one parameter, in its shape. Of several ranks all must ask for it."""
         unit, field = self._owner[name]
@@ -233,6 +334,9 @@ class Store:
     def _own(self, name: str) -> list[np.ndarray]:
         """Copies of the float32 masters that this rank owns of one parameter, in order."""
         unit, field = self._owner[name]
+        if self._is_read(unit, field):
+            found = self._from_files(unit, field.start, field.stop)
+            return [found if found.dtype == np.float32 else bf16_to_f32(found)]
         state, pieces = self.unit(unit), self.owned.within(self.layouts[unit], field.start, field.stop)
         return [_joined(state, piece.own) for piece in pieces]
 
@@ -265,6 +369,7 @@ class Store:
         if (
             self.model.ranks > 1
             or not self._in_host(unit, Part.WEIGHTS)
+            or self._is_read(unit, field)
             or self.pool.has(state_name("device", Part.WEIGHTS, unit))
         ):
             return None
@@ -290,17 +395,25 @@ class Store:
         """
         placements = policy.placements_of(self.model)
         self.settle()
+        reading = {unit for unit in self._units if reads_files(self.layouts[unit], placements[unit])}
+        for unit in sorted(reading - self._in_files):
+            if self._in_host(unit, Part.WEIGHTS):
+                self._take_into_files(unit)
+        for unit in sorted(self._in_files - reading):
+            self._take_from_files(unit)
         moves = [
             (unit, part, target)
             for unit in self._units
             for part in PARTS
-            if (target := placements[unit].tier(part)) != self._tiers[unit, part]
+            if (target := _tier(placements[unit], part)) != self._tiers[unit, part]
         ]
         for unit, part, target in sorted(moves, key=lambda move: ("disk", "device", "host").index(move[2])):
             before = self._buffer(unit, part)
             if self.pool.has(before):
                 self.pool.move(before, state_name(target, part, unit), target, self._staging(unit, part))
             self._tiers[unit, part] = target
+        for unit in sorted(reading - self._in_files):
+            self._take_into_files(unit)
 
     def _parts(self, unit: int) -> dict[Part, Tensor]:
         """Each part of a unit where the host can use it."""
@@ -325,6 +438,12 @@ class Store:
 
     def _buffer(self, unit: int, part: Part) -> str:
         return state_name(self._tiers[unit, part], part, unit)
+
+
+def _tier(placement: Placement, part: Part) -> Tier:
+    """Where a part is; of weights in files those that are held beside them."""
+    tier = placement.tier(part)
+    return "host" if tier == "file" else tier
 
 
 def _tensor(flat: np.ndarray, field: Field) -> Tensor:

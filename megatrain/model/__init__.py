@@ -26,6 +26,7 @@ from megatrain.model.split_into_units import buffer_dtypes, port_model, refuse_o
 from megatrain.model.weight_reads import Uses, is_wrapped
 from megatrain.model.weight_sources import (
     Fills,
+    InFiles,
     Masters,
     ModelSource,
     Progress,
@@ -43,6 +44,7 @@ __all__ = [
     "Call",
     "Fills",
     "FreshSource",
+    "InFiles",
     "Keeping",
     "Masters",
     "ModelSource",

@@ -17,7 +17,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -34,7 +34,16 @@ from megatrain.errors import ConfigError, ModelError, first_line
 from megatrain.model.architecture import plain_errors
 from megatrain.model.hub import ADAPTER, located, model_named
 from megatrain.model.pretrained import PretrainedSource
-from megatrain.model.weight_sources import Masters, Progress, Source, listed, load_causal_lm, quiet
+from megatrain.model.weight_sources import (
+    InFiles,
+    Masters,
+    Progress,
+    Source,
+    in_files_of,
+    listed,
+    load_causal_lm,
+    quiet,
+)
 from megatrain.system.paths import read_json, usable_path
 
 METHODS = (
@@ -278,6 +287,15 @@ class AdaptedSource:
         for name in (name for unit in units for name in unit if name not in self._names):
             original = self._copies.get(name) if parameters[name].is_meta else None
             masters.write_master(name, parameters[name].detach() if original is None else masters.master(original))
+
+    def in_files(self, names: Iterable[str], dtype: torch.dtype) -> InFiles:
+        """As `PretrainedSource.in_files`: of the base's parameters; the adapter's are held."""
+        asked = {self._names[name]: name for name in names if name in self._names}
+        found = in_files_of(self.base, asked, dtype)
+        return InFiles(
+            {asked[theirs]: where for theirs, where in found.files.items()},
+            {asked[theirs]: why for theirs, why in found.others.items()},
+        )
 
     def left_out(self) -> str:
         """A phrase that names what of the base's files the model does not use."""

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,6 +33,7 @@ from megatrain.model.compiled import compiled_call
 from megatrain.model.forward_arguments import Arguments
 from megatrain.model.router_logits import recorded, replayed
 from megatrain.model.saved_activations import watched
+from megatrain.model.weight_sources import InFiles, Source, in_files_of
 from megatrain.spec import ModelSpec, Numerics
 
 HIDDEN = "hidden_states"
@@ -244,6 +246,9 @@ class PortedModel:
     """How to find out more."""
     adapter: Adapter | None = None
     """What trains, over a base that is frozen; `None` where the model has no adapter."""
+    in_files: InFiles = field(default_factory=lambda: InFiles({}, {}))
+    """Frozen parameters that files hold as they are held here, and why others do not."""
+    _found_in: Callable[[], object] = lambda: None
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -253,10 +258,23 @@ class PortedModel:
 
     def share(self, ranks: int) -> None:
         """Have its state shared by so many ranks."""
+        self._change(lambda spec: spec.over(ranks))
+
+    def find_in(self, source: Source, dtype: torch.dtype) -> None:
+        """Learn which of its frozen parameters lie in a source's files as they are held in `dtype`."""
+        frozen = [param.name for unit in self.structure.units for param in unit.params if not param.trainable]
+        self.in_files, self._found_in = in_files_of(source, frozen, dtype), weakref.ref(source)
+        self._change(lambda spec: spec.with_in_files(self.in_files.files.keys()))
+
+    def lies_in(self, source: object) -> bool:
+        """Whether `in_files` are the files of that source."""
+        return self._found_in() is source
+
+    def _change(self, change: Callable[[ModelSpec], ModelSpec]) -> None:
         measured = vars(self).pop("spec", None)
-        self.structure = self.structure.over(ranks)
+        self.structure = change(self.structure)
         if measured is not None:
-            vars(self)["spec"] = measured.over(ranks)
+            vars(self)["spec"] = change(measured)
 
     @property
     def known(self) -> ModelSpec:

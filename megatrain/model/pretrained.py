@@ -12,9 +12,11 @@ It leaves out quantized checkpoints and adapters.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import pickle
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -43,7 +45,8 @@ from megatrain.model.architecture import plain_errors, read_config, set_fields
 from megatrain.model.hub import cached_folder, is_local, located, model_named
 from megatrain.model.mapped_tensors import lazy_zeros
 from megatrain.model.skeleton import blueprint
-from megatrain.model.weight_sources import Masters, Progress, Report, listed, quiet, require_all
+from megatrain.model.weight_sources import InFiles, Masters, Progress, Report, listed, quiet, require_all
+from megatrain.spec import FileBytes
 from megatrain.system.paths import lies_within, read_json
 
 BATCH_NBYTES = 256 << 20
@@ -127,6 +130,51 @@ class PretrainedSource:
             if target in first:
                 found.setdefault(first[target], []).append(target)
         return found
+
+    def in_files(self, names: Iterable[str], dtype: torch.dtype) -> InFiles:
+        """Of these parameters, those whose bytes in `dtype` are bytes of the files, one tensor's or one tensor's behind
+        the other, as experts are kept that the files hold one by one; and of the others, why not."""
+        places, alike = _Places(), dict[str, bool]()
+        found, others = dict[str, tuple[FileBytes, ...]](), dict[str, str]()
+        for name in names:
+            targets = self._targets.get(name, [])
+            plain = next((target for target in targets if target in self._renamed), None)
+            target = plain or next(iter(targets), name)
+            keys = [self._renamed[target]] if plain else self._keys.get(target, [])
+            others[name] = self._why_not(name, keys, dtype)
+            if others[name]:
+                continue
+            bytes_of = tuple(places.of(self._shards.headers[key].file, key) for key in keys)
+            kind = re.sub(r"\d+", "0", target)
+            if not plain and kind not in alike:
+                alike[kind] = self._is_made_of(target, keys, bytes_of, dtype)
+            if plain or alike[kind]:
+                found[name] = bytes_of
+            else:
+                others[name] = "is put together of tensors of the files in another order than theirs"
+        return InFiles(found, {name: why for name, why in others.items() if why})
+
+    def _why_not(self, name: str, keys: Sequence[str], dtype: torch.dtype) -> str:
+        headers = [self._shards.headers[key] for key in keys]
+        kinds = sorted({header.dtype for header in headers})
+        if any(DTYPES.get(kind) != dtype for kind in kinds):
+            return f"is {' and '.join(kinds)} in the files, and held as {str(dtype).removeprefix('torch.')}"
+        if any(header.file.suffix != ".safetensors" for header in headers):
+            return f"is in {headers[0].file.name}, which is no safetensors file"
+        if sum(math.prod(header.shape) for header in headers) != self.model.get_parameter(name).numel():
+            return "is made of other tensors of the files"
+        return ""
+
+    def _is_made_of(self, target: str, keys: Sequence[str], held: Iterable[FileBytes], dtype: torch.dtype) -> bool:
+        """Whether a parameter that the library puts together is those bytes: it is loaded, and compared."""
+        with self._loaded(keys) as values:
+            whole, start = values[target].reshape(-1), 0
+            for each in held:
+                numel = each.nbytes // dtype.itemsize
+                if not torch.equal(whole[start : start + numel], _bytes_of(each, dtype).to(whole.dtype)):
+                    return False
+                start += numel
+        return True
 
     def fill(self, masters: Masters, units: Sequence[Sequence[str]], progress: Progress | None = None) -> None:
         """Write every parameter of every unit (see `Source`)."""
@@ -338,6 +386,31 @@ class Header:
     file: Path
     shape: tuple[int, ...]
     dtype: str
+
+
+class _Places:
+    """Where tensors lie in safetensors files, whose headers are read once each."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, dict[str, tuple[int, int]]] = {}
+
+    def of(self, file: Path, key: str) -> FileBytes:
+        """Where a tensor lies that is known to be there."""
+        if file not in self._known:
+            with file.open("rb") as opened:
+                nbytes = int.from_bytes(opened.read(8), "little")
+                header = json.loads(opened.read(nbytes))
+            header.pop("__metadata__", None)
+            offsets = {name: each["data_offsets"] for name, each in header.items()}
+            self._known[file] = {name: (8 + nbytes + start, stop - start) for name, (start, stop) in offsets.items()}
+        return FileBytes(os.path.realpath(file), *self._known[file][key])
+
+
+def _bytes_of(there: FileBytes, dtype: torch.dtype) -> Tensor:
+    """Bytes of a file as numbers, [n]."""
+    with open(there.file, "rb") as opened:
+        opened.seek(there.place)
+        return torch.frombuffer(bytearray(opened.read(there.nbytes)), dtype=dtype)
 
 
 class Shards:

@@ -82,6 +82,7 @@ def port_model(model: nn.Module, dtype: torch.dtype) -> PortedModel:
             ):
                 ported = _ported(model, stack, dtype)
                 ported.adapter = adapter
+                ported.structure = replace(ported.structure, base_apart=adapter is not None)
                 return ported
         except ModelError as error:
             refusal = refusal or error  # about the largest stack, which is nearly always the right one

@@ -6,8 +6,8 @@ an initialiser and a seed. The last two never hold the model: what they need bey
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from megatrain.errors import ModelError
 from megatrain.model.architecture import plain_errors, read_config
 from megatrain.model.hub import is_local, located
+from megatrain.spec import FileBytes
 
 Progress = Callable[[int, int], None]
 """Called with (done, total) in a unit of the source's own; done never falls, and ends at total."""
@@ -53,6 +54,23 @@ class Source(Fills, Protocol):
     def model(self) -> PreTrainedModel:
         """What `port_model` takes: parameters may be on the meta device, buffers have their values."""
         ...
+
+
+class InFiles(NamedTuple):
+    """Parameters whose bytes, as they are held, are bytes of a source's files: name -> where, one behind the other; and
+    of the others that were asked about, why not."""
+
+    files: Mapping[str, tuple[FileBytes, ...]]
+    others: Mapping[str, str]
+
+
+def in_files_of(source: Source, names: Iterable[str], dtype: torch.dtype) -> InFiles:
+    """Of these parameters, those whose bytes in `dtype` a source's files hold."""
+    ask = getattr(source, "in_files", None)
+    if ask is None:
+        return InFiles({}, dict.fromkeys(names, "does not come from files"))
+    found: InFiles = ask(names, dtype)
+    return found
 
 
 class ModelSource:

@@ -729,7 +729,8 @@ def _of_unit(
             "compute": touched / (hardware.device_bandwidth or inf),
         }
     saved = -(fetches - 1) * weights if placement.weights == "device" else 0
-    packed = -fetches * weights if placement.weights == "disk" else saved  # staging buffers are page-locked
+    read_each = _read_nbytes(layout, numerics, placement)
+    packed = -fetches * read_each if read_each else saved  # staging buffers are page-locked
     unpacked = -trained * numerics.grad_nbytes if placement.gradients == "disk" else 0
     reads = writes = 0.0
     if placement.moments == "disk":
@@ -738,8 +739,9 @@ def _of_unit(
         reads, writes = reads + LOW_BITS_NBYTES * trained, writes + LOW_BITS_NBYTES * trained
     if placement.gradients == "disk" and policy.update != "during_backward":
         reads, writes = reads + trained * numerics.grad_nbytes, writes + trained * numerics.grad_nbytes
+    reads += visits * read_each
     if placement.weights == "disk":
-        reads, writes = reads + visits * weights, writes + trained * numerics.weight_nbytes
+        writes += trained * numerics.weight_nbytes
     reading, writing = duplex_disk_bandwidths(hardware)
     return {
         "fetch": saved / fetching,
@@ -761,12 +763,19 @@ def _of_disk_late(
 ) -> dict[str, float]:
     """Of what a unit's placement has the disk do, what it does from the loss on."""
     layout = layout_of(model.units[index])
-    again = index in model.layers and index >= model.lowest_trained and placement.weights == "disk"
+    again = index in model.layers and index >= model.lowest_trained
     reading, writing = duplex_disk_bandwidths(hardware)
-    weights = rounds * layout.own_size * numerics.weight_nbytes / reading if again else 0.0
+    read_each = rounds * _read_nbytes(layout, numerics, placement) / reading
+    weights = read_each if again else 0.0
     if policy.update == "during_backward":
         all_of_it = _of_unit(model, numerics, policy, hardware, index, placement, rounds)
-        once = rounds * layout.own_size * numerics.weight_nbytes / reading if placement.weights == "disk" else 0.0
-        return {"read": all_of_it.get("read", 0.0) - once, "write": all_of_it.get("write", 0.0)}
+        return {"read": all_of_it.get("read", 0.0) - read_each, "write": all_of_it.get("write", 0.0)}
     gradients = layout.trained.own_size * numerics.grad_nbytes / writing if placement.gradients == "disk" else 0.0
     return {"read": weights, "write": gradients}
+
+
+def _read_nbytes(layout: Layout, numerics: Numerics, placement: Placement) -> int:
+    """Bytes of a unit's weights that each visit reads from the drive."""
+    if placement.weights == "disk":
+        return layout.own_size * numerics.weight_nbytes
+    return (layout.size - layout.files_start) * numerics.weight_nbytes if placement.weights == "file" else 0

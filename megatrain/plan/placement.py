@@ -1,30 +1,43 @@
-"""Assigns each unit's state to device, host or disk: spills only what does not fit, least frequently used first.
+"""Assigns each unit's state to device, host, disk or files: spills only what does not fit, least frequently used first.
 
-What the step touches least often goes to the disk first: moments, low bits, waiting gradients, then weights, those of
-the layers before those of the ends. Layers that are placed otherwise are spread evenly over the depth, so that the disk
-and the bus are busy throughout. Spare device memory keeps weights, or whole layers with their optimizer state, by
-sixteenths of the layers: a fixed grid, so that more memory only adds to the choices. It does so where that is quicker,
-which `search` decides, and where host memory and disk have no more room.
+Frozen weights that lie in the model's own files are read there before anything goes to the disk: nothing is written
+for that. What the step touches least often goes to the disk first: moments, low bits, waiting gradients, then weights,
+those of the layers before those of the ends. Layers that are placed otherwise are spread evenly over the depth, so that
+the disk and the bus are busy throughout. Spare device memory keeps weights, or whole layers with their optimizer state,
+by sixteenths of the layers: a fixed grid, so that more memory only adds to the choices. It does so where that is
+quicker, which `search` decides, and where host memory and disk have no more room.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 
 from megatrain.schedule.passes.state_buffers import save_nbytes, state_nbytes
-from megatrain.spec import IN_HOST, ModelSpec, Numerics, Placement, Policy, Tier
+from megatrain.spec import IN_HOST, ModelSpec, Numerics, Placement, Policy, StateTier
+from megatrain.spec.layout import layout_of
 
 PARTS = 16
 """Parts of the layers by which the device's spare memory is filled."""
 
 ON_DEVICE = Placement("device", "device", "device")
 
-FIELDS = ("moments", "low_bits", "gradients", "weights")
-"""Of a `Placement`, from the coldest."""
+FIELDS = ("files", "moments", "low_bits", "gradients", "weights")
+"""Of a `Placement`, from the coldest, behind weights that stay in their files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Homes:
+    """Where state may go that host memory has no room for."""
+
+    disk: bool = True
+    files: bool = True
+
+
+ANYWHERE = Homes()
 
 
 def state_policy(policy: Policy) -> Policy:
@@ -55,8 +68,12 @@ def to_disk(model: ModelSpec, numerics: Numerics, policy: Policy, room: int, *, 
     return found if host_nbytes(model, numerics, found, saves) <= room else None
 
 
-def needed(model: ModelSpec, numerics: Numerics, policy: Policy, room: int, *, saves: bool = False) -> Policy:
+def needed(
+    model: ModelSpec, numerics: Numerics, policy: Policy, room: int, *, saves: bool = False, homes: Homes = ANYWHERE
+) -> Policy:
     """As `to_disk`; where nothing is enough, what takes least host memory.
+
+    homes: where state may go besides.
 
     Parts go in order, the coldest first: of the layers and of the ends, or of the layers alone. For what is at the ends
     may take as much where it passes through host memory, for the step and for a save, as it frees.
@@ -65,7 +82,9 @@ def needed(model: ModelSpec, numerics: Numerics, policy: Policy, room: int, *, s
         return policy
     layers, ends = list(model.layers), [0, model.epilogue]
     tried = [
-        each for among in ((layers, ends), (layers,)) for each in _along(model, numerics, policy, room, saves, among)
+        each
+        for among in ((layers, ends), (layers,))
+        for each in _along(model, numerics, policy, room, saves, among, homes)
     ]
     fitting = [each for each in tried if host_nbytes(model, numerics, each, saves) <= room]
     if fitting:
@@ -74,7 +93,13 @@ def needed(model: ModelSpec, numerics: Numerics, policy: Policy, room: int, *, s
 
 
 def _along(
-    model: ModelSpec, numerics: Numerics, policy: Policy, room: int, saves: bool, among: Sequence[list[int]]
+    model: ModelSpec,
+    numerics: Numerics,
+    policy: Policy,
+    room: int,
+    saves: bool,
+    among: Sequence[list[int]],
+    homes: Homes,
 ) -> Iterator[Policy]:
     """One part of one of these groups of units after the other goes to the disk, and the last that is enough as far as
     it must."""
@@ -83,8 +108,8 @@ def _along(
         return host_nbytes(model, numerics, replace(policy, placements=tuple(placements)), saves) <= room
 
     placements = list(policy.placements or (IN_HOST,) * len(model.units))
-    for field, units in product(_fields(numerics, policy), among):
-        free = [unit for unit in units if not placements[unit].on_device]
+    for field, units in product(_fields(model, numerics, policy, homes), among):
+        free = [unit for unit in units if _may_move(model, unit, placements[unit], field)]
         some = partial(_with_some, placements, free, field)
         if fits(some(len(free))):
             yield replace(policy, placements=tuple(_fewest(some, fits, len(free))))
@@ -102,14 +127,15 @@ def place_state(
     max_sixteenths: int,
     *,
     saves: bool = False,
+    files: bool = True,
 ) -> Policy:
-    """The policy with its state in `room` bytes of host memory and `disk_room` of disk: as little as possible on the
-    disk, and where both are full, the fewest sixteenths of the layers on the device. Where `max_sixteenths` of them are
-    not enough, with as many, and what takes least host memory."""
+    """The policy with its state in `room` bytes of host memory and `disk_room` of disk, or where `files` says so in the
+    model's files: as little as possible there, and where all are full, the fewest sixteenths of the layers on the
+    device. Where `max_sixteenths` of them are not enough, with as many, and what takes least host memory."""
 
     def placed(whole: int) -> Policy:
         start = replace(policy, placements=residents(model, whole, 0)) if whole else policy
-        return needed(model, numerics, start, room, saves=saves) if disk_room else start
+        return needed(model, numerics, start, room, saves=saves, homes=Homes(disk_room > 0, files))
 
     def fits(found: Policy) -> bool:
         on_disk = state_nbytes(model, numerics, found)["disk"]
@@ -123,25 +149,28 @@ def place_state(
 
 
 def with_more_on_disk(
-    model: ModelSpec, numerics: Numerics, policy: Policy, steps: int, *, saves: bool = False
+    model: ModelSpec, numerics: Numerics, policy: Policy, steps: int, *, saves: bool = False, homes: Homes = ANYWHERE
 ) -> list[Policy]:
-    """The policy with more of what it has in host memory on the disk: a fixed grid of so many steps up to all of it.
+    """The policy with more of what it has in host memory on the drive: a fixed grid of so many steps up to all of it.
 
-    What that frees may pay for what layers keep. None for a policy that has nothing on the disk: it lacks no memory.
+    What that frees may pay for what layers keep. None for a policy that has nothing there: it lacks no memory.
     """
-    if not any(placement.uses_disk for placement in policy.placements):
+    if not any(placement.uses_drive for placement in policy.placements):
         return []
-    policies = replace(policy, placements=()), policy, needed(model, numerics, policy, 0, saves=saves)
+    policies = replace(policy, placements=()), policy, needed(model, numerics, policy, 0, saves=saves, homes=homes)
     whole, there, least = (host_nbytes(model, numerics, each, saves) for each in policies)
     rooms = [whole - (whole - least) * step // steps for step in range(1, steps + 1)]
-    return [needed(model, numerics, policy, room, saves=saves) for room in rooms if room < there]
+    return [needed(model, numerics, policy, room, saves=saves, homes=homes) for room in rooms if room < there]
 
 
 def all_on_disk(model: ModelSpec, numerics: Numerics, policy: Policy) -> Policy:
-    """The policy with all that may leave the host's memory on the disk."""
+    """The policy with all that may leave the host's memory on the disk, or in files."""
     placements = list(policy.placements or (IN_HOST,) * len(model.units))
-    for field in _fields(numerics, policy):
-        placements = [placement if placement.on_device else _on_disk(placement, field) for placement in placements]
+    for field in _fields(model, numerics, policy, ANYWHERE):
+        placements = [
+            _moved(placement, field) if _may_move(model, unit, placement, field) else placement
+            for unit, placement in enumerate(placements)
+        ]
     return replace(policy, placements=tuple(placements))
 
 
@@ -157,25 +186,39 @@ def _fewest(
 
 
 def _with_some(placements: Sequence[Placement], free: Sequence[int], field: str, count: int) -> list[Placement]:
-    """Placements with that part of `count` of the free units on the disk."""
+    """Placements with that part of `count` of the free units on the disk, or in files."""
     chosen = set(spread(free, count))
-    return [_on_disk(placement, field) if unit in chosen else placement for unit, placement in enumerate(placements)]
+    return [_moved(placement, field) if unit in chosen else placement for unit, placement in enumerate(placements)]
 
 
-def _fields(numerics: Numerics, policy: Policy) -> tuple[str, ...]:
+def _may_move(model: ModelSpec, unit: int, placement: Placement, field: str) -> bool:
+    """Whether a part of a unit may leave host memory for where its field leads."""
+    if field == "files":
+        layout = layout_of(model.units[unit])
+        return placement.weights == "host" and layout.files_start < layout.size
+    return not placement.on_device
+
+
+def _fields(model: ModelSpec, numerics: Numerics, policy: Policy, homes: Homes) -> tuple[str, ...]:
     """Those that the policy has at all."""
-    absent = {"low_bits"} if numerics.precision == "fp32" else set()
+    if not homes.disk:
+        return ("files",) if homes.files and model.ranks == 1 else ()
+    absent = set() if homes.files and model.ranks == 1 else {"files"}
+    absent |= {"low_bits"} if numerics.precision == "fp32" else set()
     if policy.update == "during_backward":
         absent.add("gradients")
     return tuple(field for field in FIELDS if field not in absent)
 
 
 @cache
-def _on_disk(placement: Placement, field: str) -> Placement:
-    """Weights that stay on the device keep their copy in host memory, from which they are updated."""
-    if field == "weights" and placement.weights == "device":
+def _moved(placement: Placement, field: str) -> Placement:
+    """Weights that stay on the device keep their copy in host memory, from which they are updated; what trains beside
+    weights in files stays there too."""
+    if field == "files":
+        return replace(placement, weights="file")
+    if field == "weights" and placement.weights in ("device", "file"):
         return placement
-    tiers: dict[str, Tier] = {field: "disk"}
+    tiers: dict[str, StateTier] = {field: "disk"}
     return replace(placement, **tiers)
 
 

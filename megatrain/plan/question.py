@@ -202,6 +202,13 @@ class Plan:
         return sum(op.nbytes for op in self.timeline.schedule.ops if op.kind == "WRITE")
 
     @property
+    def read_from_files_nbytes(self) -> int:
+        """Bytes that a step reads from the model's own files."""
+        schedule = self.timeline.schedule
+        reads = [access for op in schedule.ops if op.kind == "READ" for access in op.reads]
+        return sum(each.stop - each.start for each in reads if schedule.buffers[each.buffer].tier == "file")
+
+    @property
     def save_nbytes(self) -> int:
         """Part of the host's bytes that checkpoints take beside steps."""
         return save_nbytes(self.question.model, self.numerics, self.policy) if self.question.saves else 0

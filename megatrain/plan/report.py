@@ -44,7 +44,8 @@ def peak_table(plan: Plan) -> dict[tuple[str, str], int]:
     """
     schedule, shares = plan.timeline.schedule, plan.question.hardware.shares_memory
     table: Counter[tuple[str, str]] = Counter()
-    for tier in dict.fromkeys(buffer.tier for buffer in schedule.buffers.values() if buffer.peer is None):
+    tiers = (each.tier for each in schedule.buffers.values() if each.peer is None and each.tier != "file")
+    for tier in dict.fromkeys(tiers):
         for use, nbytes in _at_peak(schedule, tier).items():
             table["host" if shares else tier, use] += nbytes
     if plan.save_nbytes:
@@ -148,7 +149,7 @@ def warning_rows(outlook: Outlook) -> list[tuple[str, str]]:
 
 
 def summary_rows(outlook: Outlook) -> list[tuple[str, str]]:
-    """Name and fact: speed, limit, hiding, run, disk."""
+    """Name and fact: speed, limit, hiding, run, files, disk."""
     plan = outlook.plan
     hardware = plan.question.hardware
     stated = (hardware.peak_flops, hardware.peak_flops_fp32)
@@ -165,6 +166,8 @@ def summary_rows(outlook: Outlook) -> list[tuple[str, str]]:
         ("hiding", _hiding(outlook)),
         ("run", f"{tokens(count)} tokens take {duration(seconds)}"),
     ]
+    if plan.read_from_files_nbytes:
+        rows.append(("files", _files(plan)))
     if outlook.written_nbytes_per_day and not warning_rows(outlook):
         rows.append(("disk", _disk(outlook)))
     return rows
@@ -249,6 +252,13 @@ def _hiding(outlook: Outlook) -> str:
         return "no number of tokens per step hides the transfers"
     fits = "" if found.fits else ", more than fits here"
     return f"transfers and updates hide from {found.tokens_per_step:,} tokens per step on{fits}"
+
+
+def _files(plan: Plan) -> str:
+    schedule = plan.timeline.schedule
+    lies = sum(buffer.nbytes for buffer in schedule.buffers.values() if buffer.tier == "file")
+    read = f"{amount(plan.read_from_files_nbytes)} a step"
+    return f"{amount(lies)} of frozen weights stay in the model's files, from which {read} are read; never written"
 
 
 def _disk(outlook: Outlook) -> str:

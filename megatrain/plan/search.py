@@ -23,7 +23,7 @@ from megatrain.errors import DoesNotFit
 from megatrain.plan.activation_plan import Batching, Mixtures, Option
 from megatrain.plan.advice import changes
 from megatrain.plan.estimates import coarse, estimate, examine, fitted, sizes, undisturbed, with_placements
-from megatrain.plan.placement import PARTS, host_nbytes, place_state, residents, state_policy, with_more_on_disk
+from megatrain.plan.placement import PARTS, Homes, host_nbytes, place_state, residents, state_policy, with_more_on_disk
 from megatrain.plan.question import Candidate, Choice, Estimate, Plan, Question
 from megatrain.plan.ranks import by_delivery
 from megatrain.plan.refinements import (
@@ -80,10 +80,12 @@ class Search:
         """Kind of candidate -> bytes by tier that it takes more than is estimated (`_kind`)."""
         self._mixtures: dict[Candidate, Mixtures] = {}
         self._alikes: dict[Batching, Search] = {}
-        self._placements: dict[tuple[Policy, int, int, int], tuple[Placement, ...]] = {}
+        self._placements: dict[tuple[Policy, int, int, int, bool], tuple[Placement, ...]] = {}
         self._resident: dict[tuple[int, int], int] = {}
         self._begins_on_disk = False
-        """Whether the best candidate before mixtures has state on the disk."""
+        """Whether the best candidate before mixtures has state on the disk, or in files."""
+        self._files = True
+        """Whether weights may be read from files."""
         overrides = dict(question.overrides)
         self._micro_batch: int | None = overrides.pop("micro_batch", None)
         self._overrides = overrides
@@ -99,11 +101,11 @@ class Search:
         self._lean = self._start.change(**LEAN | overrides)
         self._rich = self._start.change(**most | overrides)
 
-    def within(self, budgets: dict[str, int]) -> None:
+    def within(self, budgets: dict[str, int], *, files: bool = True) -> None:
         """Search within these. Prices hold, but for where state has to be."""
-        if budgets != self.budgets:
+        if (budgets, files) != (self.budgets, self._files):
             self._known.clear()
-        self.budgets = budgets
+        self.budgets, self._files = budgets, files
 
     def answer(self, budgets: Mapping[str, int] | None = None) -> Plan | None:
         """The quickest candidate that fits these budgets, or the question's, if any does.
@@ -119,7 +121,7 @@ class Search:
         self.within(budgets)
         found = find()
         if found and self._begins_on_disk:
-            self.within({**budgets, "disk": 0})
+            self.within({**budgets, "disk": 0}, files=False)
             other = find() if self._fits(*self.leanest()) else None
             self.within(budgets)
             if other and other.seconds < SLOWER_FOR_FEWER_WRITES * found.seconds:
@@ -144,7 +146,8 @@ class Search:
 
     def _best_noted(self) -> Candidate | None:
         found = self.best()
-        self._begins_on_disk = found is not None and bool(self.price(*found).nbytes.get("disk"))
+        placed = self._placed(found[0], self._plain(*found)).policy.placements if found else ()
+        self._begins_on_disk = any(placement.uses_drive for placement in placed)
         return found
 
     def best(self) -> Candidate | None:
@@ -367,10 +370,9 @@ class Search:
         """The candidate with as little on the disk as must be; then with more buffers to read ahead into."""
         found = self._plain(choice, micro_batch)
         usual = self._placed(choice, found)
-        if not any(placement.uses_disk for placement in usual.policy.placements) or not {
-            "placements",
-            "disk_staging_slots",
-        }.isdisjoint(self._overrides):
+        placements, by_unit = usual.policy.placements, choice.policy.shares_memory
+        is_staged = any(each.uses_drive if by_unit else each.uses_disk for each in placements)
+        if not is_staged or not {"placements", "disk_staging_slots"}.isdisjoint(self._overrides):
             return [(usual, micro_batch)]
         others = (self._placed(choice.change(disk_staging_slots=slots), found) for slots in STAGE_SLOTS)
         return [(usual, micro_batch), *((other, micro_batch) for other in others)]
@@ -458,7 +460,7 @@ class Search:
             told = {"micro_batches_per_round": 0, **self.question.overrides, **rows}
             asked = replace(self.question, overrides=told)
             other = self._alikes.setdefault(kept, Search(asked))
-            other.within(self.budgets)
+            other.within(self.budgets, files=self._files)
             if found := other.best():
                 yield other, found
 
@@ -484,7 +486,8 @@ class Search:
         found, model = self._plain(like, micro_batch), self.question.model
         steps = 0 if "placements" in self._overrides else PARTS
         placed = self._placed(like, found)
-        more = with_more_on_disk(model, placed.numerics, placed.policy, steps, saves=self.question.saves)
+        homes = Homes(self.budgets["disk"] > 0, self._files)
+        more = with_more_on_disk(model, placed.numerics, placed.policy, steps, saves=self.question.saves, homes=homes)
         yield from ((Choice(placed.numerics, each), found) for each in more)
         if self._gains_by_placement(like, micro_batch):
             room = self.budgets["device"] - found.nbytes["device"]
@@ -570,9 +573,10 @@ class Search:
         beside = found.nbytes["host"] - host_nbytes(model, numerics, replace(policy, placements=()), saves)
         room = self.budgets["host"] - beside
         most = self._most_resident(found) if self._may_keep_state and not policy.placements else 0
-        key = state_policy(policy), room, self.budgets["disk"], most
+        key = state_policy(policy), room, self.budgets["disk"], most, self._files
         if key not in self._placements:
-            fitted = place_state(model, numerics, policy, room, self.budgets["disk"], most, saves=saves)
+            disk = self.budgets["disk"]
+            fitted = place_state(model, numerics, policy, room, disk, most, saves=saves, files=self._files)
             self._placements[key] = fitted.placements
         return choice if self._placements[key] == policy.placements else choice.change(placements=self._placements[key])
 

@@ -31,6 +31,7 @@ def read_model(content: Any, where: str) -> ModelSpec:
             _count(fields["vocab_size"]),
             None if fields.get("max_positions") is None else _count(fields["max_positions"]),
             _text(fields.get("attention", "sdpa")),
+            _flag(fields.get("base_apart", False)),
         )
     except (KeyError, TypeError, ValueError, MegaTrainError) as error:
         detail = f"lacks {error}" if isinstance(error, KeyError) else str(error)
@@ -49,6 +50,7 @@ def _unit(fields: Mapping[str, Any]) -> UnitSpec:
             _number(each.get("active", 1.0), most=1.0),
             _flag(each.get("trainable", True)),
             _held(each.get("held", 0)),
+            _flag(each.get("in_files", False)),
         )
         for each in fields["params"]
     )

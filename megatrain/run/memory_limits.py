@@ -13,6 +13,7 @@ from megatrain.config import DiskSection, MemorySection
 from megatrain.device.probe_disk import disk_speed
 from megatrain.errors import ConfigError, DeviceError, DiskError
 from megatrain.memory import Disk
+from megatrain.model import InFiles, listed
 from megatrain.plan import Plan, written_nbytes_per_day
 from megatrain.plan.host_resources import available_disk_nbytes, lies_in_memory
 from megatrain.plan.report import amount
@@ -118,3 +119,15 @@ def describe_disk(disk: Disk | None, section: DiskSection) -> list[tuple[str, st
     how = "direct I/O" if disk.direct else "through the page cache, since direct I/O is refused there"
     sums = "checksums compared" if section.checksums else "checksums off"
     return [("disk tier", f"{', '.join(map(str, section.paths))}: {how}, {sums}")]
+
+
+def describe_files(plan: Plan, found: InFiles) -> list[tuple[str, str]]:
+    """Name and fact about weights that are read from the model's own files, if any are; and which are not, and why."""
+    if not plan.read_from_files_nbytes:
+        return []
+    read = f"{amount(plan.read_from_files_nbytes)} a step of what is frozen are read from the model's files"
+    by_reason: dict[str, list[str]] = {}
+    for name, why in found.others.items():
+        by_reason.setdefault(why, []).append(name)
+    held = [f"{listed(names, most=2)}, which {why}" for why, names in by_reason.items()]
+    return [("files", read + (f"; held all the same: {'; '.join(held)}" if held else ""))]

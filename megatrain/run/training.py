@@ -42,7 +42,6 @@ from megatrain.data import (
     vocabulary_size,
 )
 from megatrain.device import Device, open_device
-from megatrain.engine import DTYPES
 from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.model import (
     AdaptedSource,
@@ -54,7 +53,6 @@ from megatrain.model import (
     listed,
     lora_config,
     model_named,
-    port_model,
     pretrained_source,
     spent,
 )
@@ -69,7 +67,7 @@ from megatrain.run.evaluation import Evaluation, Metric, evaluated, load_metrics
 from megatrain.run.finish import save_trained, say_where, take_best, verify_trained
 from megatrain.run.history import CONFIG, METRICS
 from megatrain.run.lm_eval_tasks import Tasks
-from megatrain.run.memory_limits import describe_disk, describe_memory, open_disk, refuse_wear
+from megatrain.run.memory_limits import describe_disk, describe_files, describe_memory, open_disk, refuse_wear
 from megatrain.run.objective import loss_of, take_up_reference, without_reference
 from megatrain.run.push import push, refuse_push
 from megatrain.run.question import question_of
@@ -87,7 +85,7 @@ from megatrain.train.engine import Engine
 from megatrain.train.events import Compiled, Ended, Event, Resumed, StoppedEarly, Watcher
 from megatrain.train.loop import Task, train
 from megatrain.train.metrics import OPTIONAL, JsonLines, Tracked, identity_of, open_tracker, refuse_missing
-from megatrain.train.options import EngineOptions
+from megatrain.train.options import EngineOptions, ported_of
 from megatrain.train.progress import Progress, describe_model, loading, printable, show_plan, warn
 from megatrain.train.restore import NewMoments
 from megatrain.train.status import STATUS, Health
@@ -147,7 +145,7 @@ def run_training(config: Config, console: Console) -> Path:
         source = _source(config, taken)
         vocabulary = _check_limits(config, tokenizer, source.model)
         with console.status("planning"):
-            ported = port_model(source.model, DTYPES[config.train.precision])
+            ported = ported_of(source, {"precision": config.train.precision}, of_checkpoint=taken is not None)
             plan = _plan(config, ported.spec, device, ranks)
         config = _resolved(config, plan, ranks)
         with console.status("preparing the data"):
@@ -173,7 +171,7 @@ def run_training(config: Config, console: Console) -> Path:
         if config.trace_file is not None and ranks.leads:
             engine.trace(config.trace_file)
         checkpoints = _checkpoints(config, engine, feed, tokenizer, plan)
-        facts = _show(config, engine, source, corpus, plan, console, steps)
+        facts = _show(config, engine, source, ported, corpus, plan, console, steps)
         epochs = _epochs(config.train, corpus.loader, steps - begins)
         own = metrics, tasks
         run = _Run(engine, corpus, feed, checkpoints, tokenizer, plan, facts, claim, ranks, steps, epochs, *own)
@@ -420,7 +418,14 @@ def _checkpoints(config: Config, engine: Engine, feed: Feed, tokenizer: Tokenize
 
 
 def _show(
-    config: Config, engine: Engine, source: Source, corpus: Corpus, plan: Plan, console: Console, steps: int
+    config: Config,
+    engine: Engine,
+    source: Source,
+    ported: PortedModel,
+    corpus: Corpus,
+    plan: Plan,
+    console: Console,
+    steps: int,
 ) -> Facts:
     """Tell what will be done, and return it."""
     train, world = config.train, engine.world
@@ -445,6 +450,7 @@ def _show(
         *([("ranks", f"{world.size}, each with 1/{world.size} of the state")] if world.size > 1 else []),
         ("device", f"{train.device}, {engine.peak_flops() / 1e12:.2f} TFLOP/s measured in {train.precision}"),
         *describe_disk(engine.disk, config.disk),
+        *((name, printable(fact)) for name, fact in describe_files(plan, ported.in_files)),
         ("memory", f"at its peak {describe_memory(plan)}"),
         ("prediction", f"{speed} on {plan.question.hardware.name}"),
     ]

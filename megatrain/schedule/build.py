@@ -28,7 +28,7 @@ from megatrain.schedule.passes.gradients import Gradients
 from megatrain.schedule.passes.pinned_staging import PinnedStaging
 from megatrain.schedule.passes.prefetch import Prefetch, Visit
 from megatrain.schedule.passes.recompute import Activations, Again
-from megatrain.schedule.passes.state_buffers import Pending, StateBuffers, state_name
+from megatrain.schedule.passes.state_buffers import Pending, StateBuffers, reads_files, state_name, whole_name
 from megatrain.schedule.passes.streamed_updates import StreamedUpdates
 from megatrain.schedule.passes.weight_slots import WeightSlots
 from megatrain.schedule.passes.workspace import backward_nbytes, beside_nbytes, loss_nbytes
@@ -85,12 +85,13 @@ class Builder:
         self.alive = Activations(model, numerics, policy, work, self.buffers, trains=trains)
         self.staged: dict[str, Staged] = {}
         """Names of host memory that stand for state on the disk."""
-        self.pinned_staging = PinnedStaging(policy, self.buffers, self.staged)
+        in_files: dict[str, tuple[Access, ...]] = {}
+        self.pinned_staging = PinnedStaging(policy, self.buffers, self.staged, in_files)
         self.slots = WeightSlots(model, numerics, policy, self.layouts, self.buffers)
         self.gradients = Gradients(model, numerics, policy, work, self.buffers, self.pinned_staging)
         self.lowest = model.lowest_trained
         """What lies below has no backward pass: nothing in it trains."""
-        self.state = StateBuffers(model, numerics, policy, pending, self.buffers, self.staged)
+        self.state = StateBuffers(model, numerics, policy, pending, self.buffers, self.staged, in_files)
         self.streamed = StreamedUpdates(model, numerics, policy, self.buffers, self.gradients, self.state)
 
     def _rounds(self) -> list[range]:
@@ -142,7 +143,8 @@ class Builder:
     def _finished(self, ops: Sequence[Op]) -> Schedule:
         names = tuple(unit.name for unit in self.model.units)
         whole = self.collectives.among(self.alive.offloaded(ops))
-        placed = stage(stage(whole, self.staged), self.pinned_staging.staged)
+        placed = stage(stage(whole, self.staged), self.pinned_staging.from_files)
+        placed = stage(placed, self.pinned_staging.staged)
         return derive_waits(Schedule(tuple(placed), self.buffers, names))
 
     def _updated_at(self, unit: int) -> int:
@@ -251,7 +253,9 @@ class Builder:
         if not self.policy.shares_memory:
             return self.slots.unplaced(unit)
         nbytes = self.layouts[unit].size * self.numerics.weight_nbytes
-        return Access(state_name("host", Part.WEIGHTS, unit), 0, nbytes, Weights(unit))
+        is_read = reads_files(self.layouts[unit], self.placements[unit])
+        name = whole_name(unit) if is_read else state_name("host", Part.WEIGHTS, unit)
+        return Access(name, 0, nbytes, Weights(unit))
 
     # Gradients and updates ------------------------------------------------------------------------------------------
 
@@ -283,7 +287,7 @@ class Builder:
         parts = [
             (state_name(tier, each.part, unit), each.nbytes, CONTENT_OF[each.part])
             for each in self.state.of(unit)
-            if each.part is not Part.GRADIENTS
+            if each.part is not Part.GRADIENTS and each.tier != "file"
         ]
         gradient = self.gradients.landed(unit, before)
         reads = [gradient, *(Access(name, 0, nbytes, what(unit, before)) for name, nbytes, what in parts)]

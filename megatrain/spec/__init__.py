@@ -3,7 +3,7 @@
 from megatrain.spec.hardware import Hardware
 from megatrain.spec.layer_profile import Growth, LayerProfile
 from megatrain.spec.limits import Limits
-from megatrain.spec.model import ModelSpec, ParamSpec, UnitSpec
+from megatrain.spec.model import FileBytes, ModelSpec, ParamSpec, UnitSpec
 from megatrain.spec.numerics import WEIGHT_NBYTES, Numerics, Precision
 from megatrain.spec.policy import (
     IN_HOST,
@@ -15,6 +15,7 @@ from megatrain.spec.policy import (
     Placement,
     Policy,
     SavedOutputs,
+    StateTier,
     Tier,
     Transfer,
     UpdateTime,
@@ -29,6 +30,7 @@ __all__ = [
     "WEIGHT_NBYTES",
     "ActivationPlan",
     "Batching",
+    "FileBytes",
     "Growth",
     "Hardware",
     "Keep",
@@ -42,6 +44,7 @@ __all__ = [
     "Policy",
     "Precision",
     "SavedOutputs",
+    "StateTier",
     "Tier",
     "Transfer",
     "UnitSpec",

@@ -63,13 +63,16 @@ class Layout:
     fields: tuple[Field, ...]
     size: int
     trained_fields: int
+    files_start: int
+    """The element from which on all lies in the model's files, as it is held; `size` where nothing does."""
     ranks: int = 1
 
     @cached_property
     def trained(self) -> Layout:
         """The layout of what trains, a prefix of this one: that of gradients and moments."""
         fields = self.fields[: self.trained_fields]
-        return Layout(fields, _end(fields[-1].stop, self.ranks) if fields else 0, len(fields), self.ranks)
+        size = _end(fields[-1].stop, self.ranks) if fields else 0
+        return Layout(fields, size, len(fields), size, self.ranks)
 
     @property
     def own_size(self) -> int:
@@ -149,7 +152,8 @@ def _layout_of_params(params: tuple[ParamSpec, ...], ranks: int) -> Layout:
         fields.append(Field(param.name, param.shape, offset, offset + param.numel))
         ends = index + 1 in (trained, len(params))
         offset = _end(offset + param.numel, ranks) if ends else align(offset + param.numel)
-    return Layout(tuple(fields), offset, trained, ranks)
+    in_files = (field.start for field, param in zip(fields, params, strict=True) if param.in_files)
+    return Layout(tuple(fields), offset, trained, next(in_files, offset), ranks)
 
 
 def _end(count: int, ranks: int) -> int:

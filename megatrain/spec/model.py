@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megatrain.errors import PlanError
 from megatrain.spec.layer_profile import NOTHING_KNOWN, LayerProfile
+
+
+class FileBytes(NamedTuple):
+    """Bytes [place, place + nbytes) of a file."""
+
+    file: str
+    place: int
+    nbytes: int
+
 
 UnitKind = Literal["prologue", "layer", "epilogue"]
 
@@ -25,6 +35,8 @@ class ParamSpec:
     held: int = 0
     """Parameters behind it, in order of use, that a forward of its layer comes to before it reads this one for the last
     time: 1 for a matrix that is read together with its bias; -1 where it may come back to it at any time."""
+    in_files: bool = False
+    """It is frozen, and the model's own files hold its bytes as they are held here."""
 
     @property
     def numel(self) -> int:
@@ -36,7 +48,8 @@ class UnitSpec:
     """What streams as one. `borrows` names parameters of the prologue that this unit also uses (tied weights).
 
     Trainable parameters come first, in whatever order they are given, so that gradients and moments are arrays over a
-    prefix of the unit and frozen parameters take no place in them.
+    prefix of the unit and frozen parameters take no place in them. Those that lie in the model's files come last, so
+    that what must be held without them is a prefix too.
     """
 
     name: str
@@ -50,16 +63,27 @@ class UnitSpec:
     """How many ranks share its state, each owning an equal part of every shard (`layout`)."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "params", tuple(sorted(self.params, key=lambda param: not param.trainable)))
+        object.__setattr__(self, "params", tuple(sorted(self.params, key=_home)))
 
     @property
     def numel(self) -> int:
         return sum(param.numel for param in self.params)
 
+    def with_in_files(self, names: Collection[str]) -> UnitSpec:
+        """The same unit, of which these frozen parameters lie in the model's files, and no others do."""
+        params = tuple(replace(param, in_files=not param.trainable and param.name in names) for param in self.params)
+        if [*map(_home, params)] != sorted(map(_home, params)):  # out of the order of use
+            params = tuple(replace(param, held=-1) for param in params)
+        return self if params == self.params else replace(self, params=params)
+
     @property
     def trains(self) -> bool:
         """Whether any of its parameters is updated."""
         return bool(self.params) and self.params[0].trainable
+
+
+def _home(param: ParamSpec) -> int:
+    return 0 if param.trainable else 1 + param.in_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +97,8 @@ class ModelSpec:
     max_positions: int | None = None
     attention: str = "sdpa"
     """Attention kernel that the model's own code calls, by its Hugging Face name."""
+    base_apart: bool = False
+    """Checkpoints hold an adapter alone, and not the base below it."""
 
     def __post_init__(self) -> None:
         kinds = [unit.kind for unit in self.units]
@@ -86,6 +112,11 @@ class ModelSpec:
         return hash((self.name, len(self.units), self.hidden_size, self.vocab_size, self.max_positions, self.attention))
 
     @property
+    def names(self) -> list[str]:
+        """Of the units."""
+        return [unit.name for unit in self.units]
+
+    @property
     def ranks(self) -> int:
         """How many ranks train it together."""
         return self.units[0].ranks
@@ -95,6 +126,10 @@ class ModelSpec:
         if ranks == self.ranks:
             return self
         return replace(self, units=tuple(replace(unit, ranks=ranks) for unit in self.units))
+
+    def with_in_files(self, names: Collection[str]) -> ModelSpec:
+        """The same model, of which these frozen parameters lie in its files as they are held, and no others do."""
+        return replace(self, units=tuple(unit.with_in_files(names) for unit in self.units))
 
     @property
     def layers(self) -> range:

@@ -34,7 +34,9 @@ NOT_OFFLOADED: Mapping[Keep, Keep] = {
 """What is kept in host memory -> the same, kept on the device."""
 UpdateTime = Literal["next_forward", "during_backward"]
 WaitFor = Literal["unit", "shard"]
-Tier = Literal["device", "host", "disk"]
+Tier = Literal["device", "host", "disk", "file"]
+"""Where bytes live. `file` are the model's own files, which are read and never written."""
+StateTier = Literal["device", "host", "disk"]
 Transfer = Literal["pinned", "staged", "pageable"]
 """How weights and gradients cross the bus: from pinned memory, through pinned staging buffers, or from pageable
 memory."""
@@ -66,15 +68,17 @@ class Placement:
     """The tier of each part of a unit's state between steps. What is on the disk passes through host memory.
 
     The weights may be on the device beside a copy in host memory, which the optimizer updates: then they are fetched
-    once per step. With all parts on the device nothing of the unit crosses the bus, and it is updated there.
+    once per step. With all parts on the device nothing of the unit crosses the bus, and it is updated there. With
+    weights in files, those of the model that hold frozen parameters as they are held here (`ParamSpec.in_files`) are
+    read as they are needed; the other weights of the unit are in host memory.
     """
 
     weights: Tier = "host"
-    low_bits: Tier = "host"
+    low_bits: StateTier = "host"
     """The other half of each master, in bf16."""
-    moments: Tier = "host"
+    moments: StateTier = "host"
     """AdamW's m and v."""
-    gradients: Tier = "host"
+    gradients: StateTier = "host"
     """Where a gradient waits for the norm; with the whole state on the device, it waits there."""
 
     def tier(self, part: Part) -> Tier:
@@ -106,6 +110,11 @@ class Placement:
     def uses_disk(self) -> bool:
         """Whether any part is there."""
         return "disk" in (self.weights, self.low_bits, self.moments, self.gradients)
+
+    @property
+    def uses_drive(self) -> bool:
+        """Whether any part is on the disk or in files."""
+        return self.uses_disk or self.weights == "file"
 
     @property
     def on_device(self) -> bool:
@@ -207,7 +216,7 @@ class Policy:
             unit
             for unit in model.layers
             if all(param.trainable for param in model.units[unit].params)
-            and not (placements[unit].on_device or placements[unit].uses_disk)
+            and not (placements[unit].on_device or placements[unit].uses_drive)
         ]
         count = round(self.streamed_updates * len(layers))
         return frozenset(layers[(2 * number + 1) * len(layers) // (2 * count)] for number in range(count))

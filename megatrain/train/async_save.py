@@ -323,9 +323,12 @@ class Saver:
 
 
 def tensors_of(store: Store, unit: int, state: UnitState) -> dict[str, list[Tensor]]:
-    """Parameter name -> master and, where it trains, m and v, as views of a state in float32, in its shape."""
+    """Parameter name -> master and, where it trains, m and v, as views of a state in float32, in its shape; of what the
+    state has."""
     found: dict[str, list[Tensor]] = {}
     for place, param in zip(store.layouts[unit].fields, store.model.units[unit].params, strict=True):
+        if place.stop > state.hi.size:
+            break  # what checkpoints do not hold
         arrays = (state.hi, state.m, state.v) if param.trainable else (state.hi,)
         found[place.name] = [torch.from_numpy(each[place.start : place.stop]).view(place.shape) for each in arrays]
     return found

@@ -20,7 +20,6 @@ from megatrain.checkpoint import Checkpoint, ExportOptions, open_checkpoint
 from megatrain.device import Device, matmul_flops, open_device, timed
 from megatrain.dist import ALONE, World
 from megatrain.engine import (
-    DTYPES,
     KeepLogProbs,
     LossFn,
     MicroBatch,
@@ -42,7 +41,6 @@ from megatrain.model import (
     Source,
     base_of,
     freeze_parameters,
-    port_model,
     pretrained_source,
     refuse_other_kinds,
     speak,
@@ -65,9 +63,11 @@ from megatrain.train.options import (
     Seed,
     checked_options,
     disk_of,
+    files_of,
     limits_of,
     numerics_of,
     policy_of,
+    ported_of,
     world_of,
 )
 from megatrain.train.parity import NOT_ASKED, short_check
@@ -100,8 +100,8 @@ class Engine:
         self._ported, self._device, self._disk = ported, device, disk_of(options, policy)
         self._owns_device = device is not options.get("device", "cpu")
         ledger = Ledger(budgets(self.limits, device, self._disk), one_memory=policy.shares_memory)
-        shared, units = SharedMemory.of(self.structure, self.numerics, policy, device, world), self.structure.units
-        self._pool = Pool(device, ledger, self._disk, [unit.name for unit in units], policy.transfer, shared)
+        shared, names = SharedMemory.of(self.structure, self.numerics, policy, device, world), self.structure.names
+        self._pool = Pool(device, ledger, self._disk, names, policy.transfer, shared, files_of(ported))
         owned = Ownership(world.rank, max(1, policy.shard_nbytes // self.numerics.weight_nbytes))
         self._store = Store(self.structure, self.numerics, policy, self._pool, owned, world.together)
         self._schedules = Schedules(ported, self._store, self.numerics, policy, device, world, fits_activations=fits)
@@ -231,8 +231,7 @@ class Engine:
         try:
             options["world"] = world_of(options, source.model, opened)
             checked_now = short_check(source.model, unverified) if options.get("verify", True) else NOT_ASKED
-            taken = ported or port_model(source.model, DTYPES[numerics_of(options).precision])
-            engine = cls(taken, opened, options)
+            engine = cls(ported or ported_of(source, options), opened, options)
             engine.checked = checked_now
         except BaseException:
             if opened is not device:
@@ -274,6 +273,7 @@ class Engine:
         if source is None:
             source = pretrained_source(opened.folder, attention=attention, trust_remote_code=trust_remote_code)
             freeze_parameters(source.model, frozen_in(opened, (name for name, _ in source.model.named_parameters())))
+            ported = ported_of(source, options, of_checkpoint=True)
         engine = cls.from_source(source, ported=ported, progress=progress, **options)
         try:
             engine._take_up(opened, new)
@@ -778,7 +778,7 @@ class Engine:
     def _fill(self, source: Fills, progress: Progress | None = None) -> None:
         self._saver.wait()
         self._weights.may_have_come()
-        source.fill(self._store, [[param.name for param in unit.params] for unit in self.structure.units], progress)
+        source.fill(self._store, self._store.names_by_unit(read=not self._ported.lies_in(source)), progress)
         self._store.settle()
 
     def _take_up(self, checkpoint: Checkpoint, new: NewMoments) -> None:

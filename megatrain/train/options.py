@@ -15,16 +15,19 @@ from megatrain.config import find_launch
 from megatrain.device import Device
 from megatrain.dist import ALONE, World
 from megatrain.dist.processes import join
+from megatrain.engine import DTYPES
 from megatrain.errors import ConfigError, DiskError, DoesNotFit, PlanError
 from megatrain.memory import Disk
-from megatrain.model import require_compiler
+from megatrain.memory.model_files import ModelFiles, extents_of
+from megatrain.model import AdaptedSource, PortedModel, Source, port_model, require_compiler
 from megatrain.optim import AdamW
 from megatrain.plan import available_threads, choose_policy, memory_table
 from megatrain.plan.placement import host_nbytes, needed, to_disk
 from megatrain.plan.refinements import fit_lock_limit
-from megatrain.schedule.passes.state_buffers import state_nbytes
-from megatrain.spec import IN_HOST, Limits, ModelSpec, Numerics, Policy, Precision, Work
+from megatrain.schedule.passes.state_buffers import state_name, state_nbytes
+from megatrain.spec import IN_HOST, Limits, ModelSpec, Numerics, Part, Policy, Precision, Work
 from megatrain.spec.fields import Bounds, checked, shown
+from megatrain.spec.layout import layout_of
 from megatrain.system.paths import usable_path
 from megatrain.train.schedule_cache import budgets, refuse_contradictions
 
@@ -149,6 +152,8 @@ def _placed(options: EngineOptions, device: Device, spec: ModelSpec) -> Policy:
     numerics, policy = numerics_of(options), _without_homes(options, device)
     if numerics.kernels == "compile":
         require_compiler(device.torch_device)
+    if any(placement.weights == "file" for placement in policy.placements):
+        _refuse_no_files(spec)
     if not options.get("disk") or policy.placements:
         return policy
     budget = budgets(limits_of(options), device)["host"]
@@ -159,6 +164,13 @@ def _placed(options: EngineOptions, device: Device, spec: ModelSpec) -> Policy:
         what = f"needs {least:,} bytes of host memory at the least, even with state on the disk"
         raise DoesNotFit(f"{what}, {least - budget:,} more than its budget of {budget:,}", where="host memory")
     return policy if all(placement == IN_HOST for placement in placed.placements) else placed
+
+
+def _refuse_no_files(spec: ModelSpec) -> None:
+    """Raise `PlanError` where nothing can be read from files."""
+    if not any(param.in_files for unit in spec.units for param in unit.params):
+        what = "nothing is frozen that the model's files hold in the precision in which it is held"
+        raise PlanError(f"reads weights from files, and {what}", where="policy.placements", fix="use host or disk")
 
 
 def _beside_state(spec: ModelSpec, numerics: Numerics, policy: Policy) -> int:
@@ -205,3 +217,26 @@ def disk_of(options: EngineOptions, policy: Policy) -> Disk | None:
         return None
     listed = [folders] if isinstance(folders, str | Path) else folders
     return Disk([usable_path(folder, where="disk", error=DiskError) for folder in listed])
+
+
+def ported_of(source: Source, options: EngineOptions, *, of_checkpoint: bool = False) -> PortedModel:
+    """A source's model, taken apart, with what of it lies in files that stay.
+
+    of_checkpoint: those of the source may be removed while it is trained, but for the base below an adapter.
+    """
+    dtype = DTYPES[numerics_of(options).precision]
+    ported = port_model(source.model, dtype)
+    if not of_checkpoint or isinstance(source, AdaptedSource):
+        ported.find_in(source, dtype)
+    return ported
+
+
+def files_of(ported: PortedModel) -> ModelFiles | None:
+    """The model's own files, where they hold what is frozen. Raises `DiskError` for one that is gone."""
+    layouts = [layout_of(unit) for unit in ported.structure.units]
+    regions = {
+        state_name("file", Part.WEIGHTS, unit): extents_of(layout, ported.in_files.files)
+        for unit, layout in enumerate(layouts)
+        if layout.files_start < layout.size
+    }
+    return ModelFiles(regions) if regions else None

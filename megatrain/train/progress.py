@@ -184,6 +184,9 @@ def describe_placements(placements: Sequence[Placement]) -> list[str]:
     kept = sum(placement.weights == "device" and not placement.on_device for placement in placements)
     if kept:
         phrases.append(f"weights of {kept} of {len(placements)} units stay on the device")
+    read = sum(placement.weights == "file" for placement in placements)
+    if read:
+        phrases.append(f"frozen weights of {read} of {len(placements)} units are read from the model's files")
     for field, words in (
         ("weights", "weights"),
         ("low_bits", "low bits"),

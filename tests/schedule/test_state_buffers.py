@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain.schedule.ops import Buffer
+from megatrain.schedule import build_step, check
+from megatrain.schedule.ops import Access, Buffer, Use
 from megatrain.schedule.passes.disk_staging import Staged
 from megatrain.schedule.passes.state_buffers import StateBuffers, state_nbytes
-from megatrain.spec import Numerics, Placement, Policy
+from megatrain.spec import ModelSpec, Numerics, Placement, Policy, Work
 from tests.small import small_spec
 
 PLACES = st.sampled_from(["host", "disk"])
@@ -34,7 +37,8 @@ def test_bytes_are_those_of_the_buffers(data: st.DataObject) -> None:
     )
     buffers: dict[str, Buffer] = {}
     staged: dict[str, Staged] = {}
-    StateBuffers(model, numerics, policy, data.draw(st.sampled_from(["none", "all"])), buffers, staged)
+    in_files: dict[str, tuple[Access, ...]] = {}
+    StateBuffers(model, numerics, policy, data.draw(st.sampled_from(["none", "all"])), buffers, staged, in_files)
     found = Counter[str]()
     for buffer in buffers.values():
         found[buffer.tier] += buffer.nbytes
@@ -42,3 +46,45 @@ def test_bytes_are_those_of_the_buffers(data: st.DataObject) -> None:
     for part in staged.values():
         assert buffers[part.region].nbytes == part.nbytes
         assert all(buffers[slot].nbytes >= part.nbytes for slot in part.slots)
+
+
+def over_files(layers: int = 5) -> ModelSpec:
+    """Of each unit `a` trains and the others are frozen; of a layer `c`, and all of the ends, lies in files."""
+    model = small_spec(layers=layers)
+    units = (replace(u, params=tuple(replace(p, trainable=p.name[-1] == "a") for p in u.params)) for u in model.units)
+    names = {p.name for u in model.units for p in u.params if not p.name.endswith(("a", "b"))}
+    return replace(model, units=tuple(units)).with_in_files(names)
+
+
+@pytest.mark.parametrize("shares_memory", [True, False])
+@pytest.mark.parametrize("shard_nbytes", [100, 600, 1 << 20])
+def test_what_lies_in_files_takes_no_memory_but_that_which_it_passes_through(
+    shard_nbytes: int, *, shares_memory: bool
+) -> None:
+    """A step is proven; what is in files is read in each pass and never written; bytes are those that are foretold."""
+    model, numerics = over_files(), Numerics("bf16")
+    for update in ("next_forward", "during_backward"):
+        policy = Policy(
+            shares_memory=shares_memory,
+            update=update,  # type: ignore[arg-type]
+            shard_nbytes=shard_nbytes,
+            placements=(Placement("file"),) * len(model.units),
+        )
+        schedule = build_step(model, numerics, policy, Work((4, 4)), "all" if update == "next_forward" else "none")
+        check(schedule)
+        assert not any(schedule.buffers[access.buffer].tier == "file" for op in schedule.ops for access in op.writes)
+        kinds = Counter(op.kind for op in schedule.ops)
+        assert kinds["WRITE"] == 0 < kinds["READ"]
+        read = Counter[str]()
+        for op in schedule.ops:
+            for access in op.reads if op.kind == "READ" else ():
+                read[access.buffer] += access.stop - access.start
+        layer = 2 * 16 * 8  # of `c`
+        assert read["file/weights/2"] == 2 * layer, "in the forward and in the backward pass"
+        in_host = replace(policy, placements=())
+        foretold, plain = (state_nbytes(model, numerics, each) for each in (policy, in_host))
+        own = [b for b in schedule.buffers.values() if b.is_state or b.use is Use.DISK_STAGING]
+        assert foretold["file"] == sum(b.nbytes for b in own if b.tier == "file")
+        before = build_step(model, numerics, in_host, Work((4, 4)))
+        host, host_before = (sum(b.nbytes for b in s.buffers.values() if b.tier == "host") for s in (schedule, before))
+        assert host - host_before == foretold["host"] - plain["host"]

@@ -164,12 +164,12 @@ def refuse_what_ranks_lack(policy: Policy, ranks: int) -> None:
     """Raise `PlanError` for a policy by which several ranks cannot train together, or not yet."""
     if ranks == 1:
         return
-    placed = any(placement.weights == "device" for placement in policy.placements)
+    placed = any(placement.weights in ("device", "file") for placement in policy.placements)
     shared = policy.delivery == "shared"
     lacking = {
         "shares_memory": (policy.shares_memory, "weights are put together in slots", "false"),
         "read_ahead_nbytes": (policy.read_ahead_nbytes > 0, "there is no read-ahead of gathered weights yet", "0"),
-        "placements": (placed, "state on the device is not shared by ranks yet", "host or disk"),
+        "placements": (placed, "state on the device or in files is not shared by ranks yet", "host or disk"),
         "streamed_updates": (policy.streamed_updates > 0, "updates of own parts are not streamed yet", "0"),
         "update": (
             policy.update == "during_backward",

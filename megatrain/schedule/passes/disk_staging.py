@@ -48,6 +48,8 @@ class Staged:
     frozen_nbytes: int = 0
     """Of them, at the end: no op changes those, and copies out leave them where they are."""
     shard: int = -1
+    sources: tuple[Access, ...] = ()
+    """Where they are, one behind the other, if that is in several places; then no op changes them here."""
 
 
 def stage(ops: Sequence[Op], staged: Mapping[str, Staged]) -> list[Op]:
@@ -118,7 +120,8 @@ class _Staging:
         """A buffer for `name` from the op at `index` on; `_earliest` is then where it may be filled."""
         free = [slot for slot in self._staged[name].slots if slot not in taken]
         slot = max(free, key=lambda slot: (self._next_use(slot, index), -self._last_use.get(slot, -1)))
-        written = self._last_write.get(self._staged[name].region, -1)  # by an op that is here already
+        places = [self._staged[name].region, *(source.buffer for source in self._staged[name].sources)]
+        written = max(self._last_write.get(place, -1) for place in places)  # by an op that is here already
         self._earliest = max(self._earliest, self._last_use.get(slot, -1) + 1, written + 1)
         self._holds[slot] = name
         return slot
@@ -128,9 +131,10 @@ class _Staging:
         nbytes = part.nbytes if inward else part.nbytes - part.frozen_nbytes
         there = Access(part.region, part.start, part.start + nbytes, self._content[name])
         here = Access(slot, 0, nbytes, self._content[name])
-        source, target = (there, here) if inward else (here, there)
         kind, stream = part.route.inward if inward else part.route.outward
-        return Op(kind, stream, part.unit, part.micro, part.shard, reads=(source,), writes=(target,))
+        if inward:
+            return Op(kind, stream, part.unit, part.micro, part.shard, reads=part.sources or (there,), writes=(here,))
+        return Op(kind, stream, part.unit, part.micro, part.shard, reads=(here,), writes=(there,))
 
     def _next_use(self, slot: str, now: int) -> float:
         """The next op that needs what the buffer holds; infinite for nothing, and for what is done with."""

@@ -25,7 +25,7 @@ from megatrain.schedule.contents import Weights
 from megatrain.schedule.ops import Access, Buffer, Op, Use, declare
 from megatrain.schedule.passes.phases import Arrival, gated
 from megatrain.schedule.passes.pinned_staging import PinnedStaging
-from megatrain.schedule.passes.state_buffers import state_name
+from megatrain.schedule.passes.state_buffers import shard_nbytes, state_name
 from megatrain.schedule.passes.weight_slots import IN_SLOT, WeightSlots
 from megatrain.spec import Part
 from megatrain.spec.layout import Shard
@@ -279,10 +279,7 @@ class Prefetch:
         return next(over, visit.unit) != visit.unit  # a slot counts from its first `of` on
 
     def _shards(self, visit: Visit) -> tuple[Shard, ...]:
-        """No larger than the read-ahead, where they are to come through it."""
-        nbytes = self._policy.shard_nbytes
-        if self._policy.read_ahead_nbytes and self._model.units[visit.unit].kind == "layer":
-            nbytes = min(nbytes, self._policy.read_ahead_nbytes)
+        nbytes = shard_nbytes(self._policy, self._model.units[visit.unit].kind)
         return self._layouts[visit.unit].shards(max(1, nbytes // self._numerics.weight_nbytes))
 
 

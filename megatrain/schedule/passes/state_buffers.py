@@ -2,7 +2,8 @@
 
 A unit has weights, low bits and moments, and a gradient where that waits for the norm. Each part is in the tier that
 its placement names (`spec.Placement`). On the disk it has a region there, and buffers in host memory that stand for it
-while it is in use (`disk_staging`). `StateBuffers` names all of it for a schedule; `state_nbytes` adds up the same
+while it is in use (`disk_staging`). Weights that lie in the model's own files pass through such buffers too: by unit
+where memory is shared, else by shard. `StateBuffers` names all of it for a schedule; `state_nbytes` adds up the same
 bytes without a name for each, since a search for a plan asks for them some thousand times. Left out: where a gradient
 is summed, and where one lands that is used at once (`gradients`).
 """
@@ -10,16 +11,18 @@ is summed, and where one lands that is used at once (`gradients`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from megatrain.schedule.contents import CONTENT_OF, USED, Content, Norm
+from megatrain.schedule.contents import CONTENT_OF, USED, Content, Norm, Weights
 from megatrain.schedule.ops import Access, Buffer, Use, declare
 from megatrain.schedule.passes.disk_staging import Staged
 from megatrain.spec import IN_HOST, ModelSpec, Numerics, Part, Placement, Policy, Precision, Tier, UpdateTime
 from megatrain.spec.hardware import whole_sectors
 from megatrain.spec.layout import Layout, layout_of
+from megatrain.spec.model import UnitKind
 
 MOMENTS_NBYTES = 8
 """Per trained parameter: float32 m and v."""
@@ -51,14 +54,25 @@ class SizedPart(NamedTuple):
 
 
 def parts_of(layout: Layout, numerics: Numerics, policy: Policy, placement: Placement) -> tuple[SizedPart, ...]:
-    """What a unit has between steps, less what is empty; with several ranks what one of them has."""
-    return _parts_of(layout.own_size, layout.trained.own_size, numerics, policy.update, placement)
+    """What a unit has between steps, less what is empty; with several ranks what one of them has. Where weights are in
+    files, those that are held in host memory, in front of the others, are a part like any other."""
+    sizes = layout.own_size, layout.trained.own_size, layout.files_start
+    return _parts_of(*sizes, numerics, policy.update, placement)
+
+
+def reads_files(layout: Layout, placement: Placement) -> bool:
+    """Whether a unit has weights in files, and they are read there."""
+    return placement.weights == "file" and layout.files_start < layout.size
 
 
 @lru_cache(maxsize=4096)
 def _parts_of(
-    numel: int, trained: int, numerics: Numerics, update: UpdateTime, placement: Placement
+    numel: int, trained: int, files_start: int, numerics: Numerics, update: UpdateTime, placement: Placement
 ) -> tuple[SizedPart, ...]:
+    if placement.weights == "file":
+        kept = _parts_of(min(numel, files_start), trained, numel, numerics, update, replace(placement, weights="host"))
+        rest = (numel - files_start) * numerics.weight_nbytes
+        return (*kept, SizedPart(Part.WEIGHTS, rest, "file")) if rest > 0 else kept
     sizes = {
         Part.WEIGHTS: numel * numerics.weight_nbytes,
         Part.LOW_BITS: trained * (0 if numerics.precision == "fp32" else 2),  # what is frozen has none
@@ -76,6 +90,11 @@ def _parts_of(
 def state_name(tier: Tier, part: Part, unit: int) -> str:
     """The buffer of a part of a unit's state, in a tier where it may be."""
     return f"{tier}/{part}/{unit}"
+
+
+def whole_name(unit: int) -> str:
+    """All weights of a unit of which some are in files, as compute in host memory finds them."""
+    return f"host/whole_weights/{unit}"
 
 
 def staging_name(model: ModelSpec, unit: int, part: Part, number: int = 0) -> str:
@@ -97,16 +116,44 @@ def staging_names(model: ModelSpec, policy: Policy, unit: int, part: Part) -> li
 
 def state_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> dict[str, int]:
     """Tier -> bytes of all units' state between steps, with the buffers that it passes through."""
-    totals: dict[str, int] = {"device": 0, "host": 8 * len(model.units), "disk": 0}
+    totals: dict[str, int] = {"device": 0, "host": 8 * len(model.units), "disk": 0, "file": 0}
     stages: dict[str, int] = {}
     for first, placement, count in units_alike(model, policy):
-        for part in _parts_of(*_sizes(model, first), numerics, policy.update, placement):
+        for part in parts_of(layout_of(model.units[first]), numerics, policy, placement):
             totals[part.tier] += count * part.nbytes
             totals["device"] += count * part.nbytes * part.copied
-            for name in staging_names(model, policy, first, part.part) if part.tier == "disk" else ():
-                stages[name] = max(stages.get(name, 0), part.nbytes)
+            for name, nbytes in _stages(model, numerics, policy, first, part):
+                stages[name] = max(stages.get(name, 0), nbytes)
     totals["host"] += sum(stages.values())
     return totals
+
+
+def _stages(
+    model: ModelSpec, numerics: Numerics, policy: Policy, unit: int, part: SizedPart
+) -> Iterator[tuple[str, int]]:
+    """The host buffers that a part passes through on its way from the drive, and what it needs of each."""
+    if part.tier == "disk":
+        yield from ((name, part.nbytes) for name in staging_names(model, policy, unit, part.part))
+    elif part.tier == "file" and policy.shares_memory:
+        whole = layout_of(model.units[unit]).size * numerics.weight_nbytes
+        yield from ((name, whole) for name in staging_names(model, policy, unit, part.part))
+    elif part.tier == "file":
+        layout, each = layout_of(model.units[unit]), numerics.weight_nbytes
+        shards = layout.shards(max(1, shard_nbytes(policy, model.units[unit].kind) // each))
+        largest = max(shard.stop - shard.start for shard in shards if shard.stop > layout.files_start)
+        yield from ((name, largest * each) for name in file_staging_names(policy))
+
+
+def file_staging_names(policy: Policy) -> tuple[str, ...]:
+    """The host buffers that shards of weights in files pass through on their way to the device."""
+    return tuple(f"host/file_staging/{number}" for number in range(policy.pinned_staging_slots))
+
+
+def shard_nbytes(policy: Policy, kind: UnitKind) -> int:
+    """Of the largest shard of a unit of that kind: no larger than the read-ahead, where they are to come through it."""
+    if policy.read_ahead_nbytes and kind == "layer":
+        return min(policy.shard_nbytes, policy.read_ahead_nbytes)
+    return policy.shard_nbytes
 
 
 def units_alike(model: ModelSpec, policy: Policy) -> list[tuple[int, Placement, int]]:
@@ -124,27 +171,30 @@ def units_alike(model: ModelSpec, policy: Policy) -> list[tuple[int, Placement, 
 @lru_cache(maxsize=64)
 def _kinds(model: ModelSpec) -> tuple[int, ...]:
     """For each unit, the first that is like it: of the same kind and size, and with a backward pass if it has one."""
-    first: dict[tuple[str, int, int, bool], int] = {}
+    first: dict[tuple[str, int, int, int, bool], int] = {}
     kinds = []
     for unit, spec in enumerate(model.units):
         layout = layout_of(spec)
-        key = spec.kind, layout.size, layout.trained.size, unit >= model.lowest_trained
+        key = spec.kind, layout.size, layout.trained.size, layout.files_start, unit >= model.lowest_trained
         kinds.append(first.setdefault(key, unit))
     return tuple(kinds)
 
 
-def _sizes(model: ModelSpec, unit: int) -> tuple[int, int]:
+def saved_size(model: ModelSpec, unit: int) -> int:
+    """Elements of a unit, from the first on, that a checkpoint holds, or what one rank owns of them: all, but of a base
+    below an adapter what lies in the model's files."""
     layout = layout_of(model.units[unit])
-    return layout.own_size, layout.trained.own_size
+    return layout.files_start if model.base_apart and layout.ranks == 1 else layout.own_size
 
 
-def spare_nbytes(layout: Layout, precision: Precision, away: Collection[Part]) -> int:
+def spare_nbytes(layout: Layout, precision: Precision, away: Collection[Part], saved: int) -> int:
     """Host memory in which a unit's state is put together in float32, for a save beside steps.
 
-    away: its parts that do not lie in host memory. Float32 masters take room, unless they lie there as such; behind
-    them what is fetched: both halves of the masters, and in their place, once they have been joined, the moments.
+    away: its parts that do not lie in host memory, weights in files among them. Float32 masters take room (`saved`
+    elements), unless they lie there as such; behind them what is fetched: both halves of the masters, and in their
+    place, once they have been joined, the moments.
     """
-    masters = 0 if precision == "fp32" and Part.WEIGHTS not in away else 4 * layout.own_size
+    masters = 0 if precision == "fp32" and Part.WEIGHTS not in away else 4 * saved
     sizes = {Part.WEIGHTS: layout.own_size, Part.LOW_BITS: layout.trained.own_size}
     halves = 0 if precision == "fp32" else 2 * sum(size for part, size in sizes.items() if part in away)
     moments = MOMENTS_NBYTES * layout.trained.own_size if Part.MOMENTS in away else 0
@@ -156,14 +206,21 @@ def save_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> int:
     found = []
     for unit, placement, _ in units_alike(model, policy):
         layout = layout_of(model.units[unit])
-        away = [part.part for part in parts_of(layout, numerics, policy, placement) if part.tier != "host"]
-        found.append(spare_nbytes(layout, numerics.precision, away))
+        saved, parts = saved_size(model, unit), parts_of(layout, numerics, policy, placement)
+        away = [part.part for part in parts if part.tier not in ("host", "file")]
+        if numerics.precision == "fp32":
+            if Part.WEIGHTS in away:
+                saved = layout.own_size
+            elif reads_files(layout, placement) and saved > layout.files_start:
+                away.append(Part.WEIGHTS)
+        found.append(spare_nbytes(layout, numerics.precision, away, saved))
     return max(found)
 
 
 class StateBuffers:
-    """Names the state of a model for one schedule: enters its buffers into `buffers`, and the names of host memory that
-    stand for state on the disk into `staged`."""
+    """Names the state of a model for one schedule: enters its buffers into `buffers`, the names of host memory that
+    stand for state on the disk into `staged`, and into `in_files` the name that stands for all weights of a unit of
+    which some are in files, with where they are."""
 
     def __init__(
         self,
@@ -173,9 +230,10 @@ class StateBuffers:
         pending: Pending,
         buffers: dict[str, Buffer],
         staged: dict[str, Staged],
+        in_files: dict[str, tuple[Access, ...]],
     ) -> None:
         self._model, self._numerics, self._policy = model, numerics, policy
-        self._buffers, self._staged = buffers, staged
+        self._buffers, self._staged, self._in_files = buffers, staged, in_files
         self._streamed = policy.updates_streamed(model)
         old = "old" if pending == "all" else ""
         self._parts: dict[tuple[int, Placement], Sequence[SizedPart]] = {}
@@ -200,6 +258,8 @@ class StateBuffers:
 
     def _declare(self, unit: int, sized: SizedPart, content: Content | None) -> None:
         """The memory of a part, in its tier."""
+        if sized.tier == "file":
+            return self._declare_in_file(unit, sized.nbytes)
         part, nbytes, tier, copied = sized
         kept = nbytes - self._changed_nbytes(unit, sized)
         crosses = part not in HOST_ONLY or unit in self._streamed
@@ -216,6 +276,21 @@ class StateBuffers:
                 declare(self._buffers, Buffer(slot, "host", nbytes, Use.DISK_STAGING, part=part, crosses=crosses))
             staged = Staged(unit, own.name, nbytes, content or USED, slots, frozen_nbytes=kept)
             self._staged[state_name("host", part, unit)] = staged
+
+    def _declare_in_file(self, unit: int, nbytes: int) -> None:
+        """Weights in files, which are of any version, behind those of their unit that are in host memory."""
+        part, content = Part.WEIGHTS, Weights(unit)
+        name, held = state_name("file", part, unit), layout_of(self._model.units[unit]).files_start
+        declare(self._buffers, Buffer(name, "file", nbytes, Use.WEIGHTS, content, part=part, unit=unit))
+        held *= self._numerics.weight_nbytes
+        in_host = (Access(state_name("host", part, unit), 0, held, content),) if held else ()
+        sources = (*in_host, Access(name, 0, nbytes, content))
+        self._in_files[state_name("host", part, unit)] = sources
+        if self._policy.shares_memory:
+            slots = tuple(staging_names(self._model, self._policy, unit, part))
+            for slot in slots:
+                declare(self._buffers, Buffer(slot, "host", held + nbytes, Use.DISK_STAGING, part=part))
+            self._staged[whole_name(unit)] = Staged(unit, name, held + nbytes, content, slots, sources=sources)
 
     def _changed_nbytes(self, unit: int, sized: SizedPart) -> int:
         """Of a part, from its first byte on: all that updates change, to the end of a sector, at which a drive's write

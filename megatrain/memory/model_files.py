@@ -1,0 +1,277 @@
+"""Frozen weights where they lie in the model's own files: read as regions of the disk are, and never written.
+
+A unit's weights are one flat buffer here and several tensors there, in one file or several, at whatever place: each
+tensor is read in blocks of whole sectors, into a buffer of the thread's own, from which it is copied to where it
+belongs. Reads go past the page cache or through it: whichever was quicker on samples of these very files, which may lie
+in the cache already and need not all fit it.
+
+The files belong to somebody else, and a step reads each byte twice. A file that is not the one that was there when
+reading began (its time of change, its size or itself) ends the run, and so does a block whose bytes are not those that
+were first read. It leaves out which parameters lie in files as they are held (`model.pretrained`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatrain.device.worker import OwningProcess
+from megatrain.errors import CorruptRegion, DiskError
+from megatrain.memory.checksum import checksum
+from megatrain.memory.disk import BLOCK_NBYTES, DEPTH
+from megatrain.memory.io_queue import Bytes, Region, Traffic
+from megatrain.memory.scratch_files import Block, as_disk_error
+from megatrain.spec import FileBytes
+from megatrain.spec.hardware import SECTOR, whole_sectors
+from megatrain.spec.layout import Layout
+
+SAMPLES = 8
+"""Blocks that are read each way to find out which is quicker."""
+
+_DIRECT: int = getattr(os, "O_DIRECT", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class FileBlock(Block):
+    """Bytes of a region that lie in a file, which need not be at a sector. `file` is the queue of its drive."""
+
+    number: int
+    """Of the file itself."""
+
+
+Extents = Sequence[tuple[int, FileBytes]]
+"""(start, bytes): where bytes of files belong in a region, ascending."""
+
+
+def extents_of(layout: Layout, files: Mapping[str, Sequence[FileBytes]]) -> list[tuple[int, FileBytes]]:
+    """Where the weights of a unit that lie in files belong among these alone. files: name -> bytes, in order."""
+    found: list[tuple[int, FileBytes]] = []
+    for field in layout.fields:
+        if field.start >= layout.files_start:
+            pieces = files[field.name]
+            each = sum(piece.nbytes for piece in pieces) // (field.stop - field.start)
+            start = (field.start - layout.files_start) * each
+            for piece in pieces:
+                found.append((start, piece))
+                start += piece.nbytes
+    return found
+
+
+class ModelFiles:
+    """Regions that lie in files: name -> where.
+
+    direct: whether reads go past the page cache; `None` finds out which is quicker, when the first of them is read.
+    """
+
+    def __init__(
+        self,
+        regions: Mapping[str, Extents],
+        *,
+        direct: bool | None = None,
+        block_nbytes: int = BLOCK_NBYTES,
+        depth: int = DEPTH,
+    ) -> None:
+        """Look at the files. Raises `DiskError` for one that is gone or shorter than it should be."""
+        self._regions, self._block_nbytes = dict(regions), block_nbytes
+        paths = sorted({each.file for extents in regions.values() for _, each in extents})
+        self._numbers = {path: number for number, path in enumerate(paths)}
+        self._paths, self._then = paths, [_identity(path) for path in paths]
+        for extents in regions.values():
+            for _, each in extents:
+                if self._then[self._numbers[each.file]][2] < each.place + each.nbytes:
+                    raise _changed(each.file, "is shorter than it was")
+        drives = {device: queue for queue, device in enumerate(sorted({device for device, *_ in self._then}))}
+        self._queues = [drives[device] for device, *_ in self._then]
+        self._known: dict[tuple[str, int, int], Region] = {}
+        self._opening = threading.Lock()
+        self._direct = direct
+        self._reads = _FileReads(paths, max(1, len(drives)), block_nbytes, depth)
+        self._finalizer = weakref.finalize(self, _let_go, OwningProcess(), self._reads)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all regions."""
+        return sum(each.nbytes for extents in self._regions.values() for _, each in extents)
+
+    @property
+    def read_nbytes(self) -> int:
+        """What the drives, or the page cache, have given so far, in whole sectors."""
+        return self._reads.nbytes
+
+    @property
+    def read_seconds(self) -> float:
+        """The time during which at least one read was under way."""
+        return self._reads.seconds
+
+    @property
+    def direct(self) -> bool:
+        """Whether reads go past the page cache."""
+        self._open()
+        assert self._direct is not None
+        return self._direct
+
+    def read(self, name: str, start: int, memory: Tensor | NDArray[np.uint8], label: str = "") -> None:
+        """Fill `memory`, uint8[n] on the host, with a region from byte `start` on; what belongs to no tensor stays.
+
+        Blocks until it is done; several threads may. Raises `CorruptRegion` for a file that has changed, and
+        `DiskError` where it cannot be read; `memory` then holds anything.
+        """
+        target = memory.numpy() if isinstance(memory, Tensor) else memory
+        self._open()
+        key = name, start, target.nbytes
+        if key not in self._known:
+            blocks = self._blocks(self._regions[name], start, start + target.nbytes)
+            self._known[key] = Region(name, label or name, target.nbytes, 0, blocks, [0] * len(blocks))
+        region = self._known[key]
+        self._reads.carry(region, target)
+        for number in {block.number for block in region.blocks if isinstance(block, FileBlock)}:
+            if _identity(self._paths[number]) != self._then[number]:
+                raise _changed(self._paths[number], "has changed while it was trained over")
+
+    def close(self) -> None:
+        """End the threads, after what is under way. Again is fine."""
+        if self._finalizer.alive:
+            self._reads.close()
+            self._finalizer()
+
+    def _blocks(self, extents: Extents, first: int, last: int) -> tuple[FileBlock, ...]:
+        """Those of bytes [first, last) of a region, counted from `first`."""
+        found = []
+        for start, each in extents:
+            begin, end = max(first, start), min(last, start + each.nbytes)
+            number = self._numbers[each.file]
+            for at in range(begin, end, self._block_nbytes):
+                length, place = min(self._block_nbytes, end - at), each.place + at - start
+                found.append(FileBlock(self._queues[number], at - first, length, place, number))
+        return tuple(found)
+
+    def _open(self) -> None:
+        with self._opening:
+            if not self._reads.is_open:
+                if self._direct is None:
+                    self._direct = self._is_direct_quicker()
+                self._reads.open(direct=self._direct)
+
+    def _is_direct_quicker(self) -> bool:
+        """By reading blocks that are spread over all regions, half of them each way, by turns."""
+        whole = [block for extents in self._regions.values() for block in self._all_of(extents)]
+        whole = [block for block in whole if block.nbytes == self._block_nbytes]
+        if len(whole) < 2 * SAMPLES or not _DIRECT:
+            return False  # so few bytes stay in the cache
+        spread = [whole[place * len(whole) // (2 * SAMPLES)] for place in range(2 * SAMPLES)]
+        seconds = {}
+        for direct in (True, False):
+            try:
+                self._reads.open(direct=direct)
+                seconds[direct] = self._sample(spread[int(direct) :: 2])
+            except DiskError:
+                if not direct:
+                    raise
+                return False
+            finally:
+                self._reads.shut()
+        return seconds[True] < seconds[False]
+
+    def _all_of(self, extents: Extents) -> tuple[FileBlock, ...]:
+        return self._blocks(extents, 0, max((start + each.nbytes for start, each in extents), default=0))
+
+    def _sample(self, blocks: Sequence[FileBlock]) -> float:
+        placed = tuple(
+            FileBlock(each.file, at * each.nbytes, each.nbytes, each.place, each.number)
+            for at, each in enumerate(blocks)
+        )
+        memory = np.empty(sum(each.nbytes for each in blocks), np.uint8)
+        began = time.perf_counter()
+        self._reads.carry(Region("samples", "the model's files", memory.size, 0, placed, None), memory)
+        return time.perf_counter() - began
+
+
+class _FileReads(Traffic):
+    """From files of somebody else to memory."""
+
+    direction = "read"
+
+    def __init__(self, paths: Sequence[str], queues: int, block_nbytes: int, depth: int) -> None:
+        super().__init__(queues, block_nbytes + 2 * SECTOR, depth)
+        self._paths = paths
+        self._files: list[int] = []
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._files)
+
+    def open(self, *, direct: bool) -> None:
+        """All files, for reading alone."""
+        for path in self._paths:
+            try:
+                self._files.append(
+                    os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | (_DIRECT if direct else 0))
+                )
+            except OSError as error:
+                self.shut()
+                raise as_disk_error(error, "cannot be opened", path) from error
+
+    def shut(self) -> None:
+        while self._files:
+            os.close(self._files.pop())
+
+    def _carry_block(self, region: Region, index: int, memory: Bytes) -> int:
+        block = region.blocks[index]
+        assert isinstance(block, FileBlock)
+        begin = block.place // SECTOR * SECTOR
+        before, wanted = block.place - begin, block.place - begin + block.nbytes
+        through = self._buffer()[: whole_sectors(wanted)]
+        through[-SECTOR:] = 0  # where the file ends within its last sector
+        try:
+            found = self._read_into(through, self._files[block.number], begin, wanted)
+        except OSError as error:
+            raise as_disk_error(error, f"cannot be read from {self._paths[block.number]}", region.label) from error
+        if found < wanted:
+            raise _changed(self._paths[block.number], "is shorter than it was")
+        if region.sums is not None:
+            total = checksum([through])
+            if region.sums[index] not in (0, total):
+                raise _changed(self._paths[block.number], f"gives other bytes than before at {block.place:,}")
+            region.sums[index] = total
+        memory[block.start : block.start + block.nbytes] = through[before:wanted]
+        return through.size
+
+    @staticmethod
+    def _read_into(through: Bytes, file: int, begin: int, wanted: int) -> int:
+        """The bytes that came: `wanted` at the least, but where the file ends before."""
+        done = 0
+        while done < wanted:
+            moved = os.preadv(file, [through[done:].data], begin + done)
+            if moved == 0 or (done + moved < wanted and moved % SECTOR):
+                return done + moved
+            done += moved
+        return done
+
+
+def _let_go(process: OwningProcess, reads: _FileReads) -> None:
+    if not process.is_elsewhere:
+        reads.abandon()
+        reads.shut()
+
+
+def _identity(path: str) -> tuple[int, int, int, int]:
+    """What tells a file from another in its place: device, inode, size and time of change. Raises `DiskError`."""
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise as_disk_error(error, "is gone, and is trained over", path) from error
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _changed(path: str, what: str) -> CorruptRegion:
+    fix = "leave the base's files alone while a run reads them; put them back and go on from a checkpoint"
+    return CorruptRegion(what, where=str(Path(path)), fix=fix)

@@ -1,0 +1,76 @@
+"""Regions that lie in somebody else's files: the right bytes from anywhere, and nothing but those."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatrain.errors import CorruptRegion, DiskError
+from megatrain.memory.model_files import ModelFiles
+from megatrain.spec import FileBytes
+
+
+@pytest.mark.parametrize("direct", [True, False, None])
+def test_any_range_of_a_region_is_what_the_files_hold(direct: bool | None, tmp_path: Path) -> None:
+    """Tensors at any place of two files, with gaps between them in the region, in blocks of a sector and more."""
+    draw, held = random.Random(3), [os.urandom(50_001), os.urandom(9_000)]
+    paths = [tmp_path / f"{number}.bin" for number in range(2)]
+    for path, content in zip(paths, held, strict=True):
+        path.write_bytes(content)
+    extents, whole, start = [], np.zeros(40_000, np.uint8), 0
+    for number, place, nbytes in ((0, 8, 9_999), (1, 333, 8_667), (0, 40_000, 10_001), (0, 20_001, 2)):
+        start += draw.randrange(100)
+        extents.append((start, FileBytes(str(paths[number]), place, nbytes)))
+        whole[start : start + nbytes] = np.frombuffer(held[number][place : place + nbytes], np.uint8)
+        start += nbytes
+    files = ModelFiles({"here": extents}, direct=direct, block_nbytes=4096, depth=2)
+    try:
+        for first, last in [(0, start), *(sorted(draw.sample(range(start), 2)) for _ in range(30))] * 2:
+            memory = np.zeros(last - first, np.uint8)
+            files.read("here", first, memory)
+            assert np.array_equal(memory, whole[first:last])
+        assert files.nbytes == 28_669
+        assert files.direct is (direct or False), "so few bytes stay in the page cache"
+    finally:
+        files.close()
+
+
+def test_other_bytes_than_before_are_found_out_though_nothing_else_has_changed(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(10_000))
+    then = path.stat()
+    files = ModelFiles({"here": [(0, FileBytes(str(path), 100, 9_000))]}, direct=False)
+    memory = np.zeros(9_000, np.uint8)
+    files.read("here", 0, memory)
+    with path.open("r+b") as opened:
+        opened.seek(5_000)
+        opened.write(b"\x01")
+    os.utime(path, ns=(then.st_atime_ns, then.st_mtime_ns))
+    with pytest.raises(CorruptRegion, match="other bytes than before"):
+        files.read("here", 0, memory)
+    files.close()
+
+
+def test_files_that_are_too_short_or_not_there_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(100))
+    for file, match in ((path, "shorter"), (tmp_path / "none", "is gone")):
+        with pytest.raises(DiskError, match=match):
+            ModelFiles({"here": [(0, FileBytes(str(file), 90, 20))]})
+
+
+def test_the_quicker_way_is_found_by_reading(tmp_path: Path) -> None:
+    """Large enough for samples: either way may win, and both give the bytes."""
+    path = tmp_path / "weights"
+    content = os.urandom(20 * 8192)
+    path.write_bytes(content)
+    files = ModelFiles({"here": [(0, FileBytes(str(path), 0, len(content)))]}, block_nbytes=8192)
+    memory = np.zeros(len(content), np.uint8)
+    files.read("here", 0, memory)
+    assert memory.tobytes() == content
+    assert files.read_nbytes == (20 + 16) * 8192
+    files.close()
