@@ -245,14 +245,16 @@ class TrainSection(Section):
     """Length of the run in passes over the data as it is packed: as many sequences as all sources hold, this many times
     (0.5 is half of them), and the step that this ends in whole. Sources with weights are then passed over unevenly."""
     objective: Literal["cross_entropy", "dpo", "orpo", "simpo"] = "cross_entropy"
-    """What training goes down: cross-entropy of the next token, or a loss of preferences: dpo, against the model that
-    the run begins with, orpo or simpo, without one. Then a sequence is an answer, a pair two of them, and
-    micro_batch_size is even."""
+    """What training goes down: cross-entropy of the next token, or a loss of preferences: dpo, against `dpo_reference`,
+    orpo or simpo, without one. Then a sequence is an answer, a pair two of them, and micro_batch_size is even."""
     beta: PositiveFloat | None = None
     """Of preferences. dpo: how much a departure from the reference costs; orpo: what the preference weighs beside the
     cross-entropy of the chosen answer; both 0.1. simpo: how steep the reward is; 2."""
     simpo_gamma: NonNegativeFloat = 1.0
     """Of simpo: by how much the chosen answer's reward is to be above the other's."""
+    dpo_reference: Literal["start", "base"] = "start"
+    """Of dpo: start is the model that the run begins with; base the one below its adapter, where a run goes on from an
+    adapter."""
     dpo_loss: Literal["sigmoid", "ipo"] = "sigmoid"
     """Of dpo: the loss of a pair."""
     dpo_label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
@@ -592,6 +594,8 @@ class Config(Section):
             raise ValueError(f"train.objective={objective} needs preferences, and data.format is {self.data.format}")
         if prefers and self.data.packing not in ("auto", "grouped"):
             raise ValueError(f"pairs are not packed; leave data.packing={self.data.packing} out")
+        if self.train.dpo_reference == "base" and self.adapter is None:
+            raise ValueError("train.dpo_reference=base is the model below an adapter, and there is no adapter")
         if not prefers and self.data.format == "preference":
             raise ValueError("data.format=preference needs train.objective=dpo, orpo or simpo")
         return self

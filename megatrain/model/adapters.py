@@ -214,6 +214,19 @@ def _tuned(model: nn.Module) -> Iterator[Any]:
         yield from (module for module in model.modules() if isinstance(module, kinds))
 
 
+@contextmanager
+def switched_off(model: nn.Module) -> Iterator[None]:
+    """In the block, the modules that `peft` has put into a model do what those of the base do."""
+    modules = [module for module in _tuned(model) if not module._disable_adapters]
+    for module in modules:
+        module._disable_adapters = True
+    try:
+        yield
+    finally:
+        for module in modules:
+            module._disable_adapters = False
+
+
 def without_parametrize(model: nn.Module) -> None:
     """Let layers that adapt a bare parameter, such as fused experts, put the sum in its place for each call.
 

@@ -27,7 +27,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from megatrain.errors import ModelError
-from megatrain.model.adapters import Adapter
+from megatrain.model.adapters import Adapter, switched_off
 from megatrain.model.chunked_layers import in_chunks
 from megatrain.model.compiled import compiled_call
 from megatrain.model.forward_arguments import Arguments
@@ -375,6 +375,16 @@ class PortedModel:
         finally:
             for module, mode in zip(modules, modes, strict=True):
                 module.training = mode
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """The base alone in the block. Raises `ModelError` where there is no adapter."""
+        if self.adapter is None:
+            raise ModelError("has no adapter", where=self.structure.name, fix="ask the model itself")
+        with ExitStack() as off:
+            for root in (self.skeleton, *self.templates):
+                off.enter_context(switched_off(root))
+            yield
 
     def whole(self) -> PreTrainedModel:
         """The model put together again, on the meta device but for its buffers: for names, files and configuration."""

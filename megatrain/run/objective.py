@@ -1,10 +1,10 @@
 """What a run trains for: the loss of its steps and its measurements, and what a preference run must know before.
 
 Cross-entropy needs nothing. For preferences (`train.objective: dpo`) the reference is the model that the run begins
-with: its log-probabilities of all answers are computed once, by the streaming forward, and kept beside tokenised data
-by a key that is made of content (the weights, the samples, and what rounding depends on). The run folder gets a copy,
-which a resumed run goes on with, since its model is no longer the reference. Several ranks ask together, each about its
-part of the micro-batches, and rank 0 alone reads and writes files.
+with, or the base below its adapter: its log-probabilities of all answers are computed once, by the streaming forward,
+and kept beside tokenised data by a key that is made of content (the weights, the samples, and what rounding depends
+on). The run folder gets a copy, which a resumed run goes on with, since its model is no longer the reference. Several
+ranks ask together, each about its part of the micro-batches, and rank 0 alone reads and writes files.
 
 Left out: a reference that is another model, or one that moves. All pairs are asked about, also where a run ends before
 it has seen them.
@@ -98,17 +98,18 @@ def _asked(
     config: Config, files: Mapping[str, SampleFile], engine: Engine, plan: Plan, told: Callable[[int, int], None]
 ) -> Said:
     """What the engine says of each file now, from the cache where it has been asked before, by whichever process."""
-    weights, world = _digest(engine), engine.world
+    weights, world, of_base = _digest(engine), engine.world, config.train.dpo_reference == "base"
     known: Said = {}
     for name, file in files.items():
         key = [FORMAT, weights, name, config.train.precision, plan.micro_batch, engine.spec.attention]
+        key += ["base"] * of_base
         digest = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
         path = config.data.cache_folder / f"reference-{digest}.npz"
         with ExitStack() as held:
             said = _of_first(world, {name: file}, partial(_read, path))
             said = said or _of_first(world, {name: file}, partial(_read_alone, path, held))
             if not said:
-                said = {name: _ask(engine, file, plan, told)}
+                said = {name: _ask(engine, file, plan, told, of_base=of_base)}
                 _write_first(world, path, said)
         known |= said
     return known
@@ -134,8 +135,13 @@ def _of_first(world: World, files: Mapping[str, SampleFile], find: Callable[[], 
     return {name: world.of_first(torch.from_numpy((empty | mine[0])[name])).numpy() for name in files}
 
 
-def _ask(engine: Engine, file: SampleFile, plan: Plan, told: Callable[[int, int], None]) -> npt.NDArray[np.float32]:
-    """The sum of each sample's log-probabilities, float32[samples]; samples of like lengths go together."""
+def _ask(
+    engine: Engine, file: SampleFile, plan: Plan, told: Callable[[int, int], None], *, of_base: bool
+) -> npt.NDArray[np.float32]:
+    """The sum of each sample's log-probabilities, float32[samples]; samples of like lengths go together.
+
+    of_base: by the model without its adapter.
+    """
     rows, world = SampleRows(file, np.arange(len(file)), plan.micro_batch), engine.world
     order = np.argsort(file.lengths.astype(np.int64), kind="stable")
     said = np.empty(len(file), np.float32)
@@ -144,7 +150,8 @@ def _ask(engine: Engine, file: SampleFile, plan: Plan, told: Callable[[int, int]
         numbers = order[start : start + together]
         parts = np.split(numbers, range(plan.micro_batch, len(numbers), plan.micro_batch))
         mine = own_of(world, parts)
-        found = engine.log_probs([batch_of([rows.row(int(number)) for number in part]) for part in mine])
+        asked = [batch_of([rows.row(int(number)) for number in part]) for part in mine]
+        found = engine.log_probs(asked, of_base=of_base)
         said[np.concatenate(mine)] = torch.cat([each.sum(dim=1) for each in found]).numpy()
         of_ranks = world.together(torch.from_numpy(said[numbers])).numpy()
         for index, part in enumerate(parts):

@@ -371,11 +371,12 @@ class Engine:
         return self._measure(micro_batches, loss_fn, router_weights)
 
     @one_at_a_time
-    def log_probs(self, micro_batches: Iterable[MicroBatch]) -> list[Tensor]:
+    def log_probs(self, micro_batches: Iterable[MicroBatch], *, of_base: bool = False) -> list[Tensor]:
         """The log-probability of each label, given the tokens before it: float32[batch, length] per micro-batch, on
-        the cpu, at the places of the labels, and 0 where there is no target. Without dropout."""
+        the cpu, at the places of the labels, and 0 where there is no target; of_base: without the adapter."""
         keeps = KeepLogProbs()
-        self._measure(micro_batches, keeps)
+        with self._ported.without_adapter() if of_base else nullcontext():
+            self._measure(micro_batches, keeps)
         return keeps.kept
 
     @one_at_a_time

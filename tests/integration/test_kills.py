@@ -66,7 +66,7 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     made.close()
 
 
-def configuration(folder: Path, name: str, host: int | None, **changed: Any) -> dict[str, Any]:
+def configuration(folder: Path, name: str, host: int | None, disk: bool = True, **changed: Any) -> dict[str, Any]:
     (folder / "corpus.txt").write_text(TEXT)
     fields = BYTE_LLAMA | {"attention_dropout": 0.2}
     tree: dict[str, Any] = {
@@ -94,8 +94,8 @@ def configuration(folder: Path, name: str, host: int | None, **changed: Any) -> 
         tree["model"] = {"path": str(base), "verify": False}
         tree["adapter"] = {"type": "lora", "r": 4, "alpha": 8, "dropout": 0.1, "target_modules": "all-linear"}
     if host is not None:
-        tree["disk"] = {"folders": [str(folder)]}
         tree["memory"] = {"host": host}
+        tree |= {"disk": {"folders": [str(folder)]}} if disk else {}
     return {**tree, **changed}
 
 
@@ -107,23 +107,27 @@ def result(folder: Path) -> tuple[list[tuple[int, float]], bytes]:
     return losses, weights.read_bytes()
 
 
-def least_host(nursery: Nursery, folder: Path) -> int:
-    """Bytes of host memory with which a run just fits, its state on the disk: what a refusal names."""
-    assert nursery.run(configuration(folder, "refused", 1000)) == 2
+def least_host(nursery: Nursery, folder: Path, disk: bool) -> int:
+    """Bytes of host memory with which a run just fits, its state on the disk or its base in files: what a refusal
+    names."""
+    assert nursery.run(configuration(folder, "refused", 1000, disk)) == 2
     said = (folder / "said.txt").read_text()
     named = re.search(r"needs ([\d,]+) bytes of host memory at the least", said)
     assert named is not None, said
     return int(named[1].replace(",", ""))
 
 
-def survive(nursery: Nursery, folder: Path, disk: bool, draw: random.Random, kills: int) -> dict[str, int]:
+def survive(
+    nursery: Nursery, folder: Path, disk: bool, draw: random.Random, kills: int, files: bool = False
+) -> dict[str, int]:
     """Run, killed so many times, in as many runs as that takes, each compared with one that is left alone.
 
     Returns how often each place was where it died.
     """
-    host = least_host(nursery, folder) if disk else None
-    assert nursery.run(configuration(folder, "straight", host)) == 0, (folder / "said.txt").read_text()
-    assert ("units on the disk" in " ".join((folder / "said.txt").read_text().split())) == disk
+    host = least_host(nursery, folder, disk) if disk or files else None
+    assert nursery.run(configuration(folder, "straight", host, disk)) == 0, (folder / "said.txt").read_text()
+    said = " ".join((folder / "said.txt").read_text().split())
+    assert ("units on the disk" in said, "are read from the model's files" in said) == (disk, files)
     expected = result(folder / "straight")
     assert [step for step, _ in expected[0]] == list(range(1, STEPS + 1))
     met: dict[str, int] = {}
@@ -136,7 +140,7 @@ def survive(nursery: Nursery, folder: Path, disk: bool, draw: random.Random, kil
             count = draw.uniform(0.1, 1.2) if place == "seconds" else draw.randint(1, PLACES[place])
             place_now: str | None = place if sum(met.values()) < kills else None
             changed = draw.choice([FIRST_HALF, OTHER_POLICY])
-            status = nursery.run(configuration(folder, name, host, **changed), place_now, count)
+            status = nursery.run(configuration(folder, name, host, disk, **changed), place_now, count)
             if status == 0:
                 over = True
             else:
@@ -156,12 +160,22 @@ def test_a_killed_run_goes_on_bit_for_bit(nursery: Nursery, tmp_path: Path, disk
     survive(nursery, tmp_path, disk, random.Random(int(disk)), kills=2)
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
-def test_a_killed_run_of_an_adapter_goes_on_bit_for_bit(nursery: Nursery, tmp_path: Path, kills: int) -> None:
-    """Of its dropout too."""
+@pytest.mark.parametrize(
+    ("kills", "home"),
+    [
+        (2, "host"),
+        *(pytest.param(20, h, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]) for h in ("host", "disk", "files")),
+    ],
+)
+def test_a_killed_run_of_an_adapter_goes_on_bit_for_bit(
+    nursery: Nursery, tmp_path: Path, kills: int, home: str
+) -> None:
+    """Of its dropout too; the base is in host memory, partly on the disk, or read from its files."""
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(**BYTE_LLAMA)).save_pretrained(tmp_path / "base")
-    met = survive(nursery, tmp_path, disk=False, draw=random.Random(7), kills=kills)
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**BYTE_LLAMA))
+    base.to(torch.float32 if home == "disk" else torch.bfloat16).save_pretrained(tmp_path / "base")
+    draw = random.Random(f"7 {home}")
+    met = survive(nursery, tmp_path, home == "disk", draw, kills, files=home == "files")
     assert (tmp_path / "straight" / "model" / "adapter_model.safetensors").exists()
     assert sum(met.values()) == kills
 

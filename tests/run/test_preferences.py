@@ -12,13 +12,14 @@ import pytest
 from safetensors.torch import load_file
 
 from megatrain.config import Config
+from megatrain.data import load_tokenizer
 from megatrain.errors import CheckpointError, ConfigError, DataError
 from megatrain.run import objective
 from megatrain.run.objective import FILE
 from megatrain.system.locks import alone
 from megatrain.train.engine import Engine
 from tests.run.test_training import configuration, lines, losses, train
-from tests.tiny import equal
+from tests.tiny import equal, tiny_model
 
 
 def preferences(path: Path, count: int = 40) -> Path:
@@ -102,6 +103,27 @@ def test_a_resumed_run_ends_in_the_same_bits_and_asks_no_reference(
 
 
 @pytest.mark.slow
+def test_the_reference_of_a_run_that_goes_on_from_an_adapter_may_be_the_base_below_it(tmp_path: Path) -> None:
+    """Its first loss tells how far the adapter is from the base already; of what it begins with it is ln 2."""
+    tiny_model("llama", vocab_size=512, pad_token_id=None).save_pretrained(tmp_path / "base")
+    load_tokenizer("bytes").save_pretrained(tmp_path / "base")
+    model, output = {"path": str(tmp_path / "base"), "verify": False, "config": None}, {"verify_export": False}
+    lora = {"r": 4, "target_modules": ["all-linear"]}
+    train(dpo_run(tmp_path, "first", model=model, adapter=lora, output=output))
+    begun = steps(tmp_path / "first")
+    assert begun[0]["rewards/margins"] == pytest.approx(0, abs=1e-3), "a fresh adapter is the base"
+    goes_on = {"path": str(tmp_path / "first" / "model")}
+    found = {}
+    for reference in ("start", "base"):
+        changed = {"steps": 1, "dpo_reference": reference}
+        train(dpo_run(tmp_path, reference, model=model, adapter=goes_on, train=changed, output=output))
+        found[reference] = steps(tmp_path / reference)[0]["rewards/margins"]
+    assert found["start"] == pytest.approx(0, abs=1e-3)
+    assert found["base"] > 0.5 * begun[-1]["rewards/margins"] > 0
+    with pytest.raises(ValueError, match="there is no adapter"):
+        dpo_run(tmp_path, train={"dpo_reference": "base"})
+
+
 def test_a_resumed_run_without_its_reference_is_refused(tmp_path: Path) -> None:
     train(dpo_run(tmp_path, train={"steps": 3}))
     (tmp_path / "run" / "reference.npz").unlink()
