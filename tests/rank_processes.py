@@ -60,7 +60,7 @@ def serve(rank: int, size: int) -> None:
     from megatrain.dist import ALONE, World
     from megatrain.dist.processes import ProcessCollectives, join
 
-    worlds = {1: ALONE, size: join(rank, size, "cpu", 120)}
+    worlds = {1: ALONE, size: join(rank, size, "cpu", seconds=120)}
     for smaller in range(2, size):
         groups = [dist.new_group(list(range(smaller)), backend="gloo") for _ in range(3)]
         if rank < smaller:

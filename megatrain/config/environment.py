@@ -20,7 +20,7 @@ LAUNCHERS = {
     "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
 }
 """What starts several processes -> the variables in which each finds how many they are, its own number, and that on its
-machine. `accelerate launch`, Kubeflow and Ray set those of torchrun."""
+machine. `accelerate launch`, a PyTorchJob of Kubeflow and Ray Train set those of torchrun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,7 @@ def find_launch() -> Launch | None:
     """Which of several processes this is; `None` where there is one. Raises `ConfigError` where a variable that tells
     it, or where they meet, is missing or is no number."""
     if (launcher := _launcher()) is None:
+        _refuse_half()
         return None
     size_name, rank_name, local_name = LAUNCHERS[launcher]
     needed = {name: os.environ.get(name, "") for name in (rank_name, "MASTER_ADDR", "MASTER_PORT")}
@@ -75,6 +76,17 @@ def find_launch() -> Launch | None:
             fix = "start them with torchrun, which sets it, or set it"
             raise _told_to_torchrun(ConfigError(what, where="environment", fix=fix))
     return Launch(int(needed[rank_name]), size, int(numbers[local_name]), needed["MASTER_ADDR"])
+
+
+def _refuse_half() -> None:
+    """Raise `ConfigError` for a process with a number and no count, or one that is none: it would train alone, as all
+    the others would, into one folder."""
+    count, rank, _ = LAUNCHERS["torchrun"]
+    size, number = os.environ.get(count, ""), os.environ.get(rank, "")
+    if (size and not size.isdecimal()) or (number and not size) or (number.isdecimal() and size == "1" and int(number)):
+        what = f"{count} is {size!r}, and {rank} is {number!r}: one of several processes, or a single one?"
+        fix = f"start them with torchrun, which sets both, or unset {rank}"
+        raise _told_to_torchrun(ConfigError(what, where="environment", fix=fix))
 
 
 def _launcher() -> str | None:

@@ -413,6 +413,17 @@ class CudaDevice:
         self._finalizer()
 
 
+def gpu_of(local_rank: int) -> tuple[str, str]:
+    """The GPU of a machine's process of that number, as `open_device` takes it, and what tells it from all others of
+    that machine. A launcher that shows each process a GPU of its own calls every one of them the first."""
+    count = torch.cuda.device_count()
+    index = 0 if count == 1 else local_rank
+    if index >= count:
+        return f"cuda:{index}", f"the absent one of number {index}"  # opening it tells
+    found = torch.cuda.get_device_properties(index)
+    return f"cuda:{index}", str(getattr(found, "uuid", index))
+
+
 def _node(device: torch.device) -> Node | None:
     found = torch.cuda.get_device_properties(device)
     domain, bus, slot = (getattr(found, f"pci_{part}_id", -1) for part in ("domain", "bus", "device"))

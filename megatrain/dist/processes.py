@@ -10,13 +10,18 @@ Left out: who starts the processes (a launcher), and what tells each its rank (`
 from __future__ import annotations
 
 import atexit
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache
+from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from megatrain.dist.watch import Watch
 from megatrain.dist.world import World
 from megatrain.errors import RankError, first_line
 
@@ -24,15 +29,20 @@ SECONDS = 600.0
 """After which a rank gives up on the others, where nothing else is asked for."""
 ALONE_TIMES = 12
 """So many times as long it waits on the host, where rank 0 may check a large checkpoint for all."""
+LATER_SECONDS = 30.0
+"""By which process groups give up later than a watch does, which knows who is missing."""
+CARRIERS = ("host", "device", "beside")
 
 
 class ProcessCollectives:
     """See `Collectives`: over a process group of torch.distributed."""
 
-    def __init__(self, group: Any, where: str) -> None:
+    def __init__(self, group: Any, where: str, name: str = "", queues: bool = False) -> None:
+        """name: which of a rank's; queues: calls return before their collective is done, by the device's stream."""
         import torch.distributed as dist
 
-        self._group, self._where, self._dist = group, where, dist
+        self._group, self._where, self._dist, self._name, self._queues = group, where, dist, name, queues
+        self.watch: Watch | None = None
         # one function under the name of torch 2.13 and the one before
         self._all_gather: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
@@ -46,36 +56,72 @@ class ProcessCollectives:
         self._dist.destroy_process_group(self._group)
 
     def _carry(self, carrier: Callable[..., object], target: Tensor, source: Tensor) -> None:
+        if self.watch is not None:
+            self.watch.enters(self._name)
         try:
             carrier(target, source, group=self._group)
         except RuntimeError as error:
-            raise RankError(f"another rank is gone, or stands still ({first_line(error)})", where=self._where) from error
+            what = f"another rank is gone, or stands still ({first_line(error)})"
+            failure = RankError(what, where=self._where)
+            raise (self.watch.explained(failure) if self.watch is not None else failure) from error
+        if self.watch is not None:
+            self.watch.leaves(self._name, self._end_on(target.device) if self._queues else None)
+
+    def _end_on(self, device: torch.device) -> Callable[[], bool]:
+        """Tells whether the device has done all that its current stream has been given."""
+        event = torch.Event(device)
+        event.record()
+        return event.query
 
 
 @cache
-def join(rank: int, size: int, device: str, seconds: float = SECONDS) -> World:
+def join(rank: int, size: int, device: str, address: str = "", seconds: float | None = None) -> World:
     """Become one rank of `size`, until the process ends: beside process groups that there are, or where MASTER_ADDR and
     MASTER_PORT of the environment say.
 
-    device: the type of those that collectives of schedules are between. seconds: how long a rank waits for the others.
-    Raises `RankError` where they do not come.
+    device: the type of those that collectives of schedules are between. address: of the machine of rank 0, for ranks
+    that watch each other. seconds: how long a rank waits for the others, `SECONDS` if not given. Raises `RankError`
+    where they do not come.
     """
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
+    seconds = SECONDS if seconds is None else seconds
     where, timeout = f"rank {rank} of {size}", timedelta(seconds=seconds)
     try:
         if not dist.is_initialized():
             store, _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
             atexit.register(_leave)
-        backends = "gloo", "nccl" if device == "cuda" else "gloo", "gloo"
-        waits = ALONE_TIMES * timeout, timeout, timeout
-        groups = [dist.new_group(backend=each, timeout=wait) for each, wait in zip(backends, waits, strict=True)]
+        backends = dict(zip(CARRIERS, ("gloo", "nccl" if device == "cuda" else "gloo", "gloo"), strict=True))
+        limits = dict(zip(CARRIERS, (ALONE_TIMES * seconds, seconds, seconds), strict=True))
+        later = {name: timedelta(seconds=limit + LATER_SECONDS) for name, limit in limits.items()}
+        groups = {name: dist.new_group(backend=backend, timeout=later[name]) for name, backend in backends.items()}
     except RuntimeError as error:
         what = f"the others have not come ({first_line(error)})"
         raise RankError(what, where=where, fix="start all of them, with one MASTER_ADDR and MASTER_PORT") from error
-    return World(rank, size, *(ProcessCollectives(group, where) for group in groups))
+    carriers = [ProcessCollectives(group, where, name, backends[name] == "nccl") for name, group in groups.items()]
+    host, on_device, beside = carriers
+    world = World(rank, size, host, on_device, beside)
+    if not address:
+        return world
+    watch = Watch(world, address, limits)
+    for each in carriers:
+        each.watch = watch
+    atexit.register(watch.close)
+    _tell_of_what_nobody_catches(watch)
+    return replace(world, watch=watch)
+
+
+def _tell_of_what_nobody_catches(watch: Watch) -> None:
+    """An exception that ends a script, the other ranks hear of too."""
+    shown = sys.excepthook
+
+    def tell(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        watch.failed(error)
+        shown(kind, error, where)
+
+    sys.excepthook = tell
 
 
 def _leave() -> None:

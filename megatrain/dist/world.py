@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from megatrain.dist.watch import Watch
 from megatrain.errors import RankError, typed_line
 
 T = TypeVar("T")
@@ -55,10 +56,17 @@ class World:
     device: Collectives | None = None
     beside: Collectives | None = None
     """For a thread of its own beside steps; on the host, too."""
+    watch: Watch | None = None
+    """By which they hear of each other's ends; of processes."""
 
     def aside(self) -> World:
         """The same ranks, for a thread that tells the others' such things beside what the foreground tells them."""
         return World(self.rank, self.size, self.beside)
+
+    def at(self, what: str, doing: Callable[[], str]) -> None:
+        """What this rank is at from now on; `doing`, a method, tells more when it is asked."""
+        if self.watch is not None:
+            self.watch.at(what, doing)
 
     # On the host ----------------------------------------------------------------------------------------------------
 
@@ -69,6 +77,8 @@ class World:
         """
         if self.host is None:
             return [value]
+        if self.watch is not None:
+            self.watch.about = what
         told = self._told(json.dumps([what, value]).encode())
         heard: list[Any] = [json.loads(each) for each in told]
         for rank, (about, _) in enumerate(heard):

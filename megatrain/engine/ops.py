@@ -101,6 +101,7 @@ class Streamer:
         share of the divisor. Raises `NonFinite` when the loss is not finite, `LossError` for what is no loss, and
         whatever an op, the sink or the loss function raises.
         """
+        self.world.at(f"step {number + 1:,}", self.doing)
         labels = [batch["labels"].cpu() for batch in micro_batches]
         counts = self._counts(schedule, micro_batches, loss_fn)
         divisors, tokens = counts[self.world.rank].divisors, sum(each.targets for each in counts)
@@ -188,6 +189,12 @@ class Streamer:
         now = time.monotonic()
         at = [(op, stream, now - since) for stream, (op, since) in list(self._executor.under_way.items())]
         return at, now - self._executor.moved
+
+    def doing(self) -> str:
+        """The op that has been under way for longest, in words."""
+        ops, _ = self.under_way()
+        op, stream, _ = max(ops, key=lambda each: each[2], default=("", "", 0.0))
+        return f"{op} on {stream}" if op else ""
 
     def next_logits(self, schedule: Schedule, inputs: Mapping[str, Any], kept: int = 1) -> Tensor:
         """Execute a forward schedule on the arguments of a forward, `input_ids` int64[rows, length] among them.

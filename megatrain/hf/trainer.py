@@ -44,7 +44,7 @@ from megatrain.model import PretrainedSource, base_of
 from megatrain.optim import AdamW
 from megatrain.spec import Precision
 from megatrain.train.engine import Engine
-from megatrain.train.options import EngineOptions
+from megatrain.train.options import EngineOptions, launched_world
 
 
 class Streamed:
@@ -194,6 +194,8 @@ class Streamed:
             "max_grad_norm": args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None,
             "seed": args.seed,
         }
+        if args.world_size > 1 and any(parameter.requires_grad for parameter in self._base.parameters()):
+            options["world"] = launched_world(args.device.type, float(args.ddp_timeout))
         return options | self._options  # type: ignore[return-value]
 
     def _adamw(self) -> AdamW:

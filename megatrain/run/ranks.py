@@ -8,11 +8,13 @@ their steps (`train.engine`).
 
 from __future__ import annotations
 
+import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import torch
@@ -20,8 +22,7 @@ import torch
 from megatrain.config import Config, find_launch
 from megatrain.dist import ALONE, World
 from megatrain.dist.processes import join
-from megatrain.dist.watch import Watch
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, RankError
 from megatrain.plan import Plan, Question, available_threads, find_plan, question_of_one
 from megatrain.plan.ranks import lacking_links
 from megatrain.run.link_speed import with_links
@@ -41,28 +42,42 @@ class Ranks:
     world: World = ALONE
     local_rank: int = 0
     local_size: int = 1
-    watch: Watch | None = None
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """In the block, the others hear of it if this rank fails, and this one of them. Raises `RankError`."""
-        if self.watch is None:
+        """In the block, the others hear of it if this rank fails, and this one of them. Raises `RankError`; also where
+        a launcher ends this rank, as it does all when one has ended: until steps begin, which a signal stops otherwise.
+        """
+        if (watch := self.world.watch) is None:
             yield
             return
+        watch.owns_process = True
+        before = signal.signal(signal.SIGTERM, self._told_to_end)
         try:
             yield
         except BaseException as error:
-            told = self.watch.failed(error)
+            told = watch.failed(error)
             if told is error:
                 raise
             raise told from error
         finally:
-            self.watch.close()
+            signal.signal(signal.SIGTERM, before)
+            watch.close()
+
+    def _told_to_end(self, number: int, frame: FrameType | None) -> None:
+        assert self.world.watch is not None
+        where = f"rank {self.world.rank} of {self.world.size}"
+        raise self.world.watch.explained(RankError("was told to end (SIGTERM)", where=where))
 
     def at(self, what: str) -> None:
         """What this rank is at from now on."""
-        if self.watch is not None:
-            self.watch.at(what)
+        if self.world.watch is not None:
+            self.world.watch.at(what)
+
+    def before_it_is_ended(self, tell: Callable[[str], object]) -> None:
+        """Have `tell` called with the line where this rank is ended for another, from a thread."""
+        if self.world.watch is not None:
+            self.world.watch.ending.append(tell)
 
     def follow(self, event: Event) -> None:
         """A watcher, for what a step is at."""
@@ -86,8 +101,18 @@ class Ranks:
         return max(1, available_threads() // self.local_size)
 
     def device_of(self, name: str) -> str:
-        """The device of that name, of several GPUs this rank's own."""
-        return name if self.alone or not name.startswith("cuda") else f"cuda:{self.local_rank}"
+        """The device of that name, of several GPUs this rank's own. Raises `ConfigError` where two share one."""
+        if self.alone or not name.startswith("cuda"):
+            return name
+        from megatrain.device.cuda import gpu_of
+
+        found, identity = gpu_of(self.local_rank)
+        told = self.world.exchange("GPUs", f"{identity} of {socket.gethostname()}")
+        for rank, each in enumerate(told):
+            if (first := told.index(each)) < rank:
+                what, fix = f"ranks {first} and {rank} have the same GPU", "start one process for each GPU"
+                raise ConfigError(what, where="train.device", fix=fix)
+        return found
 
     def planned(self, question: Question, device: Device) -> Plan:
         """The plan of the first rank, on all: of its part. `question` is about a whole step on this machine.
@@ -143,9 +168,10 @@ def joined(config: Config) -> Ranks:
     if launch is None:
         return Ranks()
     refuse_what_ranks_lack(config)
-    world = join(launch.rank, launch.size, "cuda" if config.train.device.startswith("cuda") else "cpu")
+    device = "cuda" if config.train.device.startswith("cuda") else "cpu"
+    world = join(launch.rank, launch.size, device, launch.address)
     local_size = world.exchange("machines", socket.gethostname()).count(socket.gethostname())
-    ranks = Ranks(world, launch.local_rank, local_size, Watch(world, launch.address))
+    ranks = Ranks(world, launch.local_rank, local_size)
     torch.set_num_threads(ranks.threads)  # torchrun asks for one
     return ranks
 

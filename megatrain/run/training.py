@@ -477,7 +477,9 @@ def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack
     run.ranks.at(f"step {start + 1:,}")
     if engine.world.rank == 0:
         watchers = [*_open_watchers(config, taken, stack, console), checkpoints]
-        watchers.append(stack.enter_context(_health(config, engine, stop, run.steps, console)))
+        health = stack.enter_context(_health(config, engine, stop, run.steps, console))
+        run.ranks.before_it_is_ended(health.failed)
+        watchers.append(health)
         if config.trace is None:
             with suppress(ConfigError):  # nobody has asked for it
                 engine.trace(config.folder / TRACE, steps=1)

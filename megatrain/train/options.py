@@ -202,8 +202,14 @@ def world_of(options: EngineOptions, model: nn.Module, device: Device) -> World:
     given = options.get("world")
     if given is not None or not any(parameter.requires_grad for parameter in model.parameters()):
         return given or ALONE
+    return launched_world(device.torch_device.type)
+
+
+def launched_world(device: str, seconds: float | None = None) -> World:
+    """The ranks that a launcher has started, with devices of that type. seconds: how long each waits for the others.
+    Raises as `world_of` does."""
     launch = find_launch()
-    return ALONE if launch is None else join(launch.rank, launch.size, device.torch_device.type)
+    return ALONE if launch is None else join(launch.rank, launch.size, device, launch.address, seconds)
 
 
 def disk_of(options: EngineOptions, policy: Policy) -> Disk | None:

@@ -111,6 +111,8 @@ class Health:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._end.set()
         self._thread.join()
+        if self._fields["state"] == "failed":  # another rank has, and this one is ended for it
+            return
         whole = self._early or self._fields["step"] >= self._fields["steps"]
         state = "failed" if error is not None else "finished" if whole else "stopped"
         self._fields |= {"state": state, "error": None if error is None else typed_line(error), "saving": None}
@@ -154,6 +156,12 @@ class Health:
             case Resumed() | Saved():
                 self._fields |= {"last_checkpoint": event.checkpoint, "last_checkpoint_step": event.step}
                 self._fields["step"] = max(self._fields["step"], event.step)
+
+    def failed(self, line: str) -> None:
+        """The process is about to be ended for `line`, from a thread."""
+        self._end.set()
+        self._fields |= {"state": "failed", "error": line, "saving": None, "stalled": []}
+        self.write()
 
     def write(self) -> None:
         """Replace the file. A disk that refuses is told once, and asked again at the next beat."""

@@ -85,6 +85,41 @@ def test_a_launch_that_is_told_in_part_is_refused_by_the_variable(
         find_launch()
 
 
+@pytest.mark.parametrize(
+    "variables",
+    [{"RANK": "1"}, {"RANK": "0"}, {"WORLD_SIZE": "two"}, {"WORLD_SIZE": "1", "RANK": "1"}, {"WORLD_SIZE": "-2"}],
+)
+def test_a_process_with_a_number_and_no_count_is_refused(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    size, rank = variables.get("WORLD_SIZE", ""), variables.get("RANK", "")
+    with pytest.raises(ConfigError, match=f"environment: WORLD_SIZE is '{size}', and RANK is '{rank}': one of several"):
+        find_launch()
+
+
+POD = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PYTHONUNBUFFERED": "1", "WORLD_SIZE": "2", "RANK": "1"}
+WORKER = {"NODE_RANK": "1", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "0"}
+TASK = {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
+AGENT = {**TASK, "SLURM_PROCID": "0", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "0"}
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        pytest.param(POD, id="pod of a PyTorchJob"),
+        pytest.param(WORKER, id="worker of Ray Train"),
+        pytest.param(TASK, id="task of srun"),
+        pytest.param(AGENT, id="torchrun in a task of srun"),
+    ],
+)
+def test_what_launchers_set_is_recognised(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**variables, **MEETING}.items():
+        monkeypatch.setenv(name, value)
+    assert find_launch() == Launch(rank=1, size=2, local_rank=0, address="somewhere")
+
+
 def test_an_engine_that_trains_wants_to_meet_the_others_and_one_that_does_not_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from contextlib import closing
 
@@ -47,3 +48,40 @@ def test_a_rank_that_fails_tells_why_and_one_that_has_ended_well_is_not_missed()
 
     line = "runs/new: is a file"
     assert together(worlds(3, seed=0), work) == [f"rank 2 of 3, at loading the model: {line}", "", line]
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_rank_that_stands_still_is_named_by_those_that_wait_for_it(missing: int, answers: bool) -> None:
+    """It answers, from its thread, that it has come to fewer collectives; or it does not answer."""
+
+    def work(world: World) -> str:
+        with closing(Watch(world, "127.0.0.1", {"device": 0.4, "host": 60.0})) as watch:
+            watch._leaves.set()  # or its own thread would end this process
+            doing = Doing()
+            watch.at("step 7", doing.what)
+            watch.enters("device")
+            watch.leaves("device")
+            if world.rank != missing:
+                watch.enters("device")
+            elif not answers:
+                watch._take = lambda rank, message: None  # type: ignore[method-assign]
+                if world.rank == 0:
+                    watch._look = lambda *_: None  # type: ignore[method-assign]
+            if world.rank != missing:
+                assert watch._heard.wait(20)
+                with pytest.raises(RankError, match=f"rank {missing}"):
+                    watch.enters("host")
+            world.exchange("all have heard", None)
+            return watch._line
+
+    found = together(worlds(3, seed=0), work)
+    told = [line for rank, line in enumerate(found) if rank != missing]
+    is_still = "is still in FETCH, and" if answers else "stands still and does not answer;"
+    for line in told:
+        assert re.match(rf"rank {missing} of 3, at step 7: {is_still} the others have waited for \d s in FETCH", line)
+
+
+class Doing:
+    def what(self) -> str:
+        return "FETCH"

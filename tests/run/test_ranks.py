@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatrain.checkpoint import checkpoints, open_checkpoint, step_of
 from megatrain.config import Config, save_config
-from megatrain.errors import ConfigError
-from megatrain.run.ranks import refuse_what_ranks_lack
-from tests.preloaded import Child, Preloaded
+from megatrain.dist import World
+from megatrain.dist import processes as of_processes
+from megatrain.errors import ConfigError, RankError
+from megatrain.run.ranks import Ranks, refuse_what_ranks_lack
+from tests.preloaded import Child, Preloaded, command_line
 from tests.rank_processes import free_port
+from tests.ranks import together, worlds
 from tests.run.test_training import configuration, lines, losses, train
 
 ROOT = Path(__file__).parents[2]
 
 
-def begin(preloaded: Preloaded, ranks: int, config: Config, *overrides: str) -> list[Child]:
-    """Ranks that nothing looks after but they themselves."""
+def begin(preloaded: Preloaded, ranks: int, config: Config, *overrides: str, seconds: float = 600.0) -> list[Child]:
+    """Ranks that nothing looks after but they themselves, and that wait for each other for so long."""
     path = config.folder.parent / "config.yaml"
     save_config(config, path)
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -35,8 +41,14 @@ def begin(preloaded: Preloaded, ranks: int, config: Config, *overrides: str) -> 
     for rank in range(ranks):
         numbers = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
         environment = meeting | {name: str(number) for name, number in numbers.items()}
-        found.append(preloaded.command("train", str(path), *overrides, environment=environment))
+        found.append(preloaded.start(patient, seconds, "train", str(path), *overrides, environment=environment))
     return found
+
+
+def patient(seconds: float, *arguments: str) -> None:
+    """A command whose rank waits for the others for so long."""
+    of_processes.SECONDS = seconds
+    command_line(*arguments)
 
 
 def ended(processes: Sequence[Child]) -> str:
@@ -135,6 +147,29 @@ def test_what_several_ranks_lack_is_refused_by_its_key(
         refuse_what_ranks_lack(config)
 
 
+@pytest.mark.parametrize(("shown", "names"), [(2, ["cuda:0", "cuda:1"]), (1, ["cuda:0", "cuda:0"])])
+def test_each_rank_takes_its_gpu_of_all_or_the_one_that_it_is_shown(
+    shown: int, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a GPU that is every rank's first, the identity tells whether it is the same."""
+    own = {"rank 0": "a", "rank 1": "b"}
+
+    def properties(index: int) -> SimpleNamespace:
+        return SimpleNamespace(uuid=own[threading.current_thread().name] if shown == 1 else str(index))
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: shown)
+    monkeypatch.setattr("torch.cuda.get_device_properties", properties)
+
+    def device_of(world: World) -> str:
+        return Ranks(world, local_rank=world.rank, local_size=2).device_of("cuda:0")
+
+    assert together(worlds(2), device_of) == names
+    if shown == 1:
+        own["rank 1"] = "a"
+        with pytest.raises(ConfigError, match=r"train\.device: ranks 0 and 1 have the same GPU"):
+            together(worlds(2), device_of)
+
+
 def killed(processes: Sequence[Child], config: Config, chance: random.Random) -> None:
     """Kill one once there is a step more; the others end by themselves, each with a line about it."""
     metrics = config.folder / "metrics.jsonl"
@@ -196,3 +231,43 @@ def test_a_rank_that_fails_is_named_by_the_others(tmp_path: Path, preloaded: Pre
         [f"error: rank 1 of 2, at loading the model: {path}/rank-1.log: cannot be written (File exists)"],
         [f"error: {path}/rank-1.log: cannot be written (File exists)"],
     ]
+
+
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_rank_that_stands_still_is_named_by_the_others_within_their_time_and_a_second(
+    tmp_path: Path, preloaded: Preloaded, victim: int
+) -> None:
+    """A process that is stopped, not killed: its connections stay, and nothing comes over them."""
+    config, seconds = shared(tmp_path, "run", steps=100_000, lr_scheduler="constant", eval_every=0), 3.0
+    ranks = begin(preloaded, 3, config, seconds=seconds)
+    metrics = config.folder / "metrics.jsonl"
+    try:
+        while not (metrics.exists() and len(losses(config.folder)) > 2):
+            assert all(rank.poll() is None for rank in ranks)
+            time.sleep(0.05)
+        ranks[victim].send_signal(signal.SIGSTOP)
+        for number, rank in enumerate(ranks):
+            if number != victim:
+                assert rank.wait(60) != 0
+                (told,) = [line for line in rank.said.splitlines() if line.startswith("error: ")]
+                still = rf"error: rank {victim} of 3, at step \d+: stands still and does not answer; "
+                found = re.match(rf"{still}the others have waited for (\d+) s in .", told)
+                assert found is not None, told
+                assert seconds <= int(found[1]) <= seconds + 1
+        status = json.loads((config.folder / "status.json").read_text())
+        assert (status["state"] == "failed") == (victim != 0)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def test_a_rank_that_is_told_to_end_before_it_trains_leaves_a_line_about_the_one_that_has_ended() -> None:
+    """`torchrun` tells all others so as soon as one has ended."""
+    told = RankError("rank 1 of 2, at the plan: was killed, or its machine is gone")
+    watch: Any = SimpleNamespace(explained=lambda error: told, failed=lambda error: error, close=lambda: None)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(RankError, match="rank 1 of 2, at the plan"), Ranks(World(0, 2, watch=watch)).watched():
+        assert watch.owns_process
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) == before
