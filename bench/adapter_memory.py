@@ -60,11 +60,11 @@ def write_base(folder: Path, hidden: int, layers: int) -> None:
         where[name] = f"model-{unit}.safetensors"
     for unit, parameters in units.items():
         tensors = {}
-        for name, parameter in parameters.items():
+        for name, weight in parameters.items():
             key = name.rpartition(".layers.")[2].partition(".")[2] or name
             if key not in drawn:
-                values = torch.randn(parameter.shape, generator=generator, dtype=torch.bfloat16) * 0.02
-                drawn[key] = values if parameter.dim() > 1 else torch.ones_like(values)
+                values = torch.randn(weight.shape, generator=generator, dtype=torch.bfloat16) * 0.02
+                drawn[key] = values if weight.dim() > 1 else torch.ones_like(values)
             tensors[name] = drawn[key]
         save_file(tensors, folder / f"model-{unit}.safetensors", {"format": "pt"})
     index = {"metadata": {}, "weight_map": where}
@@ -133,7 +133,8 @@ def measure(folder: Path, tokens: int, *, in_memory: bool) -> dict[str, Any]:
         files = engine._pool.files
         if not in_memory and files is not None:
             found |= _reading(engine, files)
-            found["to_floor"] = found["seconds"] / max(found["compute_seconds"], found["reading_seconds"])
+            floor = max(median(computing[1:]), float(found["reading_seconds"]))
+            found["to_floor"] = median(seconds[1:]) / floor
     return found
 
 
