@@ -117,7 +117,7 @@ def measure(folder: Path, tokens: int, *, in_memory: bool) -> dict[str, Any]:
                 computing.append(engine.timeline.busy_seconds("compute"))
                 print(f"step of {duration(seconds[-1])}, compute {duration(computing[-1])}", flush=True)
             kept = anonymous_nbytes() - before
-        found = {
+        found: dict[str, Any] = {
             "base_parameters": numel,
             "trained_parameters": engine.structure.trained_numel,
             "tokens_per_step": tokens,
@@ -133,7 +133,7 @@ def measure(folder: Path, tokens: int, *, in_memory: bool) -> dict[str, Any]:
         files = engine._pool.files
         if not in_memory and files is not None:
             found |= _reading(engine, files)
-            floor = max(median(computing[1:]), float(found["reading_seconds"]))
+            floor = max(median(computing[1:]), found["reading_seconds"])
             found["to_floor"] = median(seconds[1:]) / floor
     return found
 
