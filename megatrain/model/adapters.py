@@ -166,11 +166,14 @@ def refuse_method(config: Any) -> None:
     """Raise `ModelError` for a method of `peft` that does not stream, by its name."""
     method = str(getattr(config.peft_type, "value", config.peft_type))
     activated = method in METHODS and getattr(config, "alora_invocation_tokens", None)
-    if method in METHODS and not activated:
+    compressed = method in METHODS and getattr(config, "velora_config", None)
+    if method in METHODS and not activated and not compressed:
         return
     why = WHY_NOT.get(method, "has not been compared with plain PyTorch here")
     if getattr(config, "is_prompt_learning", False):
         why = "puts learned tokens before the text or into the cache, outside of the layers"
+    if compressed:
+        method, why = "VeLoRA", "keeps an average of its first batch, and a backward of its own"
     if activated:
         method, why = "aLoRA", "begins behind tokens that are looked for outside of the layers"
     raise ModelError(f"{method} {why}, and cannot be streamed", where="adapter", fix="use LoRA, say (peft.LoraConfig)")
@@ -516,6 +519,7 @@ def _begins_from_values(config: Any) -> bool:
     start = getattr(config, "init_lora_weights", True)
     odd = f"init_lora_weights={start!r}" if isinstance(start, str) and start.lower().startswith(OF_THE_BASE) else ""
     odd = "kasa_config" if getattr(config, "kasa_config", None) else odd
+    odd = "trainable_token_indices" if getattr(config, "trainable_token_indices", None) else odd
     if odd:
         what = f"{odd} needs, or changes, the weights of the whole base"
         fix = "leave it out, or make the model in memory (peft.get_peft_model) and give it to Engine.from_model"

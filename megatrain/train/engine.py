@@ -116,9 +116,8 @@ class Engine:
             raise
         self._saver = Saver(ported, self._store, world.aside())
         self._sink.before_update = self._saver.before_update
-        self._steps = 0
         self._weights = NonfiniteWeights(self._store, world)
-        self._turn = Turn()
+        self._steps, self._turn = 0, Turn()
         self.checked = NOT_ASKED  # whether this architecture is known to be computed right
         self._trace: Trace | None = None
         self.record_timeline = False

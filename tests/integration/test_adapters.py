@@ -154,6 +154,7 @@ def test_an_adapter_that_is_merged_or_disabled_is_refused() -> None:
         (lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "P_TUNING puts learned"),
         (lambda: peft.AdaLoraConfig(total_step=9, target_modules=["q_proj"]), "ADALORA changes its ranks"),
         (lambda: config_of("lora", alora_invocation_tokens=[5]), "aLoRA begins behind tokens that are looked for"),
+        (lambda: config_of("lora", velora_config=peft.VeloraConfig()), "VeLoRA keeps an average of its first batch"),
         (lambda: peft.ShiraConfig(r=4, target_modules=["q_proj"]), "SHIRA has not been compared"),
     ],
 )
