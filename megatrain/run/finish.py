@@ -62,7 +62,7 @@ def save_trained(config: Config, engine: Engine, tokenizer: Tokenizer, target: P
         "optimizer": f"AdamW, weight decay {train.weight_decay:g}",
         "learning rate": f"{train.learning_rate:g} ({train.lr_scheduler})",
         "precision": f"{train.precision} with exact float32 masters",
-        **_losses(config),
+        **_losses(config, steps),
         "command": f"megatrain train {config.folder / CONFIG}",
         "trained with": f"megatrain {version('megatrain')}",
     }
@@ -71,16 +71,18 @@ def save_trained(config: Config, engine: Engine, tokenizer: Tokenizer, target: P
     )
 
 
-def _losses(config: Config) -> dict[str, str]:
-    """What the model card tells of the run's losses, as far as they have been written."""
+def _losses(config: Config, steps: int) -> dict[str, str]:
+    """What the model card tells of the run's losses up to the state after `steps`, as far as they have been written."""
     try:
         history = read_history(config.folder)
     except ConfigError:
         return {}
-    last = [loss for loss in history.columns["loss"][-50:] if math.isfinite(loss)]
+    by_step = zip(history.columns["step"], history.columns["loss"], strict=True)
+    last = [loss for step, loss in by_step if step <= steps and math.isfinite(loss)][-50:]
     told = {"training loss": f"{sum(last) / len(last):.4f}, mean of the last {len(last):,} steps"} if last else {}
-    if history.evaluated:
-        told["validation loss"] = f"{history.evaluated[-1].loss:.4f} after step {history.evaluated[-1].step:,}"
+    measured = max((each for each in history.evaluated if each.step <= steps), key=lambda each: each.step, default=None)
+    if measured is not None:
+        told["validation loss"] = f"{measured.loss:.4f} after step {measured.step:,}"
     return told
 
 

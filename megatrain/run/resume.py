@@ -108,7 +108,10 @@ def ended_early(config: Config, taken: Checkpoint) -> bool:
 
 
 def lowest_at(config: Config, taken: Checkpoint) -> Mapping[str, Any] | None:
-    """The state of `LowestLoss` at a checkpoint; `None` where the loss is measured on other data now, or never was."""
+    """The state of `LowestLoss` at a checkpoint; `None` where the loss is measured on other data now, or never was, and
+    where the checkpoint is another run's: this one has none of the states that were better."""
+    if not is_own(config, taken):
+        return None
     facts = facts_of(taken)
     then, now = _flat(facts["config"]), _flat(config.model_dump(mode="json"))
     keys = ("data.validation", "data.validation_split", "data.validation_fraction", "train.eval_batches")

@@ -216,8 +216,10 @@ def _leave_model(config: Config, run: _Run, ended: Ended, console: Console) -> P
 
 def _finished(config: Config, taken: Checkpoint, console: Console) -> Path:
     """Tell that there is nothing to train, and return the model that is there."""
-    key = "train.epochs" if config.train.steps is None else "train.steps"
-    warn(console, f"{config.folder} is a finished run of {taken.step:,} steps; set {key} to more to extend it")
+    key, ended = "train.epochs" if config.train.steps is None else "train.steps", ""
+    if resume.ended_early(config, taken):
+        key, ended = "train.early_stopping_patience", ", ended by its validation loss"
+    warn(console, f"{config.folder} is a finished run of {taken.step:,} steps{ended}; set {key} to more to extend it")
     say_where(config.folder, console)
     return config.folder / resume.MODEL
 
@@ -547,7 +549,7 @@ def _save(checkpoints: Checkpoints, every: int, steps: int, step: int) -> Event 
 def _measurements(config: Config, run: _Run) -> list[Task]:
     train, engine, tokenizer, tasks = config.train, run.engine, run.tokenizer, []
     sources, lowest = run.corpus.validation.batches(), run.checkpoints.lowest
-    together = (train.gradient_accumulation_steps or run.plan.work.micro_batches) * engine.world.size
+    together = run.corpus.loader.micro_batches
     if sources:
         loss_fn = loss_of(config)
         tasks.append(Task(train.eval_every, lambda step: evaluated(step, engine, sources, loss_fn, together)))

@@ -138,14 +138,32 @@ def test_a_run_whose_loss_does_not_fall_ends_finished_and_its_best_state_is_the_
     saved = load_file(tmp_path / "run" / "model" / "model.safetensors")
     best = load_file(tmp_path / "run" / "checkpoints" / "step-00000003" / "model.safetensors")
     assert equal(dict(saved), dict(best))
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    assert "| validation loss | 1.9000 after step 3 |" in card
+    assert "mean of the last 3 steps" in card, "those that the model has seen"
 
     again = config.model_copy(update={"resume": "auto"})
-    assert "finished run of 4 steps" in " ".join(train(again).split())
+    said = " ".join(train(again).split())
+    assert "finished run of 4 steps, ended by its validation loss; set train.early_stopping_patience to more" in said
     falling([1.0, 2.0, 2.0, 2.0], monkeypatch)
     longer = again.model_copy(update={"train": config.train.model_copy(update={"early_stopping_patience": 3})})
     said = " ".join(train(longer).split())
     assert "goes on after step 4" in said
     assert status(tmp_path)["step"] == 8, "a gain in step 5, and three without"
+
+
+def test_a_run_that_goes_on_from_one_that_has_ended_early_has_a_lowest_loss_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_of(tmp_path, train={"steps": 9, "early_stopping_patience": 1}, output={"best": True})
+    falling([1.0, 2.0], monkeypatch)
+    train(config)
+    assert status(tmp_path)["step"] == 2
+    falling([4.0, 3.0, 5.0], monkeypatch)
+    output = config.output.model_copy(update={"folder": str(tmp_path / "other")})
+    said = " ".join(train(config.model_copy(update={"resume": str(tmp_path / "run"), "output": output})).split())
+    assert "step 5 stops early" in said
+    assert "the model is the state after step 4, which has the lowest validation loss" in said
 
 
 def test_what_goes_by_the_validation_loss_needs_one(tmp_path: Path) -> None:
