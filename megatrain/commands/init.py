@@ -84,7 +84,7 @@ def recipe_text(answers: Answers, plan: Plan, *, is_chat: bool, tokens: int | No
         for tier, nbytes in plan.nbytes.items()
         if nbytes and there[tier]
     ]
-    verb = "Fine-tunes" if is_chat else "Trains a fresh" if answers.from_scratch else "Goes on training"
+    verb = "Trains a fresh" if answers.from_scratch else "Fine-tunes" if is_chat else "Goes on training"
     steps, length, takes = _length(answers, plan, tokens, is_chat=is_chat)
     lines = [
         f"# {verb} {answers.model} on {', '.join(answers.data)}. Written by `megatrain init`; change what you like.",
@@ -110,6 +110,7 @@ def recipe_text(answers: Answers, plan: Plan, *, is_chat: bool, tokens: int | No
         ]
     if answers.from_scratch:
         lines.append("  tokenizer: bytes  # built in; name a folder or a hub name for another")
+        lines += ["  chat_template: chatml  # the built-in tokenizer has none"] if is_chat else []
     if answers.adapter is not None:
         keys = adapter_keys(answers.adapter)
         adapter = [f"  {key}: {value if key == 'type' else json.dumps(value)}" for key, value in keys.items()]
@@ -117,10 +118,10 @@ def recipe_text(answers: Answers, plan: Plan, *, is_chat: bool, tokens: int | No
     rate, decay = (
         ("2e-4", "0.0")
         if answers.adapter is not None
-        else ("1e-5", "0.0")
-        if is_chat
         else ("6e-4", "0.1")
         if answers.from_scratch
+        else ("1e-5", "0.0")
+        if is_chat
         else ("2e-5", "0.1")
     )
     lines += [

@@ -51,6 +51,15 @@ def test_chats_get_what_fine_tuning_takes(tmp_path: Path) -> None:
     assert "NVIDIA RTX 4090" in (tmp_path / "new.yaml").read_text()
 
 
+def test_a_fresh_model_gets_a_template_for_chats_and_the_rate_of_one(tmp_path: Path) -> None:
+    data = (str(chats(tmp_path / "chats.jsonl")),)
+    write_recipe(Answers(sizes(tmp_path), data, from_scratch=True, hardware="rtx-4090"), tmp_path / "new.yaml")
+    config = load_config(tmp_path / "new.yaml")
+    assert (config.data.tokenizer, config.data.chat_template) == ("bytes", "chatml")
+    assert (config.train.learning_rate, config.train.weight_decay) == (6e-4, 0.1)
+    assert "# Trains a fresh" in (tmp_path / "new.yaml").read_text()
+
+
 @pytest.mark.parametrize(("samples", "sequences"), [(100, 1), (4_000, 16)])
 def test_a_step_takes_what_is_a_hundredth_of_three_passes(tmp_path: Path, samples: int, sequences: int) -> None:
     row = json.dumps({"prompt": "q", "completion": "words " * 10})

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,8 @@ import yaml
 
 from megatrain.cli import main
 from megatrain.config import describe_keys, load_config
+from tests.run.test_chats import chats
+from tests.run.test_recipes import TINY
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,6 +64,29 @@ def test_commands_that_are_shown_run_and_touch_no_run_that_is_there(
     assert tree(finished) == before
     written = {path.parent.parent.name for path in tmp_path.glob("runs/*/model/config.json")} - {"quickstart"}
     assert len(written) == len(commands)
+
+
+@pytest.mark.slow
+def test_readme_leads_from_a_file_of_chats_to_a_chat_in_five_commands_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As printed, but for a small fresh model, and on this machine."""
+    (block,) = [each for each in blocks("README.md", "text") if each.startswith("megatrain init")]
+    commands = [shlex.split(line, comments=True)[1:] for line in block.splitlines()]
+    assert [verb for verb, *_ in commands] == ["init", "train", "train", "generate"]
+    (tmp_path / "data").mkdir()
+    chats(tmp_path / "data" / "chats.jsonl")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **TINY}))
+    small = {"meta-llama/Llama-3.1-8B-Instruct": ["config.json", "--from-scratch"], "--hardware": [], "rtx-4090": []}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
+    for words in commands:
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main([part for word in words for part in small.get(word, [word])])
+        assert ended.value.code == 0, capfd.readouterr().err
+    assert capfd.readouterr().out.endswith("\n"), "an answer, whatever it is"
+    assert {"model", "report.html", "checkpoints"} <= {path.name for path in (tmp_path / "runs" / "new").iterdir()}
 
 
 def tree(folder: Path) -> dict[str, bytes]:
