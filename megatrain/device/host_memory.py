@@ -7,7 +7,7 @@ import mmap
 import os
 import platform
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,11 +65,20 @@ def anonymous_file(nbytes: int) -> int:
         raise DeviceError(what, where="policy.delivery", fix="use gather") from error
 
 
-def mapped_file(process: int, file: int, nbytes: int) -> tuple[mmap.mmap, torch.Tensor]:
-    """The file of a process's descriptor as `mapped` gives memory. Raises `DeviceError`."""
+def identity_of(file: int) -> tuple[int, int]:
+    """Of the file of a descriptor: no two files of a machine have the same, whoever asks."""
+    found = os.fstat(file)
+    return found.st_dev, found.st_ino
+
+
+def mapped_file(process: int, file: int, identity: Sequence[int], nbytes: int) -> tuple[mmap.mmap, torch.Tensor]:
+    """The file of a process's descriptor as `mapped` gives memory. Raises `DeviceError`; also where it has another
+    identity: containers of one machine each count their processes, so a number may tell another one here."""
     try:
         opened = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
         try:
+            if identity_of(opened) != tuple(identity):
+                raise OSError("it is another process here")
             mapping = mmap.mmap(opened, nbytes, flags=mmap.MAP_SHARED)
         finally:
             os.close(opened)

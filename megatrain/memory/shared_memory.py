@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from megatrain.device import Device
-from megatrain.device.host_memory import anonymous_file, machine_id, mapped_file
+from megatrain.device.host_memory import anonymous_file, identity_of, machine_id, mapped_file
 from megatrain.dist import ALONE, World
 from megatrain.errors import PlanError
 from megatrain.schedule import Buffer
@@ -21,6 +21,9 @@ from megatrain.spec import ModelSpec, Numerics, Policy
 
 ALIGNMENT = 64
 """Of a buffer in bytes: of vector loads, and no two share a cache line."""
+
+_File = tuple[int, int, tuple[int, int]]
+"""A rank's process, its descriptor there, and the identity of the file."""
 
 
 class SharedMemory:
@@ -48,9 +51,9 @@ class SharedMemory:
         files: list[int] = []
         total = sum(map(_aligned, sizes.values()))
 
-        def make() -> tuple[int, int]:
+        def make() -> _File:
             files.append(anonymous_file(total))
-            return os.getpid(), files[0]
+            return os.getpid(), files[0], identity_of(files[0])
 
         try:
             there = world.agree("memory to share", make)
@@ -62,9 +65,9 @@ class SharedMemory:
             for file in files:
                 os.close(file)
 
-    def _map(self, sizes: Mapping[str, int], there: Sequence[Sequence[int]], total: int, *, pinned: bool) -> None:
-        for rank, (process, file) in enumerate(there):
-            mapping, memory = mapped_file(process, file, total)
+    def _map(self, sizes: Mapping[str, int], there: Sequence[_File], total: int, *, pinned: bool) -> None:
+        for rank, (process, file, identity) in enumerate(there):
+            mapping, memory = mapped_file(process, file, identity, total)
             self._device.adopt(mapping, memory, "shared memory", pinned=pinned)
             self._mapped.append(memory)
             start = 0

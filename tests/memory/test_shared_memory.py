@@ -8,7 +8,7 @@ import os
 import pytest
 
 from megatrain.device import open_device
-from megatrain.device.host_memory import anonymous_file, mapped_file
+from megatrain.device.host_memory import anonymous_file, identity_of, mapped_file
 from megatrain.dist import World
 from megatrain.errors import DeviceError, MegaTrainError, PlanError
 from megatrain.memory import Pool, SharedMemory, shared_memory
@@ -58,7 +58,7 @@ def test_ranks_of_several_machines_are_refused_on_all(monkeypatch: pytest.Monkey
 
 
 def test_memory_that_one_rank_may_not_open_is_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(process: int, file: int, nbytes: int) -> object:
+    def refuses(process: int, file: int, identity: object, nbytes: int) -> object:
         raise DeviceError("may not be opened", where="policy.delivery")
 
     def work(world: World) -> str:
@@ -74,6 +74,18 @@ def test_memory_that_one_rank_may_not_open_is_refused_on_all(monkeypatch: pytest
 
 def test_what_is_not_there_is_told() -> None:
     file = anonymous_file(10)
+    identity = identity_of(file)
     os.close(file)
     with pytest.raises(DeviceError, match="cannot be mapped"):
-        mapped_file(os.getpid(), file, 10)
+        mapped_file(os.getpid(), file, identity, 10)
+
+
+def test_a_rank_of_another_container_that_has_the_number_of_ones_own_process_is_told() -> None:
+    """Its memory would be one's own, and each rank train on its part for that of all."""
+    own, other = anonymous_file(10), anonymous_file(10)
+    try:
+        with pytest.raises(DeviceError, match="it is another process here"):
+            mapped_file(os.getpid(), own, identity_of(other), 10)
+    finally:
+        os.close(own)
+        os.close(other)
