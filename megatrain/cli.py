@@ -12,12 +12,15 @@ import platform
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 from megatrain.errors import ConfigError, MegaTrainError
+
+if TYPE_CHECKING:
+    from megatrain.config import Config
 
 USER_ERROR, MISMATCH, INTERRUPTED = 2, 1, 130
 
@@ -103,7 +106,7 @@ def _train(
     ranks: Annotated[int, typer.Option(min=1, help="Processes that share the model, one for each GPU here.")] = 1,
 ) -> None:
     """Train a model as CONFIG says."""
-    from megatrain.config import describe_keys, let_idle_threads_sleep, load_config
+    from megatrain.config import describe_keys, find_launch, let_idle_threads_sleep, load_config
 
     if keys:
         for key, kind, default, meaning in describe_keys():
@@ -113,6 +116,8 @@ def _train(
     if config is None:
         raise ConfigError("which CONFIG?", where="megatrain train", fix="try configs/quickstart.yaml")
     checked = load_config(config, overrides or ())
+    if find_launch() is None:  # ranks look for what an earlier run has left once they know who of them asks
+        _refuse_early(checked)
     if ranks > 1:
         _become_torchrun(ranks, "train", config, *(overrides or ()))
     let_idle_threads_sleep()
@@ -121,6 +126,15 @@ def _train(
     from megatrain.run.training import run_training
 
     run_training(checked, Console(highlight=False))
+
+
+def _refuse_early(config: Config) -> None:
+    """Raise what can be told of a run before torch has loaded, which takes seconds."""
+    from megatrain.run.earlier_run import refuse_early
+    from megatrain.run.early_checks import refuse_mistakes
+
+    refuse_mistakes(config)
+    refuse_early(config)
 
 
 def _become_torchrun(ranks: int, *arguments: str) -> NoReturn:

@@ -1,12 +1,44 @@
-"""Folders that hold a model: exports, and the checkpoints that a run goes on from."""
+"""Folders that hold a model: exports, and the checkpoints that a run goes on from.
 
-from megatrain.checkpoint.export import ExportOptions, export_model, export_units
-from megatrain.checkpoint.folder import Retention, checkpoints, lowest_scored, newest_sound, prune, step_of
-from megatrain.checkpoint.hard_links import Earlier
-from megatrain.checkpoint.load import Checkpoint, open_checkpoint
-from megatrain.checkpoint.manifest import full_check, quick_check
-from megatrain.checkpoint.save import ParamState, PlannedCheckpoint, step_folder, write_checkpoint
-from megatrain.system.atomic import put_all_right
+The public names are loaded on first use, so that to look for checkpoints takes no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatrain.checkpoint.export import ExportOptions, export_model, export_units
+    from megatrain.checkpoint.folder import Retention, lowest_scored, newest_sound, prune
+    from megatrain.checkpoint.hard_links import Earlier
+    from megatrain.checkpoint.listing import checkpoints, step_of
+    from megatrain.checkpoint.load import Checkpoint, open_checkpoint
+    from megatrain.checkpoint.manifest import full_check, quick_check
+    from megatrain.checkpoint.save import ParamState, PlannedCheckpoint, step_folder, write_checkpoint
+    from megatrain.system.atomic import put_all_right
+
+_HOMES = {
+    "Checkpoint": "megatrain.checkpoint.load",
+    "Earlier": "megatrain.checkpoint.hard_links",
+    "ExportOptions": "megatrain.checkpoint.export",
+    "ParamState": "megatrain.checkpoint.save",
+    "PlannedCheckpoint": "megatrain.checkpoint.save",
+    "Retention": "megatrain.checkpoint.folder",
+    "checkpoints": "megatrain.checkpoint.listing",
+    "export_model": "megatrain.checkpoint.export",
+    "export_units": "megatrain.checkpoint.export",
+    "full_check": "megatrain.checkpoint.manifest",
+    "lowest_scored": "megatrain.checkpoint.folder",
+    "newest_sound": "megatrain.checkpoint.folder",
+    "open_checkpoint": "megatrain.checkpoint.load",
+    "prune": "megatrain.checkpoint.folder",
+    "put_all_right": "megatrain.system.atomic",
+    "quick_check": "megatrain.checkpoint.manifest",
+    "step_folder": "megatrain.checkpoint.save",
+    "step_of": "megatrain.checkpoint.listing",
+    "write_checkpoint": "megatrain.checkpoint.save",
+}
 
 __all__ = [
     "Checkpoint",
@@ -29,3 +61,9 @@ __all__ = [
     "step_of",
     "write_checkpoint",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'megatrain.checkpoint' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

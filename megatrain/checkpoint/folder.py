@@ -1,23 +1,21 @@
-"""The checkpoints of a run: which there are, the newest that is sound, and which are kept.
+"""The checkpoints of a run: the newest that is sound, and which are kept.
 
-A checkpoint is a folder `step-00001200` that lies with the others of its run. What is kept is decided by a value
+What is kept is decided by a value
 (`Retention`); what a crash has left between two renames is put right by `put_all_right` when a run starts.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatrain.checkpoint.listing import checkpoints, step_of
 from megatrain.checkpoint.load import Checkpoint, open_checkpoint
 from megatrain.checkpoint.manifest import Check, full_check, quick_check, read_manifest
 from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from megatrain.system.atomic import finish_vanishing, vanish
-
-_NAME = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +52,6 @@ class Newest:
 
     checkpoint: Checkpoint | None
     skipped: tuple[str, ...]
-
-
-def checkpoints(folder: str | Path) -> list[Path]:
-    """The folders of checkpoints in `folder`, the newest first, sound or not; none where there is no such folder."""
-    try:
-        inside = list(Path(folder).iterdir())
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise CheckpointError(f"cannot be read ({error.strerror or error})", where=str(folder)) from error
-    found = [path for path in inside if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=step_of, reverse=True)
-
-
-def step_of(checkpoint: Path) -> int:
-    """The step in the name of a checkpoint's folder."""
-    return int(checkpoint.name.removeprefix("step-"))
 
 
 def newest_sound(folder: str | Path, check: Check = full_check) -> Newest:

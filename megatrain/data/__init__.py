@@ -13,6 +13,7 @@ from megatrain.data.detect_kind import (
     holds_samples,
     is_described,
     is_of_hub,
+    require_source,
     source_called,
 )
 from megatrain.data.encode import (
@@ -74,6 +75,7 @@ __all__ = [
     "prepare_samples",
     "prepare_tokens",
     "read_samples",
+    "require_source",
     "source_called",
     "split_samples",
     "split_windows",

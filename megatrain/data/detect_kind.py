@@ -26,6 +26,7 @@ from megatrain.data.read_rows import (
     LeftOut,
     Row,
     read_rows,
+    refuse_missing,
     without_companions,
 )
 from megatrain.data.sample_formats import FIELDS, Format, Schema, detect_schema
@@ -76,6 +77,21 @@ def source_called(
         (source,) = read_dataset_info(entry[0], [entry[1]])
         return source
     return Source(name, schema, split=split, subset=subset, pattern=pattern)
+
+
+def require_source(name: str, schema: Schema) -> None:
+    """Raise `DataError` where nothing is called `name`: no file, no folder, and no data set that the hub could have.
+
+    Nothing but a list of data sets is read.
+    """
+    if _index_and_name(name) is not None:
+        name = source_called(name, schema).name
+    if name == STDLIB or usable_path(name, error=DataError).exists():
+        return
+    if holds_samples(name, schema):
+        refuse_missing(name)
+    else:
+        find_files([name])
 
 
 def is_described(name: str) -> bool:

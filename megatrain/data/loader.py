@@ -19,20 +19,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
 from math import ceil
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
-import torch
 
 from megatrain.data.packing import Batching, Row, SampleRows, collate
 from megatrain.data.sampler import epoch_order, source_behind
 from megatrain.errors import DataError
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = ["Batch", "Loader", "batch_of", "epoch_order", "evaluation_batches"]
 
 # "input_ids" and "labels", int64 tensors of shape (rows, tokens) and of plain text one and the same; see
 # `packing.collate`
-Batch: TypeAlias = dict[str, torch.Tensor]
+Batch: TypeAlias = "dict[str, torch.Tensor]"
 
 STATE_VERSION = 1
 
@@ -239,6 +241,8 @@ def _seed_of(seed: int, source: int) -> int:
 
 def batch_of(rows: Sequence[Row]) -> Batch:
     """`packing.collate` as tensors over the same memory; what is one array stays one tensor."""
+    import torch  # here, so that a mistake in the data is told before it loads
+
     arrays = collate(rows)
     tensors: dict[int, torch.Tensor] = {id(array): torch.from_numpy(array) for array in arrays.values()}
     return {name: tensors[id(array)] for name, array in arrays.items()}

@@ -111,10 +111,16 @@ def read_rows(
         yield from _file_rows(path, left_out)
     elif path.exists():
         raise DataError("neither a file nor a folder", where=name)
-    elif kind_of(path) in SUFFIXES or not HUB_NAME.fullmatch(name) or name.startswith("."):
-        raise missing(path, DataError)
     else:
+        refuse_missing(name)
         yield from _hub_rows(name, split, subset, folder)
+
+
+def refuse_missing(name: str) -> None:
+    """Raise `DataError` for a source of samples that is not on this machine and, by its name, not on the hub."""
+    path = usable_path(name, error=DataError)
+    if not path.exists() and (kind_of(path) in SUFFIXES or not HUB_NAME.fullmatch(name) or name.startswith(".")):
+        raise missing(path, DataError)
 
 
 def without_companions(files: Sequence[SourceFile]) -> list[SourceFile]:

@@ -27,7 +27,6 @@ from megatrain.data import (
     Reference,
     SampleFile,
     SampleRows,
-    Schema,
     TokenFile,
     Tokenizer,
     begins_with_text,
@@ -50,11 +49,11 @@ from megatrain.data import (
     statistics_of,
     unused_tokens,
 )
-from megatrain.data.sample_formats import Format
 from megatrain.dist import ALONE, World
 from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.model import only_single_rows, why_not_packable
 from megatrain.plan import Plan
+from megatrain.run.early_checks import schema_of
 from megatrain.system.paths import usable_path
 
 HELD_OUT_BATCHES = 16
@@ -195,9 +194,7 @@ class _Opening:
         self.tokenizer, self.vocabulary, self.model = tokenizer, vocabulary, model
         self.cache, self.split, self.fraction = config.data.cache_folder, self.data.split, self.data.validation_fraction
         self.prefers = config.train.prefers
-        chosen: Format = "preference" if self.prefers else self.data.format
-        self.schema = Schema(chosen, self.data.columns, self.data.tags)
-        self.schema.refuse_unused()
+        self.schema = schema_of(config)
         self.encoder = Encoder(tokenizer, _options(self.data, self.data.sequence_length))
         self._packs: bool | None = None
 

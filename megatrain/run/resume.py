@@ -11,30 +11,21 @@ anew. It leaves out the state itself (`train.restore`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megatrain.checkpoint import Checkpoint, checkpoints, newest_sound, open_checkpoint, put_all_right, step_of
+from megatrain.checkpoint import Checkpoint, checkpoints, newest_sound, open_checkpoint
 from megatrain.config import Config, PolicySection, TrainSection
 from megatrain.config.renamed_keys import with_new_names
 from megatrain.errors import CheckpointError, ConfigError, DataError
-from megatrain.run.history import METRICS, status_of
+from megatrain.run.earlier_run import AUTO, Say, has_model, is_own, make_way, named_checkpoint
 from megatrain.spec import Numerics
-from megatrain.system.atomic import vanish
-from megatrain.system.paths import usable_path
+from megatrain.system.atomic import put_all_right
 from megatrain.train.batch_feed import Feed
 from megatrain.train.early_stopping import LowestLoss
 
-Say = Callable[[str], None]
-"""Tells the person a line."""
-
-AUTO = "auto"
-MODEL = "model"
-"""What a finished run leaves in its folder."""
-MOST_NAMED = 4
-"""Checkpoints that are named one by one."""
 SIZES = ("global_batch_size", "micro_batch_size", "gradient_accumulation_steps")
 """Keys of `train` that say how a step is cut."""
 NUMERICS = tuple(field.name for field in fields(Numerics) if field.name != "precision")
@@ -83,21 +74,13 @@ def find(config: Config, say: Say) -> Checkpoint | None:
         raise ConfigError("is a file", where=str(config.folder), fix="choose another output.folder")
     put_all_right(config.checkpoints)
     taken = _wanted(config, say)
-    goes = _what_goes(config, taken)
-    if goes.names and not config.output.overwrite:
-        fix = f"{goes.fix}, or output.overwrite=true, which replaces all of this"
-        raise ConfigError(f"{goes.kind}: {' and '.join(goes.names)}", where=str(goes.where), fix=fix)
-    if goes.names:
-        metrics = " and its metrics" if goes.has_metrics else ""
-        say(f"output.overwrite=true: replaces {' and '.join(goes.names)} in {goes.where}{metrics}")
-    elif goes.has_metrics:
-        say(f"replaces the metrics of an earlier run in {config.folder}")
+    make_way(config, taken, say)
     return taken
 
 
 def is_finished(config: Config, taken: Checkpoint, steps: int) -> bool:
     """Whether a checkpoint is the end of this very run, which is to have so many steps, and its model is there."""
-    return (taken.step >= steps or ended_early(config, taken)) and _has_model(config) and is_own(config, taken)
+    return (taken.step >= steps or ended_early(config, taken)) and has_model(config) and is_own(config, taken)
 
 
 def ended_early(config: Config, taken: Checkpoint) -> bool:
@@ -119,76 +102,13 @@ def lowest_at(config: Config, taken: Checkpoint) -> Mapping[str, Any] | None:
     return state if all(then.get(key) == now[key] for key in keys) else None
 
 
-def _has_model(config: Config) -> bool:
-    return (config.folder / MODEL).exists()
-
-
-@dataclass(frozen=True, slots=True)
-class _Goes:
-    """What of an earlier run cannot stay where this one is to write."""
-
-    names: tuple[str, ...] = ()
-    """Whatever took an effort: its model, its checkpoints. Empty where there is nothing."""
-    kind: str = ""
-    where: Path = Path()
-    fix: str = ""
-    """What else can be done."""
-    has_metrics: bool = False
-
-
-def _what_goes(config: Config, taken: Checkpoint | None) -> _Goes:
-    there = [step_of(path) for path in reversed(checkpoints(config.checkpoints))]
-    if taken is not None and is_own(config, taken):  # it goes on; its model is replaced by what becomes of it
-        later = [step for step in there if step > taken.step and _names(config, taken)]
-        what = f"holds checkpoints after step {taken.step:,}, which would be of another past"
-        return _Goes(_steps(later), what, config.checkpoints, "set resume=auto to go on from the newest sound one")
-    has_metrics = (config.folder / METRICS).exists()
-    if not _has_model(config):
-        fix = "set resume=auto to go on, output.folder=NEW"
-        return _Goes(_steps(there), "holds an earlier run", config.checkpoints, fix, has_metrics)
-    status = status_of(config.folder)
-    done = f" of {status['step']:,} steps" if isinstance(status.get("step"), int) else ""
-    names = (f"the model{done}", *_steps(there))
-    length = "train.epochs" if config.train.steps is None else "train.steps"
-    longer = f", resume=auto with more {length} to extend it" if there else ""
-    fix = f"set output.folder=NEW{longer}"
-    return _Goes(names, "holds a finished run", config.folder, fix, has_metrics)
-
-
-def _names(config: Config, taken: Checkpoint) -> bool:
-    """Whether `resume` is this very checkpoint; else it is the newest sound one, and what is newer has been told of."""
-    return config.resume is not None and usable_path(config.resume, where="resume").resolve() == taken.folder
-
-
-def _steps(there: Sequence[int]) -> tuple[str, ...]:
-    """Checkpoints of these steps in words, if there are any."""
-    if not there:
-        return ()
-    if len(there) > MOST_NAMED:
-        return (f"{len(there):,} checkpoints, of steps {there[0]:,} to {there[-1]:,}",)
-    steps = ", ".join(f"{step:,}" for step in there)
-    return (f"the checkpoint of step {steps}" if len(there) == 1 else f"the checkpoints of steps {steps}",)
-
-
 def _wanted(config: Config, say: Say) -> Checkpoint | None:
     """The checkpoint that `resume` asks for. Raises `ConfigError`, `CheckpointError`."""
     if config.resume is None:
         return None
     if config.resume == AUTO:
         return _newest(config.checkpoints, say) if checkpoints(config.checkpoints) else None
-    return _at(usable_path(config.resume, where="resume"), say)
-
-
-def is_own(config: Config, taken: Checkpoint) -> bool:
-    """Whether a checkpoint is of this very run. It may lie elsewhere, behind a link among the others."""
-    return any(path.resolve() == taken.folder for path in checkpoints(config.checkpoints))
-
-
-def remove_others(config: Config, taken: Checkpoint | None) -> None:
-    """Remove checkpoints that will be no part of this run: all, or those after the one that it goes on from."""
-    for path in checkpoints(config.checkpoints):
-        if taken is None or step_of(path) > taken.step:
-            vanish(path)
+    return _at(named_checkpoint(config), say)
 
 
 def facts_of(taken: Checkpoint) -> Mapping[str, Any]:
@@ -310,8 +230,6 @@ def _at(path: Path, say: Say) -> Checkpoint:
     for folder in (path, path / "checkpoints"):
         if folder.is_dir() and checkpoints(folder):
             return _newest(folder, say)
-    if not path.exists():
-        raise ConfigError("there is no such checkpoint", where=f"resume={path}", fix="name a folder step-... or a run")
     return open_checkpoint(path)
 
 

@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import io
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -63,8 +63,11 @@ from megatrain.plan import Plan, find_plan
 from megatrain.plan.report import whole_tokens
 from megatrain.run import resume
 from megatrain.run.data import Corpus, open_corpus, shortened
+from megatrain.run.earlier_run import MODEL, is_own, remove_others
+from megatrain.run.early_checks import keys_named, refuse_mistakes
 from megatrain.run.evaluation import Evaluation, Metric, evaluated, load_metrics, scored
 from megatrain.run.finish import save_trained, say_where, take_best, verify_trained
+from megatrain.run.free_disk import refuse_full_disk
 from megatrain.run.history import CONFIG, METRICS
 from megatrain.run.lm_eval_tasks import Tasks
 from megatrain.run.memory_limits import describe_disk, describe_files, describe_memory, open_disk, refuse_wear
@@ -84,7 +87,7 @@ from megatrain.train.early_stopping import LowestLoss
 from megatrain.train.engine import Engine
 from megatrain.train.events import Compiled, Ended, Event, Resumed, StoppedEarly, Watcher
 from megatrain.train.loop import Task, train
-from megatrain.train.metrics import OPTIONAL, JsonLines, Tracked, identity_of, open_tracker, refuse_missing
+from megatrain.train.metrics import OPTIONAL, JsonLines, Tracked, identity_of, open_tracker
 from megatrain.train.options import EngineOptions, ported_of
 from megatrain.train.progress import Progress, describe_model, loading, printable, show_plan, warn
 from megatrain.train.restore import NewMoments
@@ -103,18 +106,7 @@ WARM_UP = 3
 """Steps after which measured times are compared with the plan's."""
 
 
-@contextmanager
-def _keys_named() -> Iterator[None]:
-    """What an error says of an argument, it says of the key of `train` that the argument is from."""
-    try:
-        yield
-    except MegaTrainError as error:
-        if error.where.partition(",")[0] in TrainSection.model_fields:
-            error.where = f"train.{error.where}"
-        raise
-
-
-@_keys_named()
+@keys_named()
 def run_training(config: Config, console: Console) -> Path:
     """Train as `config` says, telling `console`. Returns the folder of the trained model.
 
@@ -146,7 +138,7 @@ def run_training(config: Config, console: Console) -> Path:
         vocabulary = _check_limits(config, tokenizer, source.model)
         with console.status("planning"):
             ported = ported_of(source, {"precision": config.train.precision}, of_checkpoint=taken is not None)
-            plan = _plan(config, ported.spec, device, ranks)
+            plan = _plan(config, ported.spec, device, ranks, taken)
         config = _resolved(config, plan, ranks)
         with console.status("preparing the data"):
             corpus = open_corpus(config, plan, tokenizer, vocabulary, source.model, ranks.world)
@@ -195,7 +187,7 @@ def _hand_over(config: Config, saved: Path, console: Console) -> None:
 
 def _refuse_early(config: Config, ranks: Ranks) -> None:
     """Raise what can be told before anything is read."""
-    refuse_missing(config.output.trackers)
+    refuse_mistakes(config)
     if config.output.push is not None and ranks.leads:
         refuse_push(config.output.push, PUSH_KEY)
 
@@ -206,7 +198,7 @@ def _leave_model(config: Config, run: _Run, ended: Ended, console: Console) -> P
     engine, of = run.engine, ended.step
     if config.output.best:
         of = take_best(config, engine, of, partial(warn, console))
-    saved = save_trained(config, engine, run.tokenizer, config.folder / resume.MODEL, of)
+    saved = save_trained(config, engine, run.tokenizer, config.folder / MODEL, of)
     if config.output.verify_export and engine.structure.numel < VERIFIED_PARAMETERS:
         verify_trained(config, engine, without_reference(run.corpus.first_batch()), saved, console)
     if config.checkpoint.every:
@@ -221,7 +213,7 @@ def _finished(config: Config, taken: Checkpoint, console: Console) -> Path:
         key, ended = "train.early_stopping_patience", ", ended by its validation loss"
     warn(console, f"{config.folder} is a finished run of {taken.step:,} steps{ended}; set {key} to more to extend it")
     say_where(config.folder, console)
-    return config.folder / resume.MODEL
+    return config.folder / MODEL
 
 
 def _find(config: Config, claim: Claim, say: Callable[[str], None]) -> Checkpoint | None:
@@ -356,8 +348,10 @@ def _check_limits(config: Config, tokenizer: Tokenizer, model: Any) -> int:
     return vocabulary
 
 
-def _plan(config: Config, spec: ModelSpec, device: Device, ranks: Ranks) -> Plan:
-    """How to run it on this machine. Raises `DoesNotFit` before anything is allocated."""
+def _plan(config: Config, spec: ModelSpec, device: Device, ranks: Ranks, taken: Checkpoint | None) -> Plan:
+    """How to run it on this machine. Raises `DoesNotFit` before anything is allocated, `ConfigError` for full disks."""
+    if ranks.leads:
+        refuse_full_disk(config, spec, taken)
     hardware = this_machine(device, config.train.precision, config.train.hardware)
     question = question_of(config, spec, hardware, {"host_threads": ranks.threads})
     plan = find_plan(question) if ranks.alone else ranks.planned(question, device)
@@ -592,9 +586,9 @@ def _health(config: Config, engine: Engine, stop: StopSignals, steps: int, conso
 def _open_watchers(config: Config, taken: Checkpoint | None, stack: ExitStack, console: Console) -> list[Watcher]:
     """Everything that reports, opened for as long as `stack`. The run folder is there, and claimed."""
     folder, say = config.folder, partial(warn, console)
-    goes_on = taken is not None and resume.is_own(config, taken)
+    goes_on = taken is not None and is_own(config, taken)
     step = resume.facts_of(taken)["step"] if taken is not None and goes_on else None
-    resume.remove_others(config, taken if goes_on else None)
+    remove_others(config, taken if goes_on else None)
     stack.callback(_report, folder, say)  # once all others have closed, however the run ends
     once = config.output.model_copy(update={"overwrite": False})  # a consent, and no part of what the run is
     save_config(config.model_copy(update={"output": once}), folder / CONFIG)

@@ -147,6 +147,12 @@ def shown(text: str) -> str:
     return plain if len(plain) <= LONGEST_SHOWN else f"{plain[:half]}...{plain[-half:]}"
 
 
+def nearest_folder(path: Path) -> Path:
+    """The folder in which `path` is, or would be made: itself, or the nearest above that is there."""
+    absolute = path.absolute()
+    return next(each for each in (absolute, *absolute.parents) if each.is_dir())
+
+
 def nearest_path(path: Path) -> Path | None:
     """The existing path most like `path`: a neighbour, similar in name, of the first part that is missing."""
     folder, name = _first_missing(path)

@@ -20,11 +20,10 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatrain.errors import typed_line
 from megatrain.system.paths import written_whole
-from megatrain.train.async_save import Saver
 from megatrain.train.events import (
     Ended,
     Evaluated,
@@ -38,6 +37,9 @@ from megatrain.train.events import (
     StoppedEarly,
     mean_loss,
 )
+
+if TYPE_CHECKING:
+    from megatrain.train.async_save import Saver
 
 STATUS = "status.json"
 THREADS = "megatrain-"

@@ -94,7 +94,7 @@ def test_a_budget_of_host_memory_is_that_of_all_ranks_of_a_machine(tmp_path: Pat
         ranks = Ranks(world, world.rank, world.size)
         with MAKING:
             device = open_device("cpu")
-        return training._plan(config, spec, device, ranks).question.limits
+        return training._plan(config, spec, device, ranks, None).question.limits
 
     assert together(worlds(2), limits) == [Limits(1 << 30, 1 << 30, 0)] * 2
 

@@ -1,0 +1,30 @@
+"""Which checkpoints there are, by the names of their folders: `step-00001200` lies with the others of its run.
+
+It needs no torch, so that an earlier run in the way is told at once. Left out: whether they are sound (`folder`).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from megatrain.errors import CheckpointError
+
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+def checkpoints(folder: str | Path) -> list[Path]:
+    """The folders of checkpoints in `folder`, the newest first, sound or not; none where there is no such folder."""
+    try:
+        inside = list(Path(folder).iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"cannot be read ({error.strerror or error})", where=str(folder)) from error
+    found = [path for path in inside if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in the name of a checkpoint's folder."""
+    return int(checkpoint.name.removeprefix("step-"))

@@ -1,0 +1,48 @@
+"""Whether the disks have room for what a run writes, asked before it plans and long before its first checkpoint.
+
+Counted are one checkpoint (float32 master and two moments of what trains) and the model at the end, for each file
+system together, and what of an earlier run is replaced before as free. Each save asks again, exactly. Left out: the
+checkpoints that are kept beside the first, whose saves are skipped and told where they find no room, and the disk tier.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+from megatrain.checkpoint import Checkpoint, checkpoints
+from megatrain.config import Config
+from megatrain.errors import ConfigError
+from megatrain.plan.host_resources import available_disk_nbytes
+from megatrain.plan.report import amount
+from megatrain.spec import ModelSpec
+from megatrain.system.paths import nearest_folder
+
+STATE_NBYTES = 12
+"""Of a trained parameter in a checkpoint."""
+
+
+def refuse_full_disk(config: Config, spec: ModelSpec, taken: Checkpoint | None) -> None:
+    """Raise `ConfigError` where the run could not write a checkpoint, if it is to write any, and its model."""
+    written = spec.numel if config.adapter is None else spec.trained_numel
+    needs = [(config.folder, written * (4 if config.output.precision == "fp32" else 2), "the model", "output.folder")]
+    if config.checkpoint.every:
+        state = STATE_NBYTES * spec.trained_numel
+        needs.insert(0, (config.checkpoints, state, "a checkpoint", "checkpoint.folder or output.folder"))
+    together = defaultdict(list)
+    for need in needs:
+        together[nearest_folder(need[0]).stat().st_dev].append(need)
+    for on_one_disk in together.values():
+        folder, _, _, key = on_one_disk[0]
+        needed = sum(nbytes for _, nbytes, _, _ in on_one_disk)
+        free = available_disk_nbytes(nearest_folder(folder))
+        if taken is None and any(each == config.checkpoints for each, _, _, _ in on_one_disk):
+            free += sum(_nbytes_in(path) for path in checkpoints(config.checkpoints))
+        if free < needed:
+            names = " and ".join(name for _, _, name, _ in on_one_disk)
+            what = f"needs about {amount(needed)} for {names}, and {amount(free)} are free there"
+            raise ConfigError(what, where=str(folder), fix=f"free some space, or choose another {key}")
+
+
+def _nbytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,22 @@
+"""The names of devices. It needs no torch; left out is whether this machine has the device (`device.open_device`)."""
+
+from __future__ import annotations
+
+from typing import Literal, cast
+
+from megatrain.errors import DeviceError
+from megatrain.spec.fields import shown
+
+DeviceKind = Literal["cpu", "cuda", "sim"]
+
+
+def parse_device(name: object) -> tuple[DeviceKind, int | None]:
+    """The kind of the device called `cpu`, `cuda`, `cuda:N`, `sim` or `sim:SEED`, and the number, if there is one.
+
+    Raises `DeviceError` for any other name, and for what is no text.
+    """
+    kind, _, index = name.partition(":") if isinstance(name, str) else ("", "", "")
+    known = kind in ("cpu", "cuda", "sim") and (not index or (index.isascii() and index.isdigit()))
+    if not known or (kind == "cpu" and index.strip("0")):
+        raise DeviceError(f"{shown(name)} is not a device", where="device", fix="use cpu, cuda:0 or sim:SEED")
+    return cast(DeviceKind, kind), int(index) if index else None

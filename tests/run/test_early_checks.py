@@ -1,0 +1,123 @@
+"""A mistake that needs no model is told before torch loads, and a disk that is too small before the weights do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.config import save_config
+from megatrain.errors import ConfigError, DataError, DeviceError
+from megatrain.run import early_checks, free_disk
+from megatrain.run.earlier_run import refuse_early
+from megatrain.run.early_checks import refuse_mistakes
+from megatrain.train.engine import Engine
+from tests.run.test_training import configuration, train
+
+SLOW = ("torch", "transformers", "numba", "datasets", "rich")
+TELL = """
+import sys
+from megatrain import cli
+config, *mistakes = sys.argv[1:]
+for mistake in mistakes:
+    try:
+        cli.main(["train", config, mistake])
+    except SystemExit as left:
+        assert left.code == 2, left.code
+loaded = set({slow!r}) & set(sys.modules)
+assert not loaded, loaded
+"""
+
+
+def test_a_mistake_that_needs_no_model_loads_no_slow_library(tmp_path: Path) -> None:
+    """All in one process: had one of them loaded torch, it would be there at the end."""
+    save_config(configuration(tmp_path), tmp_path / "config.yaml")
+    (tmp_path / "old" / "model").mkdir(parents=True)
+    (tmp_path / "old" / "status.json").write_text(json.dumps({"step": 2}))
+    told = {
+        f"data.sources={tmp_path}/corpse.txt": "corpse.txt: no such file or folder; did you mean",
+        f"data.validation={tmp_path}/held.jsonl": "held.jsonl: no such file or folder",
+        "data.format=sharegtp": "data.format",
+        "train.device=tpu": "train.device: 'tpu' is not a device",
+        "train.hardware=h300": "train.hardware: no machine is called 'h300'",
+        "train.stps=3": "unknown key train.stps; did you mean train.steps?",
+        f"output.folder={tmp_path}/corpus.txt/run": "corpus.txt is not a folder",
+        f"output.folder={tmp_path}/old": "old: holds a finished run: the model of 2 steps",
+        f"resume={tmp_path}/gone": "gone: there is no such checkpoint",
+    }
+    command = [sys.executable, "-c", TELL.format(slow=SLOW), str(tmp_path / "config.yaml"), *told]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    for line, words in zip(done.stderr.splitlines(), told.values(), strict=True):
+        assert line.startswith("error: ")
+        assert words in line
+
+
+def test_a_sound_configuration_passes(tmp_path: Path) -> None:
+    config = configuration(tmp_path)
+    refuse_mistakes(config)
+    refuse_early(config)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["org/name", "python-stdlib", "{0}", "{0}/dataset_info.json#chats"])
+def test_what_is_there_or_may_be_on_the_hub_is_not_refused(name: str, tmp_path: Path) -> None:
+    config = configuration(tmp_path, data={"sources": [name.format(tmp_path)]})
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"chats": {"file_name": "corpus.txt"}}))
+    refuse_mistakes(config)
+
+
+def test_a_described_data_set_whose_file_is_gone_is_refused(tmp_path: Path) -> None:
+    config = configuration(tmp_path, data={"sources": [f"{tmp_path}/dataset_info.json#chats"]})
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"chats": {"file_name": "gone.json"}}))
+    with pytest.raises(DataError, match=r"gone\.json: no such file or folder"):
+        refuse_mistakes(config)
+
+
+def test_the_run_itself_asks_the_same(tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match=r"train\.device: 'tpu' is not a device"):
+        train(configuration(tmp_path, train={"device": "tpu"}))
+    with pytest.raises(DataError, match=r"gone\.txt: no such file or folder"):
+        train(configuration(tmp_path, data={"sources": [str(tmp_path / "gone.txt")]}))
+
+
+def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def access(path: Path, mode: int) -> bool:
+        return Path(path) != tmp_path
+
+    monkeypatch.setattr(early_checks.os, "access", access)  # root may write everywhere
+    with pytest.raises(ConfigError, match=f"{tmp_path} may not be written; choose another output.folder"):
+        refuse_mistakes(configuration(tmp_path))
+
+
+def test_metrics_alone_are_in_nobodys_way(tmp_path: Path) -> None:
+    config = configuration(tmp_path)
+    config.folder.mkdir()
+    (config.folder / "metrics.jsonl").touch()
+    refuse_early(config)
+    (config.checkpoints / "step-00000001").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="holds an earlier run: the checkpoint of step 1"):
+        refuse_early(config)
+    refuse_early(config.model_copy(update={"resume": "auto"}))  # what is in the way then, its checkpoint says
+
+
+def test_a_disk_that_is_too_small_is_refused_before_the_weights_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise AssertionError("the weights are loaded")
+
+    monkeypatch.setattr(Engine, "from_source", load)
+    asked: list[Path] = []
+    monkeypatch.setattr(free_disk, "available_disk_nbytes", lambda folder: asked.append(folder) or 1_000)
+    what = r"checkpoints: needs about .* for a checkpoint and the model, and .* are free there; free some space"
+    with pytest.raises(ConfigError, match=what):
+        train(configuration(tmp_path, checkpoint={"every": 1}))
+    assert asked == [tmp_path]
+    with pytest.raises(ConfigError, match=r"run: needs about .* for the model, and"):
+        train(configuration(tmp_path, checkpoint={"every": 0}))
+    assert not (tmp_path / "run").exists()
