@@ -7,10 +7,10 @@ A source is
 * `python-stdlib`: the Python code of the running interpreter's standard library (write `./python-stdlib` for
   a folder of that name), so that there is real text where there is no network.
 
-A source named twice counts twice. What a folder holds beyond text is left out and counted by reason, never in
-silence; a file that the user named must be text. Text is UTF-8, a byte-order mark is dropped and line ends
-are kept. A large file comes in pieces cut after a line, so that memory does not grow with it. Links to
-folders are not followed. Left out: Parquet.
+A source named twice counts twice; a file in a folder beside its own compressed copy is read once. What a folder holds
+beyond text is left out and counted by reason, never in silence; a file that the user named must be text. Text is UTF-8,
+a byte-order mark is dropped and line ends are kept. A large file comes in pieces cut after a line, so that memory does
+not grow with it. Links to folders are not followed. Left out: Parquet.
 """
 
 from __future__ import annotations
@@ -27,7 +27,14 @@ from typing import Any, NamedTuple, NoReturn, TextIO
 
 import numpy as np
 
-from megatrain.data.compressed_files import COMPRESSIONS, DamagedData, kind_of, open_bytes, open_text
+from megatrain.data.compressed_files import (
+    COMPRESSIONS,
+    DamagedData,
+    kind_of,
+    open_bytes,
+    open_text,
+    without_compression,
+)
 from megatrain.data.json_text import parsed
 from megatrain.data.token_files import TokenArray, TokenFile, is_token_file, open_tokens, write_tokens
 from megatrain.data.tokenizer import (
@@ -157,7 +164,12 @@ def _folder_files(folder: Path, pattern: str, skipped: Counter[str]) -> list[Pat
     if not found:
         fix = "name a folder with text in it" if glob == "*" else "correct the pattern"
         raise DataError(f"no file matches {pattern!r}", where=str(folder), fix=fix)
-    return sorted(found)
+    once: dict[Path, Path] = {}  # by the name without compression; what has none comes first
+    for path in sorted(found):
+        once.setdefault(without_compression(path), path)
+    if copies := len(found) - len(once):
+        skipped["compressed copy of a file"] += copies
+    return list(once.values())
 
 
 def _is_file(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from collections import Counter
@@ -50,6 +51,16 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "mark.txt").write_bytes(b"\xef\xbb\xbf")
     (tmp_path / ".git" / "config").write_text("hidden")
     return tmp_path
+
+
+def test_a_file_beside_its_compressed_copy_is_read_once(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("first")
+    for name in ("a.txt.gz", "b.txt.gz", "deep/a.txt.gz"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(gzip.compress(name.encode()))
+    assert documents(tmp_path) == (["first", "b.txt.gz", "deep/a.txt.gz"], {"compressed copy of a file": 1})
+    assert documents(tmp_path, pattern="*.gz")[0] == ["a.txt.gz", "b.txt.gz", "deep/a.txt.gz"]
+    assert documents(tmp_path / "a.txt", tmp_path / "a.txt.gz")[0] == ["first", "a.txt.gz"]
 
 
 def test_a_folder_is_read_in_sorted_order_and_what_is_left_out_is_counted(folder: Path) -> None:
