@@ -80,3 +80,28 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> No
         os.chdir(here)
     assert names["model"].num_parameters() > 100_000
     assert (tmp_path / "runs" / "notebook" / "report.html").exists()
+
+
+def test_the_job_for_slurm_is_shell_and_goes_on_by_itself() -> None:
+    path = ROOT / "examples" / "slurm.sh"
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    text = path.read_text()
+    asked = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", text, re.MULTILINE))
+    assert asked["signal"] == "TERM@900"
+    assert asked["gpus-per-node"] in re.findall(r"--nproc-per-node (\d+)", text)
+    assert "resume=auto" in text
+
+
+def test_the_job_for_kubernetes_names_the_pod_that_the_others_meet_at() -> None:
+    service, job = yaml.safe_load_all((ROOT / "examples" / "kubernetes.yaml").read_text())
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    (command,) = container["args"]
+    assert f"{job['metadata']['name']}-0.{service['metadata']['name']}" in command
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert f"--nnodes {job['spec']['completions']} " in command
+    assert f"--nproc-per-node {container['resources']['limits']['nvidia.com/gpu']} " in command
+    (variable,) = container["env"]
+    assert pod["terminationGracePeriodSeconds"] >= int(variable["value"])
+    mounted = {each["name"] for each in container["volumeMounts"]}
+    assert mounted == {each["name"] for each in pod["volumes"]}
