@@ -230,5 +230,5 @@ def test_a_plan_is_for_the_rows_that_the_configuration_tells(
     monkeypatch.setattr(run_module, "find_plan", noted)
     spec, device = port_model(tiny_model(), torch.float32).spec, open_device("sim")
     with pytest.raises(DoesNotFit, match="seen"):
-        run_module._plan(configuration(tmp_path, **changed), spec, device, Ranks())
+        run_module._plan(configuration(tmp_path, **changed), spec, device, Ranks(), None)
     assert asked[0].batching == rows
