@@ -20,6 +20,7 @@ from megatrain.system.paths import read_text
 
 CARD = "README.md"
 NOT_A_PATH = re.compile(r"[\w.-]+(/[\w.-]+)?")
+OF_FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst", ".bin")
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
@@ -88,4 +89,7 @@ def _data(run: Path | None) -> ModelCardData:
 
 
 def _is_of_hub(name: object) -> bool:
-    return isinstance(name, str) and "/" in name and bool(NOT_A_PATH.fullmatch(name)) and not Path(name).exists()
+    """Whether it can only be a name on the hub: no path that is there, nor one of a file that was there for the run."""
+    if not isinstance(name, str) or "/" not in name or name.endswith(OF_FILES):
+        return False
+    return bool(NOT_A_PATH.fullmatch(name)) and not Path(name).exists()

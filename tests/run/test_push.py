@@ -152,7 +152,10 @@ def test_a_model_folder_is_pushed_as_it_is_and_names_of_the_hub_are_told(
     run = tmp_path / "run"
     tiny_model(vocab_size=300).save_pretrained(run / "model")
     load_tokenizer("bytes").save_pretrained(run / "model")
-    tree = {"model": {"path": "org/base"}, "data": {"sources": ["org/chats", str(tmp_path / "mine.jsonl")]}}
+    tree = {
+        "model": {"path": "org/base"},
+        "data": {"sources": ["org/chats", str(tmp_path / "mine.jsonl"), "data/of-the-run.jsonl"]},
+    }
     (run / "config.yaml").write_text(yaml.dump(tree))
     (run / "metrics.jsonl").write_text("")
     with pytest.raises(SystemExit) as left:
