@@ -208,6 +208,7 @@ def test_how_a_run_ends_decides_the_exit_code(
         return tmp_path
 
     monkeypatch.setattr(wiring, "run_training", training)
+    monkeypatch.chdir(tmp_path)  # a clone whose quickstart has run holds one
     quickstart = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
     found = run(capsys, "train", str(quickstart))
     assert (found[0], found[2]) == (code, err)
