@@ -352,6 +352,8 @@ class TrainSection(Section):
             reads = self.prefers if key == "beta" else key.startswith(self.objective)
             if not reads and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"objective={self.objective} does not read {key}; leave it out")
+        if self.early_stopping_threshold and self.early_stopping_patience is None:
+            raise ValueError("early_stopping_threshold is read with early_stopping_patience alone; set that, too")
         return self
 
     @property
@@ -472,6 +474,12 @@ class LmEvalSection(Section):
     """Examples of each task; null is all."""
     num_fewshot: NonNegativeInt | None = None
     """Examples that stand in front of each question; null is what the task says."""
+
+    @model_validator(mode="after")
+    def _has_tasks(self) -> LmEvalSection:
+        if not self.tasks and (given := self.model_dump(exclude_defaults=True)):
+            raise ValueError(f"{', '.join(given)} without tasks is read by nothing; set tasks, or leave it out")
+        return self
 
 
 class CheckpointSection(Section):

@@ -258,9 +258,13 @@ def test_what_lies_in_the_run_folder_in_place_of_checkpoints_is_refused(tmp_path
         _ = config.checkpoints
 
 
+NEEDED = {"lm_eval": ("lm_eval.tasks=[some]",)}
+"""Section -> what its keys are refused without."""
+
+
 def test_every_key_that_holds_a_path_takes_one_and_gives_it_back(tmp_path: Path) -> None:
     for key in (*READ[2:], *FOLDERS, *FILES):
-        config = load(tmp_path, MINIMAL, f"{key}={tmp_path}/new")
+        config = load(tmp_path, MINIMAL, f"{key}={tmp_path}/new", *NEEDED.get(key.partition(".")[0], ()))
         save_config(config, tmp_path / "saved.yaml")
         assert load_config(tmp_path / "saved.yaml") == config
         assert f"{tmp_path}/new" in (tmp_path / "saved.yaml").read_text()
@@ -300,7 +304,7 @@ def test_the_largest_numbers_that_are_taken_go_into_machine_words(tmp_path: Path
     bounded = {"data.workers": 64, "train.target_tokens_per_step": MOST_TOKENS, "train.sample_tokens": 10**6}
     for key, kind in NUMBERS.items():
         if "int" in str(kind):
-            load(tmp_path, MINIMAL, f"{key}={bounded.get(key, 10**18)}")
+            load(tmp_path, MINIMAL, f"{key}={bounded.get(key, 10**18)}", *NEEDED.get(key.partition(".")[0], ()))
     assert keys.MOST_TOKENS == MOST_TOKENS
     assert len(NUMBERS) > 40
 
@@ -420,3 +424,24 @@ def test_files_from_before_there_were_trackers_mean_what_they_meant(tmp_path: Pa
         assert load(tmp_path, text, *overrides).output.trackers == ("tensorboard", "wandb")
     assert load(tmp_path, both, "output.tensorboard=false").output.trackers == ("wandb",)
     assert "output.trackers" in refusal(tmp_path, MINIMAL, "output.trackers=[mlflow]")
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"train": {"early_stopping_threshold": 0.1}}, "early_stopping_threshold is read with early_stopping_patience"),
+        ({"lm_eval": {"every": 5, "limit": 3}}, "every, limit without tasks is read by nothing"),
+    ],
+)
+def test_a_key_that_needs_another_is_refused_without_it(changed: dict[str, Any], told: str, tmp_path: Path) -> None:
+    tree: dict[str, Any] = {
+        "model": {"path": "org/model"},
+        "data": {"sources": ["x.txt"], "sequence_length": 32},
+        "train": {"steps": 1},
+        "output": {"folder": str(tmp_path / "run")},
+    }
+    for section, values in changed.items():
+        tree[section] = {**tree.get(section, {}), **values}
+    (tmp_path / "run.yaml").write_text(json.dumps(tree))
+    with pytest.raises(ConfigError, match=told):
+        load_config(tmp_path / "run.yaml")
