@@ -88,6 +88,8 @@ def test_the_line_counts_passes_over_the_data_and_names_no_memory_that_is_not_us
     text = shown(event, replace(stepped(6), epoch=1.8), log_every=1)
     assert "step  5/10  epoch 1.50/3  loss 4.500" in text
     assert "epoch 1.80  loss" in text
+    part = shown(replace(stepped(5), epoch=0.03, epochs=0.065), log_every=1)
+    assert "epoch" not in part.partition("step  5")[2]  # less than one pass: the steps say as much
     assert "device" not in text.splitlines()[0]
 
 
