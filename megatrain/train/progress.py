@@ -221,7 +221,11 @@ def line_fields(event: Stepped, recent: Sequence[Stepped | Skipped], losses: Seq
     width = len(f"{event.steps:,}")
     return [
         Field(f"step {event.step:>{width},}/{event.steps:,}", 0),
-        *([] if event.epoch is None or (event.epochs or 1.0) < 1.0 else [Field(f"epoch {describe_epoch(event.epoch, event.epochs)}", 5)]),
+        *(
+            []
+            if event.epoch is None or (event.epochs or 1.0) < 1.0
+            else [Field(f"epoch {describe_epoch(event.epoch, event.epochs)}", 5)]
+        ),
         Field(f"loss {mean_loss(recent):.3f}", 1),
         *([Field(sparkline(losses), 9)] if losses else []),
         Field(f"grad {event.grad_norm:.2f}", 6),
