@@ -219,13 +219,12 @@ def line_fields(event: Stepped, recent: Sequence[Stepped | Skipped], losses: Seq
     left = event.elapsed_seconds / (event.step - event.resumed_at) * (event.steps - event.step)
     tiers = "  ".join(f"{tier} {amount(nbytes)}" for tier, nbytes in event.nbytes.items() if nbytes)
     width = len(f"{event.steps:,}")
+    epoch = []
+    if event.epoch is not None and (event.epochs is None or event.epochs >= 1):
+        epoch = [Field(f"epoch {describe_epoch(event.epoch, event.epochs)}", 5)]
     return [
         Field(f"step {event.step:>{width},}/{event.steps:,}", 0),
-        *(
-            []
-            if event.epoch is None or (event.epochs or 1.0) < 1.0
-            else [Field(f"epoch {describe_epoch(event.epoch, event.epochs)}", 5)]
-        ),
+        *epoch,
         Field(f"loss {mean_loss(recent):.3f}", 1),
         *([Field(sparkline(losses), 9)] if losses else []),
         Field(f"grad {event.grad_norm:.2f}", 6),
