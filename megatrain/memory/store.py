@@ -28,7 +28,7 @@ from megatrain.errors import ModelError, PlanError
 from megatrain.memory.checksum import checksum
 from megatrain.memory.pool import Pool
 from megatrain.optim.split_master import bf16_to_f32, join_into, split_into
-from megatrain.schedule.passes.state_buffers import reads_files, saved_size, spare_nbytes, staging_name, state_name
+from megatrain.schedule.passes.state_buffers import Spare, reads_files, spare_of, staging_name, state_name
 from megatrain.spec import ModelSpec, Numerics, Part, Placement, Policy, Precision, Tier
 from megatrain.spec.layout import Field, Layout, Ownership, layout_of
 
@@ -160,20 +160,20 @@ class Store:
 
     def spare_nbytes(self, unit: int) -> int:
         """Host memory that `float32_state` takes: at most the unit, masters and moments, in float32."""
-        away = [part for part in self._sizes(unit) if not self._in_host(unit, part)]
-        saved = self._saved_size(unit)
-        if self.precision == "fp32" and self._reads(unit, saved):
-            away.append(Part.WEIGHTS)
-        return spare_nbytes(self.layouts[unit], self.precision, away, saved)
+        return self._spare(unit).nbytes
+
+    def _spare(self, unit: int) -> Spare:
+        away = [part for part in PARTS if not self._in_host(unit, part)]
+        return spare_of(self.model, unit, self.precision, away, in_files=unit in self._in_files)
 
     def float32_state(self, unit: int, spare: Tensor) -> UnitState:
         """The unit with float32 masters as `hi`, to read: where it lies, or a copy in `spare`, uint8[spare_nbytes].
-        Of a base below an adapter what lies in files is left out (`saved_size`).
+        Of a base below an adapter what lies in files is left out (`Spare.saved`).
 
         It may be asked for by any thread, also beside steps that do not change the unit, unless it is `on_device`.
         Nothing of it is kept open. Raises `DiskError`.
         """
-        sizes, made, saved = self._sizes(unit), self._made_nbytes(unit), self._saved_size(unit)
+        sizes, (saved, made, _) = self._sizes(unit), self._spare(unit)
         if not saved:  # an epilogue that only borrows, or lies in files
             return unit_state({}, self.layouts[unit], "fp32")
         masters, behind = spare[:made], spare[made:]
@@ -212,17 +212,6 @@ class Store:
 
     def _in_host(self, unit: int, part: Part) -> bool:
         return self._tiers[unit, part] == "host"
-
-    def _made_nbytes(self, unit: int) -> int:
-        """Bytes of the float32 masters, where they do not lie in host memory as such."""
-        saved = self._saved_size(unit)
-        at_hand = self.precision == "fp32" and self._in_host(unit, Part.WEIGHTS) and not self._reads(unit, saved)
-        return 0 if at_hand else 4 * saved
-
-    def _saved_size(self, unit: int) -> int:
-        """Elements that `float32_state` gives; in fp32 all, where they are fetched from the disk or the device."""
-        fetched = self.precision == "fp32" and not self._in_host(unit, Part.WEIGHTS)
-        return self.layouts[unit].own_size if fetched else saved_size(self.model, unit)
 
     # Files ----------------------------------------------------------------------------------------------------------
 

@@ -180,40 +180,44 @@ def _kinds(model: ModelSpec) -> tuple[int, ...]:
     return tuple(kinds)
 
 
-def saved_size(model: ModelSpec, unit: int) -> int:
+class Spare(NamedTuple):
+    """Host memory in which a unit's state is put together in float32, for a save beside steps: float32 masters, and
+    behind them what is fetched."""
+
+    saved: int
     """Elements of a unit, from the first on, that a checkpoint holds, or what one rank owns of them: all, but of a base
-    below an adapter what lies in the model's files."""
-    layout = layout_of(model.units[unit])
-    return layout.files_start if model.base_apart and layout.ranks == 1 else layout.own_size
+    below an adapter what lies in the model's files, unless the masters are fetched as they are."""
+    masters: int
+    """Bytes of the masters; 0 where they lie in host memory as such."""
+    fetched: int
+    """Bytes of both halves of the masters, and in their place, once they have been joined, of the moments."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.masters + self.fetched
 
 
-def spare_nbytes(layout: Layout, precision: Precision, away: Collection[Part], saved: int) -> int:
-    """Host memory in which a unit's state is put together in float32, for a save beside steps.
-
-    away: its parts that do not lie in host memory, weights in files among them. Float32 masters take room (`saved`
-    elements), unless they lie there as such; behind them what is fetched: both halves of the masters, and in their
-    place, once they have been joined, the moments.
-    """
-    masters = 0 if precision == "fp32" and Part.WEIGHTS not in away else 4 * saved
+def spare_of(model: ModelSpec, unit: int, precision: Precision, away: Collection[Part], *, in_files: bool) -> Spare:
+    """What a unit takes. away: its parts that do not lie in host memory; in_files: whether weights are read from files
+    behind those that do."""
+    layout, is_master = layout_of(model.units[unit]), precision == "fp32"
+    are_fetched = is_master and Part.WEIGHTS in away
+    is_apart = model.base_apart and layout.ranks == 1 and not are_fetched
+    saved = layout.files_start if is_apart else layout.own_size
+    at_hand = is_master and not are_fetched and not (in_files and saved > layout.files_start)
     sizes = {Part.WEIGHTS: layout.own_size, Part.LOW_BITS: layout.trained.own_size}
-    halves = 0 if precision == "fp32" else 2 * sum(size for part, size in sizes.items() if part in away)
+    halves = 0 if is_master else 2 * sum(size for part, size in sizes.items() if part in away)
     moments = MOMENTS_NBYTES * layout.trained.own_size if Part.MOMENTS in away else 0
-    return masters + max(halves, moments)
+    return Spare(saved, 0 if at_hand else 4 * saved, max(halves, moments))
 
 
 def save_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> int:
-    """Host memory that checkpoints written beside steps take: that of the unit which needs most (`spare_nbytes`)."""
+    """Host memory that checkpoints written beside steps take: that of the unit which needs most (`spare_of`)."""
     found = []
     for unit, placement, _ in units_alike(model, policy):
-        layout = layout_of(model.units[unit])
-        saved, parts = saved_size(model, unit), parts_of(layout, numerics, policy, placement)
-        away = [part.part for part in parts if part.tier not in ("host", "file")]
-        if numerics.precision == "fp32":
-            if Part.WEIGHTS in away:
-                saved = layout.own_size
-            elif reads_files(layout, placement) and saved > layout.files_start:
-                away.append(Part.WEIGHTS)
-        found.append(spare_nbytes(layout, numerics.precision, away, saved))
+        away = [part for part in Part if placement.tier(part) not in ("host", "file")]
+        in_files = reads_files(layout_of(model.units[unit]), placement)
+        found.append(spare_of(model, unit, numerics.precision, away, in_files=in_files).nbytes)
     return max(found)
 
 
