@@ -37,7 +37,7 @@ PARTS = (Part.WEIGHTS, Part.LOW_BITS, Part.MOMENTS)
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 AT_ONCE = 1 << 22
-"""Elements of a frozen parameter that are rounded at one time."""
+"""Elements of what is frozen that are read, compared or rounded at one time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +134,8 @@ class Store:
         for unit, layout in enumerate(self.layouts):
             for field in layout.fields[layout.trained_fields :]:
                 whole = self._masters(unit) if self.model.ranks > 1 else self.unit(unit).hi
-                for start in range(field.start, field.stop, AT_ONCE):
-                    stop = min(start + AT_ONCE, field.stop)
-                    some = self._from_files(unit, start, stop) if self._is_read(unit, field) else whole[start:stop]
-                    values = some if some.dtype == np.float32 else bf16_to_f32(some)
+                for at in _pieces(field.start, field.stop):
+                    values = _float32(self._from_files(unit, at) if self._is_read(unit, field) else whole[at])
                     yield np.pad(values, (0, values.size % 2)).view(np.uint8)  # whole words of 64 bits
 
     def settle(self) -> None:
@@ -226,19 +224,17 @@ class Store:
         """Whether any of the first `stop` elements of a unit are read from files."""
         return unit in self._in_files and stop > self.layouts[unit].files_start
 
-    def _from_files(self, unit: int, start: int, stop: int) -> np.ndarray:
-        """Elements [start, stop) of a unit that lie in files, as they are held; zeros between parameters."""
-        memory = np.zeros(stop - start, self._weight)
-        first = (start - self.layouts[unit].files_start) * memory.itemsize
+    def _from_files(self, unit: int, at: slice) -> np.ndarray:
+        """These elements of a unit, which lie in files, as they are held; zeros between parameters."""
+        memory = np.zeros(at.stop - at.start, self._weight)
+        first = (at.start - self.layouts[unit].files_start) * memory.itemsize
         self.pool.read_files(state_name("file", Part.WEIGHTS, unit), first, torch.from_numpy(memory.view(np.uint8)))
         return memory
 
     def _read_masters(self, unit: int, masters: np.ndarray) -> None:
         """Fill in those of the masters of a unit, float32[size], that lie in files."""
-        for start in range(self.layouts[unit].files_start, masters.size, AT_ONCE):
-            stop = min(start + AT_ONCE, masters.size)
-            some = self._from_files(unit, start, stop)
-            masters[start:stop] = some if some.dtype == np.float32 else bf16_to_f32(some)
+        for at in _pieces(self.layouts[unit].files_start, masters.size):
+            masters[at] = _float32(self._from_files(unit, at))
 
     def _take_into_files(self, unit: int) -> None:
         """Read from files from now on what they hold of a unit's weights, which are in host memory.
@@ -249,9 +245,8 @@ class Store:
         memory, held = self.pool.memory(name), layout.files_start * self._weight.itemsize
         here = memory.numpy().view(self._weight)
         self.pool.enter_files(name, state_name("file", Part.WEIGHTS, unit), memory.numel() - held)
-        for start in range(layout.files_start, layout.size, AT_ONCE):
-            stop = min(start + AT_ONCE, layout.size)
-            if not np.array_equal(here[start:stop], self._from_files(unit, start, stop)):
+        for at in _pieces(layout.files_start, layout.size):
+            if not np.array_equal(here[at], self._from_files(unit, at)):
                 self.pool.leave_files(state_name("file", Part.WEIGHTS, unit))
                 what = f"the frozen weights of {self.model.units[unit].name} are not those in the model's files"
                 raise PlanError(what, where="policy.placements", fix="keep them in host memory or on the disk")
@@ -263,9 +258,8 @@ class Store:
         layout, name = self.layouts[unit], state_name("host", Part.WEIGHTS, unit)
         self.pool.cut(name, layout.size * self._weight.itemsize, like=state_name("file", Part.WEIGHTS, unit))
         here = self.pool.memory(name).numpy().view(self._weight)
-        for start in range(layout.files_start, layout.size, AT_ONCE):
-            stop = min(start + AT_ONCE, layout.size)
-            here[start:stop] = self._from_files(unit, start, stop)
+        for at in _pieces(layout.files_start, layout.size):
+            here[at] = self._from_files(unit, at)
         self.pool.leave_files(state_name("file", Part.WEIGHTS, unit))
         self._in_files.discard(unit)
 
@@ -304,11 +298,9 @@ class Store:
         """Raise `ModelError` unless the files hold that value of a parameter that is read from them."""
         unit, field = self._owner[name]
         flat = value.detach().reshape(-1)
-        for start in range(field.start, field.stop, AT_ONCE):
-            stop = min(start + AT_ONCE, field.stop)
-            new = flat[start - field.start : stop - field.start].to(device="cpu", dtype=torch.float32)
-            here = self._from_files(unit, start, stop)
-            if not np.array_equal(new.numpy(), here if here.dtype == np.float32 else bf16_to_f32(here)):
+        for at in _pieces(field.start, field.stop):
+            new = flat[at.start - field.start : at.stop - field.start].to(device="cpu", dtype=torch.float32)
+            if not np.array_equal(new.numpy(), _float32(self._from_files(unit, at))):
                 fix = "place its weights in host memory or on the disk"
                 raise ModelError("is read from the model's files, which hold other values", where=name, fix=fix)
 
@@ -324,8 +316,7 @@ class Store:
         """Copies of the float32 masters that this rank owns of one parameter, in order."""
         unit, field = self._owner[name]
         if self._is_read(unit, field):
-            found = self._from_files(unit, field.start, field.stop)
-            return [found if found.dtype == np.float32 else bf16_to_f32(found)]
+            return [_float32(self._from_files(unit, slice(field.start, field.stop)))]
         state, pieces = self.unit(unit), self.owned.within(self.layouts[unit], field.start, field.stop)
         return [_joined(state, piece.own) for piece in pieces]
 
@@ -435,6 +426,16 @@ def _tier(placement: Placement, part: Part) -> Tier:
     return "host" if tier == "file" else tier
 
 
+def _pieces(start: int, stop: int) -> Iterator[slice]:
+    """Elements [start, stop), some at a time."""
+    return (slice(at, min(at + AT_ONCE, stop)) for at in range(start, stop, AT_ONCE))
+
+
+def _float32(held: np.ndarray) -> np.ndarray:
+    """The values of weights as they are held."""
+    return held if held.dtype == np.float32 else bf16_to_f32(held)
+
+
 def _tensor(flat: np.ndarray, field: Field) -> Tensor:
     return torch.from_numpy(flat).view(field.shape)
 
@@ -459,9 +460,8 @@ def _joined(state: UnitState, at: slice) -> np.ndarray:
 def _round_into(masters: np.ndarray, hi: np.ndarray) -> bool:
     """Write the bfloat16 nearest to each of the masters into `hi`; whether any was none itself."""
     lost = False
-    for start in range(0, masters.size, AT_ONCE):
-        some = masters[start : start + AT_ONCE]
-        low = np.empty(some.size, np.uint16)
-        split_into(some, hi[start : start + AT_ONCE], low)
+    for at in _pieces(0, masters.size):
+        low = np.empty(at.stop - at.start, np.uint16)
+        split_into(masters[at], hi[at], low)
         lost = lost or bool(low.any())
     return lost
