@@ -65,12 +65,15 @@ def newest_sound(folder: str | Path, check: Check = full_check) -> Newest:
     return Newest(None, tuple(skipped))
 
 
-def lowest_scored(folder: str | Path) -> Checkpoint | None:
-    """The sound checkpoint with the lowest score, the newest of several; `None` where none has a score."""
+def lowest_scored(folder: str | Path, since: int = -1) -> Checkpoint | None:
+    """The sound checkpoint with the lowest score, the newest of several; `None` where none has a score.
+
+    since: a step; scores up to there are of something else, and do not count.
+    """
     scores: list[tuple[float, int, Path]] = []
     for each in checkpoints(folder):
         with suppress(DamagedCheckpoint):
-            if (score := read_manifest(each).score) is not None:
+            if (score := read_manifest(each).score) is not None and step_of(each) > since:
                 scores.append((score, -step_of(each), each))
     for _, _, each in sorted(scores):
         with suppress(DamagedCheckpoint):
@@ -78,12 +81,13 @@ def lowest_scored(folder: str | Path) -> Checkpoint | None:
     return None
 
 
-def prune(folder: str | Path, retention: Retention) -> list[Path]:
+def prune(folder: str | Path, retention: Retention, since: int = -1) -> list[Path]:
     """Remove the checkpoints in `folder` that are not to be kept, and return where they were.
 
     The newest one that looks sound (`quick_check`) always stays, and so does everything newer. One that is damaged
     counts for nothing and goes. What has no sound manifest was not written here, or nobody can tell, and stays. Each
-    goes whole; what an earlier call has left half-deleted goes too. By one thread at a time.
+    goes whole; what an earlier call has left half-deleted goes too. By one thread at a time. since: see
+    `lowest_scored`.
 
     Raises `CheckpointError` for what cannot be removed.
     """
@@ -97,7 +101,7 @@ def prune(folder: str | Path, retention: Retention) -> list[Path]:
             continue
         ours[step_of(each)] = each
         if not quick_check(each):
-            scores[step_of(each)] = manifest.score
+            scores[step_of(each)] = manifest.score if step_of(each) > since else None
     kept = retention.kept(scores)
     going = [path for step, path in ours.items() if step not in kept and step < max(scores, default=0)]
     for path in going:

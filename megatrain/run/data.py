@@ -8,6 +8,7 @@ chosen here and told.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -91,6 +92,11 @@ class Validation:
     micro_batch: int
     limit: int | None = None
     """Of micro-batches, of all sources in turn."""
+
+    @property
+    def identity(self) -> str:
+        """What makes what is measured this and no other, as JSON."""
+        return json.dumps([[each.rows.identity, each.count] for each in self.batches().values()])
 
     def batches(self) -> dict[str, Measured]:
         """The micro-batches of each source, which can be gone through again and again; none is kept."""

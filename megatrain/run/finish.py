@@ -35,13 +35,14 @@ LOGITS = 12
 """Bytes for each logit of the batch that the loss is compared on: as they are, in float32, and their softmax."""
 
 
-def take_best(config: Config, engine: Engine, step: int, say: Callable[[str], None]) -> int:
+def take_best(config: Config, engine: Engine, step: int, since: int, say: Callable[[str], None]) -> int:
     """Give the engine, which is at `step`, the state with the lowest validation loss that has a checkpoint, and return
     the step of that.
 
-    All ranks must call it. Where no checkpoint has a loss, the state stays as it is, and that is told.
+    All ranks must call it. since: a step; losses up to there are of other data. Where no checkpoint has a loss, the
+    state stays as it is, and that is told.
     """
-    found = found_by_first(engine.world, lambda: lowest_scored(config.checkpoints))
+    found = found_by_first(engine.world, lambda: lowest_scored(config.checkpoints, since))
     if found is None:
         say("no checkpoint has a validation loss: the model is the last state")
         return step

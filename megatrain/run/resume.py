@@ -78,28 +78,20 @@ def find(config: Config, say: Say) -> Checkpoint | None:
     return taken
 
 
-def is_finished(config: Config, taken: Checkpoint, steps: int) -> bool:
-    """Whether a checkpoint is the end of this very run, which is to have so many steps, and its model is there."""
-    return (taken.step >= steps or ended_early(config, taken)) and has_model(config) and is_own(config, taken)
+def is_finished(config: Config, taken: Checkpoint) -> bool:
+    """Whether a checkpoint at which a run is over is of this very run, and its model is there."""
+    return has_model(config) and is_own(config, taken)
 
 
-def ended_early(config: Config, taken: Checkpoint) -> bool:
-    """Whether a run that is at this checkpoint is over by its validation loss."""
-    lowest = LowestLoss(config.train.early_stopping_patience)
-    lowest.restore(lowest_at(config, taken))
-    return lowest.is_over
+def lowest_at(config: Config, taken: Checkpoint | None, of: str) -> LowestLoss:
+    """The lowest validation loss when a run begins, or goes on from a checkpoint. of: what is measured now.
 
-
-def lowest_at(config: Config, taken: Checkpoint) -> Mapping[str, Any] | None:
-    """The state of `LowestLoss` at a checkpoint; `None` where the loss is measured on other data now, or never was, and
-    where the checkpoint is another run's: this one has none of the states that were better."""
-    if not is_own(config, taken):
-        return None
-    facts = facts_of(taken)
-    then, now = _flat(facts["config"]), _flat(config.model_dump(mode="json"))
-    keys = ("data.validation", "data.validation_split", "data.validation_fraction", "train.eval_batches")
-    state: Mapping[str, Any] | None = facts.get("validation")
-    return state if all(then.get(key) == now[key] for key in keys) else None
+    It begins anew behind another run's checkpoint: this run has none of the states that were better.
+    """
+    lowest = LowestLoss(config.train.early_stopping_patience, config.train.early_stopping_threshold, of)
+    if taken is not None:
+        lowest.restore(facts_of(taken).get("validation") if is_own(config, taken) else None, taken.step)
+    return lowest
 
 
 def _wanted(config: Config, say: Say) -> Checkpoint | None:

@@ -125,7 +125,7 @@ def run_training(config: Config, console: Console) -> Path:
         taken = found_by_first(ranks.world, lambda: _find(config, claim, say))
         if taken is not None:
             steps = config.train.steps
-            if steps is not None and resume.is_finished(config, taken, steps):
+            if steps is not None and taken.step >= steps and resume.is_finished(config, taken):
                 return _finished(config, taken, console)
             config = resume.as_begun(config, taken)
             resume.refuse_changes(config, taken, say)
@@ -146,10 +146,11 @@ def run_training(config: Config, console: Console) -> Path:
         feed = Feed(corpus.loader)
         begins = 0 if taken is None else resume.take_up_data(feed, taken, config, say)
         steps = _steps(config.train, corpus.loader, begins)
+        lowest = resume.lowest_at(config, taken, f"{loss_of(config)!r} of {corpus.validation.identity}")
         if taken is not None:
-            if resume.is_finished(config, taken, steps):
-                return _finished(config, taken, console)
-            steps = taken.step if resume.ended_early(config, taken) else max(steps, taken.step)
+            if (taken.step >= steps or lowest.is_over) and resume.is_finished(config, taken):
+                return _finished(config, taken, console, ended_early=lowest.is_over)
+            steps = taken.step if lowest.is_over else max(steps, taken.step)
         ranks.at("loading the model")
         with loading(console, "loading the model") as progress:
             engine = stack.enter_context(_engine(config, source, ported, plan, device, taken, progress, ranks))
@@ -162,7 +163,7 @@ def run_training(config: Config, console: Console) -> Path:
                 take_up_reference(config, corpus, engine, plan, taken, progress)
         if config.trace_file is not None and ranks.leads:
             engine.trace(config.trace_file)
-        checkpoints = _checkpoints(config, engine, feed, tokenizer, plan)
+        checkpoints = _checkpoints(config, engine, feed, tokenizer, plan, lowest)
         facts = _show(config, engine, source, ported, corpus, plan, console, steps)
         epochs = _epochs(config.train, corpus.loader, steps - begins)
         own = metrics, tasks
@@ -197,7 +198,7 @@ def _leave_model(config: Config, run: _Run, ended: Ended, console: Console) -> P
     is. Raises `CheckpointError` where the last state could not be saved beside it."""
     engine, of = run.engine, ended.step
     if config.output.best:
-        of = take_best(config, engine, of, partial(warn, console))
+        of = take_best(config, engine, of, run.checkpoints.lowest.since, partial(warn, console))
     saved = save_trained(config, engine, run.tokenizer, config.folder / MODEL, of)
     if config.output.verify_export and engine.structure.numel < VERIFIED_PARAMETERS:
         verify_trained(config, engine, without_reference(run.corpus.first_batch()), saved, console)
@@ -206,10 +207,10 @@ def _leave_model(config: Config, run: _Run, ended: Ended, console: Console) -> P
     return saved
 
 
-def _finished(config: Config, taken: Checkpoint, console: Console) -> Path:
+def _finished(config: Config, taken: Checkpoint, console: Console, *, ended_early: bool = False) -> Path:
     """Tell that there is nothing to train, and return the model that is there."""
     key, ended = "train.epochs" if config.train.steps is None else "train.steps", ""
-    if resume.ended_early(config, taken):
+    if ended_early:
         key, ended = "train.early_stopping_patience", ", ended by its validation loss"
     warn(console, f"{config.folder} is a finished run of {taken.step:,} steps{ended}; set {key} to more to extend it")
     say_where(config.folder, console)
@@ -396,7 +397,9 @@ def _engine(
     return Engine.from_checkpoint(taken, source=source, new=new, ported=ported, progress=progress, **options)
 
 
-def _checkpoints(config: Config, engine: Engine, feed: Feed, tokenizer: Tokenizer, plan: Plan) -> Checkpoints:
+def _checkpoints(
+    config: Config, engine: Engine, feed: Feed, tokenizer: Tokenizer, plan: Plan, lowest: LowestLoss
+) -> Checkpoints:
     """What saves the run. Raises `DoesNotFit` where there is no memory for it."""
     how = config.checkpoint
     if how.every:
@@ -409,7 +412,7 @@ def _checkpoints(config: Config, engine: Engine, feed: Feed, tokenizer: Tokenize
         {"config": resume.with_numbers(config, plan.numerics).model_dump(mode="json")},
         write_more=tokenizer.save_pretrained,
         trust_remote_code=config.model.trust_remote_code,
-        lowest=LowestLoss(config.train.early_stopping_patience, config.train.early_stopping_threshold),
+        lowest=lowest,
     )
 
 
@@ -482,7 +485,6 @@ def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack
     watchers.append(run.ranks.follow)
     _tell(watchers, foreseen(run.plan, engine, run.facts, start))
     if taken is not None:
-        checkpoints.lowest.restore(resume.lowest_at(config, taken))
         _tell(watchers, Resumed(start, run.steps, str(taken.folder)))
     if train_.on_nonfinite == "rollback" and checkpoints.step < 0:
         _tell(watchers, *checkpoints.finish(start))

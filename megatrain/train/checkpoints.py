@@ -148,8 +148,8 @@ class Checkpoints:
         self.engine.restore(found, trust_remote_code=self.trust_remote_code)
         facts = found.training["run"]
         self.feed.leave_out(offending, facts["data"])
-        self.lowest.restore(facts.get("validation"))
         self.step, self.newest = int(facts["step"]), str(found.folder)
+        self.lowest.restore(facts.get("validation"), self.step)
         self._tried = -1  # of another past
         return self.step
 
@@ -180,7 +180,7 @@ class Checkpoints:
     def _prune(self) -> None:
         """On the thread that writes, since removing takes time too."""
         try:
-            prune(self.folder, self.retention)
+            prune(self.folder, self.retention, self.lowest.since)
         except MegaTrainError as error:
             self._untold.append(Warned(max(self.step, 0), str(error)))
 

@@ -15,10 +15,13 @@ from typing import Any
 @dataclass
 class LowestLoss:
     """patience: measurements in a row without a gain after which the run ends; `None` never ends it. threshold: by how
-    much a loss is to lie below the lowest to be a gain."""
+    much a loss is to lie below the lowest to be a gain. of: what is measured, and by which loss."""
 
     patience: int | None = None
     threshold: float = 0.0
+    of: str = ""
+    since: int = -1
+    """Steps done when it began to be of that: losses up to there are of something else."""
     loss: float = math.inf
     step: int = -1
     """After which it was measured; -1 where nothing has been."""
@@ -45,10 +48,12 @@ class LowestLoss:
 
     def state(self) -> dict[str, Any]:
         """In plain values."""
-        return {"loss": self.loss if self.step >= 0 else None, "step": self.step, "waited": self.waited}
+        loss = self.loss if self.step >= 0 else None
+        return {"of": self.of, "since": self.since, "loss": loss, "step": self.step, "waited": self.waited}
 
-    def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Count on from `state`; from the beginning where an earlier version has kept none."""
-        found = state or {"loss": None, "step": -1, "waited": 0}
-        self.loss = math.inf if found["loss"] is None else float(found["loss"])
-        self.step, self.waited = int(found["step"]), int(found["waited"])
+    def restore(self, state: Mapping[str, Any] | None, step: int) -> None:
+        """Count on from `state`, of after `step` steps; begin there where it is of something else, or there is none."""
+        found = state if state is not None and state.get("of") == self.of else {"since": step}
+        self.since, self.step, self.waited = found["since"], found.get("step", -1), found.get("waited", 0)
+        loss = found.get("loss")
+        self.loss = math.inf if loss is None else loss

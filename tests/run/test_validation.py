@@ -14,11 +14,13 @@ import pytest
 from safetensors.torch import load_file
 
 from megatrain import DPO, Engine, Policy
+from megatrain.checkpoint import open_checkpoint
 from megatrain.config import load_config, save_config
 from megatrain.data.packing import REFERENCE
 from megatrain.errors import ConfigError
 from megatrain.run import training
 from megatrain.run.evaluation import evaluated
+from megatrain.train.early_stopping import LowestLoss
 from megatrain.train.events import Evaluated
 from tests.ranks import together, worlds
 from tests.run.test_preferences import dpo_run, preferences
@@ -164,6 +166,24 @@ def test_a_run_that_goes_on_from_one_that_has_ended_early_has_a_lowest_loss_of_i
     said = " ".join(train(config.model_copy(update={"resume": str(tmp_path / "run"), "output": output})).split())
     assert "step 5 stops early" in said
     assert "the model is the state after step 4, which has the lowest validation loss" in said
+
+
+def test_losses_of_what_is_measured_no_more_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (own := tmp_path / "own.txt").write_text("aaaa " * 90)
+    kept = {"every": 1, "keep_last": 1, "keep_best": 1}
+    of = {"data": {"validation": str(own)}, "output": {"best": True}, "checkpoint": kept}
+    config = run_of(tmp_path, **of, train={"steps": 2})
+    falling([1.0, 1.1], monkeypatch)
+    assert "the model is the state after step 1," in " ".join(train(config).split())
+    own.write_text("q9#zK!" * 20)
+    falling([4.0, 3.0, 5.0], monkeypatch)
+    longer = run_of(tmp_path, **of, train={"steps": 5}).model_copy(update={"resume": "auto"})
+    assert "the model is the state after step 4," in " ".join(train(longer).split())
+    there = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert there == ["step-00000004", "step-00000005"]
+    kept_state = open_checkpoint(tmp_path / "run" / "checkpoints" / there[-1]).training["run"]["validation"]
+    (again := LowestLoss(of=kept_state["of"])).restore(kept_state, 5)
+    assert (again.since, again.step, again.loss, again.waited) == (2, 4, 3.0, 1)
 
 
 def test_what_goes_by_the_validation_loss_needs_one(tmp_path: Path) -> None:
