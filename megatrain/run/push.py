@@ -5,7 +5,6 @@ The card gets what the hub reads of it (base model, data sets, tags) in front. A
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,8 +18,6 @@ from megatrain.run.history import CONFIG
 from megatrain.system.paths import read_text
 
 CARD = "README.md"
-NOT_A_PATH = re.compile(r"[\w.-]+(/[\w.-]+)?")
-OF_FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst", ".bin")
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
@@ -47,10 +44,10 @@ def push(folder: Path, name: str, where: str, run: Path | None = None) -> str:
     run: the folder of the run that has trained it, whose configuration tells base model and data. The card comes last,
     so that a repository with a card is whole. Raises `ExportError` where the hub refuses it; what it has by then stays.
     """
-    card = _data(run).to_yaml()
-    text = f"---\n{card}\n---\n\n{read_text(folder / CARD)}" if (folder / CARD).exists() else f"---\n{card}\n---\n"
     api = HfApi()
     try:
+        card = _data(run, api).to_yaml()
+        text = f"---\n{card}\n---\n" + (f"\n{read_text(folder / CARD)}" if (folder / CARD).exists() else "")
         address = api.create_repo(name, private=True, exist_ok=True)
         api.upload_folder(repo_id=address.repo_id, folder_path=folder, ignore_patterns=[CARD], commit_message="Model")
         with TemporaryDirectory() as beside:
@@ -60,13 +57,13 @@ def push(folder: Path, name: str, where: str, run: Path | None = None) -> str:
         code = error.response.status_code
         fix = LOG_IN if code in (401, 403) else "push again; what the hub has already is not sent twice"
         raise ExportError(f"the hub refuses {name} ({first_line(error)})", where=where, fix=fix) from error
-    except OSError as error:
+    except Exception as error:  # the client's network errors have no common base but this
         fix = "push again; what the hub has already is not sent twice"
         raise ExportError(f"could not be pushed ({first_line(error)})", where=where, fix=fix) from error
     return str(address)
 
 
-def _data(run: Path | None) -> ModelCardData:
+def _data(run: Path | None, api: HfApi) -> ModelCardData:
     """What the hub reads of a card. Base model and data sets are told where they are names on the hub, not paths."""
     tree: dict[str, object] = {}
     if run is not None:
@@ -78,18 +75,21 @@ def _data(run: Path | None) -> ModelCardData:
     model, data, adapter = (tree.get(name) for name in ("model", "data", "adapter"))
     base = model.get("path") if isinstance(model, dict) else None
     sources = data.get("sources") if isinstance(data, dict) else None
-    named = [each for each in ([sources] if isinstance(sources, str) else sources or []) if _is_of_hub(each)]
+    named = [sources] if isinstance(sources, str) else sources or []
     return ModelCardData(
-        base_model=base if _is_of_hub(base) else None,
-        datasets=named or None,
+        base_model=base if _is_of_hub(api, base, "model") else None,
+        datasets=[each for each in named if _is_of_hub(api, each, "dataset")] or None,
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
         tags=["megatrain"],
     )
 
 
-def _is_of_hub(name: object) -> bool:
-    """Whether it can only be a name on the hub: no path that is there, nor one of a file that was there for the run."""
-    if not isinstance(name, str) or "/" not in name or name.endswith(OF_FILES):
+def _is_of_hub(api: HfApi, name: object, kind: str) -> bool:
+    """Whether the hub has it: a path of the run need not be here any more, and may look like a name."""
+    if not isinstance(name, str) or Path(name).exists():
         return False
-    return bool(NOT_A_PATH.fullmatch(name)) and not Path(name).exists()
+    try:
+        return api.repo_exists(name, repo_type=kind)
+    except HFValidationError:
+        return False

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from megatrain.cli import main
 from megatrain.data import load_tokenizer
 from megatrain.errors import ExportError
+from megatrain.run.push import push
 from tests.run.test_training import configuration, train
 from tests.tiny import tiny_model
 
@@ -64,8 +65,13 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         def do_GET(self) -> None:
             if self.path == "/api/whoami-v2":
                 self.answer({"name": "someone", "type": "user", "auth": {"accessToken": {"role": "write"}}})
+            elif self.path in ("/api/models/org/base", "/api/datasets/org/chats"):
+                self.answer({"id": self.path.split("/", 3)[3], "tags": [], "siblings": []})
             else:
-                self.answer({"error": "not found"}, 404)
+                self.send_response(404)
+                self.send_header("X-Error-Code", "RepoNotFound")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
 
         def do_PUT(self) -> None:
             held.objects[self.path.rpartition("/")[2]] = self.body()
@@ -154,7 +160,7 @@ def test_a_model_folder_is_pushed_as_it_is_and_names_of_the_hub_are_told(
     load_tokenizer("bytes").save_pretrained(run / "model")
     tree = {
         "model": {"path": "org/base"},
-        "data": {"sources": ["org/chats", str(tmp_path / "mine.jsonl"), "data/of-the-run.jsonl"]},
+        "data": {"sources": ["org/chats", str(tmp_path / "mine.jsonl"), "data/of-the-run.jsonl", "of/the-run"]},
     }
     (run / "config.yaml").write_text(yaml.dump(tree))
     (run / "metrics.jsonl").write_text("")
@@ -198,6 +204,12 @@ def test_a_run_whose_user_the_hub_does_not_know_is_refused_before_it_begins(
     with pytest.raises(ExportError, match=r"output\.push: nobody is logged in to the hub; log in with `hf auth login`"):
         train(configuration(tmp_path, output={"folder": str(tmp_path / "run"), "push": "someone/small"}))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_hub_that_is_gone_when_the_run_ends_is_one_line(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", f"{ADDRESS}:1")
+    with pytest.raises(ExportError, match=r"output\.push: could not be pushed \(.*; push again"):
+        push(Path("model"), "someone/small", "output.push")
 
 
 def test_a_hub_that_refuses_costs_the_run_nothing(hub: Hub, tmp_path: Path) -> None:
