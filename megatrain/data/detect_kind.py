@@ -33,9 +33,8 @@ from megatrain.data.sample_formats import FIELDS, Format, Schema, detect_schema
 from megatrain.data.sample_sources import Source
 from megatrain.data.text_sources import STDLIB, find_files
 from megatrain.data.token_files import is_token_file
-from megatrain.data.tokenizer import HUB_NAME
 from megatrain.errors import DataError, SampleError
-from megatrain.system.paths import usable_path
+from megatrain.system.paths import may_be_hub_name, usable_path
 
 FIRST_ROWS = 1000
 """Of a JSON file: how many are looked at for one of a known format."""
@@ -65,7 +64,7 @@ def holds_samples(name: str, schema: Schema | None = None, pattern: str = "*") -
             _require_text(path, schema)
         return kind_of(path) in (".json", ".ndjson") or _is_rich(path, schema)
     may_be_of_hub = not path.suffix or path.suffix[1].isdigit()  # `OpenHermes-2.5`
-    return may_be_of_hub and bool(HUB_NAME.fullmatch(name)) and "/" in name
+    return may_be_of_hub and may_be_hub_name(name) and "/" in name
 
 
 def source_called(

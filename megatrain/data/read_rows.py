@@ -27,9 +27,8 @@ from typing import Any, Literal, TextIO
 from megatrain.data.compressed_files import DamagedData, kind_of, open_bytes, open_text, without_compression
 from megatrain.data.json_text import Malformed, elements, parsed
 from megatrain.data.text_sources import SourceFile, find_files
-from megatrain.data.tokenizer import HUB_NAME
 from megatrain.errors import DataError, SampleError, first_line
-from megatrain.system.paths import missing, nearest_path, read_json, refuse_unreadable_in, usable_path
+from megatrain.system.paths import may_be_hub_name, missing, nearest_path, read_json, refuse_unreadable_in, usable_path
 
 # What is not trained on, counted by reason, with the place of the first of each.
 #
@@ -119,7 +118,7 @@ def read_rows(
 def refuse_missing(name: str) -> None:
     """Raise `DataError` for a source of samples that is not on this machine and, by its name, not on the hub."""
     path = usable_path(name, error=DataError)
-    if not path.exists() and (kind_of(path) in SUFFIXES or not HUB_NAME.fullmatch(name) or name.startswith(".")):
+    if not path.exists() and (kind_of(path) in SUFFIXES or not may_be_hub_name(name)):
         raise missing(path, DataError)
 
 

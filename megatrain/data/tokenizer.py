@@ -16,7 +16,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -26,7 +25,7 @@ import numpy.typing as npt
 
 from megatrain.data.token_files import TokenArray
 from megatrain.errors import DataError, first_line
-from megatrain.system.paths import missing, nearest_path, refuse_unreadable_in, usable_path
+from megatrain.system.paths import may_be_hub_name, missing, nearest_path, refuse_unreadable_in, usable_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,7 +34,6 @@ Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
 
 END_OF_TEXT = "<|endoftext|>"
 HUB_TIMEOUT_SECONDS = 5.0
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # `gpt2` or `organisation/model`; anything else is a path
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -55,7 +53,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         return _from_pretrained(str(folder), local=True)
     if folder.is_file():
         raise DataError("is a file, not a tokenizer folder", where=name, fix=f"name its folder: {folder.parent}")
-    if folder.exists() or not HUB_NAME.fullmatch(name) or name.startswith("."):
+    if folder.exists() or not may_be_hub_name(name):
         raise missing(folder, DataError)
     try:
         return _from_pretrained(name, local=True)

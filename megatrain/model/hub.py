@@ -18,7 +18,14 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from megatrain.errors import ModelError, first_line
-from megatrain.system.paths import read_json, refuse_special, refuse_unreadable_in, usable_path
+from megatrain.system.paths import (
+    HUB_NAME,
+    may_be_hub_name,
+    read_json,
+    refuse_special,
+    refuse_unreadable_in,
+    usable_path,
+)
 
 ADAPTER = "adapter_config.json"
 """What peft writes in place of a config.json."""
@@ -96,10 +103,10 @@ def _no_model(folder: Path, where: str) -> ModelError:
 
 
 def _refuse_absent(path: Path, text: str, where: str, revision: str | None) -> None:
-    if path.is_absolute() or len(path.parts) > 2 or text.startswith((".", "~")) or text.endswith((".json", "/")):
-        raise ModelError("no such folder or file", where=where, fix="give a Hugging Face folder, or a hub name")
-    if len(path.parts) == 2 and path.parent.is_dir():
-        fix = f"the folder {path.parent} is here and holds no {path.name}; for the hub's, start from another folder"
+    if text.endswith(".json") or not may_be_hub_name(text):
+        fix = "give a Hugging Face folder, or a hub name"
+        if HUB_NAME.fullmatch(text) and path.parent.name and path.parent.is_dir():
+            fix = f"the folder {path.parent} is here and holds no {path.name}; for the hub's, start from another folder"
         raise ModelError("no such folder or file", where=where, fix=fix)
     cached = try_to_load_from_cache(text, "config.json", revision=revision)
     if (reason := _why_unreachable(text)) and not isinstance(cached, str):

@@ -14,6 +14,7 @@ import difflib
 import errno
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -29,6 +30,9 @@ LARGEST_NBYTES = 1 << 30
 READ_WHOLE = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 MAPPED = (".safetensors", ".bin", ".pt", ".pth", ".arrow", ".parquet")
 """Suffixes of what libraries read in a folder of a model, a tokenizer or a data set."""
+
+HUB_NAME = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?")
+"""What a name on the Hugging Face hub looks like."""
 
 LONGEST_SHOWN = 160
 """Characters of a path in an error."""
@@ -145,6 +149,15 @@ def shown(text: str) -> str:
     plain = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
     half = LONGEST_SHOWN // 2
     return plain if len(plain) <= LONGEST_SHOWN else f"{plain[:half]}...{plain[-half:]}"
+
+
+def may_be_hub_name(name: str) -> bool:
+    """Whether `name`, by which nothing is here, may be one on the Hugging Face hub: `gpt2` or `organisation/model`.
+
+    Anything else is a path, and so is `a/b` where there is a folder `a`.
+    """
+    folder, slash, _ = name.partition("/")
+    return bool(HUB_NAME.fullmatch(name)) and not (slash and Path(folder).is_dir())
 
 
 def nearest_folder(path: Path) -> Path:

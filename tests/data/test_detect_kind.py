@@ -11,7 +11,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from megatrain.data import Source, holds_samples, prepare_tokens, read_samples, source_called
+from megatrain.data import Source, holds_samples, prepare_tokens, read_samples, require_source, source_called
 from megatrain.data.read_rows import LeftOut
 from megatrain.data.sample_formats import Schema
 from megatrain.data.tokenizer import load_tokenizer
@@ -155,6 +155,18 @@ def test_a_pattern_chooses_the_files_of_samples(tmp_path: Path) -> None:
 def test_a_name_of_the_hub_may_end_in_a_version() -> None:
     assert holds_samples("teknium/OpenHermes-2.5")
     assert not holds_samples("data/missing.json5")
+
+
+def test_what_is_missing_in_a_folder_that_is_here_is_no_name_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines(tmp_path / "data" / "chats.jsonl", CHAT)
+    monkeypatch.chdir(tmp_path)
+    for schema in (Schema(), Schema("chat")):
+        with pytest.raises(DataError, match=r"no such file or folder; did you mean .*data/chats\.jsonl"):
+            require_source("data/chats", schema)
+    with pytest.raises(DataError, match=r"no such file or folder"):
+        load_tokenizer("data/chats")
 
 
 def test_a_link_without_a_suffix_behind_it_is_what_its_name_says(tmp_path: Path) -> None:
