@@ -35,6 +35,14 @@ REFERENCE = packing.REFERENCE
 class _OfPairs(LogProbLoss):
     """A loss of preferences: rows 0, 2, ... are chosen, the row after each is rejected; the divisor is pairs."""
 
+    beta: float
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        check_fields(self, ConfigError, f"{name}.")
+        if self.beta == 0:
+            raise ConfigError("a beta of 0 learns nothing", where=f"{name}.beta", fix="use a number above 0")
+
     def divisor(self, batch: MicroBatch) -> float:
         """Pairs. Raises `BatchError` for rows that are no pairs, or one without a target."""
         count, where = len(batch["labels"]), type(self).__name__
@@ -60,12 +68,6 @@ def _reported(rewards: Tensor, sums: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _above_zero(loss: _OfPairs, name: str) -> None:
-    if getattr(loss, name) == 0:
-        where = f"{type(loss).__name__}.{name}"
-        raise ConfigError(f"a {name} of 0 learns nothing", where=where, fix="use a number above 0")
-
-
 @dataclass(frozen=True)
 class DPO(_OfPairs):
     """Direct preference optimization, per pair; rows 0, 2, ... are chosen, the row after each is rejected.
@@ -87,8 +89,7 @@ class DPO(_OfPairs):
     own = (REFERENCE,)
 
     def __post_init__(self) -> None:
-        check_fields(self, ConfigError, "DPO.")
-        _above_zero(self, "beta")
+        super().__post_init__()
         if self.label_smoothing == 0.5:
             raise ConfigError("a label smoothing of 0.5 learns nothing", where="DPO.label_smoothing", fix="use less")
         if self.loss_type == "ipo" and self.label_smoothing:
@@ -130,10 +131,6 @@ class ORPO(_OfPairs):
 
     beta: Annotated[float, Bounds(0)] = 0.1
 
-    def __post_init__(self) -> None:
-        check_fields(self, ConfigError, "ORPO.")
-        _above_zero(self, "beta")
-
     def __call__(self, log_probs: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Sums over the pairs of a micro-batch."""
         sums = log_probs.sum(dim=1)
@@ -156,10 +153,6 @@ class SimPO(_OfPairs):
 
     beta: Annotated[float, Bounds(0)] = 2.0
     gamma: Annotated[float, Bounds(0)] = 1.0
-
-    def __post_init__(self) -> None:
-        check_fields(self, ConfigError, "SimPO.")
-        _above_zero(self, "beta")
 
     def __call__(self, log_probs: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Sums over the pairs of a micro-batch."""
