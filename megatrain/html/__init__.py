@@ -3,7 +3,7 @@
 What a page is about comes from elsewhere (`plan.html`, `run.report`). Every text is escaped here, on its way in.
 """
 
-from megatrain.html.charts import Curve, Happening, chart, chart_scripts, smoothed
+from megatrain.html.charts import Curve, Happening, chart, chart_scripts, marked, smoothed
 from megatrain.html.colours import ink_on
 from megatrain.html.elements import bar, definitions, document, section, table
 from megatrain.html.timeline import TIMELINE, DrawnOp, timeline, timeline_content
@@ -19,6 +19,7 @@ __all__ = [
     "definitions",
     "document",
     "ink_on",
+    "marked",
     "section",
     "smoothed",
     "table",

@@ -39,6 +39,12 @@ class Curve:
     points: bool = False
 
 
+def marked(name: str, points: Sequence[tuple[float, float]], colour: int) -> Curve:
+    """A curve of steps and values, in the order of the steps, each marked."""
+    ordered = np.array(sorted(points), np.float64)
+    return Curve(name, ordered[:, 0], ordered[:, 1], colour, points=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Happening:
     """Something that happened at a step, and what sort of thing it was."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatrain.config.load import parse
 from megatrain.errors import ConfigError
-from megatrain.html import Curve, chart, chart_scripts, document, section, smoothed, table
+from megatrain.html import Curve, chart, chart_scripts, document, marked, section, smoothed, table
 from megatrain.plan.report import duration
-from megatrain.run.history import History, read_history
+from megatrain.run.history import History, config_of, read_history
 from megatrain.run.report import DATA, smoothing_window, write_page
 
 COMPARISON = "comparison.html"
@@ -56,9 +54,9 @@ def render_comparison(runs: Sequence[History]) -> str:
         return list(np.nancumsum(np.asarray(run.columns["tokens"])))
 
     held = [
-        Curve(name, [each.step for each in ordered], [each.loss for each in ordered], colour, points=True)
+        marked(name, [(each.step, each.loss) for each in run.evaluated], colour)
         for colour, (name, run) in enumerate(pairs)
-        if (ordered := sorted(run.evaluated, key=lambda each: each.step))
+        if run.evaluated
     ]
     losses = [chart(charts, "loss", "training loss, smoothed", of_all(lambda run: run.columns["loss"], steps))]
     if held:
@@ -101,11 +99,7 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 def _rows(pairs: Sequence[tuple[str, History]]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for name, run in pairs:
-        columns = run.columns
-        tokens, seconds = (float(np.nansum(np.asarray(columns[each]))) for each in ("tokens", "seconds"))
-        last = [loss for loss in columns["loss"][-smoothing_window(len(columns["loss"])) :] if math.isfinite(loss)]
-        held = [each for each in run.evaluated if math.isfinite(each.loss)]
-        best = min(held, key=lambda each: each.loss, default=None)
+        tokens, seconds, last, best = run.total("tokens"), run.total("seconds"), run.last_losses(), run.best
         rows.append(
             (
                 name,
@@ -123,18 +117,11 @@ def _rows(pairs: Sequence[tuple[str, History]]) -> list[tuple[str, ...]]:
 
 def _differences(names: Sequence[str], runs: Sequence[History]) -> str:
     """A row for each key that is not the same in all."""
-    flat = [_flat(_parsed(run.config)) for run in runs]
+    flat = [_flat(config_of(run.folder)) for run in runs]
     keys = [key for key in dict.fromkeys(key for each in flat for key in each) if len({e.get(key) for e in flat}) > 1]
     if not keys:
         return "<p>nothing</p>"
     return table(("key", *names), [(key, *(each.get(key, "") for each in flat)) for key in keys])
-
-
-def _parsed(config: str) -> Any:
-    try:
-        return parse(config, "config.yaml", {})
-    except ConfigError:
-        return None
 
 
 def _flat(value: Any, within: str = "") -> dict[str, str]:

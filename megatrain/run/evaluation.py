@@ -18,6 +18,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def evaluated(
 
 def _rounds(batches: Iterable[Batch], together: int) -> Iterator[list[Batch]]:
     rest = iter(batches)
-    while round_ := [batch for _, batch in zip(range(together), rest, strict=False)]:
+    while round_ := list(islice(rest, together)):
         yield round_
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -78,8 +77,7 @@ def _losses(config: Config, steps: int) -> dict[str, str]:
         history = read_history(config.folder)
     except ConfigError:
         return {}
-    by_step = zip(history.columns["step"], history.columns["loss"], strict=True)
-    last = [loss for step, loss in by_step if step <= steps and math.isfinite(loss)][-50:]
+    last = history.last_losses(steps)
     told = {"training loss": f"{sum(last) / len(last):.4f}, mean of the last {len(last):,} steps"} if last else {}
     measured = max((each for each in history.evaluated if each.step <= steps), key=lambda each: each.step, default=None)
     if measured is not None:

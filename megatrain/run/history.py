@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatrain.config.load import parse
 from megatrain.errors import ConfigError
 from megatrain.html import DrawnOp, timeline_content
 from megatrain.plan.analysis import STREAM_WORDS
@@ -30,6 +31,8 @@ COLUMNS = (
 """What is kept of each step."""
 OLDER_NAMES = {"mfu": "light_share"}
 """Of columns, in the metrics that earlier versions wrote."""
+LAST = 50
+"""Steps whose mean loss is told as that of the end."""
 MOST_OPS = 200_000
 """Of a trace that is still drawn."""
 
@@ -90,6 +93,21 @@ class History:
     def done(self) -> int:
         """The last step that counts."""
         return int(self.columns["step"][-1]) if self.columns["step"] else 0
+
+    @property
+    def best(self) -> HeldOut | None:
+        """The lowest loss of held-out text, the first of several."""
+        finite = (each for each in self.evaluated if math.isfinite(each.loss))
+        return min(finite, key=lambda each: each.loss, default=None)
+
+    def last_losses(self, step: float = math.inf) -> list[float]:
+        """The finite losses of the last `LAST` steps up to `step`."""
+        both = zip(self.columns["step"], self.columns["loss"], strict=True)
+        return [loss for at, loss in both if at <= step and math.isfinite(loss)][-LAST:]
+
+    def total(self, name: str) -> float:
+        """The sum of a column, without what is not a number."""
+        return math.fsum(value for value in self.columns[name] if not math.isnan(value))
 
     def share(self, name: str) -> list[float]:
         """A column of seconds, as shares of the seconds of each step."""
@@ -187,6 +205,15 @@ def status_of(folder: Path) -> Mapping[str, Any]:
     """What the `status.json` of a run says (`train.status`); empty where there is none."""
     status = _json(folder / STATUS)
     return status if isinstance(status, dict) else {}
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """What the `config.yaml` of a run says; empty where there is none that can be read."""
+    try:
+        found = parse(read_text(folder / CONFIG), CONFIG, {})
+    except (OSError, ValueError, ConfigError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def timeline_in(trace: Any) -> dict[str, Any] | None:

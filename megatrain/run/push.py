@@ -12,9 +12,8 @@ from huggingface_hub import HfApi, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 from huggingface_hub.utils._validators import validate_repo_id
 
-from megatrain.config.load import parse
-from megatrain.errors import ConfigError, ExportError, first_line
-from megatrain.run.history import CONFIG
+from megatrain.errors import ExportError, first_line
+from megatrain.run.history import config_of
 from megatrain.system.paths import read_text
 
 CARD = "README.md"
@@ -65,13 +64,7 @@ def push(folder: Path, name: str, where: str, run: Path | None = None) -> str:
 
 def _data(run: Path | None, api: HfApi) -> ModelCardData:
     """What the hub reads of a card. Base model and data sets are told where they are names on the hub, not paths."""
-    tree: dict[str, object] = {}
-    if run is not None:
-        try:
-            found = parse(read_text(run / CONFIG), CONFIG, {})
-            tree = found if isinstance(found, dict) else {}
-        except (OSError, ConfigError):
-            tree = {}
+    tree = {} if run is None else config_of(run)
     model, data, adapter = (tree.get(name) for name in ("model", "data", "adapter"))
     base = model.get("path") if isinstance(model, dict) else None
     sources = data.get("sources") if isinstance(data, dict) else None

@@ -28,6 +28,7 @@ from megatrain.html import (
     chart_scripts,
     definitions,
     document,
+    marked,
     section,
     smoothed,
     table,
@@ -94,22 +95,19 @@ def _summary(run: History, now: float) -> list[tuple[str, str]]:
     columns, rows = run.columns, []
     rows.append(("state", _state(run, now)))
     rows.append(("steps", f"{run.done:,} of {run.steps:,}{_epochs(run)}"))
-    tokens, seconds = _total(columns["tokens"]), _total(columns["seconds"])
+    tokens, seconds = run.total("tokens"), run.total("seconds")
     if seconds:
         rows.append(("time in steps", duration(seconds)))
         rows.append(("tokens", f"{tokens:,.0f}, {tokens / seconds:,.0f} a second"))
-        mfu = _total(np.asarray(columns["mfu"]) * np.asarray(columns["seconds"])) / seconds
-        waits = (_total(columns["data_seconds"]) + _total(columns["stall_seconds"])) / seconds
+        mfu = float(np.nansum(np.asarray(columns["mfu"]) * np.asarray(columns["seconds"]))) / seconds
+        waits = (run.total("data_seconds") + run.total("stall_seconds")) / seconds
         rows.append(("MFU", f"{mfu:.0%} of the measured peak; compute waited {waits:.1%} of the time"))
-        recent = [loss for loss in columns["loss"][-50:] if math.isfinite(loss)]
-        if recent:
-            rows.append(("loss", f"{columns['loss'][0]:.4f} at first, {sum(recent) / len(recent):.4f} over the last"))
+        if last := run.last_losses():
+            rows.append(("loss", f"{columns['loss'][0]:.4f} at first, {sum(last) / len(last):.4f} over the last"))
     if run.evaluated:
-        last = run.evaluated[-1]
-        best = min(run.evaluated, key=lambda each: (math.isnan(each.loss), each.loss))
-        rows.append(("held-out text", _held_out(last)))
-        if best.step != last.step:
-            rows.append(("best", _held_out(best)))
+        rows.append(("held-out text", _held_out(run.evaluated[-1])))
+        if run.best is not None and run.best.step != run.evaluated[-1].step:
+            rows.append(("best", _held_out(run.best)))
     if run.planned.get("seconds") and seconds:
         foreseen, steps = float(run.planned["seconds"]), len(columns["seconds"])
         middle = float(np.nanmedian(np.asarray(columns["seconds"])))
@@ -131,7 +129,7 @@ def _state(run: History, now: float) -> str:
 
 
 def _loss(run: History, charts: dict[str, Any]) -> str:
-    html = chart(charts, "loss", "loss", loss_curves(run), _happenings(run))
+    html = chart(charts, "loss", "loss", _loss_curves(run), _happenings(run))
     html += _by_name(
         charts, "sources", "loss of each validation source", [(h.step, h.by_source) for h in run.evaluated]
     )
@@ -150,7 +148,7 @@ def _by_name(charts: dict[str, Any], key: str, title: str, measured: Sequence[tu
     if not names:
         return ""
     points = {name: [(float(step), found[name]) for step, found in measured if name in found] for name in names}
-    curves = [_points(name, points[name], colour=at) for at, name in enumerate(names)]
+    curves = [marked(name, points[name], at) for at, name in enumerate(names)]
     rows = [(name, f"{at:,.0f}", f"{value:.4g}") for name in names for at, value in points[name][-1:]]
     return chart(charts, key, title, curves) + table((title, "step", "last"), rows)
 
@@ -164,10 +162,10 @@ def _course(run: History, charts: dict[str, Any]) -> str:
             charts,
             "norm",
             "gradient norm",
-            with_smoothed("before clipping", steps, columns["grad_norm"], 3),
+            _with_smoothed("before clipping", steps, columns["grad_norm"], 3),
             happenings,
         ),
-        chart(charts, "speed", "tokens per second", with_smoothed("tokens/s", steps, rates, 2), happenings, floor=0.0),
+        chart(charts, "speed", "tokens per second", _with_smoothed("tokens/s", steps, rates, 2), happenings, floor=0.0),
         chart(
             charts,
             "stalls",
@@ -254,18 +252,18 @@ def _epochs(run: History) -> str:
 # Inside ------------------------------------------------------------------------------------------------------------
 
 
-def loss_curves(run: History) -> list[Curve]:
+def _loss_curves(run: History) -> list[Curve]:
     """The loss of each step behind its smoothed course, that of held-out text, and what was gone back from."""
-    curves = with_smoothed("training", run.columns["step"], run.columns["loss"], 0)
+    curves = _with_smoothed("training", run.columns["step"], run.columns["loss"], 0)
     if run.evaluated:
         held = [(float(each.step), each.loss) for each in run.evaluated]
-        curves.append(_points("held-out text", held, colour=1))
+        curves.append(marked("held-out text", held, 1))
     if run.undone:
-        curves.append(replace(_points("gone back from", run.undone, colour=3), faint=True))
+        curves.append(replace(marked("gone back from", run.undone, 3), faint=True))
     return curves
 
 
-def with_smoothed(name: str, steps: Sequence[float], values: Sequence[float], colour: int) -> list[Curve]:
+def _with_smoothed(name: str, steps: Sequence[float], values: Sequence[float], colour: int) -> list[Curve]:
     """A curve; of more than 20 steps, behind its mean over a fiftieth of them."""
     if len(values) <= 20:
         return [Curve(name, steps, values, colour)]
@@ -277,12 +275,6 @@ def with_smoothed(name: str, steps: Sequence[float], values: Sequence[float], co
 def smoothing_window(steps: int) -> int:
     """How many steps a smoothed curve takes the mean of: a fiftieth of them, an odd number from 5 up."""
     return max(5, steps // 50 | 1)
-
-
-def _points(name: str, points: Sequence[tuple[float, float]], *, colour: int) -> Curve:
-    """A curve of steps and values, in the order of the steps, each marked."""
-    ordered = np.array(sorted(points), np.float64)
-    return Curve(name, ordered[:, 0], ordered[:, 1], colour, points=True)
 
 
 def _happenings(run: History) -> list[Happening]:
@@ -317,10 +309,6 @@ def _by_tier(told: Any) -> dict[str, dict[str, float]]:
 def _float(told: Mapping[str, Any], name: str) -> float:
     value = told.get(name)
     return float(value) if isinstance(value, int | float) else 0.0
-
-
-def _total(values: Any) -> float:
-    return float(np.nansum(np.asarray(values, np.float64)))
 
 
 def _held_out(held: HeldOut) -> str:
