@@ -329,7 +329,7 @@ def _generate(
     _quiet_threads()
     from rich.console import Console
 
-    from megatrain.commands.generate import Drawing, run_chat, run_generation
+    from megatrain.commands.generate import Drawing, Speaker, run_chat, run_generation
     from megatrain.train.progress import loading
 
     if system and not chat:
@@ -340,12 +340,18 @@ def _generate(
         typer.echo(text, nl=False)
 
     with loading(Console(stderr=True), "loading the model") as progress:
-        how: dict[str, Any] = {"device": device, "precision": _precision(precision), "notice": _tell}
-        how |= {"trust_remote_code": trust_remote_code, "progress": progress}
+        speaker = Speaker(
+            folder,
+            device=device,
+            precision=_precision(precision),
+            trust_remote_code=trust_remote_code,
+            progress=progress,
+            notice=_tell,
+        )
         if chat:
-            run_chat(folder, _messages(prompt), heard, drawing, system=system, **how)
+            run_chat(speaker, _messages(prompt), heard, drawing, system=system)
             return
-        spoken = run_generation(folder, prompt, heard, drawing, **how)
+        spoken = run_generation(speaker, prompt, heard, drawing)
     typer.echo("")
     typer.echo(spoken.summary(), err=True)
 

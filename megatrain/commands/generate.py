@@ -77,36 +77,36 @@ class Drawing:
 class Speaker:
     """A model that is known but not loaded yet: its config and its tokenizer have been read.
 
-    trust_remote_code: let the model bring code of its own. Raises `ModelError` for the model, `DataError` for the
-    tokenizer.
+    folder: of a model or a run. trust_remote_code: let the model bring code of its own. progress: called with (done,
+    total) while it loads. notice: told, in a line each, what a person should know about the model. Raises `ModelError`
+    for the model, `DataError` for the tokenizer.
     """
 
-    def __init__(self, folder: str, *, trust_remote_code: bool = False) -> None:
-        self._folder = model_named(folder)
-        self._trusted = trust_remote_code
+    def __init__(
+        self,
+        folder: str,
+        *,
+        device: str = "cpu",
+        precision: Precision = "bf16",
+        trust_remote_code: bool = False,
+        progress: Progress | None = None,
+        notice: Callable[[str], object] = lambda line: None,
+    ) -> None:
+        self._folder, self._trusted = model_named(folder), trust_remote_code
+        self._device, self._precision, self._progress, self.notice = device, precision, progress, notice
         base = model_behind(self._folder)
         config = read_config(base, where=f"model {base}", trust_remote_code=trust_remote_code)
         self.positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
         own = (Path(self._folder) / "tokenizer_config.json").exists()
         self.tokenizer = load_tokenizer(self._folder if own else base)
 
-    def load(
-        self,
-        *,
-        device: str,
-        precision: Precision,
-        progress: Progress | None = None,
-        notice: Callable[[str], object] = lambda line: None,
-    ) -> Engine:
-        """The engine over the weights, all of them frozen.
-
-        progress: called with (done, total). notice: told, in a line each, what a person should know about the model.
-        """
+    def load(self) -> Engine:
+        """The engine over the weights, all of them frozen."""
         source = pretrained_source(self._folder, trains=False, trust_remote_code=self._trusted)
         freeze_parameters(source.model, ("*",))
         if left_out := source.left_out():
-            notice(f"left out: {printable(left_out)}")
-        return Engine.from_source(source, progress=progress, device=device, precision=precision)
+            self.notice(f"left out: {printable(left_out)}")
+        return Engine.from_source(source, progress=self._progress, device=self._device, precision=self._precision)
 
     def room(self, length: int, wanted: int | None) -> int:
         """How many new tokens at most, for a prompt of `length`. Raises `BatchError` where there is too little room."""
@@ -121,45 +121,30 @@ class Speaker:
 
 
 def run_generation(
-    folder: str,
-    prompt: str,
-    heard: Callable[[str], None],
-    drawing: Drawing | None = None,
-    *,
-    device: str = "cpu",
-    precision: Precision = "bf16",
-    trust_remote_code: bool = False,
-    progress: Progress | None = None,
-    notice: Callable[[str], object] = lambda line: None,
+    speaker: Speaker, prompt: str, heard: Callable[[str], None], drawing: Drawing | None = None
 ) -> Spoken:
-    """Continue `prompt` with the model and the tokenizer in `folder`, of a model or a run, telling `heard` new text.
+    """Continue `prompt`, telling `heard` new text.
 
     An empty prompt starts a new text. Special tokens spelled out in the prompt count as such. What `heard` gets can
     steer no terminal.
 
-    Raises a `MegaTrainError` for whatever is wrong: `ModelError` for the model, `DataError` for the tokenizer,
-    `BatchError` for a prompt that is too long, `ConfigError` for a setting.
+    Raises a `MegaTrainError` for whatever is wrong: `ModelError` for the weights, `DataError` and `BatchError` for a
+    prompt that is no text or is too long, `ConfigError` for a setting.
     """
     drawing = drawing or Drawing()
-    speaker = Speaker(folder, trust_remote_code=trust_remote_code)
     ids = prompt_ids(speaker.tokenizer, prompt)
     tokens = speaker.room(len(ids), drawing.most)
-    with speaker.load(device=device, precision=precision, progress=progress, notice=notice) as engine:
+    with speaker.load() as engine:
         return _say(speaker, engine, ids, tokens, drawing, heard)
 
 
 def run_chat(
-    folder: str,
+    speaker: Speaker,
     said: Iterable[str],
     heard: Callable[[str], None],
     drawing: Drawing | None = None,
     *,
     system: str = "",
-    device: str = "cpu",
-    precision: Precision = "bf16",
-    trust_remote_code: bool = False,
-    progress: Progress | None = None,
-    notice: Callable[[str], object] = lambda line: None,
 ) -> int:
     """Answer what a person has `said`, one message after another, by the model's own chat template.
 
@@ -170,13 +155,12 @@ def run_chat(
     Raises as `run_generation`, and `DataError` for a tokenizer that has no chat template or one that refuses the chat.
     """
     drawing = drawing or Drawing()
-    speaker = Speaker(folder, trust_remote_code=trust_remote_code)
     template = _own_template(speaker)
     first: list[Message] = [{"role": "system", "content": system}] if system else []
     chat_prompt_ids([*first, {"role": "user", "content": "Hello"}], template)  # refused before weights are loaded
     messages: list[Message] = []
     answers = 0
-    with speaker.load(device=device, precision=precision, progress=progress, notice=notice) as engine:
+    with speaker.load() as engine:
         for text in said:
             if text.strip() == RESET:
                 messages = []
@@ -185,11 +169,11 @@ def run_chat(
             try:
                 ids, forgotten = _fitted(speaker, template, first, messages, drawing.most)
             except BatchError as error:
-                notice(str(error))
+                speaker.notice(str(error))
                 messages.pop()
                 continue
             if forgotten:
-                notice(f"the chat is full: its {forgotten} oldest messages are forgotten")
+                speaker.notice(f"the chat is full: its {forgotten} oldest messages are forgotten")
             tokens = drawing.most or USUAL_NEW_TOKENS
             if speaker.positions is not None:
                 tokens = min(tokens, speaker.positions - len(ids))

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatrain import AdamW, Engine
-from megatrain.commands.generate import RESET, Drawing, interruptions, run_chat, run_generation
+from megatrain.commands.generate import RESET, Drawing, Speaker, interruptions, run_chat, run_generation
 from megatrain.data import load_tokenizer
 from megatrain.errors import BatchError, ConfigError, DataError, MegaTrainError, ModelError, NonFinite
 from megatrain.run.sampling import draw_ids, prompt_ids
@@ -216,7 +216,7 @@ def legible(text: str) -> str:
 
 def test_a_folder_continues_a_prompt_piece_by_piece_as_its_stock_model_does(folder: str) -> None:
     pieces: list[str] = []
-    spoken = run_generation(folder, "one two", pieces.append, Drawing(16, temperature=0), precision="fp32")
+    spoken = run_generation(Speaker(folder, precision="fp32"), "one two", pieces.append, Drawing(16, temperature=0))
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = torch.tensor([list(b"one two")])
     known = {"suppress_tokens": list(range(257, 300)), "eos_token_id": 256, "pad_token_id": 256}
@@ -230,7 +230,7 @@ def test_a_folder_continues_a_prompt_piece_by_piece_as_its_stock_model_does(fold
 
 def test_a_seed_fixes_what_a_folder_says(folder: str) -> None:
     first, again, other = (
-        run_generation(folder, "", lambda text: None, Drawing(12, temperature=9.0, top_k=0, seed=seed))
+        run_generation(Speaker(folder), "", lambda text: None, Drawing(12, temperature=9.0, top_k=0, seed=seed))
         for seed in (1, 1, 2)
     )
     assert first.text == again.text != other.text
@@ -248,12 +248,12 @@ def test_only_tokens_that_the_tokenizer_knows_are_drawn() -> None:
 
 
 def test_without_a_number_it_speaks_to_the_end_of_its_positions(folder: str) -> None:
-    spoken = run_generation(folder, "x" * 60, lambda text: None, Drawing(temperature=0))
+    spoken = run_generation(Speaker(folder), "x" * 60, lambda text: None, Drawing(temperature=0))
     assert spoken.tokens <= 4
 
 
 def test_what_is_heard_steers_no_terminal(folder: str) -> None:
-    spoken = run_generation(folder, "", lambda text: None, Drawing(20, temperature=9.0, top_k=0, seed=3))
+    spoken = run_generation(Speaker(folder), "", lambda text: None, Drawing(20, temperature=9.0, top_k=0, seed=3))
     assert spoken.text
     assert all(char.isprintable() or char in "\n\t" for char in spoken.text)
 
@@ -273,7 +273,8 @@ def test_what_is_wrong_with_a_folder_or_a_prompt_is_said_before_weights_are_load
     ]
     for error, words, changed in cases:
         with pytest.raises(error, match=words) as caught:
-            run_generation(**{"folder": folder, "prompt": "abc", "heard": print, **changed})
+            speaker = Speaker(changed.pop("folder", folder))
+            run_generation(speaker, **{"prompt": "abc", "heard": print, **changed})
         assert "\n" not in str(caught.value)
 
 
@@ -311,7 +312,7 @@ def asked(chatty: str, said: list[str], monkeypatch: pytest.MonkeyPatch, **how: 
         return [1]
 
     monkeypatch.setattr("megatrain.commands.generate.draw_ids", draw)
-    run_chat(chatty, said, lambda text: None, precision="fp32", notice=notices.append, **how)
+    run_chat(Speaker(chatty, precision="fp32", notice=notices.append), said, lambda text: None, **how)
     return prompts, notices
 
 
@@ -342,8 +343,9 @@ def test_an_answer_is_the_one_that_the_library_draws_and_can_be_stopped(
     chatty: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[str] = []
-    assert run_chat(chatty, ["one"], heard.append, Drawing(12, temperature=0), precision="fp32") == 1
-    spoken = run_generation(chatty, "u:one;a:", lambda text: None, Drawing(12, temperature=0), precision="fp32")
+    speaker, how = Speaker(chatty, precision="fp32"), Drawing(12, temperature=0)
+    assert run_chat(speaker, ["one"], heard.append, how) == 1
+    spoken = run_generation(speaker, "u:one;a:", lambda text: None, how)
     assert "".join(heard) == spoken.text + "\n"
     with interruptions() as stopped:
         assert not stopped()
@@ -359,4 +361,4 @@ def test_a_model_without_a_chat_template_is_refused_before_its_weights_are_loade
 ) -> None:
     monkeypatch.setattr("megatrain.commands.generate.pretrained_source", None)
     with pytest.raises(DataError, match="has no chat template; leave out --chat, or train it on chats first"):
-        run_chat(folder, ["one"], print)
+        run_chat(Speaker(folder), ["one"], print)
