@@ -1,4 +1,4 @@
-"""What a LoRA over a frozen base takes: its base read from the model's own files, or held in host memory.
+"""Measures the host memory of LoRA: base weights read from the model's own files, against held in host memory.
 
     python -m bench.adapter_memory [--in-memory] [--hidden N --layers N] [--tokens N] [--folder FOLDER] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""Two ranks of one thread each against two runs that have nothing to do with each other, of one thread each.
+"""Measures what two ranks lose: tokens per second of one run of two against two independent runs, one thread each.
 
     python -m bench.rank_throughput [--pairs N] [--delivery gather|shared]
 

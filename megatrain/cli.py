@@ -130,8 +130,8 @@ def _train(
 
 def _refuse_early(config: Config) -> None:
     """Raise what can be told of a run before torch has loaded, which takes seconds."""
-    from megatrain.run.earlier_run import refuse_early
     from megatrain.run.early_checks import refuse_mistakes
+    from megatrain.run.existing_run import refuse_early
 
     refuse_mistakes(config)
     refuse_early(config)
@@ -329,18 +329,18 @@ def _generate(
     _quiet_threads()
     from rich.console import Console
 
-    from megatrain.commands.generate import Drawing, Speaker, run_chat, run_generation
+    from megatrain.commands.generate import GenerationModel, Sampling, run_chat, run_generation
     from megatrain.train.progress import loading
 
     if system and not chat:
         raise ConfigError("is for chats", where="--system", fix="give --chat, too")
-    drawing = Drawing(max_new_tokens, temperature, top_k, top_p, seed)
+    sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed)
 
     def heard(text: str) -> None:
         typer.echo(text, nl=False)
 
     with loading(Console(stderr=True), "loading the model") as progress:
-        speaker = Speaker(
+        generator = GenerationModel(
             folder,
             device=device,
             precision=_precision(precision),
@@ -349,9 +349,9 @@ def _generate(
             notice=_tell,
         )
         if chat:
-            run_chat(speaker, _messages(prompt), heard, drawing, system=system)
+            run_chat(generator, _messages(prompt), heard, sampling, system=system)
             return
-        spoken = run_generation(speaker, prompt, heard, drawing)
+        spoken = run_generation(generator, prompt, heard, sampling)
     typer.echo("")
     typer.echo(spoken.summary(), err=True)
 

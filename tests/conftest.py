@@ -23,7 +23,7 @@ except ModuleNotFoundError:  # `make gpu` asks for torch, transformers, numba an
     settings = None  # type: ignore[assignment,misc]
 
 if TYPE_CHECKING:
-    from tests.preloaded import Preloaded
+    from tests.fork_server import Preloaded
 
 # Before any test module imports the libraries that read them.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -147,7 +147,7 @@ def _same_seeds() -> None:
 @pytest.fixture(scope="session")
 def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preloaded]:
     """For calls that want a process of their own."""
-    from tests.preloaded import Preloaded
+    from tests.fork_server import Preloaded
 
     found = Preloaded(tmp_path_factory.mktemp("said"), _folder_of_all(tmp_path_factory))
     yield found

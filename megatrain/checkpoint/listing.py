@@ -1,4 +1,4 @@
-"""Which checkpoints there are, by the names of their folders: `step-00001200` lies with the others of its run.
+"""Lists the checkpoints of a run by the names of their folders, such as `step-00001200`.
 
 It needs no torch, so that an earlier run in the way is told at once. Left out: whether they are sound (`folder`).
 """

@@ -50,7 +50,7 @@ class Spoken:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
+class Sampling:
     """How tokens are drawn.
 
     most: new tokens of a text or an answer; `None` for 200, or for what the model has room for. temperature, top_k,
@@ -74,7 +74,7 @@ class Drawing:
             raise ConfigError(f"{str(self.seed)[:40]} is no seed", where=WHERE, fix="give a number from 0 to 2**63 - 1")
 
 
-class Speaker:
+class GenerationModel:
     """A model that is known but not loaded yet: its config and its tokenizer have been read.
 
     folder: of a model or a run. trust_remote_code: let the model bring code of its own. progress: called with (done,
@@ -121,7 +121,7 @@ class Speaker:
 
 
 def run_generation(
-    speaker: Speaker, prompt: str, heard: Callable[[str], None], drawing: Drawing | None = None
+    model: GenerationModel, prompt: str, heard: Callable[[str], None], sampling: Sampling | None = None
 ) -> Spoken:
     """Continue `prompt`, telling `heard` new text.
 
@@ -131,18 +131,18 @@ def run_generation(
     Raises a `MegaTrainError` for whatever is wrong: `ModelError` for the weights, `DataError` and `BatchError` for a
     prompt that is no text or is too long, `ConfigError` for a setting.
     """
-    drawing = drawing or Drawing()
-    ids = prompt_ids(speaker.tokenizer, prompt)
-    tokens = speaker.room(len(ids), drawing.most)
-    with speaker.load() as engine:
-        return _say(speaker, engine, ids, tokens, drawing, heard)
+    sampling = sampling or Sampling()
+    ids = prompt_ids(model.tokenizer, prompt)
+    tokens = model.room(len(ids), sampling.most)
+    with model.load() as engine:
+        return _say(model, engine, ids, tokens, sampling, heard)
 
 
 def run_chat(
-    speaker: Speaker,
+    model: GenerationModel,
     said: Iterable[str],
     heard: Callable[[str], None],
-    drawing: Drawing | None = None,
+    sampling: Sampling | None = None,
     *,
     system: str = "",
 ) -> int:
@@ -154,70 +154,70 @@ def run_chat(
 
     Raises as `run_generation`, and `DataError` for a tokenizer that has no chat template or one that refuses the chat.
     """
-    drawing = drawing or Drawing()
-    template = _own_template(speaker)
+    sampling = sampling or Sampling()
+    template = _own_template(model)
     first: list[Message] = [{"role": "system", "content": system}] if system else []
     chat_prompt_ids([*first, {"role": "user", "content": "Hello"}], template)  # refused before weights are loaded
     messages: list[Message] = []
     answers = 0
-    with speaker.load() as engine:
+    with model.load() as engine:
         for text in said:
             if text.strip() == RESET:
                 messages = []
                 continue
             messages.append({"role": "user", "content": text})
             try:
-                ids, forgotten = _fitted(speaker, template, first, messages, drawing.most)
+                ids, forgotten = _fitted(model, template, first, messages, sampling.most)
             except BatchError as error:
-                speaker.notice(str(error))
+                model.notice(str(error))
                 messages.pop()
                 continue
             if forgotten:
-                speaker.notice(f"the chat is full: its {forgotten} oldest messages are forgotten")
-            tokens = drawing.most or USUAL_NEW_TOKENS
-            if speaker.positions is not None:
-                tokens = min(tokens, speaker.positions - len(ids))
+                model.notice(f"the chat is full: its {forgotten} oldest messages are forgotten")
+            tokens = sampling.most or USUAL_NEW_TOKENS
+            if model.positions is not None:
+                tokens = min(tokens, model.positions - len(ids))
             with interruptions() as stopped:
-                spoken = _say(speaker, engine, ids, tokens, drawing, heard, stopped)
+                spoken = _say(model, engine, ids, tokens, sampling, heard, stopped)
             heard("\n")
             messages.append({"role": "assistant", "content": spoken.text.strip()})
             answers += 1
     return answers
 
 
-def _own_template(speaker: Speaker) -> ChatTemplate:
-    if not speaker.tokenizer.chat_template:
-        where = str(speaker.tokenizer.name_or_path)
+def _own_template(model: GenerationModel) -> ChatTemplate:
+    if not model.tokenizer.chat_template:
+        where = str(model.tokenizer.name_or_path)
         raise DataError("has no chat template", where=where, fix="leave out --chat, or train it on chats first")
-    return choose_template(speaker.tokenizer)
+    return choose_template(model.tokenizer)
 
 
 def _fitted(
-    speaker: Speaker, template: ChatTemplate, first: list[Message], messages: list[Message], wanted: int | None
+    model: GenerationModel, template: ChatTemplate, first: list[Message], messages: list[Message], wanted: int | None
 ) -> tuple[list[int], int]:
     """The ids of a chat that leaves room for an answer, and how many messages were taken off the front of `messages`.
 
     Raises `BatchError` where the last message alone leaves no room.
     """
     forgotten = 0
-    least = wanted or (USUAL_NEW_TOKENS if speaker.positions is None else min(USUAL_NEW_TOKENS, speaker.positions // 4))
+    least = wanted or (USUAL_NEW_TOKENS if model.positions is None else min(USUAL_NEW_TOKENS, model.positions // 4))
     while True:
         ids = chat_prompt_ids([*first, *messages], template)
-        if speaker.positions is None or len(ids) + least <= speaker.positions:
+        if model.positions is None or len(ids) + least <= model.positions:
             return ids, forgotten
         if len(messages) == 1:
-            speaker.room(len(ids), wanted)
+            model.room(len(ids), wanted)
             return ids, forgotten
         del messages[:2]  # a question and its answer
         forgotten += 2
 
 
 def _say(
-    speaker: Speaker,
+    model: GenerationModel,
     engine: Engine,
     ids: Sequence[int],
     tokens: int,
-    drawing: Drawing,
+    sampling: Sampling,
     heard: Callable[[str], None],
     stopped: Callable[[], bool] | None = None,
 ) -> Spoken:
@@ -230,14 +230,14 @@ def _say(
     began = time.perf_counter()
     new = draw_ids(
         engine,
-        speaker.tokenizer,
+        model.tokenizer,
         ids,
         tokens=tokens,
-        temperature=drawing.temperature,
-        top_k=drawing.top_k,
-        top_p=drawing.top_p,
-        seed=drawing.seed,
-        streamer=TextStream(speaker.tokenizer, listen),
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        seed=sampling.seed,
+        streamer=TextStream(model.tokenizer, listen),
         stopped=stopped,
     )
     return Spoken("".join(pieces), len(new), time.perf_counter() - began)

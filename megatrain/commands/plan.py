@@ -216,7 +216,7 @@ def _question_of(run: Config, machine: Hardware) -> Question:
     from megatrain.model import freeze_parameters, lora_config, port_model
     from megatrain.model.adapters import with_adapter
     from megatrain.model.skeleton import blueprint
-    from megatrain.run.question import question_of
+    from megatrain.run.planner_inputs import question_of
 
     named = run.model.path or run.model.config
     assert named is not None  # `Config` has seen to it
@@ -505,7 +505,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     device = "" if hardware.shares_memory else f"{amount(hardware.device_nbytes)} device, "
     return [
         ("model", describe_model(plan.question.model)),
-        ("machine", f"{hardware.name}: {device}{amount(hardware.sharers * hardware.host_nbytes)} host"),
+        ("machine", f"{hardware.name}: {device}{amount(hardware.sharing_ranks * hardware.host_nbytes)} host"),
         *_beyond(plan.question),
         ("attention", plan.question.model.attention),
         ("policy", "; ".join(describe_policy(plan.numerics, plan.policy))),
@@ -580,7 +580,7 @@ def _say_next(console: Console, command: str) -> None:
 
 def _train(plan: Plan, *arguments: str) -> str:
     """The command that trains, on each machine."""
-    ranks, here = plan.question.model.ranks, plan.question.hardware.sharers
+    ranks, here = plan.question.model.ranks, plan.question.hardware.sharing_ranks
     place = f"--nnodes {ranks // here} --nproc-per-node {here} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
     train = shlex.join(["megatrain", "train", *arguments])
     if ranks > here:

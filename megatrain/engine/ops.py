@@ -174,7 +174,7 @@ class Streamer:
         (terms,), (own, *heard) = op.reads, op.writes
         target = part_of(held, own).view(DTYPE_OF_NBYTES[self.numerics.grad_nbytes])
         sent, *received = (part_of(held, each).view(torch.float32) for each in (terms, *heard))
-        if op.stream == "node":
+        if op.stream == "shared":
             self.world.meet()
             received.insert(self.world.rank, sent)
             largest = self.world.reduce_there(target, received)

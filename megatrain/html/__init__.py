@@ -3,16 +3,16 @@
 What a page is about comes from elsewhere (`plan.html`, `run.report`). Every text is escaped here, on its way in.
 """
 
-from megatrain.html.charts import Curve, Happening, chart, chart_scripts, marked, smoothed
+from megatrain.html.charts import ChartEvent, Curve, chart, chart_scripts, marked, smoothed
 from megatrain.html.colours import ink_on
 from megatrain.html.elements import bar, definitions, document, section, table
 from megatrain.html.timeline import TIMELINE, DrawnOp, timeline, timeline_content
 
 __all__ = [
     "TIMELINE",
+    "ChartEvent",
     "Curve",
     "DrawnOp",
-    "Happening",
     "bar",
     "chart",
     "chart_scripts",

@@ -46,7 +46,7 @@ def marked(name: str, points: Sequence[tuple[float, float]], colour: int) -> Cur
 
 
 @dataclass(frozen=True, slots=True)
-class Happening:
+class ChartEvent:
     """Something that happened at a step, and what sort of thing it was."""
 
     x: float
@@ -74,7 +74,7 @@ def chart(
     identity: str,
     title: str,
     curves: Sequence[Curve],
-    happenings: Sequence[Happening] = (),
+    events: Sequence[ChartEvent] = (),
     *,
     x_name: str = "step",
     unit: str = "",
@@ -88,7 +88,7 @@ def chart(
     if not any(each.xs.size for each in thin):
         return f"<figure><h3>{escape(title)}</h3><p>nothing was told</p></figure>"
     logarithmic = floor is None and _spans_decades(thin)
-    charts[identity] = _figure(curves, thin, happenings, x_name, unit, floor, logarithmic)
+    charts[identity] = _figure(curves, thin, events, x_name, unit, floor, logarithmic)
     words = f"{title} (logarithmic)" if logarithmic else title
     place = f'<div class="chart" id="chart-{escape(identity)}" role="img" aria-label="{escape(title)}"></div>'
     return f"<figure><h3>{escape(words)}</h3>{place}</figure>"
@@ -137,7 +137,7 @@ def _spans_decades(thin: Sequence[_Columns]) -> bool:
 def _figure(
     curves: Sequence[Curve],
     thin: Sequence[_Columns],
-    happenings: Sequence[Happening],
+    events: Sequence[ChartEvent],
     x_name: str,
     unit: str,
     floor: float | None,
@@ -151,7 +151,7 @@ def _figure(
         if curve.faint and not np.array_equal(each.lows, each.highs, equal_nan=True):
             traces.append(_band(go, curve, each))
         traces.append(_line(go, curve, each, x_name, unit))
-    traces += _marks(go, happenings)
+    traces += _marks(go, events)
     steps = np.concatenate([each.xs for each in thin])
     few = steps.max() - steps.min() < 6
     figure = go.Figure(
@@ -183,7 +183,7 @@ def _figure(
             shapes=[
                 {"type": "line", "yref": "paper", "x0": each.x, "x1": each.x, "y0": 0, "y1": 1}
                 | {"line": {"width": 1, "dash": "dot", "color": "#8a8f96"}}
-                for each in happenings[:MOST_EVENTS]
+                for each in events[:MOST_EVENTS]
             ],
         ),
     )
@@ -228,15 +228,15 @@ def _band(go: Any, curve: Curve, each: _Columns) -> Any:
     )
 
 
-def _marks(go: Any, happenings: Sequence[Happening]) -> list[Any]:
+def _marks(go: Any, events: Sequence[ChartEvent]) -> list[Any]:
     """A symbol on the axis for each kind of event."""
-    kinds = list(dict.fromkeys(each.kind for each in happenings[:MOST_EVENTS]))
+    kinds = list(dict.fromkeys(each.kind for each in events[:MOST_EVENTS]))
     return [
         go.Scatter(
-            x=[each.x for each in happenings[:MOST_EVENTS] if each.kind == kind],
-            y=[0.02 for each in happenings[:MOST_EVENTS] if each.kind == kind],
+            x=[each.x for each in events[:MOST_EVENTS] if each.kind == kind],
+            y=[0.02 for each in events[:MOST_EVENTS] if each.kind == kind],
             yaxis="y2",
-            text=[_text(each.text) for each in happenings[:MOST_EVENTS] if each.kind == kind],
+            text=[_text(each.text) for each in events[:MOST_EVENTS] if each.kind == kind],
             hovertemplate="%{text}<extra></extra>",
             name=_text(kind),
             mode="markers",

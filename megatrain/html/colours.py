@@ -1,4 +1,4 @@
-"""Colours that are told apart in print without colour and by eyes that see less of it.
+"""Colours that stay distinct in greyscale print and to colour-blind readers.
 
 Parts of bars and kinds of ops take colours of viridis, whose brightness rises steadily; two that lie beside each other
 are far apart in it. Lines take colours of Okabe and Ito, which show on white and on black.

@@ -1,4 +1,4 @@
-"""Frozen weights where they lie in the model's own files: read as regions of the disk are, and never written.
+"""Reads frozen weights directly from the model's own safetensors files, as regions of the disk are read; never writes.
 
 A unit's weights are one flat buffer here and several tensors there, in one file or several, at whatever place: each
 tensor is read in blocks of whole sectors, into a buffer of the thread's own, from which it is copied to where it

@@ -1,4 +1,4 @@
-"""Host memory that the ranks of one machine share: each has its own buffers, and maps those of the others.
+"""Host memory that the ranks of one machine share: each owns its buffers, and maps the other ranks' buffers.
 
 A rank's buffers lie one behind the other in a file without a name (`device.host_memory`), which is gone with the last
 process that maps it, whatever ends that. Who is on another machine, or may not open it, is told at once, on all ranks.

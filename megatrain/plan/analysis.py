@@ -68,7 +68,7 @@ STREAM_WORDS = {
     "pack": "into pinned staging",
     "unpack": "out of pinned staging",
     "link": "link",
-    "node": "sums of ranks",
+    "shared": "sums of ranks",
 }
 """Stream -> what it is to a person."""
 
@@ -95,7 +95,7 @@ RESOURCES: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
         },
     ),
     "host memory": (
-        ("host", "pack", "unpack", "node"),
+        ("host", "pack", "unpack", "shared"),
         {
             "host memory": ("host_dram_bandwidth",),
             "optimizer": ("host_bandwidth", "optimizer_bandwidth"),
@@ -411,7 +411,7 @@ def _rate(plan: Plan, hardware: Hardware, fields: tuple[str, ...]) -> tuple[str,
         return field, max(rows, default=0.0), "B"
     rate = getattr(hardware, field)
     if field in SHARED and rate is not None:
-        rate *= hardware.sharers  # of the machine, as its source says it
+        rate *= hardware.sharing_ranks  # of the machine, as its source says it
     return field, rate, "B"
 
 

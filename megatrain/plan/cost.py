@@ -10,7 +10,7 @@ from itertools import pairwise
 from math import exp, inf, log, log2, prod
 from statistics import median
 
-from megatrain.plan.link_cost import (
+from megatrain.plan.collective_cost import (
     SUM_PASSES,
     gather_seconds,
     link_shares,
@@ -399,7 +399,7 @@ def contention(model: ModelSpec, numerics: Numerics, hardware: Hardware) -> Cont
             return update_nbytes(layout_of(model.units[op.unit]), numerics)
         if op.kind == "NORM":
             return sum(access.stop - access.start for access in op.reads)
-        if op.stream == "node":
+        if op.stream == "shared":
             return shared_sum_nbytes(op) if op.kind == "REDUCE" else 0.0
         if op.kind in COLLECTIVES and hardware.link_route == "host":
             return through_host_nbytes(hardware, model.ranks, op)
@@ -470,7 +470,7 @@ class _Prices:
                 if op.stream != "host":
                     return op.share * touched / self._copies
                 return touched / optimizer_bandwidth(self.hardware, self.policy.host_threads)
-            case "REDUCE" | "BARRIER" if op.stream == "node":
+            case "REDUCE" | "BARRIER" if op.stream == "shared":
                 return shared_seconds(op, optimizer_bandwidth(self.hardware, self.policy.host_threads))
             case "GATHER":
                 whole = op.writes[0].stop - op.writes[0].start

@@ -205,7 +205,7 @@ def _read(content: Any, where: str) -> Hardware:
         raise PlanError(
             f"{content['shares_memory']!r} is not valid", where=f"{where}: shares_memory", fix="use true or false"
         )
-    if (route := content.get("link_route", "own")) not in get_args(LinkRoute):
+    if (route := content.get("link_route", "direct")) not in get_args(LinkRoute):
         fix = f"use {', '.join(get_args(LinkRoute))}"
         raise PlanError(f"{route!r:.40} is not valid", where=f"{where}: link_route", fix=fix)
     values: dict[str, Any] = {"name": content["name"], "shares_memory": content.get("shares_memory", False)}

@@ -1,4 +1,4 @@
-"""What one rank of several asks the planner: its part of a step, of the state, and of the machine that they share.
+"""The planner's input for one rank of several: its share of a step, of the state and of the machine.
 
 Ranks do the same at the same time, each with its device. So each has an equal part of what their devices share, be it
 bytes or bytes per second, and one that is planned for such a part stands for all: a step of theirs is as long as its
@@ -88,7 +88,7 @@ def by_delivery(question: Question, search: Callable[[Question], Plan]) -> Plan:
     if ranks == 1 or "delivery" in question.overrides:
         return search(question)
     plans, failures = [], []
-    for delivery in ("gather", "shared") if hardware.sharers == ranks else ("gather",):
+    for delivery in ("gather", "shared") if hardware.sharing_ranks == ranks else ("gather",):
         try:
             plans.append(search(replace(question, overrides={**question.overrides, "delivery": delivery})))
         except PlanError as failure:  # it does not fit, or only with what cannot be shared
@@ -120,7 +120,7 @@ def share_of(hardware: Hardware, ranks: int, here: int) -> Hardware:
     buses = ("fetch_bandwidth", "grad_bandwidth", "pageable_fetch_bandwidth", "pageable_grad_bandwidth")
     both = ("duplex_fetch_bandwidth", "duplex_grad_bandwidth")
     shared |= {name: _at_most(getattr(hardware, name), own) for name in (*buses, *both)}
-    return replace(hardware, **shared | {"optimizer_bandwidth": by_threads, "sharers": here})
+    return replace(hardware, **shared | {"optimizer_bandwidth": by_threads, "sharing_ranks": here})
 
 
 def lacking_links(hardware: Hardware, ranks: int, here: int) -> list[str]:

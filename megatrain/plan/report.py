@@ -180,7 +180,7 @@ def whole_tokens(plan: Plan) -> int:
 
 def _on_machine(plan: Plan, amount_of_one: float) -> float:
     """Of all ranks of a machine, from what one has or does."""
-    return plan.question.hardware.sharers * amount_of_one
+    return plan.question.hardware.sharing_ranks * amount_of_one
 
 
 def _rank_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -188,7 +188,7 @@ def _rank_rows(plan: Plan) -> list[tuple[str, str]]:
     hardware, ranks = plan.question.hardware, plan.question.model.ranks
     if ranks == 1:
         return []
-    here, nodes = hardware.sharers, ranks // hardware.sharers
+    here, nodes = hardware.sharing_ranks, ranks // hardware.sharing_ranks
     where = "on one machine" if nodes == 1 else f"on {nodes} machines, {here} on each"
     taken, there = (_on_machine(plan, each) for each in (plan.nbytes["host"], plan.question.budgets()["host"]))
     by_each, sources = f", {amount(plan.nbytes['host'])} by each rank", dict(hardware.sources)
@@ -200,7 +200,9 @@ def _rank_rows(plan: Plan) -> list[tuple[str, str]]:
     ]
     used = f"{', '.join(joined)}; in use {plan.timeline.utilisation('link'):.1%} of the step"
     if plan.policy.delivery == "shared":
-        used = f"not used: weights and sums go through host memory, which takes {plan.timeline.utilisation('node'):.1%}"
+        used = (
+            f"not used: weights and sums go through host memory, which takes {plan.timeline.utilisation('shared'):.1%}"
+        )
     return [
         ("ranks", f"{ranks} {where}: each with 1/{ranks} of the state and {sum(plan.work.tokens):,} tokens of a step"),
         ("each host", f"{amount(taken)} of {amount(there)}{by_each if here > 1 else ''}"),
@@ -330,7 +332,7 @@ def configuration(plan: Plan) -> dict[str, dict[str, Any]]:
     if not hardware.shares_memory:
         train["device"] = "cuda:0"
     there = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
-    shared = {"device": 1, "host": hardware.sharers, "disk": hardware.sharers}
+    shared = {"device": 1, "host": hardware.sharing_ranks, "disk": hardware.sharing_ranks}
     memory = {
         tier: _exact(shared[tier] * nbytes) for tier in there if 0 < (nbytes := limits.of(tier) or 0) <= there[tier]
     }
@@ -356,7 +358,7 @@ def as_content(outlook: Outlook, swept: Sweep | None = None) -> dict[str, Any]:
         "question": {
             "tokens_per_step": whole_tokens(plan),
             "ranks": question.model.ranks,
-            "nodes": question.model.ranks // question.hardware.sharers,
+            "nodes": question.model.ranks // question.hardware.sharing_ranks,
             "length": question.length,
             "precision": question.precision,
             "clips": question.clips,

@@ -50,7 +50,7 @@ def _unit(fields: Mapping[str, Any]) -> UnitSpec:
             _number(each.get("active", 1.0), most=1.0),
             _flag(each.get("trainable", True)),
             _held(each.get("held", 0)),
-            _flag(each.get("in_files", False)),
+            _flag(each.get("file_backed", False)),
         )
         for each in fields["params"]
     )

@@ -1,7 +1,7 @@
-"""What is wrong with a run and needs neither model nor device to be found: looked for before torch loads, in a blink.
+"""Checks a configuration before torch is imported: what needs neither the model nor the device.
 
 The command line asks here first. A run asks again, since it may be started from Python, and one of several ranks may
-be on a machine of its own. Left out: an earlier run in the way (`earlier_run`), and what takes the model.
+be on a machine of its own. Left out: an earlier run in the way (`existing_run`), and what takes the model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run measures beside training: the loss of each validation source, and metrics of the user's own.
+"""Evaluates during training: the loss of each validation source, and metrics of the user's own.
 
 The loss is measured in rounds of as many micro-batches as a step has, so that it takes no more memory than one; several
 ranks share each round. A metric is a function that the user names (`train.metrics: my_metrics:exact_match`); it gets an

@@ -34,7 +34,7 @@ LOGITS = 12
 """Bytes for each logit of the batch that the loss is compared on: as they are, in float32, and their softmax."""
 
 
-def take_best(config: Config, engine: Engine, step: int, since: int, say: Callable[[str], None]) -> int:
+def restore_best(config: Config, engine: Engine, step: int, since: int, say: Callable[[str], None]) -> int:
     """Give the engine, which is at `step`, the state with the lowest validation loss that has a checkpoint, and return
     the step of that.
 

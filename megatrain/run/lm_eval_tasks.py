@@ -1,4 +1,4 @@
-"""Tasks of EleutherAI's lm_eval on the model in training, at the end of a run and every so many steps.
+"""Runs tasks of EleutherAI's lm_eval on the model in training, every so many steps and at the end.
 
 The harness brings the tasks, the few-shot prompts and the scores. It asks through its own interface for models, and the
 class here answers three questions by the streaming engine: how likely a continuation is, and whether it is the

@@ -1,4 +1,4 @@
-"""A model folder to the Hugging Face hub, with a model card that says what it was trained from, and how.
+"""Pushes a model folder to the Hugging Face hub, with a model card that says what it was trained from, and how.
 
 The card gets what the hub reads of it (base model, data sets, tags) in front. A new repository is private.
 """

@@ -25,7 +25,7 @@ from megatrain.dist.processes import join
 from megatrain.errors import ConfigError, RankError
 from megatrain.plan import Plan, Question, available_threads, find_plan, question_of_one
 from megatrain.plan.ranks import lacking_links
-from megatrain.run.link_speed import with_links
+from megatrain.run.link_bandwidth import with_links
 from megatrain.spec import Placement
 from megatrain.train.events import Ended, Event, Resumed, Skipped, Stepped
 

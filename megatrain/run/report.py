@@ -21,8 +21,8 @@ import numpy as np
 from megatrain.errors import ExportError
 from megatrain.html import (
     TIMELINE,
+    ChartEvent,
     Curve,
-    Happening,
     bar,
     chart,
     chart_scripts,
@@ -129,7 +129,7 @@ def _state(run: History, now: float) -> str:
 
 
 def _loss(run: History, charts: dict[str, Any]) -> str:
-    html = chart(charts, "loss", "loss", _loss_curves(run), _happenings(run))
+    html = chart(charts, "loss", "loss", _loss_curves(run), _events(run))
     html += _by_name(
         charts, "sources", "loss of each validation source", [(h.step, h.by_source) for h in run.evaluated]
     )
@@ -154,7 +154,7 @@ def _by_name(charts: dict[str, Any], key: str, title: str, measured: Sequence[tu
 
 
 def _course(run: History, charts: dict[str, Any]) -> str:
-    steps, columns, happenings = run.columns["step"], run.columns, _happenings(run)
+    steps, columns, events = run.columns["step"], run.columns, _events(run)
     rates = columns["tokens_per_second"]
     parts = [
         chart(charts, "lr", "learning rate", [Curve("learning rate", steps, columns["lr"])], floor=0.0),
@@ -163,9 +163,9 @@ def _course(run: History, charts: dict[str, Any]) -> str:
             "norm",
             "gradient norm",
             _with_smoothed("before clipping", steps, columns["grad_norm"], 3),
-            happenings,
+            events,
         ),
-        chart(charts, "speed", "tokens per second", _with_smoothed("tokens/s", steps, rates, 2), happenings, floor=0.0),
+        chart(charts, "speed", "tokens per second", _with_smoothed("tokens/s", steps, rates, 2), events, floor=0.0),
         chart(
             charts,
             "stalls",
@@ -277,10 +277,10 @@ def smoothing_window(steps: int) -> int:
     return max(5, steps // 50 | 1)
 
 
-def _happenings(run: History) -> list[Happening]:
+def _events(run: History) -> list[ChartEvent]:
     kinds = ("resumed", "rolled back", "replanned", "skipped", "stopped early")
     return [
-        Happening(note.step, note.kind, f"step {note.step:,}: {note.kind}, {note.text}")
+        ChartEvent(note.step, note.kind, f"step {note.step:,}: {note.kind}, {note.text}")
         for note in run.notes
         if note.kind in kinds
     ]

@@ -20,7 +20,7 @@ from megatrain.checkpoint import Checkpoint, checkpoints, newest_sound, open_che
 from megatrain.config import Config, PolicySection, TrainSection
 from megatrain.config.renamed_keys import with_new_names
 from megatrain.errors import CheckpointError, ConfigError, DataError
-from megatrain.run.earlier_run import AUTO, Say, has_model, is_own, make_way, named_checkpoint
+from megatrain.run.existing_run import AUTO, Say, check_overwriting, has_model, is_own, named_checkpoint
 from megatrain.spec import Numerics
 from megatrain.system.atomic import put_all_right
 from megatrain.train.batch_feed import Feed
@@ -74,7 +74,7 @@ def find(config: Config, say: Say) -> Checkpoint | None:
         raise ConfigError("is a file", where=str(config.folder), fix="choose another output.folder")
     put_all_right(config.checkpoints)
     taken = _wanted(config, say)
-    make_way(config, taken, say)
+    check_overwriting(config, taken, say)
     return taken
 
 
@@ -83,7 +83,7 @@ def is_finished(config: Config, taken: Checkpoint) -> bool:
     return has_model(config) and is_own(config, taken)
 
 
-def lowest_at(config: Config, taken: Checkpoint | None, of: str) -> LowestLoss:
+def lowest_loss_at(config: Config, taken: Checkpoint | None, of: str) -> LowestLoss:
     """The lowest validation loss when a run begins, or goes on from a checkpoint. of: what is measured now.
 
     It begins anew behind another run's checkpoint: this run has none of the states that were better.

@@ -63,17 +63,17 @@ from megatrain.plan import Plan, find_plan
 from megatrain.plan.report import whole_tokens
 from megatrain.run import resume
 from megatrain.run.data import Corpus, open_corpus, shortened
-from megatrain.run.earlier_run import MODEL, is_own, remove_others
+from megatrain.run.disk_space import refuse_full_disk
 from megatrain.run.early_checks import keys_named, refuse_mistakes
 from megatrain.run.evaluation import Evaluation, Metric, evaluated, load_metrics, scored
-from megatrain.run.finish import save_trained, say_where, take_best, verify_trained
-from megatrain.run.free_disk import refuse_full_disk
+from megatrain.run.existing_run import MODEL, is_own, remove_others
+from megatrain.run.finish import restore_best, save_trained, say_where, verify_trained
 from megatrain.run.history import CONFIG, METRICS
 from megatrain.run.lm_eval_tasks import Tasks
 from megatrain.run.memory_limits import describe_disk, describe_files, describe_memory, open_disk, refuse_wear
 from megatrain.run.objective import loss_of, take_up_reference, without_reference
+from megatrain.run.planner_inputs import question_of
 from megatrain.run.push import push, refuse_push
-from megatrain.run.question import question_of
 from megatrain.run.ranks import Ranks, joined
 from megatrain.run.replan import Replanner, foreseen
 from megatrain.run.report import write_report
@@ -146,7 +146,7 @@ def run_training(config: Config, console: Console) -> Path:
         feed = Feed(corpus.loader)
         begins = 0 if taken is None else resume.take_up_data(feed, taken, config, say)
         steps = _steps(config.train, corpus.loader, begins)
-        lowest = resume.lowest_at(config, taken, f"{loss_of(config)!r} of {corpus.validation.identity}")
+        lowest = resume.lowest_loss_at(config, taken, f"{loss_of(config)!r} of {corpus.validation.identity}")
         if taken is not None:
             if (taken.step >= steps or lowest.is_over) and resume.is_finished(config, taken):
                 return _finished(config, taken, console, ended_early=lowest.is_over)
@@ -198,7 +198,7 @@ def _leave_model(config: Config, run: _Run, ended: Ended, console: Console) -> P
     is. Raises `CheckpointError` where the last state could not be saved beside it."""
     engine, of = run.engine, ended.step
     if config.output.best:
-        of = take_best(config, engine, of, run.checkpoints.lowest.since, partial(warn, console))
+        of = restore_best(config, engine, of, run.checkpoints.lowest.since, partial(warn, console))
     saved = save_trained(config, engine, run.tokenizer, config.folder / MODEL, of)
     if config.output.verify_export and engine.structure.numel < VERIFIED_PARAMETERS:
         verify_trained(config, engine, without_reference(run.corpus.first_batch()), saved, console)

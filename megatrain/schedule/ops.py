@@ -23,10 +23,10 @@ Copy = Literal["READ", "WRITE", "FETCH", "GRAD", "OFFLOAD", "RELOAD", "PACK", "U
 Call = Literal["FORWARD", "LOSS", "BACKWARD"]
 Collective = Literal["GATHER", "REDUCE", "BARRIER"]
 Kind = Copy | Call | Collective | Literal["PLACE", "NORM", "UPDATE"]
-Stream = Literal["compute", "fetch", "grad", "host", "read", "write", "pack", "unpack", "link", "node"]
+Stream = Literal["compute", "fetch", "grad", "host", "read", "write", "pack", "unpack", "link", "shared"]
 """`fetch` is the bus to the device and `grad` the bus from it, whatever is copied: each direction moves one thing at a
 time, in the order of the schedule. `link` is what joins the devices of several ranks: one stream, so that their
-collectives come in one order. `node` is the same for what they do in the memory of the machine that they share."""
+collectives come in one order. `shared` is the same for what they do in the memory of the machine that they share."""
 
 STREAMS: tuple[Stream, ...] = get_args(Stream)
 COPIES: tuple[Kind, ...] = (*get_args(Copy), "PLACE")
@@ -34,7 +34,7 @@ CALLS: tuple[Call, ...] = get_args(Call)
 """What runs code of the model, on the compute stream."""
 COLLECTIVES: tuple[Kind, ...] = get_args(Collective)
 """What all ranks do together."""
-LINKS: tuple[Stream, ...] = ("link", "node")
+LINKS: tuple[Stream, ...] = ("link", "shared")
 """Of which a schedule of several ranks has one, for all that they do together."""
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from megatrain.spec.numerics import Precision
 
-LinkRoute = Literal["own", "bus", "host"]
+LinkRoute = Literal["direct", "bus", "host"]
 """What devices of one machine reach each other over: links of their own, the bus, or the bus and host memory."""
 
 SECTOR = 4096
@@ -136,12 +136,12 @@ class Hardware:
     """Bytes per second, each way, of the buses of all devices together, where that is less than the sum of theirs."""
     link_bandwidth: float | None = None
     """Bytes per second that a device sends to the others of its machine in a collective, while it receives as much."""
-    link_route: LinkRoute = "own"
+    link_route: LinkRoute = "direct"
     link_seconds: float | None = None
     """What a collective takes beyond its bytes."""
     node_bandwidth: float | None = None
     """Bytes per second that a machine sends to others over all its adapters, while it receives as much."""
-    sharers: int = 1
+    sharing_ranks: int = 1
     """Ranks among which the machine is divided: of what devices share, the figures are one rank's part."""
     sources: tuple[tuple[str, str], ...] = ()
     """Field -> where its figure is from: a datasheet, a measurement, an assumption."""

@@ -152,7 +152,7 @@ def _layout_of_params(params: tuple[ParamSpec, ...], ranks: int) -> Layout:
         fields.append(Field(param.name, param.shape, offset, offset + param.numel))
         ends = index + 1 in (trained, len(params))
         offset = _end(offset + param.numel, ranks) if ends else align(offset + param.numel)
-    in_files = (field.start for field, param in zip(fields, params, strict=True) if param.in_files)
+    in_files = (field.start for field, param in zip(fields, params, strict=True) if param.file_backed)
     return Layout(tuple(fields), offset, trained, next(in_files, offset), ranks)
 
 

@@ -35,7 +35,7 @@ class ParamSpec:
     held: int = 0
     """Parameters behind it, in order of use, that a forward of its layer comes to before it reads this one for the last
     time: 1 for a matrix that is read together with its bias; -1 where it may come back to it at any time."""
-    in_files: bool = False
+    file_backed: bool = False
     """It is frozen, and the model's own files hold its bytes as they are held here."""
 
     @property
@@ -71,7 +71,7 @@ class UnitSpec:
 
     def with_in_files(self, names: Collection[str]) -> UnitSpec:
         """The same unit, of which these frozen parameters lie in the model's files, and no others do."""
-        params = tuple(replace(param, in_files=not param.trainable and param.name in names) for param in self.params)
+        params = tuple(replace(param, file_backed=not param.trainable and param.name in names) for param in self.params)
         if [*map(_home, params)] != sorted(map(_home, params)):  # out of the order of use
             params = tuple(replace(param, held=-1) for param in params)
         return self if params == self.params else replace(self, params=params)
@@ -83,7 +83,7 @@ class UnitSpec:
 
 
 def _home(param: ParamSpec) -> int:
-    return 0 if param.trainable else 1 + param.in_files
+    return 0 if param.trainable else 1 + param.file_backed
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ class Placement:
 
     The weights may be on the device beside a copy in host memory, which the optimizer updates: then they are fetched
     once per step. With all parts on the device nothing of the unit crosses the bus, and it is updated there. With
-    weights in files, those of the model that hold frozen parameters as they are held here (`ParamSpec.in_files`) are
+    weights in files, those of the model that hold frozen parameters as they are held here (`ParamSpec.file_backed`) are
     read as they are needed; the other weights of the unit are in host memory.
     """
 

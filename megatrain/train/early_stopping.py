@@ -1,4 +1,4 @@
-"""The lowest validation loss of a run so far, and whether it has not fallen for long enough to end the run.
+"""Early stopping: the lowest validation loss so far, and whether patience with it has run out.
 
 A value that is small and plain, so that checkpoints hold it: a run that goes on, or back, counts on as if it had never
 stopped. It leaves out who measures (`run.evaluation`).

@@ -168,7 +168,7 @@ def _placed(options: EngineOptions, device: Device, spec: ModelSpec) -> Policy:
 
 def _refuse_no_files(spec: ModelSpec) -> None:
     """Raise `PlanError` where nothing can be read from files."""
-    if not any(param.in_files for unit in spec.units for param in unit.params):
+    if not any(param.file_backed for unit in spec.units for param in unit.params):
         what = "nothing is frozen that the model's files hold in the precision in which it is held"
         raise PlanError(f"reads weights from files, and {what}", where="policy.placements", fix="use host or disk")
 

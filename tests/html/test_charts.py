@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.html import Curve, Happening, chart, chart_scripts, document, ink_on, smoothed
+from megatrain.html import ChartEvent, Curve, chart, chart_scripts, document, ink_on, smoothed
 from megatrain.html.charts import COLUMNS
 from megatrain.html.colours import CURVE_COLOURS, PART_COLOURS, luminance
 from megatrain.html.timeline import KIND_COLOURS
@@ -24,10 +24,10 @@ from tests.plan.test_html import HOSTILE, full_page, read
 ANY = st.floats(allow_nan=True, allow_infinity=True, width=32)
 
 
-def drawn(curves: list[Curve], happenings: list[Happening] | None = None, **how: Any) -> tuple[str, dict[str, Any]]:
+def drawn(curves: list[Curve], events: list[ChartEvent] | None = None, **how: Any) -> tuple[str, dict[str, Any]]:
     """The place of a chart in a page, and what plotly is given for it."""
     charts: dict[str, Any] = {}
-    html = chart(charts, "a", "a chart", curves, happenings or [], **how)
+    html = chart(charts, "a", "a chart", curves, events or [], **how)
     return html, charts.get("a", {})
 
 
@@ -98,7 +98,7 @@ def test_norms_that_differ_by_orders_get_a_logarithmic_axis() -> None:
 
 
 def test_each_kind_of_event_has_a_symbol_and_a_line() -> None:
-    events = [Happening(2, "resumed", "at 2"), Happening(3, "skipped", "at 3"), Happening(4, "resumed", "at 4")]
+    events = [ChartEvent(2, "resumed", "at 2"), ChartEvent(3, "skipped", "at 3"), ChartEvent(4, "resumed", "at 4")]
     _, figure = drawn([Curve("x", [1, 5], [1.0, 2.0])], events)
     _, resumed, skipped = figure["data"]
     assert (resumed["name"], resumed["x"], resumed["text"]) == ("resumed", [2, 4], ["at 2", "at 4"])
@@ -141,7 +141,7 @@ def test_a_browser_shows_charts_without_a_complaint_and_within_its_window(width:
     losses = [2 + math.cos(step) for step in steps]
     held = list(range(50, 3001, 50))
     curves = [Curve(HOSTILE, steps, losses, faint=True), Curve("held-out", held, [2.0] * len(held), 1, points=True)]
-    html = chart(charts, "loss", "loss", curves, [Happening(1000, "resumed", HOSTILE)])
+    html = chart(charts, "loss", "loss", curves, [ChartEvent(1000, "resumed", HOSTILE)])
     page = document("a page", [html], "page", {"charts": charts}, chart_scripts())
     hover = """
       const drag = page.querySelector(".nsewdrag"), box = drag.getBoundingClientRect();

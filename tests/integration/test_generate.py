@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatrain import AdamW, Engine
-from megatrain.commands.generate import RESET, Drawing, Speaker, interruptions, run_chat, run_generation
+from megatrain.commands.generate import RESET, GenerationModel, Sampling, interruptions, run_chat, run_generation
 from megatrain.data import load_tokenizer
 from megatrain.errors import BatchError, ConfigError, DataError, MegaTrainError, ModelError, NonFinite
 from megatrain.run.sampling import draw_ids, prompt_ids
@@ -216,7 +216,9 @@ def legible(text: str) -> str:
 
 def test_a_folder_continues_a_prompt_piece_by_piece_as_its_stock_model_does(folder: str) -> None:
     pieces: list[str] = []
-    spoken = run_generation(Speaker(folder, precision="fp32"), "one two", pieces.append, Drawing(16, temperature=0))
+    spoken = run_generation(
+        GenerationModel(folder, precision="fp32"), "one two", pieces.append, Sampling(16, temperature=0)
+    )
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = torch.tensor([list(b"one two")])
     known = {"suppress_tokens": list(range(257, 300)), "eos_token_id": 256, "pad_token_id": 256}
@@ -230,7 +232,9 @@ def test_a_folder_continues_a_prompt_piece_by_piece_as_its_stock_model_does(fold
 
 def test_a_seed_fixes_what_a_folder_says(folder: str) -> None:
     first, again, other = (
-        run_generation(Speaker(folder), "", lambda text: None, Drawing(12, temperature=9.0, top_k=0, seed=seed))
+        run_generation(
+            GenerationModel(folder), "", lambda text: None, Sampling(12, temperature=9.0, top_k=0, seed=seed)
+        )
         for seed in (1, 1, 2)
     )
     assert first.text == again.text != other.text
@@ -248,12 +252,14 @@ def test_only_tokens_that_the_tokenizer_knows_are_drawn() -> None:
 
 
 def test_without_a_number_it_speaks_to_the_end_of_its_positions(folder: str) -> None:
-    spoken = run_generation(Speaker(folder), "x" * 60, lambda text: None, Drawing(temperature=0))
+    spoken = run_generation(GenerationModel(folder), "x" * 60, lambda text: None, Sampling(temperature=0))
     assert spoken.tokens <= 4
 
 
 def test_what_is_heard_steers_no_terminal(folder: str) -> None:
-    spoken = run_generation(Speaker(folder), "", lambda text: None, Drawing(20, temperature=9.0, top_k=0, seed=3))
+    spoken = run_generation(
+        GenerationModel(folder), "", lambda text: None, Sampling(20, temperature=9.0, top_k=0, seed=3)
+    )
     assert spoken.text
     assert all(char.isprintable() or char in "\n\t" for char in spoken.text)
 
@@ -268,13 +274,13 @@ def test_what_is_wrong_with_a_folder_or_a_prompt_is_said_before_weights_are_load
         (ModelError, "no such folder", {"folder": str(tmp_path / "gone")}),
         (DataError, "tokenizer", {"folder": str(bare)}),
         (BatchError, "use a shorter prompt", {"prompt": "x" * 64}),
-        (BatchError, "61 new ones at most", {"drawing": Drawing(62)}),
+        (BatchError, "61 new ones at most", {"sampling": Sampling(62)}),
         (DataError, "not Unicode", {"prompt": "\udc80"}),
     ]
     for error, words, changed in cases:
         with pytest.raises(error, match=words) as caught:
-            speaker = Speaker(changed.pop("folder", folder))
-            run_generation(speaker, **{"prompt": "abc", "heard": print, **changed})
+            generator = GenerationModel(changed.pop("folder", folder))
+            run_generation(generator, **{"prompt": "abc", "heard": print, **changed})
         assert "\n" not in str(caught.value)
 
 
@@ -312,7 +318,7 @@ def asked(chatty: str, said: list[str], monkeypatch: pytest.MonkeyPatch, **how: 
         return [1]
 
     monkeypatch.setattr("megatrain.commands.generate.draw_ids", draw)
-    run_chat(Speaker(chatty, precision="fp32", notice=notices.append), said, lambda text: None, **how)
+    run_chat(GenerationModel(chatty, precision="fp32", notice=notices.append), said, lambda text: None, **how)
     return prompts, notices
 
 
@@ -329,7 +335,7 @@ def test_a_chat_that_outgrows_the_model_forgets_its_oldest_messages(
     chatty: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = ["first" * 7, "second" * 6, "third" * 6, "x" * 200, "last"]
-    prompts, notices = asked(chatty, said, monkeypatch, system="s", drawing=Drawing(16))
+    prompts, notices = asked(chatty, said, monkeypatch, system="s", sampling=Sampling(16))
     assert prompts[1].startswith("s:s;u:first")
     assert prompts[2].startswith("s:s;u:second")
     assert "forgotten" in notices[0]
@@ -343,9 +349,9 @@ def test_an_answer_is_the_one_that_the_library_draws_and_can_be_stopped(
     chatty: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[str] = []
-    speaker, how = Speaker(chatty, precision="fp32"), Drawing(12, temperature=0)
-    assert run_chat(speaker, ["one"], heard.append, how) == 1
-    spoken = run_generation(speaker, "u:one;a:", lambda text: None, how)
+    generator, how = GenerationModel(chatty, precision="fp32"), Sampling(12, temperature=0)
+    assert run_chat(generator, ["one"], heard.append, how) == 1
+    spoken = run_generation(generator, "u:one;a:", lambda text: None, how)
     assert "".join(heard) == spoken.text + "\n"
     with interruptions() as stopped:
         assert not stopped()
@@ -361,4 +367,4 @@ def test_a_model_without_a_chat_template_is_refused_before_its_weights_are_loade
 ) -> None:
     monkeypatch.setattr("megatrain.commands.generate.pretrained_source", None)
     with pytest.raises(DataError, match="has no chat template; leave out --chat, or train it on chats first"):
-        run_chat(Speaker(folder), ["one"], print)
+        run_chat(GenerationModel(folder), ["one"], print)

@@ -119,7 +119,9 @@ def test_what_files_do_not_hold_as_it_is_held_stays_in_memory(tmp_path: Path) ->
     with made(folder, "cpu", usual("cpu", None)) as held:
         expected = results(held)
     with made(folder, "cpu", usual("cpu", IN_FILES)) as read:
-        assert [param.in_files for param in read.structure.units[2].params if "up_proj.base" in param.name] == [False]
+        assert [param.file_backed for param in read.structure.units[2].params if "up_proj.base" in param.name] == [
+            False
+        ]
         assert list(read._ported.in_files.others.values()) == ["is F32 in the files, and held as bfloat16"]
         assert equal(results(read), expected)
     whole = saved(tmp_path / "whole", dtype=torch.float32)
@@ -151,7 +153,7 @@ def test_a_file_that_changes_while_it_is_read_ends_the_run(how: str, tmp_path: P
 
 def test_what_is_read_from_files_cannot_be_set(tmp_path: Path) -> None:
     with made(saved(tmp_path / "base"), "cpu", usual("cpu", IN_FILES)) as engine:
-        name = next(p.name for p in engine.structure.units[1].params if p.in_files)
+        name = next(p.name for p in engine.structure.units[1].params if p.file_backed)
         value = engine.master(name)
         engine.set_weights({name: value})
         with pytest.raises(ModelError, match="is read from the model's files, which hold other values"):

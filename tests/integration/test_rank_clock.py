@@ -55,7 +55,7 @@ def of_all(plan: Plan) -> Contention:
     """What ranks share, with the host memory of all."""
     hardware = plan.question.hardware
     assert hardware.host_dram_bandwidth is not None
-    whole = replace(hardware, host_dram_bandwidth=hardware.sharers * hardware.host_dram_bandwidth)
+    whole = replace(hardware, host_dram_bandwidth=hardware.sharing_ranks * hardware.host_dram_bandwidth)
     return contention(plan.question.model, plan.numerics, whole)
 
 

@@ -60,7 +60,7 @@ def test_a_machine_of_several_devices_says_what_joins_them_and_has_the_device_of
             assert each.link_bandwidth is not None
             assert len(sources["link_route"]) > 10
             assert each.host_nbytes >= of_one.host_nbytes
-        assert each.sharers == 1
+        assert each.sharing_ranks == 1
 
 
 @pytest.mark.parametrize("name", machine_names())
@@ -220,7 +220,7 @@ def test_an_absurd_figure_is_refused_by_name(tmp_path: Path, key: str, value: An
         ({"products": [{"precision": "bf16", "m": 1}]}, r"products\[0\].k, n, flops_per_second: are missing"),
         ({"name": " "}, "name: ' ' is no name"),
         ({"shares_memory": 1}, "shares_memory: 1 is not valid"),
-        ({"link_route": ["bus"]}, r"link_route: .'bus'. is not valid; use own, bus, host"),
+        ({"link_route": ["bus"]}, r"link_route: .'bus'. is not valid; use direct, bus, host"),
         ({"devices": 0}, "devices: 0 is beyond reason"),
         ({"host_byte": 300}, "no key is called 'host_byte'; did you mean 'host_bytes'?"),
         ({"products": {}}, "products: is not a list of tables"),

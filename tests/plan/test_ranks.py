@@ -42,7 +42,7 @@ def test_one_rank_is_asked_for_as_without_ranks() -> None:
 def test_a_rank_has_an_equal_part_of_what_the_devices_of_its_machine_share() -> None:
     whole = machine("8x-h100")
     part = share_of(whole, 16, 4)
-    assert part.sharers == 4
+    assert part.sharing_ranks == 4
     for name in ("host_nbytes", "disk_nbytes", "host_bandwidth", "host_dram_bandwidth", "disk_read_bandwidth"):
         assert getattr(part, name) == pytest.approx(getattr(whole, name) / 4)
     for name in ("device_nbytes", "fetch_bandwidth", "flops", "link_bandwidth", "node_bandwidth"):
@@ -121,7 +121,7 @@ def test_a_collective_takes_what_its_bytes_take_over_the_slower_of_the_links(her
 def test_collectives_through_host_memory_take_of_it_and_of_the_bus_and_links_of_their_own_do_not() -> None:
     question = asked(4, "4x-rtx-4090")
     of = contention(question.model, Numerics(), question.hardware)
-    own = contention(question.model, Numerics(), replace(question.hardware, link_route="own"))
+    own = contention(question.model, Numerics(), replace(question.hardware, link_route="direct"))
     bus = contention(question.model, Numerics(), replace(question.hardware, link_route="bus"))
     for op in collectives(question):
         whole = op.writes[0] if op.kind == "GATHER" else op.reads[0]

@@ -14,7 +14,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from megatrain.commands.export import run_export
-from megatrain.commands.generate import Drawing, Speaker, run_generation
+from megatrain.commands.generate import GenerationModel, Sampling, run_generation
 from megatrain.config import load_config
 from megatrain.errors import ConfigError
 from megatrain.run.training import run_training
@@ -60,7 +60,7 @@ def test_a_run_leaves_an_adapter_that_peft_loads_that_speaks_and_merges(base: Pa
     stock = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(saved))
     assert all(each.any() for name, each in stock.named_parameters() if "lora_B" in name)
     said: list[str] = []
-    assert run_generation(Speaker(str(saved.parent)), "So", said.append, Drawing(4)).tokens
+    assert run_generation(GenerationModel(str(saved.parent)), "So", said.append, Sampling(4)).tokens
     merged = run_export(str(saved.parent), base.parent / "merged", precision="fp32", merge=True)
     expected = dict(stock.merge_and_unload().named_parameters())
     found = dict(AutoModelForCausalLM.from_pretrained(merged).named_parameters())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.commands.generate import Drawing, Speaker, run_chat, run_generation
+from megatrain.commands.generate import GenerationModel, Sampling, run_chat, run_generation
 from megatrain.config import Config
 from megatrain.errors import ConfigError, DataError, ModelError
 from tests.run.test_training import configuration, losses, train
@@ -82,10 +82,10 @@ def test_a_run_on_chats_says_what_it_trains_and_chats_by_its_template(tmp_path: 
     events = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [each["prompt"] for each in events if each["event"] == "sampled"][-2:] == ["3?", ""]
     heard: list[str] = []
-    how = Drawing(4, temperature=0)
-    speaker = Speaker(str(tmp_path / "run"), precision="fp32")
-    assert run_chat(speaker, ["3?"], heard.append, how) == 1
-    asked = run_generation(speaker, "3?\n", lambda text: None, how)
+    how = Sampling(4, temperature=0)
+    generator = GenerationModel(str(tmp_path / "run"), precision="fp32")
+    assert run_chat(generator, ["3?"], heard.append, how) == 1
+    asked = run_generation(generator, "3?\n", lambda text: None, how)
     assert "".join(heard) == asked.text + "\n"
 
 

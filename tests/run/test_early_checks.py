@@ -12,9 +12,9 @@ import pytest
 
 from megatrain.config import save_config
 from megatrain.errors import ConfigError, DataError, DeviceError
-from megatrain.run import early_checks, free_disk
-from megatrain.run.earlier_run import refuse_early
+from megatrain.run import disk_space, early_checks
 from megatrain.run.early_checks import refuse_mistakes
+from megatrain.run.existing_run import refuse_early
 from megatrain.train.engine import Engine
 from tests.run.test_training import configuration, train
 
@@ -113,7 +113,7 @@ def test_a_disk_that_is_too_small_is_refused_before_the_weights_load(
 
     monkeypatch.setattr(Engine, "from_source", load)
     asked: list[Path] = []
-    monkeypatch.setattr(free_disk, "available_disk_nbytes", lambda folder: asked.append(folder) or 1_000)
+    monkeypatch.setattr(disk_space, "available_disk_nbytes", lambda folder: asked.append(folder) or 1_000)
     what = r"checkpoints: needs about .* for a checkpoint and the model, and .* are free there; free some space"
     with pytest.raises(ConfigError, match=what):
         train(configuration(tmp_path, checkpoint={"every": 1}))

@@ -30,7 +30,7 @@ from megatrain.model import port_model
 from megatrain.plan import share_of
 from megatrain.run import training
 from megatrain.run.data import open_corpus
-from megatrain.run.link_speed import NBYTES, with_links
+from megatrain.run.link_bandwidth import NBYTES, with_links
 from megatrain.run.objective import FILE, loss_of, take_up_reference
 from megatrain.run.ranks import Ranks
 from megatrain.spec import Hardware, Limits
@@ -126,7 +126,7 @@ def test_links_that_nobody_has_described_are_timed_by_all_alike(here: int, secon
     sources = dict(first.sources)
     assert sources["link_bandwidth"].startswith("measured")
     assert first.link_route == "bus"
-    assert share_of(replace(first, devices=2), 2, here).sharers == here
+    assert share_of(replace(first, devices=2), 2, here).sharing_ranks == here
 
 
 # Whole runs ----------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from megatrain.dist import World
 from megatrain.dist import processes as of_processes
 from megatrain.errors import ConfigError, RankError
 from megatrain.run.ranks import Ranks, refuse_what_ranks_lack
-from tests.preloaded import Child, Preloaded, command_line
+from tests.fork_server import Child, Preloaded, command_line
 from tests.rank_processes import free_port
 from tests.ranks import together, worlds
 from tests.run.test_training import configuration, lines, losses, train

@@ -105,7 +105,7 @@ class Collectives:
         self._changed.discard(name)
         own = Access(name, 0, self.buffers[name].nbytes, Weights(unit))
         others = tuple(own._replace(buffer=self._of(rank, name)) for rank in range(self.ranks) if rank != self.rank)
-        return [Op("BARRIER", "node", unit, reads=(own,), writes=others)]
+        return [Op("BARRIER", "shared", unit, reads=(own,), writes=others)]
 
     def _summed_in_host(self, op: Op) -> list[Op]:
         """A shard of a gradient: this rank's sum to where others find it, and the sum over ranks of the own part."""
@@ -115,7 +115,7 @@ class Collectives:
         mine = Access(slot, 0, nbytes, RankGradient(op.unit, op.shard))
         others = (self._of(rank, slot) for rank in range(self.ranks) if rank != self.rank)
         heard = tuple(Access(name, 0, nbytes, USED) for name in others)
-        reduce = Op("REDUCE", "node", op.unit, shard=op.shard, reads=(mine,), writes=(home, *heard))
+        reduce = Op("REDUCE", "shared", op.unit, shard=op.shard, reads=(mine,), writes=(home, *heard))
         return [op._replace(writes=(mine,)), reduce]
 
     def _of(self, rank: int, name: str) -> str:

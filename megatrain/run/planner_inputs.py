@@ -1,4 +1,4 @@
-"""What a configuration asks of the planner, for a run here and for `megatrain plan CONFIG`.
+"""Builds the planner's input from a configuration, for a run and for `megatrain plan CONFIG`.
 
 Left out: which machine it is asked for (`this_machine`), and the answer (`plan`).
 """

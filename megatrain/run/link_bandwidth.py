@@ -1,4 +1,4 @@
-"""What joins the ranks of a run, where no figure of it is known: an all-to-all among all of them, timed a few times.
+"""Measures the bandwidth between ranks by a few timed all-to-alls, where the hardware has no figure for it.
 
 It is what gradients are summed by, and most of what collectives of a step move. Left out: how quick an all-gather is
 besides, and what collectives go over, which is assumed to be the bus unless they are quicker.
@@ -41,7 +41,7 @@ def with_links(hardware: Hardware, world: World, device: Device, here: int) -> H
     own = max(1, here - 1) * part / carrying > hardware.fetch_bandwidth
     route = "links of its own, which are quicker than the bus" if own else "the bus, which is quicker than the link"
     sources = dict(hardware.sources) | dict.fromkeys(found, told) | {"link_route": f"assumed: {route}"}
-    return replace(hardware, **found, link_route="own" if own else "bus", sources=tuple(sources.items()))
+    return replace(hardware, **found, link_route="direct" if own else "bus", sources=tuple(sources.items()))
 
 
 def _seconds(world: World, device: Device, nbytes: int) -> float:

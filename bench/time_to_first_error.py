@@ -1,6 +1,6 @@
 """Measures the CPU time until `megatrain train` tells a mistake that needs no model, for one mistake of each kind.
 
-    python -m bench.first_error
+    python -m bench.time_to_first_error
 
 Each is made in a process of its own, from the interpreter's start to its end; of three tries the quickest counts.
 """

@@ -1,4 +1,4 @@
-"""An earlier run where this one is to write: what of it would go, which no run replaces without being told to.
+"""Looks for an earlier run where this one is to write, says what would be overwritten, and refuses it unless asked.
 
 It needs no torch, so that the command line asks here before anything is loaded; a run asks again, with the checkpoint
 that it goes on from. Left out: which checkpoint that is (`resume`).
@@ -33,7 +33,7 @@ MOST_NAMED = 4
 
 
 def refuse_early(config: Config) -> None:
-    """Raise what `make_way` would for this run, and `ConfigError` where another is at work in its folders.
+    """Raise what `check_overwriting` would for this run, and `ConfigError` where another is at work in its folders.
 
     Where the run goes on from a checkpoint, nobody knows before that has been read, and the run itself asks.
     """
@@ -43,7 +43,7 @@ def refuse_early(config: Config) -> None:
         if config.resume not in (None, AUTO):
             named_checkpoint(config)
         elif config.resume is None or not checkpoints(config.checkpoints):
-            make_way(config, None, lambda line: None)
+            check_overwriting(config, None, lambda line: None)
 
 
 def named_checkpoint(config: Config) -> Path:
@@ -55,7 +55,7 @@ def named_checkpoint(config: Config) -> Path:
     return path
 
 
-def make_way(config: Config, taken: Checkpoint | None, say: Say) -> None:
+def check_overwriting(config: Config, taken: Checkpoint | None, say: Say) -> None:
     """Say what has to go from the run folder and the folder of checkpoints, for a run that goes on from `taken`.
 
     Raises `ConfigError` where more than metrics would go and `output.overwrite` does not allow it.

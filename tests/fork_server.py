@@ -1,11 +1,10 @@
-"""A process that has imported everything and computed nothing, and forks a child for each call that a test wants made
-in a process of its own: the command line, say.
+"""A fork server for tests: it imports everything once, and forks a child for each call that needs its own process.
 
 A fork costs nothing, where a new process takes five seconds of a processor to import the libraries, and it is safe
 since no thread has been started here. What a child has measured of a model the next one need not
 (`tests.measurement_cache`).
 
-    python -m tests.preloaded FOLDER
+    python -m tests.fork_server FOLDER
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether the disks have room for what a run writes, asked before it plans and long before its first checkpoint.
+"""Checks before planning that the disks have room for what a run writes.
 
 Counted are one checkpoint (float32 master and two moments of what trains) and the model at the end, for each file
 system together, and what of an earlier run is replaced before as free. Each save asks again, exactly. Left out: the

@@ -1,8 +1,8 @@
-"""What several ranks do together, in seconds: bytes over the links between devices and between machines, or in the host
-memory that they share (`Policy.delivery`).
+"""Prices collectives: seconds for bytes over the links between devices and machines, or through shared host memory.
 
-All ranks do it at the same time and alike, so it is priced for one of them. NCCL's ways are taken: a ring for an
-all-gather, and for an all-to-all each sends to each. Left out: that rings differ in their places in a machine.
+`Policy.delivery` says which of the two. All ranks do the same at the same time, so one of them is priced. As in NCCL,
+an all-gather is a ring and an all-to-all sends from each rank to each other. Left out: that rings differ in their
+places in a machine.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def gather_seconds(hardware: Hardware, ranks: int, nbytes: float) -> float:
 
 def reduce_seconds(hardware: Hardware, ranks: int, nbytes: float) -> float:
     """Seconds in which each of the ranks sends to every other a part of so many bytes: an all-to-all."""
-    here, part = hardware.sharers, nbytes / ranks
+    here, part = hardware.sharing_ranks, nbytes / ranks
     return _linked_seconds(hardware, ranks, (here - 1) * part, here * (ranks - here) * part)
 
 
 def _linked_seconds(hardware: Hardware, ranks: int, nbytes: float, outside: float) -> float:
     """Seconds of a collective that takes so many bytes over the link of each device and `outside` between machines."""
-    here = hardware.sharers
+    here = hardware.sharing_ranks
     links = ((nbytes, hardware.link_bandwidth, here > 1), (outside, hardware.node_bandwidth, ranks > here))
     used = [(moved, rate) for moved, rate, is_used in links if is_used]
     if not used or not all(rate for _, rate in used):
@@ -61,7 +61,7 @@ def link_shares(hardware: Hardware) -> dict[str, float]:
     """Way of the bus -> share of its own speed that it, and the link, has while both are in use: collectives that go
     over the bus want it beside copies, each as much as it has alone."""
     link = hardware.link_bandwidth
-    if hardware.link_route == "own" or hardware.sharers == 1 or link is None or link == inf:
+    if hardware.link_route == "direct" or hardware.sharing_ranks == 1 or link is None or link == inf:
         return {}
     ways = {"fetch": hardware.fetch_bandwidth, "grad": hardware.grad_bandwidth}
     return {way: bandwidth / (bandwidth + link) for way, bandwidth in ways.items() if bandwidth < inf}
@@ -70,5 +70,5 @@ def link_shares(hardware: Hardware) -> dict[str, float]:
 def through_host_nbytes(hardware: Hardware, ranks: int, op: Op) -> float:
     """Bytes of host memory that a collective writes and reads for each rank, on the way to others of its machine."""
     (whole,) = op.reads if op.kind == "REDUCE" else op.writes
-    senders = (hardware.sharers if op.kind == "REDUCE" else ranks) - 1 if hardware.sharers > 1 else 0
+    senders = (hardware.sharing_ranks if op.kind == "REDUCE" else ranks) - 1 if hardware.sharing_ranks > 1 else 0
     return 2.0 * (whole.stop - whole.start) * senders / ranks

@@ -1,6 +1,6 @@
 """What several GPUs would reach, as the planner sees it, beside what other systems have published.
 
-    python -m bench.ranks [--docs FILE ...]
+    python -m bench.rank_plans [--docs FILE ...]
 
 Nothing of ours here is measured: rows that say so are planned, `megatrain plan MODEL --hardware MACHINE --ranks N` for
 as many sequences on each GPU, or in each step, as the row says. Machines are described (`machines.json`), with what
@@ -115,7 +115,7 @@ def main() -> int:
     arguments = parser.parse_args()
     lines = table()
     for file in arguments.docs:
-        file.write_text(filled(file.read_text(), {"table": lines}, by="bench.ranks"))
+        file.write_text(filled(file.read_text(), {"table": lines}, by="bench.rank_plans"))
     print("\n".join(lines))
     return 0
 
