@@ -194,15 +194,15 @@ def test_failing_steps_leak_no_memory() -> None:
     with Engine.from_model(tiny_model(hidden_size=128, intermediate_size=512), policy=policy, verify=False) as engine:
         engine.step(big)
         engine._sink.norm = failing  # type: ignore[method-assign]
-        for count in range(10):
+        for count in range(40):
             with pytest.raises(NonFinite):
                 engine.step(big)
-            if count == 2:
+            if count == 9:
                 gc.collect()
                 before = process.memory_info().rss
         gc.collect()
-        # A step's graphs are about 15 MB, so seven that stay are 105; an allocator's arenas come and go by some.
-        assert process.memory_info().rss - before < 32 << 20
+        # A step's graphs are about 15 MB, so thirty that stay are 450; an allocator's arenas come and go by some tens.
+        assert process.memory_info().rss - before < 100 << 20
 
 
 def test_an_interrupt_while_waiting_lets_the_step_come_to_rest(monkeypatch: pytest.MonkeyPatch) -> None:
