@@ -58,8 +58,9 @@ def _columns(fields: Mapping[str, Any], known: Collection[str]) -> tuple[dict[st
     if all(pair.values()):
         return {kind: str(name) for kind, name in pair.items()}, None
     for name, value in fields.items():
-        if isinstance(value, Sequence) and value and isinstance(value[0], Mapping):
-            return {"conversations" if "from" in value[0] else "messages": name}, value[0]
+        turns = _listed(value)
+        if turns and isinstance(turns[0], Mapping):
+            return {"conversations" if "from" in turns[0] else "messages": name}, turns[0]
     texts = {name: value for name, value in fields.items() if isinstance(value, str)}
     question = next((name for word in QUESTIONS for name in texts if name.lower() == word), None)
     answer = next((name for word in ANSWERS for name in texts if name.lower() == word), None)
@@ -72,6 +73,16 @@ def _columns(fields: Mapping[str, Any], known: Collection[str]) -> tuple[dict[st
         return {"text": text or next(iter(texts))}, None
     near = {name: difflib.get_close_matches(str(name), known, n=1, cutoff=0.75) for name in fields}
     return {match[0]: name for name, match in near.items() if match and match[0] != name}, None
+
+
+def _listed(value: object) -> Sequence[Any]:
+    """A list, or the one whose JSON text a cell of a table is; else nothing."""
+    if isinstance(value, str):
+        try:
+            value = parsed(value) if value.lstrip().startswith("[") else None
+        except (ValueError, RecursionError):
+            return ()
+    return value if isinstance(value, Sequence) else ()
 
 
 def _first(fields: Mapping[str, Any], fits: Any) -> str | None:
@@ -101,6 +112,17 @@ def read_messages(value: object, place: str) -> list[Message]:
         what = "an empty list" if value == [] else f"{type(value).__name__}"
         raise SampleError(f"{what} in place of messages", reason="no messages", where=place, fix="bring a list of them")
     return [_read_message(message, number, place) for number, message in enumerate(value, start=1)]
+
+
+def read_turns(value: object, column: str, place: str) -> object:
+    """What `column` holds where turns are expected; a text, which is all that a cell of a table can hold, read as JSON.
+
+    Raises `SampleError` for a text that is no JSON.
+    """
+    if not isinstance(value, str):
+        return value
+    fix = "write the list by json.dumps; pandas' to_csv writes Python's notation, which is no JSON"
+    return _from_json(value, f"{column!r} is a text", place, reason="messages that are no JSON", fix=fix)
 
 
 def read_tools(value: object, place: str) -> tuple[Tool, ...]:
@@ -205,13 +227,11 @@ def _read_call(call: object, place: str) -> dict[str, Any]:
     return {"type": "function", **around, "function": {"name": function["name"], "arguments": dict(arguments)}}
 
 
-def _from_json(text: str, what: str, place: str) -> object:
+def _from_json(text: str, what: str, place: str, *, reason: str = "malformed tools", fix: str = "correct it") -> object:
     try:
         value = parsed(text)
     except (ValueError, RecursionError) as error:
-        raise SampleError(
-            f"{what}: not JSON ({error})", reason="malformed tools", where=place, fix="correct it"
-        ) from error
+        raise SampleError(f"{what}: not JSON ({error})", reason=reason, where=place, fix=fix) from error
     return value
 
 

@@ -152,7 +152,7 @@ def _running(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 # Left out: removing old entries.
 
 
-FORMAT = 5  # part of the key: raise it when the same content would give other samples
+FORMAT = 6  # part of the key: raise it when the same content would give other samples
 
 Runs = list[tuple[str, bool]]
 """A rendered example: runs of text, and whether they are trained."""

@@ -2,8 +2,8 @@
 
 A sample is a conversation, a text (behind a prompt that is not trained, perhaps), or token ids:
 
-    chat         messages [, tools, system]                      a list of {"role", "content"}
-    sharegpt     conversations [, tools, system]                 a list of {"from", "value"}
+    chat         messages [, tools, system]                      a list of {"role", "content"}, or its JSON text
+    sharegpt     conversations [, tools, system]                 a list of {"from", "value"}, or its JSON text
     completion   prompt, completion [, tools, system]            two texts, or messages
     alpaca       instruction, output [, input, system, history]  a conversation
     text         text                                            all of it is trained
@@ -35,6 +35,7 @@ from megatrain.data.messages import (
     read_calls,
     read_messages,
     read_tools,
+    read_turns,
     tags_for,
 )
 from megatrain.data.read_rows import Row
@@ -158,7 +159,7 @@ def detect_schema(row: Row, schema: Schema) -> Schema:
 def _by_turns(row: Row, schema: Schema) -> Schema:
     """`schema`, of chat or sharegpt, as the other of the two where the keys of the first turn or the tags say so."""
     column = schema.column(FIELDS[schema.format][0][0])
-    turns = row.fields[column]
+    turns = read_turns(row.fields[column], column, row.place)
     first = turns[0] if isinstance(turns, Sequence) and turns and isinstance(turns[0], Mapping) else {}
     if schema.tags:
         usual = {"role_tag": "role", "content_tag": "content"} if "role" in first else {}
@@ -262,14 +263,16 @@ def _require_text_only(row: Row, sample: Sample) -> None:
 
 
 def _read_chat(row: Row, schema: Schema) -> Sample:
-    messages = read_messages(row.fields[schema.column("messages")], row.place)
+    column = schema.column("messages")
+    messages = read_messages(read_turns(row.fields[column], column, row.place), row.place)
     return Sample(row.place, _with_system(messages, row, schema), _tools(row, schema))
 
 
 def _read_sharegpt(row: Row, schema: Schema) -> Sample:
-    turns = row.fields[schema.column("conversations")]
+    column = schema.column("conversations")
+    turns = read_turns(row.fields[column], column, row.place)
     if not isinstance(turns, Sequence) or isinstance(turns, str):
-        what = f"{schema.column('conversations')!r} is {type(turns).__name__}, not a list of turns"
+        what = f"{column!r} is {type(turns).__name__}, not a list of turns"
         raise SampleError(what, reason="no messages", where=row.place)
     role_key, content_key = (schema.tags.get(key, TAGS[key][1][0]) for key in ("role_tag", "content_tag"))
     roles = {name: role for tag, (role, names) in TAGS.items() if role for name in names}

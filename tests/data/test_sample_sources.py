@@ -140,6 +140,22 @@ def test_cells_of_a_table_stay_text_and_may_be_long(tmp_path: Path) -> None:
     assert samples[1].origin == f"{path}:{2 + text.count(chr(10)) + 1}"
 
 
+def test_a_chat_in_a_cell_is_the_json_text_of_its_list(tmp_path: Path) -> None:
+    """In either format, told by the keys of its turns, with tools beside it; what is no JSON is told with its line."""
+    shared = [{"from": "human", "value": "q"}, {"from": "gpt", "value": 'a,\n"b"'}]
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": 'a,\n"b"'}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    for column, turns in (("messages", chat), ("conversations", shared), ("conversations", chat)):
+        cells = [{column: json.dumps(turns), "tools": json.dumps(tools), "n": n} for n in range(2)]
+        samples, _ = read(written(tmp_path / "a.csv", cells))
+        assert [list(sample.messages) for sample in samples] == [chat, chat]
+        assert list(samples[0].tools) == tools
+    bad = written(tmp_path / "b.csv", [{"messages": json.dumps(chat)}, {"messages": str(chat)}])
+    assert refused(bad).startswith(f"{bad}:3: 'messages' is a text: not JSON (")
+    assert "json.dumps" in refused(bad)
+    assert read(bad, bad="leave_out")[1].counts == {"messages that are no JSON": 1}
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "arrow", "saved"])
 def test_data_for_kto_is_refused_in_every_kind_of_file(tmp_path: Path, suffix: str) -> None:
     """Trained as it is, its undesirable answers would be learned too."""
