@@ -186,7 +186,8 @@ class DataSection(Section):
     subset: str | None = None
     """Which configuration of a hub data set is read."""
     chat_template: PathOrName = "model"
-    """How a chat becomes text: the model's own template, `chatml`, `none` (contents on lines of their own), a file."""
+    """How a chat becomes text: the model's own template, `chatml`, `none` (contents on lines of their own), a file;
+    `trl` has the text and the targets of TRL's assistant_only_loss, which often include the line end of an answer."""
     chat_template_kwargs: dict[str, Any] = {}
     """What the template is handed beside the messages, {enable_thinking: false} say."""
     train_on: Literal["assistant", "last", "all"] = "assistant"

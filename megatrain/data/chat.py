@@ -1,8 +1,8 @@
 """Conversations to text, and the characters of it that are trained.
 
-The text is the chat template's, rendered by the library: the tokenizer's own template, or one that the user chose
-because the model has none (`chatml`, `none`, or a file). What is trained is told by the template where it has
-`{% generation %}` marks, and by `assistant_turns.py` where it has none.
+The text is the chat template's, rendered by the library: the tokenizer's own template, one that the user chose because
+the model has none (`chatml`, `none`, or a file), or TRL's variant for training (`trl`). What is trained is told by the
+template where it has `{% generation %}` marks, and by `assistant_turns.py` where it has none.
 
 A conversation is refused with the template's own words where the template refuses it, and where the template writes
 less than was said: a role that it skips, tools that it does not know. Only reasoning may be missing, which many
@@ -41,6 +41,7 @@ NONE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
 )
+TRL = "trl"
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 SECONDS = 10.0
@@ -75,6 +76,11 @@ class ChatTemplate:
             raise DataError(f"no chat template ({first_line(error)})", where=self.name, fix="name a file") from error
         return text
 
+    @property
+    def saved(self) -> str:
+        """The Jinja text that a model which is trained with it is saved with: TRL's variant is for training alone."""
+        return ChatTemplate(self.tokenizer, self.name).text(()) if self.name == TRL else self.text(())
+
     @cached_property
     def special(self) -> list[str]:
         """What is read as a token where a message spells it out."""
@@ -90,16 +96,18 @@ class ChatTemplate:
 def choose_template(
     tokenizer: Tokenizer, choice: str = "model", values: Mapping[str, Any] | None = None
 ) -> ChatTemplate:
-    """The template called `choice`: the model's own (`model`), `chatml`, `none`, or a file's.
+    """The template called `choice`: the model's own (`model`), TRL's variant of it (`trl`), `chatml`, `none`, a file's.
 
     The built-in ChatML closes a turn with the end of text too where the vocabulary has no `<|im_end|>`, so that a model
     can stop. Raises `DataError` where there is no such template.
     """
     chosen = dict(values or {})
+    if choice in ("model", TRL) and not tokenizer.chat_template:
+        what = "the model has no chat template"
+        raise DataError(what, where=str(tokenizer.name_or_path), fix=f"set data.chat_template: {CHOICES}")
+    if choice == TRL:
+        return ChatTemplate(tokenizer, TRL, _training_template(tokenizer), chosen)
     if choice == "model":
-        if not tokenizer.chat_template:
-            what = "the model has no chat template"
-            raise DataError(what, where=str(tokenizer.name_or_path), fix=f"set data.chat_template: {CHOICES}")
         return ChatTemplate(tokenizer, f"of {tokenizer.name_or_path or 'the tokenizer'}", None, chosen)
     if choice == "chatml":
         end = CHATML_END if CHATML_END in tokenizer.get_vocab() else CHATML_END + (tokenizer.eos_token or "")
@@ -111,12 +119,33 @@ def choose_template(
         if path.exists() or path.suffix or path.parent != Path():
             raise missing(path, DataError)
         raise DataError(
-            f"no chat template is called {choice!r}", where="data.chat_template", fix=f"name `model`, {CHOICES}"
+            f"no chat template is called {choice!r}", where="data.chat_template", fix=f"name `model`, `trl`, {CHOICES}"
         )
     try:
         return ChatTemplate(tokenizer, choice, read_text(path), chosen)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot be read ({first_line(error)})", where=choice, fix="name a text file") from error
+
+
+def _training_template(tokenizer: Tokenizer) -> str | None:
+    """What TRL puts in the place of the model's template for `assistant_only_loss`; `None` where it keeps the model's.
+
+    Raises `DataError` where TRL is not installed or has none for the model.
+    """
+    try:
+        from trl.chat_template_utils import get_training_chat_template
+    except ImportError as error:
+        what, fix = "trl needs the `trl` package, which is not installed", "pip install trl, or leave the key out"
+        raise DataError(what, where="data.chat_template", fix=fix) from error
+    try:
+        if MARKS.search(tokenizer.get_chat_template()):
+            return None
+        found: str | None = get_training_chat_template(tokenizer)
+    except ValueError as error:
+        what = f"TRL has no training template for the model's ({first_line(error)})"
+        fix = "leave the key out, or name a file with `{% generation %}` marks"
+        raise DataError(what, where="data.chat_template", fix=fix) from error
+    return found
 
 
 def mark_chat(sample: Sample, template: ChatTemplate, train_on: TrainOn) -> MarkedText:

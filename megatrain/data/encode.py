@@ -150,7 +150,8 @@ class Encoder:
     @cached_property
     def identity(self) -> str:
         """A hash of all that decides the tokens and targets of a sample: the key of whoever keeps them."""
-        own = self.template.own if self.options.template != "model" else self.tokenizer.chat_template
+        chosen = None if self.options.template == "model" else self.template.own
+        own = self.tokenizer.chat_template if chosen is None else chosen
         special = self.tokenizer.special_tokens_map  # templates write them by their names
         content = [FORMAT, tokenizer_identity(self.tokenizer), own, special, asdict(self.options)]
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]

@@ -167,7 +167,7 @@ def open_corpus(
     facts += [("validation", _described(part, parts)) for part in own]
     chats = opened.encoder if any(part.holds_chats for part in parts) else None
     if chats is not None:  # so that the model that is saved answers as it was trained
-        opened.tokenizer.chat_template = chats.template.text(())
+        opened.tokenizer.chat_template = chats.template.saved
     example = next((part.example for part in parts if part.example), [])
     return Corpus(loader, validation, data.sequence_length, facts, example, chats)
 

@@ -39,6 +39,7 @@ TORCH_FREE = ("errors", "spec", "system", "schedule", "plan", "optim", "html")
 HOMES: dict[str, tuple[tuple[str, ...], str]] = {
     "transformers": (("model", "data.tokenizer", "hf"), "its classes change; three places to mend"),
     "peft": (("model.adapters",), "an option that nothing else may need"),
+    "trl": (("data.chat",), "its templates for training; an option that nothing else may need"),
     "tokenizers": (("data",), "text becomes ids there"),
     "torch.cuda": (("device.cuda",), "everything else talks to the device protocol"),
     "torch.distributed": (("dist",), "one rank must not need it"),
