@@ -12,6 +12,7 @@ from typing import Any
 
 from megatrain.plan.estimates import memory_table
 from megatrain.plan.question import Question
+from megatrain.plan.ranks import FIXED
 from megatrain.spec import ModelSpec, Numerics, Policy, Work
 
 KEPT_OVERRIDES = ("micro_batch", "host_threads")
@@ -25,8 +26,9 @@ def changes(question: Question) -> Iterator[tuple[str, Question]]:
     """In words, and as a question: what a user may give up, least painful first."""
     length, unclipped = question.length, replace(question, clips=False)
     fewer = [rows * length for rows in _halves(question.sequences)]
-    if set(question.overrides) - set(KEPT_OVERRIDES):
-        overrides = {name: value for name, value in question.overrides.items() if name in KEPT_OVERRIDES}
+    kept = {*KEPT_OVERRIDES, *(FIXED if question.model.ranks > 1 else ())}
+    if set(question.overrides) - kept:
+        overrides = {name: value for name, value in question.overrides.items() if name in kept}
         yield "a policy with nothing pinned", replace(question, overrides=overrides)
     if (size := question.overrides.get("micro_batch", 1)) > 1:
         for rows in _halves(size):

@@ -207,6 +207,8 @@ def _fields(model: ModelSpec, numerics: Numerics, policy: Policy, homes: Homes) 
     absent |= {"low_bits"} if numerics.precision == "fp32" else set()
     if policy.update == "during_backward":
         absent.add("gradients")
+    if model.ranks > 1 and policy.delivery == "shared":
+        absent.add("weights")  # which others read where they lie
     return tuple(field for field in FIELDS if field not in absent)
 
 

@@ -62,12 +62,13 @@ def limits_of(memory: MemorySection, disk: DiskSection, hardware: Hardware) -> L
 
 
 def refuse_wear(plan: Plan, disk: DiskSection) -> None:
-    """Raise `ConfigError` for a plan that writes more to the disk per day than the user allows."""
+    """Raise `ConfigError` for a plan by which the ranks of a machine write more to the disk per day than the user
+    allows."""
     if disk.max_write_per_day is None:
         return
     value = disk.max_write_per_day
     most = parse_nbytes(value, "disk.max_write_per_day") if isinstance(value, str) else value
-    found = written_nbytes_per_day(plan)
+    found = plan.question.hardware.sharing_ranks * written_nbytes_per_day(plan)
     if found > most:
         raise ConfigError(
             f"the plan writes {amount(found)} to the disk per day, and {amount(most)} are allowed",

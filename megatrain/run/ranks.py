@@ -184,7 +184,6 @@ def refuse_what_ranks_lack(config: Config) -> None:
             "each rank takes the GPU of its number on its machine",
             "set cuda:0, or cpu",
         ),
-        "disk.folders": (bool(config.disk.folders), "ranks do not divide a disk yet", "leave it out"),
         "checkpoint.deadline_seconds": (
             config.checkpoint.deadline_seconds is not None,
             "a collective cannot be broken off on one rank: the others would wait in it, and save nothing",

@@ -324,9 +324,9 @@ class Engine:
         trace, timeline = self._trace, self._streamer.timeline
         if trace is not None and timeline is not None and trace.add(timeline):
             self._trace = None
-        written, stalled = self._written_nbytes - before, self._device.stalled_seconds()
+        written = sum(self.world.exchange("bytes written", self._written_nbytes - before)) if self._disk else 0
         found = dict(result.metrics), result.by_micro_batch
-        return StepOutput(result.loss, norm, result.tokens, stalled, written, *found)
+        return StepOutput(result.loss, norm, result.tokens, self._device.stalled_seconds(), written, *found)
 
     @one_at_a_time
     def set_optimizer(self, optimizer: AdamW) -> None:

@@ -22,8 +22,9 @@ class StepOutput:
 
     loss: mean over all target tokens of the step, or what the loss function makes it. grad_norm: global 2-norm of the
     gradient before clipping. tokens: target tokens. stall_seconds: time in which compute waited for copies or updates.
-    written_nbytes: what it wrote to the disk tier. metrics: what the loss function reports, means like the loss.
-    by_micro_batch: the same of each micro-batch, and its router auxiliary loss without the coefficient as `aux_loss`.
+    written_nbytes: what it wrote to the disk tier, on all ranks. metrics: what the loss function reports, means like
+    the loss. by_micro_batch: the same of each micro-batch, and its router auxiliary loss without the coefficient as
+    `aux_loss`.
     """
 
     loss: float
@@ -68,7 +69,7 @@ class Stepped:
     epochs: float | None = None
     """Passes over the data in the whole run, where that is known."""
     written_nbytes: int = 0
-    """Bytes that the step wrote to the disk tier."""
+    """Bytes that the step wrote to the disk tier, on all ranks."""
     kept: Mapping[str, float] = field(default_factory=dict)
     """What was left of the layers' forwards (a word of `spec.Keep`) -> the share of them."""
     metrics: Mapping[str, float] = field(default_factory=dict)

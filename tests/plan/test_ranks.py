@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from bench.shapes import llama_shape
-from megatrain.errors import PlanError
+from megatrain.errors import DoesNotFit, PlanError
 from megatrain.plan import Choice, Question, contention, examine, find_plan, machine, op_seconds, question_of_one
 from megatrain.plan.analysis import RESOURCES, look, sensitivities, with_more
 from megatrain.plan.cost import link_shares, optimizer_bandwidth
@@ -197,6 +197,18 @@ def test_state_that_the_host_has_no_room_for_is_on_the_drive_of_all() -> None:
     plan = find_plan(question_of_one(question, 4, 4))
     assert 0 < plan.nbytes["disk"] <= 14 * SMALL.numel / 4 * 1.02
     assert plan.nbytes["host"] <= (1 << 30) / 4
+
+
+def test_state_on_the_drive_goes_with_weights_that_ranks_share_which_stay_in_memory() -> None:
+    """And where that is too little room, the refusal says what would fit, in words of a plan for ranks."""
+    here = replace(machine("4x-rtx-4090"), host_nbytes=(5 << 30) // 4)
+    question = Question(SMALL, here, 16 * 1024, 1024, overrides={"delivery": "shared"})
+    plan = find_plan(question_of_one(question, 4, 4))
+    assert plan.nbytes["disk"]
+    assert all(placement.weights == "host" for placement in plan.policy.placements)
+    less = replace(question, hardware=replace(here, host_nbytes=1 << 30))
+    with pytest.raises(DoesNotFit, match="of host memory at the least, even with state on the disk"):
+        find_plan(question_of_one(less, 4, 4))
 
 
 TOGETHER = [

@@ -6,6 +6,7 @@ Ranks are threads, or for whole runs processes that are started once; `test_rank
 from __future__ import annotations
 
 import io
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -19,15 +20,17 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain import Engine, Policy
+from megatrain.checkpoint import checkpoints
 from megatrain.config import Config
 from megatrain.data import SampleRows, load_tokenizer
 from megatrain.device import open_device
 from megatrain.dist import ALONE, World
-from megatrain.errors import MegaTrainError
+from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.model import port_model
-from megatrain.plan import share_of
+from megatrain.plan import Plan, share_of
 from megatrain.run import training
 from megatrain.run.data import open_corpus
 from megatrain.run.link_bandwidth import NBYTES, with_links
@@ -36,8 +39,9 @@ from megatrain.run.ranks import Ranks
 from megatrain.spec import Hardware, Limits
 from tests.rank_processes import RankProcesses
 from tests.ranks import together, worlds
+from tests.run.test_memory_limits import DEEP
 from tests.run.test_preferences import dpo_run
-from tests.run.test_training import configuration, losses
+from tests.run.test_training import configuration, lines, losses
 from tests.tiny import tiny_model
 
 MAKING = threading.Lock()
@@ -97,6 +101,36 @@ def test_a_budget_of_host_memory_is_that_of_all_ranks_of_a_machine(tmp_path: Pat
         return training._plan(config, spec, device, ranks, None).question.limits
 
     assert together(worlds(2), limits) == [Limits(1 << 30, 1 << 30, 0)] * 2
+
+
+TIGHT: dict[str, Any] = {"model": {"config": DEEP}, "train": {"precision": "fp32", "gradient_accumulation_steps": 4}}
+"""Four micro-batches a step of a model that `HOST` bytes have no room for."""
+HOST = 10_000_000
+
+
+@pytest.mark.parametrize("most", [None, "1GB"])
+def test_a_drive_is_that_of_all_ranks_of_a_machine(tmp_path: Path, most: str | None) -> None:
+    """Each has half of its bandwidth, puts half of what the host lacks there, and counts the writes of both."""
+    disk = {"folders": [str(tmp_path)], "max_write_per_day": most}
+    config = configuration(tmp_path, memory={"host": HOST}, disk=disk, **TIGHT)
+    spec = port_model(LlamaForCausalLM(LlamaConfig(**DEEP)), torch.float32).spec
+    machine = Hardware("plain", HOST, HOST, 1e10, 1e10, 1e12, 1e10, shares_memory=True, disk_read_bandwidth=1e9)
+
+    def planned(world: World) -> Plan:
+        with MAKING:
+            device = open_device("cpu")
+        return training._plan(config, spec, device, Ranks(world, world.rank, world.size), None)
+
+    with patch.object(training, "this_machine", lambda *_: machine):
+        if most is not None:
+            with pytest.raises(ConfigError, match=r"per day, and 1\.00 GB are allowed"):
+                together(worlds(2), planned)
+            return
+        plans = together(worlds(2), planned)
+    assert plans[0].policy == plans[1].policy
+    for plan in plans:
+        assert plan.question.hardware.disk_read_bandwidth == 5e8
+        assert 0 < plan.nbytes["disk"] < 14 * spec.numel / 2
 
 
 @pytest.mark.parametrize(("here", "seconds"), [(2, 0.05), (1, 0.1)])
@@ -167,3 +201,27 @@ def test_ranks_share_the_memory_of_their_host(ranks: RankProcesses, tmp_path: Pa
         else:
             with pytest.raises(AssertionError, match="DoesNotFit"):
                 ranks.run(run_here, 2, config=config)
+
+
+@pytest.mark.slow
+def test_what_the_host_of_ranks_has_no_room_for_is_on_their_drive(ranks: RankProcesses, tmp_path: Path) -> None:
+    """Each has files of its own there, without names; one rank goes on from what they save."""
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    same = {"loss_chunk_tokens": 64}  # which a plan chooses by memory, and rounding depends on
+
+    def of(name: str, **changed: Any) -> Config:
+        how: dict[str, Any] = {**TIGHT, "output": {"folder": str(tmp_path / name)}, "policy": same}
+        return configuration(tmp_path, **how | changed)
+
+    tight = {"memory": {"host": HOST}, "disk": {"folders": [str(drive)]}}
+    ranks.run(run_here, 2, config=of("plain"))
+    config = of("tight", checkpoint={"every": 2, "keep_last": 2}, **tight)
+    ranks.run(run_here, 2, config=config)
+    assert losses(tmp_path / "tight") == losses(tmp_path / "plain")
+    assert not list(drive.iterdir())
+    wrote = [line["written_nbytes"] for line in lines(tmp_path / "tight") if line["event"] == "stepped"]
+    assert min(wrote) > 5e6  # of both
+    shutil.rmtree(checkpoints(tmp_path / "tight" / "checkpoints")[-1])
+    ranks.run(run_here, 1, config=config.model_copy(update={"resume": "auto"}))
+    assert losses(tmp_path / "tight") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)

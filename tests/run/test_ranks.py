@@ -135,7 +135,6 @@ def test_a_signal_stops_all_after_the_same_step_and_any_number_goes_on(
     ("section", "values", "told"),
     [
         ("train", {"device": "cuda:1"}, "train.device: with several ranks each rank takes the GPU of its number"),
-        ("disk", {"folders": ["/tmp"]}, "disk.folders: with several ranks"),
         ("checkpoint", {"deadline_seconds": 30.0}, "deadline_seconds: with several ranks a collective"),
     ],
 )
