@@ -23,7 +23,7 @@ from megatrain.data.encode import (
     encode_samples,
 )
 from megatrain.data.loader import Batch, Loader, batch_of, evaluation_batches
-from megatrain.data.packing import Batching, PackedRows, Reference, SampleRows, collate, split_samples
+from megatrain.data.packing import Batching, PackedRows, Reference, SampleRows, collate, copies, split_samples
 from megatrain.data.sample_cache import (
     SampleFile,
     example_of,
@@ -59,6 +59,7 @@ __all__ = [
     "batch_of",
     "begins_with_text",
     "collate",
+    "copies",
     "describe_tokens",
     "encode_samples",
     "evaluation_batches",

@@ -252,6 +252,17 @@ def _wholes(file: SampleFile, size: int) -> npt.NDArray[Any]:
     return np.array([hash(tuple(each)) for each in file.hashes.reshape(-1, size).tolist()]) if size > 1 else file.hashes
 
 
+def copies(sources: Sequence[npt.NDArray[Any]]) -> list[tuple[int, int]]:
+    """Of each source, by the hashes of its samples: (how many repeat one before them there, how many distinct ones
+    stand in a source before it)."""
+    distinct = [np.unique(hashes) for hashes in sources]
+    _, firsts = np.unique(np.concatenate(distinct), return_index=True)
+    ends = np.cumsum([0, *map(len, distinct)])
+    new = np.histogram(firsts, ends)[0]
+    counted = zip(sources, distinct, new.tolist(), strict=True)
+    return [(len(hashes) - len(own), len(own) - first) for hashes, own, first in counted]
+
+
 def collate(rows: Sequence[Row]) -> Arrays:
     """`input_ids` and `labels`, int64[rows, tokens], and `position_ids` or `attention_mask` where they are needed.
 

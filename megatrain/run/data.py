@@ -31,6 +31,7 @@ from megatrain.data import (
     TokenFile,
     Tokenizer,
     begins_with_text,
+    copies,
     describe_tokens,
     evaluation_batches,
     example_of,
@@ -164,6 +165,7 @@ def open_corpus(
     sources = _distinct([*((each.name, each.training) for each in own), *held_out])
     validation = Validation(sources, size, config.train.eval_batches or (None if own else HELD_OUT_BATCHES))
     facts = [fact for part in parts for fact in part.facts]
+    facts += _repeated(parts, "pairs" if config.train.prefers else "samples")
     facts += [("validation", _described(part, parts)) for part in own]
     chats = opened.encoder if any(part.holds_chats for part in parts) else None
     if chats is not None:  # so that the model that is saved answers as it was trained
@@ -181,14 +183,35 @@ def _distinct(named: Iterable[tuple[str, Batching]]) -> dict[str, Batching]:
     return found
 
 
+def _repeated(parts: Sequence[_Part], whats: str) -> list[tuple[str, str]]:
+    """A line about samples that are equal in every token: of what is trained on, and of it and what is held out."""
+    known = [(part, rows.hashes) for part in parts if isinstance(rows := part.training, PackedRows | SampleRows)]
+    if not known:
+        return []
+    hashes = [each for _, each in known]
+    counted = [(part.name, *found) for (part, _), found in zip(known, copies(hashes), strict=True)]
+    told = [f"{within:,} within {name}" for name, within, _ in counted if within]
+    told += [f"{across:,} of {name} in others" for name, _, across in counted if across]
+    number = sum(within + across for _, within, across in counted)
+    facts = [f"{number:,} of {sum(map(len, hashes)):,} {whats} repeat another ({', '.join(told)})"] if number else []
+    for part, _ in known:
+        both = _shared(part.held_out, parts)
+        facts += [f"{both:,} of the {whats} held out of {part.name} are trained on in another source"] if both else []
+    return [("duplicates", "; ".join(facts))] if facts else []
+
+
+def _shared(rows: Batching | None, trained: Sequence[_Part]) -> int:
+    """How many samples of `rows` are trained on."""
+    known = [each.training for each in trained if isinstance(each.training, PackedRows | SampleRows)]
+    if not known or not isinstance(rows, PackedRows | SampleRows):
+        return 0
+    return int(np.isin(rows.hashes, np.concatenate([each.hashes for each in known])).sum())
+
+
 def _described(part: _Part, trained: Sequence[_Part]) -> str:
     """A validation source in words, and how many of its samples are trained on too."""
     words = f"{part.name}: {part.facts[0][1]}, {len(part.training):,} rows"
-    rows = part.training
-    if not isinstance(rows, PackedRows | SampleRows):
-        return words
-    known = [each.training for each in trained if isinstance(each.training, PackedRows | SampleRows)]
-    both = int(np.isin(rows.hashes, np.concatenate([each.hashes for each in known])).sum()) if known else 0
+    both = _shared(part.training, trained)
     return f"{words}; {both:,} of its samples are trained on too" if both else words
 
 

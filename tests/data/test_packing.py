@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.data.packing import best_fit
+from megatrain.data.packing import best_fit, copies
 
 
 def slowly(lengths: list[int], room: int) -> int:
@@ -33,6 +33,15 @@ def test_every_sample_is_in_one_row_that_is_not_too_full(lengths: list[int], roo
     rows = [members[a:b] for a, b in itertools.pairwise(starts)]
     assert all(len(row) and sizes[row].sum() <= room for row in rows)
     assert len(rows) == slowly(lengths, room)
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=12), min_size=1, max_size=4))
+def test_copies_are_those_of_their_source_or_of_one_before(sources: list[list[int]]) -> None:
+    expected, before = [], set[int]()
+    for hashes in sources:
+        expected.append((len(hashes) - len({*hashes}), len({*hashes} & before)))
+        before |= {*hashes}
+    assert copies([np.array(hashes, np.uint64) for hashes in sources]) == expected
 
 
 def test_a_seed_tells_equal_samples_apart() -> None:

@@ -101,14 +101,19 @@ def test_the_cache_gives_the_same_run(tmp_path: Path, packing: str) -> None:
     assert ("like lengths together" in said) == (packing == "grouped")
 
 
-def test_text_and_chats_are_mixed_by_weight(tmp_path: Path) -> None:
+def test_text_and_chats_are_mixed_by_weight_and_copies_among_them_are_told(tmp_path: Path) -> None:
+    """Of 60 chats sample 30 is held out; the other file repeats it, five of those trained on, and one of its own."""
     config = chat_run(tmp_path)
-    data = config.data.model_copy(
-        update={"sources": (str(tmp_path / "corpus.txt"), str(tmp_path / "chats.jsonl")), "weights": (3.0, 1.0)}
-    )
-    said = train(config.model_copy(update={"data": data}))
+    rows = (tmp_path / "chats.jsonl").read_text().splitlines(keepends=True)
+    more = [row.replace("?", "??") for row in rows[10:30]]
+    (tmp_path / "more.jsonl").write_text("".join([*rows[:5], rows[30], *more, more[0]]))
+    sources = tuple(str(tmp_path / name) for name in ("corpus.txt", "chats.jsonl", "more.jsonl"))
+    data = config.data.model_copy(update={"sources": sources, "weights": (3.0, 1.0, 1.0)})
+    said = " ".join(train(config.model_copy(update={"data": data})).split())
     assert "sequences" in said
     assert "best fit" in said
+    assert "duplicates 6 of 85 samples repeat another (1 within more, 5 of more in others); " in said
+    assert "; 1 of the samples held out of chats are trained on in another source" in said
 
 
 def test_a_step_takes_as_many_target_tokens_as_asked(tmp_path: Path) -> None:
