@@ -42,6 +42,9 @@ class Trained(NamedTuple):
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
     table: dict[tuple[str, str], int]
+    written_nbytes: int
+    """By the steps to the disk tier, as each of them says of all ranks."""
+    own_written_nbytes: int
 
 
 def of_rank(
@@ -63,11 +66,13 @@ def of_rank(
         ported = port_model(model, dtype)
     options |= {"device": device, "numerics": numerics, "policy": policy, "world": world}
     with Engine.from_source(source, ported=ported, **options) as engine:
+        before = engine._written_nbytes
         outputs = [engine.step(own) for _ in range(steps)]
+        nbytes = sum(each.written_nbytes for each in outputs), engine._written_nbytes - before
         gradients = engine.gradients(own)
         losses = [each.loss for each in outputs] + [engine.evaluate(own)]
         norms, metrics = [each.grad_norm for each in outputs], [each.by_micro_batch for each in outputs]
-        return Trained(losses, norms, metrics, gradients, engine.master_weights(), engine.memory_table())
+        return Trained(losses, norms, metrics, gradients, engine.master_weights(), engine.memory_table(), *nbytes)
 
 
 def trained(size: int, model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], **how: Any) -> Trained:
@@ -76,8 +81,10 @@ def trained(size: int, model: PreTrainedModel, batches: Sequence[dict[str, Tenso
         return of_rank(ALONE, model, batches, **how)
     seed = how.pop("seed", None)
     found = together(worlds(size, seed), lambda world: of_rank(world, model, batches, **how))
+    assert found[0].written_nbytes == sum(each.own_written_nbytes for each in found)
     for other in found[1:]:
         assert other[:3] == found[0][:3]
+        assert other.written_nbytes == found[0].written_nbytes
         assert same(other.weights, found[0].weights)
         assert same(other.gradients, found[0].gradients)
     return found[0]
@@ -147,6 +154,7 @@ def test_no_policy_and_no_device_changes_a_bit(name: str, device: str, tmp_path:
     assert found.losses == plain.losses
     assert found.norms == plain.norms
     assert same(found.weights, plain.weights)
+    assert (found.written_nbytes > 0) == ("disk" in name)
 
 
 def test_each_rank_holds_its_share_and_no_more() -> None:
