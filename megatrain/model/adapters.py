@@ -264,9 +264,12 @@ def _adapted(self: Any, active_adapters: list[str]) -> Iterator[None]:
 class AdaptedSource:
     """A source with an adapter put into its structure. What trains is in memory, the base stays where it is."""
 
-    def __init__(self, base: Source, adapter: Any, seed: int = 0, *, name: str = "", trains: bool = True) -> None:
+    def __init__(
+        self, base: Source, adapter: Any, seed: int = 0, *, name: str = "", trains: bool = True, has_values: bool = True
+    ) -> None:
         """adapter: a `PeftConfig`, for a fresh adapter as `get_peft_model` makes it after `torch.manual_seed(seed)`, or
-        the folder of one that `peft` has saved. name: of the base, for who reads what is saved.
+        the folder of one that `peft` has saved. name: of the base, for who reads what is saved. has_values: or else the
+        adapter is a structure on the meta device.
 
         Raises `ModelError` for a method that does not stream, for a start that needs more of the base than one module
         at a time, and for a folder that is no adapter's of this model; `ConfigError` without `peft`.
@@ -281,14 +284,15 @@ class AdaptedSource:
         config = copy.deepcopy(adapter) if folder is None else read_adapter_config(folder)
         refuse_method(config)
         if getattr(config, "target_modules", None) == "auto":
-            config.target_modules = _linear(base.model)
+            config.target_modules = _without_experts(config, _linear(base.model), base.model)
         config.inference_mode = not trains
         config.task_type = config.task_type or "CAUSAL_LM"
         config.base_model_name_or_path = config.base_model_name_or_path or name or None
-        values = None if folder is not None or not _begins_from_values(config) else _reader(base)
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"), quiet(), _pefts_errors():
+        values = None if folder is not None or not _begins_from_values(config) or not has_values else _reader(base)
+        device = torch.device("cpu" if has_values else "meta")
+        with torch.random.fork_rng(devices=[]), device, quiet(), _pefts_errors():
             torch.manual_seed(seed)
-            _inject(self.model, config, named, values)
+            _inject(self.model, config, named if has_values else {}, values)
             self._biases = {} if folder is None else _load(self.model, folder, named)
         self._named = named
         self._names = {key: named[id(each)] for key, each in self.model.named_parameters() if id(each) in named}
@@ -456,7 +460,7 @@ def load_trained(folder: str, *, dtype: torch.dtype, trust_remote_code: bool = F
 
 def with_adapter(structure: PreTrainedModel, config: Any) -> PreTrainedModel:
     """A structure on the meta device with a fresh adapter in it, for a plan: nothing of it has values that count."""
-    return AdaptedSource(_Structure(structure), config).model
+    return AdaptedSource(_Structure(structure), config, has_values=False).model
 
 
 @dataclass(frozen=True, slots=True)
@@ -512,6 +516,18 @@ def _linear(model: PreTrainedModel) -> set[str]:
     kinds, head = (nn.Linear, Conv1D), model.get_output_embeddings()
     found = {name for name, module in model.named_modules() if isinstance(module, kinds) and module is not head}
     return {name.rpartition(".")[2] for name in found}
+
+
+def _without_experts(config: Any, names: set[str], model: PreTrainedModel) -> set[str]:
+    """`names` without those that `peft` takes to mean experts that are fused: of a shared expert's layers, say."""
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # a release that knows no fused experts
+        return names
+    found = copy.deepcopy(config)
+    found.target_modules = set(names)
+    convert_peft_config_for_transformers(found, model=model, conversions=None)
+    return set(found.target_modules)
 
 
 def _begins_from_values(config: Any) -> bool:

@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from megatrain import Engine, Policy
 from megatrain.commands.export import run_export
 from megatrain.errors import CheckpointError, ExportError, ModelError
+from megatrain.model.adapters import with_adapter
 from tests.adapted import METHODS, adapted, config_of
+from tests.kinds import tiny_config
 from tests.tiny import equal, tiny_model, unequal_batches
 
 IDS = unequal_batches()[1]["input_ids"]
@@ -152,6 +154,28 @@ def test_biases_and_experts_are_merged_too(tmp_path: Path) -> None:
         assert not equal(expected, dict(AutoModelForCausalLM.from_pretrained(tmp_path / family).named_parameters()))
         merged = run_export(str(folder), tmp_path / f"{family}-merged", precision="fp32", merge=True)
         assert equal(dict(AutoModelForCausalLM.from_pretrained(merged).named_parameters()), expected)
+
+
+def test_auto_leaves_fused_experts_out_where_peft_takes_names_of_other_layers_to_mean_them() -> None:
+    """A shared expert has the names that experts had before they were fused."""
+    config = peft.LoraConfig(r=4, target_modules="auto")
+    names = [name for name, each in planned_with(config).named_parameters() if each.requires_grad]
+    assert any("self_attn.q_a_proj" in name for name in names)
+    assert not any("expert" in name for name in names)
+
+
+def test_an_adapter_that_is_planned_for_takes_no_memory() -> None:
+    """Of fused experts it may be larger than the host."""
+    config = peft.LoraConfig(r=4, target_modules="all-linear")
+    model = planned_with(config)
+    assert any("experts" in name for name, each in model.named_parameters() if each.requires_grad)
+    assert all(each.is_meta for each in model.parameters())
+
+
+def planned_with(config: peft.PeftConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        structure = AutoModelForCausalLM.from_config(tiny_config("deepseek_v3"))
+    return with_adapter(structure, config)
 
 
 @pytest.mark.parametrize(
