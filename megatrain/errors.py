@@ -61,12 +61,22 @@ def typed_line(error: BaseException) -> str:
     return said if said == name or said.startswith(f"{name}: ") else f"{name}: {said}"
 
 
+def _remade(kind: type[BaseException], args: tuple[object, ...], held: dict[str, object]) -> BaseException:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(held)
+    return error
+
+
 class MegaTrainError(Exception):
     """Base of all: `what` is wrong, `where` it was met, and what to do about it (`fix`)."""
 
     def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
         self.what, self.where, self.fix = what, where, fix
         super().__init__(what)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """So that it can be raised in one process and told in another, whatever its arguments are."""
+        return _remade, (type(self), self.args, self.__dict__)
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.what}" if self.where else self.what

@@ -25,6 +25,7 @@ from megatrain.data.encode import (
 from megatrain.data.loader import Batch, Loader, batch_of, evaluation_batches
 from megatrain.data.packing import Batching, PackedRows, Reference, SampleRows, collate, copies, split_samples
 from megatrain.data.sample_cache import (
+    Progress,
     SampleFile,
     example_of,
     holds_chats,
@@ -48,6 +49,7 @@ __all__ = [
     "Encoder",
     "Loader",
     "PackedRows",
+    "Progress",
     "Reference",
     "SampleFile",
     "SampleRows",

@@ -94,6 +94,16 @@ class Statistics:
         """Targets among the tokens, 0 to 1."""
         return self.trained / self.tokens if self.tokens else 0.0
 
+    def merge(self, later: Statistics) -> None:
+        """Adds what has become of samples that stand behind all of these."""
+        self.left_out.merge(later.left_out)
+        self.notes.update(later.notes)
+        self.samples += later.samples
+        self.tokens += later.tokens
+        self.trained += later.trained
+        self.cut_samples += later.cut_samples
+        self.cut_tokens += later.cut_tokens
+
     def lines(self) -> list[str]:
         """For the user, one fact each."""
         lines = [
@@ -184,14 +194,21 @@ def encode_samples(samples: Iterable[Sample], encoder: Encoder, statistics: Stat
     A sample that is too long or without a target is counted and left out. Raises `SampleError` for one that cannot be
     used (or counts it: see `LeftOut`), and `DataError` where the tokenizer or the template is wrong for all.
     """
-    for batch in _batches(samples):
-        for sample, tokens in _tokenised(batch, encoder, statistics):
-            encoded = _fitted(sample, tokens, encoder.options, statistics)
-            if encoded is not None:
-                statistics.samples += 1
-                statistics.tokens += len(encoded)
-                statistics.trained += int(encoded.trained.sum())
-                yield encoded
+    for batch in batches_of(samples):
+        yield from encode_batch(batch, encoder, statistics)
+
+
+def encode_batch(samples: Sequence[Sample], encoder: Encoder, statistics: Statistics) -> list[EncodedSample]:
+    """As `encode_samples`, all at once."""
+    found = []
+    for sample, tokens in _tokenised(samples, encoder, statistics):
+        encoded = _fitted(sample, tokens, encoder.options, statistics)
+        if encoded is not None:
+            statistics.samples += 1
+            statistics.tokens += len(encoded)
+            statistics.trained += int(encoded.trained.sum())
+            found.append(encoded)
+    return found
 
 
 def render_example(sample: Sample, encoder: Encoder) -> list[tuple[str, bool]]:
@@ -327,7 +344,8 @@ def _fitted(sample: Sample, tokens: _Tokens, options: EncodeOptions, statistics:
     return EncodedSample(tokens.ids[:limit].astype(np.int32), trained, sample.origin, sample.answer)
 
 
-def _batches(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
+def batches_of(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
+    """The samples in batches of about `BATCH_CHARACTERS`, in order."""
     batch: list[Sample] = []
     characters = 0
     for sample in samples:

@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, TypeAlias
 
 from megatrain.data.compressed_files import DamagedData, kind_of, open_bytes, open_text, without_compression
 from megatrain.data.json_text import Malformed, elements, parsed
@@ -36,11 +36,14 @@ from megatrain.system.paths import may_be_hub_name, missing, nearest_path, read_
 # its error (`stop`, the default), or leave it out and count it (`leave_out`). Nothing else may pass over a sample.
 
 
+Bad: TypeAlias = Literal["stop", "leave_out"]
+
+
 @dataclass
 class LeftOut:
     """`bad` is what happens to an unusable sample; `counts` and `first` are by reason."""
 
-    bad: Literal["stop", "leave_out"] = "stop"
+    bad: Bad = "stop"
     counts: Counter[str] = field(default_factory=Counter)
     first: dict[str, str] = field(default_factory=dict)  # reason -> the first place
 
@@ -49,6 +52,11 @@ class LeftOut:
         if count > 0:
             self.counts[reason] += count
             self.first.setdefault(reason, place)
+
+    def merge(self, later: LeftOut) -> None:
+        """Counts what was left out after all that is counted here."""
+        self.counts.update(later.counts)
+        self.first = {**later.first, **self.first}
 
     def refuse(self, error: SampleError) -> None:
         """Raises `error`, or counts its sample as left out."""

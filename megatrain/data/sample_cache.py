@@ -14,20 +14,21 @@ import json
 import os
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from megatrain.data.compressed_files import kind_of
-from megatrain.data.encode import EncodedSample, Encoder, Statistics, encode_samples, render_example
+from megatrain.data.encode import EncodedSample, Encoder, Statistics, render_example
+from megatrain.data.encoding_processes import encode_in_processes
 from megatrain.data.preferences import whole_pairs
-from megatrain.data.read_rows import HUB_TIMEOUT_SECONDS, LeftOut
+from megatrain.data.read_rows import HUB_TIMEOUT_SECONDS, JSON_LINES, SEPARATED, Bad, LeftOut
 from megatrain.data.sample_formats import Sample
 from megatrain.data.sample_sources import Source, read_samples
 from megatrain.data.token_files import TokenArray, TokenFile, open_tokens, write_tokens
@@ -158,10 +159,20 @@ Runs = list[tuple[str, bool]]
 """A rendered example: runs of text, and whether they are trained."""
 
 
+Progress: TypeAlias = Callable[[str, int, int | None], None]
+"""Told the name of a source, how many of its samples have been encoded, and of how many where that is known."""
+
+
 def prepare_samples(
-    source: Source, encoder: Encoder, *, cache: Path, bad: Literal["stop", "leave_out"] = "stop"
+    source: Source,
+    encoder: Encoder,
+    *,
+    cache: Path,
+    bad: Bad = "stop",
+    processes: int = 1,
+    progress: Progress | None = None,
 ) -> SampleFile:
-    """The samples of `source`, encoded, from `cache` where it has them.
+    """The samples of `source`, encoded, from `cache` where it has them; else on so many processes where it is worth it.
 
     Raises `DataError` for a source that cannot be read or has no sample to train on, and `SampleError` for one that
     cannot be used, where `bad` says so.
@@ -174,7 +185,23 @@ def prepare_samples(
             return open_samples(path)
         statistics = Statistics(LeftOut(bad))
         details: dict[str, Any] = {"source": source.name}
-        return write_samples(path, _encoded(source, encoder, statistics, details), encoder.vocabulary, details)
+        samples = _encoded(source, encoder, statistics, details, _Ways(processes, progress))
+        return write_samples(path, samples, encoder.vocabulary, details)
+
+
+class _Ways(NamedTuple):
+    """How samples are encoded, which changes nothing about them."""
+
+    processes: int
+    progress: Progress | None
+
+    def told_of(self, source: Source) -> Callable[[int], None] | None:
+        """What is told the rows of `source` so far."""
+        tell = self.progress
+        if tell is None:
+            return None
+        total = _rows_of(source)
+        return lambda done: tell(source.name, done, total)
 
 
 def statistics_of(file: SampleFile) -> Statistics:
@@ -206,7 +233,7 @@ def holds_pairs(file: SampleFile) -> bool:
 
 
 def _encoded(
-    source: Source, encoder: Encoder, statistics: Statistics, details: dict[str, Any]
+    source: Source, encoder: Encoder, statistics: Statistics, details: dict[str, Any], ways: _Ways
 ) -> Iterator[EncodedSample]:
     """The samples; at its end it fills `details`."""
     example: Runs = []
@@ -223,7 +250,9 @@ def _encoded(
                 example.extend(_rendered(sample, encoder))
             yield sample
 
-    yield from whole_pairs(encode_samples(watched(), encoder, statistics), statistics)
+    told = ways.told_of(source)
+    encoded = encode_in_processes(watched(), encoder, statistics, ways.processes, told)
+    yield from whole_pairs(encoded, statistics)
     if len(kinds) > 1:
         what, fix = "holds preferences and other samples", "give each a source of its own"
         raise DataError(what, where=source.name, fix=fix)
@@ -238,6 +267,16 @@ def _encoded(
         "chats": chats,
         "pairs": True in kinds,
     }
+
+
+def _rows_of(source: Source) -> int | None:
+    """About how many rows `source` has: the lines of a file of lines; `None` where that takes more than counting."""
+    path = usable_path(source.name, error=DataError)
+    if not path.is_file() or path.suffix not in (*JSON_LINES, *SEPARATED):
+        return None
+    with path.open("rb") as file:
+        lines = sum(chunk.count(b"\n") for chunk in iter(partial(file.read, 1 << 20), b""))
+    return max(1, lines if source.limit is None else min(lines, source.limit))
 
 
 def _as_json(statistics: Statistics) -> dict[str, Any]:

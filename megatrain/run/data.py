@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -25,6 +26,7 @@ from megatrain.data import (
     Encoder,
     Loader,
     PackedRows,
+    Progress,
     Reference,
     SampleFile,
     SampleRows,
@@ -138,16 +140,27 @@ class _Part:
 
 
 def open_corpus(
-    config: Config, plan: Plan, tokenizer: Tokenizer, vocabulary: int, model: Any, world: World = ALONE
+    config: Config,
+    plan: Plan,
+    tokenizer: Tokenizer,
+    vocabulary: int,
+    model: Any,
+    world: World = ALONE,
+    *,
+    processes: int = 1,
+    progress: Progress | None = None,
 ) -> Corpus:
     """The data, cut for the model and for the plan's micro-batches, of which a rank has its own.
 
-    config: with the sizes that the plan has chosen. vocabulary: ids that the model has.
+    config: with the sizes that the plan has chosen. vocabulary: ids that the model has. processes: what may encode
+    samples. progress: told how far that is.
 
     Raises `DataError` for data that cannot be used, `ModelError` where the model cannot be trained as asked.
     """
     data, size = config.data, plan.micro_batch
-    opened = _Opening(config, size, tokenizer, vocabulary, model)
+    opened = _Opening(
+        config, size, tokenizer, vocabulary, model, partial(prepare_samples, processes=processes, progress=progress)
+    )
     parts = list(opened.parts())
     loader = Loader(
         [part.training for part in parts] if len(parts) > 1 else parts[0].training,
@@ -218,12 +231,21 @@ def _described(part: _Part, trained: Sequence[_Part]) -> str:
 class _Opening:
     """The parts of a corpus, one source after another."""
 
-    def __init__(self, config: Config, micro_batch: int, tokenizer: Tokenizer, vocabulary: int, model: Any) -> None:
+    def __init__(
+        self,
+        config: Config,
+        micro_batch: int,
+        tokenizer: Tokenizer,
+        vocabulary: int,
+        model: Any,
+        prepare: Callable[..., SampleFile],
+    ) -> None:
+        """prepare: `prepare_samples`, with how that is done."""
         self.config, self.data, self.micro_batch = config, config.data, micro_batch
         self.tokenizer, self.vocabulary, self.model = tokenizer, vocabulary, model
         self.cache, self.split, self.fraction = config.data.cache_folder, self.data.split, self.data.validation_fraction
         self.prefers = config.train.prefers
-        self.schema = schema_of(config)
+        self.schema, self.prepare = schema_of(config), prepare
         self.encoder = Encoder(tokenizer, _options(self.data, self.data.sequence_length))
         self._packs: bool | None = None
 
@@ -299,7 +321,7 @@ class _Opening:
         source = source_called(name, self.schema, split=self.split, subset=data.subset, pattern=data.pattern)
         runs_on = data.packing == "windows" or (data.packing == "auto" and begins_with_text(source))
         encoder = Encoder(self.tokenizer, _options(data, None)) if runs_on else self.encoder
-        whole = prepare_samples(source, encoder, cache=self.cache, bad=data.bad_samples)
+        whole = self.prepare(source, encoder, cache=self.cache, bad=data.bad_samples)
         whole.tokens.require_ids_below(self.vocabulary)
         if holds_pairs(whole) != self.prefers:
             what, fix = (

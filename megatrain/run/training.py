@@ -89,7 +89,7 @@ from megatrain.train.events import Compiled, Ended, Event, Resumed, StoppedEarly
 from megatrain.train.loop import Task, train
 from megatrain.train.metrics import OPTIONAL, JsonLines, Tracked, identity_of, open_tracker
 from megatrain.train.options import EngineOptions, ported_of
-from megatrain.train.progress import Progress, describe_model, loading, printable, show_plan, warn
+from megatrain.train.progress import Progress, describe_model, loading, preparing, printable, show_plan, warn
 from megatrain.train.restore import NewMoments
 from megatrain.train.status import STATUS, Health
 from megatrain.train.stop import StopSignals
@@ -140,8 +140,7 @@ def run_training(config: Config, console: Console) -> Path:
             ported = ported_of(source, {"precision": config.train.precision}, of_checkpoint=taken is not None)
             plan = _plan(config, ported.spec, device, ranks, taken)
         config = _resolved(config, plan, ranks)
-        with console.status("preparing the data"):
-            corpus = open_corpus(config, plan, tokenizer, vocabulary, source.model, ranks.world)
+        corpus = _corpus(config, plan, tokenizer, vocabulary, source.model, ranks, console)
         stack.callback(corpus.loader.close)
         feed = Feed(corpus.loader)
         begins = 0 if taken is None else resume.take_up_data(feed, taken, config, say)
@@ -258,6 +257,15 @@ def _optimizer(train: TrainSection) -> AdamW:
         weight_decay=train.weight_decay,
         no_decay=train.no_decay,
     )
+
+
+def _corpus(
+    config: Config, plan: Plan, tokenizer: Tokenizer, vocabulary: int, model: Any, ranks: Ranks, console: Console
+) -> Corpus:
+    """The data, encoded on the cores that this rank has."""
+    with preparing(console) as told:
+        how = partial(open_corpus, world=ranks.world, processes=ranks.threads, progress=told)
+        return how(config, plan, tokenizer, vocabulary, model)
 
 
 def _steps(train: TrainSection, loader: Loader, begins: int) -> int:

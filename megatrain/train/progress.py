@@ -103,6 +103,20 @@ def loading(console: Console, what: str) -> Iterator[Callable[[int, int], None]]
         yield tell
 
 
+@contextmanager
+def preparing(console: Console) -> Iterator[Callable[[str, int, int | None], None]]:
+    """As `loading`, for the data: gives the function to be called with (source, its samples so far, of how many)."""
+    columns = TextColumn("preparing the data{task.description}", markup=False), BarColumn(), TaskProgressColumn()
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+
+        def tell(name: str, done: int, total: int | None) -> None:
+            said = f": {done:,} samples of {printable(name)}"
+            bar.update(task, description=said, completed=0 if total is None else done, total=total)
+
+        yield tell
+
+
 def describe_model(spec: ModelSpec) -> str:
     tied = ", embedding and head tied" if spec.tied else ""
     layers = f"{len(spec.layers)} layers of width {spec.hidden_size:,}"

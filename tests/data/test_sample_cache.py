@@ -42,7 +42,7 @@ def test_the_same_content_is_encoded_once_wherever_it_lies(tmp_path: Path, monke
     first = prepare_samples(Source(str(path)), ENCODER, cache=tmp_path / "cache")
     moved = path.rename(tmp_path / "y.jsonl")
     os.utime(moved, (1, 1))
-    monkeypatch.setattr("megatrain.data.sample_cache.encode_samples", None)  # must not be called again
+    monkeypatch.setattr("megatrain.data.sample_cache.encode_in_processes", None)  # must not be called again
     again = prepare_samples(Source(str(moved)), ENCODER, cache=tmp_path / "cache")
     assert again.tokens.path == first.tokens.path
     assert again.fingerprint == first.fingerprint
@@ -77,9 +77,9 @@ def test_two_runs_at_once_encode_once(tmp_path: Path, monkeypatch: pytest.Monkey
     def slowly(*arguments: Any) -> Any:
         encodings.append(arguments)
         time.sleep(0.3)  # both would be at it
-        yield from encode_samples(*arguments)
+        yield from encode_samples(*arguments[:3])
 
-    monkeypatch.setattr("megatrain.data.sample_cache.encode_samples", slowly)
+    monkeypatch.setattr("megatrain.data.sample_cache.encode_in_processes", slowly)
     with ThreadPoolExecutor(2) as pool:
         files = list(pool.map(lambda path: prepare_samples(Source(str(path)), ENCODER, cache=tmp_path / "c"), paths))
     assert len(encodings) == 1
