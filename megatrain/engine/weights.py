@@ -151,11 +151,11 @@ def place_of(
     unit: int | None = getattr(content, "unit", None)
     if unit is None:
         return buffer
-    whole = running is not None and running.buffers[buffer].use not in IN_PARTS
-    if not isinstance(content, Weights | Gradient) or running is None or not whole:
+    known = None if running is None else running.buffers[buffer]
+    if not isinstance(content, Weights | Gradient) or running is None or known is None or known.use in IN_PARTS:
         return spec.units[unit].name
     layout = layouts[unit] if isinstance(content, Weights) else layouts[unit].trained
-    if layout.ranks > 1 and running.buffers[buffer].tier != "device":
+    if layout.ranks > 1 and (known.tier != "device" or known.use in (Use.WEIGHTS, Use.GRADIENTS)):
         return spec.units[unit].name  # a rank's own parts, of which only it knows the places
     begin, end = running.extent(buffer, content)
     return _named(spec, layout, unit, (start - begin) // ((end - begin) // layout.size))

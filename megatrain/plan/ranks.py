@@ -156,6 +156,7 @@ def _with_slots(hardware: Hardware, here: int) -> Hardware:
     copies = packing_bandwidth(hardware)
     flops = {name: _over(getattr(hardware, name), here) for name in ("flops", "flops_fp32", "device_bandwidth")}
     found: dict[str, Any] = {**flops, "link_route": "host", "shares_memory": False, "pinnable_nbytes": None}
+    found["slots_in_host"] = True
     if hardware.link_bandwidth is None:
         found["link_bandwidth"] = copies / 2
         found["sources"] = (*hardware.sources, ("link_bandwidth", "assumed: half of what one thread copies"))

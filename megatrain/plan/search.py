@@ -491,7 +491,7 @@ class Search:
         yield from ((Choice(placed.numerics, each), found) for each in more)
         if self._gains_by_placement(like, micro_batch):
             room = self.budgets["device"] - found.nbytes["device"]
-            for whole, kept in product(range(0, PARTS + 1, COARSE), repeat=2):
+            for whole, kept in product(range(0, self._most_whole + 1, COARSE), range(0, PARTS + 1, COARSE)):
                 if (whole or kept) and self._resident_nbytes(whole, kept) < room:
                     yield self._placed(like.change(placements=residents(model, whole, kept)), found), found
 
@@ -515,7 +515,12 @@ class Search:
     @property
     def _may_keep_state(self) -> bool:
         """Whether the device may have weights, or all state of units, between steps."""
-        return not self.question.hardware.shares_memory and self.question.model.ranks == 1
+        return not (self.question.hardware.shares_memory or self.question.hardware.slots_in_host)
+
+    @property
+    def _most_whole(self) -> int:
+        """Sixteenths of the layers whose whole state may be there: none where ranks share weights."""
+        return 0 if self.question.model.ranks > 1 and self._overrides.get("delivery") == "shared" else PARTS
 
     def _ladders(self, choice: Choice, micro_batch: int) -> list[list[Rung]]:
         """For this policy and leaner ones, by how many parts of the layers are on the device: what that promises.
@@ -529,7 +534,8 @@ class Search:
         )
         for rows_of_all in () if self._keeps_as_told else (ATTENTION, OFFLOAD):
             starts[choice.change(activations="recompute", activations_by_layer=rows_of_all)] = None
-        return [[self._most_kept(start, micro_batch, whole) for whole in range(PARTS + 1)] for start in starts]
+        most = self._most_whole
+        return [[self._most_kept(start, micro_batch, whole) for whole in range(most + 1)] for start in starts]
 
     def _most_kept(self, choice: Choice, micro_batch: int, whole: int) -> Rung:
         """With so many parts of the layers on the device, the most weights of the others that fit beside them."""
@@ -550,7 +556,8 @@ class Search:
     def _most_resident(self, found: Estimate) -> int:
         """Sixteenths of the layers that fit the device beside what a choice takes with all state in host memory."""
         spare = self.budgets["device"] - found.nbytes["device"]
-        return max(0, bisect_right(range(PARTS + 1), spare, key=lambda whole: self._resident_nbytes(whole, 0)) - 1)
+        parts = range(self._most_whole + 1)
+        return max(0, bisect_right(parts, spare, key=lambda whole: self._resident_nbytes(whole, 0)) - 1)
 
     def _resident_nbytes(self, whole: int, kept: int) -> int:
         """Device memory that so many sixteenths take."""

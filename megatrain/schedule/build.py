@@ -149,8 +149,8 @@ class Builder:
 
     def _updated_at(self, unit: int) -> int:
         """The visit in front of which a pending update stands: as early as its weights have a place until their use."""
-        if self.placements[unit].on_device:
-            return unit
+        if self.placements[unit].on_device:  # of several ranks, ahead of where they bring it together
+            return unit if self.model.ranks == 1 else max(0, unit - self.policy.layer_slots + 1)
         if not self._weights_on_disk:
             return 0
         earliest = int(unit == self.model.epilogue)  # not before the prologue has left the slot that both use

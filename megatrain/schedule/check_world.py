@@ -50,14 +50,15 @@ def check_world(schedules: Sequence[Schedule]) -> None:
 
 
 def _check_parts(together: Sequence[Op]) -> None:
-    """Each rank brings to a GATHER its own part of what comes of it, at its place."""
+    """Each rank brings to a GATHER its own part of what comes of it, at its place, or from where it has its parts."""
     if together[0].kind != "GATHER":
         return
     for rank, op in enumerate(together):
         (part,), (whole,) = op.reads, op.writes
         each = (whole.stop - whole.start) // len(together)
-        begin = whole.start + rank * each
-        if (part.buffer, part.start, part.stop) != (whole.buffer, begin, begin + each):
+        there = part.buffer == whole.buffer
+        begin = whole.start + rank * each if there else whole.start // len(together)
+        if (part.start, part.stop) != (begin, begin + each) or not (there or part.content == whole.content):
             raise ScheduleError(f"rank {rank} brings another's part to {op.name}", where=WHERE)
 
 

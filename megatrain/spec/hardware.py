@@ -88,6 +88,8 @@ class Hardware:
     """Bytes per second, read plus written, of host memory, which copies, the optimizer and the disk share."""
     shares_memory: bool = False
     """The device computes in host memory; the fetch and grad bandwidths are then those of a copy within it."""
+    slots_in_host: bool = False
+    """So it does for several ranks, each with weight slots there all the same."""
     flops_fp32: float | None = None
     peak_flops: float | None = None
     """What the maker states for bf16, dense; `flops` is what is achieved of it."""

@@ -268,7 +268,7 @@ class Saver:
         """The state of unit after unit; whoever asks for the next has written the last."""
         for unit in planned.order:
             save.at, save.moved = self._store.model.units[unit].name, time.monotonic()
-            state = self._received(unit) if self._store.on_device(unit) else self._read(unit)
+            state = self._own(unit)
             yield self._by_name(unit, state)
             del state
             self._written(unit)
@@ -290,7 +290,7 @@ class Saver:
             save.at, save.moved = self._store.model.units[unit].name, time.monotonic()
             if self._gives_up:
                 raise _Abandoned
-            own[unit] = self._read(unit)
+            own[unit] = self._own(unit)
 
         def whole(unit: int) -> dict[str, ParamState]:
             state, layout = own.pop(unit), self._store.layouts[unit]
@@ -301,7 +301,10 @@ class Saver:
 
         return write_together(self._world, planned.order, prepare, whole, write)
 
-    def _read(self, unit: int) -> UnitState:
+    def _own(self, unit: int) -> UnitState:
+        """What this rank has of a unit."""
+        if self._store.on_device(unit):
+            return self._received(unit)
         return self._store.float32_state(unit, self._spare())
 
     def _received(self, unit: int) -> UnitState:

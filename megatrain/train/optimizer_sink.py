@@ -208,7 +208,8 @@ class OptimizerSink:
         Raises `NonFinite` for the gradient of a unit on the device, and on all ranks for one of any.
         """
         bad = [unit for unit, squares in self._squares.items() if not math.isfinite(squares)]
-        told = self._world.exchange("the norm", (bad, expansion(self._own_squares)))
+        there = [squares for unit, squares in self._squares.items() if self._normed_there[unit]]
+        told = self._world.exchange("the norm", (bad, expansion([*self._own_squares, *there])))
         if odd := [unit for units, _ in told for unit in units]:
             raise self._refusal(max(odd))
         squares = self._squares.values() if self._world.size == 1 else [each for _, own in told for each in own]

@@ -19,7 +19,7 @@ from megatrain.dist import World
 from megatrain.plan import Choice, Plan, Question, contention, examine, op_seconds, question_of_one
 from megatrain.schedule import Op, Timeline, build_step
 from megatrain.schedule.check_world import check_world
-from megatrain.spec import Hardware, Numerics, Policy, Work
+from megatrain.spec import Hardware, Numerics, Placement, Policy, Work
 from megatrain.spec.contention import Contention
 from tests.ranks import WorldClock, replay_world, together, worlds
 from tests.tiny import batch, tiny_model
@@ -67,7 +67,8 @@ def price_of(plan: Plan) -> Any:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_all_ranks_replayed_together_take_what_one_is_planned_to_take(machine: str, ranks: int) -> None:
     by_shard = Policy(weight_slots=1, shard_nbytes=1 << 16, wait_for="shard")
-    policies = Policy(shard_nbytes=1 << 17), by_shard, replace(by_shard, delivery="shared")
+    there = Policy(shard_nbytes=1 << 17, placements=(Placement("device", "device", "device"), Placement("device")) * 3)
+    policies = Policy(shard_nbytes=1 << 17), by_shard, replace(by_shard, delivery="shared"), there
     for policy in policies:
         plan = planned(MODEL, MACHINES[machine], ranks, policy, 4, 64, 2)
         schedules = [

@@ -33,6 +33,7 @@ MAKING = threading.Lock()
 """Making an engine draws random numbers, and its model once more for files is made without memory: for all threads."""
 SHARDS = Policy(shard_nbytes=16 << 10)
 DISK = Placement(weights="disk", low_bits="disk", moments="disk", gradients="disk")
+KEPT, ON_DEVICE = Placement(weights="device"), Placement("device", "device", "device")
 
 
 class Trained(NamedTuple):
@@ -129,7 +130,12 @@ POLICIES: dict[str, Policy] = {
     "one shard": Policy(),
     "rounds": replace(SHARDS, micro_batches_per_round=1),
     "disk": replace(SHARDS, placements=(DISK,) * 5),
+    "on the device": replace(SHARDS, placements=(ON_DEVICE,) * 5),
+    "on the device, in the host and on the disk": replace(
+        SHARDS, placements=(ON_DEVICE, KEPT, DISK, ON_DEVICE, KEPT), weight_slots=1
+    ),
     "shared": replace(SHARDS, delivery="shared"),
+    "shared, and kept": replace(SHARDS, delivery="shared", placements=(KEPT,) * 5),
     "shared, by shard": replace(SHARDS, delivery="shared", wait_for="shard", weight_slots=1, transfer="pageable"),
     "shared, but for the disk": replace(
         SHARDS, delivery="shared", placements=(replace(DISK, weights="host"),) * 5, micro_batches_per_round=1
@@ -392,6 +398,31 @@ def test_any_number_of_ranks_goes_on_and_writes_the_same_files(
         assert files_in(again) == files_in(written)
         assert files_in(exported) == files_in(tmp_path / "1" / "model")
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
+def test_state_on_the_device_is_saved_and_moves_to_host_memory_and_back(tmp_path: Path) -> None:
+    model, batches = tiny_model("llama"), batches_of(2)
+
+    def work(world: World, policies: Sequence[Policy], folder: Path) -> tuple[dict[str, bytes], list[float]]:
+        with MAKING:
+            engine = Engine.from_model(model, "sim:1", "bf16", policy=policies[0], verify=False, world=world)
+        losses = []
+        with engine:
+            with MAKING:  # and the model for files, once: a save of what is on the device waits for other ranks
+                save = engine.save(folder / "begin")
+            save.wait(60)
+            for policy in policies:
+                engine.adopt(policy)
+                losses.append(engine.step(batches[world.rank :: world.size]).loss)
+            engine.flush()
+            save = engine.save(folder)
+            losses.append(engine.step(batches[world.rank :: world.size]).loss)
+            return {name: data for name, data in files_in(save.wait(60)).items() if "safetensors" in name}, losses
+
+    there = replace(SHARDS, placements=(ON_DEVICE,) * 5)
+    moving = [SHARDS, there, replace(there, placements=(KEPT, ON_DEVICE) * 2 + (ON_DEVICE,)), there]
+    staying = together(worlds(2), lambda world: work(world, [SHARDS] * 4, tmp_path / "staying"))
+    assert together(worlds(2), lambda world: work(world, moving, tmp_path / "moving")) == staying
 
 
 def test_an_adapter_trains_alike_and_its_base_has_one_checksum_over_any_number_of_ranks(tmp_path: Path) -> None:

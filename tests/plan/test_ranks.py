@@ -16,6 +16,7 @@ from megatrain.plan.estimates import seconds_on
 from megatrain.plan.ranks import FIXED, ranks_on_each, share_of
 from megatrain.plan.report import as_content, configuration, summary_rows
 from megatrain.schedule import Op
+from megatrain.schedule.passes.state_buffers import state_nbytes
 from megatrain.spec import Hardware, Limits, ModelSpec, Numerics, Policy, Work
 from megatrain.spec.layout import layout_of
 
@@ -185,23 +186,33 @@ def test_ten_percent_more_of_everything_saves_an_eleventh_of_a_rank_s_step() -> 
 
 
 def test_a_plan_for_ranks_leaves_alone_what_they_cannot_do() -> None:
-    """On a machine that would have all state on the device for one rank, and streamed updates for another."""
-    for name, ranks in (("8x-h100", 8), ("2x-rtx-5090", 2)):
-        plan = find_plan(asked(ranks, name))
+    """Streamed updates, on a machine that would have some for one rank. What is on the device is each one's part."""
+    for name, ranks, delivery in (("8x-h100", 8, "gather"), ("2x-rtx-5090", 2, "gather"), ("8x-h100", 8, "shared")):
+        question = asked(ranks, name)
+        plan = find_plan(replace(question, overrides={**question.overrides, "delivery": delivery}))
         assert {field: getattr(plan.policy, field) for field in FIXED} == FIXED
-        assert all(placement.weights != "device" for placement in plan.policy.placements)
+        assert any(placement.weights == "device" for placement in plan.policy.placements)
+        assert any(placement.on_device for placement in plan.policy.placements) == (delivery == "gather")
+        there = state_nbytes(question.model, plan.numerics, plan.policy)["device"]
+        assert there <= 1.02 * (14 if delivery == "gather" else 2 * ranks) * SMALL.numel / ranks
 
 
 def test_state_that_the_host_has_no_room_for_is_on_the_drive_of_all() -> None:
-    question = Question(SMALL, replace(machine("4x-rtx-4090"), host_nbytes=1 << 30), 16 * 1024, 1024)
-    plan = find_plan(question_of_one(question, 4, 4))
+    """Unless their devices have: then each keeps its part there, and nothing waits for the drive."""
+    small = replace(machine("4x-rtx-4090"), host_nbytes=1 << 30, device_nbytes=360 << 20)
+    plan, roomy = (
+        find_plan(question_of_one(Question(SMALL, hardware, 16 * 1024, 1024), 4, 4))
+        for hardware in (small, replace(small, device_nbytes=24 << 30))
+    )
     assert 0 < plan.nbytes["disk"] <= 14 * SMALL.numel / 4 * 1.02
     assert plan.nbytes["host"] <= (1 << 30) / 4
+    assert roomy.nbytes["disk"] == 0
+    assert roomy.seconds < plan.seconds / 10
 
 
 def test_state_on_the_drive_goes_with_weights_that_ranks_share_which_stay_in_memory() -> None:
     """And where that is too little room, the refusal says what would fit, in words of a plan for ranks."""
-    here = replace(machine("4x-rtx-4090"), host_nbytes=(5 << 30) // 4)
+    here = replace(machine("4x-rtx-4090"), host_nbytes=(5 << 30) // 4, device_nbytes=360 << 20)
     question = Question(SMALL, here, 16 * 1024, 1024, overrides={"delivery": "shared"})
     plan = find_plan(question_of_one(question, 4, 4))
     assert plan.nbytes["disk"]

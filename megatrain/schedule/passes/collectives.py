@@ -6,7 +6,8 @@ whole, and a sum that of all ranks, is the policy's `delivery`.
 
 `gather`: a FETCH is led to the own part of its place, and a GATHER behind it brings in the parts of the other ranks;
 and in front of a GRAD, a REDUCE sends to each rank its part of this rank's sum, adds up in float32, in the order of the
-ranks, what has come for the own part, and rounds it once.
+ranks, what has come for the own part, and rounds it once. Of a unit whose state is on the device there are these two
+alone: the own part is gathered from where it is updated, and summed where its update finds it.
 
 `shared`: the ranks of one machine map each other's weights. A FETCH reads every rank's part where it lies, behind a
 BARRIER where an update of this step has changed the unit: then all have updated their part. A GRAD brings the sum,
@@ -70,24 +71,33 @@ class Collectives:
     # Over the link --------------------------------------------------------------------------------------------------
 
     def _gathered(self, op: Op) -> list[Op]:
-        """A shard of weights: the own part over the bus, and the whole over the link."""
-        (shard,) = op.writes
+        """A shard of weights: the own part over the bus, unless it lives on the device, and the whole over the link."""
+        (home,), (shard,) = op.reads, op.writes
         assert isinstance(shard.content, Weights)
+        if self._on_device(home):
+            return [Op("GATHER", "link", op.unit, shard=op.shard, reads=(home,), writes=(shard,))]
         own = self._part(shard, self.rank)._replace(content=OwnWeights(op.unit))
         fetch = op._replace(writes=(own,))
         return [fetch, Op("GATHER", "link", op.unit, shard=op.shard, reads=(own,), writes=(shard,))]
 
     def _summed(self, op: Op) -> list[Op]:
-        """A shard of a gradient: the sum over ranks of the own part, and its way home."""
+        """A shard of a gradient: the sum over ranks of the own part, and its way home, unless it is wanted there."""
         (shard,), (home,) = op.reads, op.writes
         nbytes = home.stop - home.start
-        slot = f"device/reduced_gradients/{self._turn(REDUCED_SLOTS)}"
-        declare(self.buffers, Buffer(slot, "device", nbytes, Use.REDUCED_GRADIENTS, part=Part.GRADIENTS))
         staging = Buffer("device/link_staging", "device", shard.stop - shard.start, Use.LINK_STAGING)
         received = Access(declare(self.buffers, staging), 0, staging.nbytes, USED)
+        reduce = Op("REDUCE", "link", op.unit, shard=op.shard, reads=(shard,), writes=(home, received))
+        if self._on_device(home):
+            return [reduce]
+        slot = f"device/reduced_gradients/{self._turn(REDUCED_SLOTS)}"
+        declare(self.buffers, Buffer(slot, "device", nbytes, Use.REDUCED_GRADIENTS, part=Part.GRADIENTS))
         own = Access(slot, 0, nbytes, OwnGradient(op.unit, op.shard))
-        reduce = Op("REDUCE", "link", op.unit, shard=op.shard, reads=(shard,), writes=(own, received))
-        return [reduce, op._replace(reads=(own,))]
+        return [reduce._replace(writes=(own, received)), op._replace(reads=(own,))]
+
+    def _on_device(self, place: Access) -> bool:
+        """Whether it is there that this rank has its part. A name without memory stands for some of the host's."""
+        known = self.buffers.get(place.buffer)
+        return known is not None and known.tier == "device"
 
     # In the host's memory -------------------------------------------------------------------------------------------
 
@@ -164,12 +174,14 @@ def refuse_what_ranks_lack(policy: Policy, ranks: int) -> None:
     """Raise `PlanError` for a policy by which several ranks cannot train together, or not yet."""
     if ranks == 1:
         return
-    placed = any(placement.weights in ("device", "file") for placement in policy.placements)
+    in_files = any(placement.weights == "file" for placement in policy.placements)
     shared = policy.delivery == "shared"
+    away = {"on the device": any(each.on_device for each in policy.placements)}
+    away["on the disk"] = any(each.weights == "disk" for each in policy.placements)
     lacking = {
         "shares_memory": (policy.shares_memory, "weights are put together in slots", "false"),
         "read_ahead_nbytes": (policy.read_ahead_nbytes > 0, "there is no read-ahead of gathered weights yet", "0"),
-        "placements": (placed, "state on the device or in files is not shared by ranks yet", "host or disk"),
+        "placements": (in_files, "weights in files are not shared by ranks yet", "host, disk or device"),
         "streamed_updates": (policy.streamed_updates > 0, "updates of own parts are not streamed yet", "0"),
         "update": (
             policy.update == "during_backward",
@@ -182,8 +194,8 @@ def refuse_what_ranks_lack(policy: Policy, ranks: int) -> None:
             "pinned or pageable, or delivery gather",
         ),
         "delivery": (
-            shared and any(placement.weights == "disk" for placement in policy.placements),
-            "weights on the disk are in no memory that ranks share",
+            shared and any(away.values()),
+            f"weights {' and '.join(where for where, are in away.items() if are)} are in no memory that ranks share",
             "gather",
         ),
     }

@@ -27,7 +27,7 @@ from megatrain.schedule.passes.phases import Arrival, gated
 from megatrain.schedule.passes.pinned_staging import PinnedStaging
 from megatrain.schedule.passes.state_buffers import shard_nbytes, state_name
 from megatrain.schedule.passes.weight_slots import IN_SLOT, WeightSlots
-from megatrain.spec import Part
+from megatrain.spec import Part, Tier
 from megatrain.spec.layout import Shard
 
 READ_AHEAD = "device/read-ahead"
@@ -107,7 +107,7 @@ class Prefetch:
         visit in between.
         """
         self._visits = visits
-        resident = [unit for unit in range(len(self._layouts)) if self._policy.placement(unit).on_device]
+        resident = [unit for unit in range(len(self._layouts)) if self._slots.updated_there(unit)]
         self._holds = {self._slots.of(unit)[0]: unit for unit in resident}
         for index, visit in enumerate(visits):
             if visit.reads:
@@ -210,8 +210,9 @@ class Prefetch:
         self._earliest = max(self._earliest, earliest)
         ranks, each = self._layouts[visit.unit].ranks, self._numerics.weight_nbytes
         start, size = shard.start * each // ranks, (target.stop - target.start) // ranks  # of the own part
-        home = Access(state_name("host", Part.WEIGHTS, visit.unit), start, start + size, Weights(visit.unit))
-        read = self._pinned_staging.at("fetch", visit.unit, shard.index, home)
+        tier: Tier = "device" if self._policy.placement(visit.unit).on_device else "host"
+        home = Access(state_name(tier, Part.WEIGHTS, visit.unit), start, start + size, Weights(visit.unit))
+        read = home if tier == "device" else self._pinned_staging.at("fetch", visit.unit, shard.index, home)
         op = Op("FETCH", "fetch", visit.unit, shard=shard.index, reads=(read,), writes=(target,))
         index, behind = self._earliest
         self._visits[index].fetches.append((behind, op))

@@ -45,7 +45,8 @@ Pending = Literal["none", "all"]
 
 
 class SizedPart(NamedTuple):
-    """A part of a unit's state, its bytes and its tier; and whether the device has a copy of it besides."""
+    """A part of a unit's state, its bytes and its tier; and whether the device has a copy of it besides: with several
+    ranks, of what all of them have."""
 
     part: Part
     nbytes: int
@@ -121,7 +122,7 @@ def state_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> dict[s
     for first, placement, count in units_alike(model, policy):
         for part in parts_of(layout_of(model.units[first]), numerics, policy, placement):
             totals[part.tier] += count * part.nbytes
-            totals["device"] += count * part.nbytes * part.copied
+            totals["device"] += count * part.nbytes * part.copied * model.ranks
             for name, nbytes in _stages(model, numerics, policy, first, part):
                 stages[name] = max(stages.get(name, 0), nbytes)
     totals["host"] += sum(stages.values())
@@ -273,7 +274,8 @@ class StateBuffers:
         declare(self._buffers, own)
         if copied:
             name = state_name("device", part, unit)
-            declare(self._buffers, Buffer(name, "device", nbytes, Use.RESIDENT_COPY, part=part, unit=unit))
+            whole = nbytes * self._model.ranks
+            declare(self._buffers, Buffer(name, "device", whole, Use.RESIDENT_COPY, part=part, unit=unit))
         if tier == "disk":
             slots = tuple(staging_names(self._model, self._policy, unit, part))
             for slot in slots:

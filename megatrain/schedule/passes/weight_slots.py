@@ -72,8 +72,13 @@ class WeightSlots:
         return [each for each in self._sharing[span.buffer] if self._overlap(self._spans[each], span)]
 
     def stays(self, unit: int) -> bool:
-        """Whether its weights are on the device between steps."""
-        return self.policy.placement(unit).weights == "device"
+        """Whether all its weights are on the device from one visit to the next."""
+        placement = self.policy.placement(unit)
+        return placement.weights == "device" and (self.layouts[unit].ranks == 1 or not placement.on_device)
+
+    def updated_there(self, unit: int) -> bool:
+        """Whether they are updated where compute finds them. Of several ranks each has a part of them alone."""
+        return self.stays(unit) and self.policy.placement(unit).on_device
 
     @property
     def in_ring(self) -> bool:
