@@ -20,6 +20,8 @@ from typer.core import TyperGroup
 from megatrain.errors import ConfigError, MegaTrainError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from megatrain.config import Config
 
 USER_ERROR, MISMATCH, INTERRUPTED = 2, 1, 130
@@ -154,6 +156,7 @@ AdapterName = Annotated[
 
 @app.command("init")
 def _init(
+    context: typer.Context,
     file: Annotated[
         str, typer.Argument(metavar="[FILE]", help="YAML file to write.", callback=_path("file"))
     ] = "config.yaml",
@@ -179,11 +182,20 @@ def _init(
     adapter: AdapterName = None,
     precision: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
+    source: Annotated[
+        str | None,
+        typer.Option("--from", help="YAML of LLaMA-Factory or Axolotl, to be written by our keys.", callback=_path()),
+    ] = None,
 ) -> None:
     """Write a configuration from a few answers, with what the plan says of it. Asks for what is not given."""
     _quiet_threads()
-    from megatrain.commands.init import Answers, write_recipe
     from megatrain.system.paths import usable_path
+
+    target = usable_path(file, where="FILE", to_write="file")
+    if source is not None:
+        _translate(context, source, target, hardware)
+        return
+    from megatrain.commands.init import Answers, write_recipe
 
     if model is None:
         model = _asked("--model", "Which model (folder, hub name or config.json)?")
@@ -204,10 +216,22 @@ def _init(
         precision=_precision(precision),
         trust_remote_code=trust_remote_code,
     )
-    target = usable_path(file, where="FILE", to_write="file")
     plan = write_recipe(answers, target)
     typer.echo(f"{target}: {plan.tokens_per_second:,.0f} tokens/s on {plan.question.hardware.name}")
     typer.echo(f"megatrain train {target}")
+
+
+def _translate(context: typer.Context, source: str, target: Path, hardware: str | None) -> None:
+    """Write the YAML of another trainer by our keys, and say what has become of the rest."""
+    given = [name for name in context.params if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]
+    if others := sorted(set(given) - {"file", "source", "hardware"}):
+        what = f"--{others[0].replace('_', '-')} beside --from"
+        raise ConfigError(what, where="megatrain init", fix=f"leave it out, and change it in {target} afterwards")
+    from megatrain.commands.init import write_translation
+    from megatrain.system.paths import usable_path
+
+    lines = write_translation(usable_path(source), target, hardware)
+    typer.echo("\n".join([f"{target}: {source}, by our keys", *lines, f"megatrain train {target}"]))
 
 
 def _asked(option: str, question: str) -> str:

@@ -2,7 +2,8 @@
 
 A few answers decide it: which model, what data, which machine. Everything else is what `configs/` takes for the same
 purpose; the sizes are the plan's. What is written is loaded once before it is written, so it is never wrong by itself;
-whether the data can be used is found out when training starts. Left out: changing a configuration that is there.
+whether the data can be used is found out when training starts. In place of answers there may be a YAML of another
+trainer. Left out: changing a configuration that is there.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from typing import Any
 
 from megatrain.commands.plan import adapter_keys, find_hardware, find_model
 from megatrain.config import load_config
+from megatrain.config.other_trainers import translate
 from megatrain.data import about_tokens, begins_with_text, holds_samples, source_called
 from megatrain.data.sample_formats import Schema
-from megatrain.errors import ConfigError, DataError
-from megatrain.plan import Plan, Question, find_plan, fits
+from megatrain.device import open_device
+from megatrain.errors import ConfigError, DataError, DeviceError
+from megatrain.plan import Plan, Question, find_plan, fits, load_hardware
 from megatrain.plan.report import amount, duration
 from megatrain.spec import Limits, Precision
 from megatrain.system.paths import written_whole
@@ -55,14 +58,47 @@ def write_recipe(answers: Answers, target: Path) -> Plan:
     Raises `ConfigError` where there is a file already, and whatever planning raises: `DoesNotFit` where one sequence
     does not fit.
     """
-    if target.exists():
-        raise ConfigError("is there already", where=str(target), fix="name another file, or remove it")
+    _refuse_existing(target)
     if not answers.data:
         raise ConfigError("no data", where="--data", fix="name a file, a folder, or a data set on the hub")
     is_chat = _is_chat(answers)
     tokens = about_tokens(answers.data) if is_chat and answers.steps is None else None
     plan = _planned(answers, tokens)
-    text = recipe_text(answers, plan, is_chat=is_chat, tokens=tokens)
+    _write(recipe_text(answers, plan, is_chat=is_chat, tokens=tokens), target)
+    return plan
+
+
+def write_translation(source: Path, target: Path, hardware: str | None) -> list[str]:
+    """Write the configuration that `source`, a YAML of LLaMA-Factory or Axolotl, is by our keys; what became of the
+    rest, line by line, is returned and written above it.
+
+    hardware: what to plan for, a described machine or a file; `None` is this machine. Reads no model and no data.
+    Raises `ConfigError` where there is a file already, and for what `translate` raises it.
+    """
+    _refuse_existing(target)
+    found = translate(source)
+    on_cpu = _has_no_gpu() if hardware is None else load_hardware(hardware).shares_memory
+    found.tree["train"] |= {"device": "cpu" if on_cpu else "cuda:0"} | ({"hardware": hardware} if hardware else {})
+    head = f"{source.name}, by our keys. Written by `megatrain init --from`; change what you like."
+    _write(found.text([head, "`megatrain train --keys` explains every key."]), target)
+    return found.lines()
+
+
+def _has_no_gpu() -> bool:
+    try:
+        open_device("cuda:0").close()
+    except DeviceError:
+        return True
+    return False
+
+
+def _refuse_existing(target: Path) -> None:
+    if target.exists():
+        raise ConfigError("is there already", where=str(target), fix="name another file, or remove it")
+
+
+def _write(text: str, target: Path) -> None:
+    """Whole, and only what can be loaded."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(target) as draft:
@@ -71,7 +107,6 @@ def write_recipe(answers: Answers, target: Path) -> Plan:
     except OSError as error:
         what = f"cannot be written ({error.strerror or error})"
         raise ConfigError(what, where=str(target), fix="name a file in another folder") from error
-    return plan
 
 
 def recipe_text(answers: Answers, plan: Plan, *, is_chat: bool, tokens: int | None = None) -> str:

@@ -274,6 +274,8 @@ class TrainSection(Section):
     """Shape of the learning rate after its warm-up."""
     warmup_steps: NonNegativeInt = 0
     """Steps in which the learning rate rises to its peak; a run that is shorter ends while it rises."""
+    warmup_ratio: Share = 0.0
+    """In place of warmup_steps: their share of the run, for one whose length is told in epochs."""
     decay_steps: NonNegativeInt = 0
     """Last steps in which `wsd` lowers the learning rate; the other shapes ignore it."""
     min_lr_ratio: Share = 0.1
@@ -347,6 +349,8 @@ class TrainSection(Section):
                 raise ValueError(f"global_batch_size={rows} is no multiple of {name}={part}")
         if self.prefers and ((self.micro_batch_override or 2) % 2 or self.sequences % 2):
             raise ValueError(f"{self.objective} takes pairs: micro_batch_size and global_batch_size must be even")
+        if self.warmup_steps and self.warmup_ratio:
+            raise ValueError("warmup_steps and warmup_ratio say the same; leave one out")
         if self.dpo_loss == "ipo" and self.dpo_label_smoothing:
             raise ValueError("dpo_loss=ipo has no dpo_label_smoothing")
         for key in ("beta", "dpo_loss", "dpo_label_smoothing", "simpo_gamma"):

@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -296,10 +297,11 @@ def _length(steps: int, loader: Loader) -> str:
 
 
 def _learning_rate(train: TrainSection, steps: int) -> Callable[[int], float]:
+    warmup = train.warmup_steps or ceil(train.warmup_ratio * steps)
     schedule = lr_schedule(
         train.lr_scheduler,
-        total_steps=max(steps, train.warmup_steps + train.decay_steps),
-        warmup_steps=train.warmup_steps,
+        total_steps=max(steps, warmup + train.decay_steps),
+        warmup_steps=warmup,
         min_ratio=train.min_lr_ratio,
         decay_steps=train.decay_steps,
     )

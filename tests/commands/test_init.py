@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatrain import cli
-from megatrain.commands.init import Answers, write_recipe
+from megatrain.commands.init import Answers, write_recipe, write_translation
 from megatrain.config import load_config
 from megatrain.errors import ConfigError, DoesNotFit
 from tests.run.test_chats import chats
 from tests.run.test_recipes import TINY
 from tests.run.test_training import TEXT, train
+from tests.run.test_training import lines as lines_of
 
 
 def sizes(tmp_path: Path, **fields: object) -> str:
@@ -125,3 +128,52 @@ def test_an_adapter_is_asked_for_by_a_word(tmp_path: Path) -> None:
     for wrong in ("qlora", "lora:x", "lora:0"):
         with pytest.raises(ConfigError, match="is no adapter; give lora, lora:16 or lora:16:all-linear"):
             write_recipe(Answers(sizes(tmp_path), data, adapter=wrong), tmp_path / "wrong.yaml")
+
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "coming-from.md"
+
+
+def test_a_yaml_of_another_trainer_becomes_ours_as_the_guide_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs, shown, ours = re.findall(r"^```(?:text|yaml)\n(.*?)^```", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
+    command, said = shown.split("\n", 1)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama3.yaml").write_text(theirs)
+    words = shlex.split(command)[2:]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == said
+    written = (tmp_path / "sft.yaml").read_text()
+    assert "".join(line for line in written.splitlines(True) if line[0] != "#").lstrip("\n") == ours
+    assert "#   template=llama3: the template" in written
+    assert load_config(tmp_path / "sft.yaml").train.warmup_ratio == 0.1
+    for again, what in (
+        (words, "is there already"),
+        ([*words, "--steps", "3"], "--steps beside --from"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(again)
+        assert what in capsys.readouterr().err
+
+
+def test_what_is_translated_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    rows = [{"instruction": f"{n}+{n}", "input": "", "output": f"{2 * n}"} for n in range(24)]
+    (tmp_path / "data" / "rows.json").write_text(json.dumps(rows))
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"sums": {"file_name": "rows.json"}}))
+    lines = [
+        "model_name_or_path: unused", "finetuning_type: full", "dataset: sums", "output_dir: run", "cutoff_len: 64",
+        "learning_rate: 1.0e-3", "num_train_epochs: 1", "warmup_ratio: 0.5", "val_size: 0.1", "report_to: none",
+    ]  # fmt: skip
+    (tmp_path / "theirs.yaml").write_text("\n".join(lines))
+    write_translation(Path("theirs.yaml"), Path("ours.yaml"), None)
+    fresh = [
+        "model.path=null", f"model.config={sizes(tmp_path)}", "model.verify=false", "data.tokenizer=bytes",
+        "data.chat_template=chatml", f"data.cache={tmp_path}/cache", "train.sample_tokens=0",
+    ]  # fmt: skip
+    train(load_config("ours.yaml", fresh))
+    rates = [line["lr"] for line in lines_of(tmp_path / "run") if line["event"] == "stepped"]
+    assert rates == pytest.approx([5e-4, 1e-3, 1e-3])

@@ -151,6 +151,7 @@ def test_a_saved_configuration_loads_back_equal(
         (MINIMAL, ("train.steps=1.5",), "override 'train.steps=1.5': train.steps: should be a valid integer, not 1.5"),
         (MINIMAL, ("train.steps=true",), "train.steps: should be a valid integer, not True"),
         (MINIMAL, ("train.epochs=2",), "train: needs exactly one of `steps` and `epochs` (passes over the data); both"),
+        (MINIMAL, ("train.warmup_steps=5", "train.warmup_ratio=0.1"), "warmup_steps and warmup_ratio say the same"),
         (MINIMAL, ("train.epochs=0", "train.steps=null"), "train.epochs: should be greater than 0, not 0"),
         (MINIMAL, ("train.num_train_epochs=3",), "here it is train.epochs"),
         (MINIMAL, ("train.steps=0",), "train.steps: should be greater than 0, not 0"),

@@ -1,0 +1,275 @@
+"""Axolotl's YAMLs of training, by our keys.
+
+Each of its data sets says by itself how it is read; here that is said once for all sources, so entries that differ in
+it are told of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatrain.config.translation import (
+    Reader,
+    goes_on_from,
+    parts,
+    prefers,
+    put_attention,
+    put_learning_rate,
+    put_length,
+    put_optimizer,
+    put_precision,
+    put_saving,
+    put_sizes,
+    put_trackers,
+    put_validation,
+    rows_of_a_sample,
+)
+
+DEFAULTS: dict[str, Any] = {
+    "sequence_len": 512,
+    "micro_batch_size": 1,
+    "num_epochs": 1.0,
+    "lr_scheduler": "cosine",
+    "optimizer": "adamw_torch_fused",
+    "lora_r": 8,
+    "lora_alpha": 8,
+    "rl_beta": 0.1,
+    "simpo_gamma": 0.5,
+    "val_set_size": 0.0,
+    "warmup_ratio": 0.03,
+    "save_total_limit": 4,
+    "output_dir": "model-out",
+}
+"""What holds where a file is silent."""
+FORMATS = {"alpaca": "alpaca", "chat_template": "chat", "sharegpt": "sharegpt", "completion": "text"}
+"""Axolotl's types of data sets for fine-tuning."""
+
+
+def read_axolotl(reader: Reader) -> None:
+    reader.put("model.path", reader.take("base_model"), "base_model")
+    if tokenizer := reader.take("tokenizer_config"):
+        reader.put("data.tokenizer", tokenizer, "tokenizer_config")
+    _objective_of_axolotl(reader)
+    _sources_of_axolotl(reader)
+    _validation_of_axolotl(reader)
+    _template_of_axolotl(reader)
+    packs = reader.take("sample_packing")
+    if not prefers(reader) and reader.found.tree["data"].get("format") != "text":
+        reader.put("data.packing", "best_fit" if packs else "grouped", "sample_packing")
+    if total := reader.number("batch_size"):
+        sizes = ("batch_size", "micro_batch_size", "gradient_accumulation_steps")
+        reader.put("train.global_batch_size", total * rows_of_a_sample(reader), *sizes)
+        for name in sizes[1:]:
+            reader.take(name)
+    else:
+        put_sizes(reader, "micro_batch_size", rows_of_a_sample(reader))
+    put_length(reader, "num_epochs")
+    put_learning_rate(reader, "lr_scheduler")
+    put_optimizer(reader, "optimizer")
+    put_precision(reader)
+    put_attention(reader, "attention")
+    put_saving(reader)
+    put_validation(reader, "val_set_size")
+    asked = {"wandb": bool(reader.given.get("wandb_project")), "tensorboard": bool(reader.take("use_tensorboard"))}
+    names = [name for name, is_asked in asked.items() if is_asked] + parts(reader.take("report_to") or [])
+    put_trackers(reader, names, "report_to" if "report_to" in reader.said else "wandb_project")
+    if push := reader.take("hub_model_id"):
+        reader.put("output.push", push, "hub_model_id")
+    if reader.take("auto_resume_from_checkpoints"):
+        reader.put("resume", "auto", "auto_resume_from_checkpoints")
+    _adapter_of_axolotl(reader)
+
+
+def _objective_of_axolotl(reader: Reader) -> None:
+    objective, of_trl = reader.take("rl"), reader.mapping("trl")
+    beta, alpha, gamma = reader.take("rl_beta"), reader.take("orpo_alpha"), reader.take("simpo_gamma")
+    for name in ("reward_model", "process_reward_model"):
+        if reader.take(name):
+            reader.refuse(name, "is not trained here", "a model with a head for text is")
+    if objective is None:
+        return
+    if objective not in ("dpo", "ipo", "orpo", "simpo"):
+        reader.refuse("rl", "is not trained here", "dpo, ipo, orpo and simpo are")
+    if of_trl.get("beta") is not None:
+        beta = of_trl["beta"]
+    elif alpha is not None and "rl_beta" not in reader.said:
+        beta = alpha
+    reader.put("train.objective", "dpo" if objective == "ipo" else objective, "rl")
+    reader.put("train.beta", beta, "rl_beta", "orpo_alpha", "trl")
+    if objective == "simpo":
+        reader.put("train.simpo_gamma", gamma, "simpo_gamma")
+    if objective == "ipo":
+        reader.put("train.dpo_loss", "ipo", "rl")
+    if objective == "simpo":
+        reader.note("rl", "without the cross-entropy that TRL adds by cpo_alpha, 1 where it is left out there")
+    if objective == "orpo":
+        reader.note("rl", "the cross-entropy is that of the answer, where TRL's counts the prompt, too")
+
+
+def _sources_of_axolotl(reader: Reader) -> None:
+    sets, texts = reader.take("datasets"), reader.take("pretraining_dataset")
+    if not sets and not texts:
+        reader.refuse("datasets", "is needed to train", "name a data set")
+    name = "datasets" if sets else "pretraining_dataset"
+    entries = _entries(reader, name, sets or texts)
+    reader.put("data.sources", [source for sources, _ in entries for source in sources], name)
+    if texts:
+        entries = [(sources, {"data.format": "text", **keys}) for sources, keys in entries]
+    _agreed(reader, name, [keys for _, keys in entries])
+
+
+def _validation_of_axolotl(reader: Reader) -> None:
+    if not (tests := reader.take("test_datasets")):
+        return
+    entries = _entries(reader, "test_datasets", tests)
+    reader.put("data.validation", [source for sources, _ in entries for source in sources], "test_datasets")
+    splits = sorted({keys["data.split"] for _, keys in entries if "data.split" in keys})
+    if splits:
+        reader.put("data.validation_split", splits[0], "test_datasets")
+    if len(splits) > 1:
+        reader.found.left_out.append(f"test_datasets: data.validation_split is one for all; {splits[0]} is written")
+
+
+def _entries(reader: Reader, name: str, given: Any) -> list[tuple[list[str], dict[str, Any]]]:
+    """`_entry` of each."""
+    listed = given if isinstance(given, list) else [given]
+    if not all(isinstance(each, dict | str) for each in listed):
+        reader.refuse(name, "is no list of data sets")
+    return [_entry(reader, name, number, each) for number, each in enumerate(listed)]
+
+
+def _entry(reader: Reader, of: str, number: int, entry: Any) -> tuple[list[str], dict[str, Any]]:
+    """Sources of one entry, and keys of ours by which they are read."""
+    rest = {"path": entry} if isinstance(entry, str) else dict(entry)
+    files, path = rest.pop("data_files", None), rest.pop("path", None)
+    sources = parts(files) if files else [path]
+    keys: dict[str, Any] = {}
+    kind = rest.pop("type", None)
+    where = f"{of}[{number}]"
+    if not prefers(reader) and isinstance(kind, str):
+        if (plain := kind.partition(".")[0].partition(":")[0]) not in FORMATS and of != "pretraining_dataset":
+            fix = f"{', '.join(FORMATS)} are"
+            reader.refuse(of, f"has the type {kind!r} in entry {number}, which is not read here", fix)
+        keys["data.format"] = FORMATS.get(plain, "text")
+        if plain == "alpaca":
+            what = "rows become chats by the model's own template, where Axolotl writes them in Alpaca's words"
+            reader.found.notes.append(f"{where}.type=alpaca: {what}")
+    elif isinstance(kind, dict):
+        rest |= kind
+    elif isinstance(kind, str) and not kind.startswith("chat_template"):
+        what = "rows are read by their fields (prompt, chosen, rejected; messages), whatever the type says"
+        reader.found.notes.append(f"{where}.type={kind}: {what}")
+    for theirs, ours in (("split", "data.split"), ("name", "data.subset")):
+        if (value := rest.pop(theirs, None)) is not None:
+            if "[" in str(value):
+                what = f"a part of a split is not read; the whole one is (entry {number})"
+                reader.found.left_out.append(f"{where}.{theirs}={value}: {what}")
+                value = str(value).partition("[")[0]
+            keys[ours] = value
+    if prefers(reader) and str(kind).startswith("chat_template"):
+        rest["field_prompt"] = rest.pop("field_messages", "messages")
+    _columns(keys, rest)
+    rest.pop("ds_type", None)
+    if rest.pop("roles_to_train", ["assistant"]) not in (["assistant"], ["gpt"]):
+        reader.found.left_out.append(f"{where}.roles_to_train: data.train_on is assistant, last or all")
+    for name, value in rest.items():
+        if value is not None and value is not False:
+            reader.found.left_out.append(f"{where}.{name}={value}: no key of data.* says it")
+    return sources, keys
+
+
+COLUMNS = {
+    "field_messages": "messages",
+    "field_tools": "tools",
+    "field_system": "system",
+    "field_instruction": "instruction",
+    "field_input": "input",
+    "field_output": "output",
+    "field_prompt": "prompt",
+    "field_completion": "completion",
+    "field_chosen": "chosen",
+    "field_rejected": "rejected",
+    "field": "text",
+    "text_column": "text",
+}
+TAGS = {"role": "role_tag", "content": "content_tag"}
+USUAL_ROLES = {
+    "user": {"human", "user"},
+    "assistant": {"gpt", "assistant"},
+    "system": {"system"},
+    "tool": {"tool"},
+}
+
+
+def _columns(keys: dict[str, Any], rest: dict[str, Any]) -> None:
+    """Names of columns, of keys of turns and of roles, which are taken out of the rest of an entry."""
+    columns = {ours: rest.pop(theirs, None) for theirs, ours in COLUMNS.items() if rest.get(theirs) is not None}
+    named = {
+        **{kind: rest.pop(f"message_field_{kind}", None) for kind in TAGS},
+        **(rest.pop("message_property_mappings", None) or {}),
+    }
+    tags = {TAGS[kind]: called for kind, called in named.items() if kind in TAGS and called not in (None, kind)}
+    for role, names in (rest.pop("roles", None) or {}).items():
+        if odd := sorted(set(names) - USUAL_ROLES.get(role, set())):
+            tags[f"{'observation' if role == 'tool' else role}_tag"] = odd[0]
+    if tags == {"role_tag": "from", "content_tag": "value"}:
+        keys["data.format"], tags = "sharegpt", {}
+        columns = {"conversations" if ours == "messages" else ours: name for ours, name in columns.items()}
+    if columns := {ours: name for ours, name in columns.items() if ours != name}:
+        keys["data.columns"] = columns
+    if tags:
+        keys["data.tags"] = tags
+
+
+def _agreed(reader: Reader, name: str, entries: Sequence[Mapping[str, Any]]) -> None:
+    """Put keys that are said of each source here of all of them; where they differ, it is told and left to `auto`."""
+    for key in sorted({key for keys in entries for key in keys}):
+        first = entries[0].get(key)
+        if all(keys.get(key) == first for keys in entries):
+            reader.put(key, first, name)
+        else:
+            what = f"its entries differ in what is {key} here, which is one for all sources"
+            reader.found.left_out.append(f"{name}: {what}; name them in a dataset_info.json")
+
+
+def _template_of_axolotl(reader: Reader) -> None:
+    template, jinja = reader.take("chat_template"), reader.take("chat_template_jinja")
+    if isinstance(jinja, str):
+        if "{" in jinja:
+            reader.leave("chat_template_jinja", "write it to a .jinja file, and name that as data.chat_template")
+        else:
+            reader.put("data.chat_template", jinja, "chat_template_jinja")
+    elif template == "chatml":
+        reader.put("data.chat_template", "chatml", "chat_template")
+    elif template is not None and template != "tokenizer_default":
+        what = "the template that comes with the model is taken; name a file as data.chat_template for another"
+        reader.leave("chat_template", what)
+
+
+def _adapter_of_axolotl(reader: Reader) -> None:
+    kind, path = reader.take("adapter"), reader.take("lora_model_dir")
+    rank, alpha, dropout = (reader.take(name) for name in ("lora_r", "lora_alpha", "lora_dropout"))
+    whole, names = reader.take("lora_target_linear"), reader.take("lora_target_modules")
+    saved = reader.take("lora_modules_to_save")
+    if kind is None:
+        return
+    if kind not in ("lora", "qlora"):
+        reader.refuse("adapter", "is not here", "lora is")
+    reader.put("adapter", {"type": "lora"}, "adapter")
+    if kind == "qlora":
+        reader.note("adapter", "the base is not quantized: it is held in bfloat16, in host memory")
+    if path is not None:
+        goes_on_from(reader, "lora_model_dir", path)
+        if reader.found.tree["train"].get("objective") == "dpo":
+            reader.put("train.dpo_reference", "base", "lora_model_dir")
+        return
+    reader.put("adapter.r", rank, "lora_r")
+    reader.put("adapter.alpha", alpha, "lora_alpha")
+    if dropout:
+        reader.put("adapter.dropout", dropout, "lora_dropout")
+    if whole or names:
+        targets = ["all-linear"] if whole else parts(names)
+        reader.put("adapter.target_modules", targets, "lora_target_linear" if whole else "lora_target_modules")
+    if saved:
+        reader.put("adapter.modules_to_save", saved, "lora_modules_to_save")

@@ -1,0 +1,166 @@
+"""LLaMA-Factory's YAMLs of training, by our keys.
+
+Data sets are entries of a `dataset_info.json`, which is read here as it stands.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatrain.config.translation import (
+    Reader,
+    goes_on_from,
+    parts,
+    prefers,
+    put_attention,
+    put_learning_rate,
+    put_length,
+    put_optimizer,
+    put_precision,
+    put_saving,
+    put_sizes,
+    put_trackers,
+    put_validation,
+    rows_of_a_sample,
+)
+
+DEFAULTS: dict[str, Any] = {
+    "stage": "sft",
+    "finetuning_type": "lora",
+    "dataset_dir": "data",
+    "cutoff_len": 2048,
+    "per_device_train_batch_size": 8,
+    "num_train_epochs": 3.0,
+    "learning_rate": 5e-5,
+    "lr_scheduler_type": "linear",
+    "optim": "adamw_torch",
+    "lora_rank": 8,
+    "lora_target": "all",
+    "pref_beta": 0.1,
+    "pref_loss": "sigmoid",
+    "simpo_gamma": 0.5,
+    "val_size": 0.0,
+    "save_steps": 500,
+    "output_dir": "saves",
+}
+"""What holds where a file is silent."""
+
+
+def read_llama_factory(reader: Reader) -> None:
+    reader.put("model.path", reader.take("model_name_or_path"), "model_name_or_path")
+    stage = _objective_of_stage(reader)
+    _sources_of_llama_factory(reader)
+    _packing_of_llama_factory(reader, stage)
+    if reader.take("mask_history"):
+        reader.put("data.train_on", "last", "mask_history")
+    put_sizes(reader, "per_device_train_batch_size", rows_of_a_sample(reader))
+    put_length(reader, "num_train_epochs")
+    put_learning_rate(reader, "lr_scheduler_type")
+    put_optimizer(reader, "optim")
+    put_precision(reader)
+    put_attention(reader, "flash_attn")
+    put_saving(reader)
+    put_validation(reader, "val_size")
+    _trackers_of_llama_factory(reader)
+    _adapter_of_llama_factory(reader)
+    if reader.take("do_predict"):
+        reader.refuse("do_predict", "asks for predictions, not for training", "see `megatrain generate`")
+    if "enable_thinking" in reader.given:
+        kwargs = {"enable_thinking": reader.take("enable_thinking")}
+        reader.put("data.chat_template_kwargs", kwargs, "enable_thinking")
+    what = "the template that comes with the model is taken; name a file as data.chat_template for another"
+    reader.leave("template", what)
+
+
+def _objective_of_stage(reader: Reader) -> str:
+    stage, loss = reader.take("stage"), reader.take("pref_loss")
+    beta, gamma = reader.take("pref_beta"), reader.take("simpo_gamma")
+    if stage not in ("pt", "sft", "dpo"):
+        reader.refuse("stage", "is not trained here", "pt, sft and dpo are")
+    reader.account("stage")
+    if stage != "dpo":
+        return str(stage)
+    if loss not in ("sigmoid", "ipo", "orpo", "simpo"):
+        reader.refuse("pref_loss", "is no loss here", "sigmoid, ipo, orpo and simpo are")
+    objective = loss if loss in ("orpo", "simpo") else "dpo"
+    reader.put("train.objective", objective, "pref_loss")
+    reader.put("train.beta", beta, "pref_beta")
+    if objective == "simpo":
+        reader.put("train.simpo_gamma", gamma, "simpo_gamma")
+    if loss == "ipo":
+        reader.put("train.dpo_loss", "ipo", "pref_loss")
+    if objective == "dpo" and reader.given.get("adapter_name_or_path"):
+        reader.put("train.dpo_reference", "base", "adapter_name_or_path")
+    return str(stage)
+
+
+def _sources_of_llama_factory(reader: Reader) -> None:
+    folder = str(reader.take("dataset_dir"))
+    reader.account("dataset_dir")
+
+    def called(name: str) -> str:
+        if name.startswith("REMOTE:"):
+            return name.removeprefix("REMOTE:")
+        return name if folder == "ONLINE" else str(Path(folder) / f"dataset_info.json#{name}")
+
+    if "dataset" not in reader.given:
+        reader.refuse("dataset", "is needed to train", "name a data set of dataset_info.json")
+    reader.put("data.sources", [called(name) for name in parts(reader.take("dataset"))], "dataset")
+    if validation := reader.take("eval_dataset"):
+        reader.put("data.validation", [called(name) for name in parts(validation)], "eval_dataset")
+    if shares := reader.take("interleave_probs"):
+        reader.put("data.weights", [_share(reader, share) for share in parts(shares)], "interleave_probs")
+    reader.leave("mix_strategy", "sources are mixed in proportion to their rows, or by data.weights")
+
+
+def _share(reader: Reader, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        reader.refuse("interleave_probs", "is no list of numbers")
+
+
+def _packing_of_llama_factory(reader: Reader, stage: str) -> None:
+    packs, apart = reader.take("packing"), reader.take("neat_packing")
+    if prefers(reader):
+        return
+    if packs or apart:
+        reader.put("data.packing", "best_fit", "packing", "neat_packing")
+        if not apart:
+            reader.note("packing", "samples that share a sequence do not see each other here")
+    elif stage == "sft":
+        reader.put("data.packing", "grouped", "packing")
+
+
+def _trackers_of_llama_factory(reader: Reader) -> None:
+    names = parts(reader.take("report_to") or [])
+    put_trackers(reader, names, "report_to")
+    if reader.take("push_to_hub"):
+        name = reader.take("hub_model_id")
+        if isinstance(name, str) and "/" in name:
+            reader.put("output.push", name, "hub_model_id")
+        else:
+            reader.leave("push_to_hub", "set output.push to organisation/model")
+
+
+def _adapter_of_llama_factory(reader: Reader) -> None:
+    method, path = reader.take("finetuning_type"), reader.take("adapter_name_or_path")
+    rank, alpha, dropout = (reader.number(name) for name in ("lora_rank", "lora_alpha", "lora_dropout"))
+    target, more = reader.take("lora_target"), reader.take("additional_target")
+    if method not in ("lora", "full"):
+        reader.refuse("finetuning_type", "is not here", "lora and full are; freeze by train.freeze, parameter by name")
+    reader.account("finetuning_type")
+    if method == "full":
+        return
+    reader.put("adapter", {"type": "lora"}, "finetuning_type")
+    if path is not None:
+        goes_on_from(reader, "adapter_name_or_path", path)
+        return
+    reader.put("adapter.r", rank, "lora_rank")
+    reader.put("adapter.alpha", alpha or 2 * rank, "lora_alpha")
+    if dropout:
+        reader.put("adapter.dropout", dropout, "lora_dropout")
+    reader.put("adapter.target_modules", ["all-linear"] if target == "all" else parts(target), "lora_target")
+    if more:
+        reader.put("adapter.modules_to_save", parts(more), "additional_target")

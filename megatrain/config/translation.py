@@ -1,0 +1,382 @@
+"""A YAML of another trainer as ours: what is known of each key, and what has become of those that have no counterpart.
+
+What a key is called here is said by one table, `renamed_keys.OTHER_TRAINERS`, which answers mistakes, too:
+
+    train.learning_rate        the value is taken over
+    data.packing=best_fit      the other side of a switch that is on
+    nothing: ...               why there is none
+    anything else              told as it stands
+
+Keys whose meaning takes more than that (sizes, lengths, rates, validation) are taken out before, by a function for each
+subject. Where a file leaves a key out, the other trainer's default is written, since ours may differ. Left out: what
+the trainers differ in (`llama_factory`, `axolotl`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from megatrain.config.keys import Config, describe_keys
+from megatrain.config.load import YamlDumper, put
+from megatrain.config.renamed_keys import OTHER_TRAINERS
+from megatrain.errors import ConfigError
+
+SAME = {
+    name: f"{section}.{name}"
+    for section, names in {
+        "model": ("trust_remote_code",),
+        "train": (
+            "learning_rate",
+            "weight_decay",
+            "seed",
+            "early_stopping_patience",
+            "dpo_label_smoothing",
+            "simpo_gamma",
+        ),
+        "adapter": ("use_dora", "use_rslora"),
+    }.items()
+    for name in names
+}
+"""Keys that are called alike and mean the same, which is not so of every name that both have."""
+
+OF_BOTH: dict[str, Any] = {
+    "gradient_accumulation_steps": 1,
+    "weight_decay": 0.0,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_epsilon": 1e-8,
+    "max_grad_norm": 1.0,
+}
+
+SCHEDULERS = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "warmup_stable_decay": "wsd",
+}
+ATTENTION = {
+    "auto": "auto",
+    "disabled": "eager",
+    "eager": "eager",
+    "sdpa": "sdpa",
+    "fa2": "flash_attention_2",
+    "fa3": "flash_attention_3",
+    "flash": "flash_attention_2",
+    "flash_attention_2": "flash_attention_2",
+    "flash_attention_3": "flash_attention_3",
+    "flex": "flex_attention",
+    "flex_attention": "flex_attention",
+}
+SWITCHES_OF_ATTENTION = {
+    "flash_attention": "flash_attention_2",
+    "sdp_attention": "sdpa",
+    "eager_attention": "eager",
+    "flex_attention": "flex_attention",
+}
+OF_PREFERENCES = ("train.beta", "train.dpo_loss", "train.dpo_label_smoothing", "train.simpo_gamma")
+TRACKERS = ("tensorboard", "wandb", "trackio")
+UNSENT = "wandb writes below the run folder, for `wandb sync`; output.trackers_online sends as it goes"
+STEPS_ALONE = "{} is in steps; `megatrain train` says at its start how many an epoch has"
+
+
+@dataclass
+class Translation:
+    """A configuration by our keys, and what became of the rest."""
+
+    tree: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    """What was taken over and means something else here, `key=value: what`."""
+    left_out: list[str] = field(default_factory=list)
+    """What was not, `key=value: why`."""
+    unknown: list[str] = field(default_factory=list)
+    """Keys of no known meaning, `key=value`."""
+    unset: list[str] = field(default_factory=list)
+    """Keys that ask for nothing: null, or a switch that is off."""
+
+    def text(self, head: Sequence[str]) -> str:
+        """The YAML, behind `head` and what became of the rest as comments."""
+        comments = [f"# {line}".rstrip() for line in (*head, *(("", *self.lines()) if self.lines() else ()))]
+        sections = [{name: self.tree[name]} for name in Config.model_fields if self.tree.get(name)]
+        how: dict[str, Any] = {"sort_keys": False, "allow_unicode": True, "width": 110}
+        keys = [yaml.dump(section, Dumper=YamlDumper, **how).rstrip("\n") for section in sections]
+        return "\n\n".join(["\n".join(comments), *keys]) + "\n"
+
+    def lines(self) -> list[str]:
+        """What became of the rest, for the user, under headings."""
+        parts = {"Taken over, but:": self.notes, "Left out:": self.left_out, "Of no known meaning:": self.unknown}
+        found = [line for head, lines in parts.items() if lines for line in (head, *(f"  {each}" for each in lines))]
+        return [*found, f"Not set there: {', '.join(self.unset)}"] if self.unset else found
+
+
+class Reader:
+    """The keys that are still to be translated, and what has become of the others."""
+
+    def __init__(
+        self, path: Path, given: Mapping[str, Any], places: Mapping[str, str], defaults: Mapping[str, Any]
+    ) -> None:
+        self.found = Translation({"model": {}, "data": {}, "train": {}})
+        self.path, self.places = path, places
+        self.given = {name: value for name, value in given.items() if value is not None}
+        self.said = dict(self.given)
+        self.found.unset = [name for name, value in given.items() if value is None]
+        self.defaults = {**OF_BOTH, **defaults}
+        self.came_from: dict[str, str] = {}
+        self._taken: set[str] = set()
+        self._accounted: set[str] = set()
+
+    def take(self, name: str) -> Any:
+        """The value, or what holds without one. What becomes of it is to be said by `put` or `leave`."""
+        self._taken.add(name)
+        return self.given.pop(name, self.defaults.get(name))
+
+    def number(self, name: str) -> Any:
+        """As `take`. Raises `ConfigError` for what is no number."""
+        value = self.take(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            self.refuse(name, "is no number")
+        return value
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        """As `take`, empty where there is none. Raises `ConfigError` for what has no keys."""
+        value = self.take(name)
+        if not isinstance(value, dict | None):
+            self.refuse(name, "has no keys")
+        return dict(value or {})
+
+    def put(self, key: str, value: Any, *names: str) -> None:
+        """Set a key of ours, which the other trainer calls so, or makes of several."""
+        put(self.found.tree, key.split("."), value)
+        self.came_from[key] = self.places.get(names[0], str(self.path))
+        self.account(*names)
+
+    def account(self, *names: str) -> None:
+        """Take keys for said: what they say is in a key that was put."""
+        self._accounted.update(names)
+
+    def note(self, name: str, what: str) -> None:
+        """Say what a key that was taken over means here, if the file has it."""
+        if name in self.said:
+            self.found.notes.append(f"{self._shown(name)}: {what}")
+
+    def leave(self, name: str, why: str) -> None:
+        """Say why a key is left out, if the file has it and nothing has been said of it."""
+        self.given.pop(name, None)
+        if name in self.said and name not in self._accounted:
+            self._accounted.add(name)
+            self.found.left_out.append(f"{self._shown(name)}: {why}")
+
+    def refuse(self, name: str, what: str, fix: str = "") -> NoReturn:
+        """Raise `ConfigError` at the key."""
+        raise ConfigError(f"{self._shown(name)} {what}", where=self.places.get(name, str(self.path)), fix=fix)
+
+    def by_the_table(self) -> None:
+        """What no function of a subject has taken, and a word about each key of which none was said."""
+        known, tree = {each.key for each in describe_keys()}, self.found.tree
+        silent = {name: value for name, value in self.defaults.items() if name not in self._taken}
+        for name, value in (silent | self.given).items():
+            key, is_switch, choice = _ours(name).partition("=")
+            is_free = key in known and key not in self.came_from
+            is_read = "adapter" in tree if key.startswith("adapter.") else key not in OF_PREFERENCES or prefers(self)
+            if value is False or not is_free or not is_read:
+                continue
+            if not is_switch:
+                self.put(key, value, name)
+            elif value is True:
+                self.put(key, choice, name)
+        for name, value in self.said.items():
+            ours = _ours(name)
+            if name in self._accounted:
+                continue
+            if name in self.given and not ours:
+                self.found.unknown.append(self._shown(name))
+            elif not value:
+                self.found.unset.append(name)
+            elif name not in self.given:
+                self.leave(name, "nothing reads it as the rest of the file stands")
+            else:
+                why = ours.removeprefix("nothing: ")
+                self.leave(name, f"here it is {ours}" if why == ours else why)
+
+    def _shown(self, name: str) -> str:
+        text = yaml.dump(self.said.get(name), Dumper=YamlDumper, default_flow_style=True, width=10_000)
+        text = text.removesuffix("\n").removesuffix("\n...")
+        return f"{name}={text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def _ours(name: str) -> str:
+    """What a key is called here, or why it is not; empty for one of no known meaning."""
+    return SAME.get(name) or OTHER_TRAINERS.get(name, "")
+
+
+def prefers(reader: Reader) -> bool:
+    return "objective" in reader.found.tree["train"]
+
+
+def rows_of_a_sample(reader: Reader) -> int:
+    """Sequences here of what is one sample there: a pair is two."""
+    return 2 if prefers(reader) else 1
+
+
+def put_sizes(reader: Reader, name: str, rows: int) -> None:
+    size, count = reader.number(name), reader.number("gradient_accumulation_steps")
+    reader.put("train.global_batch_size", size * count * rows, name, "gradient_accumulation_steps")
+    pairs = ", counts both answers of a pair" if rows == 2 else ""
+    what = f"train.global_batch_size is for one GPU{pairs}; multiply it by as many GPUs as the file was meant for"
+    reader.note(name, f"{what}. How many sequences are computed at once is the plan's")
+
+
+def put_length(reader: Reader, name: str) -> None:
+    steps, epochs = reader.take("max_steps"), reader.take(name)
+    if steps is None or steps == -1:
+        reader.put("train.epochs", epochs, name)
+    else:
+        reader.put("train.steps", steps, "max_steps")
+        reader.leave(name, "max_steps decides the length")
+
+
+def put_learning_rate(reader: Reader, name: str) -> None:
+    shape, more = reader.take(name), reader.mapping("lr_scheduler_kwargs")
+    steps, ratio, rate = (reader.number(each) for each in ("warmup_steps", "warmup_ratio", "learning_rate"))
+    if rate is None:
+        reader.refuse("learning_rate", "is needed", "give a number")
+    reader.put("train.learning_rate", rate, "learning_rate")
+    if shape in SCHEDULERS:
+        reader.put("train.lr_scheduler", SCHEDULERS[shape], name)
+    else:
+        reader.leave(
+            name, f"train.lr_scheduler is {', '.join(dict.fromkeys(SCHEDULERS.values()))}; it is left at cosine"
+        )
+    least, share = more.pop("min_lr", None), more.pop("min_lr_rate", more.pop("min_lr_ratio", None))
+    ratio_of_least = reader.take("cosine_min_lr_ratio") or share or (least / rate if least else 0.0)
+    reader.put("train.min_lr_ratio", ratio_of_least, "cosine_min_lr_ratio")
+    if decay := more.pop("num_decay_steps", None):
+        reader.put("train.decay_steps", decay, "lr_scheduler_kwargs")
+    if more:
+        reader.leave("lr_scheduler_kwargs", f"nothing reads {', '.join(more)}")
+    elif least or share or decay:
+        reader.account("lr_scheduler_kwargs")
+    if shape == "constant":
+        for warmup in ("warmup_steps", "warmup_ratio"):
+            reader.leave(warmup, "that schedule has no warm-up there either; constant_with_warmup has")
+    elif isinstance(steps, float) and 0 < steps < 1:
+        reader.put("train.warmup_ratio", steps, "warmup_steps")
+    elif steps is not None and steps > 0:
+        reader.put("train.warmup_steps", ceil(steps), "warmup_steps")
+        reader.leave("warmup_ratio", "warmup_steps is what counts")
+    elif ratio and steps is None:
+        reader.put("train.warmup_ratio", ratio, "warmup_ratio")
+
+
+def put_optimizer(reader: Reader, name: str) -> None:
+    kind = str(reader.take(name))
+    if "adamw" not in kind:
+        reader.leave(name, "AdamW is what trains here, with the betas below; a learning rate may not carry over")
+    elif any(word in kind for word in ("8bit", "4bit", "fp8")):
+        reader.note(name, "AdamW's state is float32 here, in host memory")
+    betas = ("adam_beta1", "adam_beta2")
+    reader.put("train.betas", [reader.take(each) for each in betas], *betas)
+    reader.account(name)
+    reader.put("train.eps", reader.take("adam_epsilon"), "adam_epsilon")
+    reader.put("train.weight_decay", reader.take("weight_decay"), "weight_decay")
+    reader.put("train.max_grad_norm", reader.take("max_grad_norm") or None, "max_grad_norm")
+
+
+def put_precision(reader: Reader) -> None:
+    names = ("bf16", "fp16", "fp32", "pure_bf16", "bfloat16", "float16", "float32")
+    given = {name: value for name in names if (value := reader.take(name)) is not None}
+    reader.account(*given)
+    if given.get("fp32") or given.get("float32") or (given and not any(given.values())):
+        reader.put("train.precision", "fp32", next(iter(given)))
+        return
+    reader.put("train.precision", "bf16", "bf16")
+    for name in ("fp16", "float16"):
+        if given.get(name) and not given.get("bf16"):
+            reader.note(name, "bfloat16 takes its place, which needs no scaling of the loss")
+    for name in ("pure_bf16", "bfloat16"):
+        if given.get(name):
+            reader.note(name, "beside bfloat16 weights their float32 masters are kept, exact")
+
+
+def put_attention(reader: Reader, name: str) -> None:
+    asked = reader.take(name) or reader.take("attn_implementation")
+    for switch, kernel in SWITCHES_OF_ATTENTION.items():
+        if reader.given.get(switch) is True:
+            asked = asked or kernel
+            reader.take(switch)
+            reader.account(switch)
+    if asked in ATTENTION:
+        reader.put("model.attention", ATTENTION[asked], name, "attn_implementation")
+    elif asked is not None:
+        reader.leave(name, f"model.attention is {', '.join(dict.fromkeys(ATTENTION.values()))}")
+
+
+def put_saving(reader: Reader) -> None:
+    strategy, every = reader.take("save_strategy"), reader.number("save_steps")
+    if strategy == "no":
+        reader.put("checkpoint.every", 0, "save_strategy")
+    elif strategy == "epoch" or isinstance(every, float):
+        name = "save_strategy" if strategy == "epoch" else "save_steps"
+        reader.leave(name, STEPS_ALONE.format("checkpoint.every"))
+    elif every is not None:
+        reader.put("checkpoint.every", every, "save_steps", "save_strategy")
+    if (kept := reader.take("save_total_limit")) is not None:
+        reader.put("checkpoint.keep_last", kept, "save_total_limit")
+    if "saves_per_epoch" in reader.given:
+        reader.leave("saves_per_epoch", STEPS_ALONE.format("checkpoint.every"))
+    reader.put("output.folder", reader.take("output_dir"), "output_dir")
+    if "resume_from_checkpoint" in reader.given:
+        reader.leave(
+            "resume_from_checkpoint", "another trainer's checkpoint is not gone on from; model.path may name it"
+        )
+
+
+def put_validation(reader: Reader, name: str) -> None:
+    held, others = reader.number(name), "validation" in reader.found.tree["data"]
+    strategy, every = reader.take("eval_strategy"), reader.number("eval_steps")
+    strategy = reader.take("evaluation_strategy") or strategy
+    if strategy == "steps" and every is None:
+        every = reader.given.get("logging_steps")
+    if not others and held is not None and 0 <= held < 1:
+        reader.put("data.validation_fraction", float(held), name)
+    elif held and not others:
+        reader.leave(name, "is a number of samples; data.validation_fraction is a share, and is left at its default")
+    if not others and not held:
+        for each in ("eval_steps", "eval_strategy", "evals_per_epoch"):
+            reader.leave(each, "nothing is held out to measure the loss on")
+    elif strategy == "no":
+        reader.put("train.eval_every", 0, "eval_strategy")
+    elif strategy == "epoch" or isinstance(every, float):
+        reader.leave("eval_strategy" if strategy == "epoch" else "eval_steps", STEPS_ALONE.format("train.eval_every"))
+    elif every is not None:
+        reader.put("train.eval_every", every, "eval_steps", "eval_strategy", "evaluation_strategy")
+    if "evals_per_epoch" in reader.given:
+        reader.leave("evals_per_epoch", STEPS_ALONE.format("train.eval_every"))
+
+
+def put_trackers(reader: Reader, names: Sequence[str], key: str) -> None:
+    known = [name for name in names if name in TRACKERS]
+    if [name for name in names if name not in (*TRACKERS, "none")]:
+        reader.leave(key, f"output.trackers are {', '.join(TRACKERS)}")
+    elif names:
+        reader.put("output.trackers", known, key)
+    if "wandb" in known:
+        reader.note(key, UNSENT)
+
+
+def goes_on_from(reader: Reader, name: str, path: Any) -> None:
+    reader.put("adapter.path", path[0] if isinstance(path, list) else path, name)
+    reader.note(name, "an adapter that is gone on from keeps its own settings")
+
+
+def parts(value: Any) -> list[str]:
+    """A list, or what a text holds between commas."""
+    listed = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+    return [str(part).strip() for part in listed]

@@ -1,0 +1,205 @@
+"""YAMLs of LLaMA-Factory and Axolotl by our keys: what they mean there they mean here, and none is dropped."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatrain.config import load_config
+from megatrain.config.other_trainers import Translation, translate
+from megatrain.errors import ConfigError
+
+LLAMA_FACTORY: dict[str, Any] = {
+    "model_name_or_path": "org/model",
+    "stage": "sft",
+    "dataset": "one,two",
+    "output_dir": "saves/x",
+    "learning_rate": 2e-5,
+}
+AXOLOTL: dict[str, Any] = {
+    "base_model": "org/model",
+    "datasets": [{"path": "org/data", "type": "chat_template"}],
+    "output_dir": "./outputs/x",
+    "learning_rate": 2e-5,
+}
+
+
+def translated(tmp_path: Path, base: dict[str, Any], **more: Any) -> Translation:
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(base | more, sort_keys=False))
+    return translate(tmp_path / "theirs.yaml")
+
+
+def flat(found: Translation) -> dict[str, Any]:
+    return {f"{name}.{key}": value for name, section in found.tree.items() for key, value in section.items()}
+
+
+@pytest.mark.parametrize(
+    ("base", "more", "expected"),
+    [
+        (LLAMA_FACTORY, {}, {
+            "data.sources": ["data/dataset_info.json#one", "data/dataset_info.json#two"],
+            "data.sequence_length": 2048, "data.validation_fraction": 0.0, "data.packing": "grouped",
+            "train.epochs": 3.0, "train.global_batch_size": 8, "train.lr_scheduler": "linear",
+            "train.min_lr_ratio": 0.0, "train.weight_decay": 0.0, "train.betas": [0.9, 0.999],
+            "adapter.r": 8, "adapter.alpha": 16, "adapter.target_modules": ["all-linear"], "checkpoint.every": 500,
+        }),
+        (LLAMA_FACTORY, {"finetuning_type": "full", "max_steps": 40, "per_device_train_batch_size": 2,
+                         "gradient_accumulation_steps": 4, "neat_packing": True, "cutoff_len": 4096},
+         {"train.steps": 40, "train.global_batch_size": 8, "data.packing": "best_fit", "data.sequence_length": 4096}),
+        (LLAMA_FACTORY, {"lora_rank": 4, "lora_target": "q_proj,v_proj", "additional_target": "lm_head",
+                         "use_dora": True, "lora_dropout": 0.1},
+         {"adapter.r": 4, "adapter.alpha": 8, "adapter.target_modules": ["q_proj", "v_proj"],
+          "adapter.modules_to_save": ["lm_head"], "adapter.use_dora": True, "adapter.dropout": 0.1}),
+        (LLAMA_FACTORY, {"stage": "dpo", "pref_beta": 0.3, "gradient_accumulation_steps": 2},
+         {"train.objective": "dpo", "train.beta": 0.3, "train.global_batch_size": 32}),
+        (LLAMA_FACTORY, {"stage": "dpo", "pref_loss": "simpo"},
+         {"train.objective": "simpo", "train.beta": 0.1, "train.simpo_gamma": 0.5}),
+        (LLAMA_FACTORY, {"stage": "dpo", "pref_loss": "ipo", "adapter_name_or_path": "saves/sft"},
+         {"train.objective": "dpo", "train.dpo_loss": "ipo", "adapter.path": "saves/sft",
+          "train.dpo_reference": "base"}),
+        (LLAMA_FACTORY, {"lr_scheduler_type": "constant_with_warmup", "warmup_ratio": 0.1},
+         {"train.lr_scheduler": "constant", "train.warmup_ratio": 0.1}),
+        (LLAMA_FACTORY, {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-5},
+                         "warmup_steps": 7}, {"train.min_lr_ratio": 0.5, "train.warmup_steps": 7}),
+        (LLAMA_FACTORY, {"eval_dataset": "three", "eval_strategy": "steps", "eval_steps": 20, "flash_attn": "fa2",
+                         "mask_history": True, "save_total_limit": 3, "report_to": ["wandb", "tensorboard"],
+                         "dataset_dir": "elsewhere", "enable_thinking": False},
+         {"data.validation": ["elsewhere/dataset_info.json#three"], "train.eval_every": 20,
+          "model.attention": "flash_attention_2", "data.train_on": "last", "checkpoint.keep_last": 3,
+          "output.trackers": ["wandb", "tensorboard"], "data.chat_template_kwargs": {"enable_thinking": False}}),
+        (LLAMA_FACTORY, {"dataset_dir": "ONLINE", "dataset": "org/a, org/b", "mix_strategy": "interleave_under",
+                         "interleave_probs": "0.25, 0.75"},
+         {"data.sources": ["org/a", "org/b"], "data.weights": [0.25, 0.75]}),
+        (LLAMA_FACTORY, {"bf16": False, "fp16": False}, {"train.precision": "fp32"}),
+        (AXOLOTL, {}, {
+            "data.sources": ["org/data"], "data.format": "chat", "data.sequence_length": 512, "train.epochs": 1.0,
+            "train.global_batch_size": 1, "train.lr_scheduler": "cosine", "train.min_lr_ratio": 0.0,
+            "train.warmup_ratio": 0.03, "checkpoint.keep_last": 4, "data.packing": "grouped",
+        }),
+        (AXOLOTL, {"adapter": "lora", "lora_r": 32, "lora_alpha": 16, "lora_target_linear": True,
+                   "peft_use_rslora": True, "sample_packing": True, "train_on_inputs": True,
+                   "micro_batch_size": 2, "gradient_accumulation_steps": 3, "sequence_len": 4096},
+         {"adapter.r": 32, "adapter.alpha": 16, "adapter.target_modules": ["all-linear"],
+          "adapter.use_rslora": True, "data.packing": "best_fit", "data.train_on": "all",
+          "train.global_batch_size": 6, "data.sequence_length": 4096}),
+        (AXOLOTL, {"datasets": [{"path": "org/data", "type": "chat_template", "field_messages": "conversations",
+                                 "message_property_mappings": {"role": "from", "content": "value"},
+                                 "split": "train"}],
+                   "test_datasets": [{"path": "t.jsonl", "ds_type": "json", "type": "chat_template",
+                                      "split": "held"}],
+                   "batch_size": 32, "chat_template": "chatml", "wandb_project": "mine"},
+         {"data.format": "sharegpt", "data.split": "train", "data.validation": ["t.jsonl"],
+          "data.validation_split": "held", "train.global_batch_size": 32, "data.chat_template": "chatml",
+          "output.trackers": ["wandb"], "output.project": "mine"}),
+        (AXOLOTL, {"datasets": [{"path": "org/data", "type": "chat_template", "field_messages": "dialog",
+                                 "message_property_mappings": {"role": "who", "content": "says"},
+                                 "roles": {"user": ["person"], "assistant": ["gpt"]}}]},
+         {"data.columns": {"messages": "dialog"},
+          "data.tags": {"role_tag": "who", "content_tag": "says", "user_tag": "person"}}),
+        (AXOLOTL, {"pretraining_dataset": [{"path": "org/text", "name": "en", "text_column": "body"}],
+                   "datasets": None, "max_steps": 100},
+         {"data.format": "text", "data.subset": "en", "data.columns": {"text": "body"}, "train.steps": 100}),
+        (AXOLOTL, {"rl": "dpo", "rl_beta": 0.2,
+                   "datasets": [{"path": "json", "data_files": ["a.jsonl", "b.jsonl"], "type": "chat_template.default",
+                                 "field_messages": "asked"}]},
+         {"train.objective": "dpo", "train.beta": 0.2, "data.sources": ["a.jsonl", "b.jsonl"],
+          "data.columns": {"prompt": "asked"}, "train.global_batch_size": 2}),
+        (AXOLOTL, {"rl": "orpo", "orpo_alpha": 0.4}, {"train.objective": "orpo", "train.beta": 0.4}),
+        (AXOLOTL, {"eager_attention": True, "bf16": "auto", "cosine_min_lr_ratio": 0.2,
+                   "auto_resume_from_checkpoints": True, "hub_model_id": "me/it"},
+         {"model.attention": "eager", "train.precision": "bf16", "train.min_lr_ratio": 0.2, "output.push": "me/it"}),
+    ],
+)  # fmt: skip
+def test_a_key_means_here_what_it_means_there(
+    tmp_path: Path, base: dict[str, Any], more: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    found = translated(tmp_path, base, **more)
+    resume = {"resume": found.tree.pop("resume")} if "resume" in found.tree else {}
+    got = flat(found)
+    assert {key: got.get(key) for key in expected} == expected
+    assert ("adapter.r" in got or "adapter.path" in got) == (
+        (base is LLAMA_FACTORY and more.get("finetuning_type") != "full") or "adapter" in more
+    )
+    found.tree |= resume
+    (tmp_path / "ours.yaml").write_text(found.text(["A head."]))
+    assert load_config(tmp_path / "ours.yaml").model_dump(exclude_unset=True).keys() == found.tree.keys()
+    assert not found.unknown
+
+
+NOISE: dict[str, Any] = {
+    "deepspeed": "ds_z3.json", "fsdp": ["full_shard"], "gradient_checkpointing": True, "val_size": 500,
+    "max_samples": 10, "lr_scheduler_type": "polynomial", "optim": "adafactor", "save_strategy": "epoch",
+    "resume_from_checkpoint": "last", "report_to": "swanlab", "pref_beta": 0.1, "made_up": 3, "made_up_too": False,
+    "plot_loss": True, "load_in_4bit": True, "rope_scaling": "linear", "warmup_steps": 0, "logging_steps": None,
+    "streaming": False, "do_eval": False, "lora_dropout": 0.0, "fp16": True, "optim_args": "a=b",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("base", [LLAMA_FACTORY, AXOLOTL], ids=["llama-factory", "axolotl"])
+def test_no_key_is_dropped_in_silence(tmp_path: Path, base: dict[str, Any]) -> None:
+    """One changes the configuration, or is told of; unknown ones by their name."""
+    for name, value in NOISE.items():
+        without, found = translated(tmp_path, base), translated(tmp_path, base, **{name: value})
+        told = [line.strip().partition("=")[0] for line in found.lines()]
+        unset = [line for line in found.lines() if line.startswith("Not set there") and name in line]
+        assert found.tree != without.tree or name in told or unset, name
+    found = translated(tmp_path, base, **NOISE)
+    assert {"made_up=3", "made_up_too=false"} <= set(found.unknown)
+    assert all(re.match(r"\S+=.+?: \S", line) for line in (*found.left_out, *found.notes))
+
+
+def test_what_is_left_out_says_why(tmp_path: Path) -> None:
+    said = "\n".join(translated(tmp_path, LLAMA_FACTORY, **NOISE).lines())
+    for line in (
+        "deepspeed=ds_z3.json: state streams from host memory by itself",
+        "val_size=500: is a number of samples; data.validation_fraction is a share",
+        "save_strategy=epoch: checkpoint.every is in steps",
+        "lr_scheduler_type=polynomial: train.lr_scheduler is constant, linear, cosine, wsd",
+        "optim=adafactor: AdamW is what trains here",
+        "report_to=swanlab: output.trackers are tensorboard, wandb, trackio",
+        "pref_beta=0.1: nothing reads it as the rest of the file stands",
+        "fp16=true: bfloat16 takes its place",
+        "load_in_4bit=true: a frozen base is held in bfloat16",
+    ):
+        assert line in said
+    said = "\n".join(translated(tmp_path, AXOLOTL, adapter="qlora", datasets=[
+        {"path": "a", "type": "alpaca", "split": "train[:5%]", "shards": 3},
+        {"path": "b", "type": "completion"},
+    ]).lines())  # fmt: skip
+    for line in (
+        "adapter=qlora: the base is not quantized",
+        "datasets[0].split=train[:5%]: a part of a split is not read",
+        "datasets[0].shards=3: no key of data.* says it",
+        "datasets[0].type=alpaca: rows become chats",
+        "datasets: its entries differ in what is data.format here",
+    ):
+        assert line in said
+
+
+@pytest.mark.parametrize(
+    ("base", "more", "what"),
+    [
+        (LLAMA_FACTORY, {"stage": "ppo"}, r"theirs.yaml:2: stage=ppo is not trained here; pt, sft and dpo"),
+        (LLAMA_FACTORY, {"cutoff_len": "long"}, "data.sequence_length: should be a valid integer, not 'long'"),
+        (LLAMA_FACTORY, {"finetuning_type": "oft"}, "finetuning_type=oft is not here"),
+        (LLAMA_FACTORY, {"stage": "dpo", "pref_loss": "hinge"}, "pref_loss=hinge is no loss here"),
+        (LLAMA_FACTORY, {"do_predict": True}, "do_predict=true asks for predictions"),
+        (LLAMA_FACTORY, {"learning_rate": "fast"}, "learning_rate=fast is no number"),
+        (LLAMA_FACTORY, {"dataset": None}, "dataset=null is needed to train"),
+        (LLAMA_FACTORY, {"per_device_train_batch_size": "auto"}, "per_device_train_batch_size=auto is no number"),
+        (AXOLOTL, {"rl": "grpo"}, "rl=grpo is not trained here"),
+        (AXOLOTL, {"adapter": "llama-adapter"}, "adapter=llama-adapter is not here"),
+        (AXOLOTL, {"reward_model": True}, "reward_model=true is not trained here"),
+        (AXOLOTL, {"datasets": [{"path": "x", "type": "input_output"}]}, "has the type 'input_output' in entry 0"),
+        ({"model": {"path": "x"}}, {}, "is no YAML of LLaMA-Factory or Axolotl"),
+    ],
+)  # fmt: skip
+def test_what_would_be_another_run_is_refused(
+    tmp_path: Path, base: dict[str, Any], more: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(ConfigError, match=what):
+        translated(tmp_path, base, **more)
