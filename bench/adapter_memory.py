@@ -1,13 +1,14 @@
 """Measures the host memory of LoRA: base weights read from the model's own files, against held in host memory.
 
-    python -m bench.adapter_memory [--in-memory] [--hidden N --layers N] [--tokens N] [--folder FOLDER] [--json FILE]
+    python -m bench.adapter_memory [--in-memory | --drive MB/S] [--hidden N --layers N] [--tokens N] [--folder FOLDER]
 
 Random weights of a Llama shape are written to `--folder` in bfloat16, once, 5.9 GB by default, and go when it ends
 (`--keep` leaves them). A LoRA of rank 8 on the query and value projections trains over them on the cpu. What it holds
 is the process's anonymous memory, at its peak and between steps, less what there was before the engine: activations of
 so few tokens are megabytes, and what is mapped of files or in the page cache is nobody's. The floor of a step is the
 larger of compute (what its ops took on the compute stream) and of reading the step's bytes alone, the same way,
-measured right behind it. Left out: a GPU, where weights pass through by shard and not by layer.
+measured right behind each step. On a cpu compute decides; `--drive 50` lets files give 50 MB a second at the most, so
+that reading does. Left out: a GPU, where weights pass through by shard and not by layer.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
@@ -40,8 +41,8 @@ from megatrain.plan.report import amount, duration
 from megatrain.spec import Placement
 from megatrain.spec.layout import layout_of
 
-STEPS = 2
-"""Measured ones, after one that warms up."""
+TURNS = 3
+"""A step, and then its reads alone; behind two steps whose memory is looked at."""
 SAMPLED_EVERY = 0.02
 
 
@@ -95,7 +96,7 @@ def peak() -> Iterator[list[int]]:
         thread.join()
 
 
-def measure(folder: Path, tokens: int, *, in_memory: bool) -> dict[str, Any]:
+def measure(folder: Path, tokens: int, *, in_memory: bool, drive: float | None) -> dict[str, Any]:
     units = json.loads((folder / "config.json").read_text())["num_hidden_layers"] + 2
     placements = () if in_memory else (Placement(weights="file"),) * units
     policy = Policy(shares_memory=True, placements=placements, update="during_backward")
@@ -107,16 +108,20 @@ def measure(folder: Path, tokens: int, *, in_memory: bool) -> dict[str, Any]:
     with Engine.from_pretrained(folder, adapter=lora, device=CpuDevice(), **how) as engine:
         loaded = anonymous_nbytes() - before
         numel = engine.structure.numel - engine.structure.trained_numel
-        seconds, computing, losses = [], [], []
+        files = None if in_memory else engine._pool.files
+        if files is not None and drive is not None:
+            monkey: Any = files
+            monkey.read = slowed(files.read, drive)
+        steps = []
         with peak() as most:
-            for _ in range(1 + STEPS):
-                began = time.perf_counter()
-                losses.append(engine.step([small]).loss)
-                seconds.append(time.perf_counter() - began)
-                assert engine.timeline is not None
-                computing.append(engine.timeline.busy_seconds("compute"))
-                print(f"step of {duration(seconds[-1])}, compute {duration(computing[-1])}", flush=True)
+            steps += [_step(engine, small) for _ in range(2)]
             kept = anonymous_nbytes() - before
+        reads, reading = [] if files is None else _reads(engine), []
+        for _ in range(TURNS):
+            steps.append(_step(engine, small))
+            if files is not None:
+                reading.append(_reading_seconds(files, reads))
+        seconds, computing, losses = map(list, zip(*steps, strict=True))
         found: dict[str, Any] = {
             "base_parameters": numel,
             "trained_parameters": engine.structure.trained_numel,
@@ -126,39 +131,71 @@ def measure(folder: Path, tokens: int, *, in_memory: bool) -> dict[str, Any]:
             "loaded_nbytes": loaded,
             "nbytes_per_base_parameter": kept / numel,
             "ledger_nbytes": sum(nbytes for (tier, _), nbytes in engine.memory_table().items() if tier == "host"),
-            "seconds": median(seconds[1:]),
-            "compute_seconds": median(computing[1:]),
+            "seconds": median(seconds[-TURNS:]),
+            "compute_seconds": median(computing[-TURNS:]),
             "losses": losses,
         }
-        files = engine._pool.files
-        if not in_memory and files is not None:
-            found |= _reading(engine, files)
-            floor = max(median(computing[1:]), found["reading_seconds"])
-            found["to_floor"] = median(seconds[1:]) / floor
+        if files is not None:
+            floors = [max(each) for each in zip(computing[-TURNS:], reading, strict=True)]
+            found |= {
+                "read_nbytes": sum(nbytes for _, nbytes in reads),
+                "reading_seconds": median(reading),
+                "direct": files.direct,
+                "to_floor": median(step / floor for step, floor in zip(seconds[-TURNS:], floors, strict=True)),
+            }
     return found
 
 
-def _reading(engine: Engine, files: ModelFiles) -> dict[str, Any]:
-    """What a step reads, and how long it takes with nothing beside it, one unit after the other."""
+def slowed(read: Callable[..., None], megabytes_per_second: float) -> Callable[..., None]:
+    """`ModelFiles.read` on a drive that gives so much and no more, to all threads together."""
+    lock, free = threading.Lock(), [0.0]
+
+    def paced(name: str, start: int, memory: torch.Tensor, *label: str) -> None:
+        with lock:
+            free[0] = max(free[0], time.perf_counter()) + memory.nbytes / (megabytes_per_second * 1e6)
+            until = free[0]
+        read(name, start, memory, *label)
+        time.sleep(max(0.0, until - time.perf_counter()))
+
+    return paced
+
+
+def _step(engine: Engine, batch: dict[str, torch.Tensor]) -> tuple[float, float, float]:
+    """Seconds of a step and of its compute, and its loss."""
+    began = time.perf_counter()
+    loss = engine.step([batch]).loss
+    seconds = time.perf_counter() - began
+    assert engine.timeline is not None
+    computing = engine.timeline.busy_seconds("compute")
+    print(f"step of {duration(seconds)}, compute {duration(computing)}", flush=True)
+    return seconds, computing, loss
+
+
+def _reads(engine: Engine) -> list[tuple[str, int]]:
+    """What a step reads of each unit and how many bytes that is, in order."""
     layouts = [layout_of(unit) for unit in engine.structure.units]
     sizes = [2 * (layout.size - layout.files_start) for layout in layouts]
-    memory = torch.empty(max(sizes), dtype=torch.uint8)
     backward = range(engine.structure.epilogue - 2, engine.structure.lowest_trained - 1, -1)  # the last two are there
-    order = [*range(len(sizes)), *backward]
+    return [(f"file/weights/{unit}", sizes[unit]) for unit in [*range(len(sizes)), *backward]]
+
+
+def _reading_seconds(files: ModelFiles, reads: list[tuple[str, int]]) -> float:
+    """With nothing beside it, one unit after the other."""
+    memory = torch.empty(max(nbytes for _, nbytes in reads), dtype=torch.uint8)
     began = time.perf_counter()
-    for unit in order:
-        files.read(f"file/weights/{unit}", 0, memory[: sizes[unit]])
-    return {
-        "read_nbytes": sum(sizes[unit] for unit in order),
-        "reading_seconds": time.perf_counter() - began,
-        "direct": files.direct,
-    }
+    for name, nbytes in reads:
+        files.read(name, 0, memory[:nbytes])
+    seconds = time.perf_counter() - began
+    print(f"its reads alone {duration(seconds)}", flush=True)
+    return seconds
 
 
 def main() -> None:
     let_idle_threads_sleep()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--in-memory", action="store_true", help="hold the base instead of reading it")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--in-memory", action="store_true", help="hold the base instead of reading it")
+    how.add_argument("--drive", type=float, metavar="MB/S", help="the most that files give")
     parser.add_argument("--folder", type=Path, help="where the base is written, or is from an earlier --keep")
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=56)
@@ -175,7 +212,7 @@ def main() -> None:
             )  # so that what it takes is none of ours
             writing.start()
             writing.join()
-        found = measure(folder, arguments.tokens, in_memory=arguments.in_memory)
+        found = measure(folder, arguments.tokens, in_memory=arguments.in_memory, drive=arguments.drive)
     finally:
         if not arguments.keep:
             shutil.rmtree(folder)

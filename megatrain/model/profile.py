@@ -120,7 +120,9 @@ class Measurement:
     def _run(self, called: Callable[[Batching, int, int], Capture], rows: Batching, index: int, count: int) -> Run:
         layer = self._ported.templates[index]
         # Grouped products want real strides.
-        weights = {name: lazy_zeros(p.shape, p.dtype).requires_grad_() for name, p in layer.named_parameters()}
+        weights = {
+            name: lazy_zeros(p.shape, p.dtype).requires_grad_(p.requires_grad) for name, p in layer.named_parameters()
+        }
 
         def run(tokens: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
             capture = called(rows, count, tokens)
@@ -138,11 +140,10 @@ class Measurement:
         """Of the LOSS op: the head over a chunk, and a router's auxiliary loss, whose gradients stay."""
         ported, structure = self._ported, self._ported.structure
         epilogue = structure.units[-1]
-        names = [
-            param.name for unit in (*(structure.units[:1] if structure.tied else ()), epilogue) for param in unit.params
-        ]
-        forms = {name: ported.placeholders[name] for name in names}
-        leaves = {name: lazy_zeros(form.shape, form.dtype).requires_grad_() for name, form in forms.items()}
+        units = (*(structure.units[:1] if structure.tied else ()), epilogue)
+        trains = {param.name: param.trainable for unit in units for param in unit.params}
+        forms = {name: ported.placeholders[name] for name in trains}
+        leaves = {name: lazy_zeros(each.shape, each.dtype).requires_grad_(trains[name]) for name, each in forms.items()}
         used = [leaves[name] for name in (*(param.name for param in epilogue.params), *epilogue.borrows)]
         dtype = next(iter(leaves.values())).dtype
 

@@ -393,7 +393,8 @@ class FirstLook(Capture):
         self._refuse_what_came_from_a_layer(args, kwargs)
         layer = self._ported.templates[index]
         code, held = code_of(layer)
-        kind = (type(layer), *((name, p.shape) for name, p in layer.named_parameters()), window_of(layer), code)
+        forms = ((name, p.shape, p.requires_grad) for name, p in layer.named_parameters())
+        kind = (type(layer), *forms, window_of(layer), code)
         if (kind, held) not in self._known:
             # Grouped products want real strides.
             zeros = {name: lazy_zeros(p.shape, p.dtype) for name, p in layer.named_parameters()}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from megatrain import Engine, Policy
 from megatrain.model import port_model, profile
@@ -16,9 +17,8 @@ from megatrain.spec.layer_profile import LayerProfile
 from tests.tiny import FAMILIES, batch, tiny_model
 
 
-def kept_by_the_stock_layer(family: str, rows: int, length: int) -> int:
+def kept_by_the_stock_layer(model: PreTrainedModel, rows: int, length: int) -> int:
     """Bytes that autograd keeps of layer 1 inside the stock model's own forward pass, weights not counted."""
-    model = tiny_model(family)
     layer = model.get_submodule(port_model(model, torch.float32).stack)[1]
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
@@ -53,7 +53,32 @@ def test_the_bytes_of_a_kept_graph_are_predicted(family: str, rows: int, length:
     """And the layer's input, which in float32 it keeps too."""
     spec = port_model(tiny_model(family), torch.float32).spec
     found = spec.units[2].profile.kept(rows, length) + rows * length * spec.hidden_size * 4
-    assert found == pytest.approx(kept_by_the_stock_layer(family, rows, length), rel=0.02)
+    assert found == pytest.approx(kept_by_the_stock_layer(tiny_model(family), rows, length), rel=0.02)
+
+
+def test_of_frozen_weights_no_gradient_is_counted_and_no_input_that_it_would_need() -> None:
+    model = tiny_model("llama")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("q_proj" in name)
+    spec = port_model(model, torch.float32).spec
+    layer, head = spec.units[2], spec.units[-1]
+    found = layer.profile.kept(3, 11) + 3 * 11 * spec.hidden_size * 4
+    assert found == pytest.approx(kept_by_the_stock_layer(model, 3, 11), rel=0.02)
+    assert found < 0.8 * kept_by_the_stock_layer(tiny_model("llama"), 3, 11)
+    for unit in (layer, head):
+        trained = max((4 * param.numel for param in unit.params if param.trainable), default=0)
+        frozen = max(4 * param.numel for param in unit.params if not param.trainable)
+        most = max(part.fixed for part in unit.profile.backward.device)
+        assert most < 1.01 * trained + 1000 < frozen
+
+
+def test_layers_of_which_other_weights_are_frozen_are_measured_each() -> None:
+    model = tiny_model("llama")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".layers.0." not in name)
+    spec = port_model(model, torch.float32).spec
+    first, second = (spec.units[index].profile.kept(3, 11) for index in (1, 2))
+    assert first < 0.8 * second
 
 
 @pytest.mark.parametrize(
