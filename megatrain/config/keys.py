@@ -173,6 +173,9 @@ class DataSection(Section):
     sources: Sources
     """Text, or samples in JSON, JSON lines, Parquet or Arrow: files, folders, hub names, dataset_info.json#NAME; a file
     of token ids; or `python-stdlib`, the code of Python's own library."""
+    streaming: bool = False
+    """Read all sources as they come, on the hub too, neither encoded nor counted before the run: train.steps then says
+    how long it is, and several sources need weights."""
     weights: Weights | None = None
     """Share of each source in what is trained on, 3 or 0.3 say; without them, each is seen as often as another."""
     format: Literal["auto", "text", "chat", "sharegpt", "alpaca", "completion", "tokens", "preference"] = "auto"
@@ -222,7 +225,9 @@ class DataSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _holds_out_for_want_of_others(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("validation") and "validation_fraction" not in value:
+        if not isinstance(value, dict) or "validation_fraction" in value:
+            return value
+        if value.get("validation") or value.get("streaming"):
             return {**value, "validation_fraction": 0.0}
         return value
 
@@ -230,6 +235,16 @@ class DataSection(Section):
     def cache_folder(self) -> Path:
         """Where tokenised text is kept. Raises `ConfigError` where the default lies in a home that nobody knows."""
         return usable_path(self.cache, where="data.cache", to_write="folder")
+
+    @model_validator(mode="after")
+    def _streams_what_has_no_end(self) -> DataSection:
+        if self.streaming and self.validation_fraction:
+            raise ValueError(
+                "nothing is held out of a stream; set data.validation in place of data.validation_fraction"
+            )
+        if self.streaming and len(self.sources) > 1 and self.weights is None:
+            raise ValueError("streams have no known length to be mixed by; set data.weights")
+        return self
 
     @model_validator(mode="after")
     def _a_weight_each(self) -> DataSection:
@@ -611,6 +626,14 @@ class Config(Section):
             raise ValueError("train.dpo_reference=base is the model below an adapter, and there is no adapter")
         if not prefers and self.data.format == "preference":
             raise ValueError("data.format=preference needs train.objective=dpo, orpo or simpo")
+        return self
+
+    @model_validator(mode="after")
+    def _has_length(self) -> Config:
+        if self.data.streaming and self.train.steps is None:
+            raise ValueError("data.streaming reads data of unknown length; set train.steps in place of train.epochs")
+        if self.data.streaming and self.train.objective != "cross_entropy":
+            raise ValueError(f"train.objective={self.train.objective} needs its data whole; leave data.streaming out")
         return self
 
     @model_validator(mode="after")

@@ -21,8 +21,9 @@ from megatrain.data.encode import (
     EncodeOptions,
     Encoder,
     encode_samples,
+    try_to_render,
 )
-from megatrain.data.loader import Batch, Loader, batch_of, evaluation_batches
+from megatrain.data.loader import Batch, Loader, batch_of, evaluation_batches, seed_of
 from megatrain.data.packing import Batching, PackedRows, Reference, SampleRows, collate, copies, split_samples
 from megatrain.data.sample_cache import (
     Progress,
@@ -36,6 +37,7 @@ from megatrain.data.sample_cache import (
 )
 from megatrain.data.sample_formats import Schema
 from megatrain.data.sample_sources import Source, read_samples
+from megatrain.data.stream_rows import StreamRows
 from megatrain.data.text_sources import about_tokens, describe_tokens, prepare_tokens
 from megatrain.data.token_files import TokenFile, write_tokens
 from megatrain.data.token_windows import pack, split_windows, unused_tokens
@@ -55,6 +57,7 @@ __all__ = [
     "SampleRows",
     "Schema",
     "Source",
+    "StreamRows",
     "TokenFile",
     "Tokenizer",
     "about_tokens",
@@ -79,10 +82,12 @@ __all__ = [
     "prepare_tokens",
     "read_samples",
     "require_source",
+    "seed_of",
     "source_called",
     "split_samples",
     "split_windows",
     "statistics_of",
+    "try_to_render",
     "unused_tokens",
     "vocabulary_size",
     "write_tokens",

@@ -223,6 +223,15 @@ def render_example(sample: Sample, encoder: Encoder) -> list[tuple[str, bool]]:
     return runs
 
 
+def try_to_render(sample: Sample, encoder: Encoder) -> list[tuple[str, bool]]:
+    """As `render_example`, and nothing where it is not trained on."""
+    try:
+        runs = render_example(sample, encoder)
+    except (SampleError, IndexError, ValueError):
+        return []
+    return runs if any(trained for _, trained in runs) else []
+
+
 def trained_tokens(text: str, offsets: Offsets, spans: Sequence[Span], added: Mask) -> Mask:
     """Which tokens of `text` stand for characters in `spans`; `added` says which are matched before all others.
 

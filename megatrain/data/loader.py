@@ -4,6 +4,7 @@ The order of an epoch is a permutation that (seed, epoch) alone decides, and epo
 batch may hold the last rows of one and the first of the next, so nothing is dropped. Several sources are mixed by their
 weights (`sampler.source_behind`), each through epochs of its own. Hence the rows drawn from each source are the whole
 state, and the micro-batch size may change between a save and a resume (but for grouped lengths, which depend on it).
+Of a stream the order is its own (`stream_rows.py`), and its place in the data set is part of the state.
 
 What a step holds is decided in the foreground, in order; workers only read and collate it, so they change nothing, and
 at most `workers` + 1 steps are under way. A step is divided between ranks by its micro-batches: each rank draws the
@@ -25,6 +26,7 @@ import numpy as np
 
 from megatrain.data.packing import Batching, Row, SampleRows, collate
 from megatrain.data.sampler import epoch_order, source_behind
+from megatrain.data.stream_rows import StreamRows
 from megatrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ __all__ = ["Batch", "Loader", "batch_of", "epoch_order", "evaluation_batches"]
 Batch: TypeAlias = "dict[str, torch.Tensor]"
 
 STATE_VERSION = 1
+PLACES = "places"
+"""Of streams, in a state: where each is."""
 
 
 class _Drawn(NamedTuple):
@@ -68,7 +72,8 @@ class Loader:
         workers: int = 0,
     ) -> None:
         self.sources: list[Batching] = list(rows) if isinstance(rows, Sequence) else [rows]
-        self.weights = [float(len(one)) for one in self.sources] if weights is None else list(weights)
+        alone = len(self.sources) == 1
+        self.weights = [1.0 if alone else float(len(one)) for one in self.sources] if weights is None else list(weights)
         if micro_batch < 1 or micro_batches < 1:
             what = f"a step of {micro_batches} micro-batches of {micro_batch} windows"
             raise DataError(what, fix="both must be 1 or more")
@@ -98,9 +103,14 @@ class Loader:
         return sum(self.positions)
 
     @property
-    def epoch(self) -> float:
-        """Passes over the data so far: rows handed out, over those of all sources."""
-        return self.position / sum(map(len, self.sources))
+    def epoch(self) -> float | None:
+        """Passes over the data so far: rows handed out, over those of all sources; `None` where one is a stream."""
+        return None if self.streams else self.position / sum(map(len, self.sources))
+
+    @property
+    def streams(self) -> list[StreamRows]:
+        """The sources whose length is not known."""
+        return [source for source in self.sources if isinstance(source, StreamRows)]
 
     def __iter__(self) -> Iterator[list[Batch]]:
         return self
@@ -138,9 +148,9 @@ class Loader:
         return steps
 
     def epochs_in(self, steps: int) -> float | None:
-        """Passes over the data in so many steps; None with `targets`, whose steps differ in rows."""
+        """Passes over the data in so many steps; None with `targets`, whose steps differ in rows, and for streams."""
         rows = steps * self.micro_batches * self.micro_batch
-        return None if self.targets is not None else rows / sum(map(len, self.sources))
+        return None if self.targets is not None or self.streams else rows / sum(map(len, self.sources))
 
     def passes(self, steps: int) -> list[float]:
         """Epochs of each source in so many steps that do not differ in rows, by the weights."""
@@ -157,7 +167,10 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what it is a position in: small, and JSON."""
-        state = {"version": STATE_VERSION, "seed": self.seed, "position": self.position}
+        state: dict[str, Any] = {"version": STATE_VERSION, "seed": self.seed, "position": self.position}
+        if self.streams:
+            placed = zip(self.sources, self.positions, strict=True)
+            state[PLACES] = [one.state(at) if isinstance(one, StreamRows) else {} for one, at in placed]
         if len(self.sources) == 1:
             return {**state, **self.sources[0].identity}
         sources = [dict(source.identity) for source in self.sources]
@@ -169,7 +182,7 @@ class Loader:
         Raises `DataError`, and changes nothing, where it was saved with other data, window, split, weights or seed.
         """
         for key, value in self.state_dict().items():
-            if key not in ("position", "positions") and state.get(key) != value:
+            if key not in ("position", "positions", PLACES) and state.get(key) != value:
                 what = f"was saved with {key} = {state.get(key)!r}, and this run has {value!r}"
                 fix = "resume with the data, window, split and seed of the saved run, or start a new one"
                 raise DataError(what, where="loader state", fix=fix)
@@ -179,6 +192,9 @@ class Loader:
             what = f"position {wrong[0] if wrong else positions!r} is not a number of windows"
             raise DataError(what, where="loader state", fix="resume from another checkpoint")
         self._forget()
+        for source, place in zip(self.sources, state.get(PLACES, [{}] * len(self.sources)), strict=True):
+            if isinstance(source, StreamRows):
+                source.restore(place)
         self.positions = list(positions)
 
     def _draw(self, positions: Sequence[int]) -> _Drawn:
@@ -196,7 +212,7 @@ class Loader:
 
     def _choose(self, positions: list[int]) -> list[tuple[int, int]]:
         """One micro-batch, whose rows are counted in `positions`. Where like lengths go together, so do sources."""
-        grouped = any(isinstance(source, SampleRows) for source in self.sources)
+        grouped = any(_is_grouped(source) for source in self.sources)
         size = self.micro_batch if grouped or len(self.sources) == 1 else 1
         chosen: list[tuple[int, int]] = []
         while len(chosen) < self.micro_batch:
@@ -207,12 +223,14 @@ class Loader:
 
     def _rows_at(self, source: int, position: int, count: int) -> list[int]:
         """The rows at `position`, `position` + 1, ... of the endless order of a source, `count` of them."""
+        if isinstance(self.sources[source], StreamRows):
+            return [*range(position, position + count)]
         rows: list[int] = []
         while len(rows) < count:
             epoch, offset = divmod(position + len(rows), len(self.sources[source]))
             if self._orders[source][0] != epoch:
                 # A source that is named twice is seen in two orders.
-                self._orders[source] = epoch, self.sources[source].order(_seed_of(self.seed, source), epoch)
+                self._orders[source] = epoch, self.sources[source].order(seed_of(self.seed, source), epoch)
             rows += self._orders[source][1][offset : offset + count - len(rows)].tolist()
         return rows
 
@@ -235,7 +253,11 @@ def evaluation_batches(rows: Batching, micro_batch: int, limit: int | None = Non
         yield batch_of([rows.row(row) for row in range(start, min(start + micro_batch, stop))])
 
 
-def _seed_of(seed: int, source: int) -> int:
+def _is_grouped(source: Batching) -> bool:
+    return isinstance(source, SampleRows) or (isinstance(source, StreamRows) and source.how == "grouped")
+
+
+def seed_of(seed: int, source: int) -> int:
     return (seed + source * 0x9E3779B97F4A7C15) % (1 << 63)
 
 

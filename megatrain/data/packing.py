@@ -147,12 +147,7 @@ class PackedRows:
 
     def row(self, index: int) -> Row:
         """Its samples one after another, each with positions from 0 on."""
-        samples = [self.file.sample(int(number)) for number in self.members(index)]
-        return Row(
-            np.concatenate([ids for ids, _ in samples]),
-            np.concatenate([_labels(ids, trained) for ids, trained in samples]),
-            np.concatenate([np.arange(len(ids)) for ids, _ in samples]),
-        )
+        return packed_row([self.file.sample(int(number)) for number in self.members(index)])
 
     def order(self, seed: int, epoch: int) -> Indices:
         """A permutation."""
@@ -228,6 +223,15 @@ class SampleRows:
         """The samples and how many go together, which their order depends on."""
         packing = "grouped" if self.size == 1 else "pairs"
         return {**_identity(self.file, self.chosen), "packing": packing, "together": self.together}
+
+
+def packed_row(samples: Sequence[tuple[Indices, npt.NDArray[np.bool_]]]) -> Row:
+    """Samples (ids, which of them are targets) one after another, each with positions from 0 on."""
+    return Row(
+        np.concatenate([ids for ids, _ in samples]),
+        np.concatenate([_labels(ids, trained) for ids, trained in samples]),
+        np.concatenate([np.arange(len(ids)) for ids, _ in samples]),
+    )
 
 
 def split_samples(file: SampleFile, validation_fraction: float, size: int = 1) -> tuple[Indices, Indices, int]:

@@ -18,7 +18,7 @@ import hashlib
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -334,17 +334,12 @@ def _not_utf8(error: UnicodeDecodeError, place: str) -> DataError:
 
 
 def _hub_rows(name: str, split: str, subset: str | None, folder: str | None) -> Iterator[Row]:
-    """Streamed where the hub answers; else from an earlier download, where there is one. The hub is asked once."""
-    import huggingface_hub
-
+    """Streamed where the hub answers; else from an earlier download, where there is one."""
     try:
-        huggingface_hub.HfApi().dataset_info(name, timeout=HUB_TIMEOUT_SECONDS)
-    except Exception as error:  # the client's errors have no common base but this
+        _ask_hub(name)
+    except DataError:
         if not _is_downloaded(name):
-            nearest = nearest_path(Path(name))
-            fix = f"did you mean {nearest}?" if nearest else "name a local file or folder"
-            what = "neither a local file nor an earlier download, and the Hugging Face hub did not give it"
-            raise DataError(f"{what} ({first_line(error)})", where=name, fix=fix) from error
+            raise
         yield from _numbered(name, lambda library: _downloaded(library, name, subset, folder, split))
         return
 
@@ -352,6 +347,19 @@ def _hub_rows(name: str, split: str, subset: str | None, folder: str | None) -> 
         return library.load_dataset(name, subset, data_dir=folder, split=split, streaming=True)
 
     yield from _numbered(name, load)
+
+
+def _ask_hub(name: str) -> Any:
+    """What the hub says of a data set, asked once. Raises `DataError` where it has none of that name."""
+    import huggingface_hub
+
+    try:
+        return huggingface_hub.HfApi().dataset_info(name, timeout=HUB_TIMEOUT_SECONDS)
+    except Exception as error:  # the client's errors have no common base but this
+        nearest = nearest_path(Path(name))
+        fix = f"did you mean {nearest}?" if nearest else "name a local file or folder"
+        what = "neither a local file nor an earlier download, and the Hugging Face hub did not give it"
+        raise DataError(f"{what} ({first_line(error)})", where=name, fix=fix) from error
 
 
 def _is_downloaded(name: str) -> bool:
@@ -391,6 +399,98 @@ def _numbered(name: str, load: Callable[[ModuleType], Any]) -> Iterator[Row]:
     except Exception as error:  # the library raises whatever its readers and its network raise
         what = f"cannot be read ({first_line(error)})"
         raise DataError(what, where=name, fix="check the file, or its split and subset") from error
+
+
+STREAMED = {**TABLES, ".json": "json", **dict.fromkeys(JSON_LINES, "json")}
+"""Files that are streamed, and what the library calls them."""
+
+
+class RowStream:
+    """The rows of a data set as they come, an epoch after another, from any place that was told before.
+
+    The data set is on the hub, at one commit; or a folder, a saved data set or a file of `STREAMED`, as the library
+    reads them: one type to a column. A place is found again by the library's own state, which leads to the right part
+    of the right file. Nothing is kept. Raises `DataError` for what is missing or cannot be read.
+    """
+
+    def __init__(self, name: str, split: str, subset: str | None, folder: str | None, pattern: str = "*") -> None:
+        self.name, self._split, self._subset, self._folder, self._pattern = name, split, subset, folder, pattern
+        self.commit: str | None = None
+        """Of a data set on the hub; `None` for one on this machine, an earlier download too."""
+        if not usable_path(name, error=DataError).exists():
+            refuse_missing(name)
+            try:
+                self.commit = _ask_hub(name).sha
+            except DataError:
+                if not _is_downloaded(name):
+                    raise
+        self._data, self._beginning = self._opened()
+
+    def go_to(self, commit: str | None) -> None:
+        """Reads what the hub had at another commit."""
+        if commit != self.commit:
+            self.commit = commit
+            self._data, self._beginning = self._opened()
+
+    def rows_from(self, number: int, at: Mapping[str, Any] | None) -> Iterator[Row]:
+        """Row `number` and all behind it in an epoch; `at` is what `place` was there, or `None` for the first row."""
+        with self._told():
+            self._data.load_state_dict(dict(at or self._beginning))
+            rows = enumerate(self._data, start=number)
+        while True:
+            with self._told():
+                row = next(rows, None)
+            if row is None:
+                return
+            yield Row(_without_nulls(row[1]), self.name, f"{self.name}[{row[0]}]")
+
+    def place(self) -> dict[str, Any]:
+        """Where the row is that follows on the last one given, as JSON."""
+        state: dict[str, Any] = self._data.state_dict()
+        return state
+
+    def _opened(self) -> tuple[Any, Mapping[str, Any]]:
+        library = _library(self.name)
+        with self._told():
+            data = self._found(library)
+            data = data.to_iterable_dataset() if isinstance(data, library.Dataset) else data
+            return data, data.state_dict()
+
+    def _found(self, library: ModuleType) -> Any:
+        path = usable_path(self.name, error=DataError)
+        how = {"split": self._split, "streaming": True}
+        if path.is_file():
+            if kind_of(path) not in STREAMED:
+                fix = f"leave data.streaming out, or name a folder, a data set on the hub or {', '.join(STREAMED)}"
+                raise DataError("is no file that is streamed", where=self.name, fix=fix)
+            return library.load_dataset(STREAMED[kind_of(path)], data_files=glob.escape(str(path)), **how)
+        if path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+            return _saved(library, path, self._split)
+        if not path.exists() and self.commit is None:
+            return _downloaded(library, self.name, self._subset, self._folder, self._split)
+        if path.is_dir():
+            how |= {"data_files": None if self._pattern == "*" else self._pattern}
+        else:
+            how |= {"data_dir": self._folder, "revision": self.commit}
+        data = library.load_dataset(self.name, self._subset, **how)
+        if data.info.builder_name == "text":
+            what, fix = "holds plain text, each line of which would be a sample", "leave data.streaming out"
+            raise DataError(what, where=self.name, fix=fix)
+        return data
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Whatever the library's readers and its network raise, as one error."""
+        try:
+            yield
+        except DataError:
+            raise
+        except Exception as error:
+            what, fix = (
+                f"cannot be read ({first_line(error)})",
+                "check the network, the files, the split and the subset",
+            )
+            raise DataError(what, where=self.name, fix=fix) from error
 
 
 def _library(name: str) -> ModuleType:

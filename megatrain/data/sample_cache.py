@@ -25,14 +25,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megatrain.data.compressed_files import kind_of
-from megatrain.data.encode import EncodedSample, Encoder, Statistics, render_example
+from megatrain.data.encode import EncodedSample, Encoder, Statistics, try_to_render
 from megatrain.data.encoding_processes import encode_in_processes
 from megatrain.data.preferences import whole_pairs
 from megatrain.data.read_rows import HUB_TIMEOUT_SECONDS, JSON_LINES, SEPARATED, Bad, LeftOut
 from megatrain.data.sample_formats import Sample
 from megatrain.data.sample_sources import Source, read_samples
 from megatrain.data.token_files import TokenArray, TokenFile, open_tokens, write_tokens
-from megatrain.errors import DataError, SampleError
+from megatrain.errors import DataError
 from megatrain.system.locks import alone
 from megatrain.system.paths import usable_path
 
@@ -247,7 +247,7 @@ def _encoded(
             chats = chats or bool(sample.messages)
             kinds.add(bool(sample.answer))
             if not example:
-                example.extend(_rendered(sample, encoder))
+                example.extend(try_to_render(sample, encoder))
             yield sample
 
     told = ways.told_of(source)
@@ -285,15 +285,6 @@ def _as_json(statistics: Statistics) -> dict[str, Any]:
     kept = {"bad": left_out.bad, "counts": dict(left_out.counts), "first": left_out.first}
     plain = {one.name: getattr(statistics, one.name) for one in fields(Statistics)}
     return {**plain, "left_out": kept, "notes": dict(statistics.notes)}
-
-
-def _rendered(sample: Sample, encoder: Encoder) -> Runs:
-    """`sample`, or nothing where it is not trained on."""
-    try:
-        runs = render_example(sample, encoder)
-    except (SampleError, IndexError, ValueError):
-        return []
-    return runs if any(trained for _, trained in runs) else []
 
 
 def _key(source: Source, encoder: Encoder, bad: str) -> str:

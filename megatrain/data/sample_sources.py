@@ -7,7 +7,7 @@ sources.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megatrain.data.preferences import read_pair
@@ -61,27 +61,42 @@ def read_samples(sources: Sequence[Source], left_out: LeftOut) -> Iterator[Sampl
 
 
 def _read_source(source: Source, left_out: LeftOut, labels: Labels) -> Iterator[Sample]:
-    schema, file, taken = source.schema, None, 0
+    taken = 0
     rows = source.rows(left_out)
+
+    def within_limit() -> Iterator[Row]:
+        for row in rows:
+            if source.limit is not None and taken >= source.limit:
+                reason = f"beyond the first {source.limit:,}"
+                if source.is_local:
+                    left_out.add(reason, row.place, 1 + sum(1 for _ in rows))
+                else:  # nothing is fetched to be counted
+                    left_out.add(f"{reason} or more", row.place)
+                return
+            yield row
+
+    for samples in samples_of(within_limit(), source.schema, left_out, labels):
+        taken += 1
+        yield from samples
+
+
+def samples_of(rows: Iterable[Row], asked: Schema, left_out: LeftOut, labels: Labels) -> Iterator[tuple[Sample, ...]]:
+    """The samples of each usable row, of which the first of a file decides the schema where none is asked for.
+
+    Raises `DataError`; asks `left_out` about single rows, and shows the others to `labels`.
+    """
+    schema, file = asked, None
     for row in rows:
-        if source.limit is not None and taken >= source.limit:
-            reason = f"beyond the first {source.limit:,}"
-            if source.is_local:
-                left_out.add(reason, row.place, 1 + sum(1 for _ in rows))
-            else:  # nothing is fetched to be counted
-                left_out.add(f"{reason} or more", row.place)
-            return
         try:
             if row.file != file:
-                schema = detect_schema(row, source.schema)
+                schema = detect_schema(row, asked)
                 file = row.file
-            samples = _read_row(row, schema, source.schema)
+            samples = _read_row(row, schema, asked)
         except SampleError as error:
             left_out.refuse(error)
             continue
-        taken += 1
         labels.add(row, schema)
-        yield from samples
+        yield samples
 
 
 def _read_row(row: Row, schema: Schema, asked: Schema) -> tuple[Sample, ...]:

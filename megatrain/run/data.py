@@ -30,8 +30,10 @@ from megatrain.data import (
     Reference,
     SampleFile,
     SampleRows,
+    StreamRows,
     TokenFile,
     Tokenizer,
+    batch_of,
     begins_with_text,
     copies,
     describe_tokens,
@@ -47,12 +49,15 @@ from megatrain.data import (
     pack,
     prepare_samples,
     prepare_tokens,
+    seed_of,
     source_called,
     split_samples,
     split_windows,
     statistics_of,
+    try_to_render,
     unused_tokens,
 )
+from megatrain.data.stream_rows import BLOCK_ROWS, How
 from megatrain.dist import ALONE, World
 from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.model import only_single_rows, why_not_packable
@@ -84,6 +89,8 @@ class Corpus:
     def first_batch(self) -> Batch:
         """One of those that the loss is measured on; where there are none, one that is trained on."""
         every = [*self.validation.sources.values(), *self.loader.sources]
+        if isinstance(every[0], StreamRows):
+            return batch_of([every[0].row(number) for number in range(self.loader.micro_batch)])
         return next(evaluation_batches(every[0], self.loader.micro_batch))
 
 
@@ -259,6 +266,10 @@ class _Opening:
     def parts(self) -> Iterator[_Part]:
         """In the order of the sources; plain texts without weights together, in the place of the first."""
         data = self.data
+        if data.streaming:
+            self._refuse_unread(has_samples=True)
+            yield from (self._stream(name, number) for number, name in enumerate(data.sources))
+            return
         rich = [self._holds_samples(name) for name in data.sources]
         self._refuse_unread(any(rich))
         texts = [name for name, is_rich in zip(data.sources, rich, strict=True) if not is_rich]
@@ -279,7 +290,7 @@ class _Opening:
             "tags": (bool(named) and has_samples, "samples"),
             "chat_template": (has_samples, "samples"),
             "chat_template_kwargs": (has_samples, "samples"),
-            "split": (any(map(has_splits, named)), "a data set on the hub or a saved one"),
+            "split": (self.data.streaming or any(map(has_splits, named)), "a data set on the hub or a saved one"),
             "validation_split": (any(map(has_splits, self.data.validation.values())), "a data set with splits"),
             "subset": (any(map(is_of_hub, named)), "a data set on the hub"),
         }
@@ -349,6 +360,22 @@ class _Opening:
         packing = f"{how}: {rows}, {training.efficiency:.1%} of them filled; {held}"
         facts = [("data", f"{first}, of {name}"), *(("", line) for line in others), ("packing", packing)]
         return _Part(training, held_out, facts, example_of(whole), holds_chats(whole), called(name))
+
+    def _stream(self, name: str, number: int) -> _Part:
+        """A source that is read as it comes, of which no more than the first block is known."""
+        data, window, seed = self.data, self.data.sequence_length, seed_of(self.config.train.seed, number)
+        source = source_called(name, self.schema, split=self.split, subset=data.subset, pattern=data.pattern)
+        runs_on = data.packing == "windows" or (data.packing == "auto" and begins_with_text(source))
+        how: How = "windows" if runs_on else "best_fit" if self._can_pack() else "grouped"
+        encoder = Encoder(self.tokenizer, _options(data, None)) if runs_on else self.encoder
+        together, bad = self.micro_batch, data.bad_samples
+        rows = StreamRows(source, encoder, how, window=window, together=together, seed=seed, bad=bad)
+        rows.row(0)
+        first, *others = rows.statistics.lines()
+        facts = [("data", f"the stream of {name} begins with {first}"), *(("", line) for line in others)]
+        facts.append(("packing", f"{how}: in blocks of {BLOCK_ROWS:,} samples or more, in a seeded order within each"))
+        example = [] if rows.first is None or runs_on else try_to_render(rows.first, encoder)
+        return _Part(rows, None, facts, example, rows.holds_chats, called(name))
 
     def _rows(self, file: SampleFile) -> tuple[PackedRows | SampleRows, PackedRows | SampleRows | None, str, int]:
         """(training, held out, how they are packed, what is not held out because it has copies)."""

@@ -142,7 +142,7 @@ def run_training(config: Config, console: Console) -> Path:
             plan = _plan(config, ported.spec, device, ranks, taken)
         config = _resolved(config, plan, ranks)
         corpus = _corpus(config, plan, tokenizer, vocabulary, source.model, ranks, console)
-        stack.callback(corpus.loader.close)
+        stack.callback(_close, corpus, say)
         feed = Feed(corpus.loader)
         begins = 0 if taken is None else resume.take_up_data(feed, taken, config, say)
         steps = _steps(config.train, corpus.loader, begins)
@@ -267,6 +267,15 @@ def _corpus(
     with preparing(console) as told:
         how = partial(open_corpus, world=ranks.world, processes=ranks.threads, progress=told)
         return how(config, plan, tokenizer, vocabulary, model)
+
+
+def _close(corpus: Corpus, say: Callable[[str], None]) -> None:
+    """End the readers, and tell what streams have come to leave out."""
+    corpus.loader.close()
+    for stream in corpus.loader.streams:
+        lines = stream.statistics.left_out.lines()
+        if lines:
+            say(f"left out of the stream of {stream.source.name}: {'; '.join(lines)}")
 
 
 def _steps(train: TrainSection, loader: Loader, begins: int) -> int:

@@ -1,0 +1,194 @@
+"""Claims about streams: every sample once an epoch, the same rows from any saved position, another data set told."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+import huggingface_hub
+import pytest
+
+from megatrain.data import EncodeOptions, Encoder, Loader, Source, StreamRows, load_tokenizer, stream_rows
+from megatrain.data.packing import Row
+from megatrain.data.stream_rows import How
+from megatrain.errors import DataError, SampleError
+
+WINDOW = 24
+TOKENIZER = load_tokenizer("bytes")
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("READ_ROWS", 3), ("BLOCK_ROWS", 8), ("BLOCK_SEQUENCES", 2)):
+        monkeypatch.setattr(stream_rows, name, value)
+
+
+def folder(path: Path, count: int = 47, word: str = "n") -> Path:
+    """Rows of several lengths in three files."""
+    path.mkdir(exist_ok=True)
+    for part in range(3):
+        texts = [f"{word}{number}:" + "x" * (number % 13) for number in range(count) if number % 3 == part]
+        lines = (json.dumps({"text": text, "note": None if part else 1}) for text in texts)
+        (path / f"train-{part}.jsonl").write_text("\n".join(lines) + "\n")
+    return path
+
+
+def stream(path: Path | str, how: How = "grouped", seed: int = 5, **more: Any) -> StreamRows:
+    options = EncodeOptions(max_tokens=None if how == "windows" else WINDOW)
+    encoder = Encoder(TOKENIZER, options)
+    return StreamRows(Source(str(path)), encoder, how, window=WINDOW, together=2, seed=seed, **more)
+
+
+def loader(path: Path, how: How = "grouped", **more: Any) -> Loader:
+    return Loader(stream(path, how), **{"micro_batch": 2, "micro_batches": 2, "seed": 5, **more})
+
+
+def steps(found: Loader, count: int) -> list[list[dict[str, list[Any]]]]:
+    return [[{name: part.tolist() for name, part in each.items()} for each in step] for step in islice(found, count)]
+
+
+def text(row: Row) -> str:
+    return bytes(row.ids[:-1].tolist()).decode()
+
+
+def test_an_epoch_has_every_sample_once_and_the_next_has_another_order(tmp_path: Path) -> None:
+    rows = stream(folder(tmp_path / "a"))
+    first, second = ([text(rows.row(index)) for index in range(47 * epoch, 47 * epoch + 47)] for epoch in (0, 1))
+    assert max(Counter(first).values()) == max(Counter(second).values()) == 1
+    assert {*first} == {*second} == {f"n{number}:" + "x" * (number % 13) for number in range(47)}
+    assert first != second
+    other = stream(tmp_path / "a", seed=6)
+    assert [text(other.row(index)) for index in range(47)] != first
+    assert text(rows.row(3)) == first[3]  # of a block that is in memory no more
+    assert rows.statistics.samples == 2 * 47
+
+
+def test_rows_hold_what_their_packing_says(tmp_path: Path) -> None:
+    folder(tmp_path / "a")
+    packed, windows = stream(tmp_path / "a", "best_fit"), stream(tmp_path / "a", "windows")
+    assert any(list(packed.row(index).positions).count(0) > 1 for index in range(9))  # type: ignore[arg-type]
+    assert all(packed.targets(index) == (packed.row(index).labels != -100).sum() for index in range(9))
+    assert {len(windows.row(index).ids) for index in range(40)} == {WINDOW}
+    assert windows.targets(0) == WINDOW - 1
+
+
+@pytest.mark.parametrize(("how", "workers"), [("windows", 0), ("best_fit", 2), ("grouped", 1)])
+def test_from_any_position_that_was_saved_the_same_rows_follow(tmp_path: Path, how: How, workers: int) -> None:
+    """Across files, blocks and epochs; in the loader that is going and in a new one, of rows of any worker."""
+    folder(tmp_path / "a")
+    going = loader(tmp_path / "a", how, workers=workers)
+    found, states = [], []
+    for _ in range(30):
+        states.append(json.dumps(going.state_dict()))
+        found += steps(going, 1)
+    assert going.epoch is None
+    for at in (0, 1, 7, 20):
+        again = loader(tmp_path / "a", how)
+        again.load_state_dict(json.loads(states[at]))
+        assert steps(again, 8) == found[at : at + 8]
+    for at in (22, 3, 0):
+        going.load_state_dict(json.loads(states[at]))
+        assert steps(going, 5) == found[at : at + 5]
+    going.close()
+
+
+def test_ranks_share_a_step_and_have_one_state(tmp_path: Path) -> None:
+    folder(tmp_path / "a")
+    alone = loader(tmp_path / "a", micro_batches=3)
+    ranks = [loader(tmp_path / "a", micro_batches=3, rank=rank, ranks=2) for rank in range(2)]
+    for _ in range(12):
+        (whole,) = steps(alone, 1)
+        (first,), (second,) = (steps(rank, 1) for rank in ranks)
+        assert [first[0], second[0], first[1]] == whole
+        assert ranks[0].state_dict() == ranks[1].state_dict() == alone.state_dict()
+
+
+def test_streams_are_mixed_by_weight_with_each_other_and_go_on_together(tmp_path: Path) -> None:
+    paths = [folder(tmp_path / name, word=name) for name in "ab"]
+
+    def both() -> Loader:
+        sources = [stream(path, seed=number) for number, path in enumerate(paths)]
+        return Loader(sources, micro_batch=2, micro_batches=2, seed=5, weights=[3, 1])
+
+    going = both()
+    found = steps(going, 4)
+    state = json.loads(json.dumps(going.state_dict()))
+    assert going.positions == [12, 4]
+    rest = steps(going, 9)
+    again = both()
+    again.load_state_dict(state)
+    assert steps(again, 9) == rest
+    assert found[0] != rest[0]
+
+
+def test_a_data_set_that_has_changed_is_told_and_nothing_is_lost(tmp_path: Path) -> None:
+    going = loader(folder(tmp_path / "a"))
+    steps(going, 7)
+    state = json.loads(json.dumps(going.state_dict()))
+    changed = loader(folder(tmp_path / "b", word="m"))
+    before = steps(changed, 1)
+    with pytest.raises(DataError, match="holds other samples than it did at this place when the checkpoint was saved"):
+        changed.load_state_dict(state)
+    fresh = loader(tmp_path / "b")
+    assert steps(fresh, 1) == before
+    assert steps(changed, 1) == steps(fresh, 1)
+    with pytest.raises(DataError, match=r"was saved with stream = "):
+        loader(tmp_path / "a", "best_fit").load_state_dict(state)
+    del state["places"][0]["at"]
+    with pytest.raises(DataError, match=r"^loader state: has no 'at' of a stream"):
+        loader(tmp_path / "a").load_state_dict(state)
+
+
+def test_what_cannot_be_streamed_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text\nx\n")
+    with pytest.raises(DataError, match=r"a\.csv: is no file that is streamed; leave data\.streaming out, or name"):
+        stream(tmp_path / "a.csv")
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "a.txt").write_text("one\ntwo\n")
+    with pytest.raises(DataError, match="plain: holds plain text, each line of which would be a sample"):
+        stream(tmp_path / "plain")
+    with pytest.raises(DataError, match=r"cannot be read .*; check the network, the files, the split and the subset"):
+        StreamRows(Source(str(folder(tmp_path / "a")), split="x"), Encoder(TOKENIZER), "grouped", window=9, together=1,
+                   seed=0)  # fmt: skip
+    (tmp_path / "mixed.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 3)
+    with pytest.raises(DataError, match=r"mixed\.jsonl\[0\]: is more than plain text, and would be cut anywhere"):
+        stream(tmp_path / "mixed.jsonl", "windows").row(0)
+    (tmp_path / "short.jsonl").write_text('{"text": "a"}\n' * 3)
+    with pytest.raises(DataError, match=r"short\.jsonl: no sample is left to train on"):
+        stream(tmp_path / "short.jsonl", "windows").row(0)
+    (tmp_path / "bad.jsonl").write_text('{"text": "abc"}\n' * 4 + '{"other": 1}\n' + '{"text": "abc"}\n' * 4)
+    with pytest.raises(SampleError, match=r"bad\.jsonl\[4\]: "):
+        stream(tmp_path / "bad.jsonl").row(0)
+    kept = stream(tmp_path / "bad.jsonl", bad="leave_out")
+    assert [text(kept.row(index)) for index in range(8)] == ["abc"] * 8
+    assert sum(kept.statistics.left_out.counts.values()) == 1
+
+
+def test_a_run_that_goes_on_reads_the_commit_that_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub has moved on meanwhile."""
+    commits = {"old": folder(tmp_path / "old"), "new": folder(tmp_path / "new", word="m")}
+    library, head, asked = datasets.load_dataset, ["old"], []
+
+    def load_dataset(name: str, *more: Any, revision: str, data_dir: None, **how: Any) -> Any:
+        asked.append(revision)
+        return library(str(commits[revision]), **how)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    info = lambda self, name, timeout: types.SimpleNamespace(sha=head[0])  # noqa: E731
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", info)
+    going = Loader(stream("organisation/data"), micro_batch=2, micro_batches=1, seed=5)
+    steps(going, 9)
+    state, rest = going.state_dict(), steps(going, 4)
+    head[0] = "new"
+    again = Loader(stream("organisation/data"), micro_batch=2, micro_batches=1, seed=5)
+    assert steps(again, 1) != rest[:1]
+    again.load_state_dict(state)
+    assert steps(again, 4) == rest
+    assert asked == ["old", "new", "old"]

@@ -1,0 +1,58 @@
+"""Whole runs on streams: said to be one, without a length, and gone on with bit for bit."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.checkpoint import checkpoints, step_of
+from megatrain.data import stream_rows
+from tests.run.test_resume import config_of, weights
+from tests.run.test_training import losses, train
+
+
+def streamed(tmp_path: Path, name: str, steps: int, **more: Any) -> Any:
+    (tmp_path / "rows").mkdir(exist_ok=True)
+    for part in range(2):
+        rows = [{"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "a" * (n % 9)}]}
+                for n in range(part, 30, 2)]  # fmt: skip
+        rows.append({"messages": []})
+        (tmp_path / "rows" / f"train-{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {
+        "sources": [str(tmp_path / "rows")],
+        "streaming": True,
+        "chat_template": "none",
+        "bad_samples": "leave_out",
+    }
+    schedule = {"steps": steps, "lr_scheduler": "constant"}
+    return config_of(tmp_path, name, data=data, train=schedule, **more)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("READ_ROWS", 2), ("BLOCK_ROWS", 6), ("BLOCK_SEQUENCES", 1)):
+        monkeypatch.setattr(stream_rows, name, value)
+
+
+def test_a_run_on_a_stream_says_what_it_is(tmp_path: Path) -> None:
+    said = " ".join(train(streamed(tmp_path, "run", 4, checkpoint={"every": 0})).split())
+    assert "/rows begins with " in said
+    assert "length 4 steps" in said
+    assert "the first sample; what is trained is green 0?" in said
+    assert re.search(r"left out of the stream of .*: .*no messages \(first: ", said)
+    assert "loaded with from_pretrained" not in said
+
+
+@pytest.mark.slow  # two runs
+def test_a_run_on_a_stream_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    train(streamed(tmp_path, "whole", 4))
+    (taken,) = [path for path in checkpoints(tmp_path / "whole" / "checkpoints") if step_of(path) == 2]
+    train(streamed(tmp_path, "part", 4, resume=str(taken)))
+    assert losses(tmp_path / "part") == losses(tmp_path / "whole")[2:]
+    whole, part = (weights(tmp_path / name) for name in ("whole", "part"))
+    assert all(torch.equal(whole[name], part[name]) for name in whole)
