@@ -73,6 +73,8 @@ HUB_TIMEOUT_SECONDS = 2.0
 JSON_LINES = (".jsonl", ".ndjson")
 TABLES = {".parquet": "parquet", ".arrow": "arrow"}
 SEPARATED = {".csv": ",", ".tsv": "\t"}
+TURNS = ({"role", "content"}, {"from", "value"})
+"""Keys of a turn of a chat."""
 LONGEST_CELL = 1 << 30
 """Characters; Python's reader has 131,072 otherwise."""
 TEXTS = (".txt", ".md")
@@ -230,7 +232,10 @@ def _text_row(path: Path) -> Iterator[Row]:
 
 
 def _separated_rows(path: Path, left_out: LeftOut) -> Iterator[Row]:
-    """The rows below the header of a CSV or TSV file, every cell as text; a row's place is its first line."""
+    """The rows below the header of a CSV or TSV file, every cell as text, or the turns whose JSON text it is.
+
+    A row's place is its first line.
+    """
     csv.field_size_limit(LONGEST_CELL)
     with open_text(path) as text:
         reader = csv.reader(text, delimiter=SEPARATED[kind_of(path)], strict=True)
@@ -244,7 +249,7 @@ def _separated_rows(path: Path, left_out: LeftOut) -> Iterator[Row]:
             for cells in reader:
                 place, at = f"{path}:{at}", reader.line_num + 1
                 if len(cells) == len(header):
-                    yield Row(dict(zip(header, cells, strict=True)), str(path), place)
+                    yield Row(dict(zip(header, map(_cell, cells), strict=True)), str(path), place)
                 elif cells:  # an empty line has none
                     what = f"{len(cells)} cells below a header of {len(header)}"
                     fix = "correct the row; put quotes around a cell that holds the separator or a line end"
@@ -253,6 +258,19 @@ def _separated_rows(path: Path, left_out: LeftOut) -> Iterator[Row]:
             raise DataError(f"not a table ({error})", where=f"{path}:{at}", fix="correct the file") from error
         except UnicodeDecodeError as error:
             raise _not_utf8(error, f"{path}:{_line_not_utf8(path)}") from error
+
+
+def _cell(text: str) -> Any:
+    """A turn of a chat or a list of them, where a cell holds its JSON: a table has no other way to hold one."""
+    if not text.lstrip().startswith(("{", "[")):
+        return text
+    try:
+        value = parsed(text)
+    except (ValueError, RecursionError):
+        return text
+    turns = value if isinstance(value, list) else [value]
+    are = bool(turns) and all(isinstance(turn, dict) and any(keys <= turn.keys() for keys in TURNS) for turn in turns)
+    return value if are else text
 
 
 def _line_not_utf8(path: Path) -> int:

@@ -150,6 +150,15 @@ def test_a_chat_in_a_cell_is_the_json_text_of_its_list(tmp_path: Path) -> None:
         samples, _ = read(written(tmp_path / "a.csv", cells))
         assert [list(sample.messages) for sample in samples] == [chat, chat]
         assert list(samples[0].tools) == tools
+    pair = {
+        "prompt": json.dumps(chat[:1]),
+        "chosen": json.dumps(chat[1:]),
+        "rejected": json.dumps([chat[1] | {"content": "b"}]),
+    }
+    (good, worse), _ = read(written(tmp_path / "pairs.csv", [pair]))
+    assert (list(good.messages), worse.messages[1]["content"]) == (chat, "b")
+    (plain,), _ = read(written(tmp_path / "plain.csv", [{"prompt": "q", "completion": '[{"role": "x"}, 5]'}]))
+    assert plain.text == '[{"role": "x"}, 5]'
     bad = written(tmp_path / "b.csv", [{"messages": json.dumps(chat)}, {"messages": str(chat)}])
     assert refused(bad).startswith(f"{bad}:3: 'messages' is a text: not JSON (")
     assert "json.dumps" in refused(bad)
