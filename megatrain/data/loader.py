@@ -93,7 +93,8 @@ class Loader:
         self.seed, self.targets, self.rank, self.ranks = seed, targets, rank, ranks
         self.positions = [0] * len(self.sources)  # rows handed out from each since its first epoch began
         self._orders = [(-1, np.empty(0, dtype=np.int64))] * len(self.sources)  # (epoch, its order): the last one used
-        self._pool = ThreadPoolExecutor(workers, "loader") if workers else None
+        # A stream is read in its order, so by one thread.
+        self._pool = ThreadPoolExecutor(1 if self.streams else workers, "loader") if workers else None
         self._ahead: deque[tuple[_Drawn, Future[list[Batch]]]] = deque()
         self._most_ahead = workers + 1
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -39,9 +38,9 @@ READ_ROWS = 128
 BLOCK_ROWS = 1024
 BLOCK_SEQUENCES = 16
 KEPT_BLOCKS = 4
-"""In memory: readers that are ahead may be in another block than the step that is trained."""
-KEPT_PLACES = 64
-"""Beginnings of blocks that are known; further back, reading begins with the data set."""
+"""In memory: who reads ahead may be in another block than who asks for the targets of a row."""
+KEPT_PLACES = 4096
+"""Blocks of which the beginning is known; further back, reading begins with the data set."""
 
 How: TypeAlias = Literal["windows", "best_fit", "grouped"]
 
@@ -102,7 +101,8 @@ class StreamRows:
         self._stream = RowStream(source.name, source.split, source.subset, source.folder, source.pattern)
         self._labels, self._lock = Labels(), Lock()
         self._places = [_Place(0, 0, 0)]  # by rows; the first one and the latest
-        self._blocks: OrderedDict[tuple[int, int], _Block] = OrderedDict()
+        self._blocks: dict[tuple[int, int], _Block] = {}  # the latest read last
+        self._known: dict[tuple[int, int], tuple[int, str]] = {}  # of blocks at `_places`: the row behind, and the hash
         self._reading: tuple[tuple[int, int], Iterator[FileRow]] | None = None  # the rows from a place on
         self._counted = (0, 0)  # the place up to which `statistics` are
 
@@ -143,8 +143,23 @@ class StreamRows:
         """What `restore` needs to go on with row `position`, as JSON: where the block of the row before begins."""
         if not position:
             return {}
-        block, _ = self._find(position - 1)
-        return {**asdict(block.place), "hash": block.digest, "commit": self._stream.commit}
+        place = self._place_of(position - 1)
+        if position > self._known.get(place.key, (0, ""))[0]:  # nobody has come so far: another rank has these rows
+            self._find(position - 1)
+            place = self._place_of(position - 1)
+        return {**asdict(place), "hash": self._known[place.key][1], "commit": self._stream.commit}
+
+    @property
+    def commit(self) -> str | None:
+        """What is read of a data set on the hub."""
+        return self._stream.commit
+
+    def keep_to(self, commit: str | None) -> None:
+        """Read that commit. Raises `DataError` where the hub does not give it."""
+        with self._lock:
+            if commit != self._stream.commit:
+                self._stream.go_to(commit)
+                self._blocks, self._known, self._reading = {}, {}, None
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Be ready to go on where `state` was told. Raises `DataError`, and changes nothing, for another data set."""
@@ -158,11 +173,10 @@ class StreamRows:
             raise DataError(what, where="loader state", fix=fix) from error
         before = self._stream.commit
         with self._lock:
-            known = self._blocks.get(place.key)
-            if commit == before and known is not None and known.digest == digest:
+            if commit == before and place in self._places and self._known.get(place.key, (0, ""))[1] == digest:
                 return
-            kept, self._blocks = self._blocks, OrderedDict()
-            self._reading = None
+            kept = self._blocks, self._known
+            self._blocks, self._known, self._reading = {}, {}, None
             try:
                 if before is not None and commit is not None:
                     self._stream.go_to(commit)
@@ -172,12 +186,15 @@ class StreamRows:
                     raise DataError(what, where=self.source.name, fix=fix)
             except BaseException:
                 self._stream.go_to(before)
-                self._blocks, self._reading = kept, None
+                (self._blocks, self._known), self._reading = kept, None
                 raise
             self._places = [self._places[0], place]
 
     def _find(self, index: int) -> tuple[_Block, int]:
-        """The block that row `index` is in, and its number there."""
+        """The block that row `index` is in, and its number there; one in memory whoever reads another meanwhile."""
+        for block in tuple(self._blocks.values()):
+            if block.place.row <= index < block.following.row:
+                return block, index - block.place.row
         with self._lock:
             place = began = self._place_of(index)
             while True:
@@ -190,9 +207,10 @@ class StreamRows:
                     what, fix = f"no sample is left to train on (left out: {reasons})", "see data.sequence_length"
                     raise DataError(what, where=self.source.name, fix=fix)
                 if place.row > self._places[-1].row:
-                    self._places.append(place)
-                    if len(self._places) > KEPT_PLACES:
-                        del self._places[1]
+                    first, *others = self._places
+                    for forgotten in others[: 1 - KEPT_PLACES]:
+                        self._known.pop(forgotten.key, None)
+                    self._places = [first, *others[1 - KEPT_PLACES :], place]  # anew: others may be looking at it
 
     def _place_of(self, index: int) -> _Place:
         """The last known beginning of a block at or before row `index`."""
@@ -201,10 +219,10 @@ class StreamRows:
     def _block(self, place: _Place) -> _Block:
         """The block that begins at `place`, read where it is not in memory."""
         if place.key not in self._blocks:
-            self._blocks[place.key] = self._read(place)
+            self._blocks[place.key] = block = self._read(place)
+            self._known[place.key] = block.following.row, block.digest
             if len(self._blocks) > KEPT_BLOCKS:
-                self._blocks.popitem(last=False)
-        self._blocks.move_to_end(place.key)
+                del self._blocks[next(iter(self._blocks))]
         return self._blocks[place.key]
 
     def _read(self, place: _Place) -> _Block:

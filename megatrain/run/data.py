@@ -180,6 +180,8 @@ def open_corpus(
         rank=world.rank,
         ranks=world.size,
     )
+    for stream in loader.streams:  # the hub may have moved on between one rank and the next
+        stream.keep_to(world.exchange("the commit of a data set", stream.commit)[0])
     own = list(opened.validation())
     held_out = [(each.name, each.held_out) for each in parts if each.held_out is not None]
     sources = _distinct([*((each.name, each.training) for each in own), *held_out])

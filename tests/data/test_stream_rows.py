@@ -24,7 +24,7 @@ TOKENIZER = load_tokenizer("bytes")
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("READ_ROWS", 3), ("BLOCK_ROWS", 8), ("BLOCK_SEQUENCES", 2)):
+    for name, value in (("READ_ROWS", 3), ("BLOCK_ROWS", 8), ("BLOCK_SEQUENCES", 2), ("KEPT_PLACES", 5)):
         monkeypatch.setattr(stream_rows, name, value)
 
 
@@ -191,4 +191,9 @@ def test_a_run_that_goes_on_reads_the_commit_that_it_began_with(
     assert steps(again, 1) != rest[:1]
     again.load_state_dict(state)
     assert steps(again, 4) == rest
-    assert asked == ["old", "new", "old"]
+    rows = stream("organisation/data")
+    rows.row(0)
+    rows.keep_to("old")
+    assert "n" in text(rows.row(0))
+    head[0] = "old"
+    assert asked == ["old", "new", "old", "new", "old"]
