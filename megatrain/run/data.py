@@ -58,6 +58,7 @@ from megatrain.data import (
     unused_tokens,
 )
 from megatrain.data.stream_rows import BLOCK_ROWS, How
+from megatrain.data.text_sources import STDLIB
 from megatrain.dist import ALONE, World
 from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.model import only_single_rows, why_not_packable
@@ -366,6 +367,9 @@ class _Opening:
     def _stream(self, name: str, number: int) -> _Part:
         """A source that is read as it comes, of which no more than the first block is known."""
         data, window, seed = self.data, self.data.sequence_length, seed_of(self.config.train.seed, number)
+        if name == STDLIB:
+            what, fix = f"{STDLIB} is text, which is not streamed", "leave data.streaming out"
+            raise ConfigError(what, where="data.sources", fix=fix)
         source = source_called(name, self.schema, split=self.split, subset=data.subset, pattern=data.pattern)
         runs_on = data.packing == "windows" or (data.packing == "auto" and begins_with_text(source))
         how: How = "windows" if runs_on else "best_fit" if self._can_pack() else "grouped"

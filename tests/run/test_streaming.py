@@ -12,6 +12,7 @@ import torch
 
 from megatrain.checkpoint import checkpoints, step_of
 from megatrain.data import stream_rows
+from megatrain.errors import ConfigError
 from tests.run.test_resume import config_of, weights
 from tests.run.test_training import losses, train
 
@@ -46,6 +47,13 @@ def test_a_run_on_a_stream_says_what_it_is(tmp_path: Path) -> None:
     assert "the first sample; what is trained is green 0?" in said
     assert re.search(r"left out of the stream of .*: .*no messages \(first: ", said)
     assert "loaded with from_pretrained" not in said
+
+
+def test_text_that_is_no_rows_is_refused_by_name(tmp_path: Path) -> None:
+    config = streamed(tmp_path, "run", 1)
+    data = config.data.model_copy(update={"sources": ("python-stdlib",)})
+    with pytest.raises(ConfigError, match=r"^data\.sources: python-stdlib is text, which is not streamed; leave"):
+        train(config.model_copy(update={"data": data}))
 
 
 @pytest.mark.slow  # two runs

@@ -26,6 +26,7 @@ from megatrain.train.progress import (
     fitting,
     line_fields,
     metric,
+    preparing,
     printable,
     show_plan,
     sparkline,
@@ -230,3 +231,14 @@ def test_metric_has_three_digits(number: float, text: str) -> None:
 )
 def test_duration_reads_like_a_clock(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_the_data_is_told_by_source_with_a_share_where_its_length_is_known() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    with preparing(console) as tell:
+        tell("a[b].jsonl", 1234, None)
+        tell("a[b].jsonl", 5000, 10_000)
+    assert isinstance(console.file, io.StringIO)
+    said = re.sub("\x1b\\[[^a-zA-Z]*[a-zA-Z]", "", console.file.getvalue())
+    assert "preparing the data: 5,000 samples of a[b].jsonl" in said
+    assert " 50%" in said
