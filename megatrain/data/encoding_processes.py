@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from itertools import chain, islice
 from typing import TypeAlias
 
@@ -82,12 +83,14 @@ def _here(batches: _Batches, encoder: Encoder, bad: Bad) -> Iterator[tuple[int, 
 
 def _elsewhere(batches: _Batches, encoder: Encoder, bad: Bad, processes: int) -> Iterator[tuple[int, _Encoded]]:
     """As `_here`, with the work in other processes."""
+    before = multiprocessing.active_children()
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin, (encoder,))
     try:
         waiting: deque[tuple[int, Future[_Encoded]] | Exception] = deque()
         for batch in chain(batches, [None]):
             if isinstance(batch, list):
-                waiting.append((_rows(batch), pool.submit(_work, batch, bad)))
+                with _interrupts_waiting():
+                    waiting.append((_rows(batch), pool.submit(_work, batch, bad)))
             elif batch is not None:
                 waiting.append(batch)
             while waiting and (batch is None or len(waiting) >= UNDER_WAY * processes):
@@ -98,6 +101,11 @@ def _elsewhere(batches: _Batches, encoder: Encoder, bad: Bad, processes: int) ->
     except BrokenProcessPool as error:
         what, fix = "a process that encoded samples was ended from outside", "free some host memory and start again"
         raise DataError(what, fix=fix) from error
+    except BaseException:
+        for process in multiprocessing.active_children():  # nobody waits for what they are at
+            if process not in before:
+                process.terminate()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -107,12 +115,21 @@ def _rows(batch: list[Sample]) -> int:
     return sum(sample.answer != "rejected" for sample in batch)
 
 
+@contextmanager
+def _interrupts_waiting() -> Iterator[None]:
+    """In the block Ctrl-C waits; a process that is started in it never hears of it, and leaves it to the first."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _begin(encoder: Encoder) -> None:
-    """In a new process: keep the encoder, leave Ctrl-C to the first process, and end with it whatever ends it."""
+    """In a new process: keep the encoder, and end with the first process whatever ends it."""
     global _encoder
     _encoder = encoder
     if multiprocessing.parent_process() is not None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
