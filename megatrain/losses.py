@@ -24,12 +24,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatrain.data import packing
-from megatrain.engine import LogitsLoss, LogProbLoss, LossFn, MicroBatch, target_mask
+from megatrain.engine import LogitsLoss, LogProbLoss, LossFn, MicroBatch, Summed, Sums, target_mask
 from megatrain.errors import BatchError, ConfigError
 from megatrain.spec.fields import Bounds, check_fields
 
 REFERENCE = packing.REFERENCE
 """Entry of a micro-batch: per row, the sum of the reference's log-probabilities of its targets, float32[batch]."""
+DESIRABLE = packing.DESIRABLE
+"""Entry of a micro-batch: whether a row's answer is a good one, bool[batch]."""
 
 
 class _OfPairs(LogProbLoss):
@@ -162,6 +164,77 @@ class SimPO(_OfPairs):
         return losses.sum(), _reported(rewards, sums)
 
 
+@dataclass(frozen=True)
+class KTO(LogProbLoss):
+    """Kahneman-Tversky optimization: answers that are good or bad by themselves.
+
+    Rows 0, 2, ... are answers, the row after each is mismatched: the same prompt with another's answer. With r the
+    log-ratio of an answer to the reference and z that of the mismatched rows of the micro-batch, their mean, 0 at
+    least and without a gradient, a desirable answer costs 1 - sigmoid(beta * (r - z)), an undesirable one
+    1 - sigmoid(beta * (z - r)), each times its weight; the divisor is answers (Ethayarajh et al., "KTO: Model
+    Alignment as Prospect Theoretic Optimization", ICML 2024; z by micro-batch as TRL has it by device). So it matters
+    how a step is cut into micro-batches: more answers in each estimate z better.
+
+    `apo_zero_unpaired` has z = 0 and no mismatched rows: all rows are answers (D'Oosterlinck et al., "Anchored
+    Preference Optimization", 2024, as TRL has it).
+
+    Reports `rewards/chosen` and `rewards/rejected` (beta times the log-ratio), `logps/chosen` and `logps/rejected`,
+    each the mean over the answers of its kind, and of `kto` the mean of `kl`. Raises `ConfigError` for a value out of
+    range.
+    """
+
+    beta: Annotated[float, Bounds(0)] = 0.1
+    desirable_weight: Annotated[float, Bounds(0)] = 1.0
+    undesirable_weight: Annotated[float, Bounds(0)] = 1.0
+    loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
+
+    own = (REFERENCE, DESIRABLE)
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError, "KTO.")
+        if self.beta == 0:
+            raise ConfigError("a beta of 0 learns nothing", where="KTO.beta", fix="use a number above 0")
+
+    @property
+    def rows(self) -> int:
+        """Of an answer: it alone, or with the mismatched one."""
+        return 2 if self.loss_type == "kto" else 1
+
+    def divisor(self, batch: MicroBatch) -> float:
+        """Answers. Raises `BatchError` for a row without a target, and for one of which something is not said."""
+        count = len(batch["labels"])
+        if count % self.rows:
+            fix = "put an answer and its mismatched one into one micro-batch, the answer first"
+            raise BatchError(f"{count} rows are no pairs of answers and mismatched ones", where="KTO", fix=fix)
+        if not bool(target_mask(batch).any(dim=1).all()):
+            raise BatchError("a row without a target", where="KTO", fix="leave such samples out")
+        for name in self.own:
+            if batch[name].shape != (count,):
+                raise BatchError(
+                    f"{name} is {list(batch[name].shape)} for {count} rows", where="KTO", fix="give one each"
+                )
+        return count / self.rows
+
+    def __call__(self, log_probs: Tensor, batch: MicroBatch) -> tuple[Tensor, Sums]:
+        """Sums over the answers of a micro-batch."""
+        sums = log_probs.sum(dim=1)
+        ratios = sums - batch[REFERENCE].to(sums)
+        answers, good = ratios[:: self.rows], batch[DESIRABLE][:: self.rows].bool()
+        away = answers.new_zeros(())
+        if self.loss_type == "kto":
+            away = ratios[1::2].mean().detach().clamp(min=0)
+        margins = torch.where(good, answers - away, away - answers)
+        weights = torch.where(good, self.desirable_weight, self.undesirable_weight)
+        rewards, said = self.beta * answers.detach(), sums.detach()[:: self.rows]
+        told: dict[str, Summed] = {}
+        for kind, which in (("chosen", good), ("rejected", ~good)):
+            told[f"rewards/{kind}"] = torch.where(which, rewards, 0.0).sum(), which.sum()
+            told[f"logps/{kind}"] = torch.where(which, said, 0.0).sum(), which.sum()
+        if self.loss_type == "kto":
+            told["kl"] = away * len(answers)
+        return (weights * (1 - torch.sigmoid(self.beta * margins))).sum(), told
+
+
 def _log_one_minus_exp(log_probs: Tensor) -> Tensor:
     """log(1 - exp(x)) for x <= 0, exact at both ends (Maechler, 2012); at 0, of the nearest number below it."""
     below = log_probs.clamp(max=-torch.finfo(log_probs.dtype).tiny)
@@ -194,7 +267,9 @@ def with_reference(micro_batches: Sequence[MicroBatch], log_probs: Sequence[Tens
 
 
 __all__ = [
+    "DESIRABLE",
     "DPO",
+    "KTO",
     "ORPO",
     "REFERENCE",
     "LogProbLoss",

@@ -15,6 +15,7 @@ from megatrain.config.translation import (
     parts,
     prefers,
     put_attention,
+    put_kto_weights,
     put_learning_rate,
     put_length,
     put_optimizer,
@@ -81,6 +82,9 @@ def read_axolotl(reader: Reader) -> None:
     _adapter_of_axolotl(reader)
 
 
+KTO_WEIGHTS = ("kto_desirable_weight", "kto_undesirable_weight")
+
+
 def _objective_of_axolotl(reader: Reader) -> None:
     objective, of_trl = reader.take("rl"), reader.mapping("trl")
     beta, alpha, gamma = reader.take("rl_beta"), reader.take("orpo_alpha"), reader.take("simpo_gamma")
@@ -89,14 +93,16 @@ def _objective_of_axolotl(reader: Reader) -> None:
             reader.refuse(name, "is not trained here", "a model with a head for text is")
     if objective is None:
         return
-    if objective not in ("dpo", "ipo", "orpo", "simpo"):
-        reader.refuse("rl", "is not trained here", "dpo, ipo, orpo and simpo are")
+    if objective not in ("dpo", "ipo", "orpo", "simpo", "kto"):
+        reader.refuse("rl", "is not trained here", "dpo, ipo, orpo, simpo and kto are")
     if of_trl.get("beta") is not None:
         beta = of_trl["beta"]
     elif alpha is not None and "rl_beta" not in reader.said:
         beta = alpha
     reader.put("train.objective", "dpo" if objective == "ipo" else objective, "rl")
     reader.put("train.beta", beta, "rl_beta", "orpo_alpha", "trl")
+    if objective == "kto":
+        put_kto_weights(reader, *({name: reader.number(name)} for name in KTO_WEIGHTS))
     if objective == "simpo":
         reader.put("train.simpo_gamma", gamma, "simpo_gamma")
     if objective == "ipo":
@@ -158,7 +164,7 @@ def _entry(reader: Reader, of: str, number: int, entry: Any) -> tuple[list[str],
     elif isinstance(kind, dict):
         rest |= kind
     elif isinstance(kind, str) and not kind.startswith("chat_template"):
-        what = "rows are read by their fields (prompt, chosen, rejected; messages), whatever the type says"
+        what = "rows are read by their fields (prompt, chosen, rejected; completion, label), whatever the type says"
         reader.found.notes.append(f"{where}.type={kind}: {what}")
     for theirs, ours in (("split", "data.split"), ("name", "data.subset")):
         if (value := rest.pop(theirs, None)) is not None:
@@ -190,6 +196,7 @@ COLUMNS = {
     "field_completion": "completion",
     "field_chosen": "chosen",
     "field_rejected": "rejected",
+    "field_label": "label",
     "field": "text",
     "text_column": "text",
 }
@@ -261,7 +268,7 @@ def _adapter_of_axolotl(reader: Reader) -> None:
         reader.note("adapter", "the base is not quantized: it is held in bfloat16, in host memory")
     if path is not None:
         goes_on_from(reader, "lora_model_dir", path)
-        if reader.found.tree["train"].get("objective") == "dpo":
+        if reader.found.tree["train"].get("objective") in ("dpo", "kto"):
             reader.put("train.dpo_reference", "base", "lora_model_dir")
         return
     reader.put("adapter.r", rank, "lora_r")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from math import gcd
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
@@ -97,6 +98,10 @@ USUAL_SEQUENCES = 8
 """Windows of a step where the user names no number."""
 
 
+KTO_ROWS = 16
+"""Of a micro-batch of kto at most, where the user names no number: its KL term is a mean over them."""
+
+
 MOST_COUNT, LEAST, MOST = 10**18, 1e-30, 1e30
 """Of any whole number, and of any other that is not 0. Within them no arithmetic with a key overflows."""
 
@@ -178,8 +183,11 @@ class DataSection(Section):
     how long it is, and several sources need weights."""
     weights: Weights | None = None
     """Share of each source in what is trained on, 3 or 0.3 say; without them, each is seen as often as another."""
-    format: Literal["auto", "text", "chat", "sharegpt", "alpaca", "completion", "tokens", "preference"] = "auto"
-    """What the sources hold; auto finds out, file by file. preference: two answers, for dpo, orpo and simpo."""
+    format: Literal["auto", "text", "chat", "sharegpt", "alpaca", "completion", "tokens", "preference", "unpaired"] = (
+        "auto"
+    )
+    """What the sources hold; auto finds out, file by file. preference: two answers, for dpo, orpo and simpo; unpaired:
+    answers with a label, for kto."""
     columns: dict[str, str] = {}
     """Names of fields in your data, if not the usual ones: {messages: dialog} reads `dialog` as messages."""
     tags: dict[str, str] = {}
@@ -260,21 +268,29 @@ class TrainSection(Section):
     epochs: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
     """Length of the run in passes over the data as it is packed: as many sequences as all sources hold, this many times
     (0.5 is half of them), and the step that this ends in whole. Sources with weights are then passed over unevenly."""
-    objective: Literal["cross_entropy", "dpo", "orpo", "simpo"] = "cross_entropy"
+    objective: Literal["cross_entropy", "dpo", "orpo", "simpo", "kto"] = "cross_entropy"
     """What training goes down: cross-entropy of the next token, or a loss of preferences: dpo, against `dpo_reference`,
-    orpo or simpo, without one. Then a sequence is an answer, a pair two of them, and micro_batch_size is even."""
+    orpo or simpo, without one. Then a sequence is an answer, a pair two of them, and micro_batch_size is even. kto:
+    answers that are good or bad by themselves, against `dpo_reference`; a second sequence beside each measures the
+    distance from it."""
     beta: PositiveFloat | None = None
-    """Of preferences. dpo: how much a departure from the reference costs; orpo: what the preference weighs beside the
-    cross-entropy of the chosen answer; both 0.1. simpo: how steep the reward is; 2."""
+    """Of preferences. dpo and kto: how much a departure from the reference costs; orpo: what the preference weighs
+    beside the cross-entropy of the chosen answer; all 0.1. simpo: how steep the reward is; 2."""
     simpo_gamma: NonNegativeFloat = 1.0
     """Of simpo: by how much the chosen answer's reward is to be above the other's."""
     dpo_reference: Literal["start", "base"] = "start"
-    """Of dpo: start is the model that the run begins with; base the one below its adapter, where a run goes on from an
-    adapter."""
+    """Of dpo and kto: start is the model that the run begins with; base the one below its adapter, where a run goes on
+    from an adapter."""
     dpo_loss: Literal["sigmoid", "ipo"] = "sigmoid"
     """Of dpo: the loss of a pair."""
     dpo_label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Of dpo with dpo_loss=sigmoid: the assumed share of pairs whose chosen and rejected answers are swapped."""
+    kto_loss: Literal["kto", "apo_zero_unpaired"] = "kto"
+    """Of kto: the loss of an answer. apo_zero_unpaired needs no second sequence."""
+    kto_desirable_weight: PositiveFloat = 1.0
+    """Of kto: what an answer weighs that is good."""
+    kto_undesirable_weight: PositiveFloat = 1.0
+    """Of kto: what an answer weighs that is not; weights may make up for unequal numbers."""
     global_batch_size: PositiveInt | None = None
     """Sequences of a step; 8 where this and the two below are all left open."""
     micro_batch_size: PositiveInt | None = None
@@ -362,13 +378,14 @@ class TrainSection(Section):
         for name, part in (("micro_batch_size", size), ("gradient_accumulation_steps", count)):
             if rows and part and rows % part:
                 raise ValueError(f"global_batch_size={rows} is no multiple of {name}={part}")
-        if self.prefers and ((self.micro_batch_override or 2) % 2 or self.sequences % 2):
+        if self.rows_together == 2 and ((self.micro_batch_override or 2) % 2 or self.sequences % 2):
             raise ValueError(f"{self.objective} takes pairs: micro_batch_size and global_batch_size must be even")
         if self.warmup_steps and self.warmup_ratio:
             raise ValueError("warmup_steps and warmup_ratio say the same; leave one out")
         if self.dpo_loss == "ipo" and self.dpo_label_smoothing:
             raise ValueError("dpo_loss=ipo has no dpo_label_smoothing")
-        for key in ("beta", "dpo_loss", "dpo_label_smoothing", "simpo_gamma"):
+        own = ("kto_loss", "kto_desirable_weight", "kto_undesirable_weight")
+        for key in ("beta", "dpo_loss", "dpo_label_smoothing", "simpo_gamma", *own):
             reads = self.prefers if key == "beta" else key.startswith(self.objective)
             if not reads and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"objective={self.objective} does not read {key}; leave it out")
@@ -378,8 +395,19 @@ class TrainSection(Section):
 
     @property
     def prefers(self) -> bool:
-        """Whether it trains on pairs of a chosen and a rejected answer."""
+        """Whether it trains on which answers are better, or good."""
         return self.objective != "cross_entropy"
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares with what another model says."""
+        return self.objective in ("dpo", "kto")
+
+    @property
+    def rows_together(self) -> int:
+        """Sequences that stay together: of a pair, or an answer of kto with its mismatched one."""
+        alone = self.objective == "cross_entropy" or (self.objective, self.kto_loss) == ("kto", "apo_zero_unpaired")
+        return 1 if alone else 2
 
     @property
     def sequences(self) -> int:
@@ -393,7 +421,7 @@ class TrainSection(Section):
         """Sequences of a micro-batch where the keys decide it, `None` where the plan does."""
         size, count = self.micro_batch_size, self.gradient_accumulation_steps
         if size is None and count is None:
-            return 2 if self.prefers else None
+            return gcd(self.sequences, KTO_ROWS) if self.objective == "kto" else 2 if self.prefers else None
         return size or self.sequences // (count or 1)
 
 
@@ -618,14 +646,17 @@ class Config(Section):
     @model_validator(mode="after")
     def _has_pairs(self) -> Config:
         prefers, objective = self.train.prefers, self.train.objective
-        if prefers and self.data.format not in ("auto", "preference"):
-            raise ValueError(f"train.objective={objective} needs preferences, and data.format is {self.data.format}")
+        needed = "unpaired" if objective == "kto" else "preference"
+        if prefers and self.data.format not in ("auto", needed):
+            raise ValueError(f"train.objective={objective} needs data.format={needed}, and it is {self.data.format}")
         if prefers and self.data.packing not in ("auto", "grouped"):
             raise ValueError(f"pairs are not packed; leave data.packing={self.data.packing} out")
         if self.train.dpo_reference == "base" and self.adapter is None:
             raise ValueError("train.dpo_reference=base is the model below an adapter, and there is no adapter")
         if not prefers and self.data.format == "preference":
             raise ValueError("data.format=preference needs train.objective=dpo, orpo or simpo")
+        if not prefers and self.data.format == "unpaired":
+            raise ValueError("data.format=unpaired needs train.objective=kto")
         return self
 
     @model_validator(mode="after")

@@ -14,6 +14,7 @@ from megatrain.config.translation import (
     parts,
     prefers,
     put_attention,
+    put_kto_weights,
     put_learning_rate,
     put_length,
     put_optimizer,
@@ -76,9 +77,16 @@ def read_llama_factory(reader: Reader) -> None:
 def _objective_of_stage(reader: Reader) -> str:
     stage, loss = reader.take("stage"), reader.take("pref_loss")
     beta, gamma = reader.take("pref_beta"), reader.take("simpo_gamma")
-    if stage not in ("pt", "sft", "dpo"):
-        reader.refuse("stage", "is not trained here", "pt, sft and dpo are")
+    weights = [reader.number(f"kto_{kind}_weight") for kind in ("chosen", "rejected")]
+    if stage not in ("pt", "sft", "dpo", "kto"):
+        reader.refuse("stage", "is not trained here", "pt, sft, dpo and kto are")
     reader.account("stage")
+    if stage in ("dpo", "kto") and loss not in ("orpo", "simpo") and reader.given.get("adapter_name_or_path"):
+        reader.put("train.dpo_reference", "base", "adapter_name_or_path")
+    if stage == "kto":
+        reader.put("train.objective", "kto", "stage")
+        reader.put("train.beta", beta, "pref_beta")
+        put_kto_weights(reader, {"kto_chosen_weight": weights[0]}, {"kto_rejected_weight": weights[1]})
     if stage != "dpo":
         return str(stage)
     if loss not in ("sigmoid", "ipo", "orpo", "simpo"):
@@ -90,8 +98,6 @@ def _objective_of_stage(reader: Reader) -> str:
         reader.put("train.simpo_gamma", gamma, "simpo_gamma")
     if loss == "ipo":
         reader.put("train.dpo_loss", "ipo", "pref_loss")
-    if objective == "dpo" and reader.given.get("adapter_name_or_path"):
-        reader.put("train.dpo_reference", "base", "adapter_name_or_path")
     return str(stage)
 
 

@@ -218,6 +218,8 @@ OTHER_TRAINERS = {
     "include_tokens_per_second": _REPORTED,
     "interleave_probs": "data.weights",
     "is_llama_derived_model": _FOUND_OUT,
+    "kto_chosen_weight": "train.kto_desirable_weight",
+    "kto_rejected_weight": "train.kto_undesirable_weight",
     "is_mistral_derived_model": _FOUND_OUT,
     "is_qwen_derived_model": _FOUND_OUT,
     "liger_cross_entropy": _FUSED,

@@ -38,6 +38,8 @@ SAME = {
             "early_stopping_patience",
             "dpo_label_smoothing",
             "simpo_gamma",
+            "kto_desirable_weight",
+            "kto_undesirable_weight",
         ),
         "adapter": ("use_dora", "use_rslora"),
     }.items()
@@ -81,7 +83,17 @@ SWITCHES_OF_ATTENTION = {
     "eager_attention": "eager",
     "flex_attention": "flex_attention",
 }
-OF_PREFERENCES = ("train.beta", "train.dpo_loss", "train.dpo_label_smoothing", "train.simpo_gamma")
+OF_PREFERENCES = tuple(
+    f"train.{name}"
+    for name in (
+        "beta",
+        "dpo_loss",
+        "dpo_label_smoothing",
+        "simpo_gamma",
+        "kto_desirable_weight",
+        "kto_undesirable_weight",
+    )
+)
 TRACKERS = ("tensorboard", "wandb", "trackio")
 UNSENT = "wandb writes below the run folder, for `wandb sync`; output.trackers_online sends as it goes"
 STEPS_ALONE = "{} is in steps; `megatrain train` says at its start how many an epoch has"
@@ -225,8 +237,21 @@ def rows_of_a_sample(reader: Reader) -> int:
     return 2 if prefers(reader) else 1
 
 
+def put_kto_weights(reader: Reader, good: Mapping[str, Any], bad: Mapping[str, Any]) -> None:
+    """good, bad: the other trainer's key and its value, if it has one."""
+    for ours, given in (("desirable", good), ("undesirable", bad)):
+        for name, value in given.items():
+            if value is not None:
+                reader.put(f"train.kto_{ours}_weight", value, name)
+
+
 def put_sizes(reader: Reader, name: str, rows: int) -> None:
     size, count = reader.number(name), reader.number("gradient_accumulation_steps")
+    if reader.found.tree["train"].get("objective") == "kto":
+        reader.put("train.micro_batch_size", size * rows, name)
+        reader.put("train.gradient_accumulation_steps", count, "gradient_accumulation_steps")
+        reader.note(name, "counts a mismatched row beside each answer here, for the KL term of each micro-batch")
+        return
     reader.put("train.global_batch_size", size * count * rows, name, "gradient_accumulation_steps")
     pairs = ", counts both answers of a pair" if rows == 2 else ""
     what = f"train.global_batch_size is for one GPU{pairs}; multiply it by as many GPUs as the file was meant for"

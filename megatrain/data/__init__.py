@@ -32,6 +32,7 @@ from megatrain.data.sample_cache import (
     holds_chats,
     holds_pairs,
     holds_text_only,
+    holds_unpaired,
     prepare_samples,
     statistics_of,
 )
@@ -74,6 +75,7 @@ __all__ = [
     "holds_pairs",
     "holds_samples",
     "holds_text_only",
+    "holds_unpaired",
     "is_described",
     "is_of_hub",
     "load_tokenizer",

@@ -2,8 +2,8 @@
 
 An entry names a file or a hub dataset, a formatting (`alpaca`, the default, or `sharegpt`), columns, tags, a split and
 a number of samples (the first ones are taken; LLaMA-Factory draws them). They mean what LLaMA-Factory's own
-`data/README.md` says; `ranking` makes them preferences. Refused by name, not passed over: pictures, sound, scripts, and
-hosts other than the hub.
+`data/README.md` says; `ranking` makes them preferences, a column `kto_tag` answers that are good or bad. Refused by
+name, not passed over: pictures, sound, scripts, and hosts other than the hub.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COLUMNS: dict[str, dict[str, str]] = {
     "alpaca": {"prompt": "instruction", "query": "input", "response": "output", "history": "history"},
     "sharegpt": {"messages": "conversations", "tools": "tools"},
 }
-REFUSED_COLUMNS = ("images", "videos", "audios", "kto_tag")
+REFUSED_COLUMNS = ("images", "videos", "audios")
 REFUSED_HOSTS = ("script_url", "cloud_file_name", "ms_hub_url", "om_hub_url")
 KNOWN = frozenset(
     {"hf_hub_url", "file_name", "formatting", "ranking", "subset", "split", "folder", "num_samples", "columns", "tags"}
@@ -101,11 +101,15 @@ def _schema(
     if ranking:
         known = {**known, "chosen": "chosen", "rejected": "rejected"}
         known = {column: name for column, name in known.items() if column not in ("response", "history")}
+    elif "kto_tag" in columns:
+        known = {**known, "kto_tag": "label"}
     for column in columns:
         if column not in known:
             what = f"a column {column!r}, which {formatting} data has not"
             raise DataError(what, where=where, fix=f"known are {', '.join(known)}")
-    chosen: Format = "preference" if ranking else "alpaca" if formatting == "alpaca" else "sharegpt"
+    chosen: Format = "alpaca" if formatting == "alpaca" else "sharegpt"
+    if ranking or "kto_tag" in columns:
+        chosen = "preference" if ranking else "unpaired"
     return Schema(chosen, {known[column]: name for column, name in columns.items()}, tags)
 
 

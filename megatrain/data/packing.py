@@ -3,7 +3,7 @@
     Windows        plain text, which runs on from window to window (`token_windows.py`)
     PackedRows     several whole samples in a row, each for itself: positions start again at 0
     SampleRows     one sample in a row, in an order that brings like lengths together; of preferences a chosen answer,
-                   and in the next row the rejected one
+                   and in the next row the rejected one; of one that is said to be good or bad the mismatched one
 
 `collate` turns rows into what a Hugging Face model's forward takes. Packed rows bring `position_ids`, and no
 attention mask: that is how the library is told that a row holds several sequences, and padding is one more of them.
@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from megatrain.data.sample_cache import SampleFile
+from megatrain.data.sample_cache import SampleFile, holds_unpaired
 from megatrain.data.sample_formats import NOT_A_TARGET
 from megatrain.data.sampler import epoch_order, grouped_order
 
@@ -79,6 +79,9 @@ Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
 REFERENCE = "reference_log_probs"
 """What a batch of pairs calls the log-probabilities of its rows by the reference."""
 
+DESIRABLE = "desirable"
+"""What a batch of answers that are said to be good or bad calls which is which."""
+
 MULTIPLE = 8
 """Padded lengths are multiples of it, which matrix units like."""
 
@@ -92,6 +95,8 @@ class Row:
     positions: Indices | None = None
     reference: float | None = None
     """The sum of the log-probabilities that a reference model gives the targets."""
+    desirable: bool | None = None
+    """What is said of an answer, where something is."""
 
 
 class Batching(Protocol):
@@ -196,7 +201,8 @@ class SampleRows:
         number = int(self._samples(index))
         ids, trained = self.file.sample(number)
         said = None if self.reference.values is None else float(self.reference.values[number])
-        return Row(ids, _labels(ids, trained), reference=said)
+        good = bool(self.file.marks[number]) if holds_unpaired(self.file) else None
+        return Row(ids, _labels(ids, trained), reference=said, desirable=good)
 
     def order(self, seed: int, epoch: int) -> Indices:
         """See `grouped_order`; pairs go by the longer of their samples."""
@@ -270,7 +276,7 @@ def copies(sources: Sequence[npt.NDArray[Any]]) -> list[tuple[int, int]]:
 def collate(rows: Sequence[Row]) -> Arrays:
     """`input_ids` and `labels`, int64[rows, tokens], and `position_ids` or `attention_mask` where they are needed.
 
-    Rows of pairs bring `reference_log_probs`, float32[rows], too.
+    Rows of pairs bring `reference_log_probs`, float32[rows], too, and `desirable`, bool[rows], where it is said.
 
     Rows of plain text are of one length and one array is both ids and labels. Others are padded on the right.
     """
@@ -294,6 +300,8 @@ def collate(rows: Sequence[Row]) -> Arrays:
     arrays["position_ids" if packed else "attention_mask"] = more
     if all(row.reference is not None for row in rows):
         arrays[REFERENCE] = np.array([row.reference for row in rows], np.float32)
+    if all(row.desirable is not None for row in rows):
+        arrays[DESIRABLE] = np.array([row.desirable for row in rows], np.bool_)
     return arrays
 
 

@@ -23,6 +23,8 @@ from megatrain.data.sample_formats import Format, Sample, Schema, read_sample, r
 from megatrain.errors import SampleError
 
 ANSWERS = ("chosen", "rejected")
+SECOND = ("rejected", "mismatched")
+"""What the second of two samples is called that stay together."""
 
 
 def read_pair(row: Row, schema: Schema) -> tuple[Sample, Sample]:
@@ -88,7 +90,7 @@ def whole_pairs(samples: Iterator[EncodedSample], statistics: Statistics) -> Ite
     """`samples` without answers whose counterpart has been left out, which `statistics` then counts as left out too."""
     waiting: EncodedSample | None = None
     for sample in samples:
-        if sample.answer == "rejected" and waiting is not None and waiting.origin == sample.origin:
+        if sample.answer in SECOND and waiting is not None and waiting.origin == sample.origin:
             yield waiting
             yield sample
             waiting = None
@@ -96,10 +98,10 @@ def whole_pairs(samples: Iterator[EncodedSample], statistics: Statistics) -> Ite
         if waiting is not None:
             _leave_out(waiting, statistics)
             waiting = None
-        if sample.answer == "chosen":
-            waiting = sample
-        elif sample.answer == "rejected":
+        if sample.answer in SECOND:
             _leave_out(sample, statistics)
+        elif sample.answer:
+            waiting = sample
         else:
             yield sample
     if waiting is not None:

@@ -1,9 +1,10 @@
 """Encoded samples on disk, memory mapped, encoded once and kept: the key is the content, not a name or a time.
 
-Five files of one name: `.bin` and `.json` hold all ids, one sample after another, as a token file does
+Six files of one name: `.bin` and `.json` hold all ids, one sample after another, as a token file does
 (`token_files.py`); `.lengths` holds the tokens and the targets of each sample (two uint32); `.trained` one bit for
-each token, each sample from a byte of its own; `.hashes` 64 bits for the ids of each, by which copies are found. The
-`.json` is written last, so what a crash leaves is no sample file. They are written while samples come in, and none is
+each token, each sample from a byte of its own; `.hashes` 64 bits for the ids of each, by which copies are found (0
+for a mismatched answer); `.marks` a byte for each, 1 for an answer that is said to be desirable. The `.json` is
+written last, so what a crash leaves is no sample file. They are written while samples come in, and none is
 kept in memory. Left out: where samples come from (`cache.py`).
 """
 
@@ -32,22 +33,24 @@ from megatrain.data.read_rows import HUB_TIMEOUT_SECONDS, JSON_LINES, SEPARATED,
 from megatrain.data.sample_formats import Sample
 from megatrain.data.sample_sources import Source, read_samples
 from megatrain.data.token_files import TokenArray, TokenFile, open_tokens, write_tokens
+from megatrain.data.unpaired import BAD, GOOD, MISMATCHED
 from megatrain.errors import DataError
 from megatrain.system.locks import alone
 from megatrain.system.paths import usable_path
 
-PARTS = (LENGTHS, TRAINED, HASHES) = ".lengths", ".trained", ".hashes"
+PARTS = (LENGTHS, TRAINED, HASHES, MARKS) = ".lengths", ".trained", ".hashes", ".marks"
 
 
 @dataclass(frozen=True, eq=False)
 class SampleFile:
-    """An open file of samples. `lengths`, `targets` and `hashes`, all [samples], are memory maps, as all is."""
+    """An open file of samples. `lengths`, `targets`, `hashes`, `marks`, all [samples], are memory maps, as all is."""
 
     tokens: TokenFile
     lengths: npt.NDArray[np.uint32]
     targets: npt.NDArray[np.uint32]
     bits: npt.NDArray[np.uint8]
     hashes: npt.NDArray[np.uint64]
+    marks: npt.NDArray[np.uint8]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -70,6 +73,8 @@ class SampleFile:
         digest = hashlib.sha256(np.ascontiguousarray(self.hashes).tobytes())
         digest.update(np.ascontiguousarray(self.lengths).tobytes())
         digest.update(np.ascontiguousarray(self.targets).tobytes())
+        if holds_unpaired(self):
+            digest.update(np.ascontiguousarray(self.marks).tobytes())
         return digest.hexdigest()[:32]
 
     @cached_property
@@ -108,12 +113,14 @@ def open_samples(path: Path) -> SampleFile:
         lengths = np.memmap(path.with_suffix(LENGTHS), dtype="<u4", mode="r").reshape(-1, 2)
         bits = np.memmap(path.with_suffix(TRAINED), dtype=np.uint8, mode="r")
         hashes = np.memmap(path.with_suffix(HASHES), dtype="<u8", mode="r")
+        marks = np.memmap(path.with_suffix(MARKS), dtype=np.uint8, mode="r")
     except (OSError, ValueError) as error:
         raise DataError(f"does not hold samples ({error})", where=str(path), fix="remove it") from error
     sizes = lengths[:, 0].astype(np.int64)
-    if (int(sizes.sum()), int((-(-sizes // 8)).sum()), len(sizes)) != (len(tokens), len(bits), len(hashes)):
+    counts = int(sizes.sum()), int((-(-sizes // 8)).sum()), len(sizes), len(sizes)
+    if counts != (len(tokens), len(bits), len(hashes), len(marks)):
         raise DataError("its files are not of one data set", where=str(path), fix="remove them")
-    return SampleFile(tokens, lengths[:, 0], lengths[:, 1], bits, hashes)
+    return SampleFile(tokens, lengths[:, 0], lengths[:, 1], bits, hashes, marks)
 
 
 def are_samples(path: Path) -> bool:
@@ -124,11 +131,13 @@ def are_samples(path: Path) -> bool:
 def _arrays(path: Path, samples: Iterable[EncodedSample], drafts: Mapping[str, Path]) -> Iterator[TokenArray]:
     with ExitStack() as stack:
         files = [stack.enter_context(drafts[suffix].open("wb")) for suffix in PARTS]
-        lengths, trained, hashes = files
+        lengths, trained, hashes, marks = files
         for sample in samples:
             lengths.write(np.array([len(sample), sample.trained.sum()], dtype="<u4").tobytes())
             trained.write(np.packbits(sample.trained).tobytes())
-            hashes.write(hashlib.blake2b(sample.ids.tobytes(), digest_size=8).digest())
+            told = sample.answer != MISMATCHED
+            hashes.write(hashlib.blake2b(sample.ids.tobytes(), digest_size=8).digest() if told else bytes(8))
+            marks.write(bytes([sample.answer == GOOD]))
             yield sample.ids
         for file in files:  # else a power cut could leave what is trained empty beside ids that are whole
             file.flush()
@@ -153,7 +162,7 @@ def _running(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 # Left out: removing old entries.
 
 
-FORMAT = 6  # part of the key: raise it when the same content would give other samples
+FORMAT = 7  # part of the key: raise it when the same content would give other samples
 
 Runs = list[tuple[str, bool]]
 """A rendered example: runs of text, and whether they are trained."""
@@ -232,20 +241,25 @@ def holds_pairs(file: SampleFile) -> bool:
     return bool(file.details["pairs"])
 
 
+def holds_unpaired(file: SampleFile) -> bool:
+    """Whether samples 0, 2, ... are said to be good or bad by `marks`, and the one after each is mismatched."""
+    return bool(file.details.get("unpaired"))
+
+
 def _encoded(
     source: Source, encoder: Encoder, statistics: Statistics, details: dict[str, Any], ways: _Ways
 ) -> Iterator[EncodedSample]:
     """The samples; at its end it fills `details`."""
     example: Runs = []
     text_only, chats = True, False
-    kinds: set[bool] = set()
+    kinds: set[str] = set()
 
     def watched() -> Iterator[Sample]:
         nonlocal text_only, chats
         for sample in read_samples([source], statistics.left_out):
             text_only = text_only and sample.text is not None and not sample.prompt
             chats = chats or bool(sample.messages)
-            kinds.add(bool(sample.answer))
+            kinds.add("unpaired" if sample.answer in (GOOD, BAD, MISMATCHED) else "pairs" if sample.answer else "")
             if not example:
                 example.extend(try_to_render(sample, encoder))
             yield sample
@@ -265,7 +279,8 @@ def _encoded(
         "example": example,
         "text_only": text_only,
         "chats": chats,
-        "pairs": True in kinds,
+        "pairs": "pairs" in kinds,
+        "unpaired": "unpaired" in kinds,
     }
 
 

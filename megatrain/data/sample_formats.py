@@ -9,11 +9,12 @@ A sample is a conversation, a text (behind a prompt that is not trained, perhaps
     text         text                                            all of it is trained
     tokens       input_ids [, labels, attention_mask]            labels are -100 or the id at that very place
     preference   chosen, rejected [, prompt and others]          two samples: see `preferences`
+    unpaired     label [, prompt, completion and others]         two samples: see `unpaired`; never by `auto`
 
 `auto` takes the first of preference, tokens, chat, sharegpt, completion, alpaca and text whose required fields a row
 has. `columns` says what the user calls a field, `tags` what turns call roles and keys; chat and sharegpt are told apart
-by the keys of the first turn. Rows that are marked as good or bad, as data for KTO is, are refused: trained as they
-are, the bad ones would be learned too. Left out: pictures.
+by the keys of the first turn. Rows that are marked as good or bad, as data for KTO is, are `unpaired` or refused:
+trained as they are, the bad ones would be learned too. Left out: pictures.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ from megatrain.data.read_rows import Row
 from megatrain.data.token_files import TokenArray
 from megatrain.errors import ConfigError, DataError, SampleError
 
-Format: TypeAlias = Literal["auto", "preference", "chat", "alpaca", "sharegpt", "completion", "text", "tokens"]
+Format: TypeAlias = Literal[
+    "auto", "preference", "chat", "alpaca", "sharegpt", "completion", "text", "tokens", "unpaired"
+]
 
 # Format -> its (required, optional) fields; in the order in which `auto` tries them.
 FIELDS: dict[Format, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -53,6 +56,21 @@ FIELDS: dict[Format, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "completion": (("prompt", "completion"), ("tools", "system")),
     "alpaca": (("instruction", "output"), ("input", "system", "history")),
     "text": (("text",), ()),
+    "unpaired": (
+        ("label",),
+        (
+            "prompt",
+            "completion",
+            "messages",
+            "conversations",
+            "instruction",
+            "input",
+            "output",
+            "history",
+            "tools",
+            "system",
+        ),
+    ),
 }
 KNOWN_FIELDS = tuple(sorted({name for fields in FIELDS.values() for names in fields for name in names}))
 # LLaMA-Factory's name of a tag -> (its role, or None for a key; what is taken for it where the user names nothing)
@@ -65,14 +83,14 @@ TAGS: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "observation_tag": ("tool", ("observation", "tool", "function_response")),
     "function_tag": ("call", ("function_call",)),
 }
-WITH_TURNS: tuple[Format, ...] = ("auto", "chat", "sharegpt", "preference")
+WITH_TURNS: tuple[Format, ...] = ("auto", "chat", "sharegpt", "preference", "unpaired")
 KEYS_OF_TURNS = {"role": "role_tag", "from": "role_tag", "content": "content_tag", "value": "content_tag"}
 MARKS = ("label", "kto_tag", "desirable", "undesirable", "chosen", "rejected", "accepted", "preferred", "thumbs_up")
 """Columns that say whether an answer is good, where they hold a boolean; with `is_` before them too."""
 MAY_BE_TEXT = ("label", "chosen", "rejected")
 """Of those, what else may hold 0, 1 or a text: a class, an answer."""
-MARKED = "marks the answer as good or bad, as data for KTO does, which is not trained on here"
-UNMARKED = "keep the rows with good answers and remove the column"
+MARKED = "marks the answer as good or bad, as data for KTO does, which train.objective=kto trains on"
+UNMARKED = "set that, or keep the rows with good answers and remove the column"
 WEIGHTS = ("weight", "loss_weight")
 """What messages call how much they are trained: OpenAI and LLaMA-Factory."""
 SWITCHES = ("train", "training")
@@ -131,7 +149,8 @@ class Sample:
     text: str | None = None
     ids: TokenArray | None = None
     trained: npt.NDArray[np.bool_] | None = None
-    answer: Literal["", "chosen", "rejected"] = ""  # of a preference; the two follow one another
+    answer: Literal["", "chosen", "rejected", "desirable", "undesirable", "mismatched"] = ""
+    """Of a preference, or of an answer that is said to be good or bad; two that belong together follow one another."""
 
 
 def detect_schema(row: Row, schema: Schema) -> Schema:
@@ -142,7 +161,7 @@ def detect_schema(row: Row, schema: Schema) -> Schema:
         return schema
     for name in FIELDS:
         candidate = replace(schema, format=name)
-        if not candidate.fits(row.fields):
+        if name == "unpaired" or not candidate.fits(row.fields):
             continue
         if name not in ("preference", "tokens", "text"):
             _refuse_half_a_pair(row)
@@ -215,16 +234,16 @@ def _refuse_marks(row: Row, schema: Schema) -> None:
         plain = name.lower().removeprefix("is_")
         if plain not in MARKS or name in fields:
             continue
-        if isinstance(value, bool | np.bool_) or (plain not in MAY_BE_TEXT and _is_binary(value)):
+        if isinstance(value, bool | np.bool_) or (plain not in MAY_BE_TEXT and as_mark(value) is not None):
             what = f"{name!r} {MARKED}"
             raise SampleError(what, reason="marked as good or bad", where=row.place, fix=UNMARKED)
 
 
-def _is_binary(value: Any) -> bool:
-    """Whether a value is 0, 1, true or false, or a text that says so."""
+def as_mark(value: Any) -> bool | None:
+    """0, 1, true or false, or a text that says so, as a boolean; None for anything else."""
     if isinstance(value, str):
-        return value.strip().lower() in ("0", "1", "true", "false")
-    return isinstance(value, int | float | np.integer | np.bool_) and value in (0, 1)
+        return {"0": False, "1": True, "false": False, "true": True}.get(value.strip().lower())
+    return bool(value) if isinstance(value, int | float | np.integer | np.bool_) and value in (0, 1) else None
 
 
 class Labels:
@@ -239,10 +258,10 @@ class Labels:
 
     def add(self, row: Row, schema: Schema) -> None:
         """Take up a row that has been read as a sample of `schema`."""
-        for name in () if schema.format in ("text", "tokens") else row.fields:
+        for name in () if schema.format in ("text", "tokens", "unpaired") else row.fields:
             if name.lower().removeprefix("is_") == "label" and (value := row.fields[name]) is not None:
                 self._first.setdefault(name, row.place)
-                if not _is_binary(value):
+                if as_mark(value) is None:
                     self._classes.add(name)
 
     def refuse_marks(self) -> None:

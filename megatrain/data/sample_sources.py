@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from megatrain.data.preferences import read_pair
 from megatrain.data.read_rows import LeftOut, Row, read_rows
 from megatrain.data.sample_formats import Labels, Sample, Schema, detect_schema, read_sample
+from megatrain.data.unpaired import read_unpaired, with_mismatched
 from megatrain.errors import DataError, SampleError
 from megatrain.system.paths import usable_path
 
@@ -50,7 +51,7 @@ def read_samples(sources: Sequence[Source], left_out: LeftOut) -> Iterator[Sampl
     found = False
     for source in sources:
         labels = Labels()
-        for sample in _read_source(source, left_out, labels):
+        for sample in with_mismatched(_read_source(source, left_out, labels), source.name):
             found = True
             yield sample
         labels.refuse_marks()
@@ -107,4 +108,6 @@ def _read_row(row: Row, schema: Schema, asked: Schema) -> tuple[Sample, ...]:
             what = f"a {other.format} sample in a file that began with {schema.format} samples"
             fix = "give each format a file of its own, or set data.format"
             raise SampleError(what, reason="of another format than its file", where=row.place, fix=fix)
-    return read_pair(row, schema) if schema.format == "preference" else (read_sample(row, schema),)
+    if schema.format == "preference":
+        return read_pair(row, schema)
+    return (read_unpaired(row, schema) if schema.format == "unpaired" else read_sample(row, schema),)

@@ -8,7 +8,7 @@ from megatrain.engine.batch import (
     sequences_of,
     target_mask,
 )
-from megatrain.engine.chunked_loss import KeepLogProbs, LogitsLoss, LogProbLoss, LossFn, StepResult
+from megatrain.engine.chunked_loss import KeepLogProbs, LogitsLoss, LogProbLoss, LossFn, StepResult, Summed, Sums
 from megatrain.engine.executor import Executor
 from megatrain.engine.ops import DTYPES, Streamer
 
@@ -22,6 +22,8 @@ __all__ = [
     "MicroBatch",
     "StepResult",
     "Streamer",
+    "Summed",
+    "Sums",
     "check_inputs",
     "check_micro_batches",
     "count_targets",

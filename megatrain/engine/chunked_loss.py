@@ -26,8 +26,12 @@ from megatrain.schedule.passes.workspace import LOSS_BLOCK_NUMEL
 # cut into micro-batches changes nothing. Left out: a loss that couples tokens of several micro-batches.
 
 
-Sums = Mapping[str, Tensor | float]
-"""What a loss function may return beside the loss, to be reported: name -> a sum like the loss's."""
+Summed = Tensor | float | tuple[Tensor | float, Tensor | float]
+Sums = Mapping[str, Summed]
+"""What a loss function may return beside the loss, to be reported: name -> a sum like the loss's, or a sum and how many
+it is of, where these are others than the loss is divided by."""
+COUNT = " (count)"
+"""Behind the name of a sum that has a count of its own, in what is handed on."""
 
 Returned = Tensor | tuple[Tensor, Sums]
 
@@ -192,7 +196,12 @@ def _checked(returned: Returned, loss_fn: LossFn, *, needs_graph: bool = False) 
     if needs_graph and not loss.requires_grad:
         what = "returned a loss that does not depend on what it was given"
         raise LossError(what, where=where, fix="compute it from the argument, without detach or item")
-    kept = {name: torch.as_tensor(value, device=loss.device).detach().double().sum() for name, value in sums.items()}
+    parts = {name: value if isinstance(value, tuple) else (value,) for name, value in sums.items()}
+    kept = {
+        name + mark: torch.as_tensor(each, device=loss.device).detach().double().sum()
+        for name, values in parts.items()
+        for mark, each in zip(("", COUNT), values, strict=False)
+    }
     return loss.reshape(()), kept
 
 

@@ -25,6 +25,7 @@ from megatrain.dist import ALONE, World
 from megatrain.engine.autograd import GradientDestination, GradientsInPlace
 from megatrain.engine.batch import MicroBatch, count_targets, for_model, model_inputs, targets_of
 from megatrain.engine.chunked_loss import (
+    COUNT,
     Chunks,
     Found,
     LossFn,
@@ -659,10 +660,20 @@ def _reports(
     for micro, found, divisor in zip(micros, each, divisors, strict=True):
         for name, number in micro.reported.items():
             sums[name] = sums.get(name, 0.0) + number
-            found[name] = number / (divisor or 1.0)
+        found.update(_means(micro.reported, 1 / (divisor or 1.0)))
         if micro.router_loss is not None:
             found["aux_loss"] = micro.router_loss
-    return {name: number * scale for name, number in sums.items()}, each
+    return _means(sums, scale), each
+
+
+def _means(sums: Mapping[str, float], scale: float) -> dict[str, float]:
+    """Sums times `scale`, or over a count of their own, where that is not 0."""
+    found = {}
+    for name, number in sums.items():
+        count = sums.get(name + COUNT)
+        if not name.endswith(COUNT) and count != 0:
+            found[name] = number * scale if count is None else number / count
+    return found
 
 
 ACTIONS = {

@@ -44,6 +44,7 @@ from megatrain.data import (
     holds_pairs,
     holds_samples,
     holds_text_only,
+    holds_unpaired,
     is_described,
     is_of_hub,
     pack,
@@ -188,7 +189,7 @@ def open_corpus(
     sources = _distinct([*((each.name, each.training) for each in own), *held_out])
     validation = Validation(sources, size, config.train.eval_batches or (None if own else HELD_OUT_BATCHES))
     facts = [fact for part in parts for fact in part.facts]
-    facts += _repeated(parts, "pairs" if config.train.prefers else "samples")
+    facts += _repeated(parts, "pairs" if config.train.prefers and not opened.unpaired else "samples")
     facts += [("validation", _described(part, parts)) for part in own]
     chats = opened.encoder if any(part.holds_chats for part in parts) else None
     if chats is not None:  # so that the model that is saved answers as it was trained
@@ -254,7 +255,7 @@ class _Opening:
         self.config, self.data, self.micro_batch = config, config.data, micro_batch
         self.tokenizer, self.vocabulary, self.model = tokenizer, vocabulary, model
         self.cache, self.split, self.fraction = config.data.cache_folder, self.data.split, self.data.validation_fraction
-        self.prefers = config.train.prefers
+        self.prefers, self.unpaired = config.train.prefers, config.train.objective == "kto"
         self.schema, self.prepare = schema_of(config), prepare
         self.encoder = Encoder(tokenizer, _options(self.data, self.data.sequence_length))
         self._packs: bool | None = None
@@ -337,14 +338,7 @@ class _Opening:
         encoder = Encoder(self.tokenizer, _options(data, None)) if runs_on else self.encoder
         whole = self.prepare(source, encoder, cache=self.cache, bad=data.bad_samples)
         whole.tokens.require_ids_below(self.vocabulary)
-        if holds_pairs(whole) != self.prefers:
-            what, fix = (
-                f"{name} holds preferences",
-                "set train.objective=dpo (orpo, simpo) or data.format, or name other sources",
-            )
-            if self.prefers:
-                what, fix = f"{name} holds no preferences", "name sources with chosen and rejected answers"
-            raise ConfigError(what, where="data.sources", fix=fix)
+        self._refuse_other_kind(whole, name)
         statistics = statistics_of(whole)
         first, *others = statistics.lines()
         if runs_on:
@@ -353,7 +347,7 @@ class _Opening:
                 raise ConfigError(what, where="data.packing", fix="use best_fit or grouped")
             return self._cut([name], whole.tokens, f"{first}, of {name}")
         training, held_out, how, copies = self._rows(whole)
-        whats = "pairs" if self.prefers else "samples"
+        whats = "pairs" if self.prefers and not self.unpaired else "samples"
         held = f"{len(held_out.chosen):,} {whats} held out" if held_out else "none held out"
         held += f", {copies:,} trained on instead because they have copies" if copies else ""
         mean = whole.lengths.mean() if self.prefers else whole.lengths[training.chosen].mean()
@@ -383,16 +377,35 @@ class _Opening:
         example = [] if rows.first is None or runs_on else try_to_render(rows.first, encoder)
         return _Part(rows, None, facts, example, rows.holds_chats, called(name))
 
+    def _refuse_other_kind(self, file: SampleFile, name: str) -> None:
+        """Raise `ConfigError` for samples that are not what the objective trains on."""
+        needs_pairs = self.prefers and not self.unpaired
+        if (holds_pairs(file), holds_unpaired(file)) == (needs_pairs, self.unpaired):
+            return
+        what, fix = (
+            f"{name} holds preferences",
+            "set train.objective=dpo (orpo, simpo) or data.format, or name other sources",
+        )
+        if holds_unpaired(file):
+            what, fix = f"{name} holds answers with labels", "set train.objective=kto, or name other sources"
+        elif self.prefers:
+            needs = "answers with labels" if self.unpaired else "chosen and rejected answers"
+            what, fix = f"{name} holds no preferences", f"name sources with {needs}"
+        raise ConfigError(what, where="data.sources", fix=fix)
+
     def _rows(self, file: SampleFile) -> tuple[PackedRows | SampleRows, PackedRows | SampleRows | None, str, int]:
         """(training, held out, how they are packed, what is not held out because it has copies)."""
         size = 2 if self.prefers else 1
         training, held_out, copies = split_samples(file, self.fraction, size)
+        if size > (together := self.config.train.rows_together):  # answers without their mismatched ones
+            training, held_out, size = size * training, size * held_out, together
         both, rows = (training, held_out), list[PackedRows | SampleRows]()
         if not self.prefers and self._can_pack():
             how = "best fit"
             rows += [PackedRows(file, chosen, self.data.sequence_length, self.config.train.seed) for chosen in both]
         else:
-            how = f"{'a pair in two rows' if self.prefers else 'one sample to a row'}, like lengths together"
+            of = "an answer and a mismatched one in two rows" if self.unpaired else "a pair in two rows"
+            how = f"{of if size == 2 else 'one sample to a row'}, like lengths together"
             reference = Reference()
             rows += [SampleRows(file, chosen, self.micro_batch, size, reference) for chosen in both]
         return rows[0], rows[1] if len(held_out) else None, how, copies

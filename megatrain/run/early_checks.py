@@ -48,7 +48,9 @@ def refuse_mistakes(config: Config) -> None:
 def schema_of(config: Config) -> Schema:
     """How the fields of samples are read. Raises `ConfigError` for what the format has no use for."""
     data = config.data
-    chosen: Format = "preference" if config.train.prefers else data.format
+    chosen: Format = data.format
+    if config.train.prefers:
+        chosen = "unpaired" if config.train.objective == "kto" else "preference"
     schema = Schema(chosen, data.columns, data.tags)
     schema.refuse_unused()
     return schema

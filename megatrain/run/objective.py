@@ -1,10 +1,10 @@
 """What a run trains for: the loss of its steps and its measurements, and what a preference run must know before.
 
-Cross-entropy needs nothing. For preferences (`train.objective: dpo`) the reference is the model that the run begins
-with, or the base below its adapter: its log-probabilities of all answers are computed once, by the streaming forward,
-and kept beside tokenised data by a key that is made of content (the weights, the samples, and what rounding depends
-on). The run folder gets a copy, which a resumed run goes on with, since its model is no longer the reference. Several
-ranks ask together, each about its part of the micro-batches, and rank 0 alone reads and writes files.
+Cross-entropy needs nothing. For preferences (`train.objective: dpo` or `kto`) the reference is the model that the run
+begins with, or the base below its adapter: its log-probabilities of all answers are computed once, by the streaming
+forward, and kept beside tokenised data by a key that is made of content (the weights, the samples, and what rounding
+depends on). The run folder gets a copy, which a resumed run goes on with, since its model is no longer the reference.
+Several ranks ask together, each about its part of the micro-batches, and rank 0 alone reads and writes files.
 
 Left out: a reference that is another model, or one that moves. All pairs are asked about, also where a run ends before
 it has seen them.
@@ -26,10 +26,9 @@ import torch
 from megatrain.checkpoint import Checkpoint
 from megatrain.config import Config
 from megatrain.data import Batch, SampleFile, SampleRows, batch_of
-from megatrain.data.packing import REFERENCE
 from megatrain.dist import World
 from megatrain.errors import CheckpointError, DataError
-from megatrain.losses import DPO, ORPO, LossFn, SimPO
+from megatrain.losses import DPO, KTO, ORPO, LossFn, SimPO
 from megatrain.memory.checksum import checksum
 from megatrain.plan import Plan
 from megatrain.run.data import Corpus
@@ -58,11 +57,14 @@ def loss_of(config: Config) -> LossFn | None:
             return ORPO(**given)
         case "simpo":
             return SimPO(**given, gamma=train.simpo_gamma)
+        case "kto":
+            weights = train.kto_desirable_weight, train.kto_undesirable_weight
+            return KTO(train.beta or KTO.beta, *weights, loss_type=train.kto_loss)
 
 
 def without_reference(batch: Batch) -> Batch:
     """What the model itself takes of a batch."""
-    return {key: value for key, value in batch.items() if key != REFERENCE}
+    return {key: value for key, value in batch.items() if key not in KTO.own}
 
 
 def take_up_reference(
@@ -150,7 +152,7 @@ def _ask(
         numbers = order[start : start + together]
         parts = np.split(numbers, range(plan.micro_batch, len(numbers), plan.micro_batch))
         mine = own_of(world, parts)
-        asked = [batch_of([rows.row(int(number)) for number in part]) for part in mine]
+        asked = [without_reference(batch_of([rows.row(int(number)) for number in part])) for part in mine]
         found = engine.log_probs(asked, of_base=of_base)
         said[np.concatenate(mine)] = torch.cat([each.sum(dim=1) for each in found]).numpy()
         of_ranks = world.together(torch.from_numpy(said[numbers])).numpy()

@@ -158,7 +158,7 @@ def run_training(config: Config, console: Console) -> Path:
             claim.make(folder)
         else:
             console.file = stack.enter_context(ranks.open_log(folder))
-        if config.train.objective == "dpo":
+        if config.train.has_reference:
             with loading(console, "asking the reference about each answer") as progress:
                 take_up_reference(config, corpus, engine, plan, taken, progress)
         if config.trace_file is not None and ranks.leads:

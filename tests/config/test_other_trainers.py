@@ -108,6 +108,14 @@ def flat(found: Translation) -> dict[str, Any]:
                                  "field_messages": "asked"}]},
          {"train.objective": "dpo", "train.beta": 0.2, "data.sources": ["a.jsonl", "b.jsonl"],
           "data.columns": {"prompt": "asked"}, "train.global_batch_size": 2}),
+        (LLAMA_FACTORY, {"stage": "kto", "kto_chosen_weight": 0.5, "per_device_train_batch_size": 4,
+                         "gradient_accumulation_steps": 2},
+         {"train.objective": "kto", "train.beta": 0.1, "train.kto_desirable_weight": 0.5, "train.micro_batch_size": 8,
+          "train.gradient_accumulation_steps": 2, "train.global_batch_size": None}),
+        (AXOLOTL, {"rl": "kto", "rl_beta": 0.5, "kto_desirable_weight": 0.2, "micro_batch_size": 2,
+                   "datasets": [{"path": "org/kto", "type": "llama3.ultra", "split": "train"}]},
+         {"train.objective": "kto", "train.beta": 0.5, "train.kto_desirable_weight": 0.2, "train.micro_batch_size": 4,
+          "data.sources": ["org/kto"], "data.packing": None}),
         (AXOLOTL, {"rl": "orpo", "orpo_alpha": 0.4}, {"train.objective": "orpo", "train.beta": 0.4}),
         (AXOLOTL, {"eager_attention": True, "bf16": "auto", "cosine_min_lr_ratio": 0.2,
                    "auto_resume_from_checkpoints": True, "hub_model_id": "me/it"},
@@ -183,7 +191,7 @@ def test_what_is_left_out_says_why(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("base", "more", "what"),
     [
-        (LLAMA_FACTORY, {"stage": "ppo"}, r"theirs.yaml:2: stage=ppo is not trained here; pt, sft and dpo"),
+        (LLAMA_FACTORY, {"stage": "ppo"}, r"theirs.yaml:2: stage=ppo is not trained here; pt, sft, dpo and kto"),
         (LLAMA_FACTORY, {"cutoff_len": "long"}, "data.sequence_length: should be a valid integer, not 'long'"),
         (LLAMA_FACTORY, {"finetuning_type": "oft"}, "finetuning_type=oft is not here"),
         (LLAMA_FACTORY, {"stage": "dpo", "pref_loss": "hinge"}, "pref_loss=hinge is no loss here"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +22,9 @@ from megatrain.engine.batch import shifted, targets_of
 from megatrain.engine.chunked_loss import Chunks, differentiate
 from megatrain.errors import BatchError, ConfigError, LossError
 from megatrain.losses import (
+    DESIRABLE,
     DPO,
+    KTO,
     ORPO,
     REFERENCE,
     LogitsLoss,
@@ -269,6 +273,113 @@ def test_how_pairs_are_cut_into_micro_batches_changes_nothing() -> None:
         together, apart = (with_reference(each, engine.log_probs(each)) for each in ([whole], parts))
         engine.step(together, lr=1e-2, loss_fn=DPO())
         assert_same(engine.gradients(apart, loss_fn=DPO()), engine.gradients(together, loss_fn=DPO()))
+
+
+def answers(count: int, length: int, seed: int) -> dict[str, Tensor]:
+    """`count` answers, each before its mismatched one, with prompts of two tokens; every third one is bad."""
+    made = pairs(count, length, seed)
+    made[DESIRABLE] = torch.arange(2 * count) // 2 % 3 != 2
+    return made
+
+
+def trls_kto(log_probs: Tensor, reference: Tensor, each: dict[str, Tensor], loss: KTO) -> Tensor:
+    """What TRL's own trainer makes of a batch of a device, given what the model and the reference say of each token."""
+    from trl import KTOTrainer
+
+    rows, mismatched = slice(None, None, loss.rows), slice(1, None, 2)
+    mask = target_mask(each)[rows]
+
+    class Said(SimpleNamespace):
+        def __call__(self, **_: Any) -> SimpleNamespace:
+            said = log_probs[mismatched] if not torch.is_grad_enabled() else log_probs[rows]
+            return SimpleNamespace(log_probs=said[:, 1:], entropy=said[:, 1:], mean_logits=said[:, 1:])
+
+    accelerator = SimpleNamespace(device=torch.device("cpu"), gather_for_metrics=lambda value: value)
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(training=True), accelerator=accelerator, calculate_KL=loss.loss_type == "kto",
+        aux_loss_enabled=False, precompute_ref_logps=True, loss_type=loss.loss_type, beta=loss.beta,
+        desirable_weight=loss.desirable_weight, undesirable_weight=loss.undesirable_weight,
+        _metrics={"train": defaultdict(list)}, _total_train_tokens=0, _tp_size=1,
+    )  # fmt: skip
+    trainer._compute_kl_logps = partial(KTOTrainer._compute_kl_logps, trainer)
+    batch = {
+        "input_ids": each["input_ids"][rows], "attention_mask": each["attention_mask"][rows], "completion_mask": mask,
+        "label": each[DESIRABLE][rows], "ref_logps": reference.sum(1)[rows],
+        "KL_input_ids": each["input_ids"][mismatched], "KL_attention_mask": each["attention_mask"][mismatched],
+        "KL_completion_mask": target_mask(each)[mismatched], "ref_KL_logps": reference.sum(1)[mismatched],
+    }  # fmt: skip
+    found: Tensor = KTOTrainer._compute_loss(trainer, Said(), batch, return_outputs=False)
+    each["told"] = {name: values[-1] for name, values in trainer._metrics["train"].items()}  # type: ignore[assignment]
+    return found
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [KTO(), KTO(0.5, 0.7, 1.4), KTO(0.3, loss_type="apo_zero_unpaired")],
+    ids=["kto", "weighted", "apo"],
+)
+def test_marked_answers_cost_what_trls_own_trainer_makes_of_them(loss: KTO) -> None:
+    """Loss, every gradient and what is reported; the KL term is each micro-batch's own."""
+    plain, reference = tiny_model(), tiny_model()
+    batches = [answers(4, 12, 0), answers(4, 9, 1)]
+    with torch.no_grad():
+        base = [stock_log_probs(reference, each) for each in batches]
+
+    def total() -> Tensor:
+        found = [
+            trls_kto(stock_log_probs(plain, each), frozen, each, loss)
+            for each, frozen in zip(batches, base, strict=True)
+        ]
+        return torch.stack(found).mean()
+
+    with engine_of(tiny_model()) as engine:
+        asked = [{key: value for key, value in each.items() if key != DESIRABLE} for each in batches]
+        given = [
+            {**each, DESIRABLE: full[DESIRABLE]}
+            for each, full in zip(with_reference(asked, engine.log_probs(asked)), batches, strict=True)
+        ]
+        engine.step(asked, lr=1e-2)  # whatever the answer, all are likelier than to the reference now
+        for _ in range(2):
+            plain.load_state_dict(engine.master_weights(), strict=False)
+            wanted, gradients = by_autograd(plain, total)
+            found = engine.gradients(given, loss_fn=loss)
+            assert max(float((found[name] - gradients[name]).abs().max()) for name in gradients) < 1e-6
+            assert_same(found, gradients)
+            out = engine.step(given, lr=1e-3, loss_fn=loss)
+            assert out.loss == pytest.approx(wanted, abs=1e-6)
+            for said, each in zip(out.by_micro_batch, batches, strict=True):
+                told = each.pop("told")
+                names = ["rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected"]
+                for name in [*names, "kl"] if loss.loss_type == "kto" else names:
+                    assert said[name] == pytest.approx(told[name], rel=1e-5, abs=1e-5)
+    assert loss.loss_type != "kto" or out.metrics["kl"] > 1, "the policy must have moved away"
+
+
+def test_the_distance_of_kto_is_the_micro_batchs_own_and_has_no_gradient() -> None:
+    """A mean of each, 0 at least, so how answers are cut changes it; mismatched rows train nothing."""
+    log_probs = torch.zeros(4, 3)
+    log_probs[:, 1] = torch.tensor([-1.0, 3.0, -2.0, -9.0])
+    batch = {"labels": torch.ones(4, 3, dtype=torch.int64), REFERENCE: torch.zeros(4),
+             DESIRABLE: torch.tensor([True, False, False, True])}  # fmt: skip
+    parts = [{key: value[at : at + 2] for key, value in batch.items()} for at in (0, 2)]
+    leaf = log_probs.clone().requires_grad_()
+    loss, told = KTO(1.0)(leaf, batch)
+    loss.backward()
+    assert told["kl"] == 0
+    assert (leaf.grad[1::2] == 0).all()
+    assert (leaf.grad[::2] != 0).any()
+    assert loss.item() == pytest.approx(2 - sigmoid(-1.0) - sigmoid(2.0))
+    kls = [KTO(1.0)(log_probs[at : at + 2], part)[1]["kl"] for at, part in zip((0, 2), parts, strict=True)]
+    assert kls == [3.0, 0.0]
+    with pytest.raises(BatchError, match="3 rows are no pairs of answers and mismatched ones"):
+        KTO().divisor({key: value[:3] for key, value in batch.items()})
+    with pytest.raises(BatchError, match=r"desirable is \[4, 1\] for 4 rows"):
+        KTO().divisor({**batch, DESIRABLE: torch.ones(4, 1)})
+    assert KTO(loss_type="apo_zero_unpaired").divisor({key: value[:3] for key, value in batch.items()}) == 3
+
+
+def sigmoid(value: float) -> float:
+    return 1 / (1 + math.exp(-value))
 
 
 class Distillation(LogitsLoss):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from safetensors.torch import load_file
 
 from megatrain.config import Config
 from megatrain.data import load_tokenizer
-from megatrain.errors import CheckpointError, ConfigError, DataError
+from megatrain.errors import CheckpointError, ConfigError, DataError, SampleError
 from megatrain.run import objective
 from megatrain.run.objective import FILE
 from megatrain.system.locks import alone
@@ -124,6 +126,63 @@ def test_the_reference_of_a_run_that_goes_on_from_an_adapter_may_be_the_base_bel
         dpo_run(tmp_path, train={"dpo_reference": "base"})
 
 
+def marked(path: Path, count: int = 40) -> Path:
+    """A digit is the right answer, a letter a wrong one; two of three are right."""
+    rows = [
+        {"prompt": f"{n}+{n}=", "completion": "no" * (1 + n % 3) if n % 3 == 2 else f"{2 * n}", "label": n % 3 != 2}
+        for n in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+SHOWN = re.MULTILINE | re.DOTALL
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "preferences.md"
+
+
+def kto_run(tmp_path: Path, name: str = "run", resume: str | None = None, **train: Any) -> Config:
+    data = {"sources": [str(marked(tmp_path / "marked.jsonl"))]}
+    return dpo_run(tmp_path, name, resume, data=data, train={"objective": "kto", **train})
+
+
+@pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
+def test_a_run_learns_which_answers_are_good_by_themselves(loss: str, tmp_path: Path) -> None:
+    size = {"micro_batch_size": 8} if loss == "kto" else {"micro_batch_size": 5}
+    said = train(kto_run(tmp_path, steps=10, kto_loss=loss, beta=0.5, learning_rate=1e-2, **size))
+    told = steps(tmp_path / "run")
+    assert told[0]["loss"] == pytest.approx(0.5, abs=2e-3), "the policy is the reference at first"
+    assert told[-1]["loss"] < 0.48
+    margins = [line["rewards/chosen"] - line["rewards/rejected"] for line in told if "rewards/rejected" in line]
+    assert margins[-1] > 0.1 > abs(margins[0])
+    assert ("an answer and a mismatched one in two rows" in said) == (loss == "kto")
+    assert ("kl" in told[-1]) == (loss == "kto")
+    assert "4 samples held out" in said
+    measured = [line["loss"] for line in lines(tmp_path / "run") if line["event"] == "evaluated"]
+    assert measured[-1] < measured[0]
+
+
+def test_what_the_guide_shows_of_marked_answers_trains(tmp_path: Path) -> None:
+    """As printed, but for sizes, the model and places."""
+    shown = re.findall(r"^```yaml\n(.*?)^```", GUIDE.read_text(), SHOWN)
+    (rows,) = re.findall(r"^```json\n(.*?)^```", GUIDE.read_text(), SHOWN)
+    (tmp_path / "shown.jsonl").write_text(rows * 3)
+    (tree,) = [tree for tree in map(yaml.safe_load, shown) if tree["train"]["objective"] == "kto"]
+    sizes = {"epochs": None, "steps": 2, "micro_batch_size": 4, "gradient_accumulation_steps": 2}
+    chats = {"sources": [str(tmp_path / "shown.jsonl")], "chat_template": "none", "sequence_length": 64}
+    train(dpo_run(tmp_path, data=tree["data"] | chats, train=tree["train"] | sizes, output={"verify_export": False}))
+    assert "kl" in steps(tmp_path / "run")[-1]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_of_marked_answers_ends_in_the_same_bits(tmp_path: Path) -> None:
+    train(kto_run(tmp_path, "whole", lr_scheduler="constant"))
+    train(kto_run(tmp_path, "part", steps=3, lr_scheduler="constant"))
+    train(kto_run(tmp_path, "part", resume="auto", lr_scheduler="constant"))
+    assert losses(tmp_path / "part") == losses(tmp_path / "whole")
+    left, right = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("part", "whole"))
+    assert equal(left, right)
+
+
 def test_a_resumed_run_without_its_reference_is_refused(tmp_path: Path) -> None:
     train(dpo_run(tmp_path, train={"steps": 3}))
     (tmp_path / "run" / "reference.npz").unlink()
@@ -147,6 +206,7 @@ def test_another_model_asks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     [
         ({"train": {"objective": "cross_entropy"}}, ConfigError, r"holds preferences.*train\.objective=dpo"),
         ({"data": {"sources": ["corpus.txt"]}}, DataError, "no 'chosen', which preference samples have"),
+        ({"train": {"objective": "kto"}}, SampleError, "no 'label', which unpaired samples have"),
     ],
 )
 def test_preferences_and_the_objective_go_together(
@@ -163,11 +223,15 @@ def test_preferences_and_the_objective_go_together(
     [
         ({"train": {"micro_batch_size": 3}}, "must be even"),
         ({"data": {"packing": "best_fit"}}, "pairs are not packed"),
-        ({"data": {"format": "chat"}}, "needs preferences, and data.format is chat"),
+        ({"data": {"format": "chat"}}, "needs data.format=preference, and it is chat"),
         ({"train": {"objective": "cross_entropy"}, "data": {"format": "preference"}}, "needs train.objective=dpo"),
         ({"train": {"dpo_loss": "ipo", "dpo_label_smoothing": 0.1}}, "has no dpo_label_smoothing"),
         ({"train": {"objective": "orpo", "micro_batch_size": 3}}, "orpo takes pairs"),
         ({"train": {"objective": "orpo", "dpo_loss": "ipo"}}, "objective=orpo does not read dpo_loss"),
+        ({"train": {"objective": "kto", "micro_batch_size": 3}}, "kto takes pairs"),
+        ({"train": {"objective": "kto"}, "data": {"format": "preference"}}, "needs data.format=unpaired"),
+        ({"train": {"objective": "cross_entropy"}, "data": {"format": "unpaired"}}, "needs train.objective=kto"),
+        ({"train": {"kto_desirable_weight": 2.0}}, "objective=dpo does not read kto_desirable_weight"),
         ({"train": {"simpo_gamma": 0.3}}, "objective=dpo does not read simpo_gamma"),
         ({"train": {"objective": "cross_entropy", "beta": 0.3}}, "objective=cross_entropy does not read beta"),
     ],
