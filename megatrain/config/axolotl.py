@@ -6,6 +6,7 @@ it are told of.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -90,7 +91,9 @@ def _objective_of_axolotl(reader: Reader) -> None:
     beta, alpha, gamma = reader.take("rl_beta"), reader.take("orpo_alpha"), reader.take("simpo_gamma")
     for name in ("reward_model", "process_reward_model"):
         if reader.take(name):
-            reader.refuse(name, "is not trained here", "a model with a head for text is")
+            reader.refuse(name, "is not trained here", "models with a head for text are, not with one for a score")
+    if reader.given.get("unfrozen_parameters"):
+        reader.refuse("unfrozen_parameters", "is not here", "train.freeze names what stays as it is; take the key out")
     if objective is None:
         return
     if objective not in ("dpo", "ipo", "orpo", "simpo", "kto"):
@@ -275,8 +278,10 @@ def _adapter_of_axolotl(reader: Reader) -> None:
     reader.put("adapter.alpha", alpha, "lora_alpha")
     if dropout:
         reader.put("adapter.dropout", dropout, "lora_dropout")
-    if whole or names:
+    if isinstance(names, str) and not whole and re.search(r"[^\w.,\s]", names):
+        reader.leave("lora_target_modules", "adapter.target_modules are names, and no pattern; auto is left")
+    elif whole or names:
         targets = ["all-linear"] if whole else parts(names)
-        reader.put("adapter.target_modules", targets, "lora_target_linear" if whole else "lora_target_modules")
+        reader.put("adapter.target_modules", targets, "lora_target_modules", "lora_target_linear")
     if saved:
         reader.put("adapter.modules_to_save", saved, "lora_modules_to_save")

@@ -78,6 +78,8 @@ def _objective_of_stage(reader: Reader) -> str:
     stage, loss = reader.take("stage"), reader.take("pref_loss")
     beta, gamma = reader.take("pref_beta"), reader.take("simpo_gamma")
     weights = [reader.number(f"kto_{kind}_weight") for kind in ("chosen", "rejected")]
+    if stage == "rm":
+        reader.refuse("stage", "is not trained here", "models with a head for text are, not with one for a score")
     if stage not in ("pt", "sft", "dpo", "kto"):
         reader.refuse("stage", "is not trained here", "pt, sft, dpo and kto are")
     reader.account("stage")

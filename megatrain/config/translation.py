@@ -331,14 +331,15 @@ def put_precision(reader: Reader) -> None:
 
 
 def put_attention(reader: Reader, name: str) -> None:
-    asked = reader.take(name) or reader.take("attn_implementation")
+    name = name if name in reader.given else "attn_implementation"
+    asked = reader.take(name)
     for switch, kernel in SWITCHES_OF_ATTENTION.items():
         if reader.given.get(switch) is True:
             asked = asked or kernel
             reader.take(switch)
             reader.account(switch)
     if asked in ATTENTION:
-        reader.put("model.attention", ATTENTION[asked], name, "attn_implementation")
+        reader.put("model.attention", ATTENTION[asked], name)
     elif asked is not None:
         reader.leave(name, f"model.attention is {', '.join(dict.fromkeys(ATTENTION.values()))}")
 

@@ -145,7 +145,8 @@ def refuse_other_kinds(model: nn.Module) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         raise ModelError("an encoder-decoder, not a causal language model", where=where, fix="use a decoder-only model")
     if model.get_output_embeddings() is None:
-        raise ModelError("has no language-model head", where=where, fix="load it with AutoModelForCausalLM")
+        fix = "load it with AutoModelForCausalLM; heads for scores and classes are not trained"
+        raise ModelError("has no language-model head", where=where, fix=fix)
 
 
 def _stacks(model: nn.Module) -> list[str]:

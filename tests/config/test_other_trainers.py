@@ -177,9 +177,11 @@ def test_what_is_left_out_says_why(tmp_path: Path) -> None:
     said = "\n".join(translated(tmp_path, AXOLOTL, adapter="qlora", datasets=[
         {"path": "a", "type": "alpaca", "split": "train[:5%]", "shards": 3},
         {"path": "b", "type": "completion"},
-    ]).lines())  # fmt: skip
+    ], lora_target_modules="model.layers.[0-9]+.q_proj", attn_implementation="other/kernel").lines())  # fmt: skip
     for line in (
         "adapter=qlora: the base is not quantized",
+        "lora_target_modules=model.layers.[0-9]+.q_proj: adapter.target_modules are names",
+        "attn_implementation=other/kernel: model.attention is auto, eager, sdpa",
         "datasets[0].split=train[:5%]: a part of a split is not read",
         "datasets[0].shards=3: no key of data.* says it",
         "datasets[0].type=alpaca: rows become chats",
@@ -201,7 +203,9 @@ def test_what_is_left_out_says_why(tmp_path: Path) -> None:
         (LLAMA_FACTORY, {"per_device_train_batch_size": "auto"}, "per_device_train_batch_size=auto is no number"),
         (AXOLOTL, {"rl": "grpo"}, "rl=grpo is not trained here"),
         (AXOLOTL, {"adapter": "llama-adapter"}, "adapter=llama-adapter is not here"),
+        (LLAMA_FACTORY, {"stage": "rm"}, "stage=rm is not trained here; models with a head for text are"),
         (AXOLOTL, {"reward_model": True}, "reward_model=true is not trained here"),
+        (AXOLOTL, {"unfrozen_parameters": ["^lm_head"]}, "unfrozen_parameters=.* is not here; train.freeze names"),
         (AXOLOTL, {"datasets": [{"path": "x", "type": "input_output"}]}, "has the type 'input_output' in entry 0"),
         ({"model": {"path": "x"}}, {}, "is no YAML of LLaMA-Factory or Axolotl"),
     ],

@@ -40,7 +40,7 @@ from megatrain.spec import Hardware, Limits
 from tests.rank_processes import RankProcesses
 from tests.ranks import together, worlds
 from tests.run.test_memory_limits import DEEP
-from tests.run.test_preferences import dpo_run
+from tests.run.test_preferences import dpo_run, kto_run, steps
 from tests.run.test_training import configuration, lines, losses
 from tests.tiny import tiny_model
 
@@ -182,11 +182,16 @@ def run_here(world: World, config: Config) -> str:
 
 
 @pytest.mark.slow
-def test_preferences_are_trained_by_ranks_as_by_one(ranks: RankProcesses, tmp_path: Path) -> None:
-    how: dict[str, Any] = {"train": {"steps": 4, "precision": "fp32", "micro_batch_size": 4}}
+@pytest.mark.parametrize("run", [dpo_run, kto_run])
+def test_preferences_are_trained_by_ranks_as_by_one(run: Any, ranks: RankProcesses, tmp_path: Path) -> None:
+    """Also what is told, where it is a mean over answers of a kind that each rank has another number of."""
+    how: dict[str, Any] = {"steps": 4, "precision": "fp32", "micro_batch_size": 4}
     for size, name in ((1, "one"), (2, "two")):
-        ranks.run(run_here, size, config=dpo_run(tmp_path, name, **how))
+        config = run(tmp_path, name, train=how) if run is dpo_run else run(tmp_path, name, **how)
+        ranks.run(run_here, size, config=config)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    told = [[line.get("rewards/rejected") for line in steps(tmp_path / name)] for name in ("one", "two")]
+    assert told[1] == pytest.approx(told[0], rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.slow
