@@ -385,8 +385,9 @@ class TrainSection(Section):
         if self.dpo_loss == "ipo" and self.dpo_label_smoothing:
             raise ValueError("dpo_loss=ipo has no dpo_label_smoothing")
         own = ("kto_loss", "kto_desirable_weight", "kto_undesirable_weight")
-        for key in ("beta", "dpo_loss", "dpo_label_smoothing", "simpo_gamma", *own):
-            reads = self.prefers if key == "beta" else key.startswith(self.objective)
+        for key in ("beta", "dpo_reference", "dpo_loss", "dpo_label_smoothing", "simpo_gamma", *own):
+            shared = {"beta": self.prefers, "dpo_reference": self.has_reference}
+            reads = shared.get(key, key.startswith(self.objective))
             if not reads and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"objective={self.objective} does not read {key}; leave it out")
         if self.early_stopping_threshold and self.early_stopping_patience is None:

@@ -232,6 +232,7 @@ def test_preferences_and_the_objective_go_together(
         ({"train": {"objective": "kto"}, "data": {"format": "preference"}}, "needs data.format=unpaired"),
         ({"train": {"objective": "cross_entropy"}, "data": {"format": "unpaired"}}, "needs train.objective=kto"),
         ({"train": {"kto_desirable_weight": 2.0}}, "objective=dpo does not read kto_desirable_weight"),
+        ({"train": {"objective": "orpo", "dpo_reference": "base"}}, "objective=orpo does not read dpo_reference"),
         ({"train": {"simpo_gamma": 0.3}}, "objective=dpo does not read simpo_gamma"),
         ({"train": {"objective": "cross_entropy", "beta": 0.3}}, "objective=cross_entropy does not read beta"),
     ],
