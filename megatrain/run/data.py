@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megatrain.config import Config, DataSection, called
+from megatrain.config import Config, DataSection, TrainSection, called
 from megatrain.data import (
     Batch,
     Batching,
@@ -69,6 +69,8 @@ from megatrain.system.paths import usable_path
 
 HELD_OUT_BATCHES = 16
 """Micro-batches of what is held out that the loss is measured on, if not told."""
+KTO_BALANCE = (1.0, 1.34)
+"""Good answers over bad ones, each times its weight, as KTO's authors advise it (equation 8): 1 to 4/3."""
 EXAMPLE_CHARACTERS = 1200
 """Of the example that is shown: a page at most."""
 
@@ -355,6 +357,7 @@ class _Opening:
         if isinstance(training, PackedRows):
             rows = f"{len(training):,} rows of {data.sequence_length:,} tokens"
         packing = f"{how}: {rows}, {training.efficiency:.1%} of them filled; {held}"
+        others += [_balance(whole, self.config.train)] if self.unpaired else []
         facts = [("data", f"{first}, of {name}"), *(("", line) for line in others), ("packing", packing)]
         return _Part(training, held_out, facts, example_of(whole), holds_chats(whole), called(name))
 
@@ -426,6 +429,20 @@ class _Opening:
         if only_single_rows(kernel) and self.micro_batch > 1:
             return f"{kernel} tells them apart in micro-batches of one row only (set train.micro_batch_size=1)"
         return why_not_packable(self.model.config, type(self.model), kernel)
+
+
+def _balance(file: SampleFile, train: TrainSection) -> str:
+    """How many answers are good and how many are not, and by how much the weights make up for it."""
+    good = int(file.marks[::2].sum())
+    bad = len(file) // 2 - good
+    counted = f"{good:,} good answers, {bad:,} bad ones"
+    if not good or not bad:
+        return counted
+    ratio = train.kto_desirable_weight * good / (train.kto_undesirable_weight * bad)
+    least, most = KTO_BALANCE
+    if least <= ratio <= most:
+        return counted
+    return f"{counted}; by their weights {ratio:.2g} to 1, and {least:g} to {most:g} is advised"
 
 
 def _options(data: DataSection, max_tokens: int | None) -> EncodeOptions:
