@@ -65,7 +65,7 @@ def direct_write_seconds(folder: Path, nbytes: int) -> float:
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         direct_io._set_direct(file, getattr(os, "O_DIRECT", 0))
-        direct_io._allocate(file, nbytes)
+        direct_io.allocate(file, nbytes)
         with ThreadPoolExecutor(WRITERS) as threads:
             starts = range(0, nbytes - block + 1, block)
             list(threads.map(lambda start: os.pwrite(file, memory, start), starts))

@@ -76,7 +76,7 @@ class DirectFile:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         try:
             _set_direct(self._file, getattr(os, "O_DIRECT", 0))
-            _allocate(self._file, nbytes)
+            allocate(self._file, nbytes)
         except OSError:
             os.close(self._file)
             raise
@@ -149,13 +149,13 @@ class DirectFile:
             memory = np.frombuffer(buffer, np.uint8)
             end = -(-nbytes // SECTOR) * SECTOR
             memory[nbytes:end] = 0
-            _write_all(self._file, memoryview(buffer)[:end], start)
+            write_all(self._file, memoryview(buffer)[:end], start)
             return block_sum(memory, nbytes)
         finally:
             self._free.put(buffer)
 
 
-def _allocate(file: int, nbytes: int) -> None:
+def allocate(file: int, nbytes: int) -> None:
     """Allocate space, so that a full disk is found out now, if the file system can. Raises `OSError` if it is full."""
     if not nbytes or not hasattr(os, "posix_fallocate"):
         return
@@ -166,7 +166,7 @@ def _allocate(file: int, nbytes: int) -> None:
             raise
 
 
-def _write_all(file: int, data: memoryview, start: int) -> None:
+def write_all(file: int, data: memoryview, start: int) -> None:
     """Write `data` at byte `start`; through the page cache from now on where the file system refuses it otherwise."""
     refused = False
     while data:

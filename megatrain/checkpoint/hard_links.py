@@ -72,6 +72,17 @@ class Earlier:
         source.chmod(READ_ONLY)
         os.link(source, target)
 
+    def shared_as(self, name: str, target: Path) -> FileSum | None:
+        """Make `target` the same file and return what it holds, if it still holds what the manifest says, and the file
+        system makes links."""
+        try:
+            if not self.is_as_written(name):
+                return None
+            self.link(name, target)
+        except OSError:
+            return None
+        return self._files[name]
+
     def blocks(self, name: str, count: int) -> Iterator[bytes]:
         """The first blocks of a file, compared with their checksums. Raises `OSError`, and shares nothing any more."""
         expected = self._files[name]

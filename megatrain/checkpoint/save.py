@@ -20,6 +20,7 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -115,6 +116,7 @@ def write_checkpoint(
     progress: Progress | None = None,
     earlier: Earlier | None = None,
     shared: Callable[[int], object] = lambda nbytes: None,
+    together: Callable[[Path], Mapping[str, FileSum] | None] = lambda folder: None,
 ) -> Path:
     """Write the checkpoint `step-STEP` into `folder`, in the place of one that is there, and return its path.
 
@@ -122,33 +124,45 @@ def write_checkpoint(
     been written, so whatever makes units may reuse memory. training: see `write_training`. score: what checkpoints
     are ranked by, lower is better. write_more: called with the folder before it appears, to add a tokenizer, say.
     earlier: a checkpoint in the same folder, whose files are linked where they would be the same. shared: called with
-    the bytes of each such file.
+    the bytes of each such file. together: called with the folder before any array is in it, so that several ranks may
+    write all of them; returns what their files hold, or nothing, where they are to be written from `units`.
 
     May run in a thread beside training, as may `units`, one call at a time. Raises `CheckpointError` when it cannot be
     written, for lack of space among others; what was there is then there as before. What `units` raises comes through.
     """
     target = step_folder(usable_path(folder, error=CheckpointError, to_write="folder").resolve(), step)
     _refuse_foreign(target)
-    try:
-        with appearing(target) as staging:
-            _refuse_too_little_space(target, planned.nbytes - _shareable_nbytes(planned, earlier))
-            for name, content in planned.small_files.items():
-                (staging / name).parent.mkdir(parents=True, exist_ok=True)
-                (staging / name).write_bytes(content)
-            write_training(staging, training)
-            if write_more is not None:
-                add_files(write_more, staging)
+    with writing_to(target), appearing(target) as staging:
+        _refuse_too_little_space(target, planned.nbytes - _shareable_nbytes(planned, earlier))
+        for name, content in planned.small_files.items():
+            (staging / name).parent.mkdir(parents=True, exist_ok=True)
+            (staging / name).write_bytes(content)
+        write_training(staging, training)
+        if write_more is not None:
+            add_files(write_more, staging)
+        if planned.moments:
+            (staging / OPTIMIZER).mkdir()
+        sums = together(staging)
+        if sums is None:
             sums = _write_arrays(planned, iter(units), staging, progress or _unwatched, earlier, shared)
-            files = {name: sums.get(name) or sum_of(path) for name, path in _files_in(staging).items()}
-            for name in files.keys() - sums.keys():
-                if earlier is not None and share_instead(earlier, name, files[name], staging / name):
-                    shared(files[name].nbytes)
-            score = score if score is not None and math.isfinite(score) else None
-            (staging / MANIFEST).write_text(Manifest(step, score, version("megatrain"), files).text())
+        write_index(staging, planned.weights, planned.tensors, planned.written.numel)
+        files = {name: sums.get(name) or sum_of(path) for name, path in _files_in(staging).items()}
+        for name in files.keys() - sums.keys():
+            if earlier is not None and share_instead(earlier, name, files[name], staging / name):
+                shared(files[name].nbytes)
+        score = score if score is not None and math.isfinite(score) else None
+        (staging / MANIFEST).write_text(Manifest(step, score, version("megatrain"), files).text())
+    return target
+
+
+@contextmanager
+def writing_to(target: Path) -> Iterator[None]:
+    """What the file system refuses is a `CheckpointError`."""
+    try:
+        yield
     except OSError as error:
         fix = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check the disk and permissions"
         raise CheckpointError(f"cannot be written ({error.strerror or error})", where=str(target), fix=fix) from error
-    return target
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -172,8 +186,6 @@ def _write_arrays(
     shared: Callable[[int], object],
 ) -> dict[str, FileSum]:
     """Write the files of weights and moments, and return their sums."""
-    if planned.moments:
-        (folder / OPTIMIZER).mkdir()
     frozen = planned.frozen_weights
     trained = [shard for shard in planned.weights if shard not in frozen]
     with DirectWriter(folder) as files:
@@ -199,7 +211,6 @@ def _write_arrays(
             for unit in planned.order:
                 arrays.write_unit(unit, units)
             arrays.finish(units)
-    write_index(folder, planned.weights, planned.tensors, planned.written.numel)
     return files.sums
 
 

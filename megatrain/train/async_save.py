@@ -27,7 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint import Earlier, ParamState, PlannedCheckpoint, write_checkpoint
+from megatrain.checkpoint import Earlier, ParamState, PlannedCheckpoint, step_folder, write_checkpoint
+from megatrain.checkpoint.manifest import FileSum
+from megatrain.checkpoint.places import Places
 from megatrain.device.worker import OwningProcess
 from megatrain.dist import ALONE, World
 from megatrain.errors import CheckpointError, DamagedCheckpoint, MegaTrainError, typed_line
@@ -35,7 +37,9 @@ from megatrain.memory import Store, UnitState
 from megatrain.model import PortedModel
 from megatrain.schedule import Buffer, Use
 from megatrain.spec import Numerics, Policy
-from megatrain.train.gathered_files import write_together
+from megatrain.system.paths import usable_path
+from megatrain.train.gathered_files import Agree, follow_gathered, gathered, write_together
+from megatrain.train.shared_files import SharedFiles
 
 SPARE = "host/checkpoint"
 VERSIONS = ("megatrain", "torch", "transformers", "numpy")
@@ -60,6 +64,8 @@ class Save:
     """Of weights and moments."""
     shared_nbytes: int = 0
     """Of files that are those of the checkpoint before."""
+    streamed: str = ""
+    """Why rank 0 has written alone what several ranks own, where it has."""
     written_nbytes: int = 0
     moved: float = field(default_factory=time.monotonic)
     """When something was last written, on the clock of `time.monotonic`."""
@@ -99,6 +105,10 @@ class Saver:
     def __init__(self, ported: PortedModel, store: Store, world: World = ALONE) -> None:
         self._ported, self._store, self._world = ported, store, world
         self._planned: PlannedCheckpoint | None = None
+        self._places: Places | None = None
+        """Where what each rank owns lies in the files of what is planned."""
+        self._doubt = ""
+        """Why the ranks do not write together any more."""
         self._turn = threading.Condition()
         self._unwritten: frozenset[int] = frozenset()
         """Units that may not change yet."""
@@ -148,6 +158,7 @@ class Saver:
         order = self._order(policy)
         if self._planned is None or self._planned.order != order:
             self._planned = PlannedCheckpoint(self._ported, order=order)
+            self._places = Places(self._planned, self._store.layouts)
         self.reserve()
         save = Save(step, nbytes=self._planned.nbytes)
         self._gives_up, self._wanted, self._handed = False, None, None
@@ -216,15 +227,6 @@ class Saver:
         path: Path | None = None
         failure: MegaTrainError | None = None
 
-        def note(done: int, total: int) -> None:
-            save.written_nbytes, save.moved = done, time.monotonic()
-            if self._gives_up:
-                raise _Abandoned
-
-        def shares(nbytes: int) -> None:
-            save.shared_nbytes += nbytes
-
-        earlier = self.earlier
         write = partial(
             write_checkpoint,
             folder,
@@ -233,15 +235,15 @@ class Saver:
             training=training,
             score=score,
             write_more=write_more,
-            progress=note,
-            earlier=earlier if earlier is not None and earlier.folder.parent == folder.resolve() else None,
-            shared=shares,
+            progress=lambda done, total: self._note(save, done),
+            earlier=self._earlier_in(folder.resolve()),
+            shared=partial(_shares, save),
         )
         try:
             if self._world.size == 1:
                 path = write(self._units(save, planned))
             else:
-                path = self._write_together(save, planned, write)
+                path = self._write_together(save, planned, folder, write)
             with contextlib.suppress(DamagedCheckpoint, OSError):
                 self.earlier = Earlier.just_written(path)
             if then is not None and self._world.rank == 0:
@@ -257,6 +259,16 @@ class Saver:
         finally:  # whatever happens here, nobody waits for ever
             save.end(path, failure)
             self._release()
+
+    def _note(self, save: Save, written_nbytes: int) -> None:
+        """A save has come so far. Raises `_Abandoned` once it is to give up."""
+        save.written_nbytes, save.moved = written_nbytes, time.monotonic()
+        if self._gives_up:
+            raise _Abandoned
+
+    def _earlier_in(self, folder: Path) -> Earlier | None:
+        """The checkpoint before, if it lies in the same folder."""
+        return self.earlier if self.earlier is not None and self.earlier.folder.parent == folder else None
 
     def _release(self) -> None:
         """Let all units change."""
@@ -280,17 +292,43 @@ class Saver:
             self._unwritten -= {unit}
             self._turn.notify_all()
 
-    def _write_together(
-        self, save: Save, planned: PlannedCheckpoint, write: Callable[[Iterator[dict[str, ParamState]]], Path]
-    ) -> Path:
-        """The checkpoint of several ranks, which the first writes."""
+    def _write_together(self, save: Save, planned: PlannedCheckpoint, folder: Path, write: Callable[..., Path]) -> Path:
+        """The checkpoint of several ranks, each of which writes what it owns; or the first all, where it must."""
+        total = planned.nbytes
+
+        def progress(nbytes: int) -> None:  # as if the others were as far
+            self._note(save, min(nbytes * self._world.size, total))
+
+        def by_all(agree: Agree, staging: Path | None) -> Mapping[str, FileSum] | None:
+            name = agree(lambda: "" if staging is None else staging.name)[0]
+            target = step_folder(usable_path(folder, error=CheckpointError).resolve(), save.step)
+            here, earlier = target.with_name(name), self._earlier_in(target.parent)
+            assert self._places is not None
+            once = frozenset(filter(self._store.on_device, planned.order))
+            of = planned, self._places, self._store.owned, partial(self._announced, save), once, progress, target
+            files = SharedFiles(self._world, agree, *of)
+            save.streamed = self._doubt or files.why_not(here)
+            if save.streamed:
+                return None
+            return files.write(here, earlier, self._written, partial(_shares, save), self._doubts)
+
+        def units(agree: Agree) -> Iterator[dict[str, ParamState]]:
+            return self._gathered(save, planned, agree)
+
+        def follow(agree: Agree) -> None:
+            if by_all(agree, None) is None:
+                follow_gathered(units(agree))
+
+        return write_together(
+            self._world, lambda agree: write(units(agree), together=lambda staging: by_all(agree, staging)), follow
+        )
+
+    def _gathered(self, save: Save, planned: PlannedCheckpoint, agree: Agree) -> Iterator[dict[str, ParamState]]:
+        """The state of unit after unit, from all ranks."""
         own: dict[int, UnitState] = {}
 
         def prepare(unit: int) -> None:
-            save.at, save.moved = self._store.model.units[unit].name, time.monotonic()
-            if self._gives_up:
-                raise _Abandoned
-            own[unit] = self._own(unit)
+            own[unit] = self._announced(save, unit)
 
         def whole(unit: int) -> dict[str, ParamState]:
             state, layout = own.pop(unit), self._store.layouts[unit]
@@ -299,7 +337,16 @@ class Saver:
             self._written(unit)
             return self._by_name(unit, UnitState(hi, None, m, v))
 
-        return write_together(self._world, planned.order, prepare, whole, write)
+        return gathered(agree, planned.order, prepare, whole)
+
+    def _announced(self, save: Save, unit: int) -> UnitState:
+        """What this rank owns of a unit."""
+        save.at = self._store.model.units[unit].name
+        self._note(save, save.written_nbytes)
+        return self._own(unit)
+
+    def _doubts(self) -> None:
+        self._doubt = "what the ranks had written together was not there afterwards"
 
     def _own(self, unit: int) -> UnitState:
         """What this rank has of a unit."""
@@ -323,6 +370,10 @@ class Saver:
 
     def _by_name(self, unit: int, state: UnitState) -> dict[str, ParamState]:
         return {name: ParamState(*arrays) for name, arrays in tensors_of(self._store, unit, state).items()}
+
+
+def _shares(save: Save, nbytes: int) -> None:
+    save.shared_nbytes += nbytes
 
 
 def tensors_of(store: Store, unit: int, state: UnitState) -> dict[str, list[Tensor]]:

@@ -92,7 +92,7 @@ class Checkpoints:
         except MegaTrainError as error:
             return Warned(step, f"the checkpoint of step {save.step:,} was not written: {error}")
         self.step, self.newest, self._seconds = save.step, str(path), save.seconds
-        return Saved(save.step, save.seconds, save.nbytes, self.newest, save.shared_nbytes)
+        return Saved(save.step, save.seconds, save.nbytes, self.newest, save.shared_nbytes, save.streamed)
 
     def settle(self) -> list[Event]:
         """Wait for a save that is under way when a run fails: it is of a good state."""

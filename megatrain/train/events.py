@@ -225,6 +225,8 @@ class Saved:
     """Its folder."""
     shared_nbytes: int = 0
     """Of files that are those of the checkpoint before, and were not written again."""
+    streamed: str = ""
+    """Why rank 0 has written it alone, where several ranks have not done so together."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -324,7 +324,8 @@ class Progress:
                 written = max(event.nbytes - event.shared_nbytes, 0)
                 speed = f"{amount(round(written / max(event.seconds, 1e-9)))}/s"
                 kept = f", {amount(event.shared_nbytes)} of it as before," if event.shared_nbytes else ""
-                said = f"checkpoint of {amount(event.nbytes)}{kept} in {duration(event.seconds)} ({speed})"
+                how = f", streamed to rank 0: {event.streamed}" if event.streamed else ""
+                said = f"checkpoint of {amount(event.nbytes)}{kept} in {duration(event.seconds)} ({speed}){how}"
                 self._print(f"step {event.step:,}  {said}", "dim")
             case RolledBack():
                 self._print(f"step {event.step:,} left out; goes on after step {event.to:,}", "yellow")

@@ -1,0 +1,157 @@
+"""Where what a rank owns of each unit lies in the files of a checkpoint.
+
+Files hold whole tensors, and a rank owns pieces of the flat buffers that those are cut from (`spec.layout`). Most
+tensors are a parameter as it is. Where the library takes a parameter apart, fused experts say, the same conversion is
+run once on the numbers of its elements in place of their values, for one unit of those that are alike: it moves
+elements, and what comes out tells where each has gone. A conversion that does anything else has no places.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatrain.checkpoint.safetensors_writer import Shard
+from megatrain.checkpoint.save import PlannedCheckpoint, moments_of
+from megatrain.memory import UnitState
+from megatrain.model import WrittenTensor
+from megatrain.spec.layout import Layout, Ownership
+
+MOST_NUMBERED = 1 << 31
+"""Elements of a unit that have a number of 32 bits, which is as wide as a value."""
+
+
+class Run(NamedTuple):
+    """Elements that lie in one piece in a tensor of the files, from `at` on, and in a unit: [start, stop)."""
+
+    at: int
+    start: int
+    stop: int
+
+
+class FileBytes(NamedTuple):
+    """What lies in one piece in a file, from byte `start` on."""
+
+    file: str
+    start: int
+    data: NDArray[np.uint8]
+
+
+class _Moved(Exception):
+    """Elements are not moved alone."""
+
+
+class Places:
+    """Of one planned checkpoint. Nothing is known of it before it is asked for."""
+
+    def __init__(self, planned: PlannedCheckpoint, layouts: Sequence[Layout]) -> None:
+        self._planned, self._layouts = planned, layouts
+        self._weights = {name: shard for shard in planned.weights for name in shard.starts}
+        self._moments = {name: shard for shard in planned.moments for name in shard.starts}
+        self._alike: dict[object, list[list[Run]]] = {}
+
+    @cached_property
+    def are_known(self) -> bool:
+        """Whether every element has one place. Finding out takes as much memory as the largest unit that is converted,
+        in float32, and a quarter."""
+        try:
+            for unit in self._planned.order:
+                self._runs(unit)
+        except _Moved:
+            return False
+        return True
+
+    def own(self, unit: int, state: UnitState, owned: Ownership) -> Iterator[FileBytes]:
+        """What a rank writes of a unit: what it owns of its state, float32, and rank 0 what is no parameter's, too."""
+        layout, of_weights = self._layouts[unit], self._weights
+        for tensor, runs in self._runs(unit):
+            if isinstance(runs, Tensor):
+                if owned.rank == 0:
+                    yield _placed(of_weights, tensor.name, 0, runs.to(tensor.dtype).contiguous().view(-1).numpy())
+                continue
+            for at, start, stop in runs:
+                for piece in owned.within(layout, start, stop):
+                    yield _placed(of_weights, tensor.name, at + piece.start - start, state.hi[piece.own])
+        for field, param in zip(layout.trained.fields, self._planned.spec.units[unit].params, strict=False):
+            for piece in owned.within(layout, field.start, field.stop):
+                for tensor, moment in zip(moments_of(param), (state.m, state.v), strict=True):
+                    yield _placed(self._moments, tensor.name, piece.start - field.start, moment[piece.own])
+
+    def units_in(self, files: Sequence[str]) -> list[int]:
+        """Those of which there are weights in any of these files."""
+        inside = {name for name, shard in self._weights.items() if shard.name in files}
+        units = self._planned.order
+        return [unit for unit in units if any(tensor.name in inside for tensor in self._planned.tensors_of(unit))]
+
+    def _runs(self, unit: int) -> Iterator[tuple[WrittenTensor, list[Run] | Tensor]]:
+        """The tensors of a unit, each with its runs, or its value where it is no parameter's."""
+        layout, params = self._layouts[unit], self._planned.spec.units[unit].params
+        writes = self._planned.written.writes
+        fields = {param.name: layout.by_name[param.name] for param in params if writes(param.name)}
+        empty = {name: torch.empty(field.shape, device="meta") for name, field in fields.items()}
+        found = self._planned.written.tensors(unit, empty)
+        whole = {id(each): fields[name] for name, each in empty.items()}
+        converted = [each for each in found.values() if each.is_meta and id(each) not in whole]
+        moved = iter(self._moved(unit, list(empty), found) if converted else ())
+        planned = {tensor.name: tensor for tensor in self._planned.tensors_of(unit)}
+        for name, each in found.items():
+            if not each.is_meta:
+                yield planned[name], each
+            elif (field := whole.get(id(each))) is not None:
+                yield planned[name], [Run(0, field.start, field.stop)]
+            else:
+                yield planned[name], next(moved)
+
+    def _moved(self, unit: int, names: list[str], found: dict[str, Tensor]) -> list[list[Run]]:
+        """The runs of each tensor that is no parameter as it is, in order."""
+        layout = self._layouts[unit]
+        given = tuple(layout.by_name[name] for name in names)
+        taken = tuple((_alike(name), tuple(each.shape)) for name, each in found.items())
+        key = tuple((_alike(field.name), field.start, field.shape) for field in given), taken
+        if key in self._alike:
+            return self._alike[key]
+        if layout.size > MOST_NUMBERED:
+            raise _Moved
+        numbers = torch.arange(layout.size, dtype=torch.int32).view(torch.float32)
+        params = {field.name: numbers[field.start : field.stop].view(field.shape) for field in given}
+        converted = self._planned.written.tensors(unit, params)
+        is_plain = {id(each) for each in params.values()}
+        seen, runs, count = np.zeros(layout.size, bool), list[list[Run]](), 0
+        for name, each in converted.items():
+            if not found[name].is_meta:
+                continue
+            at = each.reshape(-1).view(torch.int32).numpy()
+            if at.size and (each.dtype != torch.float32 or at.min() < 0 or at.max() >= layout.size):
+                raise _Moved
+            seen[at] = True
+            count += at.size
+            if id(each) not in is_plain:
+                runs.append(_runs_of(at))
+        if not np.count_nonzero(seen) == count == sum(field.stop - field.start for field in given):
+            raise _Moved
+        self._alike[key] = runs
+        return runs
+
+
+def _runs_of(numbers: NDArray[np.int32]) -> list[Run]:
+    """Where consecutive numbers lie side by side."""
+    ends = [*(np.flatnonzero(np.diff(numbers) != 1) + 1).tolist(), numbers.size]
+    starts = [0, *ends[:-1]]
+    first = numbers[starts].tolist() if numbers.size else []
+    return [Run(at, number, number + end - at) for at, end, number in zip(starts, ends, first, strict=False)]
+
+
+def _placed(shards: dict[str, Shard], name: str, element: int, values: NDArray[np.generic]) -> FileBytes:
+    shard = shards[name]
+    return FileBytes(shard.name, shard.starts[name] + element * values.itemsize, values.view(np.uint8))
+
+
+def _alike(name: str) -> str:
+    return re.sub(r"\d+", "0", name)

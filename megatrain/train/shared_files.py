@@ -1,0 +1,157 @@
+"""A checkpoint in files that all ranks reach: each writes what it owns of every unit, at its own ranges of the files.
+
+No state goes from rank to rank. What does are names, checksums of pieces and of blocks (`checkpoint.ranges`), and after
+each part of the work that nothing has failed. Rank 0 makes the folder and all files in it; the others look for it
+beside where they would have made theirs. Frozen files of the checkpoint before are compared, by each rank with what it
+owns, and linked where none differs. Only once all have forced their bytes to the disk, and proved them, does rank 0
+write the manifest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatrain.checkpoint import Earlier, PlannedCheckpoint, ranges
+from megatrain.checkpoint.manifest import FileSum
+from megatrain.checkpoint.places import FileBytes, Places
+from megatrain.checkpoint.ranges import RangeWriter, Written
+from megatrain.checkpoint.safetensors_writer import Shard
+from megatrain.checkpoint.save import writing_to
+from megatrain.dist import World
+from megatrain.memory import UnitState
+from megatrain.spec.layout import Ownership
+from megatrain.train.gathered_files import Agree
+
+
+@dataclass(frozen=True)
+class SharedFiles:
+    """One rank's part in one checkpoint. All ranks call the same methods in the same order."""
+
+    world: World
+    agree: Agree
+    planned: PlannedCheckpoint
+    places: Places
+    owned: Ownership
+    read: Callable[[int], UnitState]
+    """What this rank owns of a unit, float32, until the next is read."""
+    once: frozenset[int]
+    """Units that are read once: of files with any of these, no other checkpoint's are taken."""
+    progress: Callable[[int], object]
+    """Called with the bytes that this rank has written so far."""
+    target: Path
+    """Where the checkpoint is to appear."""
+
+    def why_not(self, staging: Path) -> str:
+        """Why the ranks cannot write together into the folder that rank 0 has made, or nothing: all must see in it what
+        each of them writes. staging: where this rank looks for it."""
+        if not all(self.agree(lambda: self.places.are_known)):
+            return "the library changes more of its tensors than where their elements are"
+        nonce, first = os.urandom(ranges.NONCE_NBYTES), self.world.rank == 0
+        self.agree(lambda: ranges.make_probe(staging, self.world.size) if first else None)
+        nonces = self.agree(lambda: ranges.probe(staging, self.world.rank, nonce))
+        all_see = all(self.agree(lambda: ranges.sees(staging, nonces)))
+        if first:
+            (staging / ranges.PROBE).unlink()
+        return "" if all_see else "the ranks do not share its folder"
+
+    def write(
+        self,
+        staging: Path,
+        earlier: Earlier | None,
+        done: Callable[[int], object],
+        shared: Callable[[int], object],
+        doubt: Callable[[], object],
+    ) -> Mapping[str, FileSum]:
+        """Write all files of weights and moments, and return what they hold.
+
+        earlier: a checkpoint in the same folder, as rank 0 knows it. done: called with each unit that this rank has
+        written. shared: with the bytes of each linked file. doubt: on all ranks where one does not find what has been
+        written. Raises `CheckpointError` for that, and for what cannot be written.
+        """
+        first, linked = self.world.rank == 0, self._linked(staging, earlier)
+        for file in linked.values():
+            shared(file.nbytes)
+        files = [each for each in (*self.planned.weights, *self.planned.moments) if each.name not in linked]
+        self.agree(lambda: self._created(staging, files) if first else None)
+        written: list[Written] = []
+        self.agree(lambda: written.extend(self._written(staging, files, done)))
+        of_ranks = [[Written(*row) for row in rows] for rows in self._rows(np.array(written, np.uint64), 4)]
+        blocks = ranges.dealt_blocks(files, self.world.rank, self.world.size)
+        sums: list[int] = []
+        try:
+            self.agree(lambda: sums.extend(self._sums(staging, files, blocks, of_ranks)))
+        except Exception:
+            doubt()
+            raise
+        all_sums = [row[0] for rows in self._rows(np.array(sums, np.uint64), 1) for row in rows]
+        return {**linked, **ranges.file_sums(files, all_sums)}
+
+    def _created(self, staging: Path, files: Sequence[Shard]) -> None:
+        with writing_to(self.target):
+            ranges.create(staging, files)
+
+    def _written(self, staging: Path, files: Sequence[Shard], done: Callable[[int], object]) -> list[Written]:
+        """Write what this rank owns, and force it to the disk."""
+        names, nbytes = {each.name for each in files}, 0
+        with writing_to(self.target), RangeWriter(staging, files) as writer:
+            if self.world.rank == 0:
+                for shard in files:
+                    writer.write(ranges.header_of(shard))
+            for unit, pieces in self._units(self.planned.order):
+                for piece in pieces:
+                    if piece.file in names:
+                        writer.write(piece)
+                        nbytes += piece.data.size
+                        self.progress(nbytes)
+                writer.settle()
+                done(unit)
+            writer.finish()
+            return writer.written
+
+    def _sums(
+        self, staging: Path, files: Sequence[Shard], blocks: Sequence[tuple[int, int]], of_ranks: list[list[Written]]
+    ) -> list[int]:
+        nbytes = sum(each.nbytes for each in of_ranks[self.world.rank])
+        with writing_to(self.target):
+            return ranges.sums_of_blocks(staging, files, blocks, of_ranks, lambda: self.progress(nbytes))
+
+    def _linked(self, staging: Path, earlier: Earlier | None) -> dict[str, FileSum]:
+        """The frozen files that are in the checkpoint before as they are now; rank 0 has linked them."""
+        frozen = {shard.name: shard for shard in self.planned.frozen_weights}
+        known = {} if earlier is None else {each: earlier.sum_of(each, frozen[each].nbytes) for each in frozen}
+        names = [each for each, there in known.items() if there and self.once.isdisjoint(self.places.units_in([each]))]
+        mine = earlier.folder.name if earlier is not None else "", names
+        before, names = self.agree(lambda: mine)[0]
+        if not names:
+            return {}
+        pieces = [ranges.header_of(frozen[each]) for each in names] if self.world.rank == 0 else []
+        own = (piece for _, own in self._units(self.places.units_in(names)) for piece in own if piece.file in names)
+        differ = self.agree(lambda: sorted(ranges.differing(staging.parent / before, itertools.chain(pieces, own))))
+        same = [each for each in names if not any(each in of for of in differ)]
+
+        def link() -> dict[str, tuple[int, str]]:
+            if earlier is None or self.world.rank != 0:
+                return {}
+            return {each: astuple(found) for each in same if (found := earlier.shared_as(each, staging / each))}
+
+        return {name: FileSum(*of) for name, of in self.agree(link)[0].items()}
+
+    def _units(self, units: Iterable[int]) -> Iterator[tuple[int, Iterator[FileBytes]]]:
+        for unit in units:
+            yield unit, self.places.own(unit, self.read(unit), self.owned)
+
+    def _rows(self, own: NDArray[np.uint64], width: int) -> list[list[list[int]]]:
+        """The rows of each rank: what it has, uint64[n, width], of any n."""
+        counts = [count for (count,) in self.world.together(torch.tensor([[len(own)]])).view(-1, 1).tolist()]
+        padded = np.zeros((max(counts), width), np.int64)
+        padded[: len(own)] = own.reshape(-1, width).view(np.int64)
+        whole = self.world.together(torch.from_numpy(padded)).numpy().view(np.uint64)
+        return [rows[:count].tolist() for rows, count in zip(whole, counts, strict=True)]
