@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatrain import AdamW, Engine, Policy
+from megatrain.checkpoint import full_check, ranges
 from megatrain.dist import ALONE, World
 from megatrain.engine import DTYPES
 from megatrain.errors import BatchError, MegaTrainError, NonFinite, PlanError, RankError
@@ -338,16 +339,21 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 
 def saved_again(world: World, checkpoint: Path, folder: Path, precision: Precision) -> tuple[Path, Path, float]:
-    """A checkpoint and a model of the same state, written by these ranks, and the loss of the step that follows."""
+    """A checkpoint and a model of the same state, written by these ranks, and the loss of the step that follows.
+
+    Two ranks do not know the same folder."""
     with MAKING:
         options: Any = {"policy": SHARDS, "max_grad_norm": 0.5, "numerics": Numerics(precision, loss_chunk_tokens=64)}
         engine = Engine.from_checkpoint(checkpoint, world=world, verify=False, **options)
     with engine:
         with MAKING:
-            save = engine.save(folder / "again", {"position": 3})
+            save = engine.save(
+                folder / ("elsewhere" if (world.rank, world.size) == (1, 2) else "again"), {"position": 3}
+            )
         model = engine.save_pretrained(folder / "model")
         output = engine.step(batches_of(4)[world.rank :: world.size])
         again = save.wait(60)
+        assert save.streamed == ("the ranks do not share its folder" if world.size == 2 else "")
         with MAKING:
             engine.restore(again)
         assert engine.step(batches_of(4)[world.rank :: world.size]) == replace(output, stall_seconds=ANY)
@@ -423,6 +429,32 @@ def test_state_on_the_device_is_saved_and_moves_to_host_memory_and_back(tmp_path
     moving = [SHARDS, there, replace(there, placements=(KEPT, ON_DEVICE) * 2 + (ON_DEVICE,)), there]
     staying = together(worlds(2), lambda world: work(world, [SHARDS] * 4, tmp_path / "staying"))
     assert together(worlds(2), lambda world: work(world, moving, tmp_path / "moving")) == staying
+
+
+def test_where_bytes_do_not_come_back_as_they_were_written_the_first_rank_writes_all_from_then_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(file: int, data: memoryview, start: int) -> None:
+        pass
+
+    model, streamed = tiny_model("llama"), list[str]()
+
+    def work(world: World) -> None:
+        with MAKING:
+            engine = Engine.from_model(model, precision="fp32", policy=SHARDS, verify=False, world=world)
+        with engine:
+            with MAKING:
+                save = engine.save(tmp_path, step=1)
+            with pytest.raises(MegaTrainError, match=r"holds between byte 0 and byte .* not what rank 0 has written"):
+                save.wait(60)
+            with MAKING:
+                save = engine.save(tmp_path, step=2)
+            assert full_check(save.wait(60)) == []
+            streamed.append(save.streamed)
+
+    monkeypatch.setattr(ranges, "write_all", lose)
+    together(worlds(2), work)
+    assert streamed == ["what the ranks had written together was not there afterwards"] * 2
 
 
 def test_an_adapter_trains_alike_and_its_base_has_one_checksum_over_any_number_of_ranks(tmp_path: Path) -> None:

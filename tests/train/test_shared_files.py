@@ -1,0 +1,246 @@
+"""Ranks that write one checkpoint together leave the files that one rank writes, or nothing; and loads read no more.
+
+Ranks are threads here, each with its part of a state of arbitrary bits; `tests/integration` has engines, and
+`tests/run/test_ranks.py` processes that are killed.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatrain.checkpoint import Earlier, PlannedCheckpoint, full_check, hard_links, manifest, ranges, write_checkpoint
+from megatrain.checkpoint.manifest import FileSum
+from megatrain.checkpoint.places import FileBytes, Places
+from megatrain.dist import World
+from megatrain.errors import MegaTrainError, RankError
+from megatrain.memory import UnitState
+from megatrain.model import port_model
+from megatrain.spec.layout import Layout, Ownership, layout_of
+from megatrain.train.gathered_files import Agree, write_together
+from megatrain.train.shared_files import SharedFiles
+from tests.integration.test_ranks import files_in
+from tests.ranks import together, worlds
+from tests.saved import save, units_of
+from tests.tiny import tiny_model
+
+BLOCK = 4096
+MOST = 3 * 1024
+"""Elements of a shard at most: with two or three ranks one or two shards in each parameter of the tiny models."""
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which most are written by several ranks."""
+    monkeypatch.setattr(manifest, "BLOCK_NBYTES", BLOCK)
+    monkeypatch.setattr(hard_links, "SMALLEST", 1)
+
+
+@cache
+def planned_of(family: str) -> PlannedCheckpoint:
+    """`odd`: the files hold experts one by one, and buffers of three dtypes; a unit and a half are frozen."""
+    model = tiny_model("mixtral" if family == "odd" else family)
+    if family == "odd":
+        model.model.layers[0].requires_grad_(False)
+        model.model.layers[1].self_attn.q_proj.weight.requires_grad_(False)
+        model.model.layers[1].mlp.register_buffer("seen", torch.tensor([3, 4]))
+        model.model.layers[0].mlp.register_buffer("scale", torch.tensor([0.5, 2.0]))
+        model.model.register_buffer("flag", torch.tensor(True))
+    return PlannedCheckpoint(port_model(model, torch.bfloat16), shard_nbytes=40_000)
+
+
+class Rank:
+    """What one rank owns of the state that follows from a seed."""
+
+    def __init__(self, world: World, planned: PlannedCheckpoint, seed: int) -> None:
+        self.world, self.planned = world, planned
+        self.layouts = [layout_of(unit) for unit in planned.spec.over(world.size).units]
+        self.owned = Ownership(world.rank, MOST)
+        self.states = [self._own(layout, of) for layout, of in zip(self.layouts, units_of(planned, seed), strict=True)]
+        self.written: list[int] = []
+        self.shared: list[int] = []
+        self.doubts = 0
+        self.why = ""
+
+    def _own(self, layout: Layout, state: Mapping[str, Any]) -> UnitState:
+        whole = {kind: np.zeros(layout.size, np.float32) for kind in ("master", "m", "v")}
+        for field in layout.fields:
+            for kind, values in whole.items():
+                if (tensor := getattr(state[field.name], kind)) is not None:
+                    values[field.start : field.stop] = tensor.reshape(-1).numpy()
+        own = {kind: np.zeros(layout.own_size, np.float32) for kind in whole}
+        for piece in self.owned.pieces(layout):
+            for kind, values in own.items():
+                values[piece.own] = whole[kind][piece.start : piece.stop]
+        trained = layout.trained.own_size
+        return UnitState(own["master"], None, own["m"][:trained], own["v"][:trained])
+
+    def save(self, folder: Path, step: int = 1, earlier: Path | None = None) -> Path:
+        """As `Saver` does it, without the way by rank 0."""
+
+        def by_all(agree: Agree, staging: Path | None) -> Mapping[str, FileSum] | None:
+            target = folder / f"step-{step:08}"
+            here = target.with_name(agree(lambda: staging.name if staging else "")[0])
+            read, progress = self.states.__getitem__, lambda nbytes: None
+            of = Places(self.planned, self.layouts), self.owned, read, frozenset[int](), progress, target
+            files = SharedFiles(self.world, agree, self.planned, *of)
+            self.why = files.why_not(here)
+            if self.why:
+                return None
+            known = Earlier(earlier) if earlier is not None and self.world.rank == 0 else None
+            return files.write(here, known, self.written.append, self.shared.append, self._doubt)
+
+        def lead(agree: Agree) -> Path:
+            return write_checkpoint(
+                folder, step, self.planned, iter(()), {"step": 1}, together=lambda staging: by_all(agree, staging)
+            )
+
+        return write_together(self.world, lead, lambda agree: by_all(agree, None))
+
+    def _doubt(self) -> None:
+        self.doubts += 1
+
+
+def saved_by(size: int, folder: Path, family: str = "llama", seed: int = 1, **how: Any) -> list[Rank]:
+    def work(world: World) -> Rank:
+        rank = Rank(world, planned_of(family), seed)
+        rank.save(folder, **how)
+        return rank
+
+    return together(worlds(size, seed=size), work)
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("llama", (2, 3)), ("odd", (3,))])
+def test_any_number_of_ranks_leaves_the_files_of_one(family: str, sizes: tuple[int, ...], tmp_path: Path) -> None:
+    """Byte for byte; and of a file that nothing trains the next checkpoint has a link."""
+    planned = planned_of(family)
+    alone = save(tmp_path / "1", planned=planned)
+    for size in sizes:
+        ranks = saved_by(size, tmp_path / str(size), family)
+        there = tmp_path / str(size) / alone.name
+        assert files_in(there) == files_in(alone)
+        assert full_check(there) == []
+        assert [rank.written for rank in ranks] == [list(planned.order)] * size
+        assert not any(rank.why or rank.doubts for rank in ranks)
+        assert [path.name for path in there.parent.iterdir()] == [there.name]
+
+
+def test_frozen_files_are_linked_where_no_rank_has_other_values(tmp_path: Path) -> None:
+    planned = planned_of("odd")
+    saved_by(3, tmp_path, "odd")
+    before = tmp_path / "step-00000001"
+    ranks = saved_by(3, tmp_path, "odd", step=2, earlier=before)
+    frozen = [shard.name for shard in planned.frozen_weights]
+    assert all(rank.shared == [shard.nbytes for shard in planned.frozen_weights] for rank in ranks)
+    after = tmp_path / "step-00000002"
+    linked = [path.name for path in after.rglob("*") if path.is_file() and path.stat().st_nlink > 1]
+    assert sorted(linked) == sorted(frozen)
+    assert len(frozen) > 1
+    weights = {name for name in files_in(before) if name.endswith(".safetensors")}
+    assert all(files_in(after)[name] == files_in(before)[name] for name in weights)
+    ranks = saved_by(3, tmp_path, "odd", seed=2, step=3, earlier=after)
+    assert not any(rank.shared for rank in ranks)
+    alone = save(tmp_path / "1", 3, 2, planned=planned, training={"step": 1})
+    assert files_in(tmp_path / "step-00000003") == files_in(alone)
+
+
+def test_ranks_that_do_not_share_a_folder_find_out(tmp_path: Path) -> None:
+    def work(world: World) -> str:
+        rank = Rank(world, planned_of("llama"), 1)
+        with pytest.raises(MegaTrainError, match="units were given"):
+            rank.save(tmp_path / str(world.rank // 2))
+        return rank.why
+
+    (tmp_path / "1").mkdir()
+    assert together(worlds(3), work) == ["the ranks do not share its folder"] * 3
+
+
+def failing(size: int, folder: Path) -> list[tuple[str, int]]:
+    """What each rank is told of a save that fails, and how often it was told not to trust the folder."""
+
+    def work(world: World) -> tuple[str, int]:
+        rank = Rank(world, planned_of("llama"), 2)
+        with pytest.raises(MegaTrainError) as failure:
+            rank.save(folder, step=2)
+        return str(failure.value), rank.doubts
+
+    return together(worlds(size), work)
+
+
+def test_a_disk_that_is_full_for_one_rank_is_told_to_all_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = save(tmp_path, planned=planned_of("llama"))
+    spoil_unit(monkeypatch, OSError(errno.ENOSPC, "No space left on device"))
+    told = failing(3, tmp_path)
+    line = f"{tmp_path}/step-00000002: cannot be written (No space left on device); free some space"
+    assert told == [(f"rank 1: CheckpointError: {line}", 0), (line, 0), (f"rank 1: CheckpointError: {line}", 0)]
+    assert full_check(before) == []
+    assert list(tmp_path.iterdir()) == [before]
+
+
+def test_a_rank_that_dies_under_way_leaves_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = save(tmp_path, planned=planned_of("llama"))
+    spoil_unit(monkeypatch, SystemExit())
+
+    def work(world: World) -> str:
+        try:
+            Rank(world, planned_of("llama"), 2).save(tmp_path, step=2)
+        except RankError as error:
+            return str(error)
+        except SystemExit:
+            world.close()  # as the end of a process does
+        return ""
+
+    told = together(worlds(3), work)
+    assert [bool(line) for line in told] == [True, False, True]
+    assert full_check(before) == []
+    assert list(tmp_path.iterdir()) == [before]
+
+
+def spoil_unit(monkeypatch: pytest.MonkeyPatch, failure: BaseException | None) -> None:
+    """Rank 1 fails in the midst of what it writes, or leaves a piece out."""
+    honest = Places.own
+
+    def own(self: Places, unit: int, state: UnitState, owned: Ownership) -> Iterator[FileBytes]:
+        for number, piece in enumerate(honest(self, unit, state, owned)):
+            if owned.rank == 1 and unit == 2 and number == 3:
+                if failure is None:
+                    continue
+                raise failure
+            yield piece
+
+    monkeypatch.setattr(Places, "own", own)
+
+
+@pytest.mark.parametrize("spoilt", ["lost", "flipped", "elsewhere", "left out"])
+def test_bytes_that_are_not_there_as_they_were_written_are_found_before_the_manifest_is_written(
+    spoilt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest, number = ranges.write_all, itertools.count()
+
+    def write(file: int, data: memoryview, start: int) -> None:
+        if next(number) != 20:
+            return honest(file, data, start)
+        match spoilt:
+            case "flipped":
+                honest(file, bytes([data[0] ^ 1]) + bytes(data[1:]), start)  # type: ignore[arg-type]
+            case "elsewhere":
+                honest(file, data, start + 4)
+
+    if spoilt == "left out":
+        spoil_unit(monkeypatch, None)
+    monkeypatch.setattr(ranges, "write_all", write)
+    told = failing(2, tmp_path)
+    assert all("safetensors holds between byte" in line and doubts == 1 for line, doubts in told)
+    assert not list(tmp_path.iterdir())
