@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain import Policy
+from megatrain import Engine, Policy
 from megatrain.dist import ALONE, World
 from megatrain.dist.world import reference_reduce
-from tests.integration.test_ranks import SHARDS, Trained, batches_of, of_rank, same
+from megatrain.spec import Numerics
+from tests.integration.test_ranks import SHARDS, Trained, batches_of, files_in, of_rank, same, saved_again
 from tests.rank_processes import RankProcesses
 from tests.tiny import tiny_model
 
@@ -117,6 +118,31 @@ def summed(world: World) -> torch.Tensor:
     own = torch.empty(1024, dtype=torch.bfloat16)
     world.reduce(own, torch.empty(world.size * 1024), terms(world.rank, world.size))
     return own
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_checkpoints_of_any_number_have_the_same_bytes(ranks: RankProcesses, family: str, tmp_path: Path) -> None:
+    """Written together, and with two ranks by the first, since each knows another folder."""
+    written, *_ = ranks.run(saved_first, 3, family=family, folder=tmp_path / "first")
+    losses = []
+    for size in (1, 2, 3, 4):
+        folder = tmp_path / str(size)
+        found = ranks.run(saved_again, size, checkpoint=written, folder=folder, precision="fp32")
+        assert len(set(found)) == 1
+        again, _, loss = found[0]
+        assert files_in(again) == files_in(written)
+        losses.append(loss)
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)
+
+
+def saved_first(world: World, family: str, folder: Path) -> Path:
+    how: dict[str, Any] = {"numerics": Numerics("fp32", loss_chunk_tokens=64), "policy": SHARDS, "max_grad_norm": 0.5}
+    with Engine.from_model(tiny_model(family), verify=False, world=world, **how) as engine:
+        engine.step(batches_of(3)[world.rank :: world.size])
+        save = engine.save(folder, {"position": 3})
+        path = save.wait(60)
+        assert not save.streamed
+        return path
 
 
 def test_engines_under_torchrun_train_together(tmp_path: Path) -> None:
