@@ -80,6 +80,8 @@ class RangeWriter:
 
     def __init__(self, folder: Path, files: Sequence[Shard]) -> None:
         self.written: list[Written] = []
+        self.nbytes = 0
+        """That have been given."""
         self._folder, self._number = folder, {shard.name: number for number, shard in enumerate(files)}
         self._open: OrderedDict[str, int] = OrderedDict()
         self._under_way: list[Future[Written]] = []
@@ -88,8 +90,13 @@ class RangeWriter:
         for _ in range(_THREADS):
             self._free.put(np.empty(manifest.BLOCK_NBYTES, np.uint8))
 
+    def takes(self, name: str) -> bool:
+        """Whether that is one of the files."""
+        return name in self._number
+
     def write(self, piece: FileBytes) -> None:
         """Write into a file that is there. Its memory may change once `settle` has returned."""
+        self.nbytes += piece.data.size
         file, start, rest = self._file(piece.file), piece.start, piece.data
         while rest.size:
             part = rest[: manifest.BLOCK_NBYTES - start % manifest.BLOCK_NBYTES]

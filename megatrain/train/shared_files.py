@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatrain.checkpoint import Earlier, PlannedCheckpoint, ranges
+from megatrain.checkpoint import Earlier, PlannedCheckpoint, manifest, ranges
 from megatrain.checkpoint.manifest import FileSum
 from megatrain.checkpoint.places import FileBytes, Places
 from megatrain.checkpoint.ranges import RangeWriter, Written
@@ -29,6 +29,11 @@ from megatrain.dist import World
 from megatrain.memory import UnitState
 from megatrain.spec.layout import Ownership
 from megatrain.train.gathered_files import Agree
+
+STATE_NBYTES = 12
+"""Of a parameter: master, m and v."""
+AT_ONCE_NBYTES = 8 << 30
+"""Of all ranks, written or summed up before they hear of each other again."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +86,14 @@ class SharedFiles:
             shared(file.nbytes)
         files = [each for each in (*self.planned.weights, *self.planned.moments) if each.name not in linked]
         self.agree(lambda: self._created(staging, files) if first else None)
-        written: list[Written] = []
-        self.agree(lambda: written.extend(self._written(staging, files, done)))
-        of_ranks = [[Written(*row) for row in rows] for rows in self._rows(np.array(written, np.uint64), 4)]
-        blocks = ranges.dealt_blocks(files, self.world.rank, self.world.size)
-        sums: list[int] = []
+        with RangeWriter(staging, files) as writer:
+            self.agree(lambda: self._begin(writer, files) if first else None)
+            for units in self._groups():
+                self.agree(lambda units=units: self._write(writer, units, done))  # type: ignore[misc]
+            self.agree(lambda: self._finish(writer))
+        of_ranks = [[Written(*row) for row in rows] for rows in self._rows(np.array(writer.written, np.uint64), 4)]
         try:
-            self.agree(lambda: sums.extend(self._sums(staging, files, blocks, of_ranks)))
+            sums = self._sums(staging, files, of_ranks)
         except Exception:
             doubt()
             raise
@@ -98,30 +104,51 @@ class SharedFiles:
         with writing_to(self.target):
             ranges.create(staging, files)
 
-    def _written(self, staging: Path, files: Sequence[Shard], done: Callable[[int], object]) -> list[Written]:
-        """Write what this rank owns, and force it to the disk."""
-        names, nbytes = {each.name for each in files}, 0
-        with writing_to(self.target), RangeWriter(staging, files) as writer:
-            if self.world.rank == 0:
-                for shard in files:
-                    writer.write(ranges.header_of(shard))
-            for unit, pieces in self._units(self.planned.order):
+    def _begin(self, writer: RangeWriter, files: Sequence[Shard]) -> None:
+        with writing_to(self.target):
+            for shard in files:
+                writer.write(ranges.header_of(shard))
+            writer.settle()
+
+    def _write(self, writer: RangeWriter, units: Sequence[int], done: Callable[[int], object]) -> None:
+        """Write what this rank owns of these units."""
+        with writing_to(self.target):
+            for unit, pieces in self._units(units):
                 for piece in pieces:
-                    if piece.file in names:
+                    if writer.takes(piece.file):
                         writer.write(piece)
-                        nbytes += piece.data.size
-                        self.progress(nbytes)
+                        self.progress(writer.nbytes)
                 writer.settle()
                 done(unit)
-            writer.finish()
-            return writer.written
 
-    def _sums(
-        self, staging: Path, files: Sequence[Shard], blocks: Sequence[tuple[int, int]], of_ranks: list[list[Written]]
-    ) -> list[int]:
-        nbytes = sum(each.nbytes for each in of_ranks[self.world.rank])
+    def _finish(self, writer: RangeWriter) -> None:
         with writing_to(self.target):
-            return ranges.sums_of_blocks(staging, files, blocks, of_ranks, lambda: self.progress(nbytes))
+            writer.finish()
+
+    def _groups(self) -> Iterator[list[int]]:
+        """Units that are written before ranks hear of each other: for one that takes long, the others wait."""
+        group, nbytes = list[int](), 0
+        for unit in self.planned.order:
+            group.append(unit)
+            nbytes += STATE_NBYTES * self.planned.spec.units[unit].numel
+            if nbytes >= AT_ONCE_NBYTES:
+                yield group
+                group, nbytes = [], 0
+        yield group
+
+    def _sums(self, staging: Path, files: Sequence[Shard], of_ranks: list[list[Written]]) -> list[int]:
+        """Of the blocks that this rank sums up; agreed upon as often as what is written."""
+        blocks = [ranges.dealt_blocks(files, rank, self.world.size) for rank in range(self.world.size)]
+        mine, nbytes = blocks[self.world.rank], sum(each.nbytes for each in of_ranks[self.world.rank])
+        at_once, sums = max(1, AT_ONCE_NBYTES // self.world.size // manifest.BLOCK_NBYTES), list[int]()
+
+        def add(some: Sequence[tuple[int, int]]) -> None:
+            with writing_to(self.target):
+                sums.extend(ranges.sums_of_blocks(staging, files, some, of_ranks, lambda: self.progress(nbytes)))
+
+        for start in range(0, max(map(len, blocks)), at_once):
+            self.agree(lambda start=start: add(mine[start : start + at_once]))  # type: ignore[misc]
+        return sums
 
     def _linked(self, staging: Path, earlier: Earlier | None) -> dict[str, FileSum]:
         """The frozen files that are in the checkpoint before as they are now; rank 0 has linked them."""

@@ -25,6 +25,7 @@ from megatrain.errors import MegaTrainError, RankError
 from megatrain.memory import UnitState
 from megatrain.model import port_model
 from megatrain.spec.layout import Layout, Ownership, layout_of
+from megatrain.train import shared_files
 from megatrain.train.gathered_files import Agree, write_together
 from megatrain.train.shared_files import SharedFiles
 from tests.integration.test_ranks import files_in
@@ -39,8 +40,9 @@ MOST = 3 * 1024
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which most are written by several ranks."""
+    """Of which most are written by several ranks, which hear of each other often."""
     monkeypatch.setattr(manifest, "BLOCK_NBYTES", BLOCK)
+    monkeypatch.setattr(shared_files, "AT_ONCE_NBYTES", 1 << 16)
     monkeypatch.setattr(hard_links, "SMALLEST", 1)
 
 
