@@ -1,7 +1,8 @@
 """Ranks that are processes, started once for all tests that want some: they join a world and do what they are given.
 
-A rank in a smaller world is the same process with groups of its own. `python -m tests.rank_processes RANK SIZE`
-is one of them; it takes pickled calls from its standard input.
+A rank in a smaller world is the same process with groups of its own. `python -m tests.rank_processes RANK SIZE DEVICE`
+is one of them; it takes pickled calls from its standard input. Of stand-in GPUs each has its own, and gloo carries what
+NCCL would between real ones: it waits for it on the device, and puts it there.
 """
 
 from __future__ import annotations
@@ -13,9 +14,18 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatrain.dist import World
+    from megatrain.dist.world import Collectives
 
 MOST = 4
+STANDIN = "stand-in"
+"""In place of the type of a device."""
 
 
 def free_port() -> int:
@@ -25,12 +35,13 @@ def free_port() -> int:
 
 
 class RankProcesses:
-    """`MOST` of them."""
+    """So many of them; device: the type of what their schedules have collectives between."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MOST, device: str = "cpu") -> None:
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         environment = {**os.environ, **meeting, "OMP_NUM_THREADS": "1"}
-        commands = [[sys.executable, "-m", __name__, str(rank), str(MOST)] for rank in range(MOST)]
+        begin = [sys.executable, *(["-m", "tests.standin_cuda"] if device == STANDIN else []), "-m", __name__]
+        commands = [[*begin, str(rank), str(most), device] for rank in range(most)]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": environment}
         self.processes = [subprocess.Popen(command, **pipes) for command in commands]
 
@@ -52,15 +63,45 @@ class RankProcesses:
             process.stdout.close()  # type: ignore[union-attr]
 
 
-def serve(rank: int, size: int) -> None:
+class ThroughHost:
+    """Carries what lies on a device by what carries host memory."""
+
+    def __init__(self, carrier: Collectives) -> None:
+        self._carrier = carrier
+
+    def all_gather(self, whole: Tensor, own: Tensor) -> None:
+        self._carry(self._carrier.all_gather, whole, own)
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
+        self._carry(self._carrier.all_to_all, received, sent)
+
+    def close(self) -> None:
+        self._carrier.close()
+
+    def _carry(self, carrier: Callable[[Tensor, Tensor], None], target: Tensor, source: Tensor) -> None:
+        there = target.new_empty(target.shape, device="cpu")
+        carrier(there, source.cpu())
+        target.copy_(there)
+
+
+def joined(rank: int, size: int, device: str) -> World:
+    """A rank of all."""
+    from megatrain.dist.processes import join
+
+    world = join(rank, size, "cpu" if device == STANDIN else device, seconds=120)
+    assert world.device is not None
+    return replace(world, device=ThroughHost(world.device)) if device == STANDIN else world
+
+
+def serve(rank: int, size: int, device: str) -> None:
     """Do what comes until nothing does."""
     answers, sys.stdout = sys.stdout.buffer, sys.stderr  # what libraries print goes elsewhere
     import torch.distributed as dist
 
     from megatrain.dist import ALONE, World
-    from megatrain.dist.processes import ProcessCollectives, join
+    from megatrain.dist.processes import ProcessCollectives
 
-    worlds = {1: ALONE, size: join(rank, size, "cpu", seconds=120)}
+    worlds = {1: ALONE, size: joined(rank, size, device)}
     for smaller in range(2, size):
         groups = [dist.new_group(list(range(smaller)), backend="gloo") for _ in range(3)]
         if rank < smaller:
@@ -79,4 +120,4 @@ def serve(rank: int, size: int) -> None:
 
 
 if __name__ == "__main__":
-    serve(*map(int, sys.argv[1:]))
+    serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -6,10 +6,12 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.dist import ALONE, World
+from megatrain.dist.processes import join
 from megatrain.dist.world import reference_reduce
 from megatrain.errors import RankError
 from tests.ranks import together, worlds
@@ -111,3 +113,26 @@ def test_all_take_what_the_first_has() -> None:
 
     assert together(worlds(3, seed=0), work) == [[0.0, -0.0]] * 3
     assert ALONE.of_first(torch.tensor([5.0])).tolist() == [5.0]
+
+
+@pytest.mark.parametrize(("device", "carrier"), [("cuda", "nccl"), ("cpu", "gloo")])
+def test_between_cuda_devices_nccl_carries_and_on_the_host_gloo(
+    device: str, carrier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each a group of its own, over the library's calls for equal parts; NCCL returns before it is done."""
+    asked: list[str] = []
+    carried: list[tuple[str, object]] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "new_group", lambda *, backend, timeout: asked.append(backend) or len(asked))
+    for name in ("all_gather_into_tensor", "all_gather_single", "all_to_all_single"):
+        record = lambda target, source, group, name=name: carried.append((name, group))  # noqa: E731
+        monkeypatch.setattr(dist, name, record, raising=False)
+    world = join.__wrapped__(0, 2, device)
+    assert asked == ["gloo", carrier, "gloo"]
+    whole = torch.zeros(4096)
+    world.gather(whole, whole[:2048])
+    world.reduce(torch.zeros(2048), torch.zeros(4096), whole)
+    world.meet()
+    assert [group for _, group in carried] == [2, 2, 1]
+    assert [name.removesuffix("_single") for name, _ in carried][1] == "all_to_all"
+    assert all(each._queues == (carrier == "nccl" and each is world.device) for each in (world.host, world.device))
