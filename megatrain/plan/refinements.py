@@ -199,12 +199,14 @@ def streaming_updates(plan: Plan) -> Plan:
         return plan
     even, best = _even_share(plan), plan
     shares = [min(1.0, round(times * even, 2)) for times in STREAMED if even > 0]
+    rooms = [*_with_room(plan)]
     for share in dict.fromkeys((*shares, 1.0)):
-        for room in _with_room(plan):
-            each = examine(question, room.change(streamed_updates=share), plan.micro_batch)
+        while rooms:  # what is too little for one share is for the next, which has the same slots
+            each = examine(question, rooms[0].change(streamed_updates=share), plan.micro_batch)
             if each.taken.fits(question.budgets()) and not locks_too_much(each):
                 best = each if each.seconds < best.seconds else best
                 break
+            rooms.pop(0)
     return best if best.seconds < WORTH_STREAMING * plan.seconds else plan
 
 
@@ -222,16 +224,16 @@ def _waits_for_updates(plan: Plan) -> bool:
 
 def _with_room(plan: Plan) -> Iterator[Choice]:
     """The plan's choice, and what makes room on the device for the slots of updates: a weight slot less, then a unit
-    less that lives there, rather one of which only the weights do."""
+    less of which only the weights live there, or one of which all state does."""
     choice, overrides = plan.choice, plan.question.overrides
     yield choice
     if choice.policy.weight_slots > 2 and "weight_slots" not in overrides:
         yield choice.change(weight_slots=choice.policy.weight_slots - 1)
-    placements = list(choice.policy.placements)
+    placements = choice.policy.placements if "placements" not in overrides else ()
     there = [unit for unit in plan.question.model.layers if placements and placements[unit].weights == "device"]
-    if there and "placements" not in overrides:
-        placements[min(there, key=lambda unit: placements[unit].on_device)] = IN_HOST
-        yield choice.change(placements=tuple(placements))
+    kinds = {placements[unit].on_device: unit for unit in there}
+    for _, unit in sorted(kinds.items()):
+        yield choice.change(placements=(*placements[:unit], IN_HOST, *placements[unit + 1 :]))
 
 
 def _even_share(plan: Plan) -> float:

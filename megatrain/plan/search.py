@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from math import inf
 from typing import Any, TypeVar
@@ -40,6 +40,7 @@ from megatrain.plan.search_space import (
     COARSE,
     COMPUTES,
     FEWER_WRITES,
+    FITS,
     INPUT,
     KNOBS,
     LEAN,
@@ -64,6 +65,12 @@ from megatrain.spec import Numerics, Placement, Policy
 
 Found = TypeVar("Found", Plan, Estimate)
 
+Cost = tuple[float, ...]
+"""What candidates are compared by: seconds, and of equally quick ones what else counts."""
+
+Costs = Callable[[Choice, int], Cost | None]
+"""Of a candidate; `None` if it does not fit."""
+
 Rung = tuple[Estimate, Choice] | None
 """A choice with placements, and what it promises, if it fits."""
 
@@ -82,6 +89,9 @@ class Search:
         self._alikes: dict[Batching, Search] = {}
         self._placements: dict[tuple[Policy, int, int, int, bool], tuple[Placement, ...]] = {}
         self._resident: dict[tuple[int, int], int] = {}
+        self._resident_excess = 0
+        """Bytes of the device that a step with state there takes more than is estimated."""
+        self._ladders: dict[Candidate, list[Rung]] = {}
         self._begins_on_disk = False
         """Whether the best candidate before mixtures has state on the disk, or in files."""
         self._files = True
@@ -105,6 +115,8 @@ class Search:
         """Search within these. Prices hold, but for where state has to be."""
         if (budgets, files) != (self.budgets, self._files):
             self._known.clear()
+            self._ladders.clear()
+            self._resident_excess = 0
         self.budgets, self._files = budgets, files
 
     def answer(self, budgets: Mapping[str, int] | None = None) -> Plan | None:
@@ -192,14 +204,19 @@ class Search:
     def _every_size(self, choice: Choice) -> list[Candidate]:
         return [(one, micro_batch) for micro_batch in self._micro_batches() for one in self._activations(choice)]
 
-    def _climb(self, starts: list[Candidate], moves: Callable[[Choice, int], Iterator[Candidate]]) -> Candidate | None:
+    def _climb(
+        self,
+        starts: list[Candidate],
+        moves: Callable[[Choice, int], Iterator[Candidate]],
+        costs: Costs | None = None,
+    ) -> Candidate | None:
         """From the best of these, the best move, until that gains little."""
-        best = self._least(starts)
+        best, costs = self._least(starts, costs), costs or self._costs
         while best is not None:
-            better = self._least([best, *moves(*best)])
-            gained = self.price(*better).seconds < WORTH_A_ROUND * self.price(*best).seconds if better else False
+            before, better = costs(*best), self._least([best, *moves(*best)], costs)
+            after = costs(*better) if better else None
             best = better
-            if not gained:
+            if before is None or after is None or after[0] >= WORTH_A_ROUND * before[0]:
                 return best
         return None
 
@@ -297,7 +314,7 @@ class Search:
                     if leanest not in self._known or self._fits(*leanest):  # else this one cannot
                         yield other, there[near]
 
-    def _knobs(self, choice: Choice, micro_batch: int) -> Iterator[Candidate]:
+    def _knobs(self, choice: Choice, micro_batch: int, costs: Costs | None = None) -> Iterator[Candidate]:
         """Candidates that differ in a knob from the best so far: on in both directions for as long as that gains."""
         best = choice, micro_batch
         for knob, values in KNOBS.items():
@@ -309,20 +326,24 @@ class Search:
                 for value in ahead:
                     other = best[0].change(**{knob: value}), micro_batch
                     yield other
-                    if self._least([best, other]) != other:
+                    if self._least([best, other], costs) != other:
                         break
                     best = other
 
-    def _least(self, candidates: Any) -> Candidate | None:
-        """The quickest that fits; of equally quick ones, the first that takes least memory."""
-        best, best_cost = None, None
-        for choice, micro_batch in candidates:
-            found = self.price(choice, micro_batch)
-            if found.fits(self.budgets):
-                cost = (float(f"{found.seconds:.4g}"), sum(found.nbytes.values()))
-                if best_cost is None or cost < best_cost:
-                    best, best_cost = (choice, micro_batch), cost
+    def _least(self, candidates: Iterable[Candidate], costs: Costs | None = None) -> Candidate | None:
+        """The first that costs least, of those that fit."""
+        best: Candidate | None = None
+        best_cost: Cost = ()
+        for candidate in candidates:
+            cost = (costs or self._costs)(*candidate)
+            if cost is not None and (best is None or cost < best_cost):
+                best, best_cost = candidate, cost
         return best
+
+    def _costs(self, choice: Choice, micro_batch: int) -> Cost | None:
+        """Seconds, and memory."""
+        found = self.price(choice, micro_batch)
+        return (_rounded(found.seconds), sum(found.nbytes.values())) if found.fits(self.budgets) else None
 
     def _fits(self, choice: Choice, micro_batch: int) -> bool:
         return self.price(choice, micro_batch).fits(self.budgets)
@@ -352,13 +373,14 @@ class Search:
         kind = _kind(*candidate)
         before: Mapping[str, int] = self._estimate_corrections.get(kind, {})
         self._estimate_corrections[kind] = {tier: nbytes + before.get(tier, 0) for tier, nbytes in off.items()}
-        for known in (self._known, self._placed_estimates, self._mixtures):
+        for known in (self._known, self._placed_estimates, self._mixtures, self._ladders):
             known.clear()
 
     def outcome(self, choice: Choice, micro_batch: int) -> Estimate:
         """What the candidate takes with the most promising placements, or what layers keep."""
         found = [self.price(choice, micro_batch)]
-        for *rungs, whole in self._ladders(choice, micro_batch):
+        if filled := self._best_filled(choice, micro_batch):
+            *rungs, whole = self._ladder(*filled)
             found += [each[0] for each in rungs if each is not None]
             found += [estimate(self.question, whole[1], micro_batch)] if whole else []
         found += [option.mixtures.promised(option.counts) for option in self._options(choice, micro_batch)[:1]]
@@ -379,30 +401,36 @@ class Search:
 
     def _filled(self, choice: Choice, micro_batch: int) -> list[Plan]:
         """Replays with spare device memory in use, from the most promising on for as long as that gains; and with all
-        state there, which is a jump: the ends go too, and estimates from layers in host memory are too high.
+        state there, which is a jump: the ends go too, and estimates from layers in host memory are too high. Where the
+        most promising do not fit, what they take beyond their estimates is learnt, for up to `FITS` times.
         """
-        ladders = self._ladders(choice, micro_batch)
-        places = [
-            (each[0].seconds, n, whole) for n, rungs in enumerate(ladders) for whole, each in enumerate(rungs) if each
-        ]
-        seconds, number, start = min(places, default=(inf, 0, 0))
-        if not ladders:
-            return []
-        gains = seconds < WORTH_A_REPLAY * self.price(choice, micro_batch).seconds
         plans: list[Plan] = []
-        best = inf
-        for rungs in (ladders[number][start:], ladders[number][:start][::-1]) if gains else ():
-            for rung in rungs:
-                if rung is None:
-                    break
-                plans.append(examine(self.question, rung[1], micro_batch))
-                now = plans[-1].seconds if plans[-1].taken.fits(self.budgets) else inf
-                if now > best:
-                    break
-                best = now
-        whole = ladders[number][-1]
-        if whole and all(plan.choice != whole[1] for plan in plans):
-            plans.append(examine(self.question, whole[1], micro_batch))
+        for _ in range(FITS):
+            filled = self._best_filled(choice, micro_batch)
+            if filled is None:
+                break
+            rungs, tried = self._ladder(*filled), list[tuple[Estimate, Plan]]()
+            seconds, start = min((each[0].seconds, whole) for whole, each in enumerate(rungs) if each)
+            gains = seconds < WORTH_A_REPLAY * self.price(choice, micro_batch).seconds
+            best = inf
+            for way in (rungs[start:], rungs[:start][::-1]) if gains else ():
+                for rung in way:
+                    if rung is None:
+                        break
+                    tried.append((rung[0], examine(self.question, rung[1], micro_batch)))
+                    now = tried[-1][1].seconds if tried[-1][1].taken.fits(self.budgets) else inf
+                    if now > best:
+                        break
+                    best = now
+            whole = rungs[-1]
+            if whole and all(plan.choice != whole[1] for _, plan in tried):
+                plans.append(examine(self.question, whole[1], micro_batch))
+            plans += [plan for _, plan in tried]
+            if not tried or tried[0][1].taken.fits(self.budgets):
+                break
+            promised, plan = tried[0]
+            self._resident_excess += max(1, plan.nbytes["device"] - promised.nbytes["device"])
+            self._ladders.clear()
         return plans
 
     def _mixed(self, choice: Choice, micro_batch: int, usual: float) -> list[Plan]:
@@ -435,7 +463,7 @@ class Search:
             mixtures = self._mixtures[placed, size]
             best = [*mixtures.best(self.budgets, 1), *mixtures.best(self.budgets, 1, outputs_stay=True)]
             options += [Option(each, size, of, mixtures, placed) for each, of in dict.fromkeys(best)]
-        options.sort(key=lambda each: (float(f"{each.seconds:.4g}"), each.micro_batch, each.counts))
+        options.sort(key=lambda each: (_rounded(each.seconds), each.micro_batch, each.counts))
         alike: dict[Hashable, Option] = {}
         for each in options:
             choice = each.choice.change(placements=())
@@ -522,25 +550,40 @@ class Search:
         """Sixteenths of the layers whose whole state may be there: none where ranks share weights."""
         return 0 if self.question.model.ranks > 1 and self._overrides.get("delivery") == "shared" else PARTS
 
-    def _ladders(self, choice: Choice, micro_batch: int) -> list[list[Rung]]:
-        """For this policy and leaner ones, by how many parts of the layers are on the device: what that promises.
-
-        What slots give up pays for more of them.
-        """
+    def _best_filled(self, choice: Choice, micro_batch: int) -> Candidate | None:
+        """The policy that promises most with spare device memory in use: from this one and leaner ones, a knob at a
+        time. What slots and chunks give up pays for more that is there."""
         if not self._gains_by_placement(choice, micro_batch):
-            return []
+            return None
         starts = dict.fromkeys(
             [choice, *self._activations(self._lean.change(disk_staging_slots=choice.policy.disk_staging_slots))]
         )
         for rows_of_all in () if self._keeps_as_told else (ATTENTION, OFFLOAD):
             starts[choice.change(activations="recompute", activations_by_layer=rows_of_all)] = None
-        most = self._most_whole
-        return [[self._most_kept(start, micro_batch, whole) for whole in range(most + 1)] for start in starts]
+        knobs = partial(self._knobs, costs=self._filled_costs)
+        return self._climb([(start, micro_batch) for start in starts], knobs, self._filled_costs)
+
+    def _filled_costs(self, choice: Choice, micro_batch: int) -> Cost | None:
+        """Seconds with as much state on the device as promises most; without, since what the disk takes hides from an
+        estimate what else there is to do; and memory."""
+        rungs = [each[0] for each in self._ladder(choice, micro_batch) if each]
+        if not rungs:
+            return None
+        best = min(rungs, key=lambda each: each.seconds)
+        return _rounded(best.seconds), _rounded(self._plain(choice, micro_batch).seconds), sum(best.nbytes.values())
+
+    def _ladder(self, choice: Choice, micro_batch: int) -> list[Rung]:
+        """By how many parts of the layers are on the device: what that promises."""
+        key = choice, micro_batch
+        if key not in self._ladders:
+            parts = range(self._most_whole + 1)
+            self._ladders[key] = [self._most_kept(choice, micro_batch, whole) for whole in parts]
+        return self._ladders[key]
 
     def _most_kept(self, choice: Choice, micro_batch: int, whole: int) -> Rung:
         """With so many parts of the layers on the device, the most weights of the others that fit beside them."""
         found = self._plain(choice, micro_batch)
-        spare = self.budgets["device"] - found.nbytes["device"]
+        spare = self.budgets["device"] - found.nbytes["device"] - self._resident_excess
         low, high = int(whole == 0) - 1, PARTS  # the most that is known to fit, and that may
         while low < high:
             middle = (low + high + 1) // 2
@@ -588,9 +631,13 @@ class Search:
         return choice if self._placements[key] == policy.placements else choice.change(placements=self._placements[key])
 
 
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.4g}")
+
+
 def _with_fewer_writes(plans: list[Plan]) -> Plan | None:
     """The quickest; or one that is nearly as quick and writes much less to the disk, which wears out."""
-    quickest = min(plans, key=lambda plan: float(f"{plan.seconds:.4g}"), default=None)
+    quickest = min(plans, key=lambda plan: _rounded(plan.seconds), default=None)
     if quickest is None:
         return None
     most = SLOWER_FOR_FEWER_WRITES * quickest.seconds, FEWER_WRITES * quickest.written_nbytes

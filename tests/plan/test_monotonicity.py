@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from operator import attrgetter
+from typing import Any
 
 import pytest
 
@@ -74,6 +75,30 @@ def test_a_clipped_step_is_never_slower_with_more_bandwidth_of_the_host(name: st
 @pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_no_drawn_plan_is_slower_with_more(seed: int) -> None:
     assert not slower_with_more(seed)
+
+
+def beside_a_disk(part: float, layers: int = 6, **changes: Any) -> Question:
+    """On a machine whose host has room for three fifths of the state, and its device for that part of it."""
+    model = llama_shape("beside a disk", layers, 2048, vocabulary=8000)
+    host, device = (int(each * 14 * model.numel) + (1 << 30) for each in (0.6, part))
+    hardware = replace(machine("rtx-4090"), host_nbytes=host, device_nbytes=device)
+    return replace(Question(model, hardware, 4096, 4096, clips=False), **changes)
+
+
+def test_more_device_memory_beside_a_disk_is_never_slower() -> None:
+    told = {"weight_slots": 1, "grad_slots": 2, "loss_chunk_tokens": 512}
+    seconds = [find_plan(beside_a_disk(part, overrides=told)).seconds for part in (0.2, 0.25, 0.3)]
+    assert all(more < SLOWER * less for less, more in pairwise(seconds)), seconds
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("layers", [6, 12])
+@pytest.mark.parametrize("clips", [False, True])
+def test_whatever_is_chosen_more_device_memory_beside_a_disk_is_never_slower(layers: int, clips: bool) -> None:
+    parts = (0.2, 0.25, 0.3, 0.4)
+    seconds = [find_plan(beside_a_disk(part, layers, clips=clips)).seconds for part in parts]
+    assert all(more < SLOWER * less for less, more in pairwise(seconds)), seconds
 
 
 @pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 20), marks=pytest.mark.slow)])

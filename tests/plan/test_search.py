@@ -13,8 +13,9 @@ import pytest
 from bench.shapes import llama_shape
 from megatrain.errors import DoesNotFit, PlanError
 from megatrain.plan import Choice, Plan, Question, examine, find_plan, machine, search
+from megatrain.plan.placement import ON_DEVICE
 from megatrain.plan.search import KNOBS
-from megatrain.spec import SAVED_BY, Hardware, Limits, ModelSpec, Numerics, Policy
+from megatrain.spec import IN_HOST, SAVED_BY, Hardware, Limits, ModelSpec, Numerics, Placement, Policy
 
 
 def llama(layers: int = 4) -> ModelSpec:
@@ -376,3 +377,18 @@ def test_slots_for_what_is_offloaded_are_those_that_were_asked_for(slots: int) -
     """Also where nothing is offloaded."""
     asked = question(DRIVE, model=llama(layers=12), tokens_per_step=128, overrides={"offload_slots": slots})
     assert find_plan(asked).policy.offload_slots == slots
+
+
+def test_what_slots_give_up_pays_for_a_layer_on_the_device() -> None:
+    """Its state then needs no disk, which is worth more than what a replay takes more of the device than was estimated,
+    and than larger chunks of the loss."""
+    model, state = llama_shape("short of host memory", 6, 2048, vocabulary=8000), Placement(moments="disk")
+    sizes = {"host_nbytes": 0.6, "device_nbytes": 0.25}
+    room = {name: int(part * 14 * model.numel) + (1 << 30) for name, part in sizes.items()}
+    told = {"weight_slots": 2, "grad_slots": 2, "loss_chunk_tokens": 512}
+    asked = Question(model, replace(machine("rtx-4090"), **room), 4096, 4096, clips=False, overrides=told)
+    placements = (IN_HOST, state, IN_HOST, state, IN_HOST, state, ON_DEVICE, IN_HOST)
+    policy = Policy(update="during_backward", weight_slots=2, grad_slots=2, placements=placements)
+    by_hand = examine(asked, Choice(Numerics(loss_chunk_tokens=512), policy), 1)
+    assert fits(by_hand)
+    assert find_plan(asked).seconds < 1.005 * by_hand.seconds
