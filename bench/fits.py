@@ -149,7 +149,12 @@ def adapters_table() -> list[str]:
 
 # Bases in their files -------------------------------------------------------------------------------------------------
 
-LARGE = ("meta-llama/Llama-3.3-70B-Instruct", "openai/gpt-oss-120b", "Qwen/Qwen3-235B-A22B")
+LARGE = (
+    "meta-llama/Llama-3.3-70B-Instruct",
+    "openai/gpt-oss-120b",
+    "Qwen/Qwen3-235B-A22B",
+    "deepseek-ai/DeepSeek-V3",
+)
 HOSTS = (64, 128)
 
 
