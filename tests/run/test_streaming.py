@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import datasets
+import huggingface_hub
 import pytest
 import torch
 
 from megatrain.checkpoint import checkpoints, step_of
-from megatrain.data import stream_rows
+from megatrain.data import load_tokenizer, stream_rows
+from megatrain.dist import ALONE, World
 from megatrain.errors import ConfigError
+from megatrain.run.data import open_corpus
+from tests.ranks import together, worlds
 from tests.run.test_resume import config_of, weights
 from tests.run.test_training import losses, train
 
@@ -54,6 +61,37 @@ def test_text_that_is_no_rows_is_refused_by_name(tmp_path: Path) -> None:
     data = config.data.model_copy(update={"sources": ("python-stdlib",)})
     with pytest.raises(ConfigError, match=r"^data\.sources: python-stdlib is text, which is not streamed; leave"):
         train(config.model_copy(update={"data": data}))
+
+
+def test_ranks_read_the_commit_that_the_first_has_found_and_share_its_micro_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub moves on before it answers the second."""
+    config = streamed(tmp_path, "run", 1)
+    data = config.data.model_copy(update={"sources": ("organisation/data",), "packing": "grouped"})
+    config = config.model_copy(update={"data": data})
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "train.jsonl").write_text('{"text": "another"}\n' * 30)
+    library, here = datasets.load_dataset, threading.local()
+
+    def load_dataset(*_: Any, revision: str = "rows", data_dir: None, **how: Any) -> Any:
+        return library(str(tmp_path / revision), **how)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    answer = lambda *_, timeout: SimpleNamespace(sha="new" if here.rank else "rows")  # noqa: E731
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", answer)
+
+    def first_step(world: World) -> Any:
+        here.rank = world.rank
+        plan: Any = SimpleNamespace(micro_batch=4, work=SimpleNamespace(micro_batches=2))
+        loader = open_corpus(config, plan, load_tokenizer("bytes"), 257, None, world).loader
+        step = [each["input_ids"].tolist() for each in next(loader)]
+        loader.close()
+        return step
+
+    first, second = together(worlds(2), first_step)
+    assert [*first, *second] == first_step(ALONE)
+    assert first != second
 
 
 @pytest.mark.slow  # two runs
