@@ -60,7 +60,7 @@ OTHER_TRAINERS = {
     "adam_beta1": "train.betas, the first of two",
     "adam_beta2": "train.betas, the second of two",
     "adam_epsilon": "train.eps",
-    "assistant_only_loss": "data.train_on=assistant",
+    "assistant_only_loss": "data.train_on=assistant, and data.chat_template=trl for the same targets to the token",
     "attn_implementation": "model.attention",
     "base_model": "model.path",
     "beta": "train.beta",
