@@ -36,8 +36,8 @@ class Run(NamedTuple):
     stop: int
 
 
-class FileBytes(NamedTuple):
-    """What lies in one piece in a file, from byte `start` on."""
+class OwnBytes(NamedTuple):
+    """What a rank owns that lies in one piece in a file, from byte `start` on."""
 
     file: str
     start: int
@@ -68,7 +68,7 @@ class Places:
             return False
         return True
 
-    def own(self, unit: int, state: UnitState, owned: Ownership) -> Iterator[FileBytes]:
+    def own(self, unit: int, state: UnitState, owned: Ownership) -> Iterator[OwnBytes]:
         """What a rank writes of a unit: what it owns of its state, float32, and rank 0 what is no parameter's, too."""
         layout, of_weights = self._layouts[unit], self._weights
         for tensor, runs in self._runs(unit):
@@ -148,9 +148,9 @@ def _runs_of(numbers: NDArray[np.int32]) -> list[Run]:
     return [Run(at, number, number + end - at) for at, end, number in zip(starts, ends, first, strict=False)]
 
 
-def _placed(shards: dict[str, Shard], name: str, element: int, values: NDArray[np.generic]) -> FileBytes:
+def _placed(shards: dict[str, Shard], name: str, element: int, values: NDArray[np.generic]) -> OwnBytes:
     shard = shards[name]
-    return FileBytes(shard.name, shard.starts[name] + element * values.itemsize, values.view(np.uint8))
+    return OwnBytes(shard.name, shard.starts[name] + element * values.itemsize, values.view(np.uint8))
 
 
 def _alike(name: str) -> str:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from megatrain.checkpoint import manifest
 from megatrain.checkpoint.direct_io import allocate, write_all
 from megatrain.checkpoint.manifest import FileSum, block_sum, file_sum
-from megatrain.checkpoint.places import FileBytes
+from megatrain.checkpoint.places import OwnBytes
 from megatrain.checkpoint.safetensors_writer import Shard
 from megatrain.errors import CheckpointError
 
@@ -94,7 +94,7 @@ class RangeWriter:
         """Whether that is one of the files."""
         return name in self._number
 
-    def write(self, piece: FileBytes) -> None:
+    def write(self, piece: OwnBytes) -> None:
         """Write into a file that is there. Its memory may change once `settle` has returned."""
         self.nbytes += piece.data.size
         file, start, rest = self._file(piece.file), piece.start, piece.data
@@ -158,12 +158,12 @@ def create(folder: Path, files: Iterable[Shard]) -> None:
             os.close(file)
 
 
-def header_of(shard: Shard) -> FileBytes:
+def header_of(shard: Shard) -> OwnBytes:
     """What a file begins with."""
-    return FileBytes(shard.name, 0, np.frombuffer(shard.header, np.uint8))
+    return OwnBytes(shard.name, 0, np.frombuffer(shard.header, np.uint8))
 
 
-def differing(folder: Path, pieces: Iterable[FileBytes]) -> set[str]:
+def differing(folder: Path, pieces: Iterable[OwnBytes]) -> set[str]:
     """Names of files that do not hold these bytes."""
     wrong: set[str] = set()
     for name, start, data in pieces:

@@ -64,7 +64,7 @@ class InFiles(NamedTuple):
     others: Mapping[str, str]
 
 
-def in_files_of(source: Source, names: Iterable[str], dtype: torch.dtype) -> InFiles:
+def in_files_of(source: Fills, names: Iterable[str], dtype: torch.dtype) -> InFiles:
     """Of these parameters, those whose bytes in `dtype` a source's files hold."""
     ask = getattr(source, "in_files", None)
     if ask is None:

@@ -75,6 +75,7 @@ from megatrain.train.restore import (
     NewMoments,
     as_saved,
     facts_in,
+    fill,
     frozen_in,
     optimizer_in,
     read_moments,
@@ -778,8 +779,7 @@ class Engine:
     def _fill(self, source: Fills, progress: Progress | None = None) -> None:
         self._saver.wait()
         self._weights.may_have_come()
-        source.fill(self._store, self._store.names_by_unit(read=not self._ported.lies_in(source)), progress)
-        self._store.settle()
+        fill(source, self._store, self._store.names_by_unit(read=not self._ported.lies_in(source)), progress)
 
     def _take_up(self, checkpoint: Checkpoint, new: NewMoments) -> None:
         """Moments and counters of a checkpoint whose masters are there already."""

@@ -8,16 +8,22 @@ whether it is right to go on with what has changed since (`megatrain.run.resume`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
 from megatrain.checkpoint import Checkpoint
-from megatrain.errors import CheckpointError
+from megatrain.errors import CheckpointError, ModelError
 from megatrain.memory import Store
-from megatrain.model import Fills, PortedModel, PretrainedSource
+from megatrain.model import Fills, PortedModel, PretrainedSource, Progress
+from megatrain.model.mapped_tensors import lazy_zeros
+from megatrain.model.weight_sources import in_files_of
 from megatrain.optim import AdamW
 from megatrain.spec import ModelSpec, Numerics, Policy
+from megatrain.spec.model import FileBytes
 from megatrain.train.async_save import as_json, versions
 from megatrain.train.optimizer_sink import OptimizerSink
 
@@ -76,6 +82,42 @@ def optimizer_in(checkpoint: Checkpoint) -> AdamW:
     """The optimizer that wrote it."""
     fields: dict[str, Any] = dict(facts_in(checkpoint)["optimizer"])
     return AdamW(**{**fields, "betas": tuple(fields["betas"]), "no_decay": tuple(fields["no_decay"])})
+
+
+def fill(source: Fills, store: Store, units: Sequence[Sequence[str]], progress: Progress | None) -> None:
+    """Set the masters of these parameters, unit by unit, from a source of all.
+
+    The library reads whole tensors where it puts several together, experts say. Of several ranks each reads those
+    itself, what it owns of them, where they lie one behind the other in the files as they are held here.
+    """
+    ranges: dict[str, tuple[FileBytes, ...]] = {}
+    if store.model.ranks > 1:
+        names = [name for unit in units for name in unit]
+        ranges = {name: of for name, of in in_files_of(source, names, torch.float32).files.items() if len(of) > 1}
+    for name, of in ranges.items():
+        store.write_master(name, _own_values(store, name, of))
+    source.fill(store, [[name for name in unit if name not in ranges] for unit in units], progress)
+    store.settle()
+
+
+def _own_values(store: Store, name: str, of: Sequence[FileBytes]) -> Tensor:
+    """The float32 values of a parameter in its shape, of what this rank owns, in memory that the others do not take."""
+    unit, field = store.field(name)
+    values = lazy_zeros(field.shape, torch.float32)
+    memory, at = values.view(-1).view(torch.uint8).numpy(), 0
+    own = list(store.owned.within(store.layouts[unit], field.start, field.stop))
+    for there in of:
+        with open(there.file, "rb", buffering=0) as file:
+            for piece in own:
+                start = max(4 * (piece.start - field.start), at)
+                stop = min(4 * (piece.stop - field.start), at + there.nbytes)
+                file.seek(there.place + start - at)
+                while start < stop:
+                    if not (count := file.readinto(memory[start:stop].data)):
+                        raise ModelError("its files end before their tensors do", where=f"parameter {name}")
+                    start += count
+        at += there.nbytes
+    return values
 
 
 def frozen_in(checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:

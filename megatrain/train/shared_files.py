@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from megatrain.checkpoint import Earlier, PlannedCheckpoint, manifest, ranges
 from megatrain.checkpoint.manifest import FileSum
-from megatrain.checkpoint.places import FileBytes, Places
+from megatrain.checkpoint.places import OwnBytes, Places
 from megatrain.checkpoint.ranges import RangeWriter, Written
 from megatrain.checkpoint.safetensors_writer import Shard
 from megatrain.checkpoint.save import writing_to
@@ -171,7 +171,7 @@ class SharedFiles:
 
         return {name: FileSum(*of) for name, of in self.agree(link)[0].items()}
 
-    def _units(self, units: Iterable[int]) -> Iterator[tuple[int, Iterator[FileBytes]]]:
+    def _units(self, units: Iterable[int]) -> Iterator[tuple[int, Iterator[OwnBytes]]]:
         for unit in units:
             yield unit, self.places.own(unit, self.read(unit), self.owned)
 

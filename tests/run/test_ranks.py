@@ -211,6 +211,7 @@ def test_a_killed_rank_is_named_by_the_others_and_any_number_goes_on_as_if_nothi
         parts.setdefault(max(map(step_of, checkpoints(many.checkpoints)), default=0), ranks)
     done = max(parts) + 2
     ended(begin(preloaded, 2, many, "resume=auto", f"train.steps={done}"))
+    assert {line["streamed"] for line in lines(many.folder) if line["event"] == "saved"} == {""}
     whole = many.model_copy(update={"output": many.output.model_copy(update={"folder": str(tmp_path / "whole")})})
     for end, ranks in {**parts, done: 2}.items():
         if end > 0:

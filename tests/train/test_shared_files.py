@@ -19,7 +19,7 @@ import torch
 
 from megatrain.checkpoint import Earlier, PlannedCheckpoint, full_check, hard_links, manifest, ranges, write_checkpoint
 from megatrain.checkpoint.manifest import FileSum
-from megatrain.checkpoint.places import FileBytes, Places
+from megatrain.checkpoint.places import OwnBytes, Places
 from megatrain.dist import World
 from megatrain.errors import MegaTrainError, RankError
 from megatrain.memory import UnitState
@@ -214,7 +214,7 @@ def spoil_unit(monkeypatch: pytest.MonkeyPatch, failure: BaseException | None) -
     """Rank 1 fails in the midst of what it writes, or leaves a piece out."""
     honest = Places.own
 
-    def own(self: Places, unit: int, state: UnitState, owned: Ownership) -> Iterator[FileBytes]:
+    def own(self: Places, unit: int, state: UnitState, owned: Ownership) -> Iterator[OwnBytes]:
         for number, piece in enumerate(honest(self, unit, state, owned)):
             if owned.rank == 1 and unit == 2 and number == 3:
                 if failure is None:
