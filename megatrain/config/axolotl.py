@@ -83,9 +83,6 @@ def read_axolotl(reader: Reader) -> None:
     _adapter_of_axolotl(reader)
 
 
-KTO_WEIGHTS = ("kto_desirable_weight", "kto_undesirable_weight")
-
-
 def _objective_of_axolotl(reader: Reader) -> None:
     objective, of_trl = reader.take("rl"), reader.mapping("trl")
     beta, alpha, gamma = reader.take("rl_beta"), reader.take("orpo_alpha"), reader.take("simpo_gamma")
@@ -94,6 +91,7 @@ def _objective_of_axolotl(reader: Reader) -> None:
             reader.refuse(name, "is not trained here", "models with a head for text are, not with one for a score")
     if reader.given.get("unfrozen_parameters"):
         reader.refuse("unfrozen_parameters", "is not here", "train.freeze names what stays as it is; take the key out")
+    put_kto_weights(reader, ("kto_desirable_weight", "kto_undesirable_weight"), is_kto=objective == "kto")
     if objective is None:
         return
     if objective not in ("dpo", "ipo", "orpo", "simpo", "kto"):
@@ -104,8 +102,6 @@ def _objective_of_axolotl(reader: Reader) -> None:
         beta = alpha
     reader.put("train.objective", "dpo" if objective == "ipo" else objective, "rl")
     reader.put("train.beta", beta, "rl_beta", "orpo_alpha", "trl")
-    if objective == "kto":
-        put_kto_weights(reader, *({name: reader.number(name)} for name in KTO_WEIGHTS))
     if objective == "simpo":
         reader.put("train.simpo_gamma", gamma, "simpo_gamma")
     if objective == "ipo":
@@ -178,6 +174,9 @@ def _entry(reader: Reader, of: str, number: int, entry: Any) -> tuple[list[str],
             keys[ours] = value
     if prefers(reader) and str(kind).startswith("chat_template"):
         rest["field_prompt"] = rest.pop("field_messages", "messages")
+    for name in ("roles", "message_property_mappings"):
+        if not isinstance(rest.get(name), dict | None):
+            reader.refuse(of, f"has {name} without keys in entry {number}")
     _columns(keys, rest)
     rest.pop("ds_type", None)
     if rest.pop("roles_to_train", ["assistant"]) not in (["assistant"], ["gpt"]):

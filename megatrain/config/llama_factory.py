@@ -77,7 +77,7 @@ def read_llama_factory(reader: Reader) -> None:
 def _objective_of_stage(reader: Reader) -> str:
     stage, loss = reader.take("stage"), reader.take("pref_loss")
     beta, gamma = reader.take("pref_beta"), reader.take("simpo_gamma")
-    weights = [reader.number(f"kto_{kind}_weight") for kind in ("chosen", "rejected")]
+    put_kto_weights(reader, ("kto_chosen_weight", "kto_rejected_weight"), is_kto=stage == "kto")
     if stage == "rm":
         reader.refuse("stage", "is not trained here", "models with a head for text are, not with one for a score")
     if stage not in ("pt", "sft", "dpo", "kto"):
@@ -88,7 +88,6 @@ def _objective_of_stage(reader: Reader) -> str:
     if stage == "kto":
         reader.put("train.objective", "kto", "stage")
         reader.put("train.beta", beta, "pref_beta")
-        put_kto_weights(reader, {"kto_chosen_weight": weights[0]}, {"kto_rejected_weight": weights[1]})
     if stage != "dpo":
         return str(stage)
     if loss not in ("sigmoid", "ipo", "orpo", "simpo"):

@@ -237,12 +237,12 @@ def rows_of_a_sample(reader: Reader) -> int:
     return 2 if prefers(reader) else 1
 
 
-def put_kto_weights(reader: Reader, good: Mapping[str, Any], bad: Mapping[str, Any]) -> None:
-    """good, bad: the other trainer's key and its value, if it has one."""
-    for ours, given in (("desirable", good), ("undesirable", bad)):
-        for name, value in given.items():
-            if value is not None:
-                reader.put(f"train.kto_{ours}_weight", value, name)
+def put_kto_weights(reader: Reader, names: tuple[str, str], *, is_kto: bool) -> None:
+    """names: what the other trainer calls the weights of good and of bad answers."""
+    for name, ours in zip(names, ("desirable", "undesirable"), strict=True):
+        value = reader.number(name)
+        if is_kto and value is not None:
+            reader.put(f"train.kto_{ours}_weight", value, name)
 
 
 def put_sizes(reader: Reader, name: str, rows: int) -> None:
@@ -270,7 +270,7 @@ def put_length(reader: Reader, name: str) -> None:
 
 
 def put_learning_rate(reader: Reader, name: str) -> None:
-    shape, more = reader.take(name), reader.mapping("lr_scheduler_kwargs")
+    shape, more = str(reader.take(name)), reader.mapping("lr_scheduler_kwargs")
     steps, ratio, rate = (reader.number(each) for each in ("warmup_steps", "warmup_ratio", "learning_rate"))
     if rate is None:
         reader.refuse("learning_rate", "is needed", "give a number")
@@ -281,15 +281,7 @@ def put_learning_rate(reader: Reader, name: str) -> None:
         reader.leave(
             name, f"train.lr_scheduler is {', '.join(dict.fromkeys(SCHEDULERS.values()))}; it is left at cosine"
         )
-    least, share = more.pop("min_lr", None), more.pop("min_lr_rate", more.pop("min_lr_ratio", None))
-    ratio_of_least = reader.take("cosine_min_lr_ratio") or share or (least / rate if least else 0.0)
-    reader.put("train.min_lr_ratio", ratio_of_least, "cosine_min_lr_ratio")
-    if decay := more.pop("num_decay_steps", None):
-        reader.put("train.decay_steps", decay, "lr_scheduler_kwargs")
-    if more:
-        reader.leave("lr_scheduler_kwargs", f"nothing reads {', '.join(more)}")
-    elif least or share or decay:
-        reader.account("lr_scheduler_kwargs")
+    _put_shape(reader, more, rate)
     if shape == "constant":
         for warmup in ("warmup_steps", "warmup_ratio"):
             reader.leave(warmup, "that schedule has no warm-up there either; constant_with_warmup has")
@@ -300,6 +292,21 @@ def put_learning_rate(reader: Reader, name: str) -> None:
         reader.leave("warmup_ratio", "warmup_steps is what counts")
     elif ratio and steps is None:
         reader.put("train.warmup_ratio", ratio, "warmup_ratio")
+
+
+def _put_shape(reader: Reader, more: dict[str, Any], rate: float) -> None:
+    """Where the learning rate ends and how long it takes to; `more` is what goes to the scheduler by name."""
+    known = ("min_lr", "min_lr_rate", "min_lr_ratio", "num_decay_steps")
+    given = {name: more.pop(name) for name in known if isinstance(more.get(name), int | float)}
+    least = given.get("min_lr", 0.0) / (rate or 1.0)
+    share = given.get("min_lr_rate") or given.get("min_lr_ratio") or least
+    reader.put("train.min_lr_ratio", reader.number("cosine_min_lr_ratio") or share, "cosine_min_lr_ratio")
+    if decay := given.get("num_decay_steps"):
+        reader.put("train.decay_steps", decay, "lr_scheduler_kwargs")
+    if more:
+        reader.leave("lr_scheduler_kwargs", f"nothing reads {', '.join(more)}")
+    elif given:
+        reader.account("lr_scheduler_kwargs")
 
 
 def put_optimizer(reader: Reader, name: str) -> None:
@@ -334,7 +341,7 @@ def put_precision(reader: Reader) -> None:
 
 def put_attention(reader: Reader, name: str) -> None:
     name = name if name in reader.given else "attn_implementation"
-    asked = reader.take(name)
+    asked = None if (given := reader.take(name)) is None else str(given)
     for switch, kernel in SWITCHES_OF_ATTENTION.items():
         if reader.given.get(switch) is True:
             asked = asked or kernel
@@ -400,7 +407,10 @@ def put_trackers(reader: Reader, names: Sequence[str], key: str) -> None:
 
 
 def goes_on_from(reader: Reader, name: str, path: Any) -> None:
-    reader.put("adapter.path", path[0] if isinstance(path, list) else path, name)
+    folders = parts(path)
+    if len(folders) != 1:
+        reader.refuse(name, "is not one adapter", "name the one to go on from")
+    reader.put("adapter.path", folders[0], name)
     reader.note(name, "an adapter that is gone on from keeps its own settings")
 
 
