@@ -23,6 +23,7 @@ from megatrain.config.translation import (
     put_precision,
     put_saving,
     put_sizes,
+    put_streaming,
     put_trackers,
     put_validation,
     rows_of_a_sample,
@@ -67,6 +68,7 @@ def read_axolotl(reader: Reader) -> None:
     else:
         put_sizes(reader, "micro_batch_size", rows_of_a_sample(reader))
     put_length(reader, "num_epochs")
+    put_streaming(reader)
     put_learning_rate(reader, "lr_scheduler")
     put_optimizer(reader, "optimizer")
     put_precision(reader)

@@ -21,6 +21,7 @@ from megatrain.config.translation import (
     put_precision,
     put_saving,
     put_sizes,
+    put_streaming,
     put_trackers,
     put_validation,
     rows_of_a_sample,
@@ -57,6 +58,7 @@ def read_llama_factory(reader: Reader) -> None:
         reader.put("data.train_on", "last", "mask_history")
     put_sizes(reader, "per_device_train_batch_size", rows_of_a_sample(reader))
     put_length(reader, "num_train_epochs")
+    put_streaming(reader)
     put_learning_rate(reader, "lr_scheduler_type")
     put_optimizer(reader, "optim")
     put_precision(reader)

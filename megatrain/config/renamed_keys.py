@@ -183,7 +183,7 @@ OTHER_TRAINERS = {
     "base_model_config": _FOUND_OUT,
     "bfloat16": _MASTERS,
     "bnb_config_kwargs": _NO_LOW_BITS,
-    "buffer_size": "nothing: the order of the data is a permutation of all of it",
+    "buffer_size": "nothing: data is shuffled whole, and a stream block by block",
     "chat_template_jinja": "data.chat_template, a file",
     "context_parallel_size": _DISTRIBUTED,
     "cosine_min_lr_ratio": "train.min_lr_ratio",

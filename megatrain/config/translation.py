@@ -269,6 +269,18 @@ def put_length(reader: Reader, name: str) -> None:
         reader.put("data.streaming", reader.take("streaming"), "streaming")
 
 
+def put_streaming(reader: Reader) -> None:
+    """Behind sources, weights, lengths and the objective, which decide whether data can be read as it comes."""
+    train, data = reader.found.tree["train"], reader.found.tree["data"]
+    if reader.take("streaming") is not True:
+        return
+    if "steps" in train and not prefers(reader) and (len(data["sources"]) == 1 or "weights" in data):
+        reader.put("data.streaming", True, "streaming")
+    else:
+        what = "data.streaming is of cross-entropy, with max_steps, and weights for several sources; data is read whole"
+        reader.leave("streaming", what)
+
+
 def put_learning_rate(reader: Reader, name: str) -> None:
     shape, more = str(reader.take(name)), reader.mapping("lr_scheduler_kwargs")
     steps, ratio, rate = (reader.number(each) for each in ("warmup_steps", "warmup_ratio", "learning_rate"))

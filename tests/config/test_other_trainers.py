@@ -76,8 +76,11 @@ def flat(found: Translation) -> dict[str, Any]:
           "model.attention": "flash_attention_2", "data.train_on": "last", "checkpoint.keep_last": 3,
           "output.trackers": ["wandb", "tensorboard"], "data.chat_template_kwargs": {"enable_thinking": False}}),
         (LLAMA_FACTORY, {"dataset_dir": "ONLINE", "dataset": "org/a, org/b", "mix_strategy": "interleave_under",
-                         "interleave_probs": "0.25, 0.75", "streaming": True, "max_steps": 9},
-         {"data.sources": ["org/a", "org/b"], "data.weights": [0.25, 0.75], "data.streaming": True, "train.steps": 9}),
+                         "interleave_probs": "0.25, 0.75"},
+         {"data.sources": ["org/a", "org/b"], "data.weights": [0.25, 0.75]}),
+        (LLAMA_FACTORY, {"dataset_dir": "ONLINE", "dataset": "org/a", "streaming": True, "max_steps": 9},
+         {"data.streaming": True, "train.steps": 9}),
+        (AXOLOTL, {"streaming": True}, {"data.streaming": None, "train.epochs": 1.0}),
         (LLAMA_FACTORY, {"bf16": False, "fp16": False}, {"train.precision": "fp32"}),
         (AXOLOTL, {}, {
             "data.sources": ["org/data"], "data.format": "chat", "data.sequence_length": 512, "train.epochs": 1.0,
