@@ -63,7 +63,8 @@ class Places:
         in float32, and a quarter."""
         try:
             for unit in self._planned.order:
-                self._runs(unit)
+                for _ in self._runs(unit):
+                    pass
         except _Moved:
             return False
         return True

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
+import threading
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -17,7 +19,16 @@ import numpy as np
 import pytest
 import torch
 
-from megatrain.checkpoint import Earlier, PlannedCheckpoint, full_check, hard_links, manifest, ranges, write_checkpoint
+from megatrain.checkpoint import (
+    Earlier,
+    PlannedCheckpoint,
+    full_check,
+    hard_links,
+    manifest,
+    places,
+    ranges,
+    write_checkpoint,
+)
 from megatrain.checkpoint.manifest import FileSum
 from megatrain.checkpoint.places import OwnBytes, Places
 from megatrain.dist import World
@@ -163,6 +174,53 @@ def test_ranks_that_do_not_share_a_folder_find_out(tmp_path: Path) -> None:
 
     (tmp_path / "1").mkdir()
     assert together(worlds(3), work) == ["the ranks do not share its folder"] * 3
+
+
+def test_every_rank_forces_what_it_has_written_to_the_disk_before_there_is_a_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest, forced = os.fsync, set[tuple[str, str]]()
+
+    def fsync(file: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{file}"))
+        if not list(tmp_path.rglob("manifest.json")):
+            forced.add((threading.current_thread().name, path.name))
+        honest(file)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    saved_by(2, tmp_path)
+    planned = planned_of("llama")
+    files = {Path(shard.name).name for shard in (*planned.weights, *planned.moments)}
+    for rank in range(2):
+        assert files <= {name for thread, name in forced if thread == f"rank {rank}"}
+
+
+@pytest.mark.parametrize("what", ["doubled", "left out", "twice", "too many"])
+def test_a_conversion_that_does_more_than_move_elements_has_no_places(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = planned_of("odd")
+    honest = planned.written.tensors
+
+    def tensors(unit: int, masters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        found = honest(unit, masters)
+        experts = [name for name in found if "experts" in name]
+        for name in experts[:1]:
+            match what:
+                case "doubled":
+                    found[name] = found[name] * 2
+                case "left out":
+                    found[name] = found[name][:-1]
+                case "twice":
+                    found[name] = found[experts[-1]].reshape(found[name].shape)
+        return found
+
+    layouts = [layout_of(unit) for unit in planned.spec.over(2).units]
+    assert Places(planned, layouts).are_known
+    if what == "too many":
+        monkeypatch.setattr(places, "MOST_NUMBERED", 1000)
+    monkeypatch.setattr(planned.written, "tensors", tensors)
+    assert not Places(planned, layouts).are_known
 
 
 def failing(size: int, folder: Path) -> list[tuple[str, int]]:
