@@ -49,7 +49,8 @@ class Written(NamedTuple):
 
 def make_probe(folder: Path, ranks: int) -> None:
     """Where each rank is to write. Raises `OSError`."""
-    (folder / PROBE).write_bytes(bytes(ranks * NONCE_NBYTES))
+    with (folder / PROBE).open("xb") as file:
+        file.truncate(ranks * NONCE_NBYTES)
 
 
 def probe(folder: Path, rank: int, nonce: bytes) -> str:
@@ -149,11 +150,16 @@ class RangeWriter:
 
 
 def create(folder: Path, files: Iterable[Shard]) -> None:
-    """Make the files, with space for all that comes. Raises `OSError`."""
+    """Make the files, of their size, with space for all that comes, and keep nothing of them in memory: a network file
+    system would write back whole what it holds of a page, which another rank writes to. Raises `OSError`."""
     for shard in files:
         file = os.open(folder / shard.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             allocate(file, shard.nbytes)
+            os.ftruncate(file, shard.nbytes)
+            os.fsync(file)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(file)
 
