@@ -50,6 +50,10 @@ from megatrain.schedule.passes.streamed_updates import piece_of
 from megatrain.spec import Numerics, Policy, Precision
 from megatrain.spec.layout import layout_of
 
+NOTHING = "nothing was updated; lower the learning rate, or inspect the batch"
+PERHAPS = "units that came before have been updated; start again from a saved model, or set max_grad_norm"
+"""What is said of a step that is not finite: of ranks with updates during the backward pass, each for itself."""
+
 DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -151,14 +155,15 @@ class Streamer:
         mine: Any = ([tuple(each) for each in _micros(now)], list(largest.items()))
         told = self.world.exchange("losses", mine)
         micros = [[Micro(*each) for each in own] for own, _ in told]
+        fix = PERHAPS if self.policy.update == "during_backward" else NOTHING
         for rank, own in enumerate(micros):
-            _finite_sum([term for micro in own for term in micro.terms], now, f" on rank {rank}")
+            _finite_sum([term for micro in own for term in micro.terms], now, f" on rank {rank}", fix)
         heard = {unit: [dict(each)[unit] for _, each in told] for unit in largest}
         for unit, by_owner in sorted(heard.items(), reverse=True):
             for rank, sent in enumerate(zip(*by_owner, strict=True)):
                 if not all(map(math.isfinite, sent)):
                     what, where = f"the gradient of rank {rank} is not finite", self.spec.units[unit].name
-                    raise NonFinite(what, where=where, fix="nothing was updated; lower the learning rate")
+                    raise NonFinite(what, where=where, fix=fix)
         return self.world.dealt(micros)
 
     def _gather(self, now: Current, op: Op, held: Held) -> None:
@@ -560,7 +565,7 @@ class Streamer:
                 parts[part] = part_of(held, access)
         assert self._running is not None
         if op.shard >= 0:
-            size = self._layouts[op.unit].trained.size
+            size = self._layouts[op.unit].trained.own_size
             elements = piece_of(size, self.numerics, self.policy, op.shard)
             now.sink.update(op.unit, self._landed(op, held), parts, elements)
             self._executor.pool.owes(self._running.takes_home[op.unit, op.shard])
@@ -609,14 +614,14 @@ def _finite_loss(now: Current) -> float:
     return _finite_sum([] if now.landed is None else [now.landed.item()], now)
 
 
-def _finite_sum(terms: Sequence[float], now: Current, on: str = "") -> float:
-    """The sum in that order, as LOSS ops form it. Raises `NonFinite`."""
+def _finite_sum(terms: Sequence[float], now: Current, on: str = "", fix: str = NOTHING) -> float:
+    """The sum in that order, as LOSS ops form it. Raises `NonFinite`; `fix` is about a step."""
     loss = reduce(add, terms) if terms else 0.0
     if not math.isfinite(loss):
         what = f"the loss is {loss}{on}"
         if now.sink is None:
             raise NonFinite(what, where="evaluation", fix="inspect the batch and the weights")
-        raise NonFinite(what, fix="nothing was updated; lower the learning rate or inspect the batch")
+        raise NonFinite(what, fix=fix)
     return loss
 
 

@@ -42,9 +42,14 @@ def available_host_nbytes() -> int:
     return max(0, free)
 
 
+def available_cores() -> list[int]:
+    """Numbers of the cores that this process may run on."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
+
+
 def available_threads() -> int:
     """Cores that this process may run on, or fewer where its cgroups grant less processor time than that."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(available_cores())
     for folder in _cgroups("cpu"):
         quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
         words = _text(folder / "cpu.max").split()

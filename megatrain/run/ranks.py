@@ -12,7 +12,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
@@ -28,6 +28,7 @@ from megatrain.plan.ranks import lacking_links
 from megatrain.run.link_bandwidth import with_links
 from megatrain.spec import Placement
 from megatrain.train.events import Ended, Event, Resumed, Skipped, Stepped
+from megatrain.train.options import threads_of
 
 if TYPE_CHECKING:
     from megatrain.device import Device
@@ -42,6 +43,8 @@ class Ranks:
     world: World = ALONE
     local_rank: int = 0
     local_size: int = 1
+    threads: int = field(default_factory=available_threads)
+    """Of the cores of its machine, those for this rank."""
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -94,11 +97,6 @@ class Ranks:
     def leads(self) -> bool:
         """Whether it is the one that tells and writes."""
         return self.world.rank == 0
-
-    @property
-    def threads(self) -> int:
-        """Of the processors of its machine, those for this rank."""
-        return max(1, available_threads() // self.local_size)
 
     def device_of(self, name: str) -> str:
         """The device of that name, of several GPUs this rank's own. Raises `ConfigError` where two share one."""
@@ -171,7 +169,7 @@ def joined(config: Config) -> Ranks:
     device = "cuda" if config.train.device.startswith("cuda") else "cpu"
     world = join(launch.rank, launch.size, device, launch.address)
     local_size = world.exchange("machines", socket.gethostname()).count(socket.gethostname())
-    ranks = Ranks(world, launch.local_rank, local_size)
+    ranks = Ranks(world, launch.local_rank, local_size, threads_of(world))
     torch.set_num_threads(ranks.threads)  # torchrun asks for one
     return ranks
 

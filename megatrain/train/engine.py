@@ -46,7 +46,7 @@ from megatrain.model import (
     speak,
 )
 from megatrain.optim import AdamW, warm_up
-from megatrain.plan import available_host_nbytes, available_threads, step_flops
+from megatrain.plan import available_host_nbytes, step_flops
 from megatrain.plan.report import amount
 from megatrain.schedule import Schedule, Timeline
 from megatrain.spec import Limits, ModelSpec, Numerics, Policy, Precision, Work
@@ -106,8 +106,7 @@ class Engine:
         owned = Ownership(world.rank, max(1, policy.shard_nbytes // self.numerics.weight_nbytes))
         self._store = Store(self.structure, self.numerics, policy, self._pool, owned, world.together)
         self._schedules = Schedules(ported, self._store, self.numerics, policy, device, world, fits_activations=fits)
-        threads = policy.host_threads or available_threads()
-        how = self.structure, self.numerics, policy, self.optimizer, self.max_grad_norm, threads, device
+        how = self.structure, self.numerics, policy, self.optimizer, self.max_grad_norm, device
         try:
             self._schedules.get(self._main_kind, Work((1,)))
             self._sink = OptimizerSink(*how, owned, world)

@@ -33,6 +33,7 @@ from megatrain.optim import (
 from megatrain.spec import ModelSpec, Numerics, Part, Policy, UnitSpec
 from megatrain.spec.layout import OWNED, Ownership, layout_of
 from megatrain.train.device_adamw import kernels_for, sum_of_squares_on_device, update_on_device
+from megatrain.train.options import threads_of
 
 
 class OptimizerSink:
@@ -45,12 +46,13 @@ class OptimizerSink:
         policy: Policy,
         optimizer: AdamW,
         max_grad_norm: float | None,
-        threads: int,
         device: Device,
         owned: Ownership = Ownership(),  # noqa: B008  # a frozen value
         world: World = ALONE,
     ) -> None:
-        self.optimizer, self.max_grad_norm, self.threads = optimizer, max_grad_norm, threads
+        self.optimizer, self.max_grad_norm = optimizer, max_grad_norm
+        self.threads = policy.host_threads
+        """Of updates; 0 until the first step, where the policy says so."""
         self.updates = 0
         """Updates applied or pending; the step number of the newest."""
         self.pending: set[int] = set()
@@ -79,6 +81,8 @@ class OptimizerSink:
         self._let_through: set[int] = set()
         """Those of them whose update has run, and has changed them if their gradient was finite."""
         self._updated: set[int] = set()
+        self._unfinished = False
+        """Whether any of several ranks may have updated units in a step that has not come to its end."""
         self._reached: dict[int, int] = {}
         """Unit that is updated in pieces -> elements that have been, where not all have."""
         self._scalars: StepScalars | None = None
@@ -92,6 +96,7 @@ class OptimizerSink:
         ahead of others; either way before anything is computed.
         """
         self.refuse_torn()
+        self.threads = self.threads or threads_of(self._world)
         if not self.pending:  # an interrupted step whose updates were all applied counts as a step
             self.updates = max([self.updates, *(self.applied[unit] for unit in self.trained)])
         scalars = self.optimizer.scalars(lr=lr, step=self.updates + 1)
@@ -105,6 +110,7 @@ class OptimizerSink:
     def norm(self, unit: int, gradient: Tensor, loss: Tensor | None) -> None:
         """Sum the squares of a unit's gradient, or of what this rank owns of it. Raises `NonFinite`; of a unit on the
         device, and where there are several ranks, `finish` does."""
+        self._unfinished = self._world.size > 1 and not self._deferred
         if self._normed_there[unit]:
             squares = sum_of_squares_on_device(gradient, self._kernels)
             if loss is not None:
@@ -120,7 +126,7 @@ class OptimizerSink:
             return
         self._squares[unit] = sum_of_squares(_as_numpy(gradient), self.threads)
         if not math.isfinite(self._squares[unit]):
-            raise self._refusal(unit)
+            raise self._refusal(unit, self._done)
 
     def update(
         self, unit: int, gradient: Tensor, parts: Mapping[Part, Tensor], elements: tuple[int, int] | None = None
@@ -131,6 +137,8 @@ class OptimizerSink:
         """
         if unit not in (self.pending if self._deferred else self.trained):
             return
+        if not self._deferred and not math.isfinite(self._squares.get(unit, 0.0)):
+            return  # of several ranks, which all hear of it at the end
         assert self._scalars is not None
         self.before_update(unit)
         if elements is not None or self._on_device[unit]:
@@ -185,7 +193,7 @@ class OptimizerSink:
 
     def restore(self, updates: int) -> None:
         """The state is that after so many updates, of each unit that trains; nothing is pending."""
-        self.updates, self._scalars = updates, None
+        self.updates, self._scalars, self._unfinished = updates, None, False
         self.pending.clear()
         self._reached.clear()
         self.applied = [updates if unit in self.trained else 0 for unit in range(len(self._names))]
@@ -209,40 +217,46 @@ class OptimizerSink:
         """
         bad = [unit for unit, squares in self._squares.items() if not math.isfinite(squares)]
         there = [squares for unit, squares in self._squares.items() if self._normed_there[unit]]
-        told = self._world.exchange("the norm", (bad, expansion([*self._own_squares, *there])))
-        if odd := [unit for units, _ in told for unit in units]:
-            raise self._refusal(max(odd))
-        squares = self._squares.values() if self._world.size == 1 else [each for _, own in told for each in own]
+        told = self._world.exchange("the norm", (bad, expansion([*self._own_squares, *there]), sorted(self._done)))
+        if odd := [unit for units, _, _ in told for unit in units]:
+            raise self._refusal(max(odd), {unit for _, _, units in told for unit in units})
+        squares = self._squares.values() if self._world.size == 1 else [each for _, own, _ in told for each in own]
         total = math.sqrt(math.fsum(squares))
         if self._deferred:
             scale = 1.0 if self.max_grad_norm is None else clip_scale(total, self.max_grad_norm)
             self._scalars = self.optimizer.scalars(lr=self._next_lr, step=self.updates + 1, grad_scale=scale)
             self.pending = set(self.trained)
-        self.updates += 1
+        self.updates, self._unfinished = self.updates + 1, False
         return total
 
     def refuse_torn(self) -> None:
         """Raise `NonFinite` where an interrupted step has left some units ahead of others, naming them."""
         counts = {self.applied[unit] for unit in self.trained}
-        if self.pending or (len(counts) <= 1 and not self._reached):
+        if self.pending or (len(counts) <= 1 and not self._reached and not self._unfinished):
             return
         ahead = [unit for unit in self.trained if len(counts) > 1 and self.applied[unit] == max(counts)]
         named = ", ".join(self._names[unit] for unit in sorted({*ahead, *self._reached}))
+        what = f"an interrupted step has updated only these units: {named}"
         raise NonFinite(
-            f"an interrupted step has updated only these units: {named}",
+            "an interrupted step has updated units on some ranks" if self._unfinished else what,
             where="optimizer",
             fix="start again from a saved model; with max_grad_norm a step applies whole or not at all",
         )
 
-    def _refusal(self, unit: int) -> NonFinite:
-        done = [] if self._deferred else sorted(self._updated | self._let_through)
+    @property
+    def _done(self) -> set[int]:
+        """Units that this step's own gradient has updated."""
+        return set() if self._deferred else self._updated | self._let_through
+
+    def _refusal(self, unit: int, done: set[int]) -> NonFinite:
+        """done: units that have been updated."""
         if not done:
             return NonFinite(
                 "the gradient is not finite",
                 where=self._names[unit],
                 fix="nothing was updated; lower the learning rate",
             )
-        named = ", ".join(self._names[other] for other in done)
+        named = ", ".join(self._names[other] for other in sorted(done))
         return NonFinite(
             f"the gradient is not finite, and these units had been updated already: {named}",
             where=self._names[unit],

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+from collections import Counter
 from collections.abc import Sequence
 from difflib import get_close_matches
+from fractions import Fraction
 from numbers import Real
 from pathlib import Path
 from typing import Annotated, Literal, TypedDict, get_args
@@ -22,6 +25,7 @@ from megatrain.memory.model_files import ModelFiles, extents_of
 from megatrain.model import AdaptedSource, PortedModel, Source, port_model, require_compiler
 from megatrain.optim import AdamW
 from megatrain.plan import available_threads, choose_policy, memory_table
+from megatrain.plan.host_resources import available_cores
 from megatrain.plan.placement import host_nbytes, needed, to_disk
 from megatrain.plan.refinements import fit_lock_limit
 from megatrain.schedule.passes.state_buffers import state_name, state_nbytes
@@ -186,11 +190,11 @@ def _without_homes(options: EngineOptions, device: Device) -> Policy:
     policy = options.get("policy", "auto")
     max_grad_norm = options.get("max_grad_norm", 1.0)
     if policy == "auto":
-        several = (options.get("world") or ALONE).size > 1
+        world = options.get("world") or ALONE
         return choose_policy(
-            shares_memory=device.shares_memory and not several,
-            clips=max_grad_norm is not None or several,
-            host_threads=available_threads(),
+            shares_memory=device.shares_memory and world.size == 1,
+            clips=max_grad_norm is not None,
+            host_threads=available_threads() if world.size == 1 else 0,  # ranks ask each other at the first step
         )
     refuse_contradictions(numerics_of(options), policy, max_grad_norm, device)
     return policy
@@ -210,6 +214,19 @@ def launched_world(device: str, seconds: float | None = None) -> World:
     Raises as `world_of` does."""
     launch = find_launch()
     return ALONE if launch is None else join(launch.rank, launch.size, device, launch.address, seconds)
+
+
+def threads_of(world: World) -> int:
+    """Cores that this rank has: of each that others of its machine may run on too, an equal part. All ranks must ask.
+
+    What a launcher makes the libraries' own number of threads (one for each of several, by torchrun) does not count.
+    """
+    if world.size == 1:
+        return available_threads()
+    machine, cores = socket.gethostname(), available_cores()
+    told = world.exchange("cores", (machine, cores))
+    sharing = Counter(core for where, theirs in told if where == machine for core in theirs)
+    return max(1, int(available_threads() * sum(Fraction(1, sharing[core]) for core in cores) / len(cores)))
 
 
 def disk_of(options: EngineOptions, policy: Policy) -> Disk | None:

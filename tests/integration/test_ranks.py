@@ -164,6 +164,31 @@ def test_no_policy_and_no_device_changes_a_bit(name: str, device: str, tmp_path:
     assert (found.written_nbytes > 0) == ("disk" in name)
 
 
+AT_ONCE = replace(SHARDS, update="during_backward")
+UNCLIPPED: dict[str, Policy] = {
+    "at once": AT_ONCE,
+    "streamed, at once": replace(AT_ONCE, streamed_updates=1.0),
+    "streamed, and kept": replace(SHARDS, streamed_updates=1.0, placements=(Placement(), *(KEPT,) * 4)),
+    "at once, shared": replace(AT_ONCE, delivery="shared", micro_batches_per_round=1),
+    "streamed, shared": replace(SHARDS, delivery="shared", streamed_updates=0.7),
+    "at once, on the device": replace(AT_ONCE, placements=(ON_DEVICE, *(Placement(),) * 3, ON_DEVICE), weight_slots=1),
+    "at once, on the disk": replace(AT_ONCE, placements=(DISK,) * 5),
+}
+
+
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp32"])
+@pytest.mark.parametrize("name", UNCLIPPED)
+def test_updates_at_once_and_on_the_device_change_no_bit(name: str, precision: Precision, tmp_path: Path) -> None:
+    model, batches = tiny_model("llama"), batches_of(4)
+    how: dict[str, Any] = {"precision": precision, "steps": 2, "max_grad_norm": None, "device": "sim:2"}
+    disk = {"disk": [tmp_path]} if "disk" in name else {}
+    plain = trained(2, model, batches, **how)
+    found = trained(2, model, batches, policy=UNCLIPPED[name], seed=1, **disk, **how)
+    assert found.losses == plain.losses
+    assert found.norms == pytest.approx(plain.norms, rel=1e-13)
+    assert same(found.weights, plain.weights)
+
+
 def test_each_rank_holds_its_share_and_no_more() -> None:
     model, batches = tiny_model("llama", hidden_size=256, intermediate_size=512), batches_of(4)
     one, four = (trained(of, model, batches, precision="bf16", steps=1) for of in (1, 4))
@@ -305,6 +330,39 @@ def test_a_gradient_that_is_not_finite_on_one_rank_stops_all() -> None:
     (line,) = set(together(worlds(3), work))
     assert "the gradient of rank 2 is not finite" in line
     assert math.isfinite(trained(3, model, batches, steps=1).losses[0])
+
+
+def test_what_is_updated_at_once_is_torn_on_all_by_a_gradient_that_is_not_finite_on_one() -> None:
+    """All say so, also where all that they have of it was updated, and none goes on."""
+    model, batches = tiny_model("llama"), batches_of(2)
+
+    def loss(log_probs: Tensor, batch: Any) -> Tensor:
+        return -log_probs.sum()
+
+    def spoilt(log_probs: Tensor, batch: Any) -> Tensor:
+        def spoil(gradient: Tensor) -> Tensor:
+            return torch.full_like(gradient, torch.inf)
+
+        log_probs.register_hook(spoil)
+        return -log_probs.sum()
+
+    def work(world: World) -> list[str]:
+        how: dict[str, Any] = {"precision": "fp32", "policy": AT_ONCE, "max_grad_norm": None, "verify": False}
+        with MAKING:
+            engine = Engine.from_model(model, world=world, **how)
+        lines = []
+        with engine:
+            for loss_fn in (spoilt if world.rank else loss, loss):
+                with pytest.raises(NonFinite) as caught:
+                    engine.step(batches[world.rank :: world.size], loss_fn=loss_fn)
+                lines.append(str(caught.value))
+        return lines
+
+    first, second = together(worlds(2), work)
+    assert first == second
+    assert "the gradient of rank 1 is not finite" in first[0]
+    assert "start again from a saved model" in first[0]
+    assert "an interrupted step has updated units on some ranks" in first[1]
 
 
 def test_policies_that_differ_are_told_before_anything_is_computed() -> None:

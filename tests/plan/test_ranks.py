@@ -186,7 +186,8 @@ def test_ten_percent_more_of_everything_saves_an_eleventh_of_a_rank_s_step() -> 
 
 
 def test_a_plan_for_ranks_leaves_alone_what_they_cannot_do() -> None:
-    """Streamed updates, on a machine that would have some for one rank. What is on the device is each one's part."""
+    """Nor what it does not try for them, as streamed updates, which one rank would have on one of these machines. What
+    is on the device is each one's part."""
     for name, ranks, delivery in (("8x-h100", 8, "gather"), ("2x-rtx-5090", 2, "gather"), ("8x-h100", 8, "shared")):
         question = asked(ranks, name)
         plan = find_plan(replace(question, overrides={**question.overrides, "delivery": delivery}))
@@ -195,6 +196,7 @@ def test_a_plan_for_ranks_leaves_alone_what_they_cannot_do() -> None:
         assert any(placement.on_device for placement in plan.policy.placements) == (delivery == "gather")
         there = state_nbytes(question.model, plan.numerics, plan.policy)["device"]
         assert there <= 1.02 * (14 if delivery == "gather" else 2 * ranks) * SMALL.numel / ranks
+    assert find_plan(replace(asked(2, "2x-rtx-5090"), clips=False)).policy.update == "during_backward"
 
 
 def test_state_that_the_host_has_no_room_for_is_on_the_drive_of_all() -> None:

@@ -14,20 +14,27 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from megatrain.checkpoint import checkpoints, open_checkpoint, step_of
 from megatrain.config import Config, save_config
+from megatrain.device import Device
 from megatrain.dist import World
 from megatrain.dist import processes as of_processes
 from megatrain.errors import ConfigError, RankError
+from megatrain.optim import AdamW
 from megatrain.run.ranks import Ranks, refuse_what_ranks_lack
+from megatrain.spec import Numerics, Policy
+from megatrain.spec.layout import Ownership
+from megatrain.train.optimizer_sink import OptimizerSink
+from megatrain.train.options import threads_of
 from tests.fork_server import Child, Preloaded, command_line
 from tests.rank_processes import free_port
 from tests.ranks import together, worlds
 from tests.run.test_training import configuration, lines, losses, train
+from tests.small import small_spec
 
 ROOT = Path(__file__).parents[2]
 
@@ -167,6 +174,37 @@ def test_each_rank_takes_its_gpu_of_all_or_the_one_that_it_is_shown(
         own["rank 1"] = "a"
         with pytest.raises(ConfigError, match=r"train\.device: ranks 0 and 1 have the same GPU"):
             together(worlds(2), device_of)
+
+
+@pytest.mark.parametrize(
+    ("cores", "machines", "threads"),
+    [
+        ([range(6)] * 3, "aaa", [2, 2, 2]),
+        ([range(2)] * 3, "aaa", [1, 1, 1]),
+        ([range(4), range(4, 8)], "aa", [4, 4]),
+        ([range(4), range(2, 4)], "aa", [3, 1]),
+        ([range(4)] * 3, "aba", [2, 4, 2]),
+    ],
+)
+def test_each_rank_has_its_part_of_the_cores_that_it_may_run_on(
+    cores: list[range], machines: str, threads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bound to cores of its own by a launcher it has all of these; in a run, and of a script that says nothing."""
+
+    def own(of_ranks: Sequence[Any]) -> Any:
+        return of_ranks[int(threading.current_thread().name.removeprefix("rank "))]
+
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(own(cores)))
+    monkeypatch.setattr("socket.gethostname", lambda: own(machines))
+    monkeypatch.setattr("megatrain.plan.host_resources._cgroups", lambda kind: [])
+
+    def found(world: World) -> tuple[int, int]:
+        spec, device = small_spec(3).over(world.size), cast(Device, None)
+        sink = OptimizerSink(spec, Numerics(), Policy(), AdamW(), None, device, Ownership(world.rank), world)
+        sink.begin(1e-3)
+        return threads_of(world), sink.threads
+
+    assert together(worlds(len(cores)), found) == [(each, each) for each in threads]
 
 
 def killed(processes: Sequence[Child], config: Config, chance: random.Random) -> None:

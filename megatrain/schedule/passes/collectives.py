@@ -182,12 +182,6 @@ def refuse_what_ranks_lack(policy: Policy, ranks: int) -> None:
         "shares_memory": (policy.shares_memory, "weights are put together in slots", "false"),
         "read_ahead_nbytes": (policy.read_ahead_nbytes > 0, "there is no read-ahead of gathered weights yet", "0"),
         "placements": (in_files, "weights in files are not shared by ranks yet", "host, disk or device"),
-        "streamed_updates": (policy.streamed_updates > 0, "updates of own parts are not streamed yet", "0"),
-        "update": (
-            policy.update == "during_backward",
-            "whether a step is applied is decided by all ranks at its end",
-            "next_forward",
-        ),
         "transfer": (
             shared and policy.transfer == "staged",
             "weights are fetched from where each rank has them",

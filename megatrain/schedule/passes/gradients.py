@@ -150,9 +150,9 @@ class Gradients:
         return self._policy.shares_memory and self._each[unit] == self._numerics.grad_nbytes
 
     def _used_in_slot(self, unit: int) -> bool:
-        """Whether a streamed update finds the gradient in the slot where it was summed."""
+        """Whether a streamed update finds the gradient in the slot where it was summed, which no other rank adds to."""
         streamed = self.on_device[unit] and not self._policy.placement(unit).on_device
-        return streamed and self._each[unit] == self._numerics.grad_nbytes
+        return streamed and self._model.ranks == 1 and self._each[unit] == self._numerics.grad_nbytes
 
     def _in_turns(self, unit: int, tier: Tier) -> str:
         """The buffer of a gradient that is used as it lands: layers have a few, the ends one."""

@@ -169,11 +169,12 @@ class Prefetch:
         """Put the streamed update of a unit in front of its first visit. Whether it leaves fresh weights in the slot.
 
         It does where there is more than one slot: it begins when the slot is free then, and with one that would be
-        when nothing computes.
+        when nothing computes. Of several ranks each updates its part, and fetches that.
         """
         self._streamed.discard(visit.unit)
         place = None
-        if self._policy.layer_slots > 1 or self._slots.stays(visit.unit):
+        alone = self._layouts[visit.unit].ranks == 1
+        if alone and (self._policy.layer_slots > 1 or self._slots.stays(visit.unit)):
             nbytes = self._layouts[visit.unit].size * self._numerics.weight_nbytes
             place = self._slots.access(visit.slot, 0, nbytes, Weights(visit.unit))
             self._earliest = max([self._earliest, *((index + 1, 0) for index in self._before(visit))])

@@ -43,7 +43,7 @@ HALF_OF_MOMENTS_NBYTES = MOMENTS_NBYTES // 2
 
 
 def piece_of(size: int, numerics: Numerics, policy: Policy, number: int) -> tuple[int, int]:
-    """The elements [start, stop) of a piece, of `size` that train in a unit."""
+    """The elements [start, stop) of a piece, of `size` that a rank owns of what trains in a unit."""
     each = numerics.weight_nbytes + MOMENTS_NBYTES
     each += 0 if numerics.precision == "fp32" else LOW_BITS_NBYTES
     each += numerics.grad_nbytes if policy.update == "next_forward" else 0
@@ -73,7 +73,7 @@ class StreamedUpdates:
     def ops(self, unit: int, before: str, after: str, place: Access | None = None) -> list[Op]:
         """The update of a unit, whose state is of version `before` and becomes `after`. place: where the fresh weights
         are wanted on the device, if anywhere."""
-        size = layout_of(self._model.units[unit]).trained.size
+        size = layout_of(self._model.units[unit]).trained.own_size
         found: list[Op] = []
         stop = number = 0
         while stop < size:
@@ -113,7 +113,7 @@ class StreamedUpdates:
 
     def _homes(self, unit: int, start: int, stop: int, version: str) -> list[Access]:
         """Where elements [start, stop) of the parts of a unit's state lie in host memory: m and v apart."""
-        size, half = layout_of(self._model.units[unit]).trained.size, HALF_OF_MOMENTS_NBYTES
+        size, half = layout_of(self._model.units[unit]).trained.own_size, HALF_OF_MOMENTS_NBYTES
         places: list[tuple[Part, Content, int, int]] = [
             (Part.WEIGHTS, Weights(unit, version), self._numerics.weight_nbytes, 0)
         ]
