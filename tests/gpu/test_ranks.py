@@ -22,13 +22,14 @@ from megatrain.schedule import Schedule
 from megatrain.spec import Policy
 from megatrain.train import schedule_cache
 from tests import standin_cuda
-from tests.integration.test_ranks import POLICIES, SHARDS, Trained, batches_of, of_rank, same, trained
+from tests.integration.test_ranks import POLICIES, SHARDS, UNCLIPPED, Trained, batches_of, of_rank, same, trained
 from tests.rank_processes import STANDIN, RankProcesses
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.gpu
 
 ASKED: dict[str, tuple[str, Policy]] = {
+    **{name: ("bf16", policy) for name, policy in UNCLIPPED.items() if "streamed" in name},
     "gathered": ("fp32", SHARDS),
     "shared": ("fp32", replace(SHARDS, delivery="shared")),
     "gathered, by shard": ("bf16", POLICIES["by shard"]),
@@ -60,6 +61,7 @@ def trained_here(world: World, **how: Any) -> tuple[Trained, list[str]]:
 def test_two_ranks_have_the_losses_that_they_have_on_the_cpu(name: str, ranks: RankProcesses, tmp_path: Path) -> None:
     precision, policy = ASKED[name]
     how: dict[str, Any] = {"precision": precision, "policy": policy}
+    how |= {"max_grad_norm": None} if name in UNCLIPPED else {}
     disk = {"disk": [tmp_path]} if name == "in all tiers" else {}
     (first, late), (other, late_too) = ranks.run(trained_here, 2, **how, **disk)
     assert [*late, *late_too] == []
