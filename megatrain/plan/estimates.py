@@ -19,10 +19,11 @@ from math import ceil, gcd, inf, isqrt, lcm, log2
 
 from megatrain.plan.activation_plan import Counts, Option, mixed, offloads_outputs, round_count, rows_of
 from megatrain.plan.cost import DRAM, contention, op_seconds, placement_seconds, shape_of
-from megatrain.plan.placement import ON_DEVICE
+from megatrain.plan.placement import ON_DEVICE, state_numerics, state_policy
 from megatrain.plan.question import Choice, Estimate, Plan, PricedAlike, Question
 from megatrain.plan.search_space import FITS, LATE, WORTH_A_REPLAY
 from megatrain.schedule import Op, Schedule, Timeline, build_step, nbytes_by_use, replay
+from megatrain.schedule.build import with_loss_chunks
 from megatrain.schedule.passes.state_buffers import Pending, save_nbytes, state_nbytes
 from megatrain.schedule.replay import DISK_STREAMS
 from megatrain.spec import ModelSpec, Numerics, Policy, Work
@@ -38,7 +39,7 @@ MOST_SIZES = 8
 MOST_MICRO_BATCHES = 4
 """Ops that candidates are replayed with: of more micro-batches several are taken for one."""
 
-USUAL = Policy()
+USUAL, USUAL_NUMERICS = Policy(), Numerics()
 
 
 @contextmanager
@@ -98,13 +99,25 @@ def _entries(question: Question, option: Option) -> int:
 def _built(model: ModelSpec, choice: Choice, work: Work) -> tuple[Schedule, dict[str, int]]:
     """The step, and its peak bytes by tier of the schedule."""
     pending: Pending = "all" if choice.policy.update == "next_forward" else "none"
-    schedule = build_step(model, choice.numerics, choice.policy, work, pending)
+    return _with_peaks(build_step(model, choice.numerics, choice.policy, work, pending))
+
+
+def _with_peaks(schedule: Schedule) -> tuple[Schedule, dict[str, int]]:
     peaks = {tier: schedule.peak_nbytes(tier) for tier in ("device", "host")}
     return schedule, {**peaks, "disk": schedule.arena_nbytes("disk")}
 
 
 _remembered = lru_cache(maxsize=1024)(_built)
 """For shallow models: what changes between two questions is often the machine or a budget, and no schedule."""
+
+
+def _in_chunks(model: ModelSpec, choice: Choice, work: Work) -> tuple[Schedule, dict[str, int]]:
+    """As `_remembered`, whatever the size of the loss's chunks."""
+    numerics = choice.numerics
+    schedule, peaks = _remembered(model, choice.change(loss_chunk_tokens=USUAL_NUMERICS.loss_chunk_tokens), work)
+    if numerics.loss_chunk_tokens == USUAL_NUMERICS.loss_chunk_tokens:
+        return schedule, peaks
+    return _with_peaks(with_loss_chunks(schedule, model, numerics, choice.policy, work))
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +222,7 @@ def _estimated(alike: PricedAlike, choice: Choice, micro_batch: int) -> Estimate
         placed = choice.change(placements=(ON_DEVICE,) * len(model.units)) if resident else choice
         asked = replace(question, model=model)
         of = prices(asked, placed, work)
-        plan = _replayed(asked, placed, work, of, *_remembered(model, placed, work))
+        plan = _replayed(asked, placed, work, of, *_in_chunks(model, placed, work))
         seconds += weight * share * plan.seconds
         for tier, count in plan.nbytes.items() if work is works[-1][1] else ():
             nbytes[tier] += weight * count  # type: ignore[assignment]
@@ -225,19 +238,11 @@ def with_placements(question: Question, choice: Choice, micro_batch: int, found:
     Bytes are exact; of the seconds, what the step takes beyond the busiest stream of each pass is taken to stay. Where
     memory is shared, the disk has each pass to be done in.
     """
-    model, shares = question.model, question.hardware.shares_memory
-    numerics, policy = choice.numerics, choice.policy
-    plain = replace(policy, placements=())
-    before, after = state_nbytes(model, numerics, plain), state_nbytes(model, numerics, policy)
-    nbytes = {tier: count + after[tier] - before[tier] for tier, count in found.nbytes.items()}
-    if question.saves:
-        nbytes["host"] += save_nbytes(model, numerics, policy) - save_nbytes(model, numerics, plain)
-    rounds = ceil(round_count(policy, question.sequences / micro_batch))
-    if rounds > 1:  # sums of what is on the device wait there
-        placed = zip(model.units, policy.placements_of(model), strict=True)
-        sums = sum(4 * layout_of(unit).trained.size for unit, placement in placed if placement.on_device)
-        nbytes |= {"device": nbytes["device"] + sums, "host": nbytes["host"] - sums}
-    change, behind = placement_seconds(model, numerics, policy, question.hardware, rounds)
+    shares, rounds = question.hardware.shares_memory, ceil(round_count(choice.policy, question.sequences / micro_batch))
+    threads = choice.policy.host_threads
+    state = state_numerics(choice.numerics), replace(state_policy(choice.policy), host_threads=threads)
+    more, change, behind = _placed(question.priced_alike, *state, rounds)
+    nbytes = {tier: count + more[tier] for tier, count in found.nbytes.items()}
     busy = {stream: found.busy.get(stream, 0.0) + change.get(stream, 0.0) for stream in {**found.busy, **change}}
     late = {stream: max(0.0, found.late.get(stream, 0.0) + behind.get(stream, 0.0)) for stream in busy}
     if shares:
@@ -245,6 +250,24 @@ def with_placements(question: Question, choice: Choice, micro_batch: int, found:
     else:
         seconds = found.seconds + _longest(busy, late) - _longest(found.busy, found.late)
     return Estimate(seconds, nbytes, busy, late)
+
+
+@lru_cache(maxsize=4096)
+def _placed(
+    alike: PricedAlike, numerics: Numerics, policy: Policy, rounds: int
+) -> tuple[dict[str, int], dict[str, float], dict[str, float]]:
+    """What placements add: bytes by tier, and seconds by stream, of the step and of those behind the forward pass."""
+    question = alike.question
+    model, plain = question.model, replace(policy, placements=())
+    before, after = state_nbytes(model, numerics, plain), state_nbytes(model, numerics, policy)
+    nbytes = {tier: after[tier] - before[tier] for tier in after}
+    if question.saves:
+        nbytes["host"] += save_nbytes(model, numerics, policy) - save_nbytes(model, numerics, plain)
+    if rounds > 1:  # sums of what is on the device wait there
+        placed = zip(model.units, policy.placements_of(model), strict=True)
+        sums = sum(4 * layout_of(unit).trained.size for unit, placement in placed if placement.on_device)
+        nbytes |= {"device": nbytes["device"] + sums, "host": nbytes["host"] - sums}
+    return nbytes, *placement_seconds(model, numerics, policy, question.hardware, rounds)
 
 
 def _longest(busy: Mapping[str, float], late: Mapping[str, float]) -> float:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import product
 
 from megatrain.schedule.passes.state_buffers import save_nbytes, state_nbytes
@@ -41,21 +41,33 @@ ANYWHERE = Homes()
 
 
 def state_policy(policy: Policy) -> Policy:
-    """The policy without what does not matter for the place of state."""
+    """The policy without what does not matter for the place of state, so that sizes of one are known of others."""
     return replace(
         policy,
-        shard_nbytes=1 << 40,
         activations="recompute",
         activations_by_layer=(),
         micro_batches_per_round=0,
         grad_slots=1,
+        offload_slots=1,
         host_threads=0,
     )
 
 
+def state_numerics(numerics: Numerics) -> Numerics:
+    """The same of what decides numbers."""
+    return replace(numerics, loss_chunk_tokens=1, mlp_chunk_tokens=0)
+
+
 def host_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy, saves: bool) -> int:
     """Host memory of the state between steps, and with `saves` of what checkpoints beside steps take."""
-    return state_nbytes(model, numerics, policy)["host"] + (save_nbytes(model, numerics, policy) if saves else 0)
+    return _sizes(model, numerics, policy, saves)[0]
+
+
+@lru_cache(maxsize=1 << 14)
+def _sizes(model: ModelSpec, numerics: Numerics, policy: Policy, saves: bool) -> tuple[int, int]:
+    """Bytes of host memory, and of the disk."""
+    taken = state_nbytes(model, numerics, policy)
+    return taken["host"] + (save_nbytes(model, numerics, policy) if saves else 0), taken["disk"]
 
 
 def to_disk(model: ModelSpec, numerics: Numerics, policy: Policy, room: int, *, saves: bool = False) -> Policy | None:
@@ -88,7 +100,7 @@ def needed(
     ]
     fitting = [each for each in tried if host_nbytes(model, numerics, each, saves) <= room]
     if fitting:
-        return min(fitting, key=lambda each: state_nbytes(model, numerics, each)["disk"])
+        return min(fitting, key=lambda each: _sizes(model, numerics, each, saves)[1])
     return min((policy, *tried), key=lambda each: host_nbytes(model, numerics, each, saves))
 
 
@@ -138,8 +150,8 @@ def place_state(
         return needed(model, numerics, start, room, saves=saves, homes=Homes(disk_room > 0, files))
 
     def fits(found: Policy) -> bool:
-        on_disk = state_nbytes(model, numerics, found)["disk"]
-        return host_nbytes(model, numerics, found, saves) <= room and on_disk <= disk_room
+        in_host, on_disk = _sizes(model, numerics, found, saves)
+        return in_host <= room and on_disk <= disk_room
 
     if fits(found := placed(0)):
         return found

@@ -23,7 +23,16 @@ from megatrain.errors import DoesNotFit
 from megatrain.plan.activation_plan import Batching, Mixtures, Option
 from megatrain.plan.advice import changes
 from megatrain.plan.estimates import coarse, estimate, examine, fitted, sizes, undisturbed, with_placements
-from megatrain.plan.placement import PARTS, Homes, host_nbytes, place_state, residents, state_policy, with_more_on_disk
+from megatrain.plan.placement import (
+    PARTS,
+    Homes,
+    host_nbytes,
+    place_state,
+    residents,
+    state_numerics,
+    state_policy,
+    with_more_on_disk,
+)
 from megatrain.plan.question import Candidate, Choice, Estimate, Plan, Question
 from megatrain.plan.ranks import by_delivery
 from megatrain.plan.refinements import (
@@ -515,8 +524,9 @@ class Search:
         steps = 0 if "placements" in self._overrides else PARTS
         placed = self._placed(like, found)
         homes = Homes(self.budgets["disk"] > 0, self._files)
-        more = with_more_on_disk(model, placed.numerics, placed.policy, steps, saves=self.question.saves, homes=homes)
-        yield from ((Choice(placed.numerics, each), found) for each in more)
+        state = state_numerics(placed.numerics), state_policy(placed.policy)
+        more = with_more_on_disk(model, *state, steps, saves=self.question.saves, homes=homes)
+        yield from ((placed.change(placements=each.placements), found) for each in more)
         if self._gains_by_placement(like, micro_batch):
             room = self.budgets["device"] - found.nbytes["device"]
             for whole, kept in product(range(0, self._most_whole + 1, COARSE), range(0, PARTS + 1, COARSE)):
@@ -619,11 +629,11 @@ class Search:
             return choice
         model = self.question.model
         saves = self.question.saves
-        numerics, policy = choice.numerics, choice.policy
+        numerics, policy = state_numerics(choice.numerics), state_policy(choice.policy)
         beside = found.nbytes["host"] - host_nbytes(model, numerics, replace(policy, placements=()), saves)
         room = self.budgets["host"] - beside
         most = self._most_resident(found) if self._may_keep_state and not policy.placements else 0
-        key = state_policy(policy), room, self.budgets["disk"], most, self._files
+        key = policy, room, self.budgets["disk"], most, self._files
         if key not in self._placements:
             disk = self.budgets["disk"]
             fitted = place_state(model, numerics, policy, room, disk, most, saves=saves, files=self._files)

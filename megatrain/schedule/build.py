@@ -21,7 +21,7 @@ from functools import cache, partial
 from megatrain.errors import PlanError
 from megatrain.schedule.contents import CONTENT_OF, USED, Scratch, Weights
 from megatrain.schedule.deps import derive_waits
-from megatrain.schedule.ops import Access, Buffer, Op, Schedule, Stream, Use
+from megatrain.schedule.ops import Access, Buffer, Op, Schedule, Stream, Use, declare
 from megatrain.schedule.passes.collectives import Collectives, refuse_what_ranks_lack
 from megatrain.schedule.passes.disk_staging import Staged, stage
 from megatrain.schedule.passes.gradients import Gradients
@@ -54,6 +54,29 @@ def build_forward(model: ModelSpec, numerics: Numerics, policy: Policy, work: Wo
 def build_flush(model: ModelSpec, numerics: Numerics, policy: Policy) -> Schedule:
     """Only the pending updates, in unit order."""
     return Builder(model, numerics, policy, Work((1,)), "all", trains=True).flush()
+
+
+def with_loss_chunks(schedule: Schedule, model: ModelSpec, numerics: Numerics, policy: Policy, work: Work) -> Schedule:
+    """The training step that `build_step` makes by these numerics, from one by other chunks of the loss: on their size
+    depends nothing but the memory beside LOSS."""
+    ops, buffers = list(schedule.ops), dict(schedule.buffers)
+    at = [index for index, op in enumerate(ops) if op.kind == "LOSS"]
+    spaces = {
+        each.buffer for index in at for each in ops[index].writes if buffers[each.buffer].use is Use.LOSS_WORKSPACE
+    }
+    buffers |= {name: buffers[name]._replace(nbytes=0) for name in spaces}
+    for index in at:
+        op = ops[index]
+        nbytes = _loss_nbytes(model, numerics, policy, work, op.micro, trains=True)
+        writes = [each._replace(stop=nbytes) if each.buffer in spaces else each for each in op.writes]
+        ops[index] = op._replace(writes=tuple(writes))
+        for name in spaces.intersection(each.buffer for each in op.writes):
+            declare(buffers, buffers[name]._replace(nbytes=nbytes))
+    return Schedule(tuple(ops), buffers, schedule.units, schedule.waits)
+
+
+def _loss_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy, work: Work, micro: int, *, trains: bool) -> int:
+    return loss_nbytes(model, numerics, policy, work, micro, trains=trains) + beside_nbytes(numerics, policy)
 
 
 class Builder:
@@ -183,8 +206,7 @@ class Builder:
         for micro in micros:
             owners = [owner for owner in (unit, *((0,) if self.model.tied else ())) if self.layouts[owner].size]
             reads = [self.alive.hidden(unit, micro), *(self._weights(owner) for owner in owners)]
-            nbytes = loss_nbytes(self.model, self.numerics, self.policy, self.work, micro, trains=self.trains)
-            nbytes += beside_nbytes(self.numerics, self.policy)
+            nbytes = _loss_nbytes(self.model, self.numerics, self.policy, self.work, micro, trains=self.trains)
             writes = [self.alive.transient(Use.LOSS_WORKSPACE, "all", nbytes, Scratch("loss"))]
             reads += [side for layer in self.model.layers for side in self.alive.sides(layer, micro)]
             if self.trains:

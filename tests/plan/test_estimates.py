@@ -6,12 +6,17 @@ import time
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from itertools import permutations
 
 import pytest
 
 from bench.shapes import llama_shape
 from megatrain.plan import Choice, Question, estimate, examine, find_plan, machine, survey
-from megatrain.spec import Limits, ModelSpec, Numerics, ParamSpec, Policy, UnitSpec
+from megatrain.schedule import build_step
+from megatrain.schedule.build import with_loss_chunks
+from megatrain.schedule.ops import Use
+from megatrain.schedule.passes.state_buffers import Pending
+from megatrain.spec import Limits, ModelSpec, Numerics, ParamSpec, Policy, UnitSpec, Work
 
 ROOMY = replace(machine("h200"), host_nbytes=10**13, device_nbytes=10**12)
 
@@ -144,3 +149,32 @@ def test_a_model_of_120_billion_parameters_is_planned_for_in_two_seconds() -> No
         if over[-1] < 1.0:
             break
     assert min(over) < 1.0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"update": "next_forward", "activations_by_layer": (("offload",),)},
+        {"update": "next_forward", "micro_batches_per_round": 1},
+        {"wait_for": "shard", "weight_slots": 1, "shard_nbytes": 1 << 16},
+        {"shares_memory": True},
+    ],
+    ids=["usual", "offloaded", "rounds", "shards", "one memory"],
+)
+@pytest.mark.parametrize("tokens", [(512, 512, 256), (1024,)])
+def test_schedules_of_other_chunks_of_the_loss_differ_in_its_memory_alone(
+    fields: dict[str, object], tokens: tuple[int, ...]
+) -> None:
+    model, work = llama_shape("chunks", 3, 256, vocabulary=1000), Work(tokens, 256)
+    policy = Policy(**fields)  # type: ignore[arg-type]
+    pending: Pending = "all" if policy.update == "next_forward" else "none"
+    built = {few: build_step(model, Numerics(loss_chunk_tokens=few), policy, work, pending) for few in (64, 300, 4096)}
+    for before, after in permutations(built, 2):
+        found = with_loss_chunks(built[before], model, Numerics(loss_chunk_tokens=after), policy, work)
+        assert found == built[after]
+    spaces = [
+        {buffer.nbytes for buffer in each.buffers.values() if buffer.use is Use.LOSS_WORKSPACE}
+        for each in built.values()
+    ]
+    assert spaces[0] != spaces[1] != spaces[2]
