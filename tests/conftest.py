@@ -156,10 +156,14 @@ def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preloaded]:
 
 @pytest.fixture(autouse=True)
 def _measured_once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A model like one before is not measured again (`tests.measurement_cache`)."""
+    """A model like one before is not measured again, and of the quick suite's none whose size is no question
+    (`tests.measurement_cache`)."""
     if profile := sys.modules.get("megatrain.model.profile"):
         from tests import measurement_cache
 
         measurement_cache.FOLDER = _folder_of_all(tmp_path_factory)
         anew = request.node.nodeid.startswith(measurement_cache.MEASURED_ANEW)
         (measurement_cache.forget if anew else measurement_cache.remember)(profile)
+        if schedule_cache := sys.modules.get("megatrain.train.schedule_cache"):
+            is_quick = "not slow" in request.config.option.markexpr
+            (measurement_cache.spare if is_quick and not anew else measurement_cache.ask)(schedule_cache)

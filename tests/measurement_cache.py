@@ -8,6 +8,9 @@ value (a hook, an object of a class unknown here) is like no other, and is measu
 
 Not in the key: functions that a layer finds by a global name. The rooms in `MEASURED_ANEW` ask for the measurement
 itself, or replace such functions, and nothing is remembered in them.
+
+An engine that nobody plans for has its layers measured to see whether what they keep fits. In the quick suite a tiny
+model with much more memory than it could take is not measured for that: what it keeps fits (`spared`).
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
 from enum import Enum
 from functools import partial, wraps
 from pathlib import Path
@@ -25,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from megatrain.spec import ModelSpec
+from megatrain.spec import ModelSpec, Policy, Work
 from megatrain.system.paths import written_whole
 
 MEASURED_ANEW = (
@@ -42,6 +46,9 @@ MEASURED_ANEW = (
 
 LARGE_NBYTES = 1 << 24
 """Of buffers; a larger one is not read through."""
+
+TINY_NUMEL, FEW_TOKENS, MUCH_NBYTES = 1 << 22, 512, 1 << 31
+"""Parameters and tokens whose layers keep less than half of so much memory, whatever the kind."""
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.Size)
 NOT_COMPUTED_WITH = (
@@ -75,6 +82,30 @@ def remember(profile: ModuleType) -> None:
 def forget(profile: ModuleType) -> None:
     """Have each model measured again."""
     profile.Measurement.spec = getattr(profile.Measurement.spec, "__wrapped__", profile.Measurement.spec)
+
+
+def spare(schedule_cache: ModuleType) -> None:
+    """Have nothing measured from now on to see whether what a tiny model keeps fits."""
+    plain = schedule_cache.Schedules._fitted
+    if not hasattr(plain, "__wrapped__"):
+        schedule_cache.Schedules._fitted = spared(plain)
+
+
+def ask(schedule_cache: ModuleType) -> None:
+    """Have it measured."""
+    plain = schedule_cache.Schedules._fitted
+    schedule_cache.Schedules._fitted = getattr(plain, "__wrapped__", plain)
+
+
+def spared(fit: Callable[[Any, int, Work], Policy]) -> Callable[[Any, int, Work], Policy]:
+    @wraps(fit)
+    def fitted(schedules: Any, free_nbytes: int, work: Work) -> Policy:
+        is_tiny = schedules._ported.structure.numel <= TINY_NUMEL and sum(work.tokens) <= FEW_TOKENS
+        if not is_tiny or free_nbytes < MUCH_NBYTES:
+            return fit(schedules, free_nbytes, work)
+        return replace(schedules.policy, activations="keep")
+
+    return fitted
 
 
 def cached(measure: Callable[[Any], ModelSpec]) -> Callable[[Any], ModelSpec]:

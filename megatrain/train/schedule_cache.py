@@ -63,8 +63,7 @@ class Schedules:
         self._store.settle()
         self._gather()
         if self._fits_activations and kind in ("step", "pending step"):
-            free, widest = self._memory_for_activations, self._widest(work)
-            self.policy = fit_activations(self._ported.spec, self._numerics, self.policy, widest, free)
+            self.policy = self._fitted(self._memory_for_activations, self._widest(work))
         key: Key = kind, work.micro_batches, self.policy
         built = self._work.get(key)
         wanted = built or work
@@ -120,6 +119,10 @@ class Schedules:
         """Forget all of them."""
         self.known.clear()
         self._work.clear()
+
+    def _fitted(self, free_nbytes: int, work: Work) -> Policy:
+        """What layers take is measured for it."""
+        return fit_activations(self._ported.spec, self._numerics, self.policy, work, free_nbytes)
 
     @cached_property
     def _memory_for_activations(self) -> int:
