@@ -1,4 +1,4 @@
-"""What every test may count on: fixed seeds, two threads, no network, and no GPU test without a GPU.
+"""What every test may count on: fixed seeds, one thread or two, no network, and no GPU test without a GPU.
 
 torch is set up only where a test module has imported it, so that the torch-free rooms stay quick to test.
 """
@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     if torch := sys.modules.get("torch"):
-        torch.set_num_threads(2)
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
     _counted[0] = _cpu_seconds()
     gc.collect()
     gc.enable()

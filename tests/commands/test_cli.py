@@ -243,6 +243,18 @@ def test_what_a_model_leaves_out_of_its_files_is_told_beside_the_answer(
     assert run(capsys, "generate", str(target), "--max-new-tokens", "2")[2].count("\n") == 1
 
 
+@pytest.fixture
+def asks_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`verify` compares what a run does by itself, and `plan` looks at nothing beside the plan."""
+    from megatrain.plan import analysis
+    from megatrain.train import parity
+
+    monkeypatch.setattr(parity, "full_settings", parity.short_settings)
+    for name, nothing in {"upgrades": (), "free_changes": (), "hiding": None}.items():
+        monkeypatch.setattr(analysis, name, lambda *_, nothing=nothing: nothing)
+
+
+@pytest.mark.usefixtures("asks_little")
 def test_weights_that_are_not_finite_are_named_where_a_model_is_verified_or_exported(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -291,6 +303,7 @@ def test_a_defect_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -
         cli.main(["train", "x.yaml"])
 
 
+@pytest.mark.usefixtures("asks_little")
 def test_every_verb_that_takes_a_model_takes_the_folder_of_a_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -250,10 +250,15 @@ def test_without_a_number_of_tokens_fewer_are_taken_until_they_fit(saved: str) -
     """With more host memory they would fit in rounds, whose sums wait there."""
     small = {"device_memory": "2.9GB", "host_memory": "19GB", "disk_memory": "0"}
     assert "65,536 tokens in" in shown(saved, hardware="h200")
-    assert "65,536 tokens in" in shown(saved, **small | {"host_memory": "40GB"})
     assert "32,768 tokens in" in shown(saved, **small)
     with pytest.raises(DoesNotFit):
         shown(saved, **small, tokens_per_step=65_536)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("plan_alone")
+def test_where_sums_have_room_in_host_memory_no_fewer_tokens_are_taken(saved: str) -> None:
+    assert "65,536 tokens in" in shown(saved, device_memory="2.9GB", host_memory="40GB", disk_memory="0")
 
 
 @pytest.mark.usefixtures("plan_alone")
@@ -319,6 +324,7 @@ def test_what_is_no_amount_of_memory_is_refused(text: str) -> None:
     assert len(str(caught.value)) < 400
 
 
+@pytest.mark.usefixtures("plan_alone")
 @pytest.mark.parametrize(
     ("options", "kind", "complaint"),
     [
@@ -439,15 +445,25 @@ def test_a_length_beyond_the_models_positions_is_refused(config: str) -> None:
         shown(config, length=4096)
 
 
-def test_what_does_not_fit_names_the_upgrade_that_would_help(saved: str) -> None:
-    with pytest.raises(
-        DoesNotFit, match=r"\(disk.folders\) would fit; twice the host memory would make it fit \(\S+ tokens/s\)"
-    ):
-        shown(saved, device_memory="6GB", host_memory="12GB", disk_memory="0", **FEW)
-    with pytest.raises(DoesNotFit, match=r"all 24 GiB of device memory would make it fit \(\S+ tokens/s\)"):
-        shown(saved, device_memory="6GB", host_memory="5GB", disk_memory="0", **FEW)
-    with pytest.raises(DoesNotFit, match="no single upgrade makes it fit"):
-        shown(saved, device_memory="3GB", host_memory="2GB", disk_memory="0", tokens_per_step=1 << 17, length=1 << 17)
+@pytest.mark.parametrize(
+    ("memory", "tokens", "named"),
+    [
+        (("6GB", "5GB"), FEW, r"all 24 GiB of device memory would make it fit \(\S+ tokens/s\)"),
+        (("3GB", "2GB"), {"tokens_per_step": 1 << 17, "length": 1 << 17}, "no single upgrade makes it fit"),
+        pytest.param(
+            ("6GB", "12GB"),
+            FEW,
+            r"\(disk.folders\) would fit; twice the host memory would make it fit \(\S+ tokens/s\)",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_what_does_not_fit_names_the_upgrade_that_would_help(
+    saved: str, memory: tuple[str, str], tokens: dict[str, Any], named: str
+) -> None:
+    device, host = memory
+    with pytest.raises(DoesNotFit, match=named):
+        shown(saved, device_memory=device, host_memory=host, disk_memory="0", **tokens)
 
 
 def test_an_unknown_model_is_answered_with_the_nearest(config: str) -> None:

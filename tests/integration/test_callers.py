@@ -407,4 +407,4 @@ def test_an_engine_says_what_it_is() -> None:
     assert repr(engine).endswith("fp32 on cpu, closed>")
     model.lm_head.weight.requires_grad_(False)
     with Engine.from_model(model, "sim:1", verify=False) as engine:
-        assert f"{engine.spec.trained_numel:,} trained, bf16 on sim:1, 0 steps" in repr(engine)
+        assert f"{engine.structure.trained_numel:,} trained, bf16 on sim:1, 0 steps" in repr(engine)

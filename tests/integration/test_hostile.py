@@ -288,7 +288,7 @@ def _fail_somewhere(kind: str, seeds: range, update: str) -> None:
                 engine.step(batches)
                 assert equal(engine.master_weights(), after_two), f"seed {seed}: as if nothing was"
                 continue
-            for unit, spec in enumerate(engine.spec.units):
+            for unit, spec in enumerate(engine.structure.units):
                 expected = after_one if counts[spec.name] == 1 else after_two
                 for param in spec.params:
                     assert torch.equal(engine._store.master(param.name), expected[param.name]), f"unit {unit} is torn"
@@ -525,7 +525,7 @@ def test_a_trace_of_calls_in_phases_counts_the_bytes_of_copies_alone(tmp_path: P
         engine.trace(path, steps=1)
         for _ in range(3):
             engine.step(unequal_batches(2))
-        crossed = sum(2 * layout_of(unit).trained.size for unit in engine.spec.units)
+        crossed = sum(2 * layout_of(unit).trained.size for unit in engine.structure.units)
     nbytes = {"GRAD": 0, "BACKWARD": 0}
     for event in json.loads(path.read_text())["traceEvents"]:
         kind = event["name"].split()[0]

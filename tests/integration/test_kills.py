@@ -163,7 +163,7 @@ def test_a_killed_run_goes_on_bit_for_bit(nursery: Nursery, tmp_path: Path, disk
 @pytest.mark.parametrize(
     ("kills", "home"),
     [
-        (2, "host"),
+        (1, "host"),
         *(pytest.param(20, h, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]) for h in ("host", "files")),
     ],
 )

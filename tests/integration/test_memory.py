@@ -170,5 +170,5 @@ def test_auto_keeps_graphs_where_memory_is_ample_and_recomputes_where_it_is_not(
             forwards.clear()
             engine.step(unequal_batches())
             assert engine.policy.activations == keeps
-            layers, micro_batches = len(engine.spec.layers), len(unequal_batches())
+            layers, micro_batches = len(engine.structure.layers), len(unequal_batches())
             assert len(forwards) == layers * micro_batches * (1 if keeps == "keep" else 2)

@@ -126,7 +126,7 @@ def test_operations_are_those_of_the_sequences_and_of_what_is_trained() -> None:
         rows = {"input_ids": ids.view(2, 6), "labels": labels.view(2, 6)}
         assert packed == engine.step_flops([rows])
         assert packed < engine.step_flops([{"input_ids": ids, "labels": labels}])
-        head = 6 * engine.spec.vocab_size * engine.spec.hidden_size
+        head = 6 * engine.structure.vocab_size * engine.structure.hidden_size
         fewer = {**rows, "labels": rows["labels"].masked_fill(torch.arange(6) < 3, -100)}
         assert engine.step_flops([fewer]) == pytest.approx(packed - 4 * head)
 

@@ -97,7 +97,7 @@ def test_what_is_frozen_stays_to_the_end_of_a_call(frozen: tuple[str, ...]) -> N
 def test_the_device_holds_one_unit_and_the_read_ahead() -> None:
     with engine("sim:2", RING, "llama") as made:
         made.step(unequal_batches(2))
-        spec, held = made.spec, made.memory_table()
+        spec, held = made.structure, made.memory_table()
     ahead = held["device", "read-ahead"]
     assert held["device", "weight slots"] == 4 * max(layout_of(unit).size for unit in spec.units)
     assert 0.5 * RING.read_ahead_nbytes < ahead <= RING.read_ahead_nbytes
@@ -209,7 +209,7 @@ def test_a_tied_head_finds_its_table_once_more_beside_its_own_weights(rows: str,
         fetched = [op.unit for op in next(iter(made._schedules.known.values())).ops if op.kind == "FETCH"]
     assert found[0] == expected[0]
     assert equal(found[1], expected[1])
-    assert fetched.count(0) == 2 * len(layout_of(made.spec.units[0]).shards(2000 // 4))
+    assert fetched.count(0) == 2 * len(layout_of(made.structure.units[0]).shards(2000 // 4))
 
 
 def test_phases_between_which_a_shard_is_placed_are_still_one_call() -> None:

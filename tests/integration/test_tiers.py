@@ -188,9 +188,9 @@ def test_of_a_unit_whose_adapter_trains_the_base_is_never_written(device: str, u
     assert equal(run(device, "bf16", policy, tmp_path, "adapter"), expected)
     disk = Disk([tmp_path])
     with engine(device, "bf16", policy, disk, "adapter") as made:
-        units = [layout.trained.size for layout in map(layout_of, made.spec.units)]
+        units = [layout.trained.size for layout in map(layout_of, made.structure.units)]
         assert units[0] == units[-1] == 0 < min(units[1:-1])
-        assert made.spec.numel > 5 * made.spec.trained_numel
+        assert made.structure.numel > 5 * made.structure.trained_numel
         made.step(unequal_batches(2))
         before = disk.written_nbytes
         made.step(unequal_batches(2))
@@ -272,7 +272,7 @@ def test_a_third_of_the_memory_and_a_folder_give_the_same_numbers(device: str, t
 
     with deep() as made:
         assert made.policy.placements == ()
-        state = 12 * made.spec.numel
+        state = 12 * made.structure.numel
         expected = results(made)
     with deep(Limits(host_nbytes=state // 3)) as made:
         table = made.memory_table()

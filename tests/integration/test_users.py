@@ -53,7 +53,7 @@ def test_frozen_parameters_cost_no_gradient_and_no_optimizer_state(device: str, 
         Engine.from_model(partly, device, precision) as engine,
     ):
         owners = {owner: n for (tier, owner), n in engine.memory_table().items() if tier == "host"}
-        trained, numel = engine.spec.trained_numel, engine.spec.numel
+        trained, numel = engine.structure.trained_numel, engine.structure.numel
         assert 0 < trained < numel / 4
         hi, grad = (2, 2) if precision == "bf16" else (4, 4)
         assert owners["weights"] == pytest.approx(hi * numel, rel=0.01)
@@ -161,7 +161,7 @@ def test_models_tied_by_hand_come_back_tied(tmp_path: Path) -> None:
     model = tiny_model()
     model.lm_head.weight = model.model.embed_tokens.weight
     with Engine.from_model(model, precision="fp32", optimizer=AdamW(lr=1e-2)) as engine:
-        assert engine.spec.tied
+        assert engine.structure.tied
         engine.step(unequal_batches())
         loss = engine.evaluate(unequal_batches())
         engine.save_pretrained(tmp_path / "model")

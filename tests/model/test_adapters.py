@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import megatrain
 from megatrain import Engine, Policy
 from megatrain.commands.export import run_export
 from megatrain.errors import CheckpointError, ExportError, ModelError
@@ -247,6 +249,17 @@ def test_a_checkpoint_goes_on_over_its_own_base_alone(base: Path, tmp_path: Path
         assert engine.applied_updates() == applied
 
 
+def test_no_module_of_the_package_imports_peft_where_it_is_imported_itself() -> None:
+    """What libraries import behind our back is asked below."""
+    for file in Path(megatrain.__file__).parent.rglob("*.py"):
+        at_once = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+        names = {each.name for node in at_once for each in node.names} | {
+            getattr(node, "module", "") for node in at_once
+        }
+        assert not any(name and name.partition(".")[0] == "peft" for name in names), file
+
+
+@pytest.mark.slow  # a process that imports all anew
 def test_importing_the_package_does_not_import_peft() -> None:
     import subprocess
     import sys

@@ -34,7 +34,7 @@ def test_where_compute_waits_for_the_optimizer_some_updates_are_streamed(clips: 
 
 
 def test_none_is_where_compute_waits_for_nothing() -> None:
-    assert find_plan(replace(SMALL, tokens_per_step=1 << 17)).policy.streamed_updates == 0
+    assert find_plan(replace(SMALL, tokens_per_step=1 << 17, length=1 << 15)).policy.streamed_updates == 0
 
 
 @pytest.mark.parametrize("share", [0.0, pytest.param(0.25, marks=pytest.mark.slow)])

@@ -130,7 +130,7 @@ def test_what_a_plan_leaves_for_saves_is_what_they_take(tmp_path: Path, precisio
         with Engine.from_model(tiny_model(), device, precision, policy=how, verify=False, disk=[tmp_path]) as engine:
             engine.saver.reserve()
             assert engine.memory_table().get(("host", "checkpoint"), 0) == save_nbytes(
-                engine.spec, engine.numerics, how
+                engine.structure, engine.numerics, how
             )
 
 

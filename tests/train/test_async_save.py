@@ -145,7 +145,7 @@ def test_memory_for_a_save_is_one_unit_in_float32(precision: Precision, tmp_path
             before = engine.memory_table()
             engine.save(tmp_path / "run").wait()
             after = engine.memory_table()
-        largest = max(unit.numel for unit in engine.spec.units)
+        largest = max(unit.numel for unit in engine.structure.units)
         added = {owner: nbytes for owner, nbytes in after.items() if before.get(owner) != nbytes}
         if precision == "fp32" and not placements:
             assert added.get(("host", "checkpoint"), 0) == 0
@@ -244,15 +244,15 @@ def test_what_was_frozen_stays_frozen_and_new_moments_are_asked_for(tmp_path: Pa
     with Engine.from_model(model, verify=False) as engine:
         steps(engine, 1)
         saved = engine.save(tmp_path / "run").wait()
-        trained = engine.spec.trained_numel
+        trained = engine.structure.trained_numel
     with Engine.from_checkpoint(saved, verify=False) as engine:
-        assert engine.spec.trained_numel == trained
+        assert engine.structure.trained_numel == trained
     from megatrain.model import PretrainedSource
 
     with pytest.raises(CheckpointError, match=r"has no moments of model\.layers\.0.*; freeze what was frozen"):
         Engine.from_checkpoint(saved, source=PretrainedSource(saved), verify=False)
     with Engine.from_checkpoint(saved, source=PretrainedSource(saved), new="zero", verify=False) as engine:
-        assert engine.spec.trained_numel == engine.spec.numel
+        assert engine.structure.trained_numel == engine.structure.numel
         steps(engine, 1)
 
 
