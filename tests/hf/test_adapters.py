@@ -22,7 +22,7 @@ def with_adapter(tmp_path: Path, streams: bool, **changes: Any) -> Any:
     return script(tmp_path, streams, peft_config=config_of("lora"), **changes)
 
 
-@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("by_name", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_adapter_trains_as_in_the_stock_run_and_is_saved_as_by_it(tmp_path: Path, by_name: bool) -> None:
     stock = with_adapter(tmp_path / "stock", False, by_name=by_name)
     ours = with_adapter(tmp_path / "ours", True, by_name=by_name)

@@ -10,6 +10,7 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import ANY
@@ -144,6 +145,13 @@ POLICIES: dict[str, Policy] = {
 }
 
 
+def by_two(**how: Any) -> Trained:
+    return trained(2, tiny_model("llama"), batches_of(4), precision="bf16", steps=2, **how)
+
+
+plain_by_two = cache(by_two)
+
+
 @pytest.mark.parametrize(
     ("name", "device"),
     [
@@ -153,11 +161,8 @@ POLICIES: dict[str, Policy] = {
     ],
 )
 def test_no_policy_and_no_device_changes_a_bit(name: str, device: str, tmp_path: Path) -> None:
-    model, batches = tiny_model("llama"), batches_of(4)
-    how: dict[str, Any] = {"precision": "bf16", "steps": 2}
-    plain = trained(2, model, batches, **how)
-    disk = {"disk": [tmp_path]} if "disk" in name else {}
-    found = trained(2, model, batches, policy=POLICIES[name], device=device, seed=1, **disk, **how)
+    plain, disk = plain_by_two(), {"disk": [tmp_path]} if "disk" in name else {}
+    found = by_two(policy=POLICIES[name], device=device, seed=1, **disk)
     assert found.losses == plain.losses
     assert found.norms == plain.norms
     assert same(found.weights, plain.weights)

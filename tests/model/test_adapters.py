@@ -185,7 +185,7 @@ def planned_with(config: peft.PeftConfig) -> PreTrainedModel:
     [
         {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
         {"target_modules": ["q_proj", "embed_tokens"]},
-        {"target_modules": ["q_proj", "lm_head"]},
+        pytest.param({"target_modules": ["q_proj", "lm_head"]}, marks=pytest.mark.slow),
     ],
 )
 def test_a_tied_head_that_was_trained_apart_is_not_merged(tmp_path: Path, changes: dict[str, Any]) -> None:

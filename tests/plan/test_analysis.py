@@ -175,10 +175,7 @@ def test_a_device_that_shares_memory_has_no_bus_and_a_step_without_a_disk_no_dis
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name in ("h200", "gh200", "rtx-4090", "laptop") else pytest.mark.slow)
-        for name in MACHINES
-    ],
+    [pytest.param(name, marks=() if name in ("gh200", "laptop") else pytest.mark.slow) for name in MACHINES],
 )
 def test_ten_percent_more_of_everything_saves_an_eleventh(name: str) -> None:
     """So no rate of a machine that a step depends on is left out, but what it costs to launch an op."""

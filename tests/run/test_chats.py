@@ -89,7 +89,7 @@ def test_a_run_on_chats_says_what_it_trains_and_chats_by_its_template(tmp_path: 
     assert "".join(heard) == asked.text + "\n"
 
 
-@pytest.mark.parametrize("packing", ["best_fit", "grouped"])
+@pytest.mark.parametrize("packing", [pytest.param("best_fit", marks=pytest.mark.slow), "grouped"])
 def test_the_cache_gives_the_same_run(tmp_path: Path, packing: str) -> None:
     train(chat_run(tmp_path, packing=packing, workers=0))
     first = losses(tmp_path / "run")
