@@ -1,4 +1,4 @@
-"""What `mkdocs build` generates: the reference of keys and of the command line, from the code they describe.
+"""What `mkdocs build` generates: the reference of keys, the command line and the trainer, from what they describe.
 
 mkdocs calls these functions by their names (`hooks` in mkdocs.yml). Nothing is written into `docs/`.
 """
@@ -13,6 +13,7 @@ from mkdocs.structure.files import File, Files
 
 from megatrain.cli import app
 from megatrain.config import describe_keys
+from megatrain.hf.training_options import describe_options
 
 SECTIONS = {
     "model": "Which model, and where its weights come from.",
@@ -32,8 +33,9 @@ SECTIONS = {
 
 
 def on_files(files: Files, config: Any) -> Files:
-    for name, text in (("reference/keys.md", keys_page()), ("reference/cli.md", command_line_page())):
-        files.append(File.generated(config, name, content=text))
+    pages = {"keys": keys_page(), "cli": command_line_page(), "trainer": trainer_page()}
+    for name, text in pages.items():
+        files.append(File.generated(config, f"reference/{name}.md", content=text))
     return files
 
 
@@ -65,6 +67,22 @@ def command_line_page() -> str:
     for name, command in group.commands.items():
         context = command.make_context(name, [], parent=_context(group), resilient_parsing=True)
         lines += ["", f"## megatrain {name}", "", "```text", command.get_help(context).rstrip(), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def trainer_page() -> str:
+    lines = [
+        "# Options of the trainer",
+        "",
+        "What `megatrain.hf.streamed` makes of each training argument; see its [guide](../guides/trainer.md). It",
+        "refuses by the same table. *Same as stock* is an option that the library's own code reads, as in a stock",
+        "run, or that the engine honours. *No effect* changes no number. An option of a later version of the",
+        "libraries that is not listed is refused as soon as it is set; fields of your own subclass of the",
+        "arguments are yours.",
+    ]
+    for kind, rows in describe_options().items():
+        lines += ["", f"## {kind}", "", "| option | here | why, and what to do instead |", "|---|---|---|"]
+        lines += [f"| `{name}` | {here} | {_cell(why)} |" for name, here, why in rows]
     return "\n".join(lines) + "\n"
 
 

@@ -1,7 +1,6 @@
 """What a streamed trainer cannot honour, refused in one line before anything is allocated; nothing is ignored.
 
-Options that only trade memory for time (gradient checkpointing, activation offloading, emptying a cache, accumulating
-predictions on the host) are not refused: they change no number, and the engine's plan decides about them.
+Here are classes, constructors' arguments and models; training arguments have a table (`training_options.py`).
 """
 
 from __future__ import annotations
@@ -16,25 +15,6 @@ from megatrain.errors import ConfigError, ModelError
 from megatrain.model import base_of
 from megatrain.model.adapters import adapter_of
 
-ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
-"""Values of `optim` that mean AdamW in full precision."""
-
-OFF: dict[str, str] = {
-    "deepspeed": "streaming takes its place",
-    "fsdp": "processes share the model without it",
-    "parallelism_config": "processes share the model without it",
-    "fp16": "use bf16, or full precision",
-    "fp16_full_eval": "evaluation computes as training does",
-    "bf16_full_eval": "evaluation computes as training does",
-    "torch_compile": "give engine_options numerics=Numerics(kernels='compile')",
-    "use_liger_kernel": "give engine_options numerics=Numerics(kernels='compile'), which fuses the same operations",
-    "auto_find_batch_size": "choose per_device_train_batch_size",
-    "neftune_noise_alpha": "embeddings get no noise",
-    "optim_target_modules": "all parameters have one optimizer",
-    "ddp_find_unused_parameters": "processes share the model without DDP",
-}
-"""Training arguments that must be unset, and what to tell about each."""
-
 OVERRIDES = (
     *("compute_loss", "training_step", "prediction_step", "create_optimizer", "_inner_training_loop", "_run_epoch"),
     *("get_batch_samples", "_get_num_items_in_batch", "_clip_grad_norm", "_get_grad_norm"),
@@ -43,34 +23,6 @@ OVERRIDES = (
 
 KNOWN = ("transformers.trainer", "trl.trainer.sft_trainer", "trl.trainer.base_trainer", "megatrain.hf.trainer")
 """Modules whose own such methods are known, and have a counterpart here."""
-
-
-def refuse_arguments(args: Any) -> None:
-    """Raise `ConfigError` for a training argument that cannot be honoured."""
-    for name, why in OFF.items():
-        if getattr(args, name, None):
-            raise ConfigError(f"{name} cannot be honoured", where="StreamedTrainer", fix=f"leave it out: {why}")
-    optimizer = getattr(args.optim, "value", args.optim)
-    if optimizer not in ADAMW:
-        raise ConfigError(f"optim={optimizer} cannot be honoured", where="StreamedTrainer", fix=f"use {ADAMW[0]}")
-    if args.world_size > 1:
-        _refuse_for_ranks(args)
-    if args.n_gpu > 1:
-        what = f"{args.n_gpu} GPUs are visible, and one trains"
-        raise ConfigError(what, where="StreamedTrainer", fix="set CUDA_VISIBLE_DEVICES to one of them")
-
-
-def _refuse_for_ranks(args: Any) -> None:
-    """Raise `ConfigError` for what does not go with several processes that train one model."""
-    even = getattr(getattr(args, "accelerator_config", None), "even_batches", True)
-    for name, asked, fix in (
-        ("average_tokens_across_devices=False", not args.average_tokens_across_devices, "tokens count alike on all"),
-        ("save_on_each_node=True", args.save_on_each_node, "rank 0 writes, where all can read"),
-        ("even_batches=False", not even, "each rank takes part in every step"),
-    ):
-        if asked:
-            what = f"{name} cannot be honoured with {args.world_size} processes"
-            raise ConfigError(what, where="StreamedTrainer", fix=f"leave it out: {fix}")
 
 
 def refuse_keywords(given: dict[str, Any]) -> None:
@@ -126,4 +78,4 @@ def refuse_loss(model: Any) -> None:
         raise ConfigError(what, where=type(model).__name__, fix=fix)
 
 
-__all__ = ["refuse_arguments", "refuse_class", "refuse_dtypes", "refuse_keywords", "refuse_loss", "refuse_model"]
+__all__ = ["refuse_class", "refuse_dtypes", "refuse_keywords", "refuse_loss", "refuse_model"]

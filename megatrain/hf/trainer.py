@@ -37,8 +37,9 @@ from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from megatrain.hf.model import NamedSource, StandIn, named_model, own_forward, sums_over
 from megatrain.hf.model_changes import Facts, facts_of, refuse_changes
 from megatrain.hf.optimizer import EngineOptimizer
-from megatrain.hf.refusals import refuse_arguments, refuse_class, refuse_keywords, refuse_loss, refuse_model
+from megatrain.hf.refusals import refuse_class, refuse_keywords, refuse_loss, refuse_model
 from megatrain.hf.trainer_losses import router_coefficient, router_weights, stock_loss
+from megatrain.hf.training_options import refuse_arguments
 from megatrain.losses import LossFn
 from megatrain.model import PretrainedSource, base_of
 from megatrain.optim import AdamW

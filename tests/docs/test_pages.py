@@ -13,6 +13,7 @@ import pytest
 from bench import fits
 from megatrain.cli import app
 from megatrain.config import describe_keys
+from megatrain.hf.training_options import OPTIONS
 from megatrain.plan import machine_names
 from megatrain.spec import Placement
 
@@ -81,3 +82,4 @@ def test_the_generated_pages_have_every_key_and_every_verb() -> None:
     verbs = [command.name for command in app.registered_commands]
     assert len(verbs) > 5
     assert all(f"## megatrain {verb}\n" in generated.command_line_page() for verb in verbs)
+    assert all(f"| `{name}` |" in generated.trainer_page() for name in OPTIONS)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from megatrain.data import load_tokenizer
 from megatrain.errors import ConfigError
-from megatrain.hf.refusals import refuse_arguments
+from megatrain.hf.training_options import refuse_arguments
 from tests.hf.test_trainer import arguments, weights_of
 from tests.rank_processes import free_port
 from tests.tiny import relative_error, tiny_model

@@ -1,0 +1,206 @@
+"""What a streamed trainer makes of each training argument: the one table by which it refuses, and the page of docs.
+
+An option is as in the stock trainer, or refused, or without effect. It is as in the stock trainer where the library's
+own code reads it, since that code still runs, or where the engine does what it asks for. Without effect is what trades
+memory for time and changes no number: the engine's plan decides about it. A field of a later version of the libraries
+that this table does not know is refused as soon as it is set. Fields that a user's own subclass adds are the user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Literal, NamedTuple
+
+from megatrain.errors import ConfigError
+
+Effect = Literal["same", "refused", "none"]
+LIBRARIES = ("transformers", "trl")
+"""Packages whose options are known here, beside those of users."""
+
+ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
+"""Values of `optim` that mean AdamW in full precision."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What a training argument does here."""
+
+    effect: Effect = "same"
+    why: str = ""
+    """For what is refused, what to do instead; else why it has no effect, or what else is to know."""
+    refuses: Callable[[Any], bool] | None = None
+    """Whether its value is refused; `None` is any that is true of an option that is refused, and no other."""
+    values: str = ""
+    """The values that are refused, in words, where it is not refused altogether."""
+    with_ranks: bool = False
+    """Whether that is so only where several processes train one model."""
+
+    def refused(self, value: Any, ranks: int) -> bool:
+        """Whether `value` cannot be honoured by so many processes."""
+        if self.refuses is None:
+            return self.effect == "refused" and bool(value)
+        return self.refuses(value) and (ranks > 1 or not self.with_ranks)
+
+
+def _same(names: str) -> dict[str, Option]:
+    return {name: Option() for name in names.split()}
+
+
+def _off(why: str) -> Option:
+    return Option("refused", why)
+
+
+def _none(why: str) -> Option:
+    return Option("none", why)
+
+
+_PLANNED = _none("the planner chooses what is kept, recomputed or offloaded")
+_NO_DDP = "processes share the model without DDP"
+
+TRAINING: dict[str, Option] = {
+    **_same("output_dir per_device_train_batch_size num_train_epochs max_steps gradient_accumulation_steps"),
+    **_same("learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps"),
+    **_same("weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm label_smoothing_factor"),
+    "optim": Option(
+        "same", f"use {ADAMW[0]}", lambda value: getattr(value, "value", value) not in ADAMW, "what is not AdamW"
+    ),
+    "optim_args": _none("AdamW takes none, in the stock trainer either"),
+    "optim_target_modules": _off("all parameters have one optimizer"),
+    "average_tokens_across_devices": Option(
+        "same", "tokens count alike on all", lambda value: not value, "False", with_ranks=True
+    ),
+    "bf16": Option("same", "weights and gradients cross to the device in bfloat16, the masters are float32"),
+    "fp16": _off("use bf16, or full precision"),
+    "bf16_full_eval": _off("evaluation computes as training does"),
+    "fp16_full_eval": _off("evaluation computes as training does"),
+    **_same("tf32"),
+    "activation_checkpointing": _PLANNED,
+    "activation_checkpointing_kwargs": _PLANNED,
+    "gradient_checkpointing": _PLANNED,
+    "gradient_checkpointing_kwargs": _PLANNED,
+    "torch_compile": _off("give engine_options numerics=Numerics(kernels='compile')"),
+    "torch_compile_backend": _off("give engine_options numerics=Numerics(kernels='compile')"),
+    "torch_compile_mode": _off("give engine_options numerics=Numerics(kernels='compile')"),
+    "use_liger_kernel": _off("give engine_options numerics=Numerics(kernels='compile'), which fuses the same"),
+    "liger_kernel_config": _none("it belongs to use_liger_kernel"),
+    "use_cache": _none("training and evaluation keep no keys and values"),
+    "neftune_noise_alpha": _off("embeddings get no noise"),
+    "torch_empty_cache_steps": _none("the engine plans its device memory, and gives it back when it is closed"),
+    "auto_find_batch_size": _off("choose per_device_train_batch_size; the planner cuts it to what fits"),
+    **_same("logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter"),
+    **_same("include_num_input_tokens_seen log_level log_level_replica disable_tqdm report_to run_name project"),
+    **_same("trackio_space_id trackio_bucket_id trackio_static_space_id"),
+    **_same("eval_strategy eval_steps eval_delay per_device_eval_batch_size prediction_loss_only eval_on_start"),
+    **_same("eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics"),
+    **_same("batch_eval_metrics"),
+    "save_only_model": Option("same", "a checkpoint with it cannot be resumed from, as in the stock trainer"),
+    **_same("save_strategy save_steps save_total_limit enable_jit_checkpoint"),
+    "save_on_each_node": Option("same", "rank 0 writes, where all can read", bool, "True", with_ranks=True),
+    **_same("push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision"),
+    "load_best_model_at_end": Option("same", "not with an adapter, whose best checkpoint is the folder to use"),
+    **_same("metric_for_best_model greater_is_better ignore_data_skip restore_callback_states_from_checkpoint"),
+    "seed": Option("same", "for the order of the data; dropout draws other numbers"),
+    **_same("full_determinism data_seed use_cpu"),
+    "accelerator_config": Option(
+        "same",
+        "each rank takes part in every step",
+        lambda value: not getattr(value, "even_batches", True),
+        "even_batches=False",
+        with_ranks=True,
+    ),
+    "parallelism_config": _off("processes share the model without it"),
+    **_same("dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers"),
+    **_same("dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order"),
+    **_same("remove_unused_columns train_sampling_strategy length_column_name"),
+    "label_names": Option(
+        "same", "the loss is of labels", lambda value: value not in (None, ["labels"]), "what is not ['labels']"
+    ),
+    "ddp_find_unused_parameters": _off(_NO_DDP),
+    "ddp_bucket_cap_mb": _none(_NO_DDP),
+    "ddp_broadcast_buffers": _none(_NO_DDP),
+    "ddp_static_graph": _none(_NO_DDP),
+    **_same("ddp_backend"),
+    "ddp_timeout": Option("same", "how long a rank waits for the others"),
+    "fsdp": _off("processes share the model without it"),
+    "fsdp_config": _none("it belongs to fsdp"),
+    "deepspeed": _off("streaming takes its place"),
+    "debug": _off("its hooks want whole layers on one device; what is not finite is refused by the engine"),
+    "skip_memory_metrics": Option("same", "memory that is measured holds the engine's"),
+    **_same("do_train do_eval do_predict resume_from_checkpoint local_rank"),
+}
+"""Every field of `transformers.TrainingArguments`."""
+
+SFT: dict[str, Option] = {
+    **_same("model_init_kwargs trust_remote_code chat_template_path dataset_text_field dataset_kwargs"),
+    "router_aux_loss_coef": Option(
+        "same", "refused, as the engine is made, where the model's forward does not read it"
+    ),
+    **_same("dataset_num_proc eos_token pad_token max_length truncation_mode shuffle_dataset packing packing_strategy"),
+    **_same("padding_free pad_to_multiple_of eval_packing completion_only_loss assistant_only_loss loss_type"),
+    "activation_offloading": _PLANNED,
+}
+"""What `trl.SFTConfig` has beside them."""
+
+OPTIONS = {**TRAINING, **SFT}
+
+
+class Row(NamedTuple):
+    """An option in the docs."""
+
+    name: str
+    here: str
+    why: str
+
+
+def refuse_arguments(args: Any) -> None:
+    """Raise `ConfigError` for a training argument that cannot be honoured, or that is not known here and set."""
+    for name, default in _library_fields(type(args)):
+        value, ranks, option = getattr(args, name), args.world_size, OPTIONS.get(name)
+        if option is None:
+            if value != default:
+                what = f"{name} is not known to this version of MegaTrain, which cannot say what it would do"
+                raise ConfigError(what, where="StreamedTrainer", fix="leave it out, or use the stock trainer")
+        elif option.refused(value, ranks):
+            shown = f"={getattr(value, 'value', value)}" if option.values else ""
+            of_ranks = f" with {ranks} processes" if option.with_ranks else ""
+            if name == "accelerator_config":
+                name, shown = option.values, ""
+            fix = option.why if name == "optim" else f"leave it out: {option.why}"
+            raise ConfigError(f"{name}{shown} cannot be honoured{of_ranks}", where="StreamedTrainer", fix=fix)
+    if args.n_gpu > 1:
+        what = f"{args.n_gpu} GPUs are visible, and one trains"
+        raise ConfigError(what, where="StreamedTrainer", fix="set CUDA_VISIBLE_DEVICES to one of them")
+
+
+def _library_fields(kind: type) -> Iterator[tuple[str, Any]]:
+    """The fields, with their defaults, that come with the libraries, and not from a user's subclass."""
+    theirs = {
+        name
+        for base in kind.__mro__
+        if base.__module__.partition(".")[0] in LIBRARIES
+        for name in vars(base).get("__annotations__", {})
+    }
+    for each in fields(kind):
+        if each.name in theirs:
+            yield each.name, each.default if each.default_factory is MISSING else each.default_factory()
+
+
+def describe_options() -> dict[str, list[Row]]:
+    """Every option by the class that has it, for the docs."""
+    told = {"transformers.TrainingArguments": TRAINING, "trl.SFTConfig": SFT}
+    return {kind: [Row(name, *_in_words(each)) for name, each in options.items()] for kind, options in told.items()}
+
+
+def _in_words(option: Option) -> tuple[str, str]:
+    if option.effect == "none":
+        return "no effect", option.why
+    if option.effect == "refused":
+        return "refused", option.why
+    if option.refuses is None:
+        return "same as stock", option.why
+    several = " with several processes" if option.with_ranks else ""
+    return "same as stock", f"refused{several}: {option.values} ({option.why})"
+
+
+__all__ = ["ADAMW", "OPTIONS", "SFT", "TRAINING", "Option", "Row", "describe_options", "refuse_arguments"]

@@ -1,0 +1,108 @@
+"""Every option of the installed `TrainingArguments` and `SFTConfig` is in the table, and does what the table says."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Trainer, TrainingArguments
+from trl import SFTConfig
+
+from megatrain.errors import ConfigError
+from megatrain.hf import StreamedTrainer
+from megatrain.hf.trainer import Streamed
+from megatrain.hf.training_options import OPTIONS, SFT, TRAINING, refuse_arguments
+from tests.hf.test_trainer import arguments, history, run
+
+pytest.importorskip("accelerate", reason="a Trainer needs accelerate")
+pytestmark = pytest.mark.filterwarnings("default")  # the library's own, of which some come with each release
+
+REFUSED: dict[str, Any] = {
+    "optim": "adafactor", "optim_target_modules": ["mlp"], "fp16": True, "bf16_full_eval": True, "fp16_full_eval": True,
+    "torch_compile": True, "torch_compile_backend": "eager", "torch_compile_mode": "max-autotune",
+    "use_liger_kernel": True, "neftune_noise_alpha": 5.0, "auto_find_batch_size": True, "parallelism_config": object(),
+    "label_names": ["start_positions"], "ddp_find_unused_parameters": True, "fsdp": True, "deepspeed": "zero3.json",
+    "debug": ["underflow_overflow"],
+}  # fmt: skip
+"""A value of each option that one process refuses."""
+
+COMPARED: tuple[dict[str, Any], ...] = (
+    {
+        "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "max_steps": -1, "num_train_epochs": 1.5,
+        "learning_rate": 2e-3, "lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 2.0},
+        "warmup_steps": 1, "weight_decay": 0.3, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-4,
+        "max_grad_norm": 0.2, "optim": "adamw_torch", "average_tokens_across_devices": False,
+        "logging_first_step": True, "logging_nan_inf_filter": False, "include_num_input_tokens_seen": "all",
+        "eval_steps": 2, "eval_on_start": True, "per_device_eval_batch_size": 2, "prediction_loss_only": True,
+        "data_seed": 3, "seed": 11, "dataloader_drop_last": True, "save_only_model": True, "save_steps": 2,
+        "save_total_limit": 1,
+    },
+    {
+        "label_smoothing_factor": 0.2, "max_steps": 2, "gradient_accumulation_steps": 1, "eval_steps": 2,
+        "max_grad_norm": 0.0, "remove_unused_columns": False, "load_best_model_at_end": True, "save_steps": 2,
+        "use_cache": True, "activation_checkpointing": True, "label_names": ["labels"], "torch_empty_cache_steps": 1,
+    },
+)  # fmt: skip
+"""Settings under which a stock and a streamed run have the same logs."""
+
+
+def test_the_table_has_every_option_of_the_installed_libraries() -> None:
+    both = [each.name for each in fields(SFTConfig)]
+    assert sorted(OPTIONS) == sorted(both)
+    assert set(TRAINING) == {each.name for each in fields(TrainingArguments)}
+    assert not set(TRAINING) & set(SFT)
+
+
+def test_each_option_is_refused_as_the_table_says(tmp_path: Path) -> None:
+    alone = {name for name, option in OPTIONS.items() if option.refuses is not None or option.effect == "refused"}
+    assert alone == set(REFUSED) | {name for name, option in OPTIONS.items() if option.with_ranks}
+    for name, value in REFUSED.items():
+        args = arguments(tmp_path)
+        refuse_arguments(args)
+        setattr(args, name, value)
+        with pytest.raises(ConfigError, match=name):
+            refuse_arguments(args)
+
+
+def test_what_the_engine_takes_over_is_compared_with_the_stock_trainer() -> None:
+    """An option that a method reads in whose place ours stands is among those of the comparison below; what other
+    methods read is honoured by the library itself."""
+    replaced = [
+        name
+        for name, ours in vars(Streamed).items()
+        if name in vars(Trainer) and inspect.isfunction(ours) and "super()." not in inspect.getsource(ours)
+    ]
+    assert "training_step" in replaced
+    text = "".join(inspect.getsource(getattr(Trainer, name)) for name in (*replaced, "compute_loss"))
+    read = {name for name in re.findall(r"args\.(\w+)", text) if name in TRAINING}
+    assert "max_grad_norm" in read
+    compared = {name for changes in COMPARED for name in changes}
+    assert {name for name in read if OPTIONS[name].effect == "same"} <= compared
+
+
+@pytest.mark.parametrize("changes", COMPARED, ids=["sizes, optimizer and logs", "smoothing and the best model"])
+def test_options_are_as_in_the_stock_trainer(tmp_path: Path, changes: dict[str, Any]) -> None:
+    (stock, _), (ours, _) = (run(kind, tmp_path / kind.__name__, **changes) for kind in (Trainer, StreamedTrainer))
+    names = ("step", "loss", "grad_norm", "learning_rate", "eval_loss", "num_input_tokens_seen", "epoch")
+    mine, theirs = history(ours, *names), history(stock, *names)
+    assert len(theirs) > 3
+    assert mine == [pytest.approx(each, rel=1e-4) for each in theirs]
+
+
+@dataclass
+class Own(TrainingArguments):
+    """A user's arguments."""
+
+    prompt_style: str = "plain"
+
+
+def test_an_option_that_is_not_known_is_refused_once_it_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_arguments(Own(output_dir=str(tmp_path), use_cpu=True, prompt_style="loud"))
+    monkeypatch.delitem(OPTIONS, "eval_delay")
+    refuse_arguments(arguments(tmp_path))
+    with pytest.raises(ConfigError, match="eval_delay is not known"):
+        refuse_arguments(arguments(tmp_path, eval_delay=3))
