@@ -60,12 +60,18 @@ def refuse_dtypes(dtypes: Iterable[torch.dtype]) -> None:
 
 def refuse_model(model: Any, args: Any) -> None:
     """Raise `ModelError` for quantized weights and for adapters that do not stream, `ConfigError` for those of half
-    precision, and for what of the training arguments does not go with an adapter."""
+    precision, and for what of the training arguments does not go with an adapter or with float32."""
     if getattr(model, "quantization_method", None) is not None:
         raise ModelError("is quantized", where=type(model).__name__, fix="load it in full precision")
     if adapter_of(base_of(model)) is not None and args.load_best_model_at_end:
         fix = "leave it out, and use the best checkpoint, which is the folder of an adapter"
         raise ConfigError("load_best_model_at_end is not for adapters", where="StreamedTrainer", fix=fix)
+    if args.bf16_full_eval and not args.bf16 and model.dtype != torch.bfloat16:
+        what, fix = (
+            "bf16_full_eval cannot be honoured: evaluation computes as training does",
+            "set bf16, or leave it out",
+        )
+        raise ConfigError(what, where="StreamedTrainer", fix=fix)
     refuse_dtypes(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
 
 

@@ -12,7 +12,7 @@ Processes that a launcher has started share the model, in place of `DistributedD
 as in a stock trainer, and its part of the state. All of them call alike what reads or writes weights.
 
 Differences to know: a loss or gradient that is not finite raises `NonFinite` and nothing is applied; dropout draws
-other numbers.
+other numbers, and so does the noise of `neftune_noise_alpha`.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from megatrain.engine.chunked_loss import divisor_of, own_entries
 from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from megatrain.hf.model import NamedSource, StandIn, named_model, own_forward, sums_over
 from megatrain.hf.model_changes import Facts, facts_of, refuse_changes
+from megatrain.hf.noisy_embeddings import noisy_embeddings
 from megatrain.hf.optimizer import EngineOptimizer
 from megatrain.hf.refusals import refuse_class, refuse_keywords, refuse_loss, refuse_model
 from megatrain.hf.trainer_losses import router_coefficient, router_weights, stock_loss
@@ -43,7 +44,7 @@ from megatrain.hf.training_options import refuse_arguments
 from megatrain.losses import LossFn
 from megatrain.model import PretrainedSource, base_of
 from megatrain.optim import AdamW
-from megatrain.spec import Precision
+from megatrain.spec import Numerics, Precision
 from megatrain.train.engine import Engine
 from megatrain.train.options import EngineOptions, launched_world
 
@@ -64,6 +65,7 @@ class Streamed:
     optimizer: Any
     accelerator: Any
     model_accepts_loss_kwargs: bool
+    neftune_noise_alpha: float | None
     current_gradient_accumulation_steps: int
 
     def __init__(
@@ -96,10 +98,12 @@ class Streamed:
         if self._by_name:
             name, model = str(model), named_model(str(model), args)
             keywords = self._with_processor(name, args, keywords)
-        with _without_init_arguments(args if self._by_name else None):
+        engines = ["torch_compile_backend", *(["model_init_kwargs"] if self._by_name else [])]
+        with _unset(args, *engines):  # else the accelerator compiles, and TRL says that it takes no name's arguments
             super().__init__(model=model, args=args, **keywords)  # type: ignore[call-arg]  # the trainer's
         refuse_arguments(self.args)
         refuse_model(self.model, self.args)
+        self.neftune_noise_alpha = None  # else the library puts its hook on the model, after the engine is made
         if not self.model_accepts_loss_kwargs:
             what = f"{type(self.model).__name__} takes no num_items_in_batch, so its loss is a mean of means"
             raise ConfigError(what, where="StreamedTrainer", fix="give loss_fn, see megatrain.losses")
@@ -144,7 +148,7 @@ class Streamed:
             self._base.router_aux_loss_coef = coefficient  # taken from the config when the model was made
         self.model.train()  # its dropout works in training, and never in evaluation
         try:
-            with own_forward(self._base):
+            with own_forward(self._base), noisy_embeddings(self._base, self.args.neftune_noise_alpha):
                 if self._by_name:
                     engine = Engine.from_source(NamedSource(self._base), **options)
                 else:
@@ -197,6 +201,8 @@ class Streamed:
         }
         if args.world_size > 1 and any(parameter.requires_grad for parameter in self._base.parameters()):
             options["world"] = launched_world(args.device.type, float(args.ddp_timeout))
+        if args.torch_compile:
+            options["numerics"] = Numerics(precision, kernels="compile")
         return options | self._options  # type: ignore[return-value]
 
     def _adamw(self) -> AdamW:
@@ -307,7 +313,8 @@ class Streamed:
     def evaluation_loop(self, *arguments: Any, **keywords: Any) -> Any:
         """The trainer's, of the model as it is now."""
         self._catch_up()
-        return super().evaluation_loop(*arguments, **keywords)  # type: ignore[misc]
+        with _unset(self.args, "bf16_full_eval"):  # the model's parameters are not to be cast: the engine computes so
+            return super().evaluation_loop(*arguments, **keywords)  # type: ignore[misc]
 
     def prediction_step(
         self,
@@ -406,17 +413,16 @@ def _goes_into(made: Path, folder: Path) -> None:
 
 
 @contextmanager
-def _without_init_arguments(args: Any) -> Iterator[None]:
-    """In the block, TRL's `model_init_kwargs` are unset: they are honoured, and it would say that they are not."""
-    given = getattr(args, "model_init_kwargs", None)
-    if given is None:
-        yield
-        return
-    args.model_init_kwargs = None
+def _unset(args: Any, *names: str) -> Iterator[None]:
+    """In the block, these of the arguments are unset: they are honoured, and the library is not to do it as well."""
+    given = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
+    for name in given:
+        setattr(args, name, None)
     try:
         yield
     finally:
-        args.model_init_kwargs = given
+        for name, value in given.items():
+            setattr(args, name, value)
 
 
 class StreamedTrainer(Streamed, Trainer):

@@ -358,8 +358,8 @@ class OwnLoss(Trainer):
     ("changes", "what"),
     [
         ({"optim": "sgd"}, "optim=sgd cannot be honoured"),
-        ({"torch_compile": True}, "torch_compile cannot be honoured"),
-        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+        ({"torch_compile_mode": "max-autotune"}, "torch_compile_mode cannot be honoured"),
+        ({"bf16_full_eval": True}, "bf16_full_eval cannot be honoured.*set bf16"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size.*per_device_train_batch_size"),
         ({"more": {"compute_loss_func": lambda *_: None}}, "compute_loss_func cannot be honoured.*loss_fn"),
         ({"more": {"optimizers": (None, object())}}, "optimizers cannot be honoured"),

@@ -9,24 +9,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import Trainer, TrainingArguments
+from transformers.integrations.neftune import neftune_post_forward_hook
 from trl import SFTConfig
 
+from megatrain import Numerics
+from megatrain.engine.ops import call_seed
 from megatrain.errors import ConfigError
 from megatrain.hf import StreamedTrainer
 from megatrain.hf.trainer import Streamed
 from megatrain.hf.training_options import OPTIONS, SFT, TRAINING, refuse_arguments
-from tests.hf.test_trainer import arguments, history, run
+from tests.hf.test_trainer import QUICK, arguments, history, rows, run
+from tests.tiny import tiny_model
 
 pytest.importorskip("accelerate", reason="a Trainer needs accelerate")
 pytestmark = pytest.mark.filterwarnings("default")  # the library's own, of which some come with each release
 
 REFUSED: dict[str, Any] = {
-    "optim": "adafactor", "optim_target_modules": ["mlp"], "fp16": True, "bf16_full_eval": True, "fp16_full_eval": True,
-    "torch_compile": True, "torch_compile_backend": "eager", "torch_compile_mode": "max-autotune",
-    "use_liger_kernel": True, "neftune_noise_alpha": 5.0, "auto_find_batch_size": True, "parallelism_config": object(),
-    "label_names": ["start_positions"], "ddp_find_unused_parameters": True, "fsdp": True, "deepspeed": "zero3.json",
-    "debug": ["underflow_overflow"],
+    "optim": "adafactor", "optim_target_modules": ["mlp"], "fp16": True, "fp16_full_eval": True,
+    "torch_compile_backend": "eager", "torch_compile_mode": "max-autotune", "use_liger_kernel": True,
+    "auto_find_batch_size": True, "parallelism_config": object(), "label_names": ["start_positions"],
+    "ddp_find_unused_parameters": True, "fsdp": True, "deepspeed": "zero3.json", "debug": ["underflow_overflow"],
 }  # fmt: skip
 """A value of each option that one process refuses."""
 
@@ -106,3 +110,41 @@ def test_an_option_that_is_not_known_is_refused_once_it_is_set(tmp_path: Path, m
     refuse_arguments(arguments(tmp_path))
     with pytest.raises(ConfigError, match="eval_delay is not known"):
         refuse_arguments(arguments(tmp_path, eval_delay=3))
+
+
+def trainer_of(folder: Path, model: Any, **changes: Any) -> Any:
+    args = arguments(folder, save_strategy="no", **changes)
+    data = {"train_dataset": rows(4, 1), "eval_dataset": rows(3, 2)}
+    return StreamedTrainer(model=model, args=args, **data, **QUICK)
+
+
+def test_embeddings_get_noise_in_training_that_is_drawn_again_in_the_backward_pass(tmp_path: Path) -> None:
+    """Against the library's own hook on the stock model, seeded as the engine seeds its first unit."""
+    once = {"max_steps": 1, "gradient_accumulation_steps": 1, "eval_strategy": "no", "neftune_noise_alpha": 40.0}
+    trainer = trainer_of(tmp_path, tiny_model("llama"), **once)
+    before = trainer.evaluate()["eval_loss"]
+    batch = next(iter(trainer.get_train_dataloader()))
+    trainer.train()
+    twin = tiny_model("llama").train()
+    embedding = twin.get_input_embeddings()
+    embedding.neftune_noise_alpha = 40.0
+    embedding.register_forward_hook(neftune_post_forward_hook)
+    torch.manual_seed(call_seed(7, 0, 0, 0))
+    loss = twin(**batch).loss
+    loss.backward()
+    assert trainer.state.log_history[-1]["train_loss"] == pytest.approx(loss.item(), rel=1e-5)
+    norm = torch.nn.utils.get_total_norm([each.grad for each in twin.parameters()]).item()
+    assert trainer._norm == pytest.approx(norm, rel=1e-5)
+    assert before == pytest.approx(trainer_of(tmp_path, tiny_model("llama")).evaluate()["eval_loss"], rel=1e-6)
+    assert not trainer.model.get_input_embeddings()._forward_hooks
+
+
+def test_compiling_and_evaluating_in_bfloat16_are_the_engines(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, tiny_model("llama"), torch_compile=True, bf16=True, bf16_full_eval=True)
+    assert trainer._engine_options()["numerics"] == Numerics("bf16", kernels="compile")
+    assert trainer.accelerator.state.dynamo_plugin.backend == "NO"
+    plain = trainer_of(tmp_path, tiny_model("llama"), bf16=True, bf16_full_eval=True)
+    rounded = trainer_of(tmp_path, tiny_model("llama").to(torch.bfloat16))
+    assert plain.evaluate()["eval_loss"] == pytest.approx(rounded.evaluate()["eval_loss"], rel=1e-5)
+    assert plain.args.bf16_full_eval
+    assert plain.model.dtype == torch.float32
