@@ -9,7 +9,7 @@ way a gradient that is not finite stops the step before it is used.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,7 +58,7 @@ class OptimizerSink:
         self.pending: set[int] = set()
         """Units whose gradient of the last step waits in host memory."""
         self._precision = numerics.precision
-        self._device, self._world = device, world
+        self._device, self._world, self._owned = device, world, owned
         self._kernels: Any = None
         self._deferred = policy.update == "next_forward"
         self._model = model
@@ -74,6 +74,8 @@ class OptimizerSink:
         self._squares: dict[int, float] = {}
         self._on_their_way: dict[int, Tensor] = {}
         """Sums of squares of units on the device, which are landed when the device has come to rest."""
+        self._not_finite: dict[int, list[str]] = {}
+        """Unit whose gradient in host memory is not finite -> the parameters that it is so for."""
         self._own_squares: list[float] = []
         """Of several ranks, numbers whose sum over all of them is that of the squares."""
         self._sound: dict[int, Tensor] = {}
@@ -100,7 +102,7 @@ class OptimizerSink:
         if not self.pending:  # an interrupted step whose updates were all applied counts as a step
             self.updates = max([self.updates, *(self.applied[unit] for unit in self.trained)])
         scalars = self.optimizer.scalars(lr=lr, step=self.updates + 1)
-        for found in (self._squares, self._on_their_way, self._sound, self._own_squares):
+        for found in (self._squares, self._on_their_way, self._sound, self._own_squares, self._not_finite):
             found.clear()
         self._updated.clear()
         self._next_lr = lr
@@ -123,10 +125,12 @@ class OptimizerSink:
             own = own_square_sums(_as_numpy(gradient), OWNED, self.threads)
             self._squares[unit] = math.fsum(own)
             self._own_squares += own
-            return
-        self._squares[unit] = sum_of_squares(_as_numpy(gradient), self.threads)
+        else:
+            self._squares[unit] = sum_of_squares(_as_numpy(gradient), self.threads)
         if not math.isfinite(self._squares[unit]):
-            raise self._refusal(unit, self._done)
+            self._not_finite[unit] = self._names_of(unit, gradient)
+            if self._world.size == 1:
+                raise self._refusal(unit, self._not_finite[unit], self._done)
 
     def update(
         self, unit: int, gradient: Tensor, parts: Mapping[Part, Tensor], elements: tuple[int, int] | None = None
@@ -215,11 +219,13 @@ class OptimizerSink:
 
         Raises `NonFinite` for the gradient of a unit on the device, and on all ranks for one of any.
         """
-        bad = [unit for unit, squares in self._squares.items() if not math.isfinite(squares)]
+        bad = [(unit, self._not_finite.get(unit, [])) for unit, of in self._squares.items() if not math.isfinite(of)]
         there = [squares for unit, squares in self._squares.items() if self._normed_there[unit]]
         told = self._world.exchange("the norm", (bad, expansion([*self._own_squares, *there]), sorted(self._done)))
-        if odd := [unit for units, _, _ in told for unit in units]:
-            raise self._refusal(max(odd), {unit for _, _, units in told for unit in units})
+        if odd := [(unit, names) for units, _, _ in told for unit, names in units]:
+            first = max(unit for unit, _ in odd)
+            names = list(dict.fromkeys(name for unit, own in odd for name in own if unit == first))
+            raise self._refusal(first, names, {unit for _, _, units in told for unit in units})
         squares = self._squares.values() if self._world.size == 1 else [each for _, own, _ in told for each in own]
         total = math.sqrt(math.fsum(squares))
         if self._deferred:
@@ -248,17 +254,34 @@ class OptimizerSink:
         """Units that this step's own gradient has updated."""
         return set() if self._deferred else self._updated | self._let_through
 
-    def _refusal(self, unit: int, done: set[int]) -> NonFinite:
-        """done: units that have been updated."""
+    def _names_of(self, unit: int, gradient: Tensor) -> list[str]:
+        """Parameters for which the gradient of a unit, or what this rank owns of it, is not finite: the last of the
+        unit first, as the backward pass comes to them."""
+        layout = layout_of(self._model.units[unit])
+        return [
+            field.name
+            for field in reversed(layout.trained.fields)
+            if not all(
+                bool(gradient[piece.own.start : piece.own.stop].isfinite().all())
+                for piece in self._owned.within(layout, field.start, field.stop)
+            )
+        ]
+
+    def _refusal(self, unit: int, parameters: Sequence[str], done: set[int]) -> NonFinite:
+        """parameters: those of the unit whose gradient is not finite. done: units that have been updated."""
+        what = "the gradient is not finite"
+        if parameters:
+            more = f" and {len(parameters) - 1:,} more" if parameters[1:] else ""
+            what += f" for {parameters[0]}{more}"
         if not done:
             return NonFinite(
-                "the gradient is not finite",
+                what,
                 where=self._names[unit],
                 fix="nothing was updated; lower the learning rate",
             )
         named = ", ".join(self._names[other] for other in sorted(done))
         return NonFinite(
-            f"the gradient is not finite, and these units had been updated already: {named}",
+            f"{what}, and these units had been updated already: {named}",
             where=self._names[unit],
             fix="set max_grad_norm, which makes a step apply whole or not at all",
         )

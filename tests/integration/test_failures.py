@@ -84,7 +84,8 @@ def test_a_gradient_that_is_not_finite_is_not_applied_and_training_goes_on(
             add(self, name, gradient * float("inf") if name.endswith("layers.1.mlp.up_proj.weight") else gradient)
 
         monkeypatch.setattr(engine_step.UnitSum, "add", poisoned)
-        with pytest.raises(NonFinite, match=r"model.layers.1: the gradient is not finite; nothing was updated"):
+        named = r"model.layers.1: the gradient is not finite for model.layers.1.mlp.up_proj.weight; nothing was updated"
+        with pytest.raises(NonFinite, match=named):
             engine.step(unequal_batches())
         assert equal(engine.master_weights(), before)
         monkeypatch.undo()
