@@ -22,6 +22,7 @@ output: {folder: run, trackers: []}
 """
 MISTAKES = {
     "a data file that is missing": "data.sources=chat.jsonl",
+    "a model's folder that is missing": "model.path=./gone",
     "a key that there is not": "train.stps=1",
     "the name of a device": "train.device=gpu",
     "the name of a machine": "train.hardware=h300",

@@ -19,9 +19,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from megatrain.errors import ModelError, first_line
 from megatrain.system.paths import (
-    HUB_NAME,
-    may_be_hub_name,
     read_json,
+    refuse_absent_model,
     refuse_special,
     refuse_unreadable_in,
     usable_path,
@@ -69,7 +68,8 @@ def located(source: str | Path, *, where: str, revision: str | None = None) -> s
     """
     path, text = usable_path(source, where="model", error=ModelError), str(source)
     if not path.exists():
-        _refuse_absent(path, text, where, revision)
+        refuse_absent_model(text, where)
+        _refuse_absent(text, where, revision)
         return text
     try:
         refuse_special(path)
@@ -102,12 +102,7 @@ def _no_model(folder: Path, where: str) -> ModelError:
     return ModelError("holds no config.json", where=where, fix="name the folder of a Hugging Face model, or of a run")
 
 
-def _refuse_absent(path: Path, text: str, where: str, revision: str | None) -> None:
-    if text.endswith(".json") or not may_be_hub_name(text):
-        fix = "give a Hugging Face folder, or a hub name"
-        if HUB_NAME.fullmatch(text) and path.parent.name and path.parent.is_dir():
-            fix = f"the folder {path.parent} is here and holds no {path.name}; for the hub's, start from another folder"
-        raise ModelError("no such folder or file", where=where, fix=fix)
+def _refuse_absent(text: str, where: str, revision: str | None) -> None:
     cached = try_to_load_from_cache(text, "config.json", revision=revision)
     if (reason := _why_unreachable(text)) and not isinstance(cached, str):
         version = f" at revision {revision}" if revision else ""

@@ -16,7 +16,7 @@ from megatrain.data.sample_formats import Format
 from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.plan import load_hardware
 from megatrain.spec.device_name import parse_device
-from megatrain.system.paths import nearest_folder
+from megatrain.system.paths import nearest_folder, refuse_absent_model
 from megatrain.train.metrics import refuse_missing
 
 
@@ -34,12 +34,14 @@ def keys_named() -> Iterator[None]:
 @keys_named()
 def refuse_mistakes(config: Config) -> None:
     """Raise a `MegaTrainError` for a tracker that is not installed, the name of a device or a machine that is none, a
-    folder that may not be written, keys that no data has, and data that is not there."""
+    folder that may not be written, keys that no data has, and a model or data that is not there."""
     refuse_missing(config.output.trackers)
     parse_device(config.train.device)
     if config.train.hardware is not None:
         load_hardware(config.train.hardware)
     _refuse_unwritable(config)
+    if config.model.path is not None and config.resume is None:
+        refuse_absent_model(config.model.path, f"model {config.model.path}")
     schema = schema_of(config)
     for name in (*config.data.sources, *config.data.validation.values()):
         require_source(name, schema)

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from megatrain.errors import ConfigError, MegaTrainError
+from megatrain.errors import ConfigError, MegaTrainError, ModelError
 
 LARGEST_NBYTES = 1 << 30
 """Of a file that is read whole. The largest tokenizers have 40 MB, the manifest of a checkpoint of 10**12 parameters
@@ -158,6 +158,17 @@ def may_be_hub_name(name: str) -> bool:
     """
     folder, slash, _ = name.partition("/")
     return bool(HUB_NAME.fullmatch(name)) and not (slash and Path(folder).is_dir())
+
+
+def refuse_absent_model(name: str, where: str) -> None:
+    """Raise `ModelError` for the name of a model that is no path here and can be no name on the Hugging Face hub."""
+    path = usable_path(name, where="model", error=ModelError)
+    if path.exists() or (may_be_hub_name(name) and not name.endswith(".json")):
+        return
+    fix = "give a Hugging Face folder, or a hub name"
+    if HUB_NAME.fullmatch(name) and path.parent.name and path.parent.is_dir():
+        fix = f"the folder {path.parent} is here and holds no {path.name}; for the hub's, start from another folder"
+    raise ModelError("no such folder or file", where=where, fix=fix)
 
 
 def nearest_folder(path: Path) -> Path:

@@ -25,7 +25,7 @@ from megatrain import cli
 config, *mistakes = sys.argv[1:]
 for mistake in mistakes:
     try:
-        cli.main(["train", config, mistake])
+        cli.main(["train", config, *mistake.split()])
     except SystemExit as left:
         assert left.code == 2, left.code
 loaded = set({slow!r}) & set(sys.modules)
@@ -41,6 +41,7 @@ def test_a_mistake_that_needs_no_model_loads_no_slow_library(tmp_path: Path) -> 
     told = {
         f"data.sources={tmp_path}/corpse.txt": "corpse.txt: no such file or folder; did you mean",
         f"data.validation={tmp_path}/held.jsonl": "held.jsonl: no such file or folder",
+        f"model.config=null model.path={tmp_path}/gone": f"model {tmp_path}/gone: no such folder or file",
         "data.format=sharegtp": "data.format",
         "train.device=tpu": "train.device: 'tpu' is not a device",
         "train.hardware=h300": "train.hardware: no machine is called 'h300'",
