@@ -139,10 +139,23 @@ def test_embeddings_get_noise_in_training_that_is_drawn_again_in_the_backward_pa
     assert not trainer.model.get_input_embeddings()._forward_hooks
 
 
-def test_compiling_and_evaluating_in_bfloat16_are_the_engines(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, tiny_model("llama"), torch_compile=True, bf16=True, bf16_full_eval=True)
+def test_compiling_is_the_engines(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, tiny_model("llama"), torch_compile=True, bf16=True)
     assert trainer._engine_options()["numerics"] == Numerics("bf16", kernels="compile")
     assert trainer.accelerator.state.dynamo_plugin.backend == "NO"
+
+
+@pytest.mark.slow
+def test_a_compiled_run_gives_the_stock_losses(tmp_path: Path) -> None:
+    once = {"max_steps": 1, "eval_strategy": "no"}
+    stock, _ = run(Trainer, tmp_path / "stock", **once)
+    ours, _ = run(StreamedTrainer, tmp_path / "ours", **once, torch_compile=True)
+    theirs = history(stock, "loss", "grad_norm")
+    assert history(ours, "loss", "grad_norm") == [pytest.approx(each, rel=1e-4) for each in theirs]
+
+
+@pytest.mark.slow
+def test_evaluation_in_bfloat16_is_the_engines(tmp_path: Path) -> None:
     plain = trainer_of(tmp_path, tiny_model("llama"), bf16=True, bf16_full_eval=True)
     rounded = trainer_of(tmp_path, tiny_model("llama").to(torch.bfloat16))
     assert plain.evaluate()["eval_loss"] == pytest.approx(rounded.evaluate()["eval_loss"], rel=1e-5)
