@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import time
+from fcntl import F_GETFL, fcntl
 from pathlib import Path
 
 import numpy as np
@@ -63,14 +65,29 @@ def test_files_that_are_too_short_or_not_there_are_refused(tmp_path: Path) -> No
             ModelFiles({"here": [(0, FileBytes(str(file), 90, 20))]})
 
 
-def test_the_quicker_way_is_found_by_reading(tmp_path: Path) -> None:
-    """Large enough for samples: either way may win, and both give the bytes."""
-    path = tmp_path / "weights"
-    content = os.urandom(20 * 8192)
+@pytest.mark.parametrize("direct", [True, False])
+def test_the_quicker_way_is_found_by_reading(direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever way it is, and its bytes are those of the file."""
+    path, content = tmp_path / "weights", os.urandom(20 * 8192)
     path.write_bytes(content)
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
+    except (AttributeError, OSError):
+        pytest.skip("nothing is read past the page cache here")
+    read, ways = os.preadv, []
+
+    def one_way_is_slow(file: int, buffers: list[memoryview], place: int) -> int:
+        ways.append(bool(fcntl(file, F_GETFL) & os.O_DIRECT))
+        time.sleep(0.0 if ways[-1] == direct else 0.02)
+        return read(file, buffers, place)
+
+    monkeypatch.setattr(os, "preadv", one_way_is_slow)
     files = ModelFiles({"here": [(0, FileBytes(str(path), 0, len(content)))]}, block_nbytes=8192)
     memory = np.zeros(len(content), np.uint8)
     files.read("here", 0, memory)
     assert memory.tobytes() == content
+    assert files.direct is direct
+    assert [ways[:16].count(way) for way in (True, False)] == [8, 8], "samples"
+    assert ways[16:] == [direct] * 20
     assert files.read_nbytes == (20 + 16) * 8192
     files.close()
