@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,14 +38,37 @@ def test_dropout_is_drawn_again_as_it_was(method: str, drops: str) -> None:
     assert equal(*found)
 
 
-def test_a_base_that_is_read_from_its_files_gives_the_bits_of_one_in_memory(tmp_path: Path) -> None:
-    tiny_model("qwen3-moe").to(torch.bfloat16).save_pretrained(tmp_path)
-    found = []
-    for placements in ((), (Placement(weights="file"),) * 5):
-        policy = Policy(shard_nbytes=4096, placements=placements)
-        how = {"adapter": config_of("lora"), "device": "cuda:0", "policy": policy, "verify": False}
-        with Engine.from_pretrained(tmp_path, **how) as engine:  # type: ignore[arg-type]
-            losses = torch.tensor([engine.step(unequal_batches()).loss for _ in range(2)])
-            found.append({**engine.gradients(unequal_batches()), **engine.master_weights(), "losses": losses})
-            assert len(placements) in (0, len(engine.structure.units))
-    assert equal(*found)
+IN_FILES = Placement(weights="file")
+OTHERS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "pageable": {"transfer": "pageable", "weight_slots": 3, "activations": "keep"},
+    "staged": {"transfer": "staged", "update": "during_backward"},
+    "read ahead": {"shard_nbytes": 1 << 20, "read_ahead_nbytes": 1 << 20},
+    "beside": {"placements": (IN_FILES, Placement("device"), IN_FILES, Placement("disk", "disk"), IN_FILES)},
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A base in files, and what a run gives that holds it."""
+    folder = tmp_path_factory.mktemp("base")
+    tiny_model("qwen3-moe").to(torch.bfloat16).save_pretrained(folder)
+    return folder, _trained_over(folder, Policy(shard_nbytes=4096))
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_base_that_is_read_from_its_files_gives_the_bits_of_one_in_memory(
+    base: tuple[Path, dict[str, torch.Tensor]], other: str, tmp_path: Path
+) -> None:
+    policy = Policy(**{"shard_nbytes": 4096, "placements": (IN_FILES,) * 5} | OTHERS[other])
+    assert equal(_trained_over(base[0], policy, disk=[tmp_path]), base[1])
+
+
+def _trained_over(folder: Path, policy: Policy, **how: Any) -> dict[str, torch.Tensor]:
+    how |= {"adapter": config_of("lora"), "device": "cuda:0", "policy": policy, "verify": False, "max_grad_norm": None}
+    with Engine.from_pretrained(folder, **how) as engine:
+        losses = torch.tensor([engine.step(unequal_batches()).loss for _ in range(2)])
+        found = {**engine.gradients(unequal_batches()), **engine.master_weights(), "losses": losses}
+        assert engine._pool.files is not None
+        assert (engine._pool.files.read_nbytes > 0) == any(each.weights == "file" for each in policy.placements)
+    return found
