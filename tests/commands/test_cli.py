@@ -89,6 +89,7 @@ WITH_PATHS: list[tuple[tuple[str, ...], str, dict[str, str]]] = [
     (("init", "x.yaml", "--hardware", PATH), "--hardware", {}),
     (("init", "x.yaml", "--folder", PATH), "--folder", FOR_A_FOLDER),
     (("init", "x.yaml", "--disk", PATH), "--disk", FOR_A_FOLDER),
+    (("init", "x.yaml", "--from", PATH), "--from", {}),
     (("plan", PATH), "MODEL", {}),
     (("plan", "m", "--hardware", PATH), "--hardware", {}),
     (("plan", "m", "--html", PATH), "--html", FOR_A_FILE),
@@ -169,10 +170,11 @@ def test_every_argument_that_may_hold_a_path_is_among_those_tried() -> None:
     for command in cli.app.registered_commands:
         assert command.callback is not None
         for name, kind in get_type_hints(command.callback, include_extras=True).items():
-            if name == "return" or name in NO_PATHS or "str" not in str(get_args(kind)[0]):
+            if name == "return" or name in NO_PATHS or "str" not in str(kind):
                 continue
             said = get_args(kind)[1]
-            where = said.metavar.strip("[].") if isinstance(said, ArgumentInfo) else f"--{name}"
+            named = next(iter(said.param_decls or ()), f"--{name}")
+            where = said.metavar.strip("[].") if isinstance(said, ArgumentInfo) else named
             assert (command.name, where) in tried
 
 
