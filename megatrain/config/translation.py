@@ -265,8 +265,6 @@ def put_length(reader: Reader, name: str) -> None:
     else:
         reader.put("train.steps", steps, "max_steps")
         reader.leave(name, "max_steps decides the length")
-    if reader.given.get("streaming"):
-        reader.put("data.streaming", reader.take("streaming"), "streaming")
 
 
 def put_streaming(reader: Reader) -> None:
