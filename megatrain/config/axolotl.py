@@ -57,7 +57,7 @@ def read_axolotl(reader: Reader) -> None:
     _sources_of_axolotl(reader)
     _validation_of_axolotl(reader)
     _template_of_axolotl(reader)
-    packs = reader.take("sample_packing")
+    packs = reader.switch("sample_packing")
     if not prefers(reader) and reader.found.tree["data"].get("format") != "text":
         reader.put("data.packing", "best_fit" if packs else "grouped", "sample_packing")
     if total := reader.number("batch_size"):
@@ -75,12 +75,12 @@ def read_axolotl(reader: Reader) -> None:
     put_attention(reader, "attention")
     put_saving(reader)
     put_validation(reader, "val_set_size")
-    asked = {"wandb": bool(reader.given.get("wandb_project")), "tensorboard": bool(reader.take("use_tensorboard"))}
+    asked = {"wandb": bool(reader.given.get("wandb_project")), "tensorboard": reader.switch("use_tensorboard")}
     names = [name for name, is_asked in asked.items() if is_asked] + parts(reader.take("report_to") or [])
     put_trackers(reader, names, "report_to" if "report_to" in reader.said else "wandb_project")
     if push := reader.take("hub_model_id"):
         reader.put("output.push", push, "hub_model_id")
-    if reader.take("auto_resume_from_checkpoints"):
+    if reader.switch("auto_resume_from_checkpoints"):
         reader.put("resume", "auto", "auto_resume_from_checkpoints")
     _adapter_of_axolotl(reader)
 
@@ -149,6 +149,7 @@ def _entries(reader: Reader, name: str, given: Any) -> list[tuple[list[str], dic
 def _entry(reader: Reader, of: str, number: int, entry: Any) -> tuple[list[str], dict[str, Any]]:
     """Sources of one entry, and keys of ours by which they are read."""
     rest = {"path": entry} if isinstance(entry, str) else dict(entry)
+    _refuse_odd(reader, of, number, rest)
     files, path = rest.pop("data_files", None), rest.pop("path", None)
     sources = parts(files) if files else [path]
     keys: dict[str, Any] = {}
@@ -176,9 +177,6 @@ def _entry(reader: Reader, of: str, number: int, entry: Any) -> tuple[list[str],
             keys[ours] = value
     if prefers(reader) and str(kind).startswith("chat_template"):
         rest["field_prompt"] = rest.pop("field_messages", "messages")
-    for name in ("roles", "message_property_mappings"):
-        if not isinstance(rest.get(name), dict | None):
-            reader.refuse(of, f"has {name} without keys in entry {number}")
     _columns(keys, rest)
     rest.pop("ds_type", None)
     if rest.pop("roles_to_train", ["assistant"]) not in (["assistant"], ["gpt"]):
@@ -187,6 +185,28 @@ def _entry(reader: Reader, of: str, number: int, entry: Any) -> tuple[list[str],
         if value is not None and value is not False:
             reader.found.left_out.append(f"{where}.{name}={value}: no key of data.* says it")
     return sources, keys
+
+
+def _refuse_odd(reader: Reader, of: str, number: int, entry: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for what cannot be read as the value of its key in an entry."""
+    for name in ("split", "name"):
+        if not isinstance(entry.get(name), str | None):
+            reader.refuse(of, f"has a {name} that is no text in entry {number}")
+    if not isinstance(entry.get("type"), str | dict | None):
+        reader.refuse(of, f"has a type that is neither text nor keys in entry {number}")
+    if (files := entry.get("data_files")) is not None and not isinstance(files, str) and not _are_texts(files):
+        reader.refuse(of, f"has data_files that are no list of texts in entry {number}")
+    kind = entry.get("type")
+    for keys in (entry, kind if isinstance(kind, dict) else {}):
+        for name in ("roles", "message_property_mappings"):
+            if not isinstance(keys.get(name), dict | None):
+                reader.refuse(of, f"has {name} without keys in entry {number}")
+        if not all(_are_texts(names) for names in (keys.get("roles") or {}).values()):
+            reader.refuse(of, f"has roles that are no lists of texts in entry {number}")
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 COLUMNS = {
@@ -261,7 +281,7 @@ def _template_of_axolotl(reader: Reader) -> None:
 def _adapter_of_axolotl(reader: Reader) -> None:
     kind, path = reader.take("adapter"), reader.take("lora_model_dir")
     rank, alpha, dropout = (reader.take(name) for name in ("lora_r", "lora_alpha", "lora_dropout"))
-    whole, names = reader.take("lora_target_linear"), reader.take("lora_target_modules")
+    whole, names = reader.switch("lora_target_linear"), reader.take("lora_target_modules")
     saved = reader.take("lora_modules_to_save")
     if kind is None:
         return

@@ -54,7 +54,7 @@ def read_llama_factory(reader: Reader) -> None:
     stage = _objective_of_stage(reader)
     _sources_of_llama_factory(reader)
     _packing_of_llama_factory(reader, stage)
-    if reader.take("mask_history"):
+    if reader.switch("mask_history"):
         reader.put("data.train_on", "last", "mask_history")
     put_sizes(reader, "per_device_train_batch_size", rows_of_a_sample(reader))
     put_length(reader, "num_train_epochs")
@@ -131,7 +131,7 @@ def _share(reader: Reader, text: str) -> float:
 
 
 def _packing_of_llama_factory(reader: Reader, stage: str) -> None:
-    packs, apart = reader.take("packing"), reader.take("neat_packing")
+    packs, apart = reader.switch("packing"), reader.switch("neat_packing")
     if prefers(reader):
         return
     if packs or apart:
@@ -145,7 +145,7 @@ def _packing_of_llama_factory(reader: Reader, stage: str) -> None:
 def _trackers_of_llama_factory(reader: Reader) -> None:
     names = parts(reader.take("report_to") or [])
     put_trackers(reader, names, "report_to")
-    if reader.take("push_to_hub"):
+    if reader.switch("push_to_hub"):
         name = reader.take("hub_model_id")
         if isinstance(name, str) and "/" in name:
             reader.put("output.push", name, "hub_model_id")

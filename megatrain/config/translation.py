@@ -14,6 +14,7 @@ the trainers differ in (`llama_factory`, `axolotl`).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
@@ -150,11 +151,19 @@ class Reader:
         return self.given.pop(name, self.defaults.get(name))
 
     def number(self, name: str) -> Any:
-        """As `take`. Raises `ConfigError` for what is no number."""
+        """As `take`. Raises `ConfigError` for what is no finite number."""
         value = self.take(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            self.refuse(name, "is no number")
+        if value is not None and not _is_number(value):
+            self.refuse(name, "is no number that is finite")
         return value
+
+    def switch(self, name: str) -> bool:
+        """As `take`, off where there is none. Raises `ConfigError` for what is neither on nor off, texts that say so
+        included."""
+        value = self.take(name)
+        if value not in (None, 0, 1):
+            self.refuse(name, "is neither true nor false", "write it without quotes")
+        return bool(value)
 
     def mapping(self, name: str) -> dict[str, Any]:
         """As `take`, empty where there is none. Raises `ConfigError` for what has no keys."""
@@ -223,6 +232,12 @@ class Reader:
         return f"{name}={text if len(text) <= 60 else text[:57] + '...'}"
 
 
+def _is_number(value: Any) -> bool:
+    """Whether it is one that a float can hold."""
+    is_one = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_one and abs(value) <= sys.float_info.max
+
+
 def _ours(name: str) -> str:
     """What a key is called here, or why it is not; empty for one of no known meaning."""
     return SAME.get(name) or OTHER_TRAINERS.get(name, "")
@@ -270,7 +285,7 @@ def put_length(reader: Reader, name: str) -> None:
 def put_streaming(reader: Reader) -> None:
     """Behind sources, weights, lengths and the objective, which decide whether data can be read as it comes."""
     train, data = reader.found.tree["train"], reader.found.tree["data"]
-    if reader.take("streaming") is not True:
+    if not reader.switch("streaming"):
         return
     if "steps" in train and not prefers(reader) and (len(data["sources"]) == 1 or "weights" in data):
         reader.put("data.streaming", True, "streaming")
@@ -307,7 +322,7 @@ def put_learning_rate(reader: Reader, name: str) -> None:
 def _put_shape(reader: Reader, more: dict[str, Any], rate: float) -> None:
     """Where the learning rate ends and how long it takes to; `more` is what goes to the scheduler by name."""
     known = ("min_lr", "min_lr_rate", "min_lr_ratio", "num_decay_steps")
-    given = {name: more.pop(name) for name in known if isinstance(more.get(name), int | float)}
+    given = {name: more.pop(name) for name in known if _is_number(more.get(name))}
     least = given.get("min_lr", 0.0) / (rate or 1.0)
     share = given.get("min_lr_rate") or given.get("min_lr_ratio") or least
     reader.put("train.min_lr_ratio", reader.number("cosine_min_lr_ratio") or share, "cosine_min_lr_ratio")
@@ -336,6 +351,9 @@ def put_optimizer(reader: Reader, name: str) -> None:
 def put_precision(reader: Reader) -> None:
     names = ("bf16", "fp16", "fp32", "pure_bf16", "bfloat16", "float16", "float32")
     given = {name: value for name in names if (value := reader.take(name)) is not None}
+    for name, value in given.items():
+        if value not in (0, 1, "auto", "full"):
+            reader.refuse(name, "is neither true nor false", "write it without quotes")
     reader.account(*given)
     if given.get("fp32") or given.get("float32") or (given and not any(given.values())):
         reader.put("train.precision", "fp32", next(iter(given)))

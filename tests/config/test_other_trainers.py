@@ -167,6 +167,11 @@ def test_no_key_is_dropped_in_silence(tmp_path: Path, base: dict[str, Any]) -> N
     assert all(re.match(r"\S+=.+?: \S", line) for line in (*found.left_out, *found.notes))
 
 
+def test_a_rate_that_no_float_holds_is_told(tmp_path: Path) -> None:
+    found = translated(tmp_path, AXOLOTL, lr_scheduler_kwargs={"min_lr": 10**400})
+    assert [line for line in found.left_out if line.endswith("nothing reads min_lr")]
+
+
 def test_what_is_left_out_says_why(tmp_path: Path) -> None:
     said = "\n".join(translated(tmp_path, LLAMA_FACTORY, **NOISE).lines())
     for line in (
@@ -218,6 +223,19 @@ def test_what_is_left_out_says_why(tmp_path: Path) -> None:
         (LLAMA_FACTORY, {"lr_scheduler_kwargs": [1]}, r"lr_scheduler_kwargs=\[1\] has no keys"),
         (AXOLOTL, {"datasets": [{"path": "x", "roles": 3}]}, "has roles without keys in entry 0"),
         (AXOLOTL, {"datasets": 3}, "datasets=3 is no list of data sets"),
+        (AXOLOTL, {"datasets": [{"path": "x", "roles": {"user": "human2"}}]}, "has roles that are no lists of texts"),
+        (AXOLOTL, {"datasets": [{"path": "x", "roles": {"user": ["human2", 3]}}]}, "has roles that are no lists of"),
+        (AXOLOTL, {"datasets": [{"path": "x", "type": {"roles": {"user": None}}}]}, "has roles that are no lists of"),
+        (AXOLOTL, {"datasets": [{"path": "x", "split": ["train"]}]}, "has a split that is no text in entry 0"),
+        (AXOLOTL, {"datasets": [{"path": "x", "type": ["alpaca"]}]}, "has a type that is neither text nor keys"),
+        (AXOLOTL, {"datasets": [{"path": "x", "data_files": {"a": "b"}}]}, "has data_files that are no list of texts"),
+        (AXOLOTL, {"test_datasets": [{"path": "x", "split": 5}, "y"]}, "has a split that is no text in entry 0"),
+        (AXOLOTL, {"warmup_steps": float("inf")}, "warmup_steps=.inf is no number that is finite"),
+        (AXOLOTL, {"warmup_ratio": float("nan")}, "warmup_ratio=.nan is no number that is finite"),
+        (AXOLOTL, {"micro_batch_size": 10**400}, "micro_batch_size=10+... is no number that is finite"),
+        (AXOLOTL, {"sample_packing": "false"}, "sample_packing='false' is neither true nor false; write it without"),
+        (LLAMA_FACTORY, {"mask_history": "no"}, "mask_history='no' is neither true nor false"),
+        (LLAMA_FACTORY, {"bf16": "false"}, "bf16='false' is neither true nor false"),
         ({"model": {"path": "x"}}, {}, "is no YAML of LLaMA-Factory or Axolotl"),
     ],
 )  # fmt: skip
