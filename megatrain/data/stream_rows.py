@@ -203,7 +203,8 @@ class StreamRows:
                     return block, index - place.row
                 place = block.following
                 if place.row == began.row and place.epoch > began.epoch + 1:
-                    reasons = "; ".join(self.statistics.left_out.lines()) or "it is empty"
+                    empty = "it is empty" if self.first is None else "its text fills no row"
+                    reasons = "; ".join(self.statistics.left_out.lines()) or empty
                     what, fix = f"no sample is left to train on (left out: {reasons})", "see data.sequence_length"
                     raise DataError(what, where=self.source.name, fix=fix)
                 if place.row > self._places[-1].row:

@@ -144,6 +144,11 @@ def test_a_data_set_that_has_changed_is_told_and_nothing_is_lost(tmp_path: Path)
         loader(tmp_path / "a").load_state_dict(state)
 
 
+def test_text_that_fills_no_row_is_not_called_empty(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no sample is left to train on .*its text fills no row"):
+        stream(folder(tmp_path / "a", 3), "windows").row(0)
+
+
 def test_what_cannot_be_streamed_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text\nx\n")
     with pytest.raises(DataError, match=r"a\.csv: is no file that is streamed; leave data\.streaming out, or name"):
