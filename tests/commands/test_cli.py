@@ -173,7 +173,7 @@ def test_every_argument_that_may_hold_a_path_is_among_those_tried() -> None:
             if name == "return" or name in NO_PATHS or "str" not in str(kind):
                 continue
             said = get_args(kind)[1]
-            named = next(iter(said.param_decls or ()), f"--{name}")
+            named = said.default if str(said.default).startswith("--") else f"--{name}"  # typer reads it there
             where = said.metavar.strip("[].") if isinstance(said, ArgumentInfo) else named
             assert (command.name, where) in tried
 
