@@ -60,13 +60,7 @@ def read_axolotl(reader: Reader) -> None:
     packs = reader.switch("sample_packing")
     if not prefers(reader) and reader.found.tree["data"].get("format") != "text":
         reader.put("data.packing", "best_fit" if packs else "grouped", "sample_packing")
-    if total := reader.number("batch_size"):
-        sizes = ("batch_size", "micro_batch_size", "gradient_accumulation_steps")
-        reader.put("train.global_batch_size", total * rows_of_a_sample(reader), *sizes)
-        for name in sizes[1:]:
-            reader.take(name)
-    else:
-        put_sizes(reader, "micro_batch_size", rows_of_a_sample(reader))
+    put_sizes(reader, "micro_batch_size", rows_of_a_sample(reader), reader.number("batch_size"))
     put_length(reader, "num_epochs")
     put_streaming(reader)
     put_learning_rate(reader, "lr_scheduler")

@@ -260,8 +260,11 @@ def put_kto_weights(reader: Reader, names: tuple[str, str], *, is_kto: bool) -> 
             reader.put(f"train.kto_{ours}_weight", value, name)
 
 
-def put_sizes(reader: Reader, name: str, rows: int) -> None:
+def put_sizes(reader: Reader, name: str, rows: int, together: float | None = None) -> None:
+    """together: samples of a step, in the place of how many times gradients are accumulated."""
     size, count = reader.number(name), reader.number("gradient_accumulation_steps")
+    if together:
+        count = max(1, together // size)
     if reader.found.tree["train"].get("objective") == "kto":
         reader.put("train.micro_batch_size", size * rows, name)
         reader.put("train.gradient_accumulation_steps", count, "gradient_accumulation_steps")

@@ -123,6 +123,8 @@ def flat(found: Translation) -> dict[str, Any]:
                    "datasets": [{"path": "org/kto", "type": "llama3.ultra", "split": "train"}]},
          {"train.objective": "kto", "train.beta": 0.5, "train.kto_desirable_weight": 0.2, "train.micro_batch_size": 4,
           "data.sources": ["org/kto"], "data.packing": None}),
+        (AXOLOTL, {"rl": "kto", "batch_size": 8, "micro_batch_size": 2},
+         {"train.micro_batch_size": 4, "train.gradient_accumulation_steps": 4, "train.global_batch_size": None}),
         (AXOLOTL, {"rl": "orpo", "orpo_alpha": 0.4}, {"train.objective": "orpo", "train.beta": 0.4}),
         (AXOLOTL, {"eager_attention": True, "bf16": "auto", "cosine_min_lr_ratio": 0.2,
                    "auto_resume_from_checkpoints": True, "hub_model_id": "me/it"},
