@@ -6,7 +6,9 @@ traceback means a defect of ours, so any other exception keeps its own.
 
 from __future__ import annotations
 
+import atexit
 import difflib
+import gc
 import os
 import platform
 import sys
@@ -518,6 +520,7 @@ def _quiet_threads() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point: runs a verb and leaves the process with its exit code."""
+    atexit.register(gc.freeze)  # or the collector would walk through all that there is, once more, for nobody
     code: object = 0
     try:
         code = app(None if arguments is None else list(arguments), prog_name="megatrain", standalone_mode=False)
