@@ -21,7 +21,7 @@ from megatrain.plan.collective_cost import (
 )
 from megatrain.schedule import Op, Timeline, replay
 from megatrain.schedule.contents import LayerGraph, Saved
-from megatrain.schedule.ops import COLLECTIVES
+from megatrain.schedule.ops import CALLS, COLLECTIVES
 from megatrain.schedule.passes.gradients import accumulator_nbytes
 from megatrain.schedule.passes.state_buffers import MOMENTS_NBYTES, units_alike
 from megatrain.schedule.passes.workspace import runs_in_chunks
@@ -393,6 +393,8 @@ def contention(model: ModelSpec, numerics: Numerics, hardware: Hardware) -> Cont
     }
 
     def dram_nbytes(op: Op) -> float:
+        if op.kind in CALLS:
+            return 0.0
         if op.kind in ("UPDATE", "NORM") and op.stream != "host":
             return 0.0
         if op.kind == "UPDATE":
@@ -448,6 +450,10 @@ class _Prices:
         self._bus, self._packing = bus_bandwidths(hardware, policy.transfer), packing_bandwidth(hardware)
 
     def seconds(self, op: Op) -> float:
+        return self._of_call(op) if op.kind in CALLS else self._of_copy(op)
+
+    def _of_copy(self, op: Op) -> float:
+        """Of a copy, a collective, a norm or an update."""
         match op.kind:
             case "FETCH" | "RELOAD" | "GRAD" | "OFFLOAD":
                 if op.reads[0].buffer.startswith("device/") and op.writes[0].buffer.startswith("device/"):
@@ -479,6 +485,9 @@ class _Prices:
                 terms = op.reads[0].stop - op.reads[0].start
                 summed = self.model.ranks * self._launch + SUM_PASSES * terms / self._copies
                 return self._launch + reduce_seconds(self.hardware, self.model.ranks, terms) + summed
+        raise AssertionError(f"no price of {op.kind}")
+
+    def _of_call(self, op: Op) -> float:
         kept = _kept_for(op)
         unit, tokens = self.model.units[op.unit], self.work.tokens[op.micro]
         first = op.kind == "LOSS" and op.micro == 0
@@ -496,7 +505,7 @@ class _Prices:
         if op.kind != "FORWARD":
             return 0.0
         packed = [each for each in op.writes if isinstance(each.content, Saved) and each.content.offloaded]
-        return sum(2 * (each.stop - each.start) / self._copies for each in packed)
+        return sum([2 * (each.stop - each.start) / self._copies for each in packed])
 
     def _cast(self, op: Op) -> float:
         """What a gradient takes to get the dtype that crosses the bus: read in one, written in the other."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import gc
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from math import ceil, gcd, inf, isqrt, lcm, log2
@@ -22,12 +22,12 @@ from megatrain.plan.cost import DRAM, contention, op_seconds, placement_seconds,
 from megatrain.plan.placement import ON_DEVICE, state_numerics, state_policy
 from megatrain.plan.question import Choice, Estimate, Plan, PricedAlike, Question
 from megatrain.plan.search_space import FITS, LATE, WORTH_A_REPLAY
-from megatrain.schedule import Op, Schedule, Timeline, build_step, nbytes_by_use, replay
+from megatrain.schedule import Schedule, Timeline, build_step, nbytes_by_use, replay
 from megatrain.schedule.build import with_loss_chunks
 from megatrain.schedule.passes.state_buffers import Pending, save_nbytes, state_nbytes
-from megatrain.schedule.replay import DISK_STREAMS
+from megatrain.schedule.replay import DISK_STREAMS, replay_priced
 from megatrain.spec import ModelSpec, Numerics, Policy, Work
-from megatrain.spec.contention import NO_CONTENTION, Contention
+from megatrain.spec.contention import NO_CONTENTION
 from megatrain.spec.layout import layout_of
 
 SHALLOW, MORE = 6, 2
@@ -69,7 +69,7 @@ def examine(question: Question, choice: Choice, micro_batch: int) -> Plan:
 def _examined(alike: PricedAlike, choice: Choice, micro_batch: int) -> Plan:
     question = alike.question
     work = cut(question, micro_batch)
-    return _replayed(question, choice, work, prices(question, choice, work), *_built(question.model, choice, work))
+    return _replayed(question, choice, work, StepPrices(question, choice, work), *_built(question.model, choice, work))
 
 
 def fitted(question: Question, budgets: Mapping[str, int], option: Option) -> list[Plan]:
@@ -126,31 +126,38 @@ def _in_chunks(model: ModelSpec, choice: Choice, work: Work) -> tuple[Schedule, 
     return _with_peaks(with_loss_chunks(schedule, model, numerics, choice.policy, work))
 
 
-@dataclass(frozen=True, slots=True)
 class StepPrices:
     """Of the ops of one step on a question's machine: seconds of each alone, and what streams share."""
 
-    seconds: Callable[[Op], float]
-    shared: Contention
-    one_processor: bool
+    def __init__(self, question: Question, choice: Choice, work: Work) -> None:
+        model, self._hardware = question.model, question.hardware
+        self._of = op_seconds(model, choice.numerics, choice.policy, work, self._hardware, question.calibration)
+        self._shared = contention(model, choice.numerics, self._hardware)
+        self._seconds: list[float] = []
+        self._dram_nbytes: list[float] = []
+        """Of each op of the schedule that was replayed last, alone."""
 
     def replay(self, schedule: Schedule) -> Timeline:
-        return replay(schedule, self.seconds, self.shared, one_processor=self.one_processor)
+        if self._shared is NO_CONTENTION:
+            return replay(schedule, self._of, one_processor=self._hardware.shares_memory)
+        self._seconds = [self._of(op) for op in schedule.ops]
+        self._dram_nbytes = [self._shared.dram_nbytes(op) for op in schedule.ops]
+        return replay_priced(schedule, self._seconds, self._dram_nbytes, self._shared)
 
-    def busy(self, timeline: Timeline) -> tuple[Counter[str], Counter[str]]:
-        """Stream -> seconds that its work takes alone; and of those, the seconds of what begins behind the forward
-        pass. `DRAM` is one of them: what all bytes of host memory take at its full bandwidth."""
-        busy, late = Counter[str](), Counter[str]()
-        is_late = _passes(timeline)
-        for op, start, end in zip(timeline.schedule.ops, timeline.starts, timeline.ends, strict=True):
-            alone = self.seconds(op) if self.shared is not NO_CONTENTION else end - start
+    def busy(self, timeline: Timeline) -> tuple[dict[str, float], dict[str, float]]:
+        """Of the replay before: stream -> seconds that its work takes alone; and of those, the seconds of what begins
+        behind the forward pass. `DRAM` is one of them: what all bytes of host memory take at its full bandwidth."""
+        busy, late = defaultdict[str, float](float), defaultdict[str, float](float)
+        ops, starts, is_late = timeline.schedule.ops, timeline.starts, _passes(timeline)
+        alone_each = self._seconds or [end - start for start, end in zip(starts, timeline.ends, strict=True)]
+        moved = self._dram_nbytes or [0.0] * len(ops)
+        for op, start, alone, nbytes in zip(ops, starts, alone_each, moved, strict=True):
+            in_memory = nbytes / self._shared.host_dram_bandwidth
+            busy[op.stream] += alone
+            busy[DRAM] += in_memory
             behind = is_late(start)
-            for stream, spent in (
-                (op.stream, alone),
-                (DRAM, self.shared.dram_nbytes(op) / self.shared.host_dram_bandwidth),
-            ):
-                busy[stream] += spent  # type: ignore[assignment]
-                late[stream] += spent if behind else 0.0  # type: ignore[assignment]
+            late[op.stream] += alone if behind else 0.0
+            late[DRAM] += in_memory if behind else 0.0
         return busy, late
 
 
@@ -172,13 +179,6 @@ def _passes(timeline: Timeline) -> Callable[[float], bool]:
     return is_late
 
 
-def prices(question: Question, choice: Choice, work: Work) -> StepPrices:
-    """Of a step of the question's model."""
-    model, hardware = question.model, question.hardware
-    seconds = op_seconds(model, choice.numerics, choice.policy, work, hardware, question.calibration)
-    return StepPrices(seconds, contention(model, choice.numerics, hardware), hardware.shares_memory)
-
-
 def _replayed(
     question: Question, choice: Choice, work: Work, of: StepPrices, schedule: Schedule, peaks: dict[str, int]
 ) -> Plan:
@@ -192,7 +192,7 @@ def _replayed(
 
 def seconds_on(plan: Plan, question: Question) -> float:
     """Of the plan's own step, replayed whole on the machine of another question about the same model."""
-    return prices(question, plan.choice, plan.work).replay(plan.timeline.schedule).seconds
+    return StepPrices(question, plan.choice, plan.work).replay(plan.timeline.schedule).seconds
 
 
 def estimate(question: Question, choice: Choice, micro_batch: int) -> Estimate:
@@ -227,7 +227,7 @@ def _estimated(alike: PricedAlike, choice: Choice, micro_batch: int) -> Estimate
     for (weight, model), (share, work) in product(shallow(question.model, more), works):
         placed = choice.change(placements=(ON_DEVICE,) * len(model.units)) if resident else choice
         asked = replace(question, model=model)
-        of = prices(asked, placed, work)
+        of = StepPrices(asked, placed, work)
         plan = _replayed(asked, placed, work, of, *_in_chunks(model, placed, work))
         seconds += weight * share * plan.seconds
         for tier, count in plan.nbytes.items() if work is works[-1][1] else ():

@@ -64,8 +64,15 @@ def host_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy, saves: boo
 
 
 @lru_cache(maxsize=1 << 14)
-def _sizes(model: ModelSpec, numerics: Numerics, policy: Policy, saves: bool) -> tuple[int, int]:
-    """Bytes of host memory, and of the disk."""
+def _sizes(
+    model: ModelSpec,
+    numerics: Numerics,
+    policy: Policy,
+    saves: bool,
+    placements: tuple[Placement, ...] | None = None,
+) -> tuple[int, int]:
+    """Bytes of host memory, and of the disk; with other placements than the policy's, where they are given."""
+    policy = policy if placements is None else replace(policy, placements=placements)
     taken = state_nbytes(model, numerics, policy)
     return taken["host"] + (save_nbytes(model, numerics, policy) if saves else 0), taken["disk"]
 
@@ -117,7 +124,7 @@ def _along(
     it must."""
 
     def fits(placements: Sequence[Placement]) -> bool:
-        return host_nbytes(model, numerics, replace(policy, placements=tuple(placements)), saves) <= room
+        return _sizes(model, numerics, policy, saves, tuple(placements))[0] <= room
 
     placements = list(policy.placements or (IN_HOST,) * len(model.units))
     for field, units in product(_fields(model, numerics, policy, homes), among):

@@ -37,17 +37,18 @@ class Conflicts:
         stream = op.stream
         for writes, accesses in ((False, op.reads), (True, op.writes)):
             for access in accesses:
-                start, stop = access.start, access.stop
-                records, hidden = self._records[access.buffer], []
-                for record in records:
-                    first, last, earlier, of, wrote = record
+                buffer, start, stop, _ = access
+                records, hidden = self._records[buffer], set[int]()
+                for place, (first, last, earlier, of, wrote) in enumerate(records):
                     if first < stop and start < last:
                         if writes or wrote:
                             found.add(earlier)
                         if start <= first and last <= stop and (writes or (not wrote and of == stream)):
-                            hidden.append(record)
-                for record in hidden:
-                    records.remove(record)
+                            hidden.add(place)
+                if len(hidden) == len(records):
+                    records.clear()
+                elif hidden:
+                    records[:] = [record for place, record in enumerate(records) if place not in hidden]
                 records.append((start, stop, index, stream, writes))
         found.discard(index)
         return found
@@ -79,7 +80,7 @@ def derive_waits(schedule: Schedule) -> Schedule:
                 join(clock, clocks[earlier])
                 clock[ops[earlier].stream] = earlier
         clocks.append(clock)
-        waits.append(tuple(sorted(chosen)))
+        waits.append(tuple(chosen[::-1]))
         last_of_stream[stream] = index
     return replace(schedule, waits=tuple(waits))
 

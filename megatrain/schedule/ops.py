@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal, NamedTuple, get_args
 
 from megatrain.schedule.contents import Content, Gradient, Weights
@@ -200,7 +201,13 @@ class Schedule:
 
     def peak_nbytes(self, tier: Tier) -> int:
         """Largest sum of arenas and of those transient buffers that are alive, in schedule order."""
-        return self.arena_nbytes(tier) + max(self._transient_nbytes(tier), default=0)
+        change = [0] * (len(self.ops) + 1)
+        for name, (first, last) in self.lifetimes.items():
+            buffer = self.buffers[name]
+            if buffer.tier == tier:
+                change[first] += buffer.nbytes
+                change[last + 1] -= buffer.nbytes
+        return self.arena_nbytes(tier) + max(accumulate(change))
 
     @property
     def collectives(self) -> list[Op]:
@@ -216,11 +223,15 @@ class Schedule:
     @cached_property
     def lifetimes(self) -> dict[str, tuple[int, int]]:
         """Transient buffer -> the first and the last op that mentions it; it exists from the one to the other."""
-        found: dict[str, tuple[int, int]] = {}
+        transient = {name for name, buffer in self.buffers.items() if not buffer.arena}
+        first, last = dict[str, int](), dict[str, int]()
         for index, op in enumerate(self.ops):
-            for access in (*op.reads, *op.writes):
-                found[access.buffer] = found.get(access.buffer, (index,))[0], index
-        return {name: ends for name, ends in found.items() if not self.buffers[name].arena}
+            for accesses in (op.reads, op.writes):
+                for name, _, _, _ in accesses:
+                    if name in transient:
+                        first.setdefault(name, index)
+                        last[name] = index
+        return {name: (begin, last[name]) for name, begin in first.items()}
 
     @cached_property
     def ended(self) -> dict[int, list[Access]]:
@@ -243,19 +254,6 @@ class Schedule:
         accesses = [access for op in self.ops for access in (*op.reads, *op.writes) if access.buffer == buffer]
         there = [each for each in accesses if _summed(each.content) == _summed(content)]
         return min(each.start for each in there), max(each.stop for each in there)
-
-    def _transient_nbytes(self, tier: Tier) -> list[int]:
-        change = [0] * (len(self.ops) + 1)
-        for name, (first, last) in self.lifetimes.items():
-            buffer = self.buffers[name]
-            if buffer.tier == tier:
-                change[first] += buffer.nbytes
-                change[last + 1] -= buffer.nbytes
-        total, totals = 0, []
-        for delta in change:
-            total += delta
-            totals.append(total)
-        return totals
 
 
 def _summed(content: Content) -> Content:

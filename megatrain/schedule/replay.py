@@ -136,26 +136,33 @@ def replay(
 
     `one_processor`: all streams but the disk's run on the same cores, so that what overlaps gains nothing, as on a cpu.
     """
+    seconds = [cost(op) for op in schedule.ops]
     if one_processor or contention is NO_CONTENTION:
-        return _undisturbed(schedule, cost, one_processor)
+        return _undisturbed(schedule, seconds, one_processor)
+    return replay_priced(schedule, seconds, [contention.dram_nbytes(op) for op in schedule.ops], contention)
+
+
+def replay_priced(
+    schedule: Schedule, seconds: Sequence[float], dram_nbytes: Sequence[float], contention: Contention
+) -> Timeline:
+    """`replay` where streams share resources, with each op's seconds alone and its bytes of host memory."""
     clock, pieces = StreamClock(contention), list[TimedTask]()
-    for op, waits in zip(schedule.ops, schedule.waits, strict=True):
-        before = [pieces[wait] for wait in waits]
-        pieces.append(TimedTask(op.stream, cost(op), contention.dram_nbytes(op), before))
+    for op, alone, moved, waits in zip(schedule.ops, seconds, dram_nbytes, schedule.waits, strict=True):
+        pieces.append(TimedTask(op.stream, alone, moved, [pieces[wait] for wait in waits]))
         clock.submit(pieces[-1])
     clock.run()
-    return Timeline(schedule, tuple(piece.began for piece in pieces), tuple(piece.ended for piece in pieces))
+    return Timeline(schedule, tuple([piece.began for piece in pieces]), tuple([piece.ended for piece in pieces]))
 
 
-def _undisturbed(schedule: Schedule, cost: Callable[[Op], float], one_processor: bool) -> Timeline:
+def _undisturbed(schedule: Schedule, seconds: Sequence[float], one_processor: bool) -> Timeline:
     """Where no stream slows another down, each op starts where those before it have ended."""
     starts: list[float] = []
     ends: list[float] = []
     free: dict[str, float] = dict.fromkeys(STREAMS, 0.0)
-    for op, waits in zip(schedule.ops, schedule.waits, strict=True):
+    for op, alone, waits in zip(schedule.ops, seconds, schedule.waits, strict=True):
         start = max((ends[earlier] for earlier in waits), default=0.0)
         start = max(start, free[op.stream])
-        end = start + cost(op)
+        end = start + alone
         starts.append(start)
         ends.append(end)
         if one_processor and op.stream not in DISK_STREAMS:

@@ -95,14 +95,17 @@ class StreamClock:
         later = inf
         for stream in sorted(self._idle):
             piece = self._queues[stream][0]
-            missing = [each for each in piece.waits if each.ended == inf]
-            if missing:
-                self._blocked.setdefault(id(missing[0]), []).append(stream)
-            elif piece.submitted > self._now:
-                later = min(later, piece.submitted)
-                continue
+            ready = piece.submitted
+            for each in piece.waits:
+                if each.ended == inf:
+                    self._blocked.setdefault(id(each), []).append(stream)
+                    break
+                if each.ended > ready:
+                    ready = each.ended
             else:
-                ready = max([piece.submitted, *[each.ended for each in piece.waits]])
+                if piece.submitted > self._now:
+                    later = min(later, piece.submitted)
+                    continue
                 piece.began = self._now
                 piece.stalled = max(0.0, ready - max(self._free.get(stream, 0.0), piece.submitted))
                 self._under_way[stream] = _UnderWay(
@@ -115,7 +118,9 @@ class StreamClock:
         """To the next end of a piece, or to `latest`."""
         busy = self._under_way
         for stream, speed in self._speeds().items():
-            busy[stream].go_on(self._now, speed)
+            each = busy[stream]
+            if speed != each.speed:
+                each.go_on(self._now, speed)
         self._now = min([latest, *[each.ends for each in busy.values()]])
         for each in [each for each in busy.values() if each.ends <= self._now]:
             self._end(each.piece.stream, each.piece)
@@ -134,7 +139,9 @@ class StreamClock:
         """Of each stream with work under way, over what it has alone."""
         busy = self._under_way
         speeds = self._beside_each_other(busy)
-        wanted = sum([busy[stream].dram_rate * speed for stream, speed in speeds.items()])
+        wanted = 0.0
+        for stream, speed in speeds.items():
+            wanted += busy[stream].dram_rate * speed
         if wanted > self._dram:
             for stream in busy:
                 speeds[stream] *= self._dram / wanted if busy[stream].piece.dram_nbytes else 1.0
@@ -142,7 +149,10 @@ class StreamClock:
 
     def _beside_each_other(self, busy: Collection[str]) -> dict[str, float]:
         """The same, but for host memory: of the streams of one device, which share its bus, its link and a drive."""
-        speeds = {stream: self._duplex.get(stream, 1.0) if OPPOSITE.get(stream) in busy else 1.0 for stream in busy}
+        speeds = dict.fromkeys(busy, 1.0)
+        for stream, share in self._duplex.items():
+            if stream in busy and OPPOSITE.get(stream) in busy:
+                speeds[stream] = share
         if self._linked and "link" in busy:
             for stream, share in self._linked.items():
                 if stream in busy:
@@ -164,7 +174,6 @@ class _UnderWay:
 
     def go_on(self, now: float, speed: float) -> None:
         """From now on at another speed."""
-        if speed != self.speed:
-            self.left = max(0.0, self.left - (now - self.since) * self.speed)
-            self.since, self.speed = now, speed
-            self.ends = now + self.left / speed
+        self.left = max(0.0, self.left - (now - self.since) * self.speed)
+        self.since, self.speed = now, speed
+        self.ends = now + self.left / speed

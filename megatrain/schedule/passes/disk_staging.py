@@ -66,10 +66,12 @@ class _Staging:
         self._uses: dict[str, list[int]] = defaultdict(list)
         self._changes: dict[str, set[int]] = defaultdict(set)
         """Name -> the ops that write it."""
+        self._names = [self._names_of(op) for op in ops]
+        """Of each op, those that are staged, each once, in the order in which it mentions them."""
         for index, op in enumerate(ops):
-            for name in self._names(op):
+            for name in self._names[index]:
                 self._uses[name].append(index)
-            for access in op.writes:
+            for access in op.writes if self._names[index] else ():
                 self._changes[access.buffer].add(index)
         self._content = {name: part.content for name, part in staged.items()}
         self._holds: dict[str, str] = {}
@@ -84,13 +86,16 @@ class _Staging:
         placed = [self._place(index, op) for index, op in enumerate(self._ops)]
         return [op for i, each in enumerate(placed) for op in (*self._before[i], each, *self._after[i])]
 
-    def _names(self, op: Op) -> list[str]:
-        """The staged names of an op, each once, in the order in which it mentions them."""
-        return list(dict.fromkeys(a.buffer for a in (*op.reads, *op.writes) if a.buffer in self._staged))
+    def _names_of(self, op: Op) -> list[str]:
+        staged = self._staged
+        names = [access.buffer for access in op.reads if access.buffer in staged]
+        names += [access.buffer for access in op.writes if access.buffer in staged]
+        return list(dict.fromkeys(names)) if len(names) > 1 else names
 
     def _place(self, index: int, op: Op) -> Op:
-        self._last_write |= {access.buffer: index for access in op.writes}
-        names = self._names(op)
+        for access in op.writes:
+            self._last_write[access.buffer] = index
+        names = self._names[index]
         if not names:
             return op
         slots = {name: slot for slot, name in self._holds.items() if name in names}

@@ -54,6 +54,9 @@ ALIGNMENT_NBYTES = 4096
 WORKSPACES = (Use.FORWARD_WORKSPACE, Use.LOSS_WORKSPACE, Use.BACKWARD_WORKSPACE)
 """What single ops take, under one name for all of a kind."""
 
+PREFIXES = {use: f"device/{use.name.lower()}/" for use in Use}
+"""Of the names of transient buffers."""
+
 Pass = tuple[int, int]
 """(start, stop): layers computed again from boundary `start`, which is there, to `stop`, which is held from then on."""
 
@@ -133,7 +136,12 @@ class Activations:
         """Of the ops that are being made."""
         self._held: dict[tuple[int, int], Access] = {}
         """Where a dropped input is that has been computed again."""
-        self._arguments: dict[int, Access] = {}
+        self._boundary_nbytes = [
+            round(tokens * work.repeats * model.hidden_size * numerics.weight_nbytes) for tokens in work.tokens
+        ]
+        """Of each micro-batch, the input of a layer."""
+        self._known: dict[tuple[Use, int, int], Access] = {}
+        """What ops name time and again, by unit and micro-batch."""
         self._times: Counter[tuple[int, int]] = Counter()
         """How often each has been."""
 
@@ -199,24 +207,38 @@ class Activations:
 
     def hidden(self, unit: int, micro: int) -> Access:
         """The input of a unit: batch x length x hidden size, in the compute dtype."""
-        return self.transient(Use.INPUTS, f"{unit}.{micro}", self._boundary_nbytes(micro), Hidden(unit, micro))
+        key = Use.INPUTS, unit, micro
+        if key not in self._known:
+            nbytes = self._boundary_nbytes[micro]
+            self._known[key] = self.transient(Use.INPUTS, f"{unit}.{micro}", nbytes, Hidden(unit, micro))
+        return self._known[key]
 
     def dhidden(self, unit: int, micro: int) -> Access:
         """The gradient of a unit's input; each unit overwrites that of the unit above it."""
-        content = HiddenGradient(unit, micro)
-        return self.transient(Use.INPUT_GRADIENTS, f"{micro}", self._boundary_nbytes(micro), content)
+        key = Use.INPUT_GRADIENTS, unit, micro
+        if key not in self._known:
+            nbytes = self._boundary_nbytes[micro]
+            self._known[key] = self.transient(Use.INPUT_GRADIENTS, f"{micro}", nbytes, HiddenGradient(unit, micro))
+        return self._known[key]
 
     def arguments(self, micro: int) -> Access:
         """What layers are called with besides the hidden state."""
-        if micro not in self._arguments:
+        key = Use.ARGUMENTS, 0, micro
+        if key not in self._known:
             each = arguments_nbytes(self._model, self._numerics, self._work, self._work.tokens[micro])
-            self._arguments[micro] = self.transient(
-                Use.ARGUMENTS, f"{micro}", round(self._work.repeats * each), Arguments(micro)
-            )
-        return self._arguments[micro]
+            nbytes = round(self._work.repeats * each)
+            self._known[key] = self.transient(Use.ARGUMENTS, f"{micro}", nbytes, Arguments(micro))
+        return self._known[key]
 
     def graph(self, layer: int, micro: int) -> Access:
         """What autograd keeps of a layer between its forward (or its recomputation) and its backward."""
+        key = Use.GRAPHS, layer, micro
+        if key not in self._known:
+            nbytes, content = self._graph_nbytes(layer, micro), LayerGraph(layer, micro)
+            self._known[key] = self.transient(Use.GRAPHS, f"{layer}.{micro}", nbytes, content)
+        return self._known[key]
+
+    def _graph_nbytes(self, layer: int, micro: int) -> int:
         tokens = self._work.tokens[micro]
         length = min(self._work.length or tokens, tokens)
         alike = self._work.repeats if self.keeps_graph(layer, micro) else 1  # one at a time where recomputed
@@ -226,9 +248,7 @@ class Activations:
         if keep in SAVED_BY and not (in_chunks and SAVED_BY[keep] == "chosen"):  # those within chunks are not stored
             kept -= answered_nbytes(self._model, self._numerics, self._policy, self._work, layer, tokens, keep)
         nbytes = max(1, round(kept))
-        if self.keeps_graph(layer, micro):
-            nbytes += self._boundary_nbytes(micro)  # the input
-        return self.transient(Use.GRAPHS, f"{layer}.{micro}", nbytes, LayerGraph(layer, micro))
+        return nbytes + (self._boundary_nbytes[micro] if self.keeps_graph(layer, micro) else 0)  # the input
 
     def sides(self, layer: int, micro: int, *, is_gradient: bool = False) -> list[Access]:
         """What a layer has recorded for the loss, or the gradient of that."""
@@ -263,7 +283,7 @@ class Activations:
         keep, nbytes = self._keeps[layer, micro], max(1, self._saved_nbytes(layer, micro))
         if keep not in NOT_OFFLOADED:
             return self.transient(Use.SAVED_OUTPUTS, f"{layer}.{micro}", nbytes, Saved(layer, micro, SAVED_BY[keep]))
-        name = f"device/{Use.SAVED_OUTPUTS.name.lower()}/{layer}.{micro}"
+        name = f"{PREFIXES[Use.SAVED_OUTPUTS]}{layer}.{micro}"
         nbytes += round(self._work.repeats * ALIGNMENT_NBYTES)
         return Access(name, 0, nbytes, Saved(layer, micro, SAVED_BY[keep], offloaded=True))
 
@@ -276,23 +296,22 @@ class Activations:
         times = self._times[unit, micro]
         self._times[unit, micro] += 1
         which = f"{unit}.{micro}" + (f".{times}" if times else "")
-        return self.transient(Use.RECOMPUTED_INPUTS, which, self._boundary_nbytes(micro), Hidden(unit, micro))
+        return self.transient(Use.RECOMPUTED_INPUTS, which, self._boundary_nbytes[micro], Hidden(unit, micro))
 
     def _offloaded(self, layer: int, micro: int) -> Access:
         """An offloaded input under a name that `offloaded` replaces by a slot."""
-        name = f"device/{Use.OFFLOADED_INPUTS.name.lower()}/{layer}.{micro}"
-        return Access(name, 0, self._boundary_nbytes(micro), Hidden(layer, micro))
+        name = f"{PREFIXES[Use.OFFLOADED_INPUTS]}{layer}.{micro}"
+        return Access(name, 0, self._boundary_nbytes[micro], Hidden(layer, micro))
 
     def transient(self, use: Use, which: str, nbytes: int, content: Content) -> Access:
         """Device memory that exists while ops need it."""
         if self.round and use in WORKSPACES:  # no memory from one round to the next
             which = f"{which}.{self.round}"
-        buffer = Buffer(f"device/{use.name.lower()}/{which}", "device", nbytes, use, arena=False)
-        return Access(declare(self._buffers, buffer), 0, nbytes, content)
-
-    def _boundary_nbytes(self, micro: int) -> int:
-        tokens = self._work.tokens[micro] * self._work.repeats
-        return round(tokens * self._model.hidden_size * self._numerics.weight_nbytes)
+        name = f"{PREFIXES[use]}{which}"
+        known = self._buffers.get(name)
+        if known is None or known.nbytes < nbytes:
+            declare(self._buffers, Buffer(name, "device", nbytes, use, arena=False))
+        return Access(name, 0, nbytes, content)
 
     # Offloading -----------------------------------------------------------------------------------------------------
 
