@@ -30,6 +30,7 @@ from megatrain.plan import (
     Plan,
     Question,
     Sweep,
+    advised,
     find_plan,
     fits,
     load_hardware,
@@ -42,7 +43,7 @@ from megatrain.plan import (
     sweep,
     upgrades,
 )
-from megatrain.plan.measured_models import measured_file, recall, remember
+from megatrain.plan.measured_models import built_in, known_name, known_names, measured_file, recall, remember
 from megatrain.plan.question import MOST_TOKENS
 from megatrain.plan.report import (
     amount,
@@ -50,6 +51,7 @@ from megatrain.plan.report import (
     configuration,
     duration,
     free_rows,
+    hiding_line,
     rate_lines,
     sensitivity_rows,
     summary_rows,
@@ -129,19 +131,18 @@ def run_plan(
         now.update("planning")
         may_shrink = run is None and tokens_per_step is None
         plan = _planned(question_of_one(question, ranks, here), may_shrink=may_shrink)
-        now.update("looking at upgrades")
         outlook = look(plan, token_budget)
+    facts = _facts(plan, run)
+    show(console, outlook, facts)
+    with Console(stderr=True).status("looking at what would help"):
+        outlook = advised(outlook)
         swept = sweep(plan) if sweeps else None
-    facts = [*_facts(plan), *([] if run is None else [("length", _length_of(run, plan))])]
-    show(console, outlook, facts, swept)
-    if run is None:
-        _show_next(console, plan, _model_keys(model, attention, trust_remote_code=trust_remote_code), adapter)
-    else:
+    show_changes(console, outlook, swept)
+    if run is not None:
         _say_next(console, _train(plan, model, *overrides))
-    if "--html" in targets:
-        _write(targets["--html"], render_page(outlook, facts, swept))
-    if "--json" in targets:
-        _write(targets["--json"], json.dumps(as_content(outlook, swept), indent=1) + "\n")
+    else:
+        _show_next(console, plan, _model_keys(model, attention, trust_remote_code=trust_remote_code), adapter)
+    _write_files(targets, outlook, facts, swept)
     return outlook
 
 
@@ -221,7 +222,10 @@ def _question_of(run: Config, machine: Hardware) -> Question:
     named = run.model.path or run.model.config
     assert named is not None  # `Config` has seen to it
     trusts = run.model.trust_remote_code
-    config = _library_config(named, trust_remote_code=trusts)[0]
+    known = None
+    if isinstance(named, str) and not (trusts or usable_path(named).exists() or _cached_config(named)):
+        known = known_name(named)
+    config = _library_config(named, known, trust_remote_code=trusts)
     structure = blueprint(config, attention=run.model.attention, trust_remote_code=trusts)
     if run.adapter is not None:
         fresh = lora_config(**run.adapter.model_dump(exclude={"type", "path"}))
@@ -290,11 +294,14 @@ def find_model(
     place = path.resolve() if exists else path
     name = place.parent.name if place.is_file() else place.name
     config = None if trust_remote_code else _config_text(source, path)
-    file = measured_file([config or f"built in: {source}", precision, attention, *_adapter_facts(adapter)])
-    if not trust_remote_code and (spec := recall(file)):
+    known = None if config or exists or trust_remote_code else known_name(source)
+    if known and (precision, attention, adapter) == ("bf16", "auto", None):
+        return _named(built_in(known), name, precision, adapter)
+    file = measured_file([config or f"built in: {known}", precision, attention, *_adapter_facts(adapter)])
+    if (config or known) and (spec := recall(file)):
         return _named(spec, name, precision, adapter)
-    spec, is_built_in = _measured(source, precision, attention, adapter, trust_remote_code=trust_remote_code)
-    if config or is_built_in:
+    spec = _measured(source, precision, attention, adapter, known=known, trust_remote_code=trust_remote_code)
+    if config or known:
         remember(file, spec)
     return _named(spec, name, precision, adapter)
 
@@ -327,39 +334,43 @@ def _cached_config(name: str) -> Path | None:
 
 
 def _measured(
-    source: str, precision: Precision, attention: str, adapter: str | None, *, trust_remote_code: bool
-) -> tuple[ModelSpec, bool]:
-    """The specification of a model, and whether its shape is built in."""
+    source: str,
+    precision: Precision,
+    attention: str,
+    adapter: str | None,
+    *,
+    known: str | None = None,
+    trust_remote_code: bool = False,
+) -> ModelSpec:
+    """The specification of a model, of which no weight is read. known: its name, where its shape is built in."""
     import torch
 
     from megatrain.model import lora_config, lora_named, port_model
     from megatrain.model.adapters import with_adapter
     from megatrain.model.skeleton import blueprint
 
-    config, is_built_in = _library_config(source, trust_remote_code=trust_remote_code)
+    config = _library_config(source, known, trust_remote_code=trust_remote_code)
     structure = blueprint(config, attention=attention, trust_remote_code=trust_remote_code)
     if adapter is not None:
         structure = with_adapter(structure, lora_config(**lora_named(adapter)))
-    spec = port_model(structure, torch.bfloat16 if precision == "bf16" else torch.float32).spec
-    return spec, is_built_in
+    return port_model(structure, torch.bfloat16 if precision == "bf16" else torch.float32).spec
 
 
-def _library_config(source: str | Mapping[str, Any], *, trust_remote_code: bool) -> tuple[Any, bool]:
-    """The library's config of a model, and whether its shape is built in."""
+def _library_config(source: str | Mapping[str, Any], known: str | None, *, trust_remote_code: bool) -> Any:
+    """The library's config of a model. known: its name, where its shape is built in."""
     from megatrain.model import model_named
     from megatrain.model.architecture import read_config
     from megatrain.model.known_models import known_config
 
     if isinstance(source, Mapping):
-        return read_config(source, where="model.config"), False
+        return read_config(source, where="model.config")
+    if known:
+        return known_config(known)
     path = usable_path(source, where="model", error=ModelError)
     exists, where = path.exists(), f"model {source}"
     try:
-        built_in = None if exists or trust_remote_code else known_config(source)
-        if built_in and _cached_config(source):
-            built_in = None
         named = model_named(str(path)) if exists else source
-        return built_in or read_config(named, where=where, trust_remote_code=trust_remote_code), built_in is not None
+        return read_config(named, where=where, trust_remote_code=trust_remote_code)
     except ModelError as error:
         if exists or not (near := _nearest_models(source)):
             raise
@@ -477,8 +488,6 @@ def _nearest_models(source: str) -> list[str]:
     """Folders and configs beside where `source` would be, models that the hub's cache holds, and those built in."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    from megatrain.model.known_models import known_names
-
     path = usable_path(source)
     near = [str(path.parent / name) for name in difflib.get_close_matches(path.name, _names_in(path.parent), 2, 0.7)]
     cached = [name for name in _names_in(HF_HUB_CACHE) if name.startswith("models--")]
@@ -498,7 +507,7 @@ def _names_in(folder: str | Path) -> list[str]:
 # What is shown -----------------------------------------------------------------------------------------------------
 
 
-def _facts(plan: Plan) -> list[tuple[str, str]]:
+def _facts(plan: Plan, run: Config | None) -> list[tuple[str, str]]:
     from megatrain.train.progress import describe_model, describe_policy
 
     hardware = plan.question.hardware
@@ -510,6 +519,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         ("attention", plan.question.model.attention),
         ("policy", "; ".join(describe_policy(plan.numerics, plan.policy))),
         *_disk_tier(plan),
+        *([] if run is None else [("length", _length_of(run, plan))]),
     ]
 
 
@@ -533,13 +543,8 @@ def _disk_tier(plan: Plan) -> list[tuple[str, str]]:
     return [("disk tier", sources.get("disk_read_bandwidth", "its speed is assumed; `megatrain probe` measures it"))]
 
 
-def show(
-    console: Console,
-    outlook: Outlook,
-    facts: Sequence[tuple[str, str]],
-    swept: Sweep | None = None,
-) -> None:
-    """Print a plan with everything that follows from it."""
+def show(console: Console, outlook: Outlook, facts: Sequence[tuple[str, str]]) -> None:
+    """Print a plan, and what limits it."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     for name, fact in (*warning_rows(outlook), *facts, *summary_rows(outlook)):
@@ -549,6 +554,11 @@ def show(
     heads = ("resource", "busy", "step with 10% more of it")
     console.print(_table("what limits", heads, sensitivity_rows(outlook)))
     console.print(Text("\n".join(rate_lines(outlook))), end="\n\n" if outlook.decisive_rates else "")
+
+
+def show_changes(console: Console, outlook: Outlook, swept: Sweep | None = None) -> None:
+    """Print what would help."""
+    console.print(Text.assemble(("hiding: ", "bold"), hiding_line(outlook)), end="\n\n")
     for title, rows in (("changes that cost nothing", free_rows(outlook)), ("one upgrade", upgrade_rows(outlook))):
         if rows:
             console.print(_table(title, ("change", "tokens/s", "gain"), rows))
@@ -671,6 +681,15 @@ def _writable(option: str, file: str) -> Path:
         what = f"nothing can be written into the folder {path.parent}"
         raise ConfigError(what, where=option, fix="choose a file in a folder of yours")
     return path
+
+
+def _write_files(
+    targets: Mapping[str, Path], outlook: Outlook, facts: Sequence[tuple[str, str]], swept: Sweep | None
+) -> None:
+    if "--html" in targets:
+        _write(targets["--html"], render_page(outlook, facts, swept))
+    if "--json" in targets:
+        _write(targets["--json"], json.dumps(as_content(outlook, swept), indent=1) + "\n")
 
 
 def _write(path: Path, text: str) -> None:

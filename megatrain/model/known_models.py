@@ -6,7 +6,8 @@ no parameter of the library's model: buffers, a tied weight that was saved twice
 a further token.
 
 It leaves out what changes numbers alone, such as rotary bases, epsilons, scales and token ids, which are the library's
-defaults here: to train, a model's own config is read (`megatrain.model.architecture`).
+defaults here: to train, a model's own config is read (`megatrain.model.architecture`). Which other names mean one of
+these models, and what was measured of them, is known without the library (`plan.measured_models`).
 """
 
 from __future__ import annotations
@@ -19,53 +20,21 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-_TABLE = "known_models.json"
 _NO_FIELDS = ("model_type", "parameters")
-_VARIANTS = frozenset({"base", "chat", "hf", "instruct", "it", "pt"})
-"""Words of an id, between dashes, that say how a model was tuned or stored and nothing of its shape."""
 
 
-def known_names() -> tuple[str, ...]:
-    """The ids of the models whose shape is built in."""
-    return tuple(_table())
-
-
-def known_config(name: str) -> PreTrainedConfig | None:
-    """The shape of the model called `name`, as a new config; `None` where it is not built in.
-
-    Case does not count, and the organisation may be left out. A variant (`-Instruct`, `-it`, `-Base`) gets the shape of
-    the model in the table, although some were published for more or fewer positions, or with a few more tokens.
-    """
-    if (found := _known_name(name)) is None:
-        return None
-    entry = _table()[found]
+def known_config(name: str) -> PreTrainedConfig:
+    """The shape of the model of that id in the table, as a new config."""
+    entry = known_models()[name]
     fields = {field: value for field, value in entry.items() if field not in _NO_FIELDS}
     config: PreTrainedConfig = AutoConfig.for_model(entry["model_type"], **fields)
-    config.name_or_path = found  # how errors call it
+    config.name_or_path = name  # how errors call it
     return config
 
 
-def _known_name(name: str) -> str | None:
-    """The id in the table that `name` means: the same one, or else the only variant of the same model."""
-    for reduced in (str.lower, _without_variant):
-        wanted = reduced(name)
-        found = [each for each in _table() if wanted in (reduced(each), reduced(each).rpartition("/")[2])]
-        if len(found) == 1:
-            return found[0]
-    return None
-
-
-def _without_variant(name: str) -> str:
-    """`meta-llama/llama-3.1-8b` for `meta-llama/Meta-Llama-3.1-8B-Instruct`; the hub dropped that `Meta-` too."""
-    organisation, slash, model = name.lower().rpartition("/")
-    words = model.removeprefix("meta-").split("-")
-    return organisation + slash + "-".join(word for word in words if word not in _VARIANTS)
-
-
 @cache
-def _table() -> Mapping[str, Mapping[str, Any]]:
+def known_models() -> Mapping[str, Mapping[str, Any]]:
     """Id -> `model_type`, fields of the config, and `parameters`."""
-    content: dict[str, dict[str, Any]] = json.loads(
-        resources.files("megatrain.model").joinpath(_TABLE).read_text(encoding="utf-8")
-    )
+    table = resources.files("megatrain.model").joinpath("known_models.json")
+    content: dict[str, dict[str, Any]] = json.loads(table.read_text(encoding="utf-8"))
     return content

@@ -4,6 +4,7 @@ from megatrain.plan.advice import nearest_that_fits
 from megatrain.plan.analysis import (
     Outlook,
     Sweep,
+    advised,
     hiding,
     loads,
     look,
@@ -41,6 +42,7 @@ __all__ = [
     "Plan",
     "Question",
     "Sweep",
+    "advised",
     "attention_seconds",
     "available_host_nbytes",
     "available_threads",

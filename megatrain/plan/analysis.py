@@ -200,10 +200,10 @@ class Outlook:
     """Useful: what is recomputed does not count."""
     loads: tuple[Load, ...]
     """By their share of the chain, largest first: the first is what limits."""
-    hiding: Hiding | None
-    upgrades: tuple[Upgrade, ...]
+    hiding: Hiding | None = None
+    upgrades: tuple[Upgrade, ...] = ()
     free_changes: tuple[Upgrade, ...] = ()
-    """Of the run, not of the machine."""
+    """Of the run, not of the machine. These three are what `advised` adds."""
     sensitivities: tuple[Sensitivity, ...] = ()
     """What `MORE_BY` of it saves most of first."""
     decisive_rates: tuple[HardwareRate, ...] = ()
@@ -256,16 +256,20 @@ def written_nbytes_per_day(plan: Plan) -> float:
 
 @undisturbed()
 def look(plan: Plan, token_budget: float | None = None) -> Outlook:
-    """What follows from a plan, and for a run of `token_budget` tokens."""
+    """What follows from a plan itself, and for a run of `token_budget` tokens."""
     question = plan.question
     useful = step_flops(question.model, [(question.sequences, question.length)]) / plan.seconds
     found = sensitivities(plan)
-    return Outlook(
-        *(plan, token_budget, useful, loads(plan), hiding(plan)),
-        upgrades=upgrades(question, plan),
-        free_changes=free_changes(plan),
-        sensitivities=found,
-        decisive_rates=decisive_rates(plan, found),
+    rates = decisive_rates(plan, found)
+    return Outlook(plan, token_budget, useful, loads(plan), sensitivities=found, decisive_rates=rates)
+
+
+@undisturbed()
+def advised(outlook: Outlook) -> Outlook:
+    """With what a change would gain: other questions are planned for, which takes longer than the plan itself."""
+    plan = outlook.plan
+    return replace(
+        outlook, hiding=hiding(plan), upgrades=upgrades(plan.question, plan), free_changes=free_changes(plan)
     )
 
 

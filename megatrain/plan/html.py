@@ -15,6 +15,7 @@ from megatrain.plan.report import (
     amount,
     as_content,
     free_rows,
+    hiding_line,
     rate_lines,
     sensitivity_rows,
     summary_rows,
@@ -77,7 +78,7 @@ def _limits(outlook: Outlook) -> str:
 
 
 def _changes(outlook: Outlook) -> str:
-    found = ""
+    found = f"<p>{escape(hiding_line(outlook))}</p>"
     for head, rows in (("costs nothing", free_rows(outlook)), ("upgrade", upgrade_rows(outlook))):
         if rows:
             found += table((head, "tokens/s", "gain"), rows)

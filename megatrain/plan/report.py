@@ -14,6 +14,7 @@ from typing import Any
 from megatrain.plan.analysis import BILLION, GB, Outlook, Sweep, Upgrade
 from megatrain.plan.cost import MEASURED_OVER_PLANNED
 from megatrain.plan.question import Plan
+from megatrain.plan.spec_file import as_fields
 from megatrain.schedule import Schedule, Use
 from megatrain.spec import Hardware
 
@@ -149,7 +150,7 @@ def warning_rows(outlook: Outlook) -> list[tuple[str, str]]:
 
 
 def summary_rows(outlook: Outlook) -> list[tuple[str, str]]:
-    """Name and fact: speed, limit, hiding, run, files, disk."""
+    """Name and fact: speed, limit, run, files, disk."""
     plan = outlook.plan
     hardware = plan.question.hardware
     stated = (hardware.peak_flops, hardware.peak_flops_fp32)
@@ -163,7 +164,6 @@ def summary_rows(outlook: Outlook) -> list[tuple[str, str]]:
         *_rank_rows(plan),
         ("MFU", f"{outlook.mfu:.1%}: {flops(outlook.flops_per_second)} useful of {peak}, {flops(outlook.peak_flops)}"),
         ("limit", _limit(outlook)),
-        ("hiding", _hiding(outlook)),
         ("run", f"{tokens(count)} tokens take {duration(seconds)}"),
     ]
     if plan.read_from_files_nbytes:
@@ -246,7 +246,8 @@ def _limit(outlook: Outlook) -> str:
     return f"{first.name}, {share:.1%} of the step; {waits}"
 
 
-def _hiding(outlook: Outlook) -> str:
+def hiding_line(outlook: Outlook) -> str:
+    """From which size of a step on nothing waits for copies."""
     found = outlook.hiding
     if outlook.plan.question.hardware.shares_memory:
         return "nothing to hide: the device computes in host memory"
@@ -353,7 +354,7 @@ def as_content(outlook: Outlook, swept: Sweep | None = None) -> dict[str, Any]:
     plan = outlook.plan
     question = plan.question
     return {
-        "model": asdict(question.model),
+        "model": as_fields(question.model),
         "hardware": asdict(question.hardware),
         "question": {
             "tokens_per_step": whole_tokens(plan),

@@ -1,12 +1,14 @@
 """Model specifications that were saved with a plan: `megatrain plan MODEL --json FILE`, then `megatrain plan FILE`.
 
 So a plan for another machine needs neither the model's files nor the library that reads them. A file is taken apart
-with care: what is missing or absurd in it is refused by name. It leaves out writing (`report.as_content`).
+with care: what is missing or absurd in it is refused by name. Units that are alike share one profile: what a unit has
+in its place is its number in a list. It leaves out the rest of what is saved (`report.as_content`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 from megatrain.errors import MegaTrainError, ModelError
@@ -19,11 +21,23 @@ MOST = 1e15
 """Of bytes and operations: what is beyond is a mistake."""
 
 
+def as_fields(spec: ModelSpec) -> dict[str, Any]:
+    """What `read_model` reads as `content["model"]`, for `json.dump`."""
+    numbers: dict[LayerProfile, int] = {}
+    profiles = [numbers.setdefault(unit.profile, len(numbers)) for unit in spec.units]
+    bare = replace(spec, units=tuple(replace(unit, profile=LayerProfile()) for unit in spec.units))
+    fields = asdict(bare)
+    for unit, number in zip(fields["units"], profiles, strict=True):
+        unit["profile"] = number
+    return {**fields, "profiles": [asdict(profile) for profile in numbers]}
+
+
 def read_model(content: Any, where: str) -> ModelSpec:
     """The model of a saved plan's content. Raises `ModelError` for what is no specification."""
     try:
         fields = dict(content["model"])
-        units = tuple(_unit(unit) for unit in fields["units"])
+        profiles = [_profile(each) for each in fields.get("profiles", ())]
+        units = tuple(_unit(unit, profiles) for unit in fields["units"])
         return ModelSpec(
             _line(fields["name"]),
             units,
@@ -42,7 +56,11 @@ def read_model(content: Any, where: str) -> ModelSpec:
         ) from error
 
 
-def _unit(fields: Mapping[str, Any]) -> UnitSpec:
+def _unit(fields: Mapping[str, Any], profiles: Sequence[LayerProfile]) -> UnitSpec:
+    """profiles: of the model, which a unit may name by number in place of one of its own."""
+    given = fields["profile"]
+    if isinstance(given, int) and not 0 <= given < len(profiles):
+        raise ValueError(f"there is no profile {given}")
     params = tuple(
         ParamSpec(
             _text(each["name"]),
@@ -59,7 +77,7 @@ def _unit(fields: Mapping[str, Any]) -> UnitSpec:
         fields["kind"],
         params,
         tuple(map(_text, fields.get("borrows", ()))),
-        _profile(fields["profile"]),
+        profiles[given] if isinstance(given, int) else _profile(given),
         _flag(fields.get("looks_up", False)),
     )
 

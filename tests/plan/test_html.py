@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from bench.shapes import llama_shape
-from megatrain.plan import Outlook, Question, Sweep, find_plan, look, machine, render_page, sweep
+from megatrain.plan import Outlook, Question, Sweep, advised, find_plan, look, machine, render_page, sweep
 from megatrain.plan.report import as_content
 
 HOSTILE = "</script><script>alert('1')</script><img src=http://evil.example/x>&\u2028"
@@ -63,7 +63,7 @@ def read(page: str) -> Reader:
 @cache
 def outlook() -> Outlook:
     model = llama_shape("model", 6, 512, vocabulary=4000)
-    return look(find_plan(Question(model, replace(machine("rtx-4090"), name="a model"), 16_384, 1024)))
+    return advised(look(find_plan(Question(model, replace(machine("rtx-4090"), name="a model"), 16_384, 1024))))
 
 
 @cache

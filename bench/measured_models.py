@@ -1,0 +1,40 @@
+"""Measures all built-in models and writes what the package has of them, `plan/measured_models.zip`.
+
+    python -m bench.measured_models
+
+To be run when the code that measures, or the library, gives other figures: `tests/plan/test_measured_models.py` says so
+of three of them (slow). About ten minutes on one core.
+"""
+
+from __future__ import annotations
+
+import json
+from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
+
+import torch
+
+from megatrain.model import port_model
+from megatrain.model.known_models import known_config, known_models
+from megatrain.model.skeleton import blueprint
+from megatrain.plan.measured_models import BUILT_IN
+from megatrain.plan.spec_file import as_fields
+from megatrain.spec import ModelSpec
+
+
+def measured(name: str) -> ModelSpec:
+    """A built-in model, in bfloat16."""
+    return port_model(blueprint(known_config(name)), torch.bfloat16).spec
+
+
+def main() -> None:
+    texts = {}
+    for name in known_models():
+        texts[name] = json.dumps({"model": as_fields(measured(name))}, separators=(",", ":"))
+        print(f"{name}: {len(texts[name]):,} characters", flush=True)
+    with ZipFile(BUILT_IN, "w", ZIP_DEFLATED, compresslevel=9) as archive:
+        for name, text in texts.items():
+            archive.writestr(ZipInfo(name), text, ZIP_DEFLATED)  # of no date, so that equal figures are equal bytes
+
+
+if __name__ == "__main__":
+    main()
