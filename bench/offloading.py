@@ -19,7 +19,7 @@ from megatrain.spec import NOT_OFFLOADED, SAVED_BY, Limits
 
 LENGTH, SEQUENCES = 8192, (4, 16)
 DEVICE_NBYTES = 24 << 30
-MACHINES = ("h200", "h100", "a100-sxm")
+MACHINES = ("gh200", "h100-pcie", "a100-sxm", "h200", "h100")
 
 
 @dataclass(frozen=True)
