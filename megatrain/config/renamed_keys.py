@@ -54,6 +54,10 @@ _CROSS_ENTROPY = "nothing: samples are trained by cross-entropy; another loss is
 _TEXT_ALONE = "nothing: text alone is trained, no pictures and no sound"
 _PRECISIONS = "nothing: products are bfloat16 or float32, by train.precision"
 _FRESH = "nothing: a fresh adapter begins as peft's LoRA does"
+_NO_AVERAGE = (
+    "nothing: no average of weights is kept; checkpoint.keep_last or keep_every keep states to take the mean of "
+    "(guide to batch size and learning rate)"
+)
 _EMBEDDING_RATE = 'train.learning_rates, {"*embed_tokens*": 1e-5} say'
 _ADAMW = "nothing: it is AdamW, with train.betas, train.eps and train.weight_decay"
 
@@ -208,6 +212,7 @@ OTHER_TRAINERS = {
     "eager_attention": "model.attention=eager",
     "dp_shard_size": _DISTRIBUTED,
     "early_stopping_steps": "train.early_stopping_patience",
+    **dict.fromkeys(("ema", "ema_beta", "ema_decay", "enable_ema", "swa", "use_ema", "use_swa"), _NO_AVERAGE),
     "embedding_learning_rate": _EMBEDDING_RATE,
     "embedding_lr": _EMBEDDING_RATE,
     "embedding_lr_scale": _EMBEDDING_RATE,

@@ -373,6 +373,8 @@ def test_what_other_trainers_call_a_key_is_answered_with_ours_or_with_why_not(tm
         "lora_r": "here it is adapter.r",
         "load_in_4bit": "here it is nothing: a frozen base is held in bfloat16",
         "deepspeed": "here it is nothing: state streams from host memory",
+        "embedding_lr": "here it is train.learning_rates",
+        "use_ema": "here it is nothing: no average of weights is kept; checkpoint.keep_last or keep_every keep states",
         "load_best_model_at_end": "here it is output.best",
         "early_stopping_patience": "did you mean train.early_stopping_patience?",
     }.items():
