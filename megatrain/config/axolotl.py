@@ -12,6 +12,7 @@ from typing import Any
 
 from megatrain.config.translation import (
     Reader,
+    add_rates,
     goes_on_from,
     parts,
     prefers,
@@ -21,6 +22,7 @@ from megatrain.config.translation import (
     put_length,
     put_optimizer,
     put_precision,
+    put_rate_of_lora_b,
     put_saving,
     put_sizes,
     put_streaming,
@@ -77,6 +79,33 @@ def read_axolotl(reader: Reader) -> None:
     if reader.switch("auto_resume_from_checkpoints"):
         reader.put("resume", "auto", "auto_resume_from_checkpoints")
     _adapter_of_axolotl(reader)
+    _rates_of_axolotl(reader)
+
+
+def _rates_of_axolotl(reader: Reader) -> None:
+    """Learning rates by the names of modules, behind the adapter."""
+    put_rate_of_lora_b(reader)
+    rate, scale = reader.number("embedding_lr"), reader.number("embedding_lr_scale")
+    name, tree = "embedding_lr_scale" if scale else "embedding_lr", reader.found.tree
+    rate = tree["train"]["learning_rate"] * scale if scale else rate
+    if rate is not None and "adapter" not in tree:
+        add_rates(reader, {"*embed_tokens*": rate, "*lm_head*": rate}, name)
+        reader.note(name, "leave *lm_head* out where the head is tied to the embedding: no parameter matches it there")
+    elif rate is not None and tree["adapter"].get("modules_to_save"):
+        add_rates(reader, {"*modules_to_save*": rate}, name)
+    groups = reader.take("lr_groups") or []
+    if not isinstance(groups, list) or not all(_is_group(each) for each in groups):
+        reader.refuse("lr_groups", "is no list of modules and rates")
+    if groups:
+        add_rates(reader, {f"*{module}*": group["lr"] for group in groups for module in group["modules"]}, "lr_groups")
+        reader.note("lr_groups", "of each module all parameters, those that do not decay among them")
+
+
+def _is_group(group: Any) -> bool:
+    """Whether it has modules and a rate for them, as an entry of `lr_groups` does."""
+    if not isinstance(group, dict) or not _are_texts(group.get("modules")):
+        return False
+    return isinstance(group.get("lr"), int | float) and not isinstance(group["lr"], bool)
 
 
 def _objective_of_axolotl(reader: Reader) -> None:

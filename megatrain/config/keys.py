@@ -106,6 +106,15 @@ MOST_COUNT, LEAST, MOST = 10**18, 1e-30, 1e30
 """Of any whole number, and of any other that is not 0. Within them no arithmetic with a key overflows."""
 
 
+def _reasonable(value: Any) -> Any:
+    if isinstance(value, float) and value and not LEAST <= abs(value) <= MOST:
+        raise ValueError(f"{value:g} is beyond reason; give 0, or a number from {LEAST:g} to {MOST:g}")
+    return value
+
+
+Rate = Annotated[NonNegativeFloat, AfterValidator(_reasonable)]
+
+
 class Section(BaseModel):
     """What all parts of the tree have in common."""
 
@@ -122,8 +131,7 @@ class Section(BaseModel):
         for each in value if isinstance(value, tuple) else (value,):
             if isinstance(each, int) and each > MOST_COUNT and not bounded:
                 raise ValueError(f"{str(each)[:40]} is beyond reason; give {MOST_COUNT:.0e} at most")
-            if isinstance(each, float) and each and not LEAST <= abs(each) <= MOST:
-                raise ValueError(f"{each:g} is beyond reason; give 0, or a number from {LEAST:g} to {MOST:g}")
+            _reasonable(each)
         return value
 
 
@@ -301,6 +309,9 @@ class TrainSection(Section):
     """Target tokens that a step has at least: it takes micro-batches until it has them, whatever is said above."""
     learning_rate: NonNegativeFloat = 3e-4
     """Peak learning rate."""
+    learning_rates: dict[str, Rate] = {}
+    """Peaks of other parameters, by glob patterns of their names: {"*embed_tokens*": 1e-5}. They rise and fall with
+    learning_rate; a pattern that nothing matches, and a parameter that two match, are refused."""
     lr_scheduler: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
     """Shape of the learning rate after its warm-up."""
     warmup_steps: NonNegativeInt = 0
@@ -382,6 +393,8 @@ class TrainSection(Section):
             raise ValueError(f"{self.objective} takes pairs: micro_batch_size and global_batch_size must be even")
         if self.warmup_steps and self.warmup_ratio:
             raise ValueError("warmup_steps and warmup_ratio say the same; leave one out")
+        if self.learning_rates and not self.learning_rate:
+            raise ValueError("learning_rates rise and fall with learning_rate, which is 0; use freeze for the others")
         if self.dpo_loss == "ipo" and self.dpo_label_smoothing:
             raise ValueError("dpo_loss=ipo has no dpo_label_smoothing")
         own = ("kto_loss", "kto_desirable_weight", "kto_undesirable_weight")

@@ -19,6 +19,7 @@ from megatrain.config.translation import (
     put_length,
     put_optimizer,
     put_precision,
+    put_rate_of_lora_b,
     put_saving,
     put_sizes,
     put_streaming,
@@ -67,6 +68,7 @@ def read_llama_factory(reader: Reader) -> None:
     put_validation(reader, "val_size")
     _trackers_of_llama_factory(reader)
     _adapter_of_llama_factory(reader)
+    put_rate_of_lora_b(reader)
     if reader.take("do_predict"):
         reader.refuse("do_predict", "asks for predictions, not for training", "see `megatrain generate`")
     if "enable_thinking" in reader.given:

@@ -54,6 +54,11 @@ _CROSS_ENTROPY = "nothing: samples are trained by cross-entropy; another loss is
 _TEXT_ALONE = "nothing: text alone is trained, no pictures and no sound"
 _PRECISIONS = "nothing: products are bfloat16 or float32, by train.precision"
 _FRESH = "nothing: a fresh adapter begins as peft's LoRA does"
+_NO_AVERAGE = (
+    "nothing: no average of weights is kept; checkpoint.keep_last or keep_every keep states to take the mean of "
+    "(guide to batch size and learning rate)"
+)
+_EMBEDDING_RATE = 'train.learning_rates, {"*embed_tokens*": 1e-5} say'
 _ADAMW = "nothing: it is AdamW, with train.betas, train.eps and train.weight_decay"
 
 OTHER_TRAINERS = {
@@ -207,6 +212,10 @@ OTHER_TRAINERS = {
     "eager_attention": "model.attention=eager",
     "dp_shard_size": _DISTRIBUTED,
     "early_stopping_steps": "train.early_stopping_patience",
+    **dict.fromkeys(("ema", "ema_beta", "ema_decay", "enable_ema", "swa", "use_ema", "use_swa"), _NO_AVERAGE),
+    "embedding_learning_rate": _EMBEDDING_RATE,
+    "embedding_lr": _EMBEDDING_RATE,
+    "embedding_lr_scale": _EMBEDDING_RATE,
     "enable_liger_kernel": _FUSED,
     "eot_tokens": _OWN_TOKENS,
     "eval_batch_size": "nothing: losses are measured in the micro-batches of training",
@@ -255,8 +264,9 @@ OTHER_TRAINERS = {
     "lora_o_kernel": _FUSED,
     "lora_on_cpu": _STREAMED,
     "lora_qkv_kernel": _FUSED,
-    "loraplus_lr_embedding": "nothing: one learning rate trains all of an adapter",
-    "loraplus_lr_ratio": "nothing: one learning rate trains all of an adapter",
+    "loraplus_lr_embedding": 'train.learning_rates, {"*lora_embedding_B*": 1e-6} say',
+    "loraplus_lr_ratio": 'train.learning_rates, {"*lora_B*": 5e-3} say',
+    "lr_groups": 'train.learning_rates, {"*q_proj*": 1e-5} say',
     "loss_watchdog_patience": _RECKONED,
     "loss_watchdog_threshold": _RECKONED,
     "low_cpu_mem_usage": _STREAMED,

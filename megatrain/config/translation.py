@@ -337,6 +337,22 @@ def _put_shape(reader: Reader, more: dict[str, Any], rate: float) -> None:
         reader.account("lr_scheduler_kwargs")
 
 
+def put_rate_of_lora_b(reader: Reader) -> None:
+    """LoRA+, behind the adapter: the second matrix of each pair learns so many times as quickly, and what is a vector,
+    too."""
+    ratio, adapter = reader.number("loraplus_lr_ratio"), reader.found.tree.get("adapter")
+    if ratio and adapter:
+        is_dora = any(reader.said.get(name) is True for name in ("use_dora", "peft_use_dora"))
+        patterns = ("*lora_B*", *(("*lora_magnitude_vector*",) if is_dora else ()))
+        rate = reader.found.tree["train"]["learning_rate"] * ratio
+        add_rates(reader, dict.fromkeys(patterns, rate), "loraplus_lr_ratio")
+
+
+def add_rates(reader: Reader, rates: Mapping[str, float], *names: str) -> None:
+    """Patterns of parameters and their learning rates, to those that are there."""
+    reader.put("train.learning_rates", {**reader.found.tree["train"].get("learning_rates", {}), **rates}, *names)
+
+
 def put_optimizer(reader: Reader, name: str) -> None:
     kind = str(reader.take(name))
     if "adamw" not in kind:

@@ -7,7 +7,7 @@ in memory, so a stock `Trainer` cannot go on from it, and is to say why: see `MO
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,21 +25,29 @@ MOMENTS = (
 with these words; they are bytes because it would take a text apart."""
 
 WHERE = "StreamedTrainer"
-NAMES = {"lr": "learning rates", "betas": "betas", "eps": "values of eps"}
+NAMES = {"lr": "learning rates", "betas": "betas", "eps": "values of eps", "weight_decay": "weight decays"}
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """The groups of a `Trainer`: what decays, and what does not. `stepped` is called when a step is asked for."""
+    """The groups of a `Trainer`: what decays, and what does not; behind them two such for each of `learning_rates`.
+    `stepped` is called when a step is asked for."""
 
     def __init__(
         self, model: nn.Module, adamw: AdamW, lr: float | None = None, stepped: Callable[[], None] = lambda: None
     ) -> None:
         trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        rates = [adamw.lr if lr is None else lr, *(rate for _, rate in adamw.learning_rates)]
         groups = [
-            {"params": [p for name, p in trained if adamw.decays(name)], "weight_decay": adamw.weight_decay},
-            {"params": [p for name, p in trained if not adamw.decays(name)], "weight_decay": 0.0},
+            {
+                "params": [p for name, p in trained if (adamw.group(name), adamw.decays(name)) == (group, decays)],
+                "weight_decay": adamw.weight_decay if decays else 0.0,
+                "lr": rate,
+            }
+            for group, rate in enumerate(rates)
+            for decays in (True, False)
         ]
-        super().__init__(groups, {"lr": adamw.lr if lr is None else lr, "betas": adamw.betas, "eps": adamw.eps})
+        rest = {"betas": adamw.betas, "eps": adamw.eps, "weight_decay": adamw.weight_decay}
+        super().__init__(groups, {"lr": rates[0], **rest})
         self._made_of, self._members, self._stepped = adamw, self._in_groups(), stepped
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -51,12 +59,13 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next step. Raises `ConfigError` where groups have several."""
-        return float(self._of_all("lr"))
+        """The learning rate of the next step, of parameters without one of their own."""
+        return float(self._of_all("lr", self.param_groups[:2]))
 
     @property
     def adamw(self) -> AdamW:
-        """The rest of the hyperparameters of the next step, as the groups have them.
+        """The rest of the hyperparameters of the next step, as the groups have them; where there are several learning
+        rates, all of these.
 
         Raises `ConfigError` for values out of range, and for what one AdamW for all parameters cannot do.
         """
@@ -66,19 +75,28 @@ class EngineOptimizer(torch.optim.Optimizer):
         for name in ("amsgrad", "maximize"):
             if any(group.get(name) for group in self.param_groups):
                 raise ConfigError(f"{name} of a group of parameters cannot be honoured", where=WHERE, fix=fix)
-        decaying, other = self.param_groups
-        if other["weight_decay"] and other["params"]:
-            what = f"weight_decay={other['weight_decay']} of the parameters that do not decay cannot be honoured"
-            raise ConfigError(what, where=WHERE, fix="set that of the first group alone")
-        betas, eps = tuple(self._of_all("betas")), self._of_all("eps")
-        return replace(self._made_of, betas=betas, eps=eps, weight_decay=decaying["weight_decay"])
+        for other in self.param_groups[1::2]:
+            if other["weight_decay"] and other["params"]:
+                what = f"weight_decay={other['weight_decay']} of the parameters that do not decay cannot be honoured"
+                raise ConfigError(what, where=WHERE, fix="set that of the first group alone")
+        given: dict[str, Any] = {"betas": tuple(self._of_all("betas")), "eps": self._of_all("eps")}
+        given["weight_decay"] = self._of_all("weight_decay", self.param_groups[::2])
+        if self._made_of.learning_rates:
+            pairs = (self.param_groups[at : at + 2] for at in range(2, len(self.param_groups), 2))
+            rates = (float(self._of_all("lr", pair)) for pair in pairs)
+            patterns = (pattern for pattern, _ in self._made_of.learning_rates)
+            given |= {"lr": self.lr, "learning_rates": tuple(zip(patterns, rates, strict=True))}
+        return replace(self._made_of, **given)
 
-    def _of_all(self, name: str) -> Any:
-        """What all groups have. (Groups of an older checkpoint have fewer entries.)"""
-        found = [group.get(name, self.defaults[name]) for group in self.param_groups]
+    def _of_all(self, name: str, groups: Sequence[dict[str, Any]] = ()) -> Any:
+        """What these groups have, or all, but for empty ones. (Groups of an older checkpoint have fewer entries.)"""
+        groups = groups or self.param_groups
+        groups = [group for group in groups if group["params"]] or groups
+        found = [group.get(name, self.defaults[name]) for group in groups]
         if any(each != found[0] for each in found):
             what = f"the groups of parameters have {NAMES[name]} {sorted(found)}"
-            raise ConfigError(what, where=WHERE, fix="the engine takes one for all")
+            fix = "engine_options={'optimizer': AdamW(learning_rates=...)} has rates by names" if name == "lr" else ""
+            raise ConfigError(what, where=WHERE, fix=fix or "the engine takes one for all")
         return found[0]
 
     def _in_groups(self) -> list[list[int]]:

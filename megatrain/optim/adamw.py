@@ -24,8 +24,9 @@ Left out: AMSGrad, `maximize`, sparse gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Annotated
 
@@ -79,6 +80,8 @@ class AdamW:
     eps: added to the root; positive, because a gradient that has always been zero would otherwise give 0 / 0.
     weight_decay: decoupled, per unit of learning rate.
     no_decay: glob patterns (case counts) of parameter names that do not decay, for example `*norm*`.
+    learning_rates: pairs of such a pattern and the peak learning rate of its parameters, in place of `lr`. A schedule
+    multiplies all peaks by the same factor. Parameters of one pattern, and those of none, are a *group*.
     """
 
     lr: Annotated[float, Bounds(0)] = 1e-3
@@ -86,6 +89,7 @@ class AdamW:
     eps: Annotated[float, Bounds(0)] = 1e-8
     weight_decay: Annotated[float, Bounds(0)] = 0.01
     no_decay: tuple[str, ...] = ()
+    learning_rates: tuple[tuple[str, Annotated[float, Bounds(0)]], ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
@@ -93,18 +97,54 @@ class AdamW:
             raise ConfigError(f"{self.betas} are no decay rates", where="betas", fix="give two numbers in [0, 1)")
         if not 0 < _f32(self.eps) < math.inf:
             raise ConfigError(f"{self.eps} is 0 or infinite in float32", where="eps", fix="give 1e-8 or so")
-        if self.lr * self.weight_decay >= 1:
+        highest = max([self.lr, *(rate for _, rate in self.learning_rates)])
+        if highest * self.weight_decay >= 1:
             raise ConfigError(
-                f"{self.weight_decay} is no weight decay at a learning rate of {self.lr}",
+                f"{self.weight_decay} is no weight decay at a learning rate of {highest}",
                 where="weight_decay",
                 fix="give less than 1 / lr",
             )
         if not all(self.no_decay):
             raise ConfigError("a pattern is empty", where="no_decay", fix='write ("*norm*", "*.bias")')
+        if not all(pattern for pattern, _ in self.learning_rates):
+            raise ConfigError("a pattern is empty", where="learning_rates", fix='write (("*embed_tokens*", 1e-5),)')
 
     def decays(self, name: str) -> bool:
         """Whether the parameter of this name decays."""
         return not any(fnmatchcase(name, pattern) for pattern in self.no_decay)
+
+    def group(self, name: str) -> int:
+        """Which of `learning_rates` the parameter of this name has, counted from 1, or 0 for `lr`."""
+        patterns = (pattern for pattern, _ in self.learning_rates)
+        return next((group for group, pattern in enumerate(patterns, 1) if fnmatchcase(name, pattern)), 0)
+
+    def refuse_patterns(self, trained: Sequence[str], frozen: Iterable[str] = ()) -> None:
+        """Raise ConfigError for a pattern of `learning_rates` that none of these parameters matches, with the nearest
+        names, and for a parameter that two match. frozen: parameters that do not train."""
+        found: dict[str, str] = {}
+        for pattern, _ in self.learning_rates:
+            of_this = [name for name in trained if fnmatchcase(name, pattern)]
+            if both := [name for name in of_this if name in found]:
+                what = f"{both[0]} matches both {found[both[0]]!r} and {pattern!r}"
+                raise ConfigError(what, where="learning_rates", fix="let each parameter match one pattern at most")
+            if not of_this:
+                near = get_close_matches(pattern.strip("*"), trained, n=2, cutoff=0.0)
+                others = ", but some that are frozen" if any(fnmatchcase(name, pattern) for name in frozen) else ""
+                what = f"no parameter that trains matches {pattern!r}{others}"
+                fix = f"names look like {' and '.join(map(repr, near))}" if near else "leave it out"
+                raise ConfigError(what, where="learning_rates", fix=fix)
+            found |= dict.fromkeys(of_this, pattern)
+
+    def scalars_by_group(self, *, lr: float, step: int, grad_scale: float = 1.0) -> tuple[StepScalars, ...]:
+        """`scalars` of each group, first of what is in none, at `lr`; the others at their own, by as much above or
+        below their peaks as `lr` is. Raises as `scalars` does."""
+        first = self.scalars(lr=lr, step=step, grad_scale=grad_scale)
+        if self.learning_rates and lr != self.lr and not self.lr:
+            fix = "give a peak above 0, or freeze what is not to train"
+            raise ConfigError(f"{lr} is no part of a peak of 0, which learning_rates follow", where="lr", fix=fix)
+        factor = 1.0 if lr == self.lr else lr / self.lr
+        rates = (rate * factor for _, rate in self.learning_rates)
+        return (first, *(self.scalars(lr=rate, step=step, grad_scale=grad_scale) for rate in rates))
 
     def scalars(self, *, lr: float, step: int, grad_scale: float = 1.0) -> StepScalars:
         """The factors of update number `step`, counted from 1, at learning rate `lr`.

@@ -89,7 +89,7 @@ from megatrain.train.engine import Engine
 from megatrain.train.events import Compiled, Ended, Event, Resumed, StoppedEarly, Watcher
 from megatrain.train.loop import Task, train
 from megatrain.train.metrics import OPTIONAL, JsonLines, Tracked, identity_of, open_tracker
-from megatrain.train.options import EngineOptions, ported_of
+from megatrain.train.options import EngineOptions, optimizer_of, ported_of
 from megatrain.train.progress import Progress, describe_model, loading, preparing, printable, show_plan, warn
 from megatrain.train.restore import NewMoments
 from megatrain.train.status import STATUS, Health
@@ -139,6 +139,7 @@ def run_training(config: Config, console: Console) -> Path:
         vocabulary = _check_limits(config, tokenizer, source.model)
         with console.status("planning"):
             ported = ported_of(source, {"precision": config.train.precision}, of_checkpoint=taken is not None)
+            optimizer_of({"optimizer": _optimizer(config.train)}, ported.structure)  # patterns, before data is read
             plan = _plan(config, ported.spec, device, ranks, taken)
         config = _resolved(config, plan, ranks)
         corpus = _corpus(config, plan, tokenizer, vocabulary, source.model, ranks, console)
@@ -257,6 +258,7 @@ def _optimizer(train: TrainSection) -> AdamW:
         eps=train.eps,
         weight_decay=train.weight_decay,
         no_decay=train.no_decay,
+        learning_rates=tuple(train.learning_rates.items()),
     )
 
 

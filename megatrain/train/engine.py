@@ -66,8 +66,10 @@ from megatrain.train.options import (
     files_of,
     limits_of,
     numerics_of,
+    optimizer_of,
     policy_of,
     ported_of,
+    refuse_other_groups,
     world_of,
 )
 from megatrain.train.parity import NOT_ASKED, short_check
@@ -95,7 +97,7 @@ class Engine:
         self.world = world = options.get("world") or ALONE
         ported.share(world.size)
         self.structure: ModelSpec = ported.structure
-        self.optimizer, self.max_grad_norm = options.get("optimizer") or AdamW(), options.get("max_grad_norm", 1.0)
+        self.optimizer, self.max_grad_norm = optimizer_of(options, self.structure), options.get("max_grad_norm", 1.0)
         self.numerics, self.limits = numerics_of(options), limits_of(options)
         policy, fits = policy_of(options, device, self.structure), options.get("policy", "auto") == "auto"
         self._ported, self._device, self._disk = ported, device, disk_of(options, policy)
@@ -295,10 +297,10 @@ class Engine:
 
         micro_batches: a list, or anything that gives them one by one. Each holds `input_ids` and `labels`, int64[batch,
         length] (labels as Hugging Face has them: -100 is no target, shifted inside), and whatever else the model's
-        forward reads, such as `attention_mask`. `lr` replaces the optimizer's learning rate for this step. `loss_fn`
-        replaces cross-entropy: see `megatrain.losses`, where full logits never exist either. A router auxiliary loss
-        that the model's config asks for counts by each micro-batch's share of the target tokens, or by
-        `router_weights`, one for each micro-batch.
+        forward reads, such as `attention_mask`. `lr` replaces the optimizer's for this step; `learning_rates` follow in
+        proportion. `loss_fn` replaces cross-entropy: see `megatrain.losses`, where full logits never exist either. A
+        router auxiliary loss that the model's config asks for counts by each micro-batch's share of the target tokens,
+        or by `router_weights`, one for each micro-batch.
 
         Raises `BatchError` for an unusable micro-batch, or an entry that nothing reads, and `NonFinite` for a loss or
         gradient that is not finite; the step is then not applied (without clipping, units whose gradient is finite
@@ -332,10 +334,9 @@ class Engine:
     def set_optimizer(self, optimizer: AdamW) -> None:
         """Train with these hyperparameters from the next step on; what is pending keeps those of its own step.
 
-        Raises `ConfigError` where other parameters would decay than before.
+        Raises `ConfigError` where other parameters would decay, or share a learning rate, than before.
         """
-        if optimizer.no_decay != self.optimizer.no_decay:
-            raise ConfigError("other parameters would decay", where="no_decay", fix="leave it as it was")
+        refuse_other_groups(self.optimizer, optimizer)
         self.optimizer = self._sink.optimizer = optimizer
 
     @one_at_a_time

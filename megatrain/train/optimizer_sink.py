@@ -9,7 +9,7 @@ way a gradient that is not finite stops the step before it is used.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -87,7 +87,8 @@ class OptimizerSink:
         """Whether any of several ranks may have updated units in a step that has not come to its end."""
         self._reached: dict[int, int] = {}
         """Unit that is updated in pieces -> elements that have been, where not all have."""
-        self._scalars: StepScalars | None = None
+        self._scalars: tuple[StepScalars, ...] | None = None
+        """Of each group of parameters."""
         self._next_lr = optimizer.lr
         self.adopt(policy)
 
@@ -101,7 +102,7 @@ class OptimizerSink:
         self.threads = self.threads or threads_of(self._world)
         if not self.pending:  # an interrupted step whose updates were all applied counts as a step
             self.updates = max([self.updates, *(self.applied[unit] for unit in self.trained)])
-        scalars = self.optimizer.scalars(lr=lr, step=self.updates + 1)
+        scalars = self.optimizer.scalars_by_group(lr=lr, step=self.updates + 1)
         for found in (self._squares, self._on_their_way, self._sound, self._own_squares, self._not_finite):
             found.clear()
         self._updated.clear()
@@ -143,13 +144,13 @@ class OptimizerSink:
             return
         if not self._deferred and not math.isfinite(self._squares.get(unit, 0.0)):
             return  # of several ranks, which all hear of it at the end
-        assert self._scalars is not None
         self.before_update(unit)
         if elements is not None or self._on_device[unit]:
             sound, kernels = self._sound.get(unit), self._kernels
             start, stop = elements or (0, self._layouts[unit].trained.own_size)
-            segments = [(a - start, b - start, decays) for a, b, decays in self._inside(unit, start, stop)]
-            update_on_device(parts, gradient, self._precision, self._scalars, segments, sound, kernels)
+            for scalars, inside in self._inside(unit, start, stop):
+                segments = [(a - start, b - start, decays) for a, b, decays in inside]
+                update_on_device(parts, gradient, self._precision, scalars, segments, sound, kernels)
             self._reached[unit] = stop
             if stop < self._layouts[unit].trained.own_size:
                 return
@@ -165,21 +166,24 @@ class OptimizerSink:
         self.applied[unit] += 1
 
     def _update_on_host(self, unit: int, gradient: Tensor, parts: Mapping[Part, Tensor]) -> None:
-        assert self._scalars is not None
         state, trained = unit_state(parts, self._layouts[unit], self._precision), self._layouts[unit].trained.own_size
-        segments = self._inside(unit, self._reached.get(unit, 0), trained)
         grad = _as_numpy(gradient)
         hi = state.hi[: state.m.size]  # what is frozen comes after
-        if state.lo is None:
-            update_fp32(hi, state.m, state.v, grad, self._scalars, segments, self.threads)
-        else:
-            lo = state.lo[: state.m.size]
-            update_split(hi, lo, state.m, state.v, grad, self._scalars, segments, self.threads)
+        lo = None if state.lo is None else state.lo[: state.m.size]
+        for scalars, segments in self._inside(unit, self._reached.get(unit, 0), trained):
+            if lo is None:
+                update_fp32(hi, state.m, state.v, grad, scalars, segments, self.threads)
+            else:
+                update_split(hi, lo, state.m, state.v, grad, scalars, segments, self.threads)
 
-    def _inside(self, unit: int, start: int, stop: int) -> list[tuple[int, int, bool]]:
-        """The segments of a unit, as far as they are among its elements [start, stop)."""
-        cut = [(max(start, a), min(stop, b), decays) for a, b, decays in self._segments[unit]]
-        return [segment for segment in cut if segment[0] < segment[1]]
+    def _inside(self, unit: int, start: int, stop: int) -> Iterator[tuple[StepScalars, list[tuple[int, int, bool]]]]:
+        """The segments of a unit, as far as they are among its elements [start, stop): of each group that has any,
+        with its factors."""
+        assert self._scalars is not None
+        for group, segments in self._segments[unit].items():
+            cut = [(max(start, a), min(stop, b), decays) for a, b, decays in segments]
+            if inside := [segment for segment in cut if segment[0] < segment[1]]:
+                yield self._scalars[group], inside
 
     @property
     def is_interrupted(self) -> bool:
@@ -230,7 +234,8 @@ class OptimizerSink:
         total = math.sqrt(math.fsum(squares))
         if self._deferred:
             scale = 1.0 if self.max_grad_norm is None else clip_scale(total, self.max_grad_norm)
-            self._scalars = self.optimizer.scalars(lr=self._next_lr, step=self.updates + 1, grad_scale=scale)
+            how = {"lr": self._next_lr, "grad_scale": scale}
+            self._scalars = self.optimizer.scalars_by_group(step=self.updates + 1, **how)
             self.pending = set(self.trained)
         self.updates, self._unfinished = self.updates + 1, False
         return total
@@ -286,14 +291,15 @@ class OptimizerSink:
             fix="set max_grad_norm, which makes a step apply whole or not at all",
         )
 
-    def _cut(self, unit: UnitSpec, owned: Ownership) -> list[tuple[int, int, bool]]:
-        """Element ranges of the buffers of a unit's state that train, and whether they decay."""
-        layout = layout_of(unit)
-        return [
-            (piece.own.start, piece.own.stop, self.optimizer.decays(f.name))
-            for f in layout.trained.fields
-            for piece in owned.within(layout, f.start, f.stop)
-        ]
+    def _cut(self, unit: UnitSpec, owned: Ownership) -> dict[int, list[tuple[int, int, bool]]]:
+        """Group of parameters -> element ranges of the buffers of a unit's state that train, and whether they decay."""
+        layout, optimizer = layout_of(unit), self.optimizer
+        found: dict[int, list[tuple[int, int, bool]]] = {}
+        for field in layout.trained.fields:
+            pieces = owned.within(layout, field.start, field.stop)
+            segments = [(piece.own.start, piece.own.stop, optimizer.decays(field.name)) for piece in pieces]
+            found.setdefault(optimizer.group(field.name), []).extend(segments)
+        return found
 
 
 class GradientCollector:

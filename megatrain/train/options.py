@@ -111,7 +111,7 @@ def _same_settings(optimizer: torch.optim.Optimizer) -> str:
     """The AdamW of ours that does the same, as code; the plain one where none does."""
     groups = [{**optimizer.defaults, **group} for group in optimizer.param_groups]
     decays = sorted({float(group.get("weight_decay", 0.0)) for group in groups})
-    alike = len({str([group.get(key) for key in ("lr", "betas", "eps")]) for group in groups}) == 1
+    alike = len({str([group.get(key) for key in ("betas", "eps")]) for group in groups}) == 1
     decoupled = all(group.get("decoupled_weight_decay") for group in groups) or decays == [0.0]
     odd = any(group.get(key) for group in groups for key in ("amsgrad", "maximize"))
     adam = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
@@ -120,7 +120,32 @@ def _same_settings(optimizer: torch.optim.Optimizer) -> str:
     first = groups[0]
     settings = {"lr": float(first["lr"]), "betas": tuple(map(float, first["betas"])), "eps": first["eps"]}
     text = ", ".join(f"{key}={value!r}" for key, value in {**settings, "weight_decay": decays[-1]}.items())
-    return f"megatrain.AdamW({text}{', no_decay=(patterns of names,)' if len(decays) > 1 else ''})"
+    text += ", no_decay=(patterns of names,)" if len(decays) > 1 else ""
+    others = dict.fromkeys(float(group["lr"]) for group in groups if group["lr"] != first["lr"])
+    text += (
+        f", learning_rates=({''.join(f'(pattern of names, {rate!r}), ' for rate in others).rstrip()})" if others else ""
+    )
+    return f"megatrain.AdamW({text})"
+
+
+def optimizer_of(options: EngineOptions, spec: ModelSpec) -> AdamW:
+    """What is given, or the defaults. Raises `ConfigError` for a pattern of parameters that none of the model's
+    matches."""
+    optimizer = options.get("optimizer") or AdamW()
+    params = [param for unit in spec.units for param in unit.params]
+    names = [[param.name for param in params if param.trainable is trains] for trains in (True, False)]
+    optimizer.refuse_patterns(*names)
+    return optimizer
+
+
+def refuse_other_groups(before: AdamW, now: AdamW) -> None:
+    """Raise `ConfigError` where other parameters would decay than before, or have a learning rate of their own."""
+    if now.no_decay != before.no_decay:
+        raise ConfigError("other parameters would decay", where="no_decay", fix="leave it as it was")
+    patterns = [[pattern for pattern, _ in each.learning_rates] for each in (before, now)]
+    if patterns[0] != patterns[1]:
+        what = "other parameters would have a learning rate of their own"
+        raise ConfigError(what, where="learning_rates", fix="leave its patterns as they were")
 
 
 def numerics_of(options: EngineOptions) -> Numerics:

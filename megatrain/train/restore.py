@@ -62,6 +62,7 @@ def as_saved(
             "eps": optimizer.eps,
             "weight_decay": optimizer.weight_decay,
             "no_decay": list(optimizer.no_decay),
+            "learning_rates": [list(pair) for pair in optimizer.learning_rates],
         },
         "numerics": as_json(numerics),
         "policy": as_json(policy),
@@ -81,7 +82,9 @@ def facts_in(checkpoint: Checkpoint) -> Mapping[str, Any]:
 def optimizer_in(checkpoint: Checkpoint) -> AdamW:
     """The optimizer that wrote it."""
     fields: dict[str, Any] = dict(facts_in(checkpoint)["optimizer"])
-    return AdamW(**{**fields, "betas": tuple(fields["betas"]), "no_decay": tuple(fields["no_decay"])})
+    pairs = tuple(map(tuple, fields.get("learning_rates", ())))  # which earlier versions do not have
+    more = {"betas": tuple(fields["betas"]), "no_decay": tuple(fields["no_decay"]), "learning_rates": pairs}
+    return AdamW(**{**fields, **more})
 
 
 def fill(source: Fills, store: Store, units: Sequence[Sequence[str]], progress: Progress | None) -> None:

@@ -91,6 +91,20 @@ def test_a_pattern_on_the_command_line_needs_no_quotes_for_yaml(tmp_path: Path) 
     assert (config.data.pattern, config.train.freeze, config.train.no_decay) == ("*.md", ("*",), ("*norm*",))
 
 
+def test_learning_rates_are_named_by_patterns(tmp_path: Path) -> None:
+    config = load(tmp_path, MINIMAL, 'train.learning_rates={"*embed_tokens*": 1e-5, "*norm*": 0}')
+    assert config.train.learning_rates == {"*embed_tokens*": 1e-5, "*norm*": 0.0}
+    wrong = {
+        '["*norm*"]': "should be a valid dictionary",
+        '{"*norm*": fast}': "valid number",
+        '{"*norm*": -1}': "greater",
+    }
+    for rates, what in wrong.items():
+        assert what in refusal(tmp_path, MINIMAL, f"train.learning_rates={rates}")
+    message = refusal(tmp_path, MINIMAL, "train.learning_rates={lm_head.weight: 1}", "train.learning_rate=0")
+    assert "learning_rates rise and fall with learning_rate, which is 0; use freeze" in message
+
+
 def test_an_override_may_replace_a_whole_section(tmp_path: Path) -> None:
     config = load(tmp_path, MINIMAL, "train={steps: 3}", "policy.weight_slots=4", "data.sources=[a, b]")
     assert (config.train.steps, config.train.learning_rate) == (3, TrainSection.model_fields["learning_rate"].default)
@@ -300,6 +314,7 @@ def test_a_number_beyond_reason_is_refused_whatever_key_holds_it(key: str, tmp_p
     whole = "int" in str(NUMBERS[key])
     for value in (10**30, 2**63, -(10**30)) if whole else ("1e300", "5e-324", "-1e300"):
         text = f"[{', '.join([str(value)] * SEVERAL[key])}]" if key in SEVERAL else str(value)
+        text = f"{{'*norm*': {value}}}" if "dict[str, " in str(NUMBERS[key]) else text
         message = refusal(tmp_path, MINIMAL, f"{key}={text}")
         assert key in message
         assert re.search(r"is beyond reason; give |should be (less|greater) than ", message)
@@ -358,6 +373,8 @@ def test_what_other_trainers_call_a_key_is_answered_with_ours_or_with_why_not(tm
         "lora_r": "here it is adapter.r",
         "load_in_4bit": "here it is nothing: a frozen base is held in bfloat16",
         "deepspeed": "here it is nothing: state streams from host memory",
+        "embedding_lr": "here it is train.learning_rates",
+        "use_ema": "here it is nothing: no average of weights is kept; checkpoint.keep_last or keep_every keep states",
         "load_best_model_at_end": "here it is output.best",
         "early_stopping_patience": "did you mean train.early_stopping_patience?",
     }.items():

@@ -10,12 +10,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from transformers import AutoModelForCausalLM
 
+from megatrain import Engine
 from megatrain.cli import main
 from megatrain.config import describe_keys, load_config
 from tests.run.test_chats import chats
 from tests.run.test_recipes import TINY
+from tests.tiny import batch, tiny_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,6 +38,22 @@ def test_python_in_the_documents_runs(document: str, tmp_path: Path, monkeypatch
     assert found
     for block in found:
         exec(compile(block, document, "exec"), {})
+
+
+def test_the_mean_of_checkpoints_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    states = []
+    with Engine.from_model(tiny_model(), precision="fp32", verify=False) as engine:
+        for _ in range(3):
+            engine.step([batch(2, 8, 0)])
+            engine.save("runs/new/checkpoints").wait()
+            states.append(engine.master_weights())
+    (block,) = blocks("docs/guides/batch-size.md", "python")
+    exec(compile(block, "batch-size.md", "exec"), {})
+    found = AutoModelForCausalLM.from_pretrained("runs/new/mean").state_dict()
+    assert all(torch.allclose(found[name], sum(each[name] for each in states) / 3) for name in states[0])
+    assert not torch.equal(found["lm_head.weight"], states[-1]["lm_head.weight"])
+    assert not {"optimizer", "manifest.json"} & {path.name for path in Path("runs/new/mean").iterdir()}
 
 
 def console_commands() -> list[list[str]]:

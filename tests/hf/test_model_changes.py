@@ -17,7 +17,7 @@ from megatrain.hf.model_changes import facts_of, refuse_changes
 from megatrain.hf.optimizer import EngineOptimizer
 from megatrain.optim import AdamW
 from tests.hf.test_trainer import QUICK, arguments, rows
-from tests.tiny import tiny_model
+from tests.tiny import relative_error, tiny_model
 
 pytest.importorskip("accelerate", reason="a Trainer needs accelerate")
 pytestmark = pytest.mark.filterwarnings("default")  # the library's own, of which some come with each release
@@ -200,6 +200,10 @@ def test_what_is_set_in_the_optimizers_groups_is_honoured(tmp_path: Path, values
     ("change", "what"),
     [
         (lambda o: o.param_groups[1].update(weight_decay=0.1), r"weight_decay=0\.1 of the parameters that do not"),
+        (
+            lambda o: o.param_groups[1].update(lr=1e-2),
+            r"have learning rates \[.*; engine_options=.*learning_rates=\.\.\.",
+        ),
         (lambda o: o.param_groups[1].update(eps=1e-2), r"have values of eps \[1e-08, 0\.01\]"),
         (lambda o: o.param_groups[0].update(amsgrad=True), r"amsgrad of a group"),
         (lambda o: o.param_groups[0]["params"].pop(), r"put into other groups"),
@@ -220,6 +224,48 @@ def test_groups_of_an_older_checkpoint_are_taken() -> None:
     expected = made.adamw
     made.load_state_dict(saved)
     assert made.adamw == expected
+
+
+class WithRates(Trainer):
+    """The stock trainer, with the head's rate of its own, and none for norms."""
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        others = [p for n, p in self.model.named_parameters() if "norm" not in n and "lm_head" not in n]
+        norms = [p for n, p in self.model.named_parameters() if "norm" in n]
+        groups = [
+            {"params": others, "weight_decay": 0.1},
+            {"params": norms, "lr": 0.0, "weight_decay": 0.0},
+            {"params": list(self.model.lm_head.parameters()), "lr": 5e-2, "weight_decay": 0.1},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=self.args.learning_rate)
+        return self.optimizer
+
+
+def test_rates_by_names_follow_the_trainers_scheduler(tmp_path: Path) -> None:
+    """From a warm-up that begins with 0 on, and with what a callback sets of them at last."""
+    rates = (("*norm*", 0.0), ("lm_head*", 5e-2))
+    made = AdamW(5e-3, weight_decay=0.1, no_decay=("*norm*",), learning_rates=rates)
+
+    class Lowered(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            for group in given["optimizer"].param_groups:
+                if state.global_step == 4 and any(each.shape == (96, 32) for each in group["params"][-1:]):
+                    group["lr"] = 1e-3
+
+    trained = []
+    for kind in (WithRates, StreamedTrainer):
+        more = {} if kind is WithRates else {"engine_options": {**QUICK["engine_options"], "optimizer": made}}
+        ours = kind(
+            model=tiny_model(), args=arguments(tmp_path, max_steps=5, eval_strategy="no", save_strategy="no"),
+            train_dataset=rows(20, 1), callbacks=[Lowered()], **more,
+        )  # fmt: skip
+        ours.train()
+        trained.append((ours, losses(ours), {name: p.detach().clone() for name, p in ours.model.named_parameters()}))
+    (_, expected, weights), (ours, found, masters) = trained
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert all(relative_error(masters[name], weights[name]) < 1e-4 for name in weights)
+    assert torch.equal(masters["model.norm.weight"], tiny_model().model.norm.weight)
+    assert ours.engine.optimizer.learning_rates == (("*norm*", 0.0), ("lm_head*", 1e-3))
 
 
 def test_an_optimizer_of_the_engines_options_stays(tmp_path: Path) -> None:

@@ -294,6 +294,12 @@ def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
             lambda model: torch.optim.AdamW(groups(model), betas=(0.9, 0.95)),
             r"AdamW\(lr=0.001, betas=\(0.9, 0.95\), eps=1e-08, weight_decay=0.1, no_decay=\(patterns of names,\)\)",
         ),
+        (
+            lambda model: torch.optim.AdamW(
+                [{"params": [model.lm_head.weight]}, {"params": [model.model.norm.weight], "lr": 1e-5}], lr=1e-4
+            ),
+            r"AdamW\(lr=0.0001, .* weight_decay=0.01, learning_rates=\(\(pattern of names, 1e-05\),\)\)",
+        ),
         (lambda model: torch.optim.Adam(model.parameters()), r"AdamW\(lr=0.001, .* weight_decay=0.0\)"),
         (lambda model: torch.optim.Adam(model.parameters(), weight_decay=0.1), "the one optimizer there is"),
         (lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True), "the one optimizer there is"),

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from megatrain.checkpoint import Checkpoint, checkpoints, open_checkpoint, step_of
+from megatrain.checkpoint import Checkpoint, checkpoints, newest_sound, open_checkpoint, step_of
 from megatrain.checkpoint.direct_io import DirectFile
 from megatrain.config.renamed_keys import RENAMED
 from megatrain.errors import CheckpointError, ConfigError, DataError, NonFinite
@@ -218,7 +218,8 @@ def test_an_earlier_run_is_not_overwritten_by_mistake(tmp_path: Path, monkeypatc
 
 def test_changes_that_would_corrupt_are_refused_unless_accepted(tmp_path: Path) -> None:
     train(config_of(tmp_path, train={"steps": 2}))
-    changed = {"train": {"seed": 5, "precision": "fp32", "learning_rate": 5e-3}, "data": {"sequence_length": 16}}
+    rates = {"learning_rate": 5e-3, "learning_rates": {"*norm*": 0.0}}
+    changed = {"train": {"seed": 5, "precision": "fp32", **rates}, "data": {"sequence_length": 16}}
     said = r"train\.precision bf16 -> fp32.*train\.seed 0 -> 5|train\.seed 0 -> 5.*train\.precision bf16 -> fp32"
     with pytest.raises(ConfigError, match=said) as caught:
         train(config_of(tmp_path, resume="auto", **changed))
@@ -226,7 +227,12 @@ def test_changes_that_would_corrupt_are_refused_unless_accepted(tmp_path: Path) 
     assert "train.learning_rate" not in str(caught.value)
     assert "accept_changes=true" in str(caught.value)
     told = train(config_of(tmp_path, resume="auto", accept_changes=True, **changed)).replace("\n", "")
-    assert "train.learning_rate 0.01 -> 0.005" in told
+    assert "train.learning_rate 0.01 -> 0.005; train.learning_rates {} -> {'*norm*': 0.0}" in told
+    newest, norm = newest_sound(tmp_path / "run" / "checkpoints").checkpoint, "model.norm.weight"
+    assert newest is not None
+    assert newest.training["engine"]["optimizer"]["learning_rates"] == [["*norm*", 0.0]]
+    first = load_file(tmp_path / "run" / "checkpoints" / "step-00000002" / "model.safetensors")
+    assert torch.equal(weights(tmp_path / "run")[norm], first[norm])
     assert "the data is another than before, and begins anew" in told
     assert len(losses(tmp_path / "run")) == STEPS
 
