@@ -110,7 +110,10 @@ def test_each_kind_of_event_has_a_symbol_and_a_line() -> None:
 def test_plotly_knows_all_words_of_a_chart() -> None:
     """Its own classes refuse a property or a value that there is not."""
     events = [ChartEvent(2, "resumed", "at 2"), ChartEvent(3, "skipped", "at 3")]
-    curves = [Curve("x", range(5000), [each % 7 for each in range(5000)], faint=True), Curve("y", [1], [2.0], points=True)]
+    curves = [
+        Curve("x", range(5000), [each % 7 for each in range(5000)], faint=True),
+        Curve("y", [1], [2.0], points=True),
+    ]
     for how in ({}, {"unit": "B", "floor": 0.0}):
         _, figure = drawn(curves, events, **how)
         graph_objects.Figure(figure)
