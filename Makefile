@@ -7,6 +7,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 OUT    ?= bench/results
+# Where it is set, each process of the tests compiles all of them again, which takes seconds.
+unexport PYTHONDONTWRITEBYTECODE
 # Seconds for one test: a hang is a failure, with the stacks of all threads.
 PYTEST := $(BIN)/python -m pytest --timeout=300
 WORKERS ?= 2

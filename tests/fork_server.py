@@ -38,8 +38,9 @@ class Child:
 
     def poll(self) -> int | None:
         """Its exit status, negative for a signal, if it has ended."""
-        if self.returncode is None:
-            self.returncode = self._preloaded.ask("ended", self.pid)
+        if self.returncode is None and (found := self._preloaded.ask("ended", self.pid)) is not None:
+            self.returncode, seconds = found
+            Preloaded.spent += seconds
         return self.returncode
 
     def wait(self, seconds: float = 240.0) -> int:
@@ -61,6 +62,9 @@ class Child:
 
 class Preloaded:
     """The process. folder: for what its children say. remembered: for what they find out about models and machines."""
+
+    spent = 0.0
+    """Seconds of CPU time of children that have ended: `os.times` knows of them when the process itself ends."""
 
     def __init__(self, folder: Path, remembered: Path) -> None:
         command = [sys.executable, "-m", __name__, str(remembered)]
@@ -125,9 +129,10 @@ def fork(
         os._exit(status if isinstance(status, int) else 1)
 
 
-def ended(pid: int) -> int | None:
-    gone, status = os.waitpid(pid, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if gone else None
+def ended(pid: int) -> tuple[int, float] | None:
+    """Exit status and seconds of CPU time of a child that has ended."""
+    gone, status, used = os.wait4(pid, os.WNOHANG)
+    return (os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime) if gone else None
 
 
 def serve(folder: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatrain.checkpoint.safetensors_writer import Shard, ShardWriter, plan_shards, write_index
 from megatrain.errors import ExportError
-from megatrain.model import PortedModel, Written, written_of
+from megatrain.model import PortedModel, Written, written_of, written_parameters
 from megatrain.spec import Precision
 from megatrain.system.atomic import appearing
 from megatrain.system.paths import usable_path
@@ -126,9 +126,9 @@ def export_model(
     Returns the folder, absolute and with symbolic links resolved. Raises `ExportError` when it cannot be written, has
     too little space, or holds anything that does not belong to a model; what was there is then there as before.
     """
-    wanted = written_of(ported, torch.float32).writes
+    wanted = written_parameters(ported)
     units = (
-        {param.name: masters(param.name) for param in unit.params if wanted(param.name)}
+        {param.name: masters(param.name) for param in unit.params if param.name in wanted}
         for unit in ported.structure.units
     )
     return export_units(ported, units, folder, **options)

@@ -11,7 +11,7 @@ from megatrain.model.adapters import (
     model_behind,
     pretrained_source,
 )
-from megatrain.model.checkpoint_names import Written, WrittenModel, WrittenTensor, written_of
+from megatrain.model.checkpoint_names import Written, WrittenModel, WrittenTensor, written_of, written_parameters
 from megatrain.model.compiled import require_compiler, spent
 from megatrain.model.forward_arguments import Arguments
 from megatrain.model.freeze import freeze_parameters
@@ -81,4 +81,5 @@ __all__ = [
     "spent",
     "why_not_packable",
     "written_of",
+    "written_parameters",
 ]

@@ -291,7 +291,7 @@ class AdaptedSource:
         values = None if folder is not None or not _begins_from_values(config) or not has_values else _reader(base)
         device = torch.device("cpu" if has_values else "meta")
         with torch.random.fork_rng(devices=[]), device, quiet(), _pefts_errors():
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             _inject(self.model, config, named if has_values else {}, values)
             self._biases = {} if folder is None else _load(self.model, folder, named)
         self._named = named

@@ -9,7 +9,7 @@ The model that the conversion consults has no storage at any time. It leaves out
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -75,6 +75,13 @@ class Written(Protocol):
 def written_of(ported: PortedModel, dtype: torch.dtype) -> Written:
     """What a ported model is written as: its adapter where it has one, else all of it."""
     return WrittenModel(ported, dtype) if ported.adapter is None else WrittenAdapter(ported, ported.adapter, dtype)
+
+
+def written_parameters(ported: PortedModel) -> Collection[str]:
+    """The parameters whose masters are written: `Written.writes` of each, without the rest of what is to be known."""
+    if ported.adapter is None:
+        return {param.name for unit in ported.structure.units for param in unit.params}
+    return ported.adapter.file_names(ported.whole())
 
 
 class WrittenAdapter:

@@ -93,7 +93,7 @@ def twin_from(
 ) -> PreTrainedModel:
     """`twin_of` for a config that is small already. A kernel that no cpu has gives way to the model's default."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         model = built(small, kind, attention if attention in CPU_KERNELS else None)
         perturb(model, seed)
         model.train()

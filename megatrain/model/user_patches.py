@@ -206,9 +206,9 @@ def refuse_mixing(ported: PortedModel, hidden: Tensor) -> None:
     weights = {name: rows[name].expand(each.shape) for name, each in ported.placeholders.items()}
     hidden, ids = torch.randn_like(hidden), torch.zeros(1, len(hidden), dtype=torch.long)
     with torch.no_grad(), ported.evaluation_mode(), ExpandedRowLinear():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         apart = ported.head(weights, hidden).float()
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         whole = ported.run(HandOut(len(ported.ports), hidden.unsqueeze(0)), weights, {"input_ids": ids}).logits.float()
     if not torch.allclose(
         apart, whole.reshape(apart.shape), rtol=0.05, atol=0.05 * float(apart.nan_to_num().abs().max()), equal_nan=True

@@ -158,7 +158,7 @@ def causal_lm_from_config(config: str | dict[str, Any], seed: int) -> PreTrained
     """
     where = "model.config"
     with quiet(), torch.random.fork_rng(devices=[]), plain_errors(where):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(read_config(config, where=where), dtype=torch.float32)
     fresh: PreTrainedModel = model.train()
     return fresh

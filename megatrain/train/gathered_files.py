@@ -18,7 +18,7 @@ from megatrain.checkpoint import ExportOptions
 from megatrain.checkpoint.export import export_units
 from megatrain.dist import World
 from megatrain.memory import Store
-from megatrain.model import PortedModel, written_of
+from megatrain.model import PortedModel, written_parameters
 
 T = TypeVar("T")
 WHAT = "files that are written together"
@@ -81,10 +81,10 @@ def export_together(
     world: World, ported: PortedModel, store: Store, folder: str | Path, **options: Unpack[ExportOptions]
 ) -> Path:
     """As `checkpoint.export_model`, of what all ranks own."""
-    units, wanted = ported.structure.units, written_of(ported, torch.float32).writes
+    units, wanted = ported.structure.units, written_parameters(ported)
 
     def masters(agree: Agree) -> Iterator[dict[str, torch.Tensor]]:
-        names = [[param.name for param in unit.params if wanted(param.name)] for unit in units]
+        names = [[param.name for param in unit.params if param.name in wanted] for unit in units]
         each = range(len(units))
         return gathered(agree, each, lambda unit: None, lambda unit: {name: store.master(name) for name in names[unit]})
 

@@ -195,6 +195,9 @@ TOLERANCE = 1e-5
 FLOOR = 1e-2
 """The scale of an error is at least this share of the largest gradient norm."""
 
+ALIKE = 1.1
+"""Errors of a group within this factor are alike, and the first of them is named: last bits would choose."""
+
 SLACK = 4.0
 EPSILON = torch.finfo(torch.float32).eps
 
@@ -217,9 +220,9 @@ MakeEngine = Callable[[StockModel, str, Numerics, Policy], Computes]
 class Finding:
     """The worst of one group: parameters that differ in the number of their layer alone, or the loss.
 
-    error: relative. parameter: the member that it was met at, in which case and setting. rounding: how far the stock
-    model's answer moves with the last bit of its weights, relative to the same; known where the error is above the
-    tolerance.
+    error: relative. parameter: the first member that was so wrong, in which case and setting. rounding: how far the
+    stock model's answer moves with the last bit of its weights, relative to the same; known where the error is above
+    the tolerance.
     """
 
     group: str
@@ -381,11 +384,12 @@ def compare(
             for case, loss, gradients in known:
                 tally.gradients(engine.gradients(case.micro_batches), gradients, case.name, setting.name)
                 tally.loss(engine.evaluate(case.micro_batches), loss, case.name, setting.name)
-    suspects = {each.case for each in tally.worst.values() if tolerance < each.error < SUSPECT}
+    worst = tally.worst()
+    suspects = {each.case for each in worst if tolerance < each.error < SUSPECT}
     moved = {case.name: _moved(model, case) for case, *_ in known if case.name in suspects}
     findings = [
         replace(each, rounding=_rounding(each, known, moved)) if tolerance < each.error < SUSPECT else each
-        for each in tally.worst.values()
+        for each in worst
     ]
     kernel = str(model.config._attn_implementation)
     return Report(type(model).__name__, kernel, tolerance, tuple(findings), tuple(left_out))
@@ -420,12 +424,12 @@ def _true_answers(model: StockModel, case: Case) -> Answers:
 
 
 class _Tally:
-    """The worst error of each group so far."""
+    """The errors of each group so far."""
 
     def __init__(self, model: StockModel) -> None:
-        self.worst: dict[str, Finding] = {LOSS: Finding(LOSS, 0.0, LOSS)}
+        self._met: dict[str, list[Finding]] = {LOSS: [Finding(LOSS, 0.0, LOSS)]}
         for name in (name for name, parameter in model.named_parameters() if parameter.requires_grad):
-            self.worst.setdefault(group_of(name), Finding(group_of(name), 0.0, name))
+            self._met.setdefault(group_of(name), [Finding(group_of(name), 0.0, name)])
 
     def loss(self, found: float, expected: float, case: str, setting: str) -> None:
         self._note(LOSS, _loss_error(found, expected), LOSS, case, setting)
@@ -439,8 +443,16 @@ class _Tally:
 
     def _note(self, group: str, error: float, parameter: str, case: str, setting: str) -> None:
         error = math.inf if math.isnan(error) else error
-        if error > self.worst[group].error:
-            self.worst[group] = Finding(group, error, parameter, case, setting)
+        self._met[group].append(Finding(group, error, parameter, case, setting))
+
+    def worst(self) -> list[Finding]:
+        """The largest error of each group, where one like it was met first."""
+        found = []
+        for met in self._met.values():
+            largest = max(each.error for each in met)
+            first = next(each for each in met if each.error * ALIKE >= largest)
+            found.append(replace(first, error=largest))
+        return found
 
 
 def _loss_error(found: float, expected: float) -> float:

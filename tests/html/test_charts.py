@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plotly import graph_objects
 
 from megatrain.html import ChartEvent, Curve, chart, chart_scripts, document, ink_on, smoothed
 from megatrain.html.charts import COLUMNS
@@ -104,6 +105,20 @@ def test_each_kind_of_event_has_a_symbol_and_a_line() -> None:
     assert (resumed["name"], resumed["x"], resumed["text"]) == ("resumed", [2, 4], ["at 2", "at 4"])
     assert skipped["marker"]["symbol"] != resumed["marker"]["symbol"]
     assert [shape["x0"] for shape in figure["layout"]["shapes"]] == [2, 3, 4]
+
+
+def test_plotly_knows_all_words_of_a_chart() -> None:
+    """Its own classes refuse a property or a value that there is not."""
+    events = [ChartEvent(2, "resumed", "at 2"), ChartEvent(3, "skipped", "at 3")]
+    curves = [
+        Curve("x", range(5000), [each % 7 for each in range(5000)], faint=True),
+        Curve("y", [1], [2.0], points=True),
+    ]
+    for how in ({}, {"unit": "B", "floor": 0.0}):
+        _, figure = drawn(curves, events, **how)
+        graph_objects.Figure(figure)
+    with pytest.raises(ValueError, match="filled"):
+        graph_objects.Figure({"data": [{**figure["data"][0], "filled": "toself"}]})
 
 
 def contrast(one: str, other: str) -> float:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.fork_server import Child, Preloaded
+from tests.integration.killed_run import run
 from tests.tiny import BYTE_LLAMA
 
 STEPS = 8
@@ -35,35 +35,13 @@ PLACES: dict[str, int] = {  # what is about to happen -> about how often it does
 }
 
 
-class Nursery:
-    """Starts runs in forked children; see `nursery`."""
-
-    def __init__(self, cache: Path) -> None:
-        command = [sys.executable, "-m", "tests.integration.nursery", str(cache)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._read() == "ready"
-
-    def run(self, config: dict[str, Any], place: str | None = None, count: float = 0) -> int:
-        said = str(Path(config["data"]["cache"]).parent / "said.txt")
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"config": config, "place": place, "count": count, "said": said}) + "\n")
-        self._process.stdin.flush()
-        return int(self._read())
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.communicate()
-
-    def _read(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
-
-
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    made = Nursery(tmp_path_factory.mktemp("cache"))
-    yield made
-    made.close()
+def ran(
+    preloaded: Preloaded, config: dict[str, Any], expected: tuple[int, ...], place: str | None = None, count: float = 0
+) -> Child:
+    """A run that has ended, with one of these exit statuses; see `killed_run`."""
+    child = preloaded.start(run, config, place, count)
+    assert child.wait() in expected, child.said
+    return child
 
 
 def configuration(folder: Path, name: str, host: int | None, disk: bool = True, **changed: Any) -> dict[str, Any]:
@@ -107,26 +85,24 @@ def result(folder: Path) -> tuple[list[tuple[int, float]], bytes]:
     return losses, weights.read_bytes()
 
 
-def least_host(nursery: Nursery, folder: Path, disk: bool) -> int:
+def least_host(preloaded: Preloaded, folder: Path, disk: bool) -> int:
     """Bytes of host memory with which a run just fits, its state on the disk or its base in files: what a refusal
     names."""
-    assert nursery.run(configuration(folder, "refused", 1000, disk)) == 2
-    said = (folder / "said.txt").read_text()
+    said = ran(preloaded, configuration(folder, "refused", 1000, disk), (2,)).said
     named = re.search(r"needs ([\d,]+) bytes of host memory at the least", said)
     assert named is not None, said
     return int(named[1].replace(",", ""))
 
 
 def survive(
-    nursery: Nursery, folder: Path, disk: bool, draw: random.Random, kills: int, files: bool = False
+    preloaded: Preloaded, folder: Path, disk: bool, draw: random.Random, kills: int, files: bool = False
 ) -> dict[str, int]:
     """Run, killed so many times, in as many runs as that takes, each compared with one that is left alone.
 
     Returns how often each place was where it died.
     """
-    host = least_host(nursery, folder, disk) if disk or files else None
-    assert nursery.run(configuration(folder, "straight", host, disk)) == 0, (folder / "said.txt").read_text()
-    said = " ".join((folder / "said.txt").read_text().split())
+    host = least_host(preloaded, folder, disk) if disk or files else None
+    said = " ".join(ran(preloaded, configuration(folder, "straight", host, disk), (0,)).said.split())
     assert ("units on the disk" in said, "are read from the model's files" in said) == (disk, files)
     expected = result(folder / "straight")
     assert [step for step, _ in expected[0]] == list(range(1, STEPS + 1))
@@ -140,11 +116,9 @@ def survive(
             count = draw.uniform(0.1, 1.2) if place == "seconds" else draw.randint(1, PLACES[place])
             place_now: str | None = place if sum(met.values()) < kills else None
             changed = draw.choice([FIRST_HALF, OTHER_POLICY])
-            status = nursery.run(configuration(folder, name, host, disk, **changed), place_now, count)
-            if status == 0:
-                over = True
-            else:
-                assert status == -9, (folder / "said.txt").read_text()
+            config = configuration(folder, name, host, disk, **changed)
+            over = ran(preloaded, config, (0, -signal.SIGKILL), place_now, count).returncode == 0
+            if not over:
                 met[place] = met.get(place, 0) + 1
         assert result(folder / name) == expected, (name, met)
         left = [path.name for path in (folder / name / "checkpoints").iterdir() if path.name.startswith(".")]
@@ -155,9 +129,9 @@ def survive(
 @pytest.mark.parametrize(
     "disk", [pytest.param(False, id="host", marks=pytest.mark.slow), pytest.param(True, id="disk")]
 )
-def test_a_killed_run_goes_on_bit_for_bit(nursery: Nursery, tmp_path: Path, disk: bool) -> None:
+def test_a_killed_run_goes_on_bit_for_bit(preloaded: Preloaded, tmp_path: Path, disk: bool) -> None:
     """Dropout, shuffled data, and now and then another policy after the kill."""
-    survive(nursery, tmp_path, disk, random.Random(int(disk)), kills=2)
+    survive(preloaded, tmp_path, disk, random.Random(int(disk)), kills=2)
 
 
 @pytest.mark.parametrize(
@@ -168,13 +142,13 @@ def test_a_killed_run_goes_on_bit_for_bit(nursery: Nursery, tmp_path: Path, disk
     ],
 )
 def test_a_killed_run_of_an_adapter_goes_on_bit_for_bit(
-    nursery: Nursery, tmp_path: Path, kills: int, home: str
+    preloaded: Preloaded, tmp_path: Path, kills: int, home: str
 ) -> None:
     """Of its dropout too; the base is in host memory, or read from its files."""
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**BYTE_LLAMA))
     base.to(torch.bfloat16).save_pretrained(tmp_path / "base")
-    met = survive(nursery, tmp_path, False, random.Random(f"7 {home}"), kills, files=home == "files")
+    met = survive(preloaded, tmp_path, False, random.Random(f"7 {home}"), kills, files=home == "files")
     assert (tmp_path / "straight" / "model" / "adapter_model.safetensors").exists()
     assert sum(met.values()) == kills
 
@@ -183,7 +157,7 @@ def test_a_killed_run_of_an_adapter_goes_on_bit_for_bit(
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("disk", [False, True], ids=["host", "disk"])
 @pytest.mark.parametrize("part", range(4))
-def test_two_hundred_kills(nursery: Nursery, tmp_path: Path, disk: bool, part: int) -> None:
-    met = survive(nursery, tmp_path, disk, random.Random(f"{part} {disk}"), kills=25)
+def test_two_hundred_kills(preloaded: Preloaded, tmp_path: Path, disk: bool, part: int) -> None:
+    met = survive(preloaded, tmp_path, disk, random.Random(f"{part} {disk}"), kills=25)
     print(met)
     assert len(met) >= 5, "many places are to be met"

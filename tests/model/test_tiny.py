@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, LlamaForCausalLM, PreTrainedConfig
 
 from megatrain.errors import ModelError
+from megatrain.model import causal_lm_from_config
 from megatrain.model.tiny import dropout_rates, ordinary_tokens, shrink, twin_from, twin_of, with_dropout
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192, "rope_theta": 5e5}
@@ -40,6 +41,13 @@ def real(kind: str) -> PreTrainedConfig:
 def small_of(kind: str) -> PreTrainedConfig:
     """Shared: not to be changed."""
     return shrink(real(kind))
+
+
+def test_no_device_is_seeded_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that makes one for its check leaves the user's random state on a GPU as it was."""
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("devices are seeded"))
+    twin_from(small_of("gpt2"), 0)
+    causal_lm_from_config(small_of("gpt2").to_dict(), 0)
 
 
 def switches(config: PreTrainedConfig) -> dict[str, object]:

@@ -23,7 +23,7 @@ from megatrain.train.checkpoints import Checkpoints
 from megatrain.train.engine import Engine
 from megatrain.train.events import Event, Stepped
 from megatrain.train.metrics import JsonLines
-from tests.run.test_resume import config_of, interrupt_at, not_finite_at, steps_in, weights
+from tests.run.test_resume import config_of, interrupt_at, not_finite_at, steps_in, wait_for_each_save, weights
 from tests.run.test_training import lines, losses, train
 from tests.tiny import equal
 
@@ -98,6 +98,7 @@ def test_a_run_that_could_not_save_its_end_says_so_once_and_does_not_end_well(
     heard = io.StringIO()
     with monkeypatch.context() as patched:
         patched.setattr(save, "_refuse_too_little_space", full)
+        wait_for_each_save(patched)
         what = "the state after step 6, the last one, was not saved; the newest checkpoint is that of step 2; the model"
         with pytest.raises(CheckpointError, match=what + r".*set resume=auto, which goes on after step 2"):
             run_training(config_of(tmp_path), Console(file=heard, width=500))

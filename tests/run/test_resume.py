@@ -73,6 +73,17 @@ def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "step", interrupted)
 
 
+def wait_for_each_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step begins before the save of an earlier one is over: where one is under way, the next is left out."""
+    honest = Engine.step
+
+    def patient(engine: Engine, micro_batches: Any, *how: Any) -> StepOutput:
+        engine.saver.wait()
+        return honest(engine, micro_batches, *how)
+
+    monkeypatch.setattr(Engine, "step", patient)
+
+
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and weights of a run that is left alone."""
@@ -443,13 +454,7 @@ def test_a_deadline_that_a_save_cannot_keep_leaves_the_older_checkpoint(
 
 @pytest.mark.slow
 def test_retention_keeps_the_last_the_regular_and_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Engine.step
-
-    def patient(engine: Engine, micro_batches: Any, *how: Any) -> StepOutput:
-        engine.saver.wait()
-        return honest(engine, micro_batches, *how)
-
-    monkeypatch.setattr(Engine, "step", patient)
+    wait_for_each_save(monkeypatch)
     kept = {"every": 1, "keep_last": 1, "keep_every": 4, "keep_best": 1}
     train(config_of(tmp_path, checkpoint=kept, train={"eval_every": 1}))
     assert {4, 6} <= set(steps_in(tmp_path / "run")) <= {4, 5, 6}
