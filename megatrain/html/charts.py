@@ -154,6 +154,7 @@ def _figure(
     traces += _marks(go, events)
     steps = np.concatenate([each.xs for each in thin])
     few = steps.max() - steps.min() < 6
+    large = float(np.nanmax(np.abs(np.concatenate([each.highs for each in thin])))) >= 1e4
     figure = go.Figure(
         traces,
         go.Layout(
@@ -173,7 +174,7 @@ def _figure(
             yaxis={
                 "type": "log" if logarithmic else "linear",
                 "rangemode": "normal" if floor is None else "tozero",
-                "exponentformat": "SI" if unit == "B" else "e",
+                "exponentformat": "SI" if unit == "B" or large else "e",
                 "separatethousands": True,
                 "ticksuffix": unit,
                 "zeroline": False,
