@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatrain.checkpoint import export_units
-from megatrain.data import load_tokenizer
+from megatrain.data import load_tokenizer, save_tokenizer
 from megatrain.errors import DataError, ExportError
 from megatrain.model import AdaptedSource, Progress, Source, listed, model_named, port_model, pretrained_source
 from megatrain.run.history import CONFIG
@@ -117,7 +118,6 @@ def _masters(source: Source, unit: UnitSpec) -> dict[str, Tensor]:
 
 def _tokenizer(name: str) -> Callable[[Path], object] | None:
     try:
-        save: Callable[[Path], object] = load_tokenizer(name).save_pretrained
+        return partial(save_tokenizer, load_tokenizer(name))
     except DataError:  # a model without one is a model still
         return None
-    return save

@@ -515,7 +515,7 @@ def _facts(plan: Plan, run: Config | None) -> list[tuple[str, str]]:
     return [
         ("model", describe_model(plan.question.model)),
         ("machine", f"{hardware.name}: {device}{amount(hardware.sharing_ranks * hardware.host_nbytes)} host"),
-        *_beyond(plan.question),
+        *_asked(plan.question),
         ("attention", plan.question.model.attention),
         ("policy", "; ".join(describe_policy(plan.numerics, plan.policy))),
         *_disk_tier(plan),
@@ -523,15 +523,15 @@ def _facts(plan: Plan, run: Config | None) -> list[tuple[str, str]]:
     ]
 
 
-def _beyond(question: Question) -> list[tuple[str, str]]:
-    """Memories of which more is asked about than the described machine has."""
+def _asked(question: Question) -> list[tuple[str, str]]:
+    """Memories of which another amount is asked about than the described machine has."""
     hardware = question.hardware
     there = {"device": hardware.device_nbytes, "host": hardware.host_nbytes, "disk": hardware.disk_nbytes or 0}
     each = " for each rank" if question.model.ranks > 1 else ""
     return [
         (f"{tier} memory", f"{amount(asked)} as asked{each}; the described machine has {amount(there[tier])}")
         for tier in there
-        if (asked := question.limits.of(tier) or 0) > there[tier]
+        if (asked := question.limits.of(tier)) and asked != there[tier]
     ]
 
 

@@ -184,8 +184,8 @@ class AdapterSection(Section):
 
 class DataSection(Section):
     sources: Sources
-    """Text, or samples in JSON, JSON lines, Parquet or Arrow: files, folders, hub names, dataset_info.json#NAME; a file
-    of token ids; or `python-stdlib`, the code of Python's own library."""
+    """Text, or samples in JSON, JSON lines, CSV, TSV, Parquet or Arrow: files, .gz and .zst too, folders, hub names,
+    dataset_info.json#NAME; a file of token ids; or `python-stdlib`, the code of Python's own library."""
     streaming: bool = False
     """Read all sources as they come, on the hub too, neither encoded nor counted before the run: train.steps then says
     how long it is, and several sources need weights."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -34,6 +35,7 @@ Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
 
 END_OF_TEXT = "<|endoftext|>"
 HUB_TIMEOUT_SECONDS = 5.0
+SENTENCE_PIECES = "tokenizer.model"
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -143,6 +145,21 @@ def marked_chat(
         **{**tokenizer.special_tokens_map, **values},
     )
     return texts[0], [(start, stop) for start, stop in marks[0]]
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write a tokenizer into a model's folder, such that transformers 4 and llama.cpp's converter read it, too.
+
+    transformers 5 writes a name of its general class that 4 does not know, where both know the older one, and leaves
+    out the SentencePiece model of whom it was read from, the only file from which Gemma's vocabulary is converted.
+    """
+    tokenizer.save_pretrained(folder)
+    described = folder / "tokenizer_config.json"
+    if '"TokenizersBackend"' in (text := described.read_text("utf-8")):
+        described.write_text(text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'), "utf-8")
+    pieces = Path(str(tokenizer.init_kwargs.get("vocab_file")))
+    if pieces.name == SENTENCE_PIECES and pieces.is_file() and not (folder / SENTENCE_PIECES).exists():
+        shutil.copyfile(pieces, folder / SENTENCE_PIECES)
 
 
 def leading_ids(tokenizer: Tokenizer) -> list[int]:

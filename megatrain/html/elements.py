@@ -84,7 +84,7 @@ main { max-width: 1100px; margin: 0 auto; padding: 1.5rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
 h3 { font-size: 1rem; margin: .8rem 0 .3rem; } dt { font-weight: 600; } dd { margin: 0; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1.2rem; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+.wide { overflow-x: auto; margin: .5rem 0; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .25rem .7rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; } .heat td { text-align: center; } .none { opacity: .55; }
 .bar { display: flex; height: 1.5rem; background: var(--soft); margin: .2rem 0; overflow: hidden; }

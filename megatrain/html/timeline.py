@@ -91,7 +91,8 @@ TIMELINE = """
   const width = () => Math.max(1, canvas.clientWidth - LEFT);
   const toX = time => LEFT + (time - from) / span * width();
   const toTime = x => from + (x - LEFT) / width() * span;
-  const scaled = (n, units) => { const [size, unit] = units.find(([size]) => n >= size) || units[units.length - 1];
+  const scaled = (n, units) => { if (n === 0) return "0";
+    const [size, unit] = units.find(([size]) => n >= size) || units[units.length - 1];
     return (n / size).toFixed(size === 1 && unit === "B" ? 0 : 3) + " " + unit; };
   const seconds = s => scaled(s, [[1, "s"], [1e-3, "ms"], [1e-6, "us"]]);
   const bytes = n => scaled(n, [[1e9, "GB"], [1e6, "MB"], [1, "B"]]);

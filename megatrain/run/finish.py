@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from rich.text import Text
 
 from megatrain.checkpoint import lowest_scored
 from megatrain.config import Config
-from megatrain.data import Batch, Tokenizer
+from megatrain.data import Batch, Tokenizer, save_tokenizer
 from megatrain.engine import DTYPES
 from megatrain.errors import ConfigError, ExportError
 from megatrain.model import load_trained
@@ -67,7 +68,7 @@ def save_trained(config: Config, engine: Engine, tokenizer: Tokenizer, target: P
         "trained with": f"megatrain {version('megatrain')}",
     }
     return engine.save_pretrained(
-        target, precision=config.output.precision, facts=facts, write_more=tokenizer.save_pretrained
+        target, precision=config.output.precision, facts=facts, write_more=partial(save_tokenizer, tokenizer)
     )
 
 

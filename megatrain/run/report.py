@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -194,7 +195,7 @@ def _memory(run: History, charts: dict[str, Any]) -> str:
         whole = max(sum(planned.values()), sum(taken.values()), 1.0)
         for words, uses in (("planned at its peak", planned), ("held when it began", taken)):
             if uses:
-                rows = [(f"{use}: {amount(nbytes)}", nbytes) for use, nbytes in uses.items()]
+                rows = [(f"{use}: {amount(nbytes)}", nbytes) for use, nbytes in uses.items() if nbytes]
                 parts.append(bar(f"{tier}, {words}: {amount(sum(uses.values()))}", rows, whole))
         if peak:
             parts.append(f"<p>{escape(tier)}: at most {escape(amount(peak))} held after a step.</p>")
@@ -217,7 +218,8 @@ def _samples(run: History) -> str:
     parts = []
     for at, sample in enumerate(reversed(run.samples[-MOST_ROWS:])):
         text = f"<i>{escape(sample['prompt'])}</i>{escape(sample['text'])}"
-        head = f"after step {sample['step']:,}"
+        about = shorten(sample["prompt"], 60, placeholder="…")
+        head = f"after step {sample['step']:,}{': ' if about else ''}{escape(about)}"
         parts.append(f"<details{' open' if at == 0 else ''}><summary>{head}</summary><pre>{text}</pre></details>")
     return "".join(parts)
 

@@ -36,12 +36,7 @@ from rich.text import Text
 
 from megatrain.checkpoint import Checkpoint, Retention
 from megatrain.config import AdapterSection, Config, TrainSection, save_config
-from megatrain.data import (
-    Loader,
-    Tokenizer,
-    load_tokenizer,
-    vocabulary_size,
-)
+from megatrain.data import Loader, Tokenizer, load_tokenizer, save_tokenizer, vocabulary_size
 from megatrain.device import Device, open_device
 from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.model import (
@@ -169,12 +164,12 @@ def run_training(config: Config, console: Console) -> Path:
         epochs = _epochs(config.train, corpus.loader, steps - begins)
         own = metrics, tasks
         run = _Run(engine, corpus, feed, checkpoints, tokenizer, plan, facts, claim, ranks, steps, epochs, *own)
-        ended = _train(config, run, taken, stack, console)
+        ended, tell = _train(config, run, taken, stack, console)
         if ended.step < steps and config.checkpoint.every and not checkpoints.lowest.is_over:
             checkpoints.refuse_unsaved(ended.step)
             say(f"not finished; `resume=auto` goes on after step {checkpoints.step:,}")
             return Path(checkpoints.newest)
-        saved = _leave_model(config, run, ended, console)
+        saved = _leave_model(config, run, ended, tell, console)
     if ranks.leads:
         _hand_over(config, saved, console)
     return saved
@@ -194,12 +189,13 @@ def _refuse_early(config: Config, ranks: Ranks) -> None:
         refuse_push(config.output.push, PUSH_KEY)
 
 
-def _leave_model(config: Config, run: _Run, ended: Ended, console: Console) -> Path:
+def _leave_model(config: Config, run: _Run, ended: Ended, tell: Callable[..., None], console: Console) -> Path:
     """Write the model of a run that is over, compare it with what `from_pretrained` makes of it, and return where it
-    is. Raises `CheckpointError` where the last state could not be saved beside it."""
+    is. tell: what is to be done with events. Raises `CheckpointError` where the last state could not be saved."""
     engine, of = run.engine, ended.step
     if config.output.best:
         of = restore_best(config, engine, of, run.checkpoints.lowest.since, partial(warn, console))
+    tell(*(event for task in _samples(config.train, run) if not task.is_due(of, run.steps) and (event := task.run(of))))
     saved = save_trained(config, engine, run.tokenizer, config.folder / MODEL, of)
     if config.output.verify_export and engine.structure.numel < VERIFIED_PARAMETERS:
         verify_trained(config, engine, without_reference(run.corpus.first_batch()), saved, console)
@@ -431,7 +427,7 @@ def _checkpoints(
         Retention(how.keep_last, how.keep_every, max(how.keep_best, config.output.best)),
         feed,
         {"config": resume.with_numbers(config, plan.numerics).model_dump(mode="json")},
-        write_more=tokenizer.save_pretrained,
+        write_more=partial(save_tokenizer, tokenizer),
         trust_remote_code=config.model.trust_remote_code,
         lowest=lowest,
     )
@@ -486,8 +482,11 @@ def _show(
 # During training ---------------------------------------------------------------------------------------------------
 
 
-def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack, console: Console) -> Ended:
-    """Train to the end, or until told to stop, and save what there is then."""
+def _train(
+    config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack, console: Console
+) -> tuple[Ended, Callable[..., None]]:
+    """Train to the end, or until told to stop, and save what there is then. Returns how that ended, and a function that
+    tells events to all who watch."""
     train_, checkpoints, engine = config.train, run.checkpoints, run.engine
     stop = stack.enter_context(StopSignals(config.checkpoint.deadline_seconds, checkpoints.expected_seconds))
     if config.checkpoint.every and engine.world.rank == 0:
@@ -533,7 +532,7 @@ def _train(config: Config, run: _Run, taken: Checkpoint | None, stack: ExitStack
         raise
     if config.checkpoint.every:
         _tell(watchers, *checkpoints.finish(ended.step, stop.remaining_seconds()))
-    return ended
+    return ended, partial(_tell, watchers)
 
 
 def _tell(watchers: Sequence[Watcher], *events: Event) -> None:
@@ -578,10 +577,14 @@ def _measurements(config: Config, run: _Run) -> list[Task]:
         size = run.plan.micro_batch, run.plan.micro_batch * config.data.sequence_length
         ask = partial(run.tasks.run, engine=engine, tokenizer=tokenizer, rows=size[0], tokens=size[1])
         tasks.append(Task(run.tasks.section.every, ask))
-    if train.sample_tokens:
-        sample = partial(sample_of, train, engine, run.corpus, tokenizer)
-        tasks += [Task(train.sample_every, partial(sample, prompt)) for prompt in train.sample_prompts]
-    return tasks
+    return tasks + _samples(train, run)
+
+
+def _samples(train: TrainSection, run: _Run) -> list[Task]:
+    if not train.sample_tokens:
+        return []
+    sample = partial(sample_of, train, run.engine, run.corpus, run.tokenizer)
+    return [Task(train.sample_every, partial(sample, prompt)) for prompt in train.sample_prompts]
 
 
 def _over(lowest: LowestLoss, step: int, steps: int) -> StoppedEarly | None:

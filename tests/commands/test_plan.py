@@ -386,13 +386,15 @@ def test_an_option_is_refused_before_the_model_is_read(
 
 
 @pytest.mark.usefixtures("plan_alone")
-def test_more_memory_than_a_described_machine_has_is_said_and_than_this_one_refused(
+def test_another_memory_than_a_described_machine_has_is_said_and_more_than_this_one_has_refused(
     saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = shown(saved, hardware="h200", host_memory="4TB", tokens_per_step=4096, length=512)
     assert "4.00 TB as asked; the described machine has 1.64 TB" in told
     assert "total of 4.00 TB" in told
-    assert "as asked" not in shown(saved, hardware="h200", host_memory="1TB", tokens_per_step=4096, length=512)
+    less = shown(saved, hardware="h200", host_memory="1TB", tokens_per_step=4096, length=512)
+    assert "1.00 TB as asked; the described machine has 1.64 TB" in less
+    assert "as asked" not in shown(saved, hardware="h200", tokens_per_step=4096, length=512)
     monkeypatch.setattr(megatrain.run.this_machine, "PROBED", tmp_path / "hardware.json")
     save_hardware(machine("laptop"), tmp_path / "hardware.json")
     with pytest.raises(ConfigError, match=r"--host-memory: 4.00 TB of host memory, and this machine has 30.1 GB; "):

@@ -22,6 +22,7 @@ from megatrain.data.tokenizer import (
     encode_texts,
     end_of_text_id,
     load_tokenizer,
+    save_tokenizer,
     tokenizer_identity,
     vocabulary_size,
 )
@@ -72,7 +73,7 @@ def test_the_vocabulary_is_the_256_bytes_in_order_and_an_end_of_text() -> None:
 def test_a_saved_byte_tokenizer_is_loaded_again_from_any_model_folder(tmp_path: Path, model_type: str | None) -> None:
     if model_type:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    BYTES.save_pretrained(tmp_path)
+    save_tokenizer(BYTES, tmp_path)
     text = f"e\u0301  {END_OF_TEXT}\n漢"
     loaded = load_tokenizer(str(tmp_path))
     for tokenizer in (loaded, transformers.AutoTokenizer.from_pretrained(tmp_path)):
@@ -81,6 +82,21 @@ def test_a_saved_byte_tokenizer_is_loaded_again_from_any_model_folder(tmp_path: 
         assert tokenizer.eos_token_id == 256
     assert encode_text(loaded, text).dtype == np.uint8  # the fast path knows it again
     assert tokenizer_identity(loaded) == tokenizer_identity(BYTES)
+
+
+def test_a_saved_tokenizer_has_what_transformers_4_and_converters_read(tmp_path: Path) -> None:
+    """The class by the name that both major versions know, and the SentencePiece model that it came with."""
+    (tmp_path / "from").mkdir()
+    (tmp_path / "from" / "tokenizer.model").write_bytes(b"pieces")
+    word_tokenizer(eos_token="</s>").save_pretrained(tmp_path / "from")
+    loaded = load_tokenizer(str(tmp_path / "from"))
+    assert loaded.init_kwargs["vocab_file"] == str(tmp_path / "from" / "tokenizer.model")
+    for _ in range(2):
+        save_tokenizer(loaded, tmp_path / "to")
+    described = json.loads((tmp_path / "to" / "tokenizer_config.json").read_text())
+    assert described["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert (tmp_path / "to" / "tokenizer.model").read_bytes() == b"pieces"
+    assert tokenizer_identity(load_tokenizer(str(tmp_path / "to"))) == tokenizer_identity(loaded)
 
 
 @given(st.lists(st.text(alphabet="aAbB éunkow<|>/s ")))

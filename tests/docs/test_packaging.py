@@ -36,6 +36,19 @@ def test_what_a_container_copies_is_there_and_reaches_it(path: Path) -> None:
         assert f"!{name}" in ignored, name
 
 
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_whoever_runs_a_container_may_write_its_home(path: Path) -> None:
+    """A user id without an account has `/` as its home, where no cache can be."""
+    text = path.read_text()
+    (folder,) = re.findall(r"^WORKDIR (.*)$", text, re.MULTILINE)
+    assert f"\nENV HOME={folder}\n" in text
+    assert re.search(r"^RUN .*chmod a\+rwx \. runs$", text, re.MULTILINE)
+
+
+def test_the_container_for_a_gpu_can_compile_what_triton_launches_kernels_with() -> None:
+    assert re.search(r"^RUN .* gcc libc6-dev ", (ROOT / "docker" / "cuda.Dockerfile").read_text(), re.MULTILINE)
+
+
 def test_the_container_without_a_gpu_has_the_constrained_torch() -> None:
     (pinned,) = re.findall(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert f'"torch=={pinned}+cpu"' in (ROOT / "docker" / "cpu.Dockerfile").read_text()

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 BROWSER = next((found for name in ("chromium", "google-chrome", "chrome") if (found := shutil.which(name))), None)
+QUIET = ("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync")
+"""Else it looks for updates of its own."""
 FRAME = """<!doctype html><body style="margin:0"><iframe id="page" style="border:0;width:WIDTHpx;height:3000px">
 </iframe>
 <pre id="seen"></pre><script>
@@ -44,7 +46,7 @@ def seen(page: str, folder: Path, *, width: int, act: str = "") -> dict[str, Any
     assert BROWSER is not None
     (folder / "page.html").write_text(page.replace('<meta name="viewport"', WATCH + '<meta name="viewport"', 1))
     (folder / "frame.html").write_text(FRAME.replace("WIDTH", str(width)).replace("ACT", act))
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", *QUIET]
     command += [f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=20000", "--window-size=1300,3000"]
     done = subprocess.run(
         [*command, "--dump-dom", f"file://{folder / 'frame.html'}"], capture_output=True, text=True, timeout=240

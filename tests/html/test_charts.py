@@ -98,6 +98,12 @@ def test_norms_that_differ_by_orders_get_a_logarithmic_axis() -> None:
     assert figure["layout"]["yaxis"]["type"] == "linear"
 
 
+def test_thousands_are_written_as_k_and_learning_rates_as_powers_of_ten() -> None:
+    for value, how in ((15e3, "SI"), (6e-4, "e"), (3.0, "e")):
+        _, figure = drawn([Curve("x", [1, 2, 3], [0.0, math.nan, value])])
+        assert figure["layout"]["yaxis"]["exponentformat"] == how
+
+
 def test_each_kind_of_event_has_a_symbol_and_a_line() -> None:
     events = [ChartEvent(2, "resumed", "at 2"), ChartEvent(3, "skipped", "at 3"), ChartEvent(4, "resumed", "at 4")]
     _, figure = drawn([Curve("x", [1, 5], [1.0, 2.0])], events)

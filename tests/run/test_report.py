@@ -39,7 +39,7 @@ from tests.train.test_metrics import stepped
 
 
 def planned(model: str = "Llama") -> Planned:
-    owners = {"host": {"optimizer state": 3_000, "weights": 2_000}}
+    owners = {"host": {"optimizer state": 3_000, "weights": 2_000, "checkpoint": 0}}
     return Planned(0, model, {"model": model, "policy": "keeps all"}, 1.5, owners, owners)
 
 
@@ -90,9 +90,10 @@ def test_everything_that_was_told_is_in_the_page(tmp_path: Path) -> None:
     for part in (
         *("Llama: a", "finished", "3 of 10", "perplexity 7.389", "optimizer state", "keeps all", "the disk is full"),
         *("rolled back", "replanned", "weight_slots 2 -> 3", "resumed", "skipped", "def f(x): <b>", "steps: 10"),
-        *("step-00000002", "removed", "3.00 kB", "no step was traced", "the plan said 1.50 s"),
+        *("step-00000002", "removed", "3.00 kB", "no step was traced", "the plan said 1.50 s", "after step 3: def"),
     ):
         assert part in said, part
+    assert "0 B" not in said
     names = [trace["name"] for trace in charts(tmp_path / "a")["loss"]["data"]]
     assert names == ["training", "held-out text", "gone back from", "replanned", "skipped", "rolled back", "resumed"]
 

@@ -129,6 +129,7 @@ def test_a_run_whose_loss_does_not_fall_ends_finished_and_its_best_state_is_the_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     early = {"steps": 9, "early_stopping_patience": 2, "early_stopping_threshold": 0.5}
+    early |= {"sample_tokens": 3, "sample_prompts": ["a", "b"]}
     config = run_of(tmp_path, train=early, output={"best": True}, checkpoint={"every": 100, "keep_last": 1})
     falling([3.0, 2.0, 1.9, 2.5], monkeypatch)
     said = " ".join(train(config).split())
@@ -143,6 +144,8 @@ def test_a_run_whose_loss_does_not_fall_ends_finished_and_its_best_state_is_the_
     card = (tmp_path / "run" / "model" / "README.md").read_text()
     assert "| validation loss | 1.9000 after step 3 |" in card
     assert "mean of the last 3 steps" in card, "those that the model has seen"
+    drawn = [(line["step"], line["prompt"]) for line in lines(tmp_path / "run") if line["event"] == "sampled"]
+    assert drawn == [(3, "a"), (3, "b")], "of the state in model/, once"
 
     again = config.model_copy(update={"resume": "auto"})
     said = " ".join(train(again).split())
@@ -172,9 +175,11 @@ def test_losses_of_what_is_measured_no_more_do_not_count(tmp_path: Path, monkeyp
     (own := tmp_path / "own.txt").write_text("aaaa " * 90)
     kept = {"every": 1, "keep_last": 1, "keep_best": 1}
     of = {"data": {"validation": str(own)}, "output": {"best": True}, "checkpoint": kept}
-    config = run_of(tmp_path, **of, train={"steps": 2})
+    config = run_of(tmp_path, **of, train={"steps": 2, "sample_tokens": 2})
     falling([1.0, 1.1], monkeypatch)
     assert "the model is the state after step 1," in " ".join(train(config).split())
+    drawn = [line["step"] for line in lines(tmp_path / "run") if line["event"] == "sampled"]
+    assert drawn == [2, 1], "of the last state, and of the one in model/"
     own.write_text("q9#zK!" * 20)
     falling([4.0, 3.0, 5.0], monkeypatch)
     longer = run_of(tmp_path, **of, train={"steps": 5}).model_copy(update={"resume": "auto"})
