@@ -33,7 +33,9 @@ ANSWER_SECONDS = 0.4
 """In which a rank that lives answers, whatever it is at: a thread does it."""
 PAUSE_SECONDS = 0.2
 """Between looks at how long this rank has waited."""
-PROMPT = frozenset({"micro-batches of a step", "a schedule", "losses", "the norm", "bytes written", "operations", "a stop"})
+PROMPT = frozenset(
+    {"micro-batches of a step", "a schedule", "losses", "the norm", "bytes written", "operations", "a stop"}
+)
 """What ranks tell each other in every step. It takes as long on all: who waits for it waits as long as on a device."""
 KEY_NBYTES = 32
 """Of what a rank says to be let in."""
@@ -52,8 +54,8 @@ class Met(Protocol):
 
 
 class Watch:
-    """This rank's connection to the others. address: of the machine of the first. limits: by carrier, the seconds that a
-    collective may take, on `host` where one rank works for all; the first look for who is missing comes after the
+    """This rank's connection to the others. address: of the machine of the first. limits: by carrier, the seconds that
+    a collective may take, on `host` where one rank works for all; the first look for who is missing comes after the
     least of them. Raises `RankError`."""
 
     def __init__(self, world: Met, address: str, limits: Mapping[str, float] | None = None) -> None:

@@ -1,8 +1,9 @@
 """One rank's view of the world: its rank, the world size, messages exchanged with the others, and collectives.
 
 All ranks call the same things in the same order, on each carrier apart: `device` carries what the schedule has them do,
-`host` what they tell each other between and around steps, `beside` what a thread that saves does. What is summed is summed in the order of the ranks, in
-float32, so that it is a function of what they bring, and not of who came first or of a library's tree.
+`host` what they tell each other between and around steps, `beside` what a thread that saves does. What is summed is
+summed in the order of the ranks, in float32, so that it is a function of what they bring, and not of who came first or
+of a library's tree.
 
 It leaves out how bytes travel (`Collectives`: between processes, or between threads in tests).
 """
@@ -157,8 +158,8 @@ class World:
             self.host.all_gather(torch.empty(self.size, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8))
 
     def reduce_there(self, own: Tensor, terms: Sequence[Tensor]) -> Tensor:
-        """As `reduce`, of the `terms` of all ranks, each float32[ranks * n], where each rank has them and nobody changes
-        them meanwhile."""
+        """As `reduce`, of the `terms` of all ranks, each float32[ranks * n], where each rank has them and nobody
+        changes them meanwhile."""
         parts = [each.view(self.size, -1)[self.rank] for each in terms]
         largest = []
         for start in range(0, own.numel(), AT_ONCE):
