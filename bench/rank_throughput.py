@@ -8,8 +8,8 @@ two do apart is what their processors give; the ratio of tokens per second, summ
 keeps of it, formed turn by turn; and that of processor time, which other programs disturb less, and waits not at all.
 The model is a Llama of 12M parameters in float32. On processors nothing hides what ranks exchange: the cores that
 compute move it, too, so a step keeps more the more tokens it has. It counts as compute-bound where the exchange alone
-(weights gathered twice, gradients summed once), timed with nothing else to do, takes at most a fiftieth of compute; the
-table says how much it takes. Left out: GPUs, and links of several machines.
+(weights gathered twice, gradients summed once), timed with nothing else to do, takes at most a twenty-fifth of compute:
+0.95 leaves a twentieth for everything. The table says how much it takes. Left out: GPUs, and links of several machines.
 """
 
 from __future__ import annotations
