@@ -1,12 +1,15 @@
 """Measures what two ranks lose: tokens per second of one run of two against two independent runs, one thread each.
 
-    python -m bench.rank_throughput [--pairs N] [--delivery gather|shared]
+    python -m bench.rank_throughput [--pairs N] [--delivery gather|shared] [--sequences N]
 
 Two processes on this machine's processors take turns, at the same time as each other: a step of one model that both
 train over gloo, each with its own sequences, and a step in which each trains a model of its own on as many. What the
 two do apart is what their processors give; the ratio of tokens per second, summed over both, is what training together
-keeps of it, formed turn by turn. The model is a Llama of 12M parameters in float32, in steps of so many tokens that
-compute is most of them. Left out: GPUs, and links of several machines.
+keeps of it, formed turn by turn; and that of processor time, which other programs disturb less, and waits not at all.
+The model is a Llama of 12M parameters in float32. On processors nothing hides what ranks exchange: the cores that
+compute move it, too, so a step keeps more the more tokens it has. It counts as compute-bound where the exchange alone
+(weights gathered twice, gradients summed once), timed with nothing else to do, takes at most a twenty-fifth of compute:
+0.95 leaves a twentieth for everything. The table says how much it takes. Left out: GPUs, and links of several machines.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import socket
 import statistics
 import sys
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatrain.spec.policy import Delivery
@@ -24,8 +28,10 @@ from megatrain.spec.policy import Delivery
 if TYPE_CHECKING:
     from multiprocessing.queues import SimpleQueue
 
+    from megatrain.dist import World
+
 RANKS = 2
-SEQUENCES, LENGTH = 2, 512
+SEQUENCES, LENGTH = 4, 512
 SHAPE = {
     "vocab_size": 2048,
     "hidden_size": 384,
@@ -41,7 +47,33 @@ Turn = tuple[float, float]
 """Tokens per second of both: together, and apart."""
 
 
-def serve(rank: int, port: int, pairs: int, delivery: Delivery, answers: SimpleQueue[list[Turn]]) -> None:
+@dataclass(frozen=True)
+class Found:
+    """Of one delivery, turn by turn: tokens per second, and tokens per second of processor time; and what the exchange
+    alone takes of what compute does."""
+
+    turns: list[Turn]
+    processor_turns: list[Turn]
+    exchange_share: float
+
+
+def exchange_seconds(world: World, elements: int) -> float:
+    """To gather so many float32 numbers twice and to sum them once, the quickest of some times."""
+    import torch
+
+    own, whole, received = (torch.zeros(count) for count in (elements // RANKS, elements, elements))
+    taken = []
+    for _ in range(5):
+        world.meet()
+        begin = time.perf_counter()
+        for _ in range(2):
+            world.gather(whole.view(torch.uint8), own.view(torch.uint8))
+        world.reduce(own, received, whole)
+        taken.append(time.perf_counter() - begin)
+    return max(world.exchange("seconds", min(taken)))
+
+
+def serve(rank: int, port: int, pairs: int, delivery: Delivery, sequences: int, answers: SimpleQueue[Found]) -> None:
     """One of the two processes: both kinds of step, by turns. The first tells what they have reached."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch
@@ -55,7 +87,7 @@ def serve(rank: int, port: int, pairs: int, delivery: Delivery, answers: SimpleQ
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SHAPE))  # type: ignore[arg-type]
-    ids = torch.randint(SHAPE["vocab_size"], (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(rank))
+    ids = torch.randint(SHAPE["vocab_size"], (sequences, LENGTH), generator=torch.Generator().manual_seed(rank))
     batch = {"input_ids": ids, "labels": ids}
     world = join(rank, RANKS, "cpu")
 
@@ -65,35 +97,48 @@ def serve(rank: int, port: int, pairs: int, delivery: Delivery, answers: SimpleQ
         numbered = ALONE if alone else world
         return Engine.from_model(model, precision="fp32", policy=policy, verify=False, world=numbered)
 
-    def rate(one: Engine, *, waits: bool) -> float:
-        """Tokens per second of both in a step; of ranks that wait for each other, by the time of the slower."""
+    def rates(one: Engine, *, waits: bool) -> Turn:
+        """Tokens per second, and per second of processor time, of both in a step; of ranks that wait for each other, by
+        the time of the slower."""
         world.meet()
-        begin = time.perf_counter()
+        begin, processor = time.perf_counter(), time.process_time()
         one.step([batch], 1e-4)
-        taken = world.exchange("seconds", time.perf_counter() - begin)
-        tokens = SEQUENCES * LENGTH
-        return RANKS * tokens / max(taken) if waits else sum(tokens / each for each in taken)
+        mine = time.perf_counter() - begin, time.process_time() - processor
+        taken, used = zip(*world.exchange("seconds", mine), strict=True)
+        tokens = sequences * LENGTH
+        return RANKS * tokens / max(taken) if waits else sum(tokens / each for each in taken), RANKS * tokens / sum(
+            used
+        )
 
-    found = []
+    elements = sum(each.numel() for each in model.parameters()) // RANKS * RANKS
+    exchange = exchange_seconds(world, elements)
+    found, used, compute = list[Turn](), list[Turn](), list[float]()
     with engine(RANKS) as together, engine(1) as apart:
         for turn in range(1 + pairs):  # the first warms up
             turns = [(together, True), (apart, False)]
-            rates = {waits: rate(one, waits=waits) for one, waits in (turns if turn % 2 else reversed(turns))}
-            found.append((rates[True], rates[False]))
+            both = {waits: rates(one, waits=waits) for one, waits in (turns if turn % 2 else reversed(turns))}
+            of_clock, of_processor = zip(both[True], both[False], strict=True)
+            found.append(of_clock)
+            used.append(of_processor)
+            timeline = apart._streamer.timeline
+            assert timeline is not None
+            compute.append(timeline.busy_seconds("compute"))
     if rank == 0:
-        answers.put(found[1:])
+        answers.put(Found(found[1:], used[1:], exchange / min(compute)))
 
 
-def measured(pairs: int, delivery: Delivery) -> list[Turn]:
-    """Of each turn. Raises `RuntimeError` where a process fails."""
+def measured(pairs: int, delivery: Delivery, sequences: int) -> Found:
+    """Raises `RuntimeError` where a process fails."""
     import multiprocessing
 
     spawn = multiprocessing.get_context("spawn")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    answers: SimpleQueue[list[Turn]] = spawn.SimpleQueue()
-    processes = [spawn.Process(target=serve, args=(rank, port, pairs, delivery, answers)) for rank in range(RANKS)]
+    answers: SimpleQueue[Found] = spawn.SimpleQueue()
+    processes = [
+        spawn.Process(target=serve, args=(rank, port, pairs, delivery, sequences, answers)) for rank in range(RANKS)
+    ]
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
@@ -110,16 +155,17 @@ def measured(pairs: int, delivery: Delivery) -> list[Turn]:
     return answers.get()
 
 
-def table(found: dict[Delivery, list[Turn]]) -> list[str]:
+def table(found: dict[Delivery, Found]) -> list[str]:
     lines = [
-        "| delivery | together, tokens/s | apart, tokens/s | ratio, median of turns | least, most |",
-        "|---" * 5 + "|",
+        "| delivery | together, tokens/s | apart, tokens/s | ratio, median of turns | least, most "
+        "| ratio by processor time | the exchange alone, of compute |",
+        "|---" * 7 + "|",
     ]
-    for delivery, turns in found.items():
-        ratios = [together / apart for together, apart in turns]
-        both = " | ".join(f"{statistics.median(rates):,.0f}" for rates in zip(*turns, strict=True))
-        span = f"{min(ratios):.2f}, {max(ratios):.2f}"
-        lines.append(f"| {delivery} | {both} | {statistics.median(ratios):.2f} | {span} |")
+    for delivery, each in found.items():
+        ratios, processor = ([together / apart for together, apart in of] for of in (each.turns, each.processor_turns))
+        both = " | ".join(f"{statistics.median(rates):,.0f}" for rates in zip(*each.turns, strict=True))
+        cells = [delivery, both, f"{statistics.median(ratios):.3f}", f"{min(ratios):.2f}, {max(ratios):.2f}"]
+        lines.append(f"| {' | '.join(cells)} | {statistics.median(processor):.3f} | {each.exchange_share:.1%} |")
     return lines
 
 
@@ -127,9 +173,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="two ranks against two runs apart, in tokens per second")
     parser.add_argument("--pairs", type=int, default=9, help="turns (default: 9)")
     parser.add_argument("--delivery", choices=("gather", "shared"), help="of weights (default: both, one by one)")
+    parser.add_argument("--sequences", type=int, default=SEQUENCES, help=f"of a step of each, of {LENGTH} tokens")
     arguments = parser.parse_args()
     deliveries: list[Delivery] = [arguments.delivery] if arguments.delivery else ["gather", "shared"]
-    print("\n".join(table({each: measured(arguments.pairs, each) for each in deliveries})))
+    print("\n".join(table({each: measured(arguments.pairs, each, arguments.sequences) for each in deliveries})))
     return 0
 
 

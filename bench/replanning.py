@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatrain import AdamW, Engine, Policy
 from megatrain.device.base import Event, Stream, Task, Work
-from megatrain.device.cpu import COPIES, CpuDevice
+from megatrain.device.cpu import CpuDevice
 from megatrain.device.worker import worker_of
 from megatrain.plan import Choice, Plan, Question, calibrate, contention, examine, find_plan, op_seconds
 from megatrain.run.replan import Replanner
@@ -71,7 +71,7 @@ class ThrottledDevice(CpuDevice):
         self.bandwidth = bandwidth
 
     def stream(self, name: str) -> Stream:
-        if name not in COPIES:
+        if name not in ("fetch", "grad"):
             return super().stream(name)
         return ThrottledStream(self, worker_of(self._workers, name))
 

@@ -1,7 +1,8 @@
 """The cpu as a device: compute in the foreground, host work on a worker thread, one memory for both.
 
-Matrix products already use every core, so compute and copies run at once where they are submitted; the `host` stream
-(the optimizer pass) has a thread, and so have `read` and `write` (the disk). Since compute reads host memory, a policy
+Matrix products already use every core, so compute and fetches run at once where they are submitted; the `host` stream
+(the optimizer pass) has a thread, and so have `read` and `write` (the disk), what ranks do together, and gradients on
+their way home, which wait for other ranks while compute goes on. Since compute reads host memory, a policy
 with `shares_memory` needs no fetch at all. It leaves out memory nodes and page-locking, which mean nothing to a cpu.
 """
 
@@ -23,7 +24,6 @@ from megatrain.device.host_memory import mapped
 from megatrain.device.worker import WorkerStream, as_foreground_error, close_workers, raise_first, worker_of
 from megatrain.errors import DeviceError
 
-COPIES = ("fetch", "grad")
 MOST_KEPT = 1 << 20
 """Bytes below which a discarded buffer is kept: letting go of it costs more than it is worth."""
 ALIGNMENT = 64
@@ -77,9 +77,9 @@ class CpuDevice(OnTheHost):
     timed = True  # always: two readings of a clock cost nothing here
 
     def __init__(self) -> None:
-        self._inline = {name: InlineStream(name) for name in ("compute", *COPIES)}
+        self._inline = {name: InlineStream(name) for name in ("compute", "fetch")}
         self._workers = {"host": WorkerStream("host")}
-        """Streams with a thread: host work, and reading and writing the disk once there is any."""
+        """Streams with a thread: host work, and the others once there is any of theirs."""
         self._closed = False
         self._mappings: dict[int, mmap.mmap] = {}
         self._finalizer = weakref.finalize(self, close_workers, self._workers)  # one that is dropped leaves no thread

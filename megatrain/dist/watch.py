@@ -13,6 +13,7 @@ import json
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -32,6 +33,10 @@ ANSWER_SECONDS = 0.4
 """In which a rank that lives answers, whatever it is at: a thread does it."""
 PAUSE_SECONDS = 0.2
 """Between looks at how long this rank has waited."""
+PROMPT = frozenset(
+    {"micro-batches of a step", "a schedule", "losses", "the norm", "bytes written", "operations", "a stop"}
+)
+"""What ranks tell each other in every step. It takes as long on all: who waits for it waits as long as on a device."""
 KEY_NBYTES = 32
 """Of what a rank says to be let in."""
 ENDED = 1
@@ -49,8 +54,9 @@ class Met(Protocol):
 
 
 class Watch:
-    """This rank's connection to the others. address: of the machine of the first. limits: by carrier, the seconds that a
-    collective may take; the first look for who is missing comes after the least of them. Raises `RankError`."""
+    """This rank's connection to the others. address: of the machine of the first. limits: by carrier, the seconds that
+    a collective may take, on `host` where one rank works for all; the first look for who is missing comes after the
+    least of them. Raises `RankError`."""
 
     def __init__(self, world: Met, address: str, limits: Mapping[str, float] | None = None) -> None:
         self._rank, self._size = world.rank, world.size
@@ -225,8 +231,12 @@ class Watch:
 
     def _state(self) -> dict[str, Any]:
         """Of this rank, as it tells it: the collectives that it has come to, by carrier, and what it is doing."""
+        return {"come_to": dict(self._come_to), "doing": self._op() or _innermost_call()}
+
+    def _op(self) -> str:
+        """The op that is under way, in words."""
         doing = self._doing()
-        return {"come_to": dict(self._come_to), "doing": "" if doing is None else doing()}
+        return "" if doing is None else doing()
 
     def _waiting(self) -> dict[str, float]:
         """Seconds, by carrier, in collectives that are not over."""
@@ -244,17 +254,24 @@ class Watch:
             if not late or self._clock < self._asked + least / 2 or self._heard.is_set():
                 continue
             self._asked, name = self._clock, max(late, key=lambda each: late[each])
-            missed = name, self._come_to[name], late[name], self._state()["doing"] or self.about
+            is_due = late[name] >= (least if self._is_prompt(name) else self._limits.get(name, 0.0))
+            waits_at = self._op() or self.about
+            missed = name, self._come_to[name], late[name], waits_at, is_due
             if self._rank == 0:
                 self._look(*missed)
                 continue
             self._first_answers.clear()
             self._tell({"misses": missed})
             if not self._first_answers.wait(ANSWER_SECONDS):
-                self._end(self._named(0, _stands_still(late[name], missed[-1])), PAUSE_SECONDS)
+                self._end(self._named(0, _stands_still(late[name], waits_at)), PAUSE_SECONDS)
 
-    def _look(self, carrier: str, number: int, seconds: float, waits_at: str) -> None:
-        """On the first rank: who has not come to a collective that another has waited in for `seconds`?"""
+    def _is_prompt(self, carrier: str) -> bool:
+        """Whether this rank waits for what all do alike, in steps behind the first."""
+        return carrier == "host" and self.about in PROMPT and self._doing() is not None
+
+    def _look(self, carrier: str, number: int, seconds: float, waits_at: str, is_due: bool) -> None:
+        """On the first rank: who has not come to a collective that another has waited in for `seconds`? is_due: whether
+        that is too long for a rank that answers."""
         with self._looks:
             self._answers = {0: self._state()}
             self._tell({"asks": True})
@@ -264,14 +281,20 @@ class Watch:
         if silent:
             return self._end(self._named(silent[0], _stands_still(seconds, waits_at)), PAUSE_SECONDS)
         behind = [rank for rank, found in answers.items() if found["come_to"].get(carrier, 0) < number]
-        if behind and seconds >= self._limits.get(carrier, seconds):
-            is_at = f" in {doing}" if (doing := answers[behind[0]]["doing"]) else ""
-            line = f"is still{is_at}, and the others have waited for {seconds:.0f} s{_where(waits_at)}"
+        if behind and is_due:
+            is_at = answers[behind[0]]["doing"]
+            line = f"is still in {is_at}, and the others have waited for {seconds:.0f} s{_where(waits_at)}"
             self._end(self._named(behind[0], line), PAUSE_SECONDS)
 
 
 def _stands_still(seconds: float, waits_at: str) -> str:
     return f"stands still and does not answer; the others have waited for {seconds:.0f} s{_where(waits_at)}"
+
+
+def _innermost_call() -> str:
+    """What the main thread is in, outside of any op: waiting for data, say."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})" if frame else "nothing"
 
 
 def _where(waits_at: str) -> str:

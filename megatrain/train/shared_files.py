@@ -26,6 +26,7 @@ from megatrain.checkpoint.ranges import RangeWriter, Written
 from megatrain.checkpoint.safetensors_writer import Shard
 from megatrain.checkpoint.save import writing_to
 from megatrain.dist import World
+from megatrain.errors import CheckpointError
 from megatrain.memory import UnitState
 from megatrain.spec.layout import Ownership
 from megatrain.train.gathered_files import Agree
@@ -92,11 +93,7 @@ class SharedFiles:
                 self.agree(lambda units=units: self._write(writer, units, done))  # type: ignore[misc]
             self.agree(lambda: self._finish(writer))
         of_ranks = [[Written(*row) for row in rows] for rows in self._rows(np.array(writer.written, np.uint64), 4)]
-        try:
-            sums = self._sums(staging, files, of_ranks)
-        except Exception:
-            doubt()
-            raise
+        sums = self._sums(staging, files, of_ranks, doubt)
         all_sums = [row[0] for rows in self._rows(np.array(sums, np.uint64), 1) for row in rows]
         return {**linked, **ranges.file_sums(files, all_sums)}
 
@@ -136,18 +133,34 @@ class SharedFiles:
                 group, nbytes = [], 0
         yield group
 
-    def _sums(self, staging: Path, files: Sequence[Shard], of_ranks: list[list[Written]]) -> list[int]:
-        """Of the blocks that this rank sums up; agreed upon as often as what is written."""
+    def _sums(
+        self, staging: Path, files: Sequence[Shard], of_ranks: list[list[Written]], doubt: Callable[[], object]
+    ) -> list[int]:
+        """Of the blocks that this rank sums up; agreed upon as often as what is written. What ends a save otherwise, as
+        a stop does, says nothing of the folder."""
         blocks = [ranges.dealt_blocks(files, rank, self.world.size) for rank in range(self.world.size)]
         mine, nbytes = blocks[self.world.rank], sum(each.nbytes for each in of_ranks[self.world.rank])
         at_once, sums = max(1, AT_ONCE_NBYTES // self.world.size // manifest.BLOCK_NBYTES), list[int]()
 
-        def add(some: Sequence[tuple[int, int]]) -> None:
-            with writing_to(self.target):
-                sums.extend(ranges.sums_of_blocks(staging, files, some, of_ranks, lambda: self.progress(nbytes)))
+        failure: CheckpointError | None = None
+
+        def fails(some: Sequence[tuple[int, int]]) -> bool:
+            nonlocal failure
+            try:
+                with writing_to(self.target):
+                    sums.extend(ranges.sums_of_blocks(staging, files, some, of_ranks, lambda: self.progress(nbytes)))
+            except CheckpointError as error:
+                failure = error
+            return failure is not None
+
+        def tell() -> None:
+            if failure is not None:
+                raise failure
 
         for start in range(0, max(map(len, blocks)), at_once):
-            self.agree(lambda start=start: add(mine[start : start + at_once]))  # type: ignore[misc]
+            if any(self.agree(lambda start=start: fails(mine[start : start + at_once]))):  # type: ignore[misc]
+                doubt()
+                self.agree(tell)
         return sums
 
     def _linked(self, staging: Path, earlier: Earlier | None) -> dict[str, FileSum]:

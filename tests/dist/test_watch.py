@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import socket
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
+import megatrain
 from megatrain.dist import World
-from megatrain.dist.watch import Watch
+from megatrain.dist.watch import PROMPT, Watch
 from megatrain.errors import ConfigError, RankError
 from tests.ranks import together, worlds
 
@@ -82,6 +84,36 @@ def test_a_rank_that_stands_still_is_named_by_those_that_wait_for_it(missing: in
         assert re.match(rf"rank {missing} of 3, at step 7: {is_still} the others have waited for \d s in FETCH", line)
 
 
+@pytest.mark.parametrize("about", ["losses", "the plan"])
+def test_in_steps_ranks_wait_for_each_other_s_hosts_no_longer_than_for_a_device(about: str) -> None:
+    """And are told which call the other is in; for what one does for all, they wait as long as that may take."""
+
+    def work(world: World) -> str:
+        with closing(Watch(world, "127.0.0.1", {"device": 0.2, "host": 60.0})) as watch:
+            watch._leaves.set()  # or its own thread would end this process
+            doing = Doing("")
+            watch.at("step 7", doing.what)
+            world.exchange("all are at it", None)
+            watch.about = about
+            if world.rank == 0:
+                watch.enters("host")
+                watch._heard.wait(20 if about == "losses" else 1.0)
+            world.exchange("all have heard", None)
+            return watch._line
+
+    line, _ = together(worlds(2, seed=0), work)
+    told = r"rank 1 of 2, at step 7: is still in \S+ \(.*\.py:\d+\), and the others have waited for \d s in losses"
+    assert re.match(told, line) if about == "losses" else line == ""
+
+
+def test_what_ranks_tell_each_other_in_steps_is_called_so_where_they_do() -> None:
+    source = "".join(path.read_text() for path in Path(megatrain.__file__).parent.rglob("*.py") if path.stem != "watch")
+    assert [each for each in PROMPT if f'"{each}"' not in source] == []
+
+
 class Doing:
+    def __init__(self, op: str = "FETCH") -> None:
+        self._op = op
+
     def what(self) -> str:
-        return "FETCH"
+        return self._op

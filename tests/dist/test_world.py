@@ -98,7 +98,7 @@ def test_micro_batches_are_dealt_in_turns(size: int, count: int) -> None:
 
 @pytest.mark.parametrize("dealt", [[[1], [2, 3]], [[1, 2, 3], [4]], [[], [1]]])
 def test_micro_batches_that_are_dealt_otherwise_are_refused(dealt: list[list[int]]) -> None:
-    with pytest.raises(RankError, match="deal the . in turns"):
+    with pytest.raises(RankError, match=r"deal the . in turns"):
         World(0, 2).dealt(dealt)
 
 

@@ -561,6 +561,26 @@ def test_a_checkpoint_that_the_first_rank_cannot_write_fails_on_all_and_training
     assert not list(tmp_path.iterdir())
 
 
+def test_on_a_cpu_a_layer_s_backward_pass_does_not_wait_for_the_sum_of_the_layer_before() -> None:
+    model, batches = tiny_model("llama"), batches_of(2)
+
+    def work(world: World) -> list[tuple[float, float]]:
+        carrier: Any = world.device
+        with MAKING:
+            engine = Engine.from_model(model, precision="fp32", policy=Policy(), verify=False, world=world)
+        with engine:
+            carrier._delay = lambda: 0.02
+            engine.step([batches[world.rank]])
+            timeline = engine._streamer.timeline
+            assert timeline is not None
+            ops = [(op.kind, op.unit) for op in timeline.schedule.ops]
+            begins, ends = dict(zip(ops, timeline.starts, strict=True)), dict(zip(ops, timeline.ends, strict=True))
+            return [(begins["BACKWARD", unit], ends["REDUCE", unit + 1]) for unit in engine.spec.layers]
+
+    for pairs in together(worlds(2), work):
+        assert all(backward < summed for backward, summed in pairs)
+
+
 def test_a_bit_that_flips_on_the_way_changes_the_numbers() -> None:
     """Or these tests would see nothing."""
     model, batches = tiny_model("llama"), batches_of(2)

@@ -65,13 +65,14 @@ def ended(processes: Sequence[Child]) -> str:
     return processes[0].said
 
 
-def launched(ranks: int, config: Config, launcher: str) -> subprocess.Popen[str]:
+def launched(ranks: int, config: Config, launcher: str, *overrides: str, restarts: int = 0) -> subprocess.Popen[str]:
     """By torchrun, or by `--ranks`, which becomes one."""
     path = config.folder.parent / "config.yaml"
     save_config(config, path)
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
+    torchrun += ["--max-restarts", str(restarts)]
     own = ["--ranks", str(ranks)]
-    command = ["-m", "megatrain", "train", str(path)]
+    command = ["-m", "megatrain", "train", str(path), *overrides]
     command = [sys.executable, *(command + own if launcher == "--ranks" else torchrun + command)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -256,6 +257,24 @@ def test_a_killed_rank_is_named_by_the_others_and_any_number_goes_on_as_if_nothi
     for end, ranks in {**parts, done: 2}.items():
         if end > 0:
             ended(begin(preloaded, ranks, whole, "resume=auto", f"train.steps={end}"))
+    assert losses(many.folder) == losses(whole.folder)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_all_again_where_one_was_killed_and_they_go_on(tmp_path: Path, preloaded: Preloaded) -> None:
+    steps = {"lr_scheduler": "constant", "warmup_steps": 0, "eval_every": 0, "sample_tokens": 0, "steps": 60}
+    many, whole = shared(tmp_path, "many", **steps), shared(tmp_path, "whole", **steps)
+    many = many.model_copy(update={"checkpoint": many.checkpoint.model_copy(update={"every": 1})})
+    process = launched(2, many, "torchrun", "resume=auto", restarts=1)
+    while not checkpoints(many.checkpoints):
+        assert process.poll() is None
+        time.sleep(0.05)
+    ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(ranks[1]), signal.SIGKILL)
+    said, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+    assert [line["event"] for line in lines(many.folder)].count("resumed") == 1
+    ended(begin(preloaded, 2, whole))
     assert losses(many.folder) == losses(whole.folder)
 
 

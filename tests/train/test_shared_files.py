@@ -247,6 +247,29 @@ def test_a_disk_that_is_full_for_one_rank_is_told_to_all_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == [before]
 
 
+def test_a_save_that_is_given_up_while_its_bytes_are_proved_casts_no_doubt_on_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = ranges.sums_of_blocks
+
+    def sums_of_blocks(*given: Any) -> list[int]:
+        if threading.current_thread().name == "rank 1":
+            raise RuntimeError("given up")
+        return honest(*given)
+
+    monkeypatch.setattr(ranges, "sums_of_blocks", sums_of_blocks)
+
+    def work(world: World) -> tuple[str, int]:
+        rank = Rank(world, planned_of("llama"), 2)
+        with pytest.raises((RuntimeError, RankError)) as failure:
+            rank.save(tmp_path)
+        return str(failure.value), rank.doubts
+
+    told = together(worlds(3), work)
+    assert told == [("rank 1: RuntimeError: given up", 0), ("given up", 0), ("rank 1: RuntimeError: given up", 0)]
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_rank_that_dies_under_way_leaves_the_checkpoint_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
