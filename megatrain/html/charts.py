@@ -152,7 +152,7 @@ def _figure(
     traces += _marks(events)
     steps = np.concatenate([each.xs for each in thin])
     few = steps.max() - steps.min() < 6
-<<<<<<< HEAD
+    large = float(np.nanmax(np.abs(np.concatenate([each.highs for each in thin])))) >= 1e4
     layout = {
         "height": 300,
         "margin": {"l": 54, "r": 8, "t": 8, "b": 34},
@@ -169,7 +169,7 @@ def _figure(
         "yaxis": {
             "type": "log" if logarithmic else "linear",
             "rangemode": "normal" if floor is None else "tozero",
-            "exponentformat": "SI" if unit == "B" else "e",
+            "exponentformat": "SI" if unit == "B" or large else "e",
             "separatethousands": True,
             "ticksuffix": unit,
             "zeroline": False,
@@ -183,43 +183,6 @@ def _figure(
         ],
     }
     return {"data": traces, "layout": layout}
-=======
-    large = float(np.nanmax(np.abs(np.concatenate([each.highs for each in thin])))) >= 1e4
-    figure = go.Figure(
-        traces,
-        go.Layout(
-            template="none",
-            height=300,
-            margin={"l": 54, "r": 8, "t": 8, "b": 34},
-            hovermode="x unified",
-            hoverlabel={"namelength": -1},
-            legend={"orientation": "h", "y": -0.18, "x": 0},
-            xaxis={
-                "title": {"text": x_name, "standoff": 4},
-                "tickformat": ",d",
-                **({"dtick": 1} if few else {"nticks": 7}),
-                "unifiedhovertitle": {"text": " "},  # each line tells its own step: points lie at different ones
-                "zeroline": False,
-            },
-            yaxis={
-                "type": "log" if logarithmic else "linear",
-                "rangemode": "normal" if floor is None else "tozero",
-                "exponentformat": "SI" if unit == "B" or large else "e",
-                "separatethousands": True,
-                "ticksuffix": unit,
-                "zeroline": False,
-                "nticks": 6,
-            },
-            yaxis2={"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
-            shapes=[
-                {"type": "line", "yref": "paper", "x0": each.x, "x1": each.x, "y0": 0, "y1": 1}
-                | {"line": {"width": 1, "dash": "dot", "color": "#8a8f96"}}
-                for each in events[:MOST_EVENTS]
-            ],
-        ),
-    )
-    return json.loads(figure.to_json())
->>>>>>> wt-b
 
 
 def _line(curve: Curve, each: _Columns, x_name: str, unit: str) -> dict[str, Any]:
