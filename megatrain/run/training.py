@@ -195,7 +195,9 @@ def _leave_model(config: Config, run: _Run, ended: Ended, tell: Callable[..., No
     engine, of = run.engine, ended.step
     if config.output.best:
         of = restore_best(config, engine, of, run.checkpoints.lowest.since, partial(warn, console))
-    tell(*(event for task in _samples(config.train, run) if not task.is_due(of, run.steps) and (event := task.run(of))))
+    if ended.step == run.steps or run.checkpoints.lowest.is_over:  # who stops it does not wait for samples
+        due = (task for task in _samples(config.train, run) if not task.is_due(of, run.steps))
+        tell(*(event for task in due if (event := task.run(of))))
     saved = save_trained(config, engine, run.tokenizer, config.folder / MODEL, of)
     if config.output.verify_export and engine.structure.numel < VERIFIED_PARAMETERS:
         verify_trained(config, engine, without_reference(run.corpus.first_batch()), saved, console)
