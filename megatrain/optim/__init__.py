@@ -1,15 +1,13 @@
-"""The float32 truth: the exact master, AdamW over it, the gradient norm, and the learning rate.
+"""The optimizer's arithmetic on numpy arrays in host memory: AdamW, the split float32 master, norms, learning rates.
 
-    split.py      a float32 master as bfloat16 bits and the 16 bits below them
-    adamw.py      hyperparameters, the fused update and its reference
-    clip.py       sum of squares of a gradient, and the clipping factor
-    lr.py         learning-rate schedules
-    blocks.py     arrays checked, cut into blocks and handed to threads
-    kernels.py    the compiled loops; numba's only home
+    split_master.py   a float32 master as its bfloat16 bits and the 16 bits below them
+    adamw.py          hyperparameters, the fused update and its reference
+    clip.py           sum of squares of a gradient, and the clipping factor
+    lr_schedules.py   learning-rate schedules
+    kernels.py        argument checks, blocks, threads, and the compiled loops; the only module that imports numba
 
-Everything works on numpy arrays in host memory; bfloat16 travels as its bits, uint16. `split` here is the
-function; to reach more of its module, write `from megatrain.optim.split_master import ...`. Left out: torch,
-devices, and the names of parameters in memory; a caller gives the element ranges to update.
+bfloat16 arrays are passed as their bits, uint16. `split` exported here is the function of `split_master.py`. No
+torch, no devices, no parameter names in memory: callers pass the element ranges to update.
 """
 
 from megatrain.optim.adamw import AdamW, StepScalars, update_fp32, update_split, warm_up

@@ -6,19 +6,18 @@ arithmetic of `torch.optim.AdamW`.
     v = b2 * v + ((1 - b2) * g) * g
     w = (1 - lr * weight_decay) * w - (lr / (1 - b1**t) * m) / (sqrt(v) / sqrt(1 - b2**t) + eps)
 
-The operations and their order are those of torch on the cpu, where `foreach`, `fused` and neither agree, so the same
-gradients overflow and underflow: `v` is infinite, and the weight dead, from a scaled gradient of 5.8e20 on (with b2 =
-0.999), and not from 1.8e19 on, where its square overflows. Finite results differ from torch's by rounding alone: it
-contracts some products and sums into one rounding, depending on the processor. On a GPU torch orders some of these
-operations otherwise; ours do not change.
+Operations and their order are those of torch on the CPU, where `foreach`, `fused` and the plain loop agree, so the same
+gradients overflow and underflow: `v` becomes infinite, and the weight stops moving, at a scaled gradient of 5.8e20
+(with b2 = 0.999), not at 1.8e19, where the gradient's square overflows. Finite results differ from torch's by rounding
+only: torch fuses some multiply-adds, depending on the processor. On a GPU torch orders some operations differently;
+ours stay the same.
 
-The factors are computed in float64 and rounded to float32 once per step; everything else is float32, one
-rounding per operation. `update_split` works on the split master (see `split_master.py`): 14 bytes read and 12
-written per parameter with bfloat16 gradients. `reference_update` and `reference_update_split` define the
-result bit for bit, with any number of threads. The passes hold no state and may run in several threads at
-once on disjoint arrays.
+The factors are computed in float64 and rounded to float32 once per step; everything else is float32, one rounding per
+operation. `update_split` works on the split master (`split_master.py`): with bfloat16 gradients it reads 14 bytes per
+parameter and writes 12. `reference_update` and `reference_update_split` define the result bit for bit, for any number
+of threads. The passes hold no state and may run concurrently on disjoint arrays.
 
-Left out: AMSGrad, `maximize`, sparse gradients.
+Not supported: AMSGrad, `maximize`, sparse gradients.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ _DTYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class StepScalars:
-    """What one step multiplies by: float32 factors, each rounded once from float64. Made by `AdamW.scalars`.
+    """The float32 factors of one step, each computed in float64 and rounded once. Made by `AdamW.scalars`.
 
-    The kernels read them by position: the order of the fields is part of the meaning.
+    The kernels read them by position, so the order of the fields matters.
     """
 
     decay: np.float32  # 1 - lr * weight_decay, for the segments that decay
@@ -72,16 +71,16 @@ class StepScalars:
 
 @dataclass(frozen=True)
 class AdamW:
-    """The hyperparameters of a run, with the defaults of `torch.optim.AdamW`. Raises ConfigError for a value
+    """The AdamW hyperparameters of a run, with the defaults of `torch.optim.AdamW`. Raises ConfigError for a value
     out of range.
 
-    lr: peak learning rate, which a schedule of `lr_schedules.py` multiplies.
+    lr: peak learning rate; a schedule from `lr_schedules.py` multiplies it.
     betas: decay rates of the running means of the gradient and of its square.
-    eps: added to the root; positive, because a gradient that has always been zero would otherwise give 0 / 0.
+    eps: added to the root; must be positive, since a gradient that was always zero would otherwise give 0 / 0.
     weight_decay: decoupled, per unit of learning rate.
-    no_decay: glob patterns (case counts) of parameter names that do not decay, for example `*norm*`.
-    learning_rates: pairs of such a pattern and the peak learning rate of its parameters, in place of `lr`. A schedule
-    multiplies all peaks by the same factor. Parameters of one pattern, and those of none, are a *group*.
+    no_decay: case-sensitive glob patterns of the parameters without weight decay, for example `*norm*`.
+    learning_rates: pairs (pattern, peak learning rate) for parameters that should not use `lr`. A schedule multiplies
+    all peaks by the same factor. The parameters of one pattern form a *group*, and so do those without one.
     """
 
     lr: Annotated[float, Bounds(0)] = 1e-3
@@ -94,13 +93,13 @@ class AdamW:
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
         if not all(_f32(beta) < 1 for beta in self.betas):
-            raise ConfigError(f"{self.betas} are no decay rates", where="betas", fix="give two numbers in [0, 1)")
+            raise ConfigError(f"decay rates {self.betas} are invalid", where="betas", fix="give two numbers in [0, 1)")
         if not 0 < _f32(self.eps) < math.inf:
             raise ConfigError(f"{self.eps} is 0 or infinite in float32", where="eps", fix="give 1e-8 or so")
         highest = max([self.lr, *(rate for _, rate in self.learning_rates)])
         if highest * self.weight_decay >= 1:
             raise ConfigError(
-                f"{self.weight_decay} is no weight decay at a learning rate of {highest}",
+                f"weight decay {self.weight_decay} is too large for a learning rate of {highest}",
                 where="weight_decay",
                 fix="give less than 1 / lr",
             )
@@ -110,17 +109,20 @@ class AdamW:
             raise ConfigError("a pattern is empty", where="learning_rates", fix='write (("*embed_tokens*", 1e-5),)')
 
     def decays(self, name: str) -> bool:
-        """Whether the parameter of this name decays."""
+        """Whether the parameter of this name has weight decay."""
         return not any(fnmatchcase(name, pattern) for pattern in self.no_decay)
 
     def group(self, name: str) -> int:
-        """Which of `learning_rates` the parameter of this name has, counted from 1, or 0 for `lr`."""
+        """The group of the parameter of this name: its position in `learning_rates`, counted from 1, or 0 if it
+        uses `lr`."""
         patterns = (pattern for pattern, _ in self.learning_rates)
         return next((group for group, pattern in enumerate(patterns, 1) if fnmatchcase(name, pattern)), 0)
 
     def refuse_patterns(self, trained: Sequence[str], frozen: Iterable[str] = ()) -> None:
-        """Raise ConfigError for a pattern of `learning_rates` that none of these parameters matches, with the nearest
-        names, and for a parameter that two match. frozen: parameters that do not train."""
+        """Raise ConfigError if a pattern of `learning_rates` matches no parameter, or if two match the same one.
+
+        trained, frozen: names of the parameters that train and of those that do not.
+        """
         found: dict[str, str] = {}
         for pattern, _ in self.learning_rates:
             of_this = [name for name in trained if fnmatchcase(name, pattern)]
@@ -129,19 +131,19 @@ class AdamW:
                 raise ConfigError(what, where="learning_rates", fix="let each parameter match one pattern at most")
             if not of_this:
                 near = get_close_matches(pattern.strip("*"), trained, n=2, cutoff=0.0)
-                others = ", but some that are frozen" if any(fnmatchcase(name, pattern) for name in frozen) else ""
-                what = f"no parameter that trains matches {pattern!r}{others}"
+                others = ", only frozen ones" if any(fnmatchcase(name, pattern) for name in frozen) else ""
+                what = f"no trained parameter matches {pattern!r}{others}"
                 fix = f"names look like {' and '.join(map(repr, near))}" if near else "leave it out"
                 raise ConfigError(what, where="learning_rates", fix=fix)
             found |= dict.fromkeys(of_this, pattern)
 
     def scalars_by_group(self, *, lr: float, step: int, grad_scale: float = 1.0) -> tuple[StepScalars, ...]:
-        """`scalars` of each group, first of what is in none, at `lr`; the others at their own, by as much above or
-        below their peaks as `lr` is. Raises as `scalars` does."""
+        """The `scalars` of each group, indexed by `group`. The other groups' peaks are scaled by lr / self.lr.
+        Raises as `scalars` does."""
         first = self.scalars(lr=lr, step=step, grad_scale=grad_scale)
         if self.learning_rates and lr != self.lr and not self.lr:
-            fix = "give a peak above 0, or freeze what is not to train"
-            raise ConfigError(f"{lr} is no part of a peak of 0, which learning_rates follow", where="lr", fix=fix)
+            fix = "give a peak above 0, or freeze the parameters that should not train"
+            raise ConfigError(f"learning_rates cannot follow {lr}, with a peak of 0", where="lr", fix=fix)
         factor = 1.0 if lr == self.lr else lr / self.lr
         rates = (rate * factor for _, rate in self.learning_rates)
         return (first, *(self.scalars(lr=rate, step=step, grad_scale=grad_scale) for rate in rates))
@@ -156,9 +158,9 @@ class AdamW:
             raise ConfigError(f"update number {step}", where="step", fix="count updates from 1")
         lr = checked(lr, Annotated[float, Bounds(0)], ConfigError, "lr")
         if lr * self.weight_decay >= 1 or _f32(lr / (1 - self.betas[0] ** step)) == math.inf:
-            raise ConfigError(f"{lr} is no learning rate", where="lr", fix="give less, below 1 / weight_decay")
+            raise ConfigError(f"a learning rate of {lr} is too high", where="lr", fix="stay below 1 / weight_decay")
         if not math.isfinite(grad_scale):
-            raise NonFinite(f"the factor for the gradients is {grad_scale}", where=f"update number {step}")
+            raise NonFinite(f"the gradients' scale factor is {grad_scale}", where=f"update number {step}")
         b1, b2 = self.betas
         factors = (
             1 - lr * self.weight_decay,
@@ -174,7 +176,7 @@ class AdamW:
 
 
 def _f32(value: float) -> np.float32:
-    """Rounded to float32; infinite where it is beyond."""
+    """Round to float32; infinite if out of range."""
     with np.errstate(over="ignore"):
         return np.float32(value)
 
@@ -189,11 +191,11 @@ def update_split(
     segments: Sequence[Segment],
     threads: int = 1,
 ) -> None:
-    """One AdamW step in place on the split master (hi, lo) and its moments m and v, all of n elements.
+    """Perform one AdamW step in place on the split master (hi, lo) and its moments m and v, all of n elements.
 
-    `grad` is float32 or bfloat16 bits (uint16) and is only read. Each of `segments` is (start, stop, decays)
-    in elements; what none covers is left alone. Raises MegaTrainError for arrays or segments that do not fit
-    each other.
+    `grad`, float32[n] or bfloat16 bits (uint16[n]), is only read. Each of `segments` is (start, stop, decays) in
+    elements; elements outside all segments stay unchanged. Raises MegaTrainError for arrays or segments that do
+    not fit together.
     """
     check_arrays({"hi": hi, "lo": lo, "m": m, "v": v}, {"grad": grad}, _DTYPES)
     blocks = cut(segments, hi.size)
@@ -209,7 +211,7 @@ def update_fp32(
     segments: Sequence[Segment],
     threads: int = 1,
 ) -> None:
-    """`update_split` for a float32 weight held whole."""
+    """`update_split` for an unsplit float32 weight."""
     check_arrays({"weight": weight, "m": m, "v": v}, {"grad": grad}, _DTYPES)
     blocks = cut(segments, weight.size)
     run(kernels.adamw_fp32, weight, m, v, grad, scalars.packed(), blocks=blocks, threads=threads)
@@ -218,11 +220,11 @@ def update_fp32(
 def reference_update(
     weight: F32, m: F32, v: F32, grad: U16 | F32, scalars: StepScalars, segments: Sequence[Segment]
 ) -> None:
-    """`update_fp32`, slow and plain: one rounding per line, in the order of the fused pass."""
+    """Slow reference for `update_fp32`: one rounding per line, in the order of the fused pass."""
     for start, stop, decays in segments:
         part = slice(start, stop)
         g = bf16_to_f32(grad[part].view(np.uint16)) if grad.dtype == np.uint16 else grad[part]
-        with np.errstate(all="ignore"):  # overflow and underflow are results here, as they are in the fused pass
+        with np.errstate(all="ignore"):  # overflow and underflow are valid results, as in the fused pass
             g = g * scalars.grad_scale
             way = g - m[part]
             if scalars.rest1 < np.float32(0.5):
@@ -245,14 +247,14 @@ def reference_update(
 def reference_update_split(
     hi: U16, lo: U16, m: F32, v: F32, grad: U16 | F32, scalars: StepScalars, segments: Sequence[Segment]
 ) -> None:
-    """`update_split`, slow and plain: join, update, split."""
+    """Slow reference for `update_split`: join, update, split."""
     weight = reference_join(hi, lo)
     reference_update(weight, m, v, grad, scalars, segments)
     hi[:], lo[:] = reference_split(weight)
 
 
 def warm_up() -> None:
-    """Compile every kernel for every dtype, or load it from numba's cache, before the first step has to."""
+    """Compile every kernel for every dtype, or load it from numba's cache, ahead of the first step."""
     scalars = AdamW().scalars(lr=0.0, step=1)
     hi, lo = split(np.zeros(1, np.float32))
     weight = join(hi, lo)

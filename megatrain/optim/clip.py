@@ -1,12 +1,11 @@
 """The norm of a gradient, and the factor that clips it.
 
-The total norm is the root of the sum of `sum_of_squares` over every unit and rank, and `clip_scale` of it
-goes into `AdamW.scalars` as (part of) `grad_scale`: gradients are never rewritten in memory to clip them.
-Squares are added in float64, which neither overflows nor loses a small gradient beside a large one. Blocks
-and the order within them are fixed and the sums of blocks are added exactly (`math.fsum`), so the result
-depends neither on the thread count nor on the width of the machine's vectors. Where several ranks own parts of a
-gradient, blocks are smaller ones that no ownership cuts, and what a rank gives the others is the exact sum of its own
-(`expansion`): so the norm does not depend on their number either. Left out: norms other than the 2-norm.
+The total norm is the square root of `sum_of_squares` summed over all units and ranks. `clip_scale` of it becomes (part
+of) `grad_scale` in `AdamW.scalars`, so clipping never rewrites gradients in memory. Squares are added in float64, which
+neither overflows nor loses a small gradient beside a large one. Blocks and the order within them are fixed, and block
+sums are added exactly (`math.fsum`), so the result depends neither on the thread count nor on the vector width. With
+several ranks, blocks are small enough that each belongs to one rank, and each rank sends the exact sum of its own
+(`expansion`), so the norm does not depend on the number of ranks either. Only the 2-norm is supported.
 """
 
 from __future__ import annotations
@@ -26,27 +25,29 @@ F64 = NDArray[np.float64]
 
 
 def sum_of_squares(grad: U16 | F32, threads: int = 1) -> float:
-    """The sum of squares of `grad`, bfloat16 bits (uint16[n]) or float32[n].
+    """The sum of squares of all elements of `grad`, bfloat16 bits (uint16[n]) or float32[n].
 
-    It is inf or nan if an element is. Relative error below 1e-13. All n elements count: what pads them must
-    be zero.
+    It is inf or nan if an element is. The relative error is below 1e-13. Padding is summed too, so it must be zero.
     """
     return math.fsum(_block_sums(grad, cut(whole(grad.size), grad.size), threads))
 
 
 def own_square_sums(grad: U16 | F32, block: int, threads: int = 1) -> list[float]:
-    """Numbers whose exact sum is that of the sums of squares of each `block` elements of `grad`, a multiple of them.
+    """Sum the squares of each `block` elements of `grad`, whose size is a multiple of `block`; returns a few numbers
+    with that total.
 
-    With those of the other ranks they give the same norm (`math.fsum`) whatever a rank owns. A single inf or nan where
-    an element is not finite.
+    `math.fsum` over the numbers of all ranks gives the same total however the gradient is split. If an element is
+    not finite, the result is a single inf or nan.
     """
     stops = np.arange(block, grad.size + 1, block)
     return expansion(_block_sums(grad, np.stack((stops - block, stops, np.ones_like(stops)), 1), threads).tolist())
 
 
 def expansion(values: Sequence[float]) -> list[float]:
-    """A few numbers with the same exact sum as `values` (Shewchuk 1997): each the rounded sum of what those before it
-    leave. The sum itself where that is not finite."""
+    """A few numbers with the same exact sum as `values` (Shewchuk, 1997), or just their sum if that is not finite.
+
+    Each number is the rounded sum of what the ones before it leave over.
+    """
     found: list[float] = []
     while (left := math.fsum([*values, *(-each for each in found)])) != 0.0:
         if not math.isfinite(left):
@@ -63,17 +64,16 @@ def _block_sums(grad: U16 | F32, blocks: NDArray[np.int64], threads: int) -> F64
 
 
 def reference_sum_of_squares(grad: U16 | F32) -> float:
-    """`sum_of_squares`, slow and plain."""
+    """Slow reference for `sum_of_squares`."""
     values = bf16_to_f32(grad.view(np.uint16)) if grad.dtype == np.uint16 else grad
     return math.fsum(np.square(values.astype(np.float64)))
 
 
 def clip_scale(total_norm: float, max_norm: float) -> float:
-    """The factor for the gradients: min(1, max_norm / (total_norm + 1e-6)), as torch's `clip_grad_norm_` has
-    it.
+    """The factor for the gradients: min(1, max_norm / (total_norm + 1e-6)), as in torch's `clip_grad_norm_`.
 
-    Raises NonFinite for a norm that is not finite (torch would go on with a factor of 0 or nan), and
-    ConfigError unless max_norm is positive.
+    Raises NonFinite if `total_norm` is not finite (torch would continue with a factor of 0 or nan), and
+    ConfigError unless `max_norm` is positive.
     """
     if not max_norm > 0:
         raise ConfigError(f"{max_norm} is not a positive norm", where="max_norm", fix="give a number above 0")

@@ -1,4 +1,5 @@
-"""The compiled loops of the optimizer, and how arrays are checked, cut into blocks and handed to threads for them."""
+"""The optimizer's compiled loops, and the code that checks their arrays, cuts them into blocks and runs the
+threads."""
 
 from __future__ import annotations
 
@@ -22,12 +23,10 @@ from megatrain.errors import ConfigError, MegaTrainError
 
 # Arrays and blocks ----------------------------------------------------------------------------------------------------
 #
-# How arrays are checked, cut into blocks and handed to threads, for every kernel of this room.
-#
-# The blocks are fixed: they depend on the segments alone, never on the thread count. Threads are our own small
-# pool, not numba's parallel loops, whose threading layers clash with OpenMP and with other callers. The calling
-# thread always works too, and a helper that has not begun when the work is done is dropped, so calls from
-# several threads at once cannot wait for each other. Left out: pinning threads to cores.
+# Blocks depend on the segments alone, never on the thread count. Threads come from our own small pool, not from
+# numba's parallel loops, whose threading layers clash with OpenMP and with other callers. The calling thread always
+# works too, and a helper that has not started when the work is done is dropped, so concurrent calls cannot wait for
+# each other. Threads are not pinned to cores.
 
 
 Array = NDArray[Any]
@@ -38,19 +37,19 @@ Segment = tuple[int, int, bool]
 BLOCK = 1 << 16  # elements; a multiple of `kernels.LANES` and of a cache line in every dtype
 
 MOST_THREADS = 1 << 10
-"""More than any machine has."""
+"""More threads than any machine runs."""
 
 _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
 
 
 def whole(nelements: int) -> list[Segment]:
-    """One segment over a whole array, with weight decay."""
+    """One segment covering a whole array, with weight decay."""
     return [(0, nelements, True)]
 
 
 def cut(segments: Sequence[Segment], nelements: int) -> NDArray[np.int64]:
-    """Segments as blocks of at most `BLOCK` elements: rows of (start, stop, decays), int64[blocks, 3].
+    """Cut segments into blocks of at most `BLOCK` elements: rows of (start, stop, decays), int64[blocks, 3].
 
     Raises MegaTrainError unless the segments ascend, do not overlap and lie within [0, nelements].
     """
@@ -74,10 +73,9 @@ def cut(segments: Sequence[Segment], nelements: int) -> NDArray[np.int64]:
 
 
 def check_arrays(written: dict[str, Array], read: dict[str, Array], dtypes: dict[str, tuple[type, ...]]) -> None:
-    """Raise MegaTrainError unless all are contiguous, one-dimensional, of one length, of their dtype, and
-    disjoint.
+    """Raise MegaTrainError unless the arrays are contiguous, 1-D, equally long, disjoint and of the expected dtypes.
 
-    The kernels trust this: they neither check bounds nor expect one array to change under another.
+    The kernels rely on it: they check no bounds and assume that no array aliases another.
     """
     arrays = written | read
     length = next(iter(arrays.values())).size
@@ -99,11 +97,12 @@ def check_arrays(written: dict[str, Array], read: dict[str, Array], dtypes: dict
 
 
 def run(kernel: Kernel, *args: Any, blocks: NDArray[np.int64], threads: int) -> None:
-    """Run `kernel(*args, blocks, counter)` on the calling thread and up to `threads - 1` helpers.
+    """Run `kernel(*args, blocks, counter)` on the calling thread and up to `threads - 1` helpers; return when all is
+    done.
 
-    Where the calling thread is kept to some of the processors, as beside a memory node, there are no more of them than
-    those; a helper is kept to those of the thread that needed it first. Returns when every block is done. Raises
-    ConfigError for fewer than one thread.
+    If the calling thread is restricted to some processors (one NUMA node, say), no more threads than those run,
+    and a helper inherits the restriction of the thread that first started it. Raises ConfigError for fewer than
+    one thread.
     """
     if threads < 1:
         raise ConfigError(f"{threads} threads", where="optimizer threads", fix="give at least 1")
@@ -133,7 +132,7 @@ def _shared_pool() -> ThreadPoolExecutor:
 
 
 def _forget_pool() -> None:
-    """A forked child has none of its parent's threads, and may have inherited the lock held."""
+    """In a forked child: the parent's threads are gone, and the lock may have been copied while held."""
     global _pool, _lock
     _pool, _lock = None, threading.Lock()
 
@@ -144,24 +143,20 @@ if hasattr(os, "register_at_fork"):
 
 # Compiled loops -------------------------------------------------------------------------------------------------------
 #
-# The compiled loops of this room, and the only file of the project that imports numba.
-#
 # A kernel is one pass over memory, in place, without the GIL. It *claims* the next block from a shared counter
-# (an atomic add) until none is left, so a thread enters compiled code once per call, whatever the number of
-# blocks: it never waits for the GIL between blocks, and a slow core simply claims fewer. Blocks are disjoint
-# and no element depends on another, so no result depends on who claimed what.
+# (an atomic add) until none is left, so a thread enters compiled code once per call: it never waits for the GIL
+# between blocks, and a slow core simply claims fewer. Blocks are disjoint and elements independent, so the result does
+# not depend on which thread claimed which block.
 #
-# Every operation is a float32 operation, rounded once, in the order written here. There is no fast-math flag,
-# hence no fused multiply-add, no approximate root or quotient, and denormals are kept. LLVM turns the loops
-# into full-width vector code. `adamw.reference_update` says the same in numpy, and a test holds the two equal
-# bit for bit.
+# Every operation is float32, rounded once, in the order written here. There is no fast-math flag, hence no fused
+# multiply-add and no approximate root or quotient, and denormals are kept. LLVM vectorizes the loops.
+# `adamw.reference_update` is the same in numpy, and a test holds the two bit-equal.
 #
-# Everything compiled lives in this one file because numba's cache takes a kernel for stale when the file that
-# defines it has changed, and does not look at what it calls elsewhere. Left out: checking arguments, which
-# `blocks` does.
+# All compiled code lives in this one file because numba's cache recompiles a kernel only if the file that defines it
+# changes, not if a function that it calls from another file does.
 
 
-LANES = 64  # float64 sums that `block_sums` keeps side by side; fixed, and with it the order of the additions
+LANES = 64  # float64 partial sums in `block_sums`; fixed, so that the order of additions is
 
 Kernel = Callable[..., None]
 
@@ -170,36 +165,35 @@ _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 
 
 def compiled(function: Kernel) -> Kernel:
-    """`function`, compiled at its first call for given dtypes, and kept on disk where that can be written.
+    """Compile `function` at its first call for each combination of dtypes, and cache the result on disk if possible.
 
-    numba looks for that place beside the source and then in the user's cache directory, and refuses to cache
-    if it can write to neither (a read-only image). Then each process compiles anew, which costs seconds and
-    changes nothing else.
+    numba tries a folder beside the source, then the user's cache directory, and refuses to cache if it can write
+    to neither (a read-only image). Then each process compiles again, which takes seconds.
     """
     dispatcher: Any = numba.njit(nogil=True, error_model="numpy")(function)
     try:
         dispatcher.enable_caching()
     except RuntimeError as error:
-        _log.warning("optimizer kernels are compiled anew in each process: %s", error)
+        _log.warning("each process compiles the optimizer kernels again: %s", error)
     kernel: Kernel = dispatcher
     return kernel
 
 
 def inlined(function: Callable[..., Any]) -> Any:
-    """`function`, copied into the kernels that call it."""
+    """Inline `function` into the kernels that call it."""
     return numba.njit(inline="always")(function)
 
 
 def instruction(function: Callable[..., Any]) -> Any:
-    """`function`, which writes LLVM code, as something that kernels can call; it takes one argument."""
+    """Make `function`, which emits LLVM code, callable from kernels; it takes one argument."""
     return intrinsic(function)
 
 
 @instruction
 def _to_f32(typingctx: Any, x: Any) -> Any:
-    """The float32 that `x` stands for: bfloat16 bits (uint16), float32 bits (uint32), or a float32 itself."""
+    """Convert x, as bfloat16 bits (uint16), float32 bits (uint32) or a float32, to float32."""
     if x not in (types.uint16, types.uint32, types.float32):
-        raise TypingError(f"{x} stands for no float32")
+        raise TypingError(f"{x} cannot be read as float32")
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         (value,) = args
@@ -222,7 +216,7 @@ def _bits(typingctx: Any, x: Any) -> Any:
 
 @instruction
 def _claim(typingctx: Any, counter: Any) -> Any:
-    """Add one to `counter[0]` (int64[1]) atomically; what it was before."""
+    """Atomically add one to `counter[0]` (int64[1]); returns the value before."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, args[0])
@@ -249,14 +243,14 @@ def _lo(u: Any) -> Any:
 
 @inlined
 def _lerp(weight: Any) -> Any:
-    """How `torch.lerp` goes from m to g by this weight: whether from m, and by which part of g - m."""
+    """`torch.lerp` from m to g by this weight: (whether to start from m, else from g; the factor of g - m)."""
     near = weight < np.float32(0.5)
     return near, weight if near else weight - np.float32(1.0)
 
 
 @compiled
 def split(master: Any, hi: Any, lo: Any, blocks: Any, counter: Any) -> None:
-    """float32[n] to uint16[n] and uint16[n]; see `split_master.py`."""
+    """Split float32[n] into uint16[n] and uint16[n]; see `split_master.py`."""
     while True:
         i = _claim(counter)
         if i >= blocks.shape[0]:
@@ -271,7 +265,7 @@ def split(master: Any, hi: Any, lo: Any, blocks: Any, counter: Any) -> None:
 
 @compiled
 def join(hi: Any, lo: Any, out: Any, blocks: Any, counter: Any) -> None:
-    """uint16[n] and uint16[n] to float32[n]; see `split_master.py`."""
+    """Join uint16[n] and uint16[n] into float32[n]; see `split_master.py`."""
     while True:
         i = _claim(counter)
         if i >= blocks.shape[0]:
@@ -340,11 +334,11 @@ def _square(x: Any) -> Any:
 
 @compiled
 def block_sums(grad: Any, sums: Any, blocks: Any, counter: Any) -> None:
-    """The sum of squares of each block into `sums`, float64[blocks].
+    """Write the sum of squares of each block to `sums`, float64[blocks].
 
-    Squares of float32 are exact in float64, so additions are the only roundings, and their order is fixed:
-    four rows of LANES columns at a time, the four of a column first, then down the columns, then across them,
-    then the remainder.
+    Squares of float32 are exact in float64, so only the additions round, and their order is fixed: four rows of
+    LANES columns at a time; first the four of a column, then down the columns, then across them, then the
+    remainder.
     """
     columns = np.empty(LANES, np.float64)
     while True:

@@ -1,9 +1,8 @@
-"""Learning-rate schedules, as frozen values: `multiplier(step)` times the peak is the learning rate of a
-step.
+"""Learning-rate schedules: the learning rate of a step is its peak times `multiplier(step)`.
 
-Steps count from 0 and each shape starts with the same warm-up, linear over W = `warmup_steps`:
+Steps count from 0. Every schedule starts with the same linear warm-up over W = `warmup_steps`:
 
-    step < W      (step + 1) / W          so the first step learns already, and step W - 1 has the full rate
+    step < W      (step + 1) / W          so step 0 already learns, and step W - 1 has the full rate
 
 After it, with T = `total_steps`, r = `min_ratio`, and x = (step - W) / (T - W) clamped to [0, 1]:
 
@@ -12,10 +11,10 @@ After it, with T = `total_steps`, r = `min_ratio`, and x = (step - W) / (T - W) 
     cosine        r + (1 - r) (1 + cos(pi x)) / 2          Loshchilov and Hutter, SGDR, ICLR 2017
     wsd           1, then 1 - (1 - r) y with y = (step - (T - D)) / D over the last D = `decay_steps` steps
 
-Step T - 1, the last one trained, is thus one notch above r, and r holds from step T on. WSD (warm-up, stable,
-decay) is of Hu et al., "MiniCPM", 2024, who leave the shape of the decay open; here it is linear.
+So the last trained step, T - 1, is one notch above r; r applies from step T on. WSD (warm-up, stable, decay) is from
+Hu et al., "MiniCPM", 2024, who leave the shape of the decay open; here it is linear.
 
-A multiplier is a function of the step alone, so a resumed run needs no state from here.
+Multipliers depend on the step alone, so schedules have no state to resume.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class LrSchedule(Protocol):
 
 @dataclass(frozen=True)
 class Constant:
-    """Warm-up, then the full rate for ever."""
+    """Warm-up, then the full rate."""
 
     warmup_steps: Steps = 0
 
@@ -117,11 +116,9 @@ NAMES = ("constant", "cosine", "linear", "wsd")
 def lr_schedule(
     name: str, *, total_steps: int, warmup_steps: int = 0, min_ratio: float = 0.0, decay_steps: int = 0
 ) -> LrSchedule:
-    """The schedule of this name, one of `NAMES`; a shape ignores the numbers that its formula above does not
-    name.
+    """The schedule of this name, one of `NAMES`; arguments that its formula above does not use are ignored.
 
-    Raises ConfigError, with the nearest name, for a name that is none, and for numbers that contradict each
-    other.
+    Raises ConfigError for an unknown name (with the nearest known one) and for numbers that contradict each other.
     """
     if name == "constant":
         return Constant(warmup_steps)
@@ -141,7 +138,7 @@ def _warmup(step: int, warmup_steps: int) -> float:
 
 
 def _progress(step: int, first: int, end: int) -> float:
-    """How far `step` is from `first` (0) to `end` (1), clamped. An empty span is over at its end."""
+    """How far `step` is from `first` (0) to `end` (1), clamped; 1 for an empty span."""
     if step >= end:
         return 1.0
     return max(0.0, (step - first) / (end - first)) if end > first else 0.0

@@ -1,4 +1,4 @@
-"""A float32 master as two halves: the bfloat16 weight that the device streams, and the 16 bits that it lacks.
+"""The split float32 master: the bfloat16 weight that streams to the device, and the 16 low bits that stay behind.
 
 With u the 32 bits of the master:
 
@@ -6,16 +6,15 @@ With u the 32 bits of the master:
     lo = u & 0xffff                                the low bits, unchanged
     u  = ((hi - (lo >> 15)) << 16) | lo            all modulo their width
 
-`lo >> 15` is exactly the carry that rounding added to hi, so the two halves rebuild *every* one of the 2**32
-patterns. Ties go away from zero, not to even, because then the carry can be read from lo alone. A bfloat16
-checkpoint is already
-split: hi is its bits and lo is zero.
+`lo >> 15` is exactly the carry that rounding added to hi, so the two halves restore *all* 2**32 bit patterns. Ties go
+away from zero, not to even, so that lo alone tells the carry. A bfloat16 checkpoint is already split: hi is its bits
+and lo is zero.
 
-Two edges, where hi alone says less than the master: a finite master of magnitude 0x7f7f8000 (3.396e38) or
-more rounds to infinity in bfloat16, and a NaN whose payload lies at either end of its range rounds to
-infinity or wraps to zero. The NaNs that arithmetic makes (0x7fc00000, 0xffc00000) stay NaN in hi.
+In two edge cases hi alone misrepresents the master: a finite master of magnitude 0x7f7f8000 (3.396e38) or more rounds
+to infinity in bfloat16, and a NaN whose payload is at either end of its range rounds to infinity or wraps to zero. The
+NaNs that arithmetic produces (0x7fc00000, 0xffc00000) stay NaN in hi.
 
-Left out: torch. bfloat16 travels here as its bits, uint16.
+bfloat16 arrays are passed as their bits, uint16.
 """
 
 from __future__ import annotations
@@ -34,33 +33,33 @@ _DTYPES: dict[str, tuple[type, ...]] = {
 
 
 def split(master: F32, threads: int = 1) -> tuple[U16, U16]:
-    """The halves (hi, lo), uint16[n] each, of `master`, float32[n]."""
+    """Split `master`, float32[n], into (hi, lo), uint16[n] each."""
     hi, lo = np.empty(master.shape, np.uint16), np.empty(master.shape, np.uint16)
     split_into(master, hi, lo, threads)
     return hi, lo
 
 
 def split_into(master: F32, hi: U16, lo: U16, threads: int = 1) -> None:
-    """Write the halves of `master`, float32[n], into `hi` and `lo`, uint16[n] each."""
+    """Split `master`, float32[n], into the given `hi` and `lo`, uint16[n] each."""
     check_arrays({"hi": hi, "lo": lo}, {"master": master}, _DTYPES)
     run(kernels.split, master, hi, lo, blocks=cut(whole(master.size), master.size), threads=threads)
 
 
 def join(hi: U16, lo: U16, threads: int = 1) -> F32:
-    """The master, float32[n], that `hi` and `lo`, uint16[n] each, stand for; bit for bit what was split."""
+    """Join `hi` and `lo`, uint16[n] each, into the master that was split, float32[n]; bit-exact."""
     out = np.empty(hi.shape, np.float32)
     join_into(hi, lo, out, threads)
     return out
 
 
 def join_into(hi: U16, lo: U16, out: F32, threads: int = 1) -> None:
-    """Write the master that `hi` and `lo`, uint16[n] each, stand for into `out`, float32[n]."""
+    """Join `hi` and `lo`, uint16[n] each, into the given `out`, float32[n]."""
     check_arrays({"out": out}, {"hi": hi, "lo": lo}, _DTYPES)
     run(kernels.join, hi, lo, out, blocks=cut(whole(out.size), out.size), threads=threads)
 
 
 def reference_split(master: F32) -> tuple[U16, U16]:
-    """`split`, slow and plain."""
+    """Slow reference for `split`."""
     u = master.view(np.uint32)
     hi = (u + np.uint32(0x8000)) >> np.uint32(16)
     lo = u & np.uint32(0xFFFF)
@@ -68,19 +67,19 @@ def reference_split(master: F32) -> tuple[U16, U16]:
 
 
 def reference_join(hi: U16, lo: U16) -> F32:
-    """`join`, slow and plain."""
+    """Slow reference for `join`."""
     carry = lo >> np.uint16(15)
-    upper = (hi - carry).astype(np.uint32)  # modulo 2**16, as hi is
+    upper = (hi - carry).astype(np.uint32)  # modulo 2**16
     return ((upper << np.uint32(16)) | lo).view(np.float32)
 
 
 def bf16_to_f32(bits: U16) -> F32:
-    """The float32 values of bfloat16 `bits`; exact."""
+    """Convert bfloat16 `bits` to float32; exact."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def f32_to_bf16(x: F32) -> U16:
-    """The bfloat16 bits nearest to `x`, ties to even and every NaN to 0x7fc0, as torch rounds."""
+    """Round `x` to bfloat16 bits, ties to even and every NaN to 0x7fc0, as torch does."""
     u = x.view(np.uint32)
     odd = (u >> np.uint32(16)) & np.uint32(1)
     rounded = ((u + np.uint32(0x7FFF) + odd) >> np.uint32(16)).astype(np.uint16)

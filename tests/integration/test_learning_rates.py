@@ -110,10 +110,10 @@ def test_the_peak_of_a_pattern_that_is_that_of_all_changes_no_bit() -> None:
     [
         (
             (("*lm_haed*", 1e-5),),
-            r"^learning_rates: no parameter that trains matches '\*lm_haed\*'; names look like 'lm_head",
+            r"^learning_rates: no trained parameter matches '\*lm_haed\*'; names look like 'lm_head",
         ),
         ((("*", 1e-5), ("*q_proj*", 1e-5)), r"layers\.0\.self_attn\.q_proj\.weight matches both '\*' and '\*q_proj\*'"),
-        ((("*embed*", 1e-5),), r"no parameter that trains matches '\*embed\*', but some that are frozen"),
+        ((("*embed*", 1e-5),), r"no trained parameter matches '\*embed\*', only frozen ones"),
     ],
 )
 def test_patterns_that_name_nothing_or_too_much_are_refused(rates: tuple[tuple[str, float], ...], what: str) -> None:

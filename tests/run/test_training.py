@@ -192,7 +192,7 @@ def test_without_held_out_text_the_run_still_proves_its_model(tmp_path: Path) ->
         ({"train": {"device": "tpu"}}, DeviceError, "train.device: 'tpu' is not a device"),
         ({"train": {"hardware": "h300"}}, PlanError, "train.hardware: no machine is called 'h300'"),
         ({"train": {"learning_rates": {"*lm_haed*": 1e-5}}}, ConfigError,
-         "train.learning_rates: no parameter that trains matches '*lm_haed*'; names look like 'lm_head.weight'"),
+         "train.learning_rates: no trained parameter matches '*lm_haed*'; names look like 'lm_head.weight'"),
         ({"train": {"freeze": ["foo*"]}}, ModelError, "train.freeze, model LlamaForCausalLM: no parameter matches"),
         ({"train": {"weight_decay": 1e3}}, ConfigError, "train.weight_decay: "),
     ],
