@@ -10,7 +10,9 @@ Left out: who starts the processes (a launcher), and what tells each its rank (`
 from __future__ import annotations
 
 import atexit
+import secrets
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -31,6 +33,8 @@ ALONE_TIMES = 12
 """So many times as long it waits on the host, where rank 0 may check a large checkpoint for all."""
 LATER_SECONDS = 30.0
 """By which process groups give up later than a watch does, which knows who is missing."""
+PAUSE_SECONDS = 0.01
+"""Between looks for ranks that have not come."""
 CARRIERS = ("host", "device", "beside")
 
 
@@ -90,7 +94,9 @@ def join(rank: int, size: int, device: str, address: str = "", seconds: float | 
     where, timeout = f"rank {rank} of {size}", timedelta(seconds=seconds)
     try:
         if not dist.is_initialized():
-            store, _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
+            launched, _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
+            name = name_of_start(launched, rank, size, seconds)
+            store = dist.PrefixStore(name, launched)  # type: ignore[attr-defined]  # it is, by another name
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
             atexit.register(_leave)
         backends = dict(zip(CARRIERS, ("gloo", "nccl" if device == "cuda" else "gloo", "gloo"), strict=True))
@@ -111,6 +117,29 @@ def join(rank: int, size: int, device: str, address: str = "", seconds: float | 
     atexit.register(watch.close)
     _tell_of_what_nobody_catches(watch)
     return replace(world, watch=watch)
+
+
+def name_of_start(store: Any, rank: int, size: int, seconds: float) -> str:
+    """A name that the ranks of this start agree on, in a store that may hold what those of earlier starts have put
+    there: `torchrun` keeps one store for all its restarts, and a rank that found the address of one that was killed
+    would wait for it. The first rank answers what each asks now. Raises `RankError` and what the store raises.
+    """
+    own, ends = secrets.token_hex(8), time.monotonic() + seconds
+    if rank > 0:
+        store.set(f"asks {rank}", own)
+        name = bytes(store.get(f"answer to {own}")).decode()
+        store.set(f"{name} has {rank}", "")
+        return name
+    missing = list(range(1, size))
+    while missing:
+        if time.monotonic() > ends:
+            raise RankError(f"no sign of rank {missing[0]}", where=f"rank 0 of {size}", fix="start all of them")
+        for other in missing:
+            if store.check([f"asks {other}"]):
+                store.set(f"answer to {bytes(store.get(f'asks {other}')).decode()}", own)
+        missing = [other for other in missing if not store.check([f"{own} has {other}"])]
+        time.sleep(PAUSE_SECONDS)
+    return own
 
 
 def _tell_of_what_nobody_catches(watch: Watch) -> None:

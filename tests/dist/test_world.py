@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+import time
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.dist import ALONE, World
-from megatrain.dist.processes import join
+from megatrain.dist.processes import join, name_of_start
 from megatrain.dist.world import reference_reduce
 from megatrain.errors import RankError
 from tests.ranks import together, worlds
@@ -136,3 +138,21 @@ def test_between_cuda_devices_nccl_carries_and_on_the_host_gloo(
     assert [group for _, group in carried] == [2, 2, 1]
     assert [name.removesuffix("_single") for name, _ in carried][1] == "all_to_all"
     assert all(each._queues == (carrier == "nccl" and each is world.device) for each in (world.host, world.device))
+
+
+def test_ranks_that_are_started_again_agree_on_a_name_whatever_earlier_ones_have_left_in_the_store() -> None:
+    """As `torchrun` keeps its store. They come one after the other, and one was killed before it had answered."""
+    store, chance = dist.HashStore(), random.Random(0)
+
+    def name_of(world: World) -> str:
+        time.sleep(chance.random() * 0.1)
+        return name_of_start(store, world.rank, 3, 10.0)
+
+    names = []
+    for _ in range(4):
+        (name,) = set(together(worlds(3), name_of))
+        names.append(name)
+        store.set("asks 1", "killed")
+    assert len(set(names)) == 4
+    with pytest.raises(RankError, match="no sign of rank 1; start all of them"):
+        name_of_start(store, 0, 3, 0.05)

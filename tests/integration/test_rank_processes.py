@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain import Engine, Policy
+from megatrain import AdamW, Engine, Policy
 from megatrain.dist import ALONE, World
 from megatrain.dist.world import reference_reduce
 from megatrain.spec import Numerics
@@ -56,8 +56,10 @@ def trained(ranks: RankProcesses, size: int, family: str, count: int, **how: Any
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_twenty_steps_have_the_losses_of_one_rank_and_the_same_bits_again(ranks: RankProcesses, size: int) -> None:
-    """With five micro-batches, which no number of ranks divides."""
-    one, many, again = (trained(ranks, of, "llama", 5, steps=20) for of in (1, size, size))
+    """With five micro-batches, which no number of ranks divides. At three times the rate the loss falls so far that one
+    rank with its micro-batches in another order differs by 1.3e-6 itself; at this one by 3e-8."""
+    how: dict[str, Any] = {"steps": 20, "optimizer": AdamW(lr=3e-3, weight_decay=0.1)}
+    one, many, again = (trained(ranks, of, "llama", 5, **how) for of in (1, size, size))
     assert many.losses == pytest.approx(one.losses, rel=1e-6)
     assert many[:3] == again[:3]
     assert same(many.weights, again.weights)

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -266,12 +267,16 @@ def test_torchrun_starts_all_again_where_one_was_killed_and_they_go_on(tmp_path:
     many, whole = shared(tmp_path, "many", **steps), shared(tmp_path, "whole", **steps)
     many = many.model_copy(update={"checkpoint": many.checkpoint.model_copy(update={"every": 1})})
     process = launched(2, many, "torchrun", "resume=auto", restarts=1)
-    while not checkpoints(many.checkpoints):
-        assert process.poll() is None
-        time.sleep(0.05)
-    ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(int(ranks[1]), signal.SIGKILL)
-    said, _ = process.communicate(timeout=240)
+    try:
+        while not checkpoints(many.checkpoints):
+            assert process.poll() is None
+            time.sleep(0.05)
+        ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(ranks[1]), signal.SIGKILL)
+        said, _ = process.communicate(timeout=240)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, said
     assert [line["event"] for line in lines(many.folder)].count("resumed") == 1
     ended(begin(preloaded, 2, whole))
@@ -297,12 +302,12 @@ def test_a_rank_that_stands_still_is_named_by_the_others_within_their_time_and_a
     tmp_path: Path, preloaded: Preloaded, victim: int
 ) -> None:
     """A process that is stopped, not killed: its connections stay, and nothing comes over them."""
-    config, seconds = shared(tmp_path, "run", steps=100_000, lr_scheduler="constant", eval_every=0), 3.0
+    config, seconds = shared(tmp_path, "run", steps=100_000, lr_scheduler="constant", eval_every=0), 8.0
     ranks = begin(preloaded, 3, config, seconds=seconds)
     metrics = config.folder / "metrics.jsonl"
     try:
         while not (metrics.exists() and len(losses(config.folder)) > 2):
-            assert all(rank.poll() is None for rank in ranks)
+            assert all(rank.poll() is None for rank in ranks), [rank.said for rank in ranks]
             time.sleep(0.05)
         ranks[victim].send_signal(signal.SIGSTOP)
         for number, rank in enumerate(ranks):
