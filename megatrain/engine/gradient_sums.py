@@ -7,7 +7,7 @@ buffer is right.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -19,6 +19,10 @@ from megatrain.spec.layout import Layout
 
 class GradSink(Protocol):
     """Receives finished gradients. Called on the host stream, one unit at a time."""
+
+    not_finite: dict[int, list[str]]
+    """Of several ranks: unit -> parameters of which this rank's part of the step's gradient is not finite, where they
+    are known."""
 
     def norm(self, unit: int, gradient: Tensor, loss: Tensor | None) -> None:
         """A unit's gradient has landed: flat tensor [layout.trained.size], bfloat16 or float32, on the host or, for a
@@ -37,6 +41,12 @@ class GradSink(Protocol):
         unit is updated in pieces, on the device, those [start, stop) that gradient and parts are of; each piece comes
         behind those before it.
         """
+
+
+def of_parameters(names: Sequence[str]) -> str:
+    """What a line about a gradient says of its parameters."""
+    more = f" and {len(names) - 1:,} more" if names[1:] else ""
+    return f" for {names[0]}{more}" if names else ""
 
 
 class UnitSum:

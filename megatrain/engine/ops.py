@@ -36,7 +36,7 @@ from megatrain.engine.chunked_loss import (
     own_entries,
 )
 from megatrain.engine.executor import Executor
-from megatrain.engine.gradient_sums import GradSink, UnitSum, send_to_sum
+from megatrain.engine.gradient_sums import GradSink, UnitSum, of_parameters, send_to_sum
 from megatrain.engine.phased_call import OPEN, Phases, calls_of, undisturbed, unwinding
 from megatrain.engine.step_state import DTYPE_OF_NBYTES, Current, Graph, access_of, pack, part_of, unpack
 from megatrain.engine.sync_free_inputs import HostAnswers
@@ -152,17 +152,20 @@ class Streamer:
     def _of_all_ranks(self, now: Current) -> list[Micro]:
         """What is known of the micro-batches of all ranks, in their order. Raises `NonFinite`, the same on each."""
         largest = {unit: found.tolist() for unit, found in now.largest.items()}
-        mine: Any = ([tuple(each) for each in _micros(now)], list(largest.items()))
+        names = {} if now.sink is None else now.sink.not_finite
+        mine: Any = ([tuple(each) for each in _micros(now)], list(largest.items()), list(names.items()))
         told = self.world.exchange("losses", mine)
-        micros = [[Micro(*each) for each in own] for own, _ in told]
+        micros = [[Micro(*each) for each in own] for own, _, _ in told]
         fix = PERHAPS if self.policy.update == "during_backward" else NOTHING
         for rank, own in enumerate(micros):
             _finite_sum([term for micro in own for term in micro.terms], now, f" on rank {rank}", fix)
-        heard = {unit: [dict(each)[unit] for _, each in told] for unit in largest}
+        heard = {unit: [dict(each)[unit] for _, each, _ in told] for unit in largest}
         for unit, by_owner in sorted(heard.items(), reverse=True):
             for rank, sent in enumerate(zip(*by_owner, strict=True)):
                 if not all(map(math.isfinite, sent)):
-                    what, where = f"the gradient of rank {rank} is not finite", self.spec.units[unit].name
+                    named = dict.fromkeys(name for _, _, each in told for name in dict(each).get(unit, ()))
+                    what = f"the gradient of rank {rank} is not finite{of_parameters(list(named))}"
+                    where = self.spec.units[unit].name
                     raise NonFinite(what, where=where, fix=fix)
         return self.world.dealt(micros)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatrain.device import Device
 from megatrain.dist import ALONE, World
+from megatrain.engine.gradient_sums import of_parameters
 from megatrain.errors import NonFinite
 from megatrain.memory import Store, unit_state
 from megatrain.optim import (
@@ -74,7 +75,7 @@ class OptimizerSink:
         self._squares: dict[int, float] = {}
         self._on_their_way: dict[int, Tensor] = {}
         """Sums of squares of units on the device, which are landed when the device has come to rest."""
-        self._not_finite: dict[int, list[str]] = {}
+        self.not_finite: dict[int, list[str]] = {}
         """Unit whose gradient in host memory is not finite -> the parameters that it is so for."""
         self._own_squares: list[float] = []
         """Of several ranks, numbers whose sum over all of them is that of the squares."""
@@ -103,7 +104,7 @@ class OptimizerSink:
         if not self.pending:  # an interrupted step whose updates were all applied counts as a step
             self.updates = max([self.updates, *(self.applied[unit] for unit in self.trained)])
         scalars = self.optimizer.scalars_by_group(lr=lr, step=self.updates + 1)
-        for found in (self._squares, self._on_their_way, self._sound, self._own_squares, self._not_finite):
+        for found in (self._squares, self._on_their_way, self._sound, self._own_squares, self.not_finite):
             found.clear()
         self._updated.clear()
         self._next_lr = lr
@@ -129,9 +130,9 @@ class OptimizerSink:
         else:
             self._squares[unit] = sum_of_squares(_as_numpy(gradient), self.threads)
         if not math.isfinite(self._squares[unit]):
-            self._not_finite[unit] = self._names_of(unit, gradient)
+            self.not_finite[unit] = self._names_of(unit, gradient)
             if self._world.size == 1:
-                raise self._refusal(unit, self._not_finite[unit], self._done)
+                raise self._refusal(unit, self.not_finite[unit], self._done)
 
     def update(
         self, unit: int, gradient: Tensor, parts: Mapping[Part, Tensor], elements: tuple[int, int] | None = None
@@ -223,7 +224,7 @@ class OptimizerSink:
 
         Raises `NonFinite` for the gradient of a unit on the device, and on all ranks for one of any.
         """
-        bad = [(unit, self._not_finite.get(unit, [])) for unit, of in self._squares.items() if not math.isfinite(of)]
+        bad = [(unit, self.not_finite.get(unit, [])) for unit, of in self._squares.items() if not math.isfinite(of)]
         there = [squares for unit, squares in self._squares.items() if self._normed_there[unit]]
         told = self._world.exchange("the norm", (bad, expansion([*self._own_squares, *there]), sorted(self._done)))
         if odd := [(unit, names) for units, _, _ in told for unit, names in units]:
@@ -274,10 +275,7 @@ class OptimizerSink:
 
     def _refusal(self, unit: int, parameters: Sequence[str], done: set[int]) -> NonFinite:
         """parameters: those of the unit whose gradient is not finite. done: units that have been updated."""
-        what = "the gradient is not finite"
-        if parameters:
-            more = f" and {len(parameters) - 1:,} more" if parameters[1:] else ""
-            what += f" for {parameters[0]}{more}"
+        what = f"the gradient is not finite{of_parameters(parameters)}"
         if not done:
             return NonFinite(
                 what,
@@ -323,6 +321,7 @@ class GradientCollector:
         ]
         self._names = [unit.name for unit in model.units]
         self.gradients: dict[str, Tensor] = {}
+        self.not_finite: dict[int, list[str]] = {}
 
     def norm(self, unit: int, gradient: Tensor, loss: Tensor | None) -> None:
         if self._together is not None:  # a step of several ranks looks at the end whether all are finite

@@ -24,6 +24,7 @@ from megatrain import AdamW, Engine, Policy
 from megatrain.checkpoint import full_check, ranges
 from megatrain.dist import ALONE, World
 from megatrain.engine import DTYPES
+from megatrain.engine.gradient_sums import UnitSum
 from megatrain.errors import BatchError, MegaTrainError, NonFinite, PlanError, RankError
 from megatrain.model import ModelSource, port_model
 from megatrain.spec import Numerics, Placement, Precision
@@ -333,8 +334,32 @@ def test_a_gradient_that_is_not_finite_on_one_rank_stops_all() -> None:
 
     model, batches = tiny_model("llama"), batches_of(3)
     (line,) = set(together(worlds(3), work))
-    assert "the gradient of rank 2 is not finite" in line
+    assert "the gradient of rank 2 is not finite for lm_head.weight and 1 more" in line
     assert math.isfinite(trained(3, model, batches, steps=1).losses[0])
+
+
+@pytest.mark.parametrize("poisoned", ["input_layernorm", "self_attn.o_proj", "mlp.down_proj"])
+def test_a_gradient_that_is_not_finite_on_one_rank_is_named_by_its_parameter_on_all(
+    poisoned: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever owns it."""
+    model, batches, add = tiny_model("llama"), batches_of(3), UnitSum.add
+
+    def spoilt(self: UnitSum, name: str, gradient: Tensor) -> None:
+        here = threading.current_thread().name == "rank 1" and name.endswith(f"layers.1.{poisoned}.weight")
+        add(self, name, gradient * math.inf if here else gradient)
+
+    def work(world: World) -> str:
+        with MAKING:
+            engine = Engine.from_model(model, precision="fp32", policy=SHARDS, verify=False, world=world)
+        with engine, pytest.raises(NonFinite) as caught:
+            engine.step(batches[world.rank :: world.size])
+        return str(caught.value)
+
+    monkeypatch.setattr(UnitSum, "add", spoilt)
+    (line,) = set(together(worlds(3), work))
+    said = f"model.layers.1: the gradient of rank 1 is not finite for model.layers.1.{poisoned}.weight; nothing was"
+    assert line.startswith(said)
 
 
 def test_what_is_updated_at_once_is_torn_on_all_by_a_gradient_that_is_not_finite_on_one() -> None:
