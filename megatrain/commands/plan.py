@@ -43,6 +43,7 @@ from megatrain.plan import (
     sweep,
     upgrades,
 )
+from megatrain.plan.estimates import undisturbed
 from megatrain.plan.measured_models import built_in, known_name, known_names, measured_file, recall, remember
 from megatrain.plan.question import MOST_TOKENS
 from megatrain.plan.report import (
@@ -120,7 +121,7 @@ def run_plan(
         precision, hardware = run.train.precision, hardware or run.train.hardware
     machine, here = _machine_of_ranks(hardware, precision, ranks, nodes, sweeps=sweeps)
     limits = _limits(machine, memories, is_this_one=hardware is None)
-    with Console(stderr=True).status("reading the model") as now:
+    with Console(stderr=True).status("reading the model"):
         if run is not None:
             question = _question_of(run, machine)
         else:
@@ -128,15 +129,16 @@ def run_plan(
             length = _length(spec, length, tokens_per_step)
             tokens = _usual_tokens(length * ranks) if tokens_per_step is None else tokens_per_step
             question = Question(spec, machine, tokens, length, precision, clips, saves=True, limits=limits)
-        now.update("planning")
-        may_shrink = run is None and tokens_per_step is None
-        plan = _planned(question_of_one(question, ranks, here), may_shrink=may_shrink)
-        outlook = look(plan, token_budget)
-    facts = _facts(plan, run)
-    show(console, outlook, facts)
-    with Console(stderr=True).status("looking at what would help"):
-        outlook = advised(outlook)
-        swept = sweep(plan) if sweeps else None
+    with undisturbed():
+        with Console(stderr=True).status("planning"):
+            may_shrink = run is None and tokens_per_step is None
+            plan = _planned(question_of_one(question, ranks, here), may_shrink=may_shrink)
+            outlook = look(plan, token_budget)
+        facts = _facts(plan, run)
+        show(console, outlook, facts)
+        with Console(stderr=True).status("looking at what would help"):
+            outlook = advised(outlook)
+            swept = sweep(plan) if sweeps else None
     show_changes(console, outlook, swept)
     if run is not None:
         _say_next(console, _train(plan, model, *overrides))

@@ -44,19 +44,13 @@ USUAL, USUAL_NUMERICS = Policy(), Numerics()
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Without the collector of cycles, which would walk through every schedule again and again and find none.
-
-    What is there at the end counts as old, or the first collection of the young would walk through all of it.
-    """
+    """Without the collector of cycles, which would walk through every schedule again and again and find none."""
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if enabled:
-            if not gc.get_freeze_count():  # what somebody else has frozen stays so
-                gc.freeze()
-                gc.unfreeze()
             gc.enable()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import re
+import weakref
 from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
@@ -403,3 +405,20 @@ def test_what_slots_give_up_pays_for_a_layer_on_the_device() -> None:
     by_hand = examine(asked, Choice(Numerics(loss_chunk_tokens=512), policy), 1)
     assert fits(by_hand)
     assert find_plan(asked).seconds < 1.005 * by_hand.seconds
+
+
+def test_a_search_leaves_the_garbage_of_its_caller_to_the_next_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made old, it would stay for ever where one search follows another, with all the memory that hangs on it."""
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)  # these tests' own libraries are frozen
+    asked, _ = question(BALANCED), gc.collect(0)
+    garbage = Garbage()
+    there = weakref.ref(garbage)
+    del garbage
+    find_plan(asked)
+    gc.collect(0)
+    assert there() is None
+
+
+class Garbage:
+    def __init__(self) -> None:
+        self.itself = self
