@@ -520,7 +520,7 @@ def _quiet_threads() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point: runs a verb and leaves the process with its exit code."""
-    atexit.register(gc.freeze)  # or the collector would walk through all that there is, once more, for nobody
+    atexit.register(_leave_plans)
     code: object = 0
     try:
         code = app(None if arguments is None else list(arguments), prog_name="megatrain", standalone_mode=False)
@@ -534,6 +534,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _leave_plans() -> None:
+    """Let no collector walk through plans once more as the process ends. Beside torch it does: its libraries take for
+    leaks, and tell so, what has not been collected by then."""
+    if "torch" not in sys.modules:
+        gc.freeze()
 
 
 def _refuse(message: str) -> int:

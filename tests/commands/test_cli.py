@@ -358,3 +358,12 @@ def test_a_system_prompt_without_a_chat_is_refused(capsys: pytest.CaptureFixture
         cli.main(["generate", "anything", "--system", "be brief"])
     assert left.value.code == 2
     assert capsys.readouterr().err == "error: --system: is for chats; give --chat, too\n"
+
+
+@pytest.mark.slow
+def test_a_command_ends_without_a_word_of_what_its_libraries_have_not_collected() -> None:
+    """Those of triton, which training and the measuring of models import, list as leaks what is there at the end."""
+    pytest.importorskip("triton")
+    code = "import torch, triton._C.libtriton; from megatrain.cli import main; main(['--version'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
