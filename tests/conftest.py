@@ -5,6 +5,7 @@ torch is set up only where a test module has imported it, so that the torch-free
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import random
@@ -31,6 +32,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait must no
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads and a fork warn about each other
 
 gc.disable()  # until all is collected: nothing of it is garbage
+atexit.register(gc.unfreeze)  # or triton's bindings list as leaks what was frozen behind that
 
 # Whoever starts the tests in the background of a shell script has Ctrl-C ignored, and tests ask what it does.
 signal.signal(signal.SIGINT, signal.default_int_handler)

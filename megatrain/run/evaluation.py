@@ -132,4 +132,5 @@ def scored(metrics: Mapping[str, Metric], evaluation: Evaluation) -> Scored:
             except (TypeError, ValueError) as error:
                 what = f"{name} gave {type(value).__name__} as {str(key)!r}"
                 raise ConfigError(what, where="train.metrics", fix="return a number, or numbers by name") from error
+    evaluation.engine.world.exchange("scores", None)  # one rank may work for all here, as long as that takes
     return Scored(evaluation.step, scores)

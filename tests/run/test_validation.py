@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,13 @@ from safetensors.torch import load_file
 from megatrain import DPO, Engine, Policy
 from megatrain.checkpoint import open_checkpoint
 from megatrain.config import load_config, save_config
+from megatrain.data import load_tokenizer
 from megatrain.data.packing import REFERENCE
+from megatrain.dist import World
+from megatrain.dist.watch import PROMPT
 from megatrain.errors import ConfigError
 from megatrain.run import training
-from megatrain.run.evaluation import evaluated
+from megatrain.run.evaluation import Evaluation, evaluated, scored
 from megatrain.train.early_stopping import LowestLoss
 from megatrain.train.events import Evaluated
 from tests.ranks import together, worlds
@@ -237,3 +241,25 @@ def test_metrics_of_ones_own_are_told_like_the_loss(tmp_path: Path, monkeypatch:
             train(run_of(tmp_path, train={"metrics": name}, output={"folder": str(tmp_path / "other")}))
     with pytest.raises(ConfigError, match="own_metrics:wrong gave str as 'word'"):
         train(run_of(tmp_path, train={"metrics": "own_metrics:wrong"}, output={"folder": str(tmp_path / "third")}))
+
+
+def test_ranks_wait_for_a_metric_that_one_of_them_works_out_as_for_what_one_does_for_all() -> None:
+    """And not as in a step, where a rank that is later than ten minutes is taken to stand still."""
+    is_asked = threading.Event()
+
+    def work(world: World) -> bool:
+        def metric(evaluation: Evaluation) -> float:
+            return float(world.rank == 0 and is_asked.wait(20))
+
+        class Asked(World):
+            def exchange(self, what: str, value: Any) -> Any:
+                if what not in PROMPT and self.rank == 1:
+                    is_asked.set()
+                return super().exchange(what, value)
+
+        asked: Any = SimpleNamespace(world=Asked(world.rank, world.size, world.host))
+        found = scored({"mine:late": metric}, Evaluation(1, asked, load_tokenizer("bytes"), {}))
+        asked.world.exchange("a stop", False)
+        return found.scores == {"late": float(world.rank == 0)}
+
+    assert all(together(worlds(2), work))
