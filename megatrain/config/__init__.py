@@ -1,7 +1,7 @@
-"""What steers a run: a YAML file and `key=value` overrides, checked into one frozen tree.
+"""A run's configuration: a YAML file plus `key=value` overrides, validated into one frozen tree.
 
-A key that does not exist is an error that names the nearest one that does; a key given twice and a value of the wrong
-type are errors too, each with its line. The environment is read here too: which of several processes this is.
+Unknown keys, duplicate keys and values of the wrong type are errors with a line number; an unknown key also names the
+nearest known one. Environment variables are read here too: which rank of a multi-process run this process is.
 """
 
 from megatrain.config.environment import (

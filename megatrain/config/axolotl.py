@@ -1,7 +1,6 @@
-"""Axolotl's YAMLs of training, by our keys.
+"""Translate Axolotl training YAMLs to our keys.
 
-Each of its data sets says by itself how it is read; here that is said once for all sources, so entries that differ in
-it are told of.
+Axolotl says for each data set how to read it; we say it once for all sources, so entries that differ are reported.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ DEFAULTS: dict[str, Any] = {
     "save_total_limit": 4,
     "output_dir": "model-out",
 }
-"""What holds where a file is silent."""
+"""Axolotl's defaults for keys that a file leaves out."""
 FORMATS = {"alpaca": "alpaca", "chat_template": "chat", "sharegpt": "sharegpt", "completion": "text"}
-"""Axolotl's types of data sets for fine-tuning."""
+"""Axolotl's data set types for fine-tuning -> our data.format."""
 
 
 def read_axolotl(reader: Reader) -> None:
@@ -83,26 +82,26 @@ def read_axolotl(reader: Reader) -> None:
 
 
 def _rates_of_axolotl(reader: Reader) -> None:
-    """Learning rates by the names of modules, behind the adapter."""
+    """Put learning rates by module. Needs the adapter's keys to be put before."""
     put_rate_of_lora_b(reader)
     rate, scale = reader.number("embedding_lr"), reader.number("embedding_lr_scale")
     name, tree = "embedding_lr_scale" if scale else "embedding_lr", reader.found.tree
     rate = tree["train"]["learning_rate"] * scale if scale else rate
     if rate is not None and "adapter" not in tree:
         add_rates(reader, {"*embed_tokens*": rate, "*lm_head*": rate}, name)
-        reader.note(name, "leave *lm_head* out where the head is tied to the embedding: no parameter matches it there")
+        reader.note(name, "leave *lm_head* out if the head is tied to the embedding: then no parameter matches it")
     elif rate is not None and tree["adapter"].get("modules_to_save"):
         add_rates(reader, {"*modules_to_save*": rate}, name)
     groups = reader.take("lr_groups") or []
     if not isinstance(groups, list) or not all(_is_group(each) for each in groups):
-        reader.refuse("lr_groups", "is no list of modules and rates")
+        reader.refuse("lr_groups", "is not a list of modules and rates")
     if groups:
         add_rates(reader, {f"*{module}*": group["lr"] for group in groups for module in group["modules"]}, "lr_groups")
-        reader.note("lr_groups", "of each module all parameters, those that do not decay among them")
+        reader.note("lr_groups", "applies to all parameters of each module, including those without weight decay")
 
 
 def _is_group(group: Any) -> bool:
-    """Whether it has modules and a rate for them, as an entry of `lr_groups` does."""
+    """Whether `group` is a valid entry of `lr_groups`: a list of modules and their rate."""
     if not isinstance(group, dict) or not _are_texts(group.get("modules")):
         return False
     return isinstance(group.get("lr"), int | float) and not isinstance(group["lr"], bool)
@@ -113,14 +112,14 @@ def _objective_of_axolotl(reader: Reader) -> None:
     beta, alpha, gamma = reader.take("rl_beta"), reader.take("orpo_alpha"), reader.take("simpo_gamma")
     for name in ("reward_model", "process_reward_model"):
         if reader.take(name):
-            reader.refuse(name, "is not trained here", "models with a head for text are, not with one for a score")
+            reader.refuse(name, "is not supported", "only language models are trained, no reward models")
     if reader.given.get("unfrozen_parameters"):
-        reader.refuse("unfrozen_parameters", "is not here", "train.freeze names what stays as it is; take the key out")
+        reader.refuse("unfrozen_parameters", "is not supported", "remove it; train.freeze names what is not trained")
     put_kto_weights(reader, ("kto_desirable_weight", "kto_undesirable_weight"), is_kto=objective == "kto")
     if objective is None:
         return
     if objective not in ("dpo", "ipo", "orpo", "simpo", "kto"):
-        reader.refuse("rl", "is not trained here", "dpo, ipo, orpo, simpo and kto are")
+        reader.refuse("rl", "is not supported", "dpo, ipo, orpo, simpo and kto are")
     if of_trl.get("beta") is not None:
         beta = of_trl["beta"]
     elif alpha is not None and "rl_beta" not in reader.said:
@@ -132,15 +131,15 @@ def _objective_of_axolotl(reader: Reader) -> None:
     if objective == "ipo":
         reader.put("train.dpo_loss", "ipo", "rl")
     if objective == "simpo":
-        reader.note("rl", "without the cross-entropy that TRL adds by cpo_alpha, 1 where it is left out there")
+        reader.note("rl", "without the cross-entropy that TRL adds with weight cpo_alpha (1 by default)")
     if objective == "orpo":
-        reader.note("rl", "the cross-entropy is that of the answer, where TRL's counts the prompt, too")
+        reader.note("rl", "the cross-entropy covers the answer only; TRL's includes the prompt")
 
 
 def _sources_of_axolotl(reader: Reader) -> None:
     sets, texts = reader.take("datasets"), reader.take("pretraining_dataset")
     if not sets and not texts:
-        reader.refuse("datasets", "is needed to train", "name a data set")
+        reader.refuse("datasets", "is required", "name a data set")
     name = "datasets" if sets else "pretraining_dataset"
     entries = _entries(reader, name, sets or texts)
     reader.put("data.sources", [source for sources, _ in entries for source in sources], name)
@@ -158,19 +157,19 @@ def _validation_of_axolotl(reader: Reader) -> None:
     if splits:
         reader.put("data.validation_split", splits[0], "test_datasets")
     if len(splits) > 1:
-        reader.found.left_out.append(f"test_datasets: data.validation_split is one for all; {splits[0]} is written")
+        reader.found.left_out.append(f"test_datasets: all share one data.validation_split; {splits[0]} is used")
 
 
 def _entries(reader: Reader, name: str, given: Any) -> list[tuple[list[str], dict[str, Any]]]:
-    """`_entry` of each."""
+    """`_entry` of each data set in a list, or of a single one."""
     listed = given if isinstance(given, list) else [given]
     if not all(isinstance(each, dict | str) for each in listed):
-        reader.refuse(name, "is no list of data sets")
+        reader.refuse(name, "is not a list of data sets")
     return [_entry(reader, name, number, each) for number, each in enumerate(listed)]
 
 
 def _entry(reader: Reader, of: str, number: int, entry: Any) -> tuple[list[str], dict[str, Any]]:
-    """Sources of one entry, and keys of ours by which they are read."""
+    """The sources of one entry, and our keys for reading them."""
     rest = {"path": entry} if isinstance(entry, str) else dict(entry)
     _refuse_odd(reader, of, number, rest)
     files, path = rest.pop("data_files", None), rest.pop("path", None)
@@ -180,21 +179,21 @@ def _entry(reader: Reader, of: str, number: int, entry: Any) -> tuple[list[str],
     where = f"{of}[{number}]"
     if not prefers(reader) and isinstance(kind, str):
         if (plain := kind.partition(".")[0].partition(":")[0]) not in FORMATS and of != "pretraining_dataset":
-            fix = f"{', '.join(FORMATS)} are"
-            reader.refuse(of, f"has the type {kind!r} in entry {number}, which is not read here", fix)
+            fix = f"supported are {', '.join(FORMATS)}"
+            reader.refuse(of, f"has the type {kind!r} in entry {number}, which is not supported", fix)
         keys["data.format"] = FORMATS.get(plain, "text")
         if plain == "alpaca":
-            what = "rows become chats by the model's own template, where Axolotl writes them in Alpaca's words"
+            what = "rows become chats in the model's own template; Axolotl uses Alpaca's prompt text"
             reader.found.notes.append(f"{where}.type=alpaca: {what}")
     elif isinstance(kind, dict):
         rest |= kind
     elif isinstance(kind, str) and not kind.startswith("chat_template"):
-        what = "rows are read by their fields (prompt, chosen, rejected; completion, label), whatever the type says"
+        what = "the type is ignored; rows are read by their fields (prompt, chosen, rejected; completion, label)"
         reader.found.notes.append(f"{where}.type={kind}: {what}")
     for theirs, ours in (("split", "data.split"), ("name", "data.subset")):
         if (value := rest.pop(theirs, None)) is not None:
             if "[" in str(value):
-                what = f"a part of a split is not read; the whole one is (entry {number})"
+                what = f"parts of a split are not supported; the whole split is read (entry {number})"
                 reader.found.left_out.append(f"{where}.{theirs}={value}: {what}")
                 value = str(value).partition("[")[0]
             keys[ours] = value
@@ -206,26 +205,26 @@ def _entry(reader: Reader, of: str, number: int, entry: Any) -> tuple[list[str],
         reader.found.left_out.append(f"{where}.roles_to_train: data.train_on is assistant, last or all")
     for name, value in rest.items():
         if value is not None and value is not False:
-            reader.found.left_out.append(f"{where}.{name}={value}: no key of data.* says it")
+            reader.found.left_out.append(f"{where}.{name}={value}: no data.* key corresponds to it")
     return sources, keys
 
 
 def _refuse_odd(reader: Reader, of: str, number: int, entry: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for what cannot be read as the value of its key in an entry."""
+    """Raise `ConfigError` for values of the wrong type in an entry."""
     for name in ("split", "name"):
         if not isinstance(entry.get(name), str | None):
-            reader.refuse(of, f"has a {name} that is no text in entry {number}")
+            reader.refuse(of, f"has a {name} that is not a string in entry {number}")
     if not isinstance(entry.get("type"), str | dict | None):
-        reader.refuse(of, f"has a type that is neither text nor keys in entry {number}")
+        reader.refuse(of, f"has a type that is neither a string nor a mapping in entry {number}")
     if (files := entry.get("data_files")) is not None and not isinstance(files, str) and not _are_texts(files):
-        reader.refuse(of, f"has data_files that are no list of texts in entry {number}")
+        reader.refuse(of, f"has data_files that are not a list of strings in entry {number}")
     kind = entry.get("type")
     for keys in (entry, kind if isinstance(kind, dict) else {}):
         for name in ("roles", "message_property_mappings"):
             if not isinstance(keys.get(name), dict | None):
-                reader.refuse(of, f"has {name} without keys in entry {number}")
+                reader.refuse(of, f"has {name} that are not a mapping in entry {number}")
         if not all(_are_texts(names) for names in (keys.get("roles") or {}).values()):
-            reader.refuse(of, f"has roles that are no lists of texts in entry {number}")
+            reader.refuse(of, f"has roles that are not lists of strings in entry {number}")
 
 
 def _are_texts(value: Any) -> bool:
@@ -257,7 +256,7 @@ USUAL_ROLES = {
 
 
 def _columns(keys: dict[str, Any], rest: dict[str, Any]) -> None:
-    """Names of columns, of keys of turns and of roles, which are taken out of the rest of an entry."""
+    """Move the names of columns, turn keys and roles from `rest` of an entry to our `keys`."""
     columns = {ours: rest.pop(theirs, None) for theirs, ours in COLUMNS.items() if rest.get(theirs) is not None}
     named = {
         **{kind: rest.pop(f"message_field_{kind}", None) for kind in TAGS},
@@ -277,27 +276,27 @@ def _columns(keys: dict[str, Any], rest: dict[str, Any]) -> None:
 
 
 def _agreed(reader: Reader, name: str, entries: Sequence[Mapping[str, Any]]) -> None:
-    """Put keys that are said of each source here of all of them; where they differ, it is told and left to `auto`."""
+    """Put each key on which all entries agree; report those that differ and leave them at their defaults."""
     for key in sorted({key for keys in entries for key in keys}):
         first = entries[0].get(key)
         if all(keys.get(key) == first for keys in entries):
             reader.put(key, first, name)
         else:
-            what = f"its entries differ in what is {key} here, which is one for all sources"
-            reader.found.left_out.append(f"{name}: {what}; name them in a dataset_info.json")
+            what = f"its entries differ in {key}, which is the same for all sources here"
+            reader.found.left_out.append(f"{name}: {what}; describe them in a dataset_info.json")
 
 
 def _template_of_axolotl(reader: Reader) -> None:
     template, jinja = reader.take("chat_template"), reader.take("chat_template_jinja")
     if isinstance(jinja, str):
         if "{" in jinja:
-            reader.leave("chat_template_jinja", "write it to a .jinja file, and name that as data.chat_template")
+            reader.leave("chat_template_jinja", "save it as a .jinja file and set data.chat_template to that")
         else:
             reader.put("data.chat_template", jinja, "chat_template_jinja")
     elif template == "chatml":
         reader.put("data.chat_template", "chatml", "chat_template")
     elif template is not None and template != "tokenizer_default":
-        what = "the template that comes with the model is taken; name a file as data.chat_template for another"
+        what = "the model's own template is used; for another, set data.chat_template to a file"
         reader.leave("chat_template", what)
 
 
@@ -309,7 +308,7 @@ def _adapter_of_axolotl(reader: Reader) -> None:
     if kind is None:
         return
     if kind not in ("lora", "qlora"):
-        reader.refuse("adapter", "is not here", "lora is")
+        reader.refuse("adapter", "is not supported", "use lora")
     reader.put("adapter", {"type": "lora"}, "adapter")
     if kind == "qlora":
         reader.note("adapter", "the base is not quantized: it is held in bfloat16, in host memory")
@@ -323,7 +322,7 @@ def _adapter_of_axolotl(reader: Reader) -> None:
     if dropout:
         reader.put("adapter.dropout", dropout, "lora_dropout")
     if isinstance(names, str) and not whole and re.search(r"[^\w.,\s]", names):
-        reader.leave("lora_target_modules", "adapter.target_modules are names, and no pattern; auto is left")
+        reader.leave("lora_target_modules", "adapter.target_modules takes names, not patterns; it is left at auto")
     elif whole or names:
         targets = ["all-linear"] if whole else parts(names)
         reader.put("adapter.target_modules", targets, "lora_target_modules", "lora_target_linear")

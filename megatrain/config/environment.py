@@ -1,5 +1,4 @@
-"""What the environment says: which of several processes a launcher has started this is, and where they meet; and one
-default that is set here."""
+"""Environment variables: this process's rank and rendezvous address, as set by a launcher, and two defaults of ours."""
 
 from __future__ import annotations
 
@@ -19,49 +18,51 @@ LAUNCHERS = {
     # of the step; SLURM_NTASKS is set in a batch script too
     "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
 }
-"""What starts several processes -> the variables in which each finds how many they are, its own number, and that on its
-machine. `accelerate launch`, a PyTorchJob of Kubeflow and Ray Train set those of torchrun."""
+"""Launcher -> its variables for world size, rank and local rank. `accelerate launch`, Kubeflow's PyTorchJob and Ray
+Train set torchrun's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One of several processes: its rank of `size`, and that among those of its machine."""
+    """This process's place in a multi-process run."""
 
     rank: int
     size: int
     local_rank: int
     address: str = ""
-    """Of the machine of the first."""
+    """Host name or address of rank 0's machine."""
 
 
 def let_idle_threads_sleep() -> None:
-    """Make idle OpenMP threads sleep, unless the user's environment says otherwise; to be called before torch loads.
+    """Make idle OpenMP threads sleep, unless the user's environment says otherwise. Call it before torch is imported.
 
-    By default they spin, and take the core from the very thread that they wait for as soon as anything else runs. With
-    three other processes on two cores the quickstart came to 170 tokens/s so, and to 2,500 with sleeping threads.
+    By default they spin, and when other processes run they take the core from the thread they are waiting for: with
+    three other processes on two cores the quickstart reached 170 tokens/s, and 2,500 with sleeping threads.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def let_ranks_finish() -> None:
-    """Give ranks that torchrun is told to stop ten minutes for their step and its checkpoint; it kills them after half
-    a minute otherwise."""
+    """Make torchrun, when it is stopped, wait ten minutes for each rank's step and checkpoint before it kills it; its
+    default is 30 seconds."""
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
 
 
 def refuse_several_processes(where: str) -> None:
-    """Raise `ConfigError` in each of several processes that a launcher has started, for what is no training: every one
-    would do all of the work alone, and none would hear of the others."""
+    """Raise `ConfigError` if a launcher started several processes of a command that does not train: each would do all
+    of the work by itself."""
     if (launcher := _launcher()) is not None:
         size, told = LAUNCHERS[launcher][0], _told(launcher)
-        fix = f"start a single one, without {launcher}, or unset {size}"
-        what = f"one of {int(os.environ[size]):,} processes ({told}), and this is for one"
+        fix = f"start it without {launcher}, or unset {size}"
+        what = f"started as one of {int(os.environ[size]):,} processes ({told}), but it runs in a single process"
         raise _told_to_torchrun(ConfigError(what, where=where, fix=fix))
 
 
 def find_launch() -> Launch | None:
-    """Which of several processes this is; `None` where there is one. Raises `ConfigError` where a variable that tells
-    it, or where they meet, is missing or is no number."""
+    """This process's place among those a launcher started; `None` if there is only one.
+
+    Raises `ConfigError` if the variable for the rank, the address or the port is missing or not a number.
+    """
     if (launcher := _launcher()) is None:
         _refuse_half()
         return None
@@ -72,31 +73,31 @@ def find_launch() -> Launch | None:
     for name, value in numbers.items():
         fits = bool(value) if name == "MASTER_ADDR" else value.isdecimal()
         if not fits or (name == rank_name and int(value) >= size):
-            what = f"one of {size:,} processes ({_told(launcher)}), but {name} is {value!r}"
-            fix = "start them with torchrun, which sets it, or set it"
+            what = f"started as one of {size:,} processes ({_told(launcher)}), but {name} is {value!r}"
+            fix = f"start them with torchrun, which sets {name}, or set it yourself"
             raise _told_to_torchrun(ConfigError(what, where="environment", fix=fix))
     return Launch(int(needed[rank_name]), size, int(numbers[local_name]), needed["MASTER_ADDR"])
 
 
 def _refuse_half() -> None:
-    """Raise `ConfigError` for a process with a number and no count, or one that is none: it would train alone, as all
-    the others would, into one folder."""
+    """Raise `ConfigError` for a rank without a valid world size: each such process would train alone, all of them into
+    the same folder."""
     count, rank, _ = LAUNCHERS["torchrun"]
     size, number = os.environ.get(count, ""), os.environ.get(rank, "")
     if (size and not size.isdecimal()) or (number and not size) or (number.isdecimal() and size == "1" and int(number)):
-        what = f"{count} is {size!r}, and {rank} is {number!r}: one of several processes, or a single one?"
+        what = f"{count} is {size!r} and {rank} is {number!r}, which do not fit together"
         fix = f"start them with torchrun, which sets both, or unset {rank}"
         raise _told_to_torchrun(ConfigError(what, where="environment", fix=fix))
 
 
 def _launcher() -> str | None:
-    """What has started several processes, of which this is one."""
+    """Name of the launcher that started several processes, if one did."""
     counts = {launcher: os.environ.get(names[0], "") for launcher, names in LAUNCHERS.items()}
     return next((name for name, count in counts.items() if count.isdecimal() and int(count) > 1), None)
 
 
 def _told(launcher: str) -> str:
-    """What the variables say, as far as they are set."""
+    """The launcher's world size and rank as `NAME=value`, for a message."""
     return ", ".join(f"{name}={os.environ[name]}" for name in LAUNCHERS[launcher][:2] if name in os.environ)
 
 
@@ -106,7 +107,7 @@ def _told_to_torchrun(error: ConfigError) -> ConfigError:
 
 
 def tell_torchrun(line: str) -> None:
-    """Let torchrun end its own report, of some 40 lines, with the reason."""
+    """Write an error's first line where torchrun looks for it, to show it at the end of its own 40-line report."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with suppress(OSError):
             Path(file).write_text(json.dumps({"message": line, "timestamp": int(time.time())}))

@@ -1,6 +1,6 @@
-"""LLaMA-Factory's YAMLs of training, by our keys.
+"""Translate LLaMA-Factory training YAMLs to our keys.
 
-Data sets are entries of a `dataset_info.json`, which is read here as it stands.
+Data sets are entries of a `dataset_info.json`, which we read unchanged.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ DEFAULTS: dict[str, Any] = {
     "save_steps": 500,
     "output_dir": "saves",
 }
-"""What holds where a file is silent."""
+"""LLaMA-Factory's defaults for keys that a file leaves out."""
 
 
 def read_llama_factory(reader: Reader) -> None:
@@ -70,11 +70,11 @@ def read_llama_factory(reader: Reader) -> None:
     _adapter_of_llama_factory(reader)
     put_rate_of_lora_b(reader)
     if reader.take("do_predict"):
-        reader.refuse("do_predict", "asks for predictions, not for training", "see `megatrain generate`")
+        reader.refuse("do_predict", "asks for predictions, not training", "see `megatrain generate`")
     if "enable_thinking" in reader.given:
         kwargs = {"enable_thinking": reader.take("enable_thinking")}
         reader.put("data.chat_template_kwargs", kwargs, "enable_thinking")
-    what = "the template that comes with the model is taken; name a file as data.chat_template for another"
+    what = "the model's own template is used; for another, set data.chat_template to a file"
     reader.leave("template", what)
 
 
@@ -83,9 +83,9 @@ def _objective_of_stage(reader: Reader) -> str:
     beta, gamma = reader.take("pref_beta"), reader.take("simpo_gamma")
     put_kto_weights(reader, ("kto_chosen_weight", "kto_rejected_weight"), is_kto=stage == "kto")
     if stage == "rm":
-        reader.refuse("stage", "is not trained here", "models with a head for text are, not with one for a score")
+        reader.refuse("stage", "is not supported", "only language models are trained, no reward models")
     if stage not in ("pt", "sft", "dpo", "kto"):
-        reader.refuse("stage", "is not trained here", "pt, sft, dpo and kto are")
+        reader.refuse("stage", "is not supported", "pt, sft, dpo and kto are")
     reader.account("stage")
     if stage in ("dpo", "kto") and loss not in ("orpo", "simpo") and reader.given.get("adapter_name_or_path"):
         reader.put("train.dpo_reference", "base", "adapter_name_or_path")
@@ -95,7 +95,7 @@ def _objective_of_stage(reader: Reader) -> str:
     if stage != "dpo":
         return str(stage)
     if loss not in ("sigmoid", "ipo", "orpo", "simpo"):
-        reader.refuse("pref_loss", "is no loss here", "sigmoid, ipo, orpo and simpo are")
+        reader.refuse("pref_loss", "is not a loss supported here", "sigmoid, ipo, orpo and simpo are")
     objective = loss if loss in ("orpo", "simpo") else "dpo"
     reader.put("train.objective", objective, "pref_loss")
     reader.put("train.beta", beta, "pref_beta")
@@ -116,7 +116,7 @@ def _sources_of_llama_factory(reader: Reader) -> None:
         return name if folder == "ONLINE" else str(Path(folder) / f"dataset_info.json#{name}")
 
     if "dataset" not in reader.given:
-        reader.refuse("dataset", "is needed to train", "name a data set of dataset_info.json")
+        reader.refuse("dataset", "is required", "name a data set of dataset_info.json")
     reader.put("data.sources", [called(name) for name in parts(reader.take("dataset"))], "dataset")
     if validation := reader.take("eval_dataset"):
         reader.put("data.validation", [called(name) for name in parts(validation)], "eval_dataset")
@@ -129,7 +129,7 @@ def _share(reader: Reader, text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        reader.refuse("interleave_probs", "is no list of numbers")
+        reader.refuse("interleave_probs", "is not a list of numbers")
 
 
 def _packing_of_llama_factory(reader: Reader, stage: str) -> None:
@@ -139,7 +139,7 @@ def _packing_of_llama_factory(reader: Reader, stage: str) -> None:
     if packs or apart:
         reader.put("data.packing", "best_fit", "packing", "neat_packing")
         if not apart:
-            reader.note("packing", "samples that share a sequence do not see each other here")
+            reader.note("packing", "samples that share a sequence do not attend to each other here")
     elif stage == "sft":
         reader.put("data.packing", "grouped", "packing")
 
@@ -160,7 +160,7 @@ def _adapter_of_llama_factory(reader: Reader) -> None:
     rank, alpha, dropout = (reader.number(name) for name in ("lora_rank", "lora_alpha", "lora_dropout"))
     target, more = reader.take("lora_target"), reader.take("additional_target")
     if method not in ("lora", "full"):
-        reader.refuse("finetuning_type", "is not here", "lora and full are; freeze by train.freeze, parameter by name")
+        reader.refuse("finetuning_type", "is not supported", "lora and full are; train.freeze freezes by name")
     reader.account("finetuning_type")
     if method == "full":
         return

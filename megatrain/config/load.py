@@ -1,6 +1,6 @@
-"""From a YAML file, with the line of each key, and `key=value` overrides to the tree of keys, and back.
+"""Load a configuration from YAML and `key=value` overrides, and save it.
 
-What pydantic finds wrong is told in one line: the place, and the nearest key that there is.
+Errors that pydantic finds become one line: file and line number, what is wrong, and the nearest known key.
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ from megatrain.system.paths import missing, read_text, shown, usable_path, writt
 
 # YAML -----------------------------------------------------------------------------------------------------------------
 #
-# YAML as nested dicts, with the line of each key.
-#
-# It is read with the floats of YAML 1.2, because PyYAML takes `3e-4` for text. A key given twice is an error. Left out:
-# which keys there are (`keys`).
+# Nested dicts, with the line of each key. Floats are those of YAML 1.2, because PyYAML reads `3e-4` as a string.
+# Duplicate keys are errors.
 
 
 MOST_VALUES = 1_000_000
-"""In a file, each value that an alias stands for counted again."""
+"""Most values in a file, with aliases expanded."""
 
 
 class _Yaml(yaml.SafeLoader):
@@ -39,11 +37,11 @@ class _Yaml(yaml.SafeLoader):
 
 
 class YamlDumper(yaml.SafeDumper):
-    """Writes text that `_Yaml` would read as a float in quotes, and line breaks of Unicode by their escapes."""
+    """Quotes strings that `_Yaml` would read as floats, and escapes Unicode line breaks."""
 
 
 def _represented(dumper: YamlDumper, text: str) -> yaml.Node:
-    """In single quotes, where the library puts such characters, they come back as spaces."""
+    """`text` as a YAML scalar. PyYAML single-quotes Unicode line breaks, and then reads them back as spaces."""
     style = '"' if any(character in text for character in "\x85\u2028\u2029\ufeff") else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
 
@@ -51,14 +49,14 @@ def _represented(dumper: YamlDumper, text: str) -> yaml.Node:
 YamlDumper.add_representer(str, _represented)
 
 
-for _kind in (_Yaml, YamlDumper):  # tried after the rules of YAML 1.1, so this takes only what those leave as text
+for _kind in (_Yaml, YamlDumper):  # tried after YAML 1.1's rules, so it sees only what those leave as strings
     _kind.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
     )
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """The file as nested dicts, and for each dotted key the place where it stands, `file:line`."""
+    """The file as nested dicts, and the position of each dotted key as `file:line`."""
     try:
         text = read_text(path)
     except FileNotFoundError:
@@ -69,12 +67,15 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     places: dict[str, str] = {}
     tree = parse(text, f"{path}:{{line}}", places)
     if not isinstance(tree, dict):
-        raise ConfigError("holds no keys", where=str(path), fix="start from configs/quickstart.yaml")
+        raise ConfigError("contains no keys", where=str(path), fix="start from configs/quickstart.yaml")
     return tree, places
 
 
 def parse(text: str, where: str, places: dict[str, str]) -> Any:
-    """`text` as YAML. `where` says where it stands; `{line}` in it becomes the number of the line in question."""
+    """Parse `text` as YAML and note each key's position in `places`.
+
+    where: position for messages; `{line}` in it becomes the line number. Raises `ConfigError` for malformed YAML.
+    """
     try:
         with closing(_Yaml(text)) as loader:
             root = loader.get_single_node()
@@ -87,7 +88,7 @@ def parse(text: str, where: str, places: dict[str, str]) -> Any:
         mark = error.problem_mark or error.context_mark
         place = where.replace("{line}", str(mark.line + 1 if mark else 1))
         marks = any(word in f"{error.context} {error.problem}" for word in ("alias", "anchor", "tag"))
-        fix = "put a text that begins with *, & or ! in quotes" if marks else "correct the line"
+        fix = "put text that begins with *, & or ! in quotes" if marks else "correct the line"
         raise ConfigError(f"malformed YAML ({error.problem})", where=place, fix=fix) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason, place = str(error).splitlines()[0], where.replace(":{line}", "")
@@ -95,12 +96,12 @@ def parse(text: str, where: str, places: dict[str, str]) -> Any:
 
 
 def _refuse_growth(root: yaml.Node, where: str) -> None:
-    """Raise `ConfigError` for aliases of aliases, by which a few lines can stand for more values than memory holds."""
+    """Raise `ConfigError` for nested aliases that expand to more than `MOST_VALUES` values ("billion laughs")."""
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node) -> int:
         if id(node) not in sizes:
-            sizes[id(node)] = 1  # while it is counted: what holds itself is refused elsewhere
+            sizes[id(node)] = 1  # provisional, which ends the recursion in cycles; those are refused elsewhere
             inside = node.value if isinstance(node, yaml.CollectionNode) else []
             parts = [part for each in inside for part in (each if isinstance(each, tuple) else (each,))]
             sizes[id(node)] = 1 + sum(size(part) for part in parts)
@@ -108,7 +109,7 @@ def _refuse_growth(root: yaml.Node, where: str) -> None:
 
     if (values := size(root)) > MOST_VALUES:
         place = where.replace(":{line}", "")
-        raise ConfigError(f"stands for {values:,} values by its aliases", where=place, fix="write them out")
+        raise ConfigError(f"expands to {values:,} values through aliases", where=place, fix="write the values out")
 
 
 def _note_places(node: yaml.Node, prefix: str, where: str, places: dict[str, str]) -> None:
@@ -126,7 +127,7 @@ def _note_places(node: yaml.Node, prefix: str, where: str, places: dict[str, str
 
 
 def put(tree: dict[str, Any], keys: list[str], value: Any) -> None:
-    """Set a nested key, in place of whatever stands in its way."""
+    """Set a nested key, replacing values on the way that are not dicts."""
     for key in keys[:-1]:
         if not isinstance(tree.get(key), dict):
             tree[key] = {}
@@ -136,24 +137,21 @@ def put(tree: dict[str, Any], keys: list[str], value: Any) -> None:
 
 # The tree of keys -----------------------------------------------------------------------------------------------------
 #
-# From a YAML file and `key=value` overrides to the tree, and back.
-#
-# The last override of a key wins. Paths start at the working directory. Left out: including one file in another.
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in the YAML file `path`, with dotted `key=value` overrides applied in order: the last one wins.
+    """Load the YAML file `path` and apply dotted `key=value` overrides in order; the last one for a key wins.
 
-    Raises `ConfigError`, with file and line, for whatever is wrong with any of them.
+    Relative paths are relative to the working directory. Raises `ConfigError`, with file and line, for any mistake.
     """
     path = usable_path(path)
     tree, places = read(path)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not all(key.split(".")):
-            raise ConfigError("is not KEY=VALUE", where=repr(shown(override)), fix="write train.steps=100, say")
+            raise ConfigError("is not KEY=VALUE", where=repr(shown(override)), fix="write, e.g., train.steps=100")
         place = f"override {shown(override)!r}"
-        put(tree, key.split("."), text if text.startswith("*") else parse(text, place, {}))  # a pattern, and no alias
+        put(tree, key.split("."), text if text.startswith("*") else parse(text, place, {}))  # a glob, not an alias
         for inner in [one for one in places if one.startswith(f"{key}.")]:
             del places[inner]
         places[key] = place
@@ -164,9 +162,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def save_config(config: Config, path: Path) -> None:
-    """Write the resolved configuration; `load_config` gives it back equal.
+    """Write the resolved configuration so that `load_config` returns an equal one.
 
-    Raises `ConfigError` where the disk refuses.
+    Raises `ConfigError` if the file cannot be written.
     """
     keys = yaml.dump(config.model_dump(mode="json"), Dumper=YamlDumper, sort_keys=False, allow_unicode=True)
     text = "# Every key of this run, defaults included. `megatrain train --keys` explains them.\n" + keys
@@ -183,14 +181,14 @@ def save_config(config: Config, path: Path) -> None:
 
 
 PLANNED = ("homes", "placement", "placements")
-"""What of a policy is no key: where state lives."""
+"""Fields of `Policy` that are not configuration keys: where state lives."""
 
 FAR = 0.8
-"""How like an unknown key one of another section is to be, of 1, before it is suggested; of its own, 0.6."""
+"""Similarity, from 0 to 1, from which a key of another section is suggested for an unknown key; 0.6 in its own."""
 
 
 def complaint(error: ValidationError, path: Path, places: Mapping[str, str]) -> ConfigError:
-    """The first of what pydantic found, in one line. An unknown key comes first: other errors may follow from it."""
+    """The first of pydantic's errors, in one line. Unknown keys come first, because they may cause other errors."""
     found = sorted(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     first = found[0]
     key, kind, message = _dotted(first["loc"]), first["type"], first["msg"]
@@ -205,7 +203,7 @@ def complaint(error: ValidationError, path: Path, places: Mapping[str, str]) -> 
         message = "has too few values"
     if kind in ("too_short", "too_long"):
         most = first["ctx"].get("max_length")
-        message = "is empty; give one at least" if most is None else f"has too many values; give {most}"
+        message = "is empty; give at least one" if most is None else f"has too many values; give {most}"
     if kind == "model_type":
         message = "needs keys below it"
     for prefix in ("Value error, ", "Input ", "Value ", "Tuple "):
@@ -215,7 +213,7 @@ def complaint(error: ValidationError, path: Path, places: Mapping[str, str]) -> 
 
 
 def _dotted(loc: tuple[int | str, ...]) -> str:
-    """The key, without what pydantic adds to it: positions in a list, names of the types of a union."""
+    """The dotted key of a pydantic location, without list indices and names of union types."""
     keys: list[str] = []
     section: type[Section] | None = Config
     for part in loc:
@@ -232,12 +230,13 @@ def _prefixes(key: str) -> Iterator[str]:
 
 
 def _nearest(key: str) -> str:
-    """What to do about an unknown key: its new name, or the nearest one of its own section, else of all."""
+    """Advice for an unknown key: its new name, our name for it, or the most similar key."""
     if now := RENAMED.get(key) or REPLACED.get(key):
         return f"it is {now} now"
     section, _, name = key.rpartition(".")
     if name in OTHER_TRAINERS:
-        return f"here it is {OTHER_TRAINERS[name]}"
+        why = (ours := OTHER_TRAINERS[name]).removeprefix("nothing: ")
+        return f"in MegaTrain it is {ours}" if why == ours else why
     if section == "policy" and name in PLANNED:
         return "the planner decides where state lives, within memory.*; from Python, Policy(placements=...) does"
     known = [each.key for each in describe_keys()] + list(Config.model_fields)

@@ -1,7 +1,7 @@
-"""LLaMA-Factory's and Axolotl's YAMLs as ours, and a line about each key that has no counterpart.
+"""Translate LLaMA-Factory and Axolotl YAML files to ours, with a line about each key that has no counterpart.
 
-What asks for a method that is not here is refused: a run without it would be another one. Left out: reading data or
-models, and files that a YAML names (DeepSpeed's, say).
+A file that asks for a method we do not have is refused. Data, models and files named in the YAML (DeepSpeed's, for
+example) are not read.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from megatrain.errors import ConfigError
 
 
 def translate(path: Path) -> Translation:
-    """The YAML `path` of LLaMA-Factory or Axolotl by our keys, as a configuration that is valid.
+    """Translate the LLaMA-Factory or Axolotl YAML `path` to a valid configuration of ours.
 
-    Raises `ConfigError`, with file and line, for a file of neither, for a method that is not here, and for a value that
-    the key has not here either.
+    Raises `ConfigError`, with file and line, for a file of neither trainer, a method we do not have, or a bad value.
     """
     given, places = read(path)
     if "base_model" in given:
@@ -31,8 +30,8 @@ def translate(path: Path) -> Translation:
         reader = Reader(path, given, places, llama_factory.DEFAULTS)
         llama_factory.read_llama_factory(reader)
     else:
-        what = "is no YAML of LLaMA-Factory or Axolotl: it has neither model_name_or_path nor base_model"
-        raise ConfigError(what, where=str(path), fix="give one that the trainer itself would take for training")
+        what = "is not a LLaMA-Factory or Axolotl YAML: it has neither model_name_or_path nor base_model"
+        raise ConfigError(what, where=str(path), fix="give a file that one of them could train from")
     reader.by_the_table()
     try:
         Config.model_validate(reader.found.tree)

@@ -1,6 +1,6 @@
-"""Other names of configuration keys, in earlier versions and in other training libraries.
+"""What configuration keys are called in earlier versions of MegaTrain and in other training libraries.
 
-An error tells the key of now; the configuration in an older checkpoint is read by its own names.
+Errors for unknown keys use these tables, and configurations in older checkpoints are read with them.
 """
 
 from __future__ import annotations
@@ -25,47 +25,47 @@ RENAMED = {
     "policy.slabs": "policy.pinned_staging_slots",
     "policy.stage_slots": "policy.disk_staging_slots",
 }
-"""Keys of earlier versions, and what they are now."""
+"""Key in an earlier version -> current key, with the same values."""
 
 REPLACED = {
     "policy.compile": "policy.kernels (stock or compile)",
     "policy.transit": "policy.transfer (pinned, staged or pageable)",
 }
-"""Keys of earlier versions whose values were others."""
+"""Key in an earlier version -> current key, whose values differ."""
 
-_NO_LOW_BITS = "nothing: a frozen base is held in bfloat16, in host memory, and takes none of the device's"
+_NO_LOW_BITS = "nothing: a frozen base is held in bfloat16 in host memory, and takes no device memory"
 
-_STREAMED = "nothing: state streams from host memory by itself, and several GPUs share it by `torchrun`"
-_PLANNED_ACTIVATIONS = "policy.activations; left out, the plan chooses what is kept and what is computed again"
-_MASTERS = "nothing: beside bfloat16 weights their float32 masters are kept, exact"
-_DISTRIBUTED = "nothing: several GPUs are told by `torchrun` or --ranks alone"
-_CACHED = "nothing: tokenised data is kept in data.cache by what it is made of"
-_TOKENIZED = "nothing: all samples are tokenised, with the cores that there are"
-_NOT_READ = "nothing: name the rows in a file of their own, or num_samples in a dataset_info.json"
-_OWN_TOKENS = "nothing: save a tokenizer that has them, and name it as data.tokenizer"
-_PADDING = "nothing: rows are padded to their longest, behind a mask"
-_FOUND_OUT = "nothing: the model's own files say it"
-_NO_OTHER_OPTIMIZER = "nothing: AdamW is what trains, with its whole state in host memory"
+_STREAMED = "nothing: state streams from host memory by itself, and several GPUs share it under `torchrun`"
+_PLANNED_ACTIVATIONS = "policy.activations; if left out, the planner chooses what is kept and what is recomputed"
+_MASTERS = "nothing: exact float32 masters are kept beside the bfloat16 weights"
+_DISTRIBUTED = "nothing: only `torchrun` or --ranks says how many GPUs there are"
+_CACHED = "nothing: tokenized data is cached in data.cache automatically"
+_TOKENIZED = "nothing: samples are tokenized in as many processes as there are cores"
+_NOT_READ = "nothing: put the rows into a file of their own, or set num_samples in a dataset_info.json"
+_OWN_TOKENS = "nothing: save a tokenizer that has these tokens, and set data.tokenizer to it"
+_PADDING = "nothing: rows are padded to the longest, and masked"
+_FROM_MODEL_FILES = "nothing: the model's own files say it"
+_NO_OTHER_OPTIMIZER = "nothing: AdamW is the only optimizer, with its whole state in host memory"
 _REPORTED = "nothing: report.html in the run folder has the curves, and the progress line the speed"
-_FUSED = "nothing: policy.kernels=compile fuses what can be"
-_RECKONED = "nothing: train.on_nonfinite says what is done about a step that is not finite"
+_FUSED = "nothing: policy.kernels=compile fuses what can be fused"
+_NONFINITE = "nothing: train.on_nonfinite says what to do after a step that is not finite"
 _NOT_AN_OPTION = "nothing: there is no such option"
-_CROSS_ENTROPY = "nothing: samples are trained by cross-entropy; another loss is Python's loss_fn"
-_TEXT_ALONE = "nothing: text alone is trained, no pictures and no sound"
-_PRECISIONS = "nothing: products are bfloat16 or float32, by train.precision"
-_FRESH = "nothing: a fresh adapter begins as peft's LoRA does"
+_CROSS_ENTROPY = "nothing: samples are trained with cross-entropy; for another loss pass loss_fn from Python"
+_TEXT_ONLY = "nothing: only text is trained, no images or audio"
+_PRECISIONS = "nothing: matrix products are in bfloat16 or float32, by train.precision"
+_FRESH = "nothing: fresh adapters are initialized as peft's LoRA"
 _NO_AVERAGE = (
-    "nothing: no average of weights is kept; checkpoint.keep_last or keep_every keep states to take the mean of "
+    "nothing: no average of weights is kept; keep checkpoints by checkpoint.keep_last or keep_every and average them "
     "(guide to batch size and learning rate)"
 )
-_EMBEDDING_RATE = 'train.learning_rates, {"*embed_tokens*": 1e-5} say'
-_ADAMW = "nothing: it is AdamW, with train.betas, train.eps and train.weight_decay"
+_EMBEDDING_RATE = 'train.learning_rates, e.g. {"*embed_tokens*": 1e-5}'
+_ADAMW = "nothing: the optimizer is AdamW, with train.betas, train.eps and train.weight_decay"
 
 OTHER_TRAINERS = {
     "adam_beta1": "train.betas, the first of two",
     "adam_beta2": "train.betas, the second of two",
     "adam_epsilon": "train.eps",
-    "assistant_only_loss": "data.train_on=assistant, and data.chat_template=trl for the same targets to the token",
+    "assistant_only_loss": "data.train_on=assistant, with data.chat_template=trl for exactly the same targets",
     "attn_implementation": "model.attention",
     "base_model": "model.path",
     "beta": "train.beta",
@@ -80,12 +80,12 @@ OTHER_TRAINERS = {
     "completion_only_loss": "data.train_on",
     "dataloader_num_workers": "data.workers",
     "dataset_name": "data.sources",
-    "dataset_text_field": "data.columns, {text: NAME} say",
+    "dataset_text_field": "data.columns, e.g. {text: NAME}",
     "deepspeed": _STREAMED,
     "eval_dataset": "data.validation",
     "eval_strategy": "train.eval_every, in steps",
     "evaluation_strategy": "train.eval_every, in steps",
-    "finetuning_type": "adapter.type for lora, and nothing for the whole model",
+    "finetuning_type": "adapter.type for lora; leave it out to train the whole model",
     "flash_attn": "model.attention",
     "flash_attention": "model.attention=flash_attention_2",
     "fp16": "train.precision, bf16 or fp32; fp16 would need its loss scaled",
@@ -99,7 +99,7 @@ OTHER_TRAINERS = {
     "loss_type": "train.dpo_loss",
     "max_seq_len": "data.sequence_length",
     "max_train_steps": "train.steps",
-    "metric_for_best_model": "nothing: the best state is that of the lowest validation loss",
+    "metric_for_best_model": "nothing: the best state is the one with the lowest validation loss",
     "model_max_length": "data.sequence_length",
     "model_name": "model.path",
     "neat_packing": "data.packing=best_fit",
@@ -185,23 +185,23 @@ OTHER_TRAINERS = {
     "add_tokens": _OWN_TOKENS,
     "added_tokens_overrides": _OWN_TOKENS,
     **dict.fromkeys(("badam_mode", "badam_switch_interval", "badam_switch_mode"), _NO_OTHER_OPTIMIZER),
-    "base_model_config": _FOUND_OUT,
+    "base_model_config": _FROM_MODEL_FILES,
     "bfloat16": _MASTERS,
     "bnb_config_kwargs": _NO_LOW_BITS,
-    "buffer_size": "nothing: data is shuffled whole, and a stream block by block",
+    "buffer_size": "nothing: data is shuffled as a whole, and a stream block by block",
     "chat_template_jinja": "data.chat_template, a file",
     "context_parallel_size": _DISTRIBUTED,
     "cosine_min_lr_ratio": "train.min_lr_ratio",
-    "cpo_alpha": "nothing: SimPO goes by the preference alone",
-    "create_new_adapter": "nothing: merge the first adapter, `megatrain export`, and begin a fresh one over that",
+    "cpo_alpha": "nothing: SimPO's loss is the preference only",
+    "create_new_adapter": "nothing: merge the adapter with `megatrain export`, and train a fresh one on the result",
     "dataloader_pin_memory": "nothing: policy.transfer says how data and weights cross the bus",
-    "dataloader_prefetch_factor": "nothing: data.workers read ahead, a step each",
-    "dataset_dir": "data.sources, dataset_info.json#NAME each",
+    "dataloader_prefetch_factor": "nothing: each of data.workers reads one step ahead",
+    "dataset_dir": "data.sources, each as dataset_info.json#NAME",
     "dataset_exact_deduplication": _NOT_AN_OPTION,
     "dataset_prepared_path": _CACHED,
     "dataset_processes": _TOKENIZED,
     "ddp_find_unused_parameters": _DISTRIBUTED,
-    "ddp_timeout": "nothing: train.stall_seconds says when what stands still is told",
+    "ddp_timeout": "nothing: train.stall_seconds says when a stalled operation is reported",
     "default_system": "nothing: put the system message into the data",
     "default_system_message": "nothing: put the system message into the data",
     "device_map": _STREAMED,
@@ -220,9 +220,9 @@ OTHER_TRAINERS = {
     "eot_tokens": _OWN_TOKENS,
     "eval_batch_size": "nothing: losses are measured in the micro-batches of training",
     "eval_max_new_tokens": "train.sample_tokens",
-    "eval_on_each_dataset": "nothing: the loss of each source of data.validation is told by its name",
-    "eval_sample_packing": "nothing: what is held out is packed as what is trained on",
-    "eval_table_size": "nothing: train.sample_prompts are continued at each train.sample_every steps",
+    "eval_on_each_dataset": "nothing: the loss of each source in data.validation is reported by name",
+    "eval_sample_packing": "nothing: validation data is packed like training data",
+    "eval_table_size": "nothing: train.sample_prompts are continued every train.sample_every steps",
     "evals_per_epoch": "train.eval_every, in steps",
     "flash_attn_cross_entropy": "nothing: the loss is computed in chunks of policy.loss_chunk_tokens",
     "flash_attn_fuse_mlp": _FUSED,
@@ -233,24 +233,24 @@ OTHER_TRAINERS = {
     "float32": "train.precision=fp32",
     "fp8": _PRECISIONS,
     "fp8_backend": _PRECISIONS,
-    "freeze_language_model": _TEXT_ALONE,
-    "freeze_multi_modal_projector": _TEXT_ALONE,
-    "freeze_vision_tower": _TEXT_ALONE,
+    "freeze_language_model": _TEXT_ONLY,
+    "freeze_multi_modal_projector": _TEXT_ONLY,
+    "freeze_vision_tower": _TEXT_ONLY,
     "fsdp_version": _STREAMED,
     **dict.fromkeys(("galore_layerwise", "galore_rank", "galore_scale", "galore_target"), _NO_OTHER_OPTIMIZER),
     "gptq": _NO_LOW_BITS,
     "gradient_checkpointing_kwargs": _PLANNED_ACTIVATIONS,
     "hub_model_id": "output.push",
     "hub_strategy": "nothing: output.push uploads the finished model",
-    "image_max_pixels": _TEXT_ALONE,
+    "image_max_pixels": _TEXT_ONLY,
     "include_num_input_tokens_seen": _REPORTED,
     "include_tokens_per_second": _REPORTED,
     "interleave_probs": "data.weights",
-    "is_llama_derived_model": _FOUND_OUT,
+    "is_llama_derived_model": _FROM_MODEL_FILES,
     "kto_chosen_weight": "train.kto_desirable_weight",
     "kto_rejected_weight": "train.kto_undesirable_weight",
-    "is_mistral_derived_model": _FOUND_OUT,
-    "is_qwen_derived_model": _FOUND_OUT,
+    "is_mistral_derived_model": _FROM_MODEL_FILES,
+    "is_qwen_derived_model": _FROM_MODEL_FILES,
     "liger_cross_entropy": _FUSED,
     "liger_fused_linear_cross_entropy": "nothing: the loss is computed in chunks of policy.loss_chunk_tokens",
     "liger_glu_activation": _FUSED,
@@ -259,26 +259,26 @@ OTHER_TRAINERS = {
     "liger_rope": _FUSED,
     "local_rank": _DISTRIBUTED,
     "logging_dir": "nothing: curves are in the run folder",
-    "lora_fan_in_fan_out": _FOUND_OUT,
+    "lora_fan_in_fan_out": _FROM_MODEL_FILES,
     "lora_mlp_kernel": _FUSED,
     "lora_o_kernel": _FUSED,
     "lora_on_cpu": _STREAMED,
     "lora_qkv_kernel": _FUSED,
-    "loraplus_lr_embedding": 'train.learning_rates, {"*lora_embedding_B*": 1e-6} say',
-    "loraplus_lr_ratio": 'train.learning_rates, {"*lora_B*": 5e-3} say',
-    "lr_groups": 'train.learning_rates, {"*q_proj*": 1e-5} say',
-    "loss_watchdog_patience": _RECKONED,
-    "loss_watchdog_threshold": _RECKONED,
+    "loraplus_lr_embedding": 'train.learning_rates, e.g. {"*lora_embedding_B*": 1e-6}',
+    "loraplus_lr_ratio": 'train.learning_rates, e.g. {"*lora_B*": 5e-3}',
+    "lr_groups": 'train.learning_rates, e.g. {"*q_proj*": 1e-5}',
+    "loss_watchdog_patience": _NONFINITE,
+    "loss_watchdog_threshold": _NONFINITE,
     "low_cpu_mem_usage": _STREAMED,
     "lr_scheduler_kwargs": "train.min_lr_ratio and train.decay_steps",
     "mask_history": "data.train_on=last",
-    "max_prompt_len": "nothing: data.sequence_length is of prompt and answer together",
+    "max_prompt_len": "nothing: data.sequence_length limits prompt and answer together",
     "max_samples": _NOT_READ,
     "mix_strategy": "data.weights",
-    "model_revision": "nothing: name a folder as model.path",
-    "model_type": _FOUND_OUT,
+    "model_revision": "nothing: download the revision and set model.path to its folder",
+    "model_type": _FROM_MODEL_FILES,
     "neftune_noise_alpha": _NOT_AN_OPTION,
-    "num_labels": "nothing: a model with a head for text is trained",
+    "num_labels": "nothing: only language models are trained, no classifiers",
     "optim_args": "train.betas, train.eps and train.weight_decay",
     "orpo_alpha": "train.beta",
     "overwrite_cache": _CACHED,
@@ -290,29 +290,29 @@ OTHER_TRAINERS = {
     "pissa_init": _FRESH,
     "pissa_iter": _FRESH,
     "plot_loss": _REPORTED,
-    "plugins": "nothing: there are no plugins; losses and metrics of your own are Python",
-    "pref_ftx": "nothing: a preference alone is trained; orpo has the cross-entropy beside it",
+    "plugins": "nothing: there are no plugins; write your own losses and metrics in Python",
+    "pref_ftx": "nothing: only the preference is trained; orpo adds the cross-entropy",
     "preprocessing_batch_size": _TOKENIZED,
     "pretraining_dataset": "data.sources",
     "pure_bf16": _MASTERS,
-    "processor_type": _TEXT_ALONE,
+    "processor_type": _TEXT_ONLY,
     "push_to_hub": "output.push",
     "qat": _NO_LOW_BITS,
     "quantization_method": _NO_LOW_BITS,
-    "ref_model": "train.dpo_reference, the model that the run begins with or the base below its adapter",
-    "remove_unused_columns": "nothing: columns that no format has are not read",
+    "ref_model": "train.dpo_reference: the model that the run begins with, or the base below its adapter",
+    "remove_unused_columns": "nothing: columns that the format does not use are ignored",
     "resize_vocab": _OWN_TOKENS,
-    "revision_of_model": "nothing: name a folder as model.path",
+    "revision_of_model": "nothing: download the revision and set model.path to its folder",
     "rl": "train.objective",
     "rl_beta": "train.beta",
     "rope_scaling": "nothing: set it in the model's config.json",
-    "rpo_alpha": "nothing: a preference alone is trained; orpo has the cross-entropy beside it",
+    "rpo_alpha": "nothing: only the preference is trained; orpo adds the cross-entropy",
     "run_name": "output.folder, whose name is the run's",
     "sample_packing_bin_size": "nothing: packing is best-fit over all samples",
     "sample_packing_group_size": "nothing: packing is best-fit over all samples",
     "save_on_each_node": _DISTRIBUTED,
-    "save_only_model": "nothing: a checkpoint is what a run goes on from; the model is in the run folder",
-    "save_safetensors": "nothing: models are safetensors",
+    "save_only_model": "nothing: checkpoints hold all state for resuming; the trained model is in the run folder",
+    "save_safetensors": "nothing: models are always saved as safetensors",
     "saves_per_epoch": "checkpoint.every, in steps",
     "sdp_attention": "model.attention=sdpa",
     "sequence_parallel": _DISTRIBUTED,
@@ -327,8 +327,8 @@ OTHER_TRAINERS = {
     "test_datasets": "data.validation",
     "tokenized_path": _CACHED,
     "tokenizer_config": "data.tokenizer",
-    "tokenizer_type": _FOUND_OUT,
-    "tokenizer_use_fast": _FOUND_OUT,
+    "tokenizer_type": _FROM_MODEL_FILES,
+    "tokenizer_use_fast": _FROM_MODEL_FILES,
     "tokens": _OWN_TOKENS,
     "trl": "train.beta",
     "unsloth_lora_mlp": _FUSED,
@@ -338,31 +338,31 @@ OTHER_TRAINERS = {
     "use_apollo": _NO_OTHER_OPTIMIZER,
     "use_asft_loss": _CROSS_ENTROPY,
     "use_badam": _NO_OTHER_OPTIMIZER,
-    "use_cache": "nothing: nothing is cached while training",
+    "use_cache": "nothing: no keys and values are cached in training",
     "use_dft_loss": _CROSS_ENTROPY,
     "use_eaft_loss": _CROSS_ENTROPY,
-    "use_fast_tokenizer": _FOUND_OUT,
+    "use_fast_tokenizer": _FROM_MODEL_FILES,
     "use_galore": _NO_OTHER_OPTIMIZER,
     "use_muon": _NO_OTHER_OPTIMIZER,
     "use_swanlab": "output.trackers, tensorboard, wandb or trackio",
     "use_tensorboard": "output.trackers",
     "use_unsloth": _FUSED,
     "use_wandb": "output.trackers",
-    "video_max_pixels": _TEXT_ALONE,
-    "wandb_entity": "nothing: wandb's own environment variables say whose runs these are",
+    "video_max_pixels": _TEXT_ONLY,
+    "wandb_entity": "nothing: set wandb's own environment variable WANDB_ENTITY",
     "wandb_log_model": "nothing: the trained model stays in the run folder; output.push uploads it to the hub",
     "wandb_mode": "output.trackers_online",
     "wandb_name": "output.folder, whose name is the run's",
     "wandb_run_id": "output.folder, whose name is the run's",
     "wandb_watch": "nothing: gradients by parameter are not logged",
     "world_size": _DISTRIBUTED,
-    "xformers_attention": "model.attention, of which none is xformers",
+    "xformers_attention": "model.attention, which does not include xformers",
 }
-"""What transformers, LLaMA-Factory, Axolotl and others call a key, wherever it stands."""
+"""Key in transformers, LLaMA-Factory, Axolotl and others, in any section -> ours; see `translation` for the forms."""
 
 
 def with_new_names(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration, as nested dicts, that an earlier version wrote, by the keys of now."""
+    """A configuration written by an earlier version, as nested dicts, with the current names of its keys."""
     found = {key: dict(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
     for old, new in RENAMED.items():
         (section, before), name = old.split("."), new.split(".")[1]

@@ -1,15 +1,15 @@
-"""A YAML of another trainer as ours: what is known of each key, and what has become of those that have no counterpart.
+"""Translate another trainer's YAML to ours, and report every key that is not taken over as it is.
 
-What a key is called here is said by one table, `renamed_keys.OTHER_TRAINERS`, which answers mistakes, too:
+One table, `renamed_keys.OTHER_TRAINERS`, says what a key is called here; error messages use it too. Its values:
 
     train.learning_rate        the value is taken over
-    data.packing=best_fit      the other side of a switch that is on
-    nothing: ...               why there is none
-    anything else              told as it stands
+    data.packing=best_fit      the key is a switch; if it is on, ours gets this value
+    nothing: ...               there is no counterpart, and why
+    anything else              a hint, shown to the user
 
-Keys whose meaning takes more than that (sizes, lengths, rates, validation) are taken out before, by a function for each
-subject. Where a file leaves a key out, the other trainer's default is written, since ours may differ. Left out: what
-the trainers differ in (`llama_factory`, `axolotl`).
+Keys that need more (sizes, lengths, rates, validation) are taken out first, by a function per subject. For keys that a
+file leaves out the other trainer's default is written, because ours may differ. What only one trainer has is in
+`llama_factory` and `axolotl`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SAME = {
     }.items()
     for name in names
 }
-"""Keys that are called alike and mean the same, which is not so of every name that both have."""
+"""Keys with the same name and the same meaning in all trainers (some share a name but not the meaning)."""
 
 OF_BOTH: dict[str, Any] = {
     "gradient_accumulation_steps": 1,
@@ -96,26 +96,26 @@ OF_PREFERENCES = tuple(
     )
 )
 TRACKERS = ("tensorboard", "wandb", "trackio")
-UNSENT = "wandb writes below the run folder, for `wandb sync`; output.trackers_online sends as it goes"
-STEPS_ALONE = "{} is in steps; `megatrain train` says at its start how many an epoch has"
+UNSENT = "wandb writes to the run folder, for `wandb sync`; set output.trackers_online to send during the run"
+STEPS_ALONE = "{} counts steps; `megatrain train` says at its start how many steps an epoch has"
 
 
 @dataclass
 class Translation:
-    """A configuration by our keys, and what became of the rest."""
+    """A configuration by our keys, and what became of all other keys."""
 
     tree: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    """What was taken over and means something else here, `key=value: what`."""
+    """Keys that were taken over but mean something different here, `key=value: difference`."""
     left_out: list[str] = field(default_factory=list)
-    """What was not, `key=value: why`."""
+    """Keys that were not taken over, `key=value: why`."""
     unknown: list[str] = field(default_factory=list)
-    """Keys of no known meaning, `key=value`."""
+    """Keys of unknown meaning, `key=value`."""
     unset: list[str] = field(default_factory=list)
-    """Keys that ask for nothing: null, or a switch that is off."""
+    """Keys that are null, or switches that are off."""
 
     def text(self, head: Sequence[str]) -> str:
-        """The YAML, behind `head` and what became of the rest as comments."""
+        """The configuration as YAML, below comments: the lines `head`, then `lines()`."""
         comments = [f"# {line}".rstrip() for line in (*head, *(("", *self.lines()) if self.lines() else ()))]
         sections = [{name: self.tree[name]} for name in Config.model_fields if self.tree.get(name)]
         how: dict[str, Any] = {"sort_keys": False, "allow_unicode": True, "width": 110}
@@ -123,14 +123,14 @@ class Translation:
         return "\n\n".join(["\n".join(comments), *keys]) + "\n"
 
     def lines(self) -> list[str]:
-        """What became of the rest, for the user, under headings."""
+        """A report for the user on all keys that were not simply taken over, under headings."""
         parts = {"Taken over, but:": self.notes, "Left out:": self.left_out, "Of no known meaning:": self.unknown}
         found = [line for head, lines in parts.items() if lines for line in (head, *(f"  {each}" for each in lines))]
         return [*found, f"Not set there: {', '.join(self.unset)}"] if self.unset else found
 
 
 class Reader:
-    """The keys that are still to be translated, and what has become of the others."""
+    """Translates one YAML: holds the keys not yet translated and the result so far."""
 
     def __init__(
         self, path: Path, given: Mapping[str, Any], places: Mapping[str, str], defaults: Mapping[str, Any]
@@ -146,49 +146,48 @@ class Reader:
         self._accounted: set[str] = set()
 
     def take(self, name: str) -> Any:
-        """The value, or what holds without one. What becomes of it is to be said by `put` or `leave`."""
+        """Take the value of a key out of the file, or its default. Account for it with `put` or `leave` afterwards."""
         self._taken.add(name)
         return self.given.pop(name, self.defaults.get(name))
 
     def number(self, name: str) -> Any:
-        """As `take`. Raises `ConfigError` for what is no finite number."""
+        """As `take`. Raises `ConfigError` if the value is not a finite number."""
         value = self.take(name)
         if value is not None and not _is_number(value):
-            self.refuse(name, "is no number that is finite")
+            self.refuse(name, "is not a finite number")
         return value
 
     def switch(self, name: str) -> bool:
-        """As `take`, off where there is none. Raises `ConfigError` for what is neither on nor off, texts that say so
-        included."""
+        """As `take`, false if unset. Raises `ConfigError` for anything but true, false, 1 or 0; also for "true"."""
         value = self.take(name)
         if value not in (None, 0, 1):
             self.refuse(name, "is neither true nor false", "write it without quotes")
         return bool(value)
 
     def mapping(self, name: str) -> dict[str, Any]:
-        """As `take`, empty where there is none. Raises `ConfigError` for what has no keys."""
+        """As `take`, empty if unset. Raises `ConfigError` if the value is not a mapping."""
         value = self.take(name)
         if not isinstance(value, dict | None):
-            self.refuse(name, "has no keys")
+            self.refuse(name, "is not a mapping")
         return dict(value or {})
 
     def put(self, key: str, value: Any, *names: str) -> None:
-        """Set a key of ours, which the other trainer calls so, or makes of several."""
+        """Set our `key`, translated from the other trainer's key or keys `names`."""
         put(self.found.tree, key.split("."), value)
         self.came_from[key] = self.places.get(names[0], str(self.path))
         self.account(*names)
 
     def account(self, *names: str) -> None:
-        """Take keys for said: what they say is in a key that was put."""
+        """Mark keys as translated: their meaning is in a key that was put."""
         self._accounted.update(names)
 
     def note(self, name: str, what: str) -> None:
-        """Say what a key that was taken over means here, if the file has it."""
+        """Report a difference in the meaning of a key that was taken over, if the file has it."""
         if name in self.said:
             self.found.notes.append(f"{self._shown(name)}: {what}")
 
     def leave(self, name: str, why: str) -> None:
-        """Say why a key is left out, if the file has it and nothing has been said of it."""
+        """Report why a key is left out, if the file has it and it was not translated."""
         self.given.pop(name, None)
         if name in self.said and name not in self._accounted:
             self._accounted.add(name)
@@ -199,7 +198,7 @@ class Reader:
         raise ConfigError(f"{self._shown(name)} {what}", where=self.places.get(name, str(self.path)), fix=fix)
 
     def by_the_table(self) -> None:
-        """What no function of a subject has taken, and a word about each key of which none was said."""
+        """Translate the remaining keys by the tables, and report every key that is still unaccounted for."""
         known, tree = {each.key for each in describe_keys()}, self.found.tree
         silent = {name: value for name, value in self.defaults.items() if name not in self._taken}
         for name, value in (silent | self.given).items():
@@ -221,10 +220,10 @@ class Reader:
             elif not value:
                 self.found.unset.append(name)
             elif name not in self.given:
-                self.leave(name, "nothing reads it as the rest of the file stands")
+                self.leave(name, "has no effect with the rest of the file as it is")
             else:
                 why = ours.removeprefix("nothing: ")
-                self.leave(name, f"here it is {ours}" if why == ours else why)
+                self.leave(name, f"in MegaTrain it is {ours}" if why == ours else why)
 
     def _shown(self, name: str) -> str:
         text = yaml.dump(self.said.get(name), Dumper=YamlDumper, default_flow_style=True, width=10_000)
@@ -233,13 +232,13 @@ class Reader:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is one that a float can hold."""
+    """Whether `value` is a number within a float's range."""
     is_one = isinstance(value, int | float) and not isinstance(value, bool)
     return is_one and abs(value) <= sys.float_info.max
 
 
 def _ours(name: str) -> str:
-    """What a key is called here, or why it is not; empty for one of no known meaning."""
+    """Our name for another trainer's key, or why there is none; "" for an unknown key."""
     return SAME.get(name) or OTHER_TRAINERS.get(name, "")
 
 
@@ -248,12 +247,12 @@ def prefers(reader: Reader) -> bool:
 
 
 def rows_of_a_sample(reader: Reader) -> int:
-    """Sequences here of what is one sample there: a pair is two."""
+    """Our sequences per sample of the other trainer: 2 for preference objectives, else 1."""
     return 2 if prefers(reader) else 1
 
 
 def put_kto_weights(reader: Reader, names: tuple[str, str], *, is_kto: bool) -> None:
-    """names: what the other trainer calls the weights of good and of bad answers."""
+    """Put the weights of good and bad answers; `names` are the other trainer's keys for them."""
     for name, ours in zip(names, ("desirable", "undesirable"), strict=True):
         value = reader.number(name)
         if is_kto and value is not None:
@@ -261,19 +260,19 @@ def put_kto_weights(reader: Reader, names: tuple[str, str], *, is_kto: bool) -> 
 
 
 def put_sizes(reader: Reader, name: str, rows: int, together: float | None = None) -> None:
-    """together: samples of a step, in the place of how many times gradients are accumulated."""
+    """Put the batch size. together: samples per step, if the file has that instead of accumulation steps."""
     size, count = reader.number(name), reader.number("gradient_accumulation_steps")
     if together:
         count = max(1, together // size)
     if reader.found.tree["train"].get("objective") == "kto":
         reader.put("train.micro_batch_size", size * rows, name)
         reader.put("train.gradient_accumulation_steps", count, "gradient_accumulation_steps")
-        reader.note(name, "counts a mismatched row beside each answer here, for the KL term of each micro-batch")
+        reader.note(name, "also counts each answer's mismatched sequence here, for the KL term of a micro-batch")
         return
     reader.put("train.global_batch_size", size * count * rows, name, "gradient_accumulation_steps")
-    pairs = ", counts both answers of a pair" if rows == 2 else ""
-    what = f"train.global_batch_size is for one GPU{pairs}; multiply it by as many GPUs as the file was meant for"
-    reader.note(name, f"{what}. How many sequences are computed at once is the plan's")
+    pairs = " and counts both answers of a pair" if rows == 2 else ""
+    what = f"train.global_batch_size is for one GPU{pairs}; multiply it by the number of GPUs the file was written for"
+    reader.note(name, f"{what}. The planner chooses how many sequences are computed at once")
 
 
 def put_length(reader: Reader, name: str) -> None:
@@ -282,18 +281,18 @@ def put_length(reader: Reader, name: str) -> None:
         reader.put("train.epochs", epochs, name)
     else:
         reader.put("train.steps", steps, "max_steps")
-        reader.leave(name, "max_steps decides the length")
+        reader.leave(name, "max_steps takes precedence")
 
 
 def put_streaming(reader: Reader) -> None:
-    """Behind sources, weights, lengths and the objective, which decide whether data can be read as it comes."""
+    """Put data.streaming if it is possible. Needs sources, weights, length and objective to be put before."""
     train, data = reader.found.tree["train"], reader.found.tree["data"]
     if not reader.switch("streaming"):
         return
     if "steps" in train and not prefers(reader) and (len(data["sources"]) == 1 or "weights" in data):
         reader.put("data.streaming", True, "streaming")
     else:
-        what = "data.streaming is of cross-entropy, with max_steps, and weights for several sources; data is read whole"
+        what = "data.streaming needs cross-entropy, max_steps, and weights if there are several sources; it is left off"
         reader.leave("streaming", what)
 
 
@@ -301,7 +300,7 @@ def put_learning_rate(reader: Reader, name: str) -> None:
     shape, more = str(reader.take(name)), reader.mapping("lr_scheduler_kwargs")
     steps, ratio, rate = (reader.number(each) for each in ("warmup_steps", "warmup_ratio", "learning_rate"))
     if rate is None:
-        reader.refuse("learning_rate", "is needed", "give a number")
+        reader.refuse("learning_rate", "is required", "give a number")
     reader.put("train.learning_rate", rate, "learning_rate")
     if shape in SCHEDULERS:
         reader.put("train.lr_scheduler", SCHEDULERS[shape], name)
@@ -312,18 +311,18 @@ def put_learning_rate(reader: Reader, name: str) -> None:
     _put_shape(reader, more, rate)
     if shape == "constant":
         for warmup in ("warmup_steps", "warmup_ratio"):
-            reader.leave(warmup, "that schedule has no warm-up there either; constant_with_warmup has")
+            reader.leave(warmup, "the constant schedule has no warm-up there either; constant_with_warmup has")
     elif isinstance(steps, float) and 0 < steps < 1:
         reader.put("train.warmup_ratio", steps, "warmup_steps")
     elif steps is not None and steps > 0:
         reader.put("train.warmup_steps", ceil(steps), "warmup_steps")
-        reader.leave("warmup_ratio", "warmup_steps is what counts")
+        reader.leave("warmup_ratio", "warmup_steps takes precedence")
     elif ratio and steps is None:
         reader.put("train.warmup_ratio", ratio, "warmup_ratio")
 
 
 def _put_shape(reader: Reader, more: dict[str, Any], rate: float) -> None:
-    """Where the learning rate ends and how long it takes to; `more` is what goes to the scheduler by name."""
+    """Put the final learning rate and the length of the decay; `more` holds the scheduler's keyword arguments."""
     known = ("min_lr", "min_lr_rate", "min_lr_ratio", "num_decay_steps")
     given = {name: more.pop(name) for name in known if _is_number(more.get(name))}
     least = given.get("min_lr", 0.0) / (rate or 1.0)
@@ -338,8 +337,8 @@ def _put_shape(reader: Reader, more: dict[str, Any], rate: float) -> None:
 
 
 def put_rate_of_lora_b(reader: Reader) -> None:
-    """LoRA+, behind the adapter: the second matrix of each pair learns so many times as quickly, and what is a vector,
-    too."""
+    """Put LoRA+'s learning rates (arXiv:2402.12354): a higher one for matrix B, and for DoRA's magnitudes. Needs the
+    adapter's keys to be put before."""
     ratio, adapter = reader.number("loraplus_lr_ratio"), reader.found.tree.get("adapter")
     if ratio and adapter:
         is_dora = any(reader.said.get(name) is True for name in ("use_dora", "peft_use_dora"))
@@ -349,16 +348,18 @@ def put_rate_of_lora_b(reader: Reader) -> None:
 
 
 def add_rates(reader: Reader, rates: Mapping[str, float], *names: str) -> None:
-    """Patterns of parameters and their learning rates, to those that are there."""
+    """Add learning rates by parameter pattern to those put so far."""
     reader.put("train.learning_rates", {**reader.found.tree["train"].get("learning_rates", {}), **rates}, *names)
 
 
 def put_optimizer(reader: Reader, name: str) -> None:
     kind = str(reader.take(name))
     if "adamw" not in kind:
-        reader.leave(name, "AdamW is what trains here, with the betas below; a learning rate may not carry over")
+        reader.leave(
+            name, "AdamW is the only optimizer here, with the betas below; the learning rate may not carry over"
+        )
     elif any(word in kind for word in ("8bit", "4bit", "fp8")):
-        reader.note(name, "AdamW's state is float32 here, in host memory")
+        reader.note(name, "AdamW's state is in float32 here, in host memory")
     betas = ("adam_beta1", "adam_beta2")
     reader.put("train.betas", [reader.take(each) for each in betas], *betas)
     reader.account(name)
@@ -380,10 +381,10 @@ def put_precision(reader: Reader) -> None:
     reader.put("train.precision", "bf16", "bf16")
     for name in ("fp16", "float16"):
         if given.get(name) and not given.get("bf16"):
-            reader.note(name, "bfloat16 takes its place, which needs no scaling of the loss")
+            reader.note(name, "bfloat16 takes its place, which needs no loss scaling")
     for name in ("pure_bf16", "bfloat16"):
         if given.get(name):
-            reader.note(name, "beside bfloat16 weights their float32 masters are kept, exact")
+            reader.note(name, "exact float32 masters are kept beside the bfloat16 weights")
 
 
 def put_attention(reader: Reader, name: str) -> None:
@@ -415,9 +416,7 @@ def put_saving(reader: Reader) -> None:
         reader.leave("saves_per_epoch", STEPS_ALONE.format("checkpoint.every"))
     reader.put("output.folder", reader.take("output_dir"), "output_dir")
     if "resume_from_checkpoint" in reader.given:
-        reader.leave(
-            "resume_from_checkpoint", "another trainer's checkpoint is not gone on from; model.path may name it"
-        )
+        reader.leave("resume_from_checkpoint", "another trainer's checkpoint cannot be resumed; model.path may name it")
 
 
 def put_validation(reader: Reader, name: str) -> None:
@@ -429,10 +428,10 @@ def put_validation(reader: Reader, name: str) -> None:
     if not others and held is not None and 0 <= held < 1:
         reader.put("data.validation_fraction", float(held), name)
     elif held and not others:
-        reader.leave(name, "is a number of samples; data.validation_fraction is a share, and is left at its default")
+        reader.leave(name, "is a number of samples; data.validation_fraction is a share and is left at its default")
     if not others and not held:
         for each in ("eval_steps", "eval_strategy", "evals_per_epoch"):
-            reader.leave(each, "nothing is held out to measure the loss on")
+            reader.leave(each, "there is no validation data")
     elif strategy == "no":
         reader.put("train.eval_every", 0, "eval_strategy")
     elif strategy == "epoch" or isinstance(every, float):
@@ -446,7 +445,7 @@ def put_validation(reader: Reader, name: str) -> None:
 def put_trackers(reader: Reader, names: Sequence[str], key: str) -> None:
     known = [name for name in names if name in TRACKERS]
     if [name for name in names if name not in (*TRACKERS, "none")]:
-        reader.leave(key, f"output.trackers are {', '.join(TRACKERS)}")
+        reader.leave(key, f"output.trackers can be {', '.join(TRACKERS)}")
     elif names:
         reader.put("output.trackers", known, key)
     if "wandb" in known:
@@ -456,12 +455,12 @@ def put_trackers(reader: Reader, names: Sequence[str], key: str) -> None:
 def goes_on_from(reader: Reader, name: str, path: Any) -> None:
     folders = parts(path)
     if len(folders) != 1:
-        reader.refuse(name, "is not one adapter", "name the one to go on from")
+        reader.refuse(name, "is not one adapter", "name the one to continue from")
     reader.put("adapter.path", folders[0], name)
-    reader.note(name, "an adapter that is gone on from keeps its own settings")
+    reader.note(name, "an adapter that is trained further keeps its own settings")
 
 
 def parts(value: Any) -> list[str]:
-    """A list, or what a text holds between commas."""
+    """A value as a list of strings; a string is split at commas."""
     listed = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
     return [str(part).strip() for part in listed]

@@ -33,8 +33,8 @@ def test_each_of_several_processes_is_refused(launcher: str, rank: str, monkeypa
     size, number, _ = LAUNCHERS[launcher]
     monkeypatch.setenv(size, "2")
     monkeypatch.setenv(number, rank)
-    told = f"here: one of 2 processes ({size}=2, {number}={rank}), and this is for one; start a single one,"
-    with pytest.raises(ConfigError, match=re.escape(f"{told} without {launcher}, or unset {size}")):
+    told = f"here: started as one of 2 processes ({size}=2, {number}={rank}), but it runs in a single process;"
+    with pytest.raises(ConfigError, match=re.escape(f"{told} start it without {launcher}, or unset {size}")):
         refuse_several_processes("here")
 
 
@@ -95,7 +95,7 @@ def test_a_process_with_a_number_and_no_count_is_refused(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     size, rank = variables.get("WORLD_SIZE", ""), variables.get("RANK", "")
-    with pytest.raises(ConfigError, match=f"environment: WORLD_SIZE is '{size}', and RANK is '{rank}': one of several"):
+    with pytest.raises(ConfigError, match=f"environment: WORLD_SIZE is '{size}' and RANK is '{rank}', which do"):
         find_launch()
 
 
@@ -143,7 +143,7 @@ def test_every_verb_but_train_tells_it_in_a_line_and_torchrun_the_reason(
             cli.main((verb, "x"))
         assert caught.value.code == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"error: megatrain {verb}: one of 2 processes (WORLD_SIZE=2), and this is for one")
+        assert line.startswith(f"error: megatrain {verb}: started as one of 2 processes (WORLD_SIZE=2), but it runs")
         assert f"error: {json.loads(report.read_text())['message']}" == line
 
 

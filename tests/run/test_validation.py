@@ -200,11 +200,11 @@ def test_what_goes_by_the_validation_loss_needs_one(tmp_path: Path) -> None:
         ("train.early_stopping_patience", {"train": {"early_stopping_patience": 1}}),
         ("output.best", {"output": {"best": True}}),
     ):
-        with pytest.raises(ValueError, match=f"{key} goes by the validation loss; set data.validation"):
+        with pytest.raises(ValueError, match=f"{key} needs a validation loss; set data.validation"):
             run_of(tmp_path, data={"validation_fraction": 0.0}, **changed)
         without = {section: {**values} for section, values in changed.items()}
         without["train"] = {**without.get("train", {}), "eval_every": 0}
-        with pytest.raises(ValueError, match=f"{key} goes by the validation loss; set train.eval_every"):
+        with pytest.raises(ValueError, match=f"{key} needs a validation loss; set train.eval_every"):
             run_of(tmp_path, **without)
 
 
